@@ -1,0 +1,31 @@
+# Every command the project has; `just` alone lists them.
+
+default:
+    @just --list
+
+# train a DMoE Transformer-XL over a local swarm of real processes (about four minutes on two cores)
+demo *ARGS:
+    python -m experiments.demo {{ARGS}}
+
+# the quick tests (under eight minutes on two cores)
+test *ARGS:
+    python -m pytest {{ARGS}}
+
+# every test, the slow ones too
+test-all *ARGS:
+    python -m pytest -m '' {{ARGS}}
+
+# style and types
+lint:
+    ruff check .
+    ruff format --check .
+    mypy
+
+# rewrite files into the house style
+format:
+    ruff check --fix .
+    ruff format .
+
+# the measurements behind the README, each in its own run folder
+bench *ARGS:
+    python -m experiments.overlap {{ARGS}}

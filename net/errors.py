@@ -1,0 +1,60 @@
+"""The one error tree of the network.
+
+Foreign errors (`OSError`, `trio.BrokenResourceError`, `cbor2.CBORDecodeError`, ...) are mapped onto it once, where they
+enter, with `raise ... from`. Whoever catches `NetError` has caught everything that a peer or a wire can do.
+"""
+
+
+class NetError(Exception):
+    """Anything that went wrong between peers."""
+
+
+class LocalProtocolError(NetError):
+    """This process broke the rules (a header too large, a tensor of an unknown dtype): a bug on this side."""
+
+
+class RemoteProtocolError(NetError):
+    """The peer's bytes broke the rules. The link that carried them is dropped; other peers are not affected."""
+
+
+class ListenFailed(NetError):
+    """An address could not be listened on: taken, not ours, or not allowed (see `net.transport.tcp`)."""
+
+
+class PeerUnavailable(NetError):
+    """The peer did not answer. Another peer may: callers of replicated or redundant things go on without it."""
+
+
+class DialFailed(PeerUnavailable):
+    """No connection could be made: nobody listens there, or the handshake did not finish."""
+
+
+class PeerTimeout(PeerUnavailable):
+    """The call's deadline passed. The peer may or may not have carried it out."""
+
+
+class ConnectionLost(PeerUnavailable):
+    """The connection ended while the call was under way. The peer may or may not have carried it out."""
+
+
+class CallFailed(NetError):
+    """The peer answered, with an error: it is alive, and the same call will likely fail again."""
+
+
+class CallRefused(CallFailed):
+    """The request was wrong (unknown method or expert, wrong shape or dtype). The message says what was expected.
+
+    Handlers raise it to refuse a request; the caller gets it with the same message.
+    """
+
+
+class PeerBusy(CallFailed):
+    """The peer's bounded queue is full. The call was not carried out; it may be tried again later or elsewhere."""
+
+
+class RemoteFailure(CallFailed):
+    """The peer's handler crashed. Details stay in the peer's log."""
+
+
+class NoQuorum(NetError):
+    """Too few peers answered for the result to mean anything (fewer than `k_min` experts, no replica stored)."""

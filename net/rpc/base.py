@@ -1,0 +1,85 @@
+"""What a call is: the terms in which everything above the RPC layer speaks.
+
+A call names a method and carries a *body* (a small CBOR map) and *tensors* (arrays, sent as raw buffers beside it).
+A handler answers with a `Reply` or raises one of `CallRefused`, `PeerBusy`; anything else that it raises is logged on
+its side and reaches the caller as `RemoteFailure`.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from net.identity import Address, PeerId
+from net.wire.tensors import Tensor
+
+Body = Mapping[str, Any]
+"""A CBOR map with string keys; values are None, bool, int, float, str, bytes, lists and maps of these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A call as its handler sees it.
+
+    Attributes:
+      method: name under which the handler is registered.
+      body: the small arguments. From the network: check every field before using it.
+      tensors: the large arguments, read-only, each 64-byte aligned in a buffer of its own that nobody writes again.
+      peer_id: who calls.
+      peer_address: where the caller listens, or None for a caller in client mode.
+    """
+
+    method: str
+    body: Body
+    tensors: tuple[Tensor, ...]
+    peer_id: PeerId
+    peer_address: Address | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The answer to a call: a small body and the large results."""
+
+    body: Body = field(default_factory=dict)
+    tensors: tuple[Tensor, ...] = ()
+
+
+Handler = Callable[[Request], Awaitable[Reply]]
+"""Serves one call. It runs in a task of its own and is cancelled when the caller gives up or its deadline passes."""
+
+
+class Caller(Protocol):
+    """Whatever can place calls: `net.rpc.peer.RpcPeer` on a real network, a direct-call fake in unit tests."""
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Who this process is."""
+        ...
+
+    @property
+    def address(self) -> Address | None:
+        """Where this process listens; None in client mode."""
+        ...
+
+    def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
+        """Serve `method` with `handler`.
+
+        At most `max_concurrent` calls of it run at once; further ones are answered `PeerBusy` at once, so that a
+        flood costs the flooder and not this process's memory.
+        """
+        ...
+
+    async def call(
+        self, address: Address, method: str, body: Body, tensors: Sequence[Tensor] = (), *, timeout_s: float
+    ) -> Reply:
+        """Call `method` at `address` and wait for the answer.
+
+        The deadline travels with the call and the handler is cancelled when it passes. Cancelling this function
+        cancels the handler too (best effort: a message is sent, nobody waits for it).
+
+        Raises:
+          PeerUnavailable: `DialFailed`, `PeerTimeout` or `ConnectionLost`.
+          CallFailed: `CallRefused`, `PeerBusy` or `RemoteFailure`, with the peer's message.
+          RemoteProtocolError: the peer's answer broke the rules; the connection is dropped.
+          LocalProtocolError: the call itself cannot be sent (too large, or not CBOR).
+        """
+        ...
