@@ -1,0 +1,37 @@
+"""Expert networks, one kind a file. To add one: write its factory and add a line to `EXPERTS`."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from dmoe_jax.experts.base import Expert, TensorSpec
+from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.experts.transformer_xl import transformer_xl_layer
+
+__all__ = ["EXPERTS", "Expert", "TensorSpec", "feedforward", "make_expert", "transformer_xl_layer"]
+
+EXPERTS: dict[str, Callable[..., Expert]] = {
+    "feedforward": feedforward,
+    "transformer_xl": transformer_xl_layer,
+}
+"""Kind -> factory with keyword-only arguments. The kinds are part of what nodes and trainers agree on."""
+
+
+def make_expert(kind: str, **config: Any) -> Expert:
+    """The expert of this kind and configuration; equal arguments return the same object.
+
+    Raises:
+      ValueError: naming an unknown kind, an unknown or missing field, or a value that the factory refuses.
+    """
+    if kind not in EXPERTS:
+        raise ValueError(f"unknown kind of expert {kind!r}; there are {', '.join(sorted(EXPERTS))}")
+    factory = EXPERTS[kind]
+    fields = inspect.signature(factory).parameters
+    if unknown := sorted(set(config) - set(fields)):
+        raise ValueError(
+            f"expert {kind!r} has no field {', '.join(unknown)}; its fields are {', '.join(fields)}"
+        )
+    required = {name for name, field in fields.items() if field.default is inspect.Parameter.empty}
+    if missing := sorted(required - set(config)):
+        raise ValueError(f"expert {kind!r} needs a value for {', '.join(missing)}")
+    return factory(**config)

@@ -7,7 +7,7 @@ its side and reaches the caller as `RemoteFailure`.
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from net.identity import Address, PeerId
 from net.wire.tensors import Tensor
@@ -47,6 +47,7 @@ Handler = Callable[[Request], Awaitable[Reply]]
 """Serves one call. It runs in a task of its own and is cancelled when the caller gives up or its deadline passes."""
 
 
+@runtime_checkable
 class Caller(Protocol):
     """Whatever can place calls: `net.rpc.peer.RpcPeer` on a real network, a direct-call fake in unit tests."""
 

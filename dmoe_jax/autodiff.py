@@ -1,0 +1,244 @@
+"""Reverse-mode differentiation of a step that is partly somewhere else.
+
+Theory of operation. A training step is a few jitted *segments* (embedding, gating, mixing, loss) joined by *remote
+calls* that must be awaited. Callbacks inside one big `jit` would block XLA's thread pool while they wait, so the host
+drives instead: user code runs eagerly, as ordinary Python, and a `Recording` notes which segment consumed and
+produced which values. The backward pass walks the notes from last to first.
+
+- A segment keeps only its inputs; `_pull_back` recomputes its forward inside one jitted vjp (gradient checkpointing,
+  Learning@home section 3.3). A vjp object returned from `jit` would copy the parameters into its residuals.
+- Compiled code is cached by JAX under (identity of the segment function, shapes). Segment functions must therefore be
+  stable objects, made once; a lambda made anew in each step would compile for ever.
+- A remote call always gets its backward when a gradient reaches its outputs, even if its own inputs are plain data:
+  that is how the first layer's experts learn.
+
+    async def forward(run, params, batch):
+        hidden = run(embed, params["embed"], batch.tokens)
+        hidden = await run.call(remote_layer, hidden)
+        return run(loss_head, params["head"], hidden, batch.targets)
+
+    loss, grads = await value_and_grad(forward)(params, batch)
+"""
+
+import functools
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PyTree = Any
+
+
+class Value:
+    """A value on the tape: one array, known now, through which gradients will flow.
+
+    It is a leaf to `jax.tree`, so a parameter tree keeps its structure when its arrays are put on the tape. Read
+    `.value` to look at the array; what is computed from it outside the recording is a constant to the gradient.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the array."""
+        return self.value.dtype
+
+    def __repr__(self) -> str:
+        return f"Value({self.dtype}{list(self.shape)})"
+
+
+@runtime_checkable
+class RemoteCall(Protocol):
+    """A differentiable operation that is carried out elsewhere.
+
+    Stateless between steps: what backward needs from forward travels in `residual`.
+    """
+
+    async def forward(self, *inputs: Any) -> tuple[PyTree, Any]:
+        """Return (outputs, residual). Inputs are concrete arrays in the order given to `Recording.call`."""
+        ...
+
+    async def backward(self, residual: Any, output_grads: PyTree) -> tuple[Any, ...]:
+        """Return one gradient per input, None for an input without one. `output_grads` has the outputs' structure."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Note of one jitted segment: its inputs (tape values and constants) and its outputs."""
+
+    function: Callable[..., PyTree]
+    args: tuple[Any, ...]
+    outputs: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """Note of one remote call."""
+
+    operation: RemoteCall
+    args: tuple[Any, ...]
+    residual: Any
+    outputs: PyTree
+
+
+class Recording:
+    """The tape of one step; also the `run` that user code calls.
+
+    Args:
+      differentiate: False keeps no notes (evaluation), so that nothing is held longer than needed.
+    """
+
+    def __init__(self, *, differentiate: bool = True) -> None:
+        self._notes: list[_Segment | _Remote] | None = [] if differentiate else None
+
+    def __call__(self, function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+        """Run the pure `function` as one jitted segment.
+
+        Args:
+          function: pure, positional arguments only, returns a pytree of arrays; the same object in every step.
+          args: pytrees whose leaves are tape values or plain arrays.
+        Returns: the function's result with each array as a tape value. Dispatch is asynchronous, as always in JAX.
+        """
+        result = _run(function, *_concrete(args))
+        leaves, treedef = jax.tree.flatten(result)
+        outputs = tuple(Value(leaf) for leaf in leaves)
+        if self._notes is not None:
+            self._notes.append(_Segment(function, args, outputs))
+        return jax.tree.unflatten(treedef, outputs)
+
+    async def call(self, operation: RemoteCall, *inputs: Value | Any) -> PyTree:
+        """Carry out a remote operation. If cancelled, the operation is cancelled and the tape is as it was."""
+        outputs, residual = await operation.forward(*_concrete(inputs))
+        values = jax.tree.map(Value, outputs)
+        if self._notes is not None:
+            self._notes.append(_Remote(operation, inputs, residual, values))
+        return values
+
+    async def backward(self, loss: Value) -> dict[Value, Any]:
+        """Gradients of the scalar `loss` with respect to every tape value that it depends on.
+
+        Raises:
+          ValueError: if loss is not a scalar floating tape value.
+          RuntimeError: if the recording does not differentiate.
+        """
+        if self._notes is None:
+            raise RuntimeError("this recording was made with differentiate=False")
+        if not isinstance(loss, Value) or loss.shape != () or not _is_inexact(loss.value):
+            raise ValueError(f"the loss must be a floating scalar computed by the recording, got {loss!r}")
+        grads: dict[Value, Any] = {loss: np.ones((), loss.dtype)}
+        for note in reversed(self._notes):
+            if isinstance(note, _Segment):
+                _backward_segment(note, grads)
+            else:
+                await _backward_remote(note, grads)
+        return grads
+
+
+def value_and_grad(
+    forward: Callable[..., Awaitable[Any]], *, has_aux: bool = False
+) -> Callable[..., Awaitable[tuple[Any, PyTree]]]:
+    """The asynchronous counterpart of `jax.value_and_grad`.
+
+    Args:
+      forward: `async forward(run, params, *args) -> loss` (or `(loss, aux)`); `run` is the step's `Recording`.
+      has_aux: whether forward returns extra data beside the loss. Tape values in it are replaced by their arrays.
+
+    Returns: an async function `(params, *args) -> (loss, grads)` or `((loss, aux), grads)`; `grads` has the structure
+      of `params`, zeros where the loss does not depend on a parameter. If it is cancelled nothing is left behind but
+      the expert updates that had already happened on other machines.
+    """
+
+    async def differentiated(params: PyTree, *args: Any) -> tuple[Any, PyTree]:
+        run = Recording()
+        taped = jax.tree.map(Value, params)
+        result = await forward(run, taped, *args)
+        loss, aux = result if has_aux else (result, None)
+        by_value = await run.backward(loss)
+        grads = jax.tree.map(lambda leaf: _gradient_or_zero(by_value, leaf), taped)
+        return ((loss.value, _concrete(aux)) if has_aux else loss.value), grads
+
+    return differentiated
+
+
+def _concrete(tree: PyTree) -> Any:
+    """The tree with tape values replaced by their arrays."""
+    return jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, Value) else leaf, tree)
+
+
+def _is_inexact(array: Any) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.inexact))
+
+
+def _gradient_or_zero(grads: dict[Value, Any], leaf: Value) -> Any:
+    return grads[leaf] if leaf in grads else jnp.zeros(leaf.shape, leaf.dtype)
+
+
+def _backward_segment(note: _Segment, grads: dict[Value, Any]) -> None:
+    if not any(output in grads for output in note.outputs):
+        return
+    leaves = jax.tree.leaves(note.args)
+    wanted = tuple(isinstance(leaf, Value) and _is_inexact(leaf.value) for leaf in leaves)
+    if not any(wanted):
+        return
+    # An output that the loss does not use gets zeros, not an absent gradient: the compiled program then does not
+    # depend on which outputs happened to be used. Integer outputs carry no gradient and are skipped.
+    output_grads = tuple(_gradient_or_zero(grads, out) for out in note.outputs if _is_inexact(out.value))
+    input_grads = _pull_back(note.function, wanted, _concrete(note.args), output_grads)
+    taped = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
+    for leaf, grad in zip(taped, input_grads, strict=True):
+        _accumulate(grads, leaf, grad)
+
+
+async def _backward_remote(note: _Remote, grads: dict[Value, Any]) -> None:
+    if not any(output in grads for output in jax.tree.leaves(note.outputs)):
+        return
+    output_grads = jax.tree.map(lambda out: _gradient_or_zero(grads, out), note.outputs)
+    input_grads = await note.operation.backward(note.residual, output_grads)
+    for arg, grad in zip(note.args, input_grads, strict=True):
+        if isinstance(arg, Value) and grad is not None:
+            _accumulate(grads, arg, grad)
+
+
+def _accumulate(grads: dict[Value, Any], value: Value, grad: Any) -> None:
+    grads[value] = _add(grads[value], grad) if value in grads else grad
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    return function(*args)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _pull_back(
+    function: Callable[..., PyTree], wanted: tuple[bool, ...], args: tuple[PyTree, ...], output_grads: tuple[Any, ...]
+) -> list[Any]:
+    """Recompute the segment and return the gradients of the wanted leaves of its arguments."""
+    leaves, treedef = jax.tree.flatten(args)
+
+    def of_wanted(chosen: list[Any]) -> tuple[Any, ...]:
+        supply = iter(chosen)
+        merged = [next(supply) if want else leaf for leaf, want in zip(leaves, wanted, strict=True)]
+        outputs = jax.tree.leaves(function(*jax.tree.unflatten(treedef, merged)))
+        return tuple(out for out in outputs if _is_inexact(out))
+
+    chosen = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
+    _, pull = jax.vjp(of_wanted, chosen)
+    (grads,) = pull(output_grads)
+    return list(grads)
+
+
+@jax.jit
+def _add(left: Any, right: Any) -> Any:
+    return left + right

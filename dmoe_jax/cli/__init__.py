@@ -1,0 +1,43 @@
+"""The `dmoe` command: run a DHT peer or an expert node, train over a swarm, look at one.
+
+Each subcommand is a frozen dataclass whose fields are its flags; `tyro` reads them from the command line. Modules that
+need JAX are imported by the command that uses them, so that `dmoe --help` answers at once.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from dmoe_jax.cli.common import UsageError, fail
+from dmoe_jax.cli.dht import DhtCommand
+from dmoe_jax.cli.node import NodeCommand
+from dmoe_jax.cli.status import StatusCommand
+from dmoe_jax.cli.train import TrainCommand
+
+Command = (
+    Annotated[DhtCommand, tyro.conf.subcommand("dht")]
+    | Annotated[NodeCommand, tyro.conf.subcommand("node")]
+    | Annotated[TrainCommand, tyro.conf.subcommand("train")]
+    | Annotated[StatusCommand, tyro.conf.subcommand("status")]
+)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point of `dmoe`. Exits 0 when done, 1 on an error, 2 on a wrong flag, 130 after Ctrl-C."""
+    command: DhtCommand | NodeCommand | TrainCommand | StatusCommand = tyro.cli(
+        Command,  # type: ignore[arg-type]
+        prog="dmoe",
+        description="Decentralised mixture-of-experts training in JAX.",
+        args=args,
+        config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagConversionOff),
+    )
+    try:
+        sys.exit(command.run())
+    except UsageError as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What every subcommand shares: addresses, joining a swarm, signals, one-line errors."""
+
+import contextlib
+import logging
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import trio
+
+from net.clock import SwarmClock
+from net.dht.node import DhtNode, open_dht_node
+from net.errors import NetError
+from net.identity import Address, PeerId
+from net.rpc.peer import RpcPeer, open_rpc_peer
+from net.transport.tcp import TcpTransport
+
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT: what a shell reports for a command that Ctrl-C ended."""
+
+
+class UsageError(Exception):
+    """A mistake of the user's; the message is the one line that is printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmPeer:
+    """This process's place in a swarm."""
+
+    rpc: RpcPeer
+    """Places and serves calls."""
+    dht: DhtNode
+    """Finds things."""
+    clock: SwarmClock
+    """The swarm's time."""
+
+
+def fail(message: str, *, status: int = 1) -> NoReturn:
+    """Print one line to standard error and exit."""
+    print(f"dmoe: error: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def parse_addresses(texts: Sequence[str]) -> list[Address]:
+    """Addresses from the command line.
+
+    Raises:
+      UsageError: naming the text that is not one.
+    """
+    try:
+        return [Address.parse(text) for text in texts]
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+@asynccontextmanager
+async def join_swarm(*, listen: str | None, join: Sequence[str]) -> AsyncIterator[SwarmPeer]:
+    """Open this process's peer and DHT node over TCP, joining the swarm at `join`; `listen` None is client mode.
+
+    Raises:
+      UsageError: for an address that is none.
+      NetError: when the port is taken, or nobody answers at `join`.
+    """
+    listen_address = parse_addresses([listen])[0] if listen is not None else None
+    initial_peers = parse_addresses(join)
+    rng = random.SystemRandom()
+    async with open_rpc_peer(TcpTransport(), peer_id=PeerId.draw(rng), listen=listen_address) as rpc:
+        clock = SwarmClock.wall()
+        async with open_dht_node(
+            rpc, clock=clock, rng=rng, initial_peers=initial_peers, client_mode=listen is None
+        ) as dht:
+            yield SwarmPeer(rpc, dht, clock)
+
+
+def run_until_done(main: Callable[[], Awaitable[int]], *, exit_on_stdin_eof: bool = False) -> int:
+    """Run an async command to its end, or until SIGINT or SIGTERM cancels it; returns the exit status.
+
+    Swarm and data errors become one line. With `exit_on_stdin_eof` the command also ends when standard input closes,
+    that is, when the process that started it is gone.
+    """
+    _set_up_logging()
+    status = EXIT_INTERRUPTED
+
+    async def supervise() -> None:
+        nonlocal status
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_on_signal, nursery.cancel_scope)
+            if exit_on_stdin_eof:
+                nursery.start_soon(_cancel_on_stdin_eof, nursery.cancel_scope)
+            status = await main()
+            nursery.cancel_scope.cancel()
+
+    try:
+        trio.run(supervise, strict_exception_groups=False)
+    except (NetError, UsageError) as error:
+        fail(str(error))
+    return status
+
+
+def set_up_jax() -> None:
+    """Turn on XLA's persistent cache, so that a process started again compiles nothing.
+
+    Compiled code is for one processor type, hence a folder for each machine. `DMOE_XLA_CACHE` names another place;
+    empty turns the cache off.
+    """
+    import jax
+
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dmoe_jax" / f"xla-{os.uname().nodename}"
+    folder = os.environ.get("DMOE_XLA_CACHE", str(default))
+    if folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _set_up_logging() -> None:
+    level = os.environ.get("DMOE_LOGLEVEL", "WARNING").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise UsageError(f"DMOE_LOGLEVEL must be a level such as INFO or DEBUG, got {level!r}")
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+async def _cancel_on_signal(scope: trio.CancelScope) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            scope.cancel()
+            return
+
+
+async def _cancel_on_stdin_eof(scope: trio.CancelScope) -> None:
+    async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stdin:
+        with contextlib.suppress(trio.BrokenResourceError):
+            while await stdin.receive_some(4096):
+                pass
+    scope.cancel()

@@ -1,0 +1,109 @@
+"""`dmoe node`: serve experts."""
+
+import time
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import trio
+import tyro
+
+from dmoe_jax.cli.common import UsageError, join_swarm, run_until_done, set_up_jax
+from dmoe_jax.cli.options import ExpertOptions
+from dmoe_jax.grid import expand_grid_pattern, format_uid
+
+if TYPE_CHECKING:
+    from dmoe_jax.node.backend import ExpertBackend
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCommand:
+    """Serve experts to the trainers of a swarm. Experts learn from the gradients that trainers send."""
+
+    experts: tuple[str, ...] = ("layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]")
+    """Experts to serve: uids such as layer0.3.1, or patterns such as layer0.[0:2].[0:4]."""
+    join: tuple[str, ...] = ()
+    """Addresses of peers to join through, each as HOST:PORT. None starts a new swarm."""
+    listen: str = "127.0.0.1:0"
+    """Address to listen on, as HOST:PORT; port 0 lets the system choose. Plain TCP listens on loopback only."""
+    swarm: str = "dmoe"
+    """Name under which the node is listed."""
+    expert: Annotated[ExpertOptions, tyro.conf.arg(name="")] = field(default_factory=ExpertOptions)
+    """Shape of one expert."""
+    learning_rate: float = 1e-3
+    """Step size of each expert's Adam."""
+    grad_clip: float = 1.0
+    """Bound on the norm of an expert's gradient in one update."""
+    freeze_experts: bool = False
+    """Answer backward requests without learning from them: the control run that shows what experts contribute."""
+    seed: int = 0
+    """Seed of the experts' initial parameters; with the uid it decides them, on whichever node they live."""
+    warm_up_rows: int = 8
+    """Compile for batches of up to this many samples before announcing the experts."""
+    max_batch_rows: int = 256
+    """Most samples of one XLA call."""
+    announce_period_s: float = 10.0
+    """Seconds between announcements in the DHT; they are valid three times as long."""
+    exit_on_stdin_eof: bool = False
+    """End when standard input closes (set by a process that starts this one and may be killed)."""
+
+    def run(self) -> int:
+        """Serve until interrupted; the exit status."""
+        return run_until_done(self._serve, exit_on_stdin_eof=self.exit_on_stdin_eof)
+
+    async def _serve(self) -> int:
+        from dmoe_jax.node.device import ThreadDevice
+        from dmoe_jax.node.server import NodeConfig, open_expert_node
+
+        uids = self._uids()
+        set_up_jax()
+        device = ThreadDevice()
+        try:
+            config = NodeConfig(
+                swarm=self.swarm,
+                max_batch_rows=self.max_batch_rows,
+                announce_period_s=self.announce_period_s,
+                record_lifetime_s=3 * self.announce_period_s,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        async with join_swarm(listen=self.listen, join=self.join) as peer:
+            # Joined first: a taken port or an unreachable swarm is reported before minutes of compilation.
+            started = time.perf_counter()
+            backends = await device.run(self._make_backends, uids)
+            print(f"{len(uids)} experts ready after {time.perf_counter() - started:.1f} s", flush=True)
+            async with open_expert_node(
+                peer.rpc, peer.dht, backends, clock=peer.clock, device=device, config=config
+            ):
+                print(f"Node {peer.rpc.peer_id.short} serves {len(uids)} experts on {peer.rpc.address}")
+                print(f"Join it with:  dmoe train --join {peer.rpc.address}", flush=True)
+                await trio.sleep_forever()
+
+    def _uids(self) -> list[str]:
+        try:
+            uids = [format_uid(uid) for pattern in self.experts for uid in expand_grid_pattern(pattern)]
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        if not uids or len(set(uids)) != len(uids):
+            raise UsageError(f"--experts must name at least one expert and none twice, got {' '.join(self.experts)}")
+        return uids
+
+    def _make_backends(self, uids: list[str]) -> "dict[str, ExpertBackend]":
+        import jax
+        import optax
+
+        from dmoe_jax.node.backend import ExpertBackend
+
+        expert = self.expert.make_expert()
+        optimizer = optax.chain(optax.clip_by_global_norm(self.grad_clip), optax.adam(self.learning_rate))
+        base = jax.random.key(self.seed)
+        backends = {
+            uid: ExpertBackend(
+                expert,
+                None if self.freeze_experts else optimizer,
+                expert.init(jax.random.fold_in(base, zlib.crc32(uid.encode()))),
+            )
+            for uid in uids
+        }
+        next(iter(backends.values())).warm_up(self.warm_up_rows)
+        return backends

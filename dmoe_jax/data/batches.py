@@ -1,0 +1,175 @@
+"""A long text cut into batches of short segments, in reading order.
+
+Theory of operation. A language model with memory (Transformer-XL, Dai et al. 2019) reads a few places of the text side
+by side: row r of batch k+1 continues row r of batch k, so that the model's memory of the row is what came just before.
+The text of n tokens is cut into (n - 1) // seq_len whole segments, laid on a circle. Rows start evenly spaced on it, the
+rows of all trainers together, and every row walks the circle for ever. Hence
+
+- trainers read disjoint parts until a row has walked as far as its neighbour's start, and every trainer sees the
+  whole text in time (a trunk that only ever saw 1/num_shards of it would overfit that part);
+- no segment straddles the end of the text: a row restarts exactly at a batch's start, and `is_first` says so;
+- the state of a stream is one integer, the number of batches read.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32
+
+
+class Batch(NamedTuple):
+    """One segment for each row, and the words to predict.
+
+    Attributes:
+      tokens: [batch, seq], the words read.
+      targets: [batch, seq], the word after each of them.
+      mask: [batch, seq], true where the target counts; false only on the padding of an evaluation's last batches.
+      is_first: [batch], true where the row does not continue the previous batch: its memory must be dropped.
+    """
+
+    tokens: Int32[np.ndarray, "batch seq"]
+    targets: Int32[np.ndarray, "batch seq"]
+    mask: Bool[np.ndarray, "batch seq"]
+    is_first: Bool[np.ndarray, " batch"]
+
+
+class SegmentStream:
+    """Training batches of one trainer, without end. Iterate, or read any batch by its number with `at`.
+
+    The same arguments give the same batches. To resume, save `position` and pass it back; a model that comes back
+    without its memory must drop the memory of every row itself, since `is_first` speaks of the text alone.
+    """
+
+    def __init__(
+        self,
+        ids: Int[np.ndarray, " tokens"],
+        *,
+        batch_size: int,
+        seq_len: int,
+        shard: int = 0,
+        num_shards: int = 1,
+        seed: int | None = None,
+        position: int = 0,
+    ) -> None:
+        """Lay the rows of `shard` on the text; nothing is copied before a batch is read.
+
+        Args:
+          ids: the training text.
+          batch_size: rows of this trainer.
+          seq_len: tokens in a row of one batch.
+          shard: which of the `num_shards` trainers this is, from 0.
+          num_shards: trainers that share the text; all must use the same batch_size, seq_len and seed.
+          seed: turns the circle by a random number of segments; None starts row 0 at the beginning of the text.
+          position: number of batches already read.
+
+        Raises:
+          ValueError: a count that is not positive, a shard that is not one of them, or a text with fewer whole
+            segments than there are rows.
+        """
+        for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("num_shards", num_shards)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0 <= shard < num_shards:
+            raise ValueError(f"shard must be from 0 to {num_shards - 1}, got {shard}")
+        num_segments, num_rows = (ids.size - 1) // seq_len, batch_size * num_shards
+        if num_segments < num_rows:
+            raise ValueError(
+                f"the text must have a whole segment for each of {num_shards} x {batch_size} rows, that is "
+                f"{num_rows * seq_len + 1} tokens, got {ids.size}"
+            )
+        turn = 0 if seed is None else random.Random(seed).randrange(num_segments)
+        rows = np.arange(shard * batch_size, (shard + 1) * batch_size, dtype=np.int64)
+        self._starts = turn + rows * num_segments // num_rows
+        self._ids = ids
+        self._seq_len = seq_len
+        self._num_segments = num_segments
+        self._num_rows = num_rows
+        self.seek(position)
+
+    @property
+    def position(self) -> int:
+        """Number of batches read so far: all there is to save."""
+        return self._position
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches after which all trainers together have read the text once: full rounds, rounded down."""
+        return self._num_segments // self._num_rows
+
+    def seek(self, position: int) -> None:
+        """Make batch `position` the next one."""
+        if position < 0:
+            raise ValueError(f"position must not be negative, got {position}")
+        self._position = position
+
+    def at(self, position: int) -> Batch:
+        """Batch number `position`, from 0. Reads nothing else and changes nothing."""
+        if position < 0:
+            raise ValueError(f"position must not be negative, got {position}")
+        segments = (self._starts + position) % self._num_segments
+        places = segments[:, None] * self._seq_len + np.arange(self._seq_len)
+        return Batch(
+            tokens=self._ids[places].astype(np.int32),
+            targets=self._ids[places + 1].astype(np.int32),
+            mask=np.ones(places.shape, dtype=np.bool_),
+            is_first=(segments == 0) | (position == 0),
+        )
+
+    def __iter__(self) -> "SegmentStream":
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self.at(self._position)
+        self._position += 1
+        return batch
+
+
+def evaluation_segments(
+    ids: Int[np.ndarray, " tokens"], *, batch_size: int, seq_len: int, max_tokens: int | None = None
+) -> Iterator[Batch]:
+    """Batches that hold every target of a text exactly once, under a mask.
+
+    The targets ids[1:] are cut into `batch_size` equal rows, read side by side as in training. Every batch has the
+    same shape, so that one compiled program evaluates them all; places past a row's end repeat its last word
+    and are masked. The mean of the loss over `mask` in all batches together is the text's loss.
+
+    Args:
+      ids: [tokens], the text.
+      batch_size: rows.
+      seq_len: tokens in a row of one batch.
+      max_tokens: evaluate only the first so many targets of the text; None for all.
+
+    Returns:
+      An iterator of batches; `is_first` is true for all rows of the first batch and for no other.
+
+    Raises:
+      ValueError: at once, for a count below 1 or a text without a target.
+    """
+    for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("max_tokens", max_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if ids.size < 2:
+        raise ValueError(f"a text to evaluate must have at least 2 tokens, got {ids.size}")
+    num_targets = ids.size - 1 if max_tokens is None else min(ids.size - 1, max_tokens)
+    return _evaluation_batches(ids, batch_size, seq_len, num_targets)
+
+
+def _evaluation_batches(
+    ids: Int[np.ndarray, " tokens"], batch_size: int, seq_len: int, num_targets: int
+) -> Iterator[Batch]:
+    """The generator behind `evaluation_segments`, apart from it so that wrong arguments fail at the call."""
+    row_len = -(-num_targets // batch_size)
+    starts = np.arange(batch_size, dtype=np.int64)[:, None] * row_len
+    for offset in range(0, row_len, seq_len):
+        columns = offset + np.arange(seq_len)
+        places = starts + columns
+        mask = (columns < row_len) & (places < num_targets)
+        places = np.minimum(places, num_targets - 1)
+        yield Batch(
+            tokens=ids[places].astype(np.int32),
+            targets=ids[places + 1].astype(np.int32),
+            mask=mask,
+            is_first=np.full(batch_size, offset == 0),
+        )

@@ -1,0 +1,60 @@
+"""What an expert is: a pair of pure functions and the shapes that it speaks.
+
+An expert node, the in-process mixture and the remote mixture all see experts only through `Expert`. All
+inputs are batch-first and samples are independent of each other, so that a node may join the rows of many
+trainers into one call and a mixture may call an expert for one sample.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+PyTree = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Shape and type of one input or output, without the batch axis."""
+
+    name: str
+    """What error messages call it."""
+    shape: tuple[int, ...]
+    """Extents after the batch axis."""
+    dtype: str
+    """NumPy's name of the type, such as "float32" or "bool"."""
+    differentiable: bool
+    """Whether a backward request returns a gradient for it."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements in one sample."""
+        return math.prod(self.shape)
+
+
+class Expert(NamedTuple):
+    """An expert network: `apply(params, *inputs) -> output`, pure.
+
+    Factories return the same object for equal configurations: compiled code is cached by the identity of
+    `apply`.
+
+    Attributes:
+      name: the kind, a key of `dmoe_jax.experts.EXPERTS`.
+      init: (key) -> params.
+      apply: (params, *inputs) -> output, [batch, *output.shape]. Experts carry their own residual connection.
+      inputs: specification of each input, in order.
+      output: specification of the output; its shape is that of the first input.
+    """
+
+    name: str
+    init: Callable[..., PyTree]
+    apply: Callable[..., Any]
+    inputs: tuple[TensorSpec, ...]
+    output: TensorSpec
+
+
+def check_positive(**sizes: int) -> None:
+    """Raise ValueError, naming the field and the value, unless every size is a positive integer."""
+    for field, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{field} must be a positive integer, got {value!r}")

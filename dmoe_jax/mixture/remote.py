@@ -1,0 +1,223 @@
+"""The mixture over the network: the same mathematics as `mixture.local`, with experts on other machines.
+
+One layer of one step:
+
+    scores  = router.scores(gate, features)                      jitted segment
+    choices = beam search for the k_best live experts            DHT, cached
+    outputs = one call per distinct expert, not per sample       network, k_min and grace
+    mixed   = sum_k softmax(logits of those that answered)_k * outputs_k     jitted segment
+
+Learning@home section 3.1 and 3.3; hivemind sends one request per (sample, expert) pair instead. An expert that does
+not answer is masked and the weights renormalised over the others; in the backward pass an expert that is lost is a
+constant: it passes no gradient to its inputs. A sample without any expert goes through unchanged (experts carry their
+own residual connection), and no row is ever NaN.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dmoe_jax.autodiff import Recording, Value
+from dmoe_jax.directory import ExpertDirectory
+from dmoe_jax.experts.base import Expert
+from dmoe_jax.mixture.fan_out import CallPolicy, ExpertCall, ExpertCaller
+from dmoe_jax.node.device import Device, to_host
+from dmoe_jax.routing.base import Router, gather_logits
+from net.errors import NoQuorum
+from net.rpc.base import Reply
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureConfig:
+    """Settings of a remote mixture."""
+
+    prefix: str
+    """Experts are `prefix.i.j`; one prefix a layer."""
+    k_best: int = 4
+    """Experts asked for each sample."""
+    policy: CallPolicy = CallPolicy()
+    """Quorum and deadlines, forward and backward."""
+    on_shortfall: str = "skip"
+    """What happens to a sample with fewer than `k_min` answers: "skip" mixes what there is (with nothing, the sample
+    passes unchanged), "raise" gives the step up with `NoQuorum`."""
+
+    def __post_init__(self) -> None:
+        if self.k_best < 1 or self.policy.k_min > self.k_best:
+            raise ValueError(f"expected 1 <= k_best and k_min <= k_best, got {self.k_best} and {self.policy.k_min}")
+        if self.on_shortfall not in ("skip", "raise"):
+            raise ValueError(f"on_shortfall is 'skip' or 'raise', got {self.on_shortfall!r}")
+
+
+class RemoteMixture:
+    """One DMoE layer whose experts are remote. Holds no parameters and no state of a step.
+
+    Args:
+      expert: specification of the experts; only its input and output shapes are used here.
+      router: scores and combines; see `dmoe_jax.routing.base`.
+      directory: finds live experts. caller: places the calls. device: waits for XLA off the event loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        expert: Expert,
+        router: Router,
+        directory: ExpertDirectory,
+        caller: ExpertCaller,
+        device: Device,
+        config: MixtureConfig,
+    ) -> None:
+        self._expert = expert
+        self._router = router
+        self._directory = directory
+        self._caller = caller
+        self._device = device
+        self._config = config
+
+    async def __call__(
+        self, run: Recording, gate_params: Any, features: Value, *inputs: Value | Array
+    ) -> tuple[Value, Value]:
+        """Mix the experts' outputs for a batch of samples.
+
+        Args:
+          run: the step's recording.
+          gate_params: the router's parameters, on the tape.
+          features: [batch, d_model], what the router sees.
+          inputs: the experts' inputs, each [batch, ...]; the first is what a sample without experts returns.
+        Returns: (mixed [batch, ...], the router's auxiliary loss, a scalar).
+        Raises: NoQuorum, with `on_shortfall="raise"`, when some sample has fewer than `k_min` answers.
+        """
+        scores = run(self._router.scores, gate_params, features)
+        host_scores = await to_host(self._device, tuple(score.value for score in scores))
+        indices, calls, slots = await self._choose(host_scores)
+        layer_call = _LayerCall(self, calls, slots, k_best=self._config.k_best)
+        outputs = await run.call(layer_call, *inputs)
+        return run(mix_segment(self._router), scores, indices, layer_call.answered, outputs, inputs[0])
+
+    async def _choose(self, scores: tuple[Array, ...]) -> tuple[Array, list[ExpertCall], list[Array]]:
+        """Chosen experts of each sample as [batch, k, dims] indices, and the calls that serve them.
+
+        `slots[c]` says in which of a sample's k places call c stands, for each of the call's rows.
+        """
+        batch, k = scores[0].shape[0], self._config.k_best
+        found = await self._directory.beam_search(self._config.prefix, scores, k)
+        indices = np.zeros((batch, k, len(scores)), np.int32)
+        members: dict[str, tuple[Any, list[int], list[int]]] = {}
+        for row, choices in enumerate(found):
+            for slot, choice in enumerate(choices):
+                indices[row, slot] = choice.coordinates
+                contact, rows, slots = members.setdefault(choice.uid, (choice.contact, [], []))
+                del contact
+                rows.append(row)
+                slots.append(slot)
+        calls = [
+            ExpertCall(uid=uid, contact=contact, rows=np.array(rows)) for uid, (contact, rows, _) in members.items()
+        ]
+        return indices, calls, [np.array(slots) for _, _, slots in members.values()]
+
+
+class _LayerCall:
+    """The remote call of one layer in one step: forward to the chosen experts, backward to those that answered."""
+
+    def __init__(self, mixture: RemoteMixture, calls: list[ExpertCall], slots: list[Array], *, k_best: int) -> None:
+        self._mixture = mixture
+        self._calls = calls
+        self._slots = slots
+        self._k_best = k_best
+        self.answered: Array = np.zeros((0, k_best), bool)
+        """bool [batch, k]: which of a sample's experts answered; set by forward."""
+
+    async def forward(self, *inputs: Any) -> tuple[Array, Any]:
+        """Outputs [batch, k, ...], zeros where nobody answered."""
+        mixture, spec = self._mixture, self._mixture._expert.output
+        host = await to_host(mixture._device, inputs)
+        batch = host[0].shape[0]
+        tensors = [[array[call.rows] for array in host] for call in self._calls]
+        replies = await mixture._caller.fan_out(
+            "expert.forward", self._calls, tensors, num_samples=batch, policy=mixture._config.policy
+        )
+        outputs = np.zeros((batch, self._k_best, *spec.shape), spec.dtype)
+        self.answered = np.zeros((batch, self._k_best), bool)
+        for index, (call, slots, reply) in enumerate(zip(self._calls, self._slots, replies, strict=True)):
+            if reply is None or not _fits(reply, [(len(call.rows), *spec.shape)], spec.dtype):
+                replies[index] = None
+                continue
+            outputs[call.rows, slots] = reply.tensors[0]
+            self.answered[call.rows, slots] = True
+        self._check_shortfall()
+        return outputs, (tensors, replies)
+
+    async def backward(self, residual: Any, output_grads: Any) -> tuple[Any, ...]:
+        """Send the gradients to the experts that answered; sum what comes back. A lost expert counts as a constant."""
+        mixture = self._mixture
+        tensors, replies = residual
+        grads = await to_host(mixture._device, output_grads)
+        asked = [index for index, reply in enumerate(replies) if reply is not None]
+        calls = [self._calls[index] for index in asked]
+        messages = [
+            [*tensors[index], np.ascontiguousarray(grads[self._calls[index].rows, self._slots[index]])]
+            for index in asked
+        ]
+        returned = await mixture._caller.fan_out(
+            "expert.backward", calls, messages, num_samples=grads.shape[0], policy=mixture._config.policy, retry=True
+        )
+        specs = mixture._expert.inputs
+        sums = [np.zeros((grads.shape[0], *spec.shape), spec.dtype) if spec.differentiable else None for spec in specs]
+        wanted = [array for array in sums if array is not None]
+        for index, reply in zip(asked, returned, strict=True):
+            call = self._calls[index]
+            shapes = [(len(call.rows), *array.shape[1:]) for array in wanted]
+            if reply is not None and _fits(reply, shapes, specs[0].dtype):
+                for array, grad in zip(wanted, reply.tensors, strict=True):
+                    array[call.rows] += grad
+                self._note(call, replies[index], reply)
+        return tuple(sums)
+
+    def _check_shortfall(self) -> None:
+        config, statistics = self._mixture._config, self._mixture._caller.statistics
+        answers = self.answered.sum(axis=1)
+        short = np.flatnonzero(answers < config.policy.k_min)
+        if short.size and config.on_shortfall == "raise":
+            raise NoQuorum(
+                f"layer {config.prefix!r}: {short.size} of {len(answers)} samples got fewer than "
+                f"k_min={config.policy.k_min} answers from experts"
+            )
+        statistics.skipped_samples += int((answers == 0).sum())
+
+    def _note(self, call: ExpertCall, forward_reply: Reply, backward_reply: Reply) -> None:
+        statistics = self._mixture._caller.statistics
+        statistics.load[call.uid] = statistics.load.get(call.uid, 0) + len(call.rows)
+        before, after = forward_reply.body.get("updates"), backward_reply.body.get("updates")
+        if isinstance(before, int) and isinstance(after, int):
+            # Our own update is not staleness; an expert that does not learn, or was restarted, shows none.
+            statistics.staleness_total += max(0, after - before - 1)
+            statistics.staleness_calls += 1
+
+
+@functools.cache
+def mix_segment(router: Router) -> Any:
+    """The segment (scores, indices, answered, outputs, fallback) -> (mixed, aux_loss) for this router, made once.
+
+    mixed[b] = sum_k weights[b, k] * outputs[b, k], weights = router.combine(logits, answered); where nobody answered,
+    mixed[b] = fallback[b].
+    """
+
+    def mix(scores: Any, indices: Any, answered: Any, outputs: Any, fallback: Any) -> tuple[Any, Any]:
+        weights = router.combine(gather_logits(scores, indices), answered)
+        spread = weights.reshape(weights.shape + (1,) * (outputs.ndim - 2)).astype(outputs.dtype)
+        mixed = jnp.sum(spread * outputs, axis=1)
+        anybody = answered.any(axis=1).reshape((-1,) + (1,) * (mixed.ndim - 1))
+        return jnp.where(anybody, mixed, fallback), router.aux_loss(scores, indices, answered)
+
+    return mix
+
+
+def _fits(reply: Reply, shapes: Sequence[tuple[int, ...]], dtype: str) -> bool:
+    """Whether a reply carries tensors of these shapes. An expert that lies about its shape counts as silent."""
+    return [(tensor.shape, tensor.dtype) for tensor in reply.tensors] == [(s, np.dtype(dtype)) for s in shapes]

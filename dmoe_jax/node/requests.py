@@ -1,0 +1,118 @@
+"""Reading what a trainer sent to an expert: everything is checked before it costs a flop.
+
+A request that does not fit is refused with a message that says what was expected, in the words of the expert's own
+specification, so that the person at the other end can mend it without reading this code.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dmoe_jax.experts.base import Expert, TensorSpec
+from dmoe_jax.node.replay import MAX_REQUEST_ID_BYTES
+from net.errors import CallRefused
+from net.rpc.base import Request
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRequest:
+    """A checked forward or backward request.
+
+    Attributes:
+      uid: the expert.
+      inputs: one array per input specification, [rows, ...].
+      output_grads: gradient of the output, [rows, ...]; None in a forward request.
+      request_id: names a backward request across retries; None in a forward request.
+    """
+
+    uid: str
+    inputs: tuple[Array, ...]
+    output_grads: Array | None = None
+    request_id: bytes | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return int(self.inputs[0].shape[0])
+
+
+def describe_spec(spec: TensorSpec) -> dict[str, Any]:
+    """The specification as it travels in `expert.info`."""
+    return {
+        "name": spec.name,
+        "shape": list(spec.shape),
+        "dtype": spec.dtype,
+        "differentiable": spec.differentiable,
+    }
+
+
+def uid_of(request: Request, known: Sequence[str]) -> str:
+    """The expert that the request names.
+
+    Raises:
+      CallRefused: if it names none, or one that this node does not serve.
+    """
+    uid = request.body.get("uid")
+    if not isinstance(uid, str):
+        raise CallRefused(f"expected the uid of an expert as a string, got {uid!r:.80}")
+    if uid not in known:
+        served = ", ".join(list(known)[:4]) + (", ..." if len(known) > 4 else "")
+        raise CallRefused(f"unknown expert {uid[:80]!r}: this node serves {len(known)} experts ({served})")
+    return uid
+
+
+def parse_forward(request: Request, uid: str, expert: Expert, *, max_rows: int) -> ExpertRequest:
+    """Check a forward request against the expert's specification.
+
+    Raises:
+      CallRefused: with what was expected.
+    """
+    _check_count(uid, request.tensors, [spec.name for spec in expert.inputs])
+    inputs = _check_inputs(uid, expert, request.tensors, max_rows)
+    return ExpertRequest(uid=uid, inputs=inputs)
+
+
+def parse_backward(request: Request, uid: str, expert: Expert, *, max_rows: int) -> ExpertRequest:
+    """Check a backward request: the inputs again, then the gradient of the output, and an id.
+
+    Raises:
+      CallRefused: with what was expected.
+    """
+    names = [spec.name for spec in expert.inputs] + [f"gradient of {expert.output.name}"]
+    _check_count(uid, request.tensors, names)
+    inputs = _check_inputs(uid, expert, request.tensors[:-1], max_rows)
+    output_grads = request.tensors[-1]
+    _check_tensor(uid, names[-1], expert.output, output_grads, rows=inputs[0].shape[0])
+    request_id = request.body.get("request_id")
+    if not isinstance(request_id, bytes) or not 1 <= len(request_id) <= MAX_REQUEST_ID_BYTES:
+        raise CallRefused(
+            f"expert {uid}: expected a request_id of 1 to {MAX_REQUEST_ID_BYTES} bytes in a backward request"
+        )
+    return ExpertRequest(uid=uid, inputs=inputs, output_grads=output_grads, request_id=request_id)
+
+
+def _check_count(uid: str, tensors: Sequence[Array], names: Sequence[str]) -> None:
+    if len(tensors) != len(names):
+        raise CallRefused(f"expert {uid}: expected {len(names)} tensors ({', '.join(names)}), got {len(tensors)}")
+
+
+def _check_inputs(uid: str, expert: Expert, tensors: Sequence[Array], max_rows: int) -> tuple[Array, ...]:
+    rows = tensors[0].shape[0] if tensors[0].ndim else 0
+    if not 1 <= rows <= max_rows:
+        raise CallRefused(f"expert {uid}: expected 1 to {max_rows} rows in a request, got {rows}")
+    for spec, tensor in zip(expert.inputs, tensors, strict=True):
+        _check_tensor(uid, f"input {spec.name!r}", spec, tensor, rows=rows)
+    return tuple(tensors)
+
+
+def _check_tensor(uid: str, what: str, spec: TensorSpec, tensor: Array, *, rows: int) -> None:
+    if tensor.shape != (rows, *spec.shape) or tensor.dtype != np.dtype(spec.dtype):
+        expected = f"{spec.dtype}[{', '.join(map(str, ('rows', *spec.shape)))}] with {rows} rows"
+        raise CallRefused(f"expert {uid}: expected {what} as {expected}, got {tensor.dtype}{list(tensor.shape)}")
+    # One NaN would poison the expert for everybody, for good.
+    if np.issubdtype(tensor.dtype, np.floating) and not np.isfinite(tensor).all():
+        raise CallRefused(f"expert {uid}: expected finite numbers in {what}, got NaN or infinity")

@@ -1,0 +1,218 @@
+"""Asynchronous trainers of one Transformer-XL trunk whose layers are remote mixtures.
+
+Theory of operation. Several trainers run as tasks of one process, each on its own part of the text with its own
+memory. A trainer takes the trunk parameters as they are, computes loss and gradients (most of the time it waits for
+experts, while the others compute), and applies its gradient to the parameters as they are *then*: between the two,
+others may have stepped. That staleness is the price for never waiting for each other (Learning@home section 3.3). The
+experts learn in the backward pass, at their own nodes.
+
+A step that fails (no quorum, the swarm unreachable) is dropped and counted, and the trainer goes on with the next
+text; memory then restarts from what it was.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import trio
+
+from dmoe_jax.autodiff import Recording, Value, value_and_grad
+from dmoe_jax.data.batches import Batch, SegmentStream
+from dmoe_jax.mixture.remote import RemoteMixture
+from dmoe_jax.models.transformer_xl import Memory, Segments
+from dmoe_jax.node.device import Device
+from net.errors import NetError
+
+PyTree = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What one training step did.
+
+    Attributes:
+      step: number of the trunk update, from 1.
+      trainer: index of the trainer.
+      loss: mean negative log-likelihood of the batch, nats per token.
+      tokens: target tokens in the batch.
+      staleness: trunk updates by other trainers between this step's reading and writing of the parameters.
+    """
+
+    step: int
+    trainer: int
+    loss: float
+    tokens: int
+    staleness: int
+
+
+class SharedTrunk:
+    """Trunk parameters and optimiser state that the trainers of one process share.
+
+    Args:
+      params: initial trunk parameters.
+      optimizer: an Optax optimiser; its schedule counts trunk updates, not steps of one trainer.
+      device: runs the update.
+    """
+
+    def __init__(self, params: PyTree, optimizer: optax.GradientTransformation, device: Device) -> None:
+        self.params = params
+        self.opt_state = optimizer.init(params)
+        self.step = 0
+        """Updates applied."""
+        self._device = device
+        self._turn = trio.Lock()
+
+        # Parameters are not donated: trainers in the middle of a step still hold the version that they started with.
+        def update(params: PyTree, opt_state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        self._update = jax.jit(update, donate_argnums=1)
+
+    async def apply(self, grads: PyTree) -> int:
+        """Step with these gradients; returns the number of the update. Updates happen one after another."""
+        async with self._turn:
+            # Shielded: a cancelled update would leave donated, dead optimiser state behind.
+            with trio.CancelScope(shield=True):
+                self.params, self.opt_state = await self._device.run(
+                    self._update, self.params, self.opt_state, grads
+                )
+            self.step += 1
+            return self.step
+
+
+class SwarmModel:
+    """The Transformer-XL language model with remote mixtures: forward, training step and evaluation.
+
+    Args:
+      segments: the model's jitted parts, see `dmoe_jax.models.transformer_xl`.
+      mixtures: one remote mixture a layer.
+    """
+
+    def __init__(self, segments: Segments, mixtures: Sequence[RemoteMixture]) -> None:
+        self.segments = segments
+        self._mixtures = tuple(mixtures)
+        self.loss_and_grads = value_and_grad(self._forward, has_aux=True)
+        """async (params, batch, memory) -> ((total, (loss, next memory)), grads)."""
+
+    async def _forward(
+        self, run: Recording, params: PyTree, batch: Batch, memory: tuple[Memory, ...]
+    ) -> tuple[Value, tuple[Value, tuple[Memory, ...]]]:
+        segments = self.segments
+        hidden = run(segments.embed, params["embed"], batch.tokens)
+        next_memory, penalties = [], []
+        for layer, mixture in enumerate(self._mixtures):
+            states, filled = memory[layer]
+            features = run(segments.routing_features, hidden, states, filled)
+            # Off the tape: memory is a constant to the gradient, in this segment of text and in the next.
+            next_memory.append(_next_memory(segments.next_memory, states, filled, hidden.value))
+            hidden, penalty = await mixture(run, params["gates"][layer], features, hidden, states, filled)
+            penalties.append(penalty)
+        loss = run(segments.loss_head, params["embed"], params["head"], hidden, batch.targets)
+        return run(_total, loss, penalties), (loss, tuple(next_memory))
+
+    async def evaluate(
+        self, params: PyTree, batches: Iterable[Batch], on_batch: Callable[[int], None] = lambda _tokens: None
+    ) -> float:
+        """Perplexity over consecutive batches, with memory carried from one to the next.
+
+        Experts are called but not trained. Args: on_batch is told the number of tokens after each batch.
+        """
+        memory: tuple[Memory, ...] | None = None
+        total, count = 0.0, 0
+        for batch in batches:
+            if memory is None:
+                memory = self.segments.empty_memory(batch.tokens.shape[0])
+            _, (loss, memory) = await self._forward(Recording(differentiate=False), params, batch, memory)
+            total += float(loss.value) * batch.targets.size
+            count += batch.targets.size
+            on_batch(batch.targets.size)
+        if not count:
+            raise ValueError("there is nothing to evaluate: the text is shorter than one segment")
+        return math.exp(min(total / count, 700.0))
+
+
+class Trainer:
+    """One asynchronous trainer: its stream of text and its memory.
+
+    Args:
+      index: number of the trainer in its process.
+      model: the model, shared. trunk: the parameters, shared.
+      stream: this trainer's part of the text.
+    """
+
+    def __init__(self, index: int, model: SwarmModel, trunk: SharedTrunk, stream: SegmentStream) -> None:
+        self._index = index
+        self._model = model
+        self._trunk = trunk
+        self.stream = stream
+        self._memory: tuple[Memory, ...] | None = None
+
+    async def step(self) -> StepRecord:
+        """Take one step.
+
+        If cancelled, the trunk is untouched or stepped, never in between; experts may have learnt already.
+
+        Raises:
+          NetError: when the swarm could not carry the step; the trainer can go on with the next one.
+          FloatingPointError: when the loss or a gradient is not finite; the trunk is untouched.
+        """
+        batch = self.stream.next()
+        if self._memory is None:
+            self._memory = self._model.segments.empty_memory(batch.tokens.shape[0])
+        started_at = self._trunk.step
+        (_, (loss, memory)), grads = await self._model.loss_and_grads(self._trunk.params, batch, self._memory)
+        if not _all_finite(loss, grads):
+            raise FloatingPointError(f"trainer {self._index}: loss {float(loss)} or its gradient is not finite")
+        step = await self._trunk.apply(grads)
+        self._memory = memory
+        return StepRecord(
+            step=step,
+            trainer=self._index,
+            loss=float(loss),
+            tokens=int(batch.targets.size),
+            staleness=step - 1 - started_at,
+        )
+
+    async def run(
+        self, num_steps: int, on_step: Callable[[StepRecord], None], on_lost: Callable[[int, Exception], None]
+    ) -> None:
+        """Step until the trunk has `num_steps` updates, whoever makes them.
+
+        Args:
+          on_step: called after each step of this trainer. on_lost: called with the trainer and the error of a step
+            that was dropped. A trainer that loses steps waits 0.1 s times the losses in a row (5 s at most).
+        """
+        lost_in_a_row = 0
+        while self._trunk.step < num_steps:
+            try:
+                record = await self.step()
+            except (NetError, FloatingPointError) as error:
+                on_lost(self._index, error)
+                lost_in_a_row += 1
+                await trio.sleep(min(5.0, 0.1 * lost_in_a_row))
+            else:
+                lost_in_a_row = 0
+                on_step(record)
+
+
+@jax.jit
+def _total(loss: Any, penalties: Sequence[Any]) -> Any:
+    return sum(penalties, start=loss)
+
+
+@jax.jit
+def _squared_norm(tree: PyTree) -> Any:
+    return optax.tree.norm(tree, squared=True)
+
+
+_next_memory = jax.jit(lambda function, *args: function(*args), static_argnums=0)
+
+
+def _all_finite(loss: Any, grads: PyTree) -> bool:
+    return bool(np.isfinite(loss) and jnp.isfinite(_squared_norm(grads)))

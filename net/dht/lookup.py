@@ -1,0 +1,203 @@
+"""The iterative lookup of Kademlia (section 2.3) as a state machine without I/O.
+
+Theory of operation. The lookup keeps the peers it has heard of, ordered by their distance to the target, each
+in one `PeerState`. The shell calls `next(now)` until it is told to wait, carries out each `Ask`, and reports
+the outcome by `on_success` or `on_failure`. The lookup is finished when the `beam_size` nearest peers that
+can be reached have answered.
+
+- At most `parallelism` (alpha) questions are open at once. When alpha answers in a row brought nobody nearer,
+  the lookup has *stalled*: it then asks all of the `beam_size` nearest at once (the paper's final round), and
+  returns to alpha as soon as somebody nearer turns up.
+- A peer silent for `slow_after_s` becomes UNRESPONSIVE: it holds no place among the open questions and the
+  result does not wait for it, but a late answer still counts. So a dead peer costs a lookup less than its
+  call's whole timeout.
+- Peers that invent ever nearer peers cannot keep a lookup going: it asks at most `max_queries` times.
+"""
+
+import enum
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from net.dht.records import Record, merge
+from net.dht.routing_table import NodeId, node_id, xor_distance
+from net.identity import Contact, PeerId
+
+
+class PeerState(enum.Enum):
+    """What the lookup knows of one peer."""
+
+    NEW = enum.auto()
+    """Heard of, not asked. Left by being asked."""
+    WAITING = enum.auto()
+    """Asked, and counted against the parallelism. Left by an answer, a failure, or `slow_after_s`."""
+    UNRESPONSIVE = enum.auto()
+    """Asked long ago; no longer waited for. Left by a late answer or a failure."""
+    SUCCEEDED = enum.auto()
+    """Answered. Final."""
+    FAILED = enum.auto()
+    """Did not answer, or answered nonsense. Final."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Ask this peer for contacts near the target (and for the record, in a value lookup)."""
+
+    contact: Contact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Nothing to do before an outcome is reported or, if `until` is not None, before that time."""
+
+    until: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Read `closest()` and `record`; open questions may be abandoned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupConfig:
+    """Parameters of a lookup."""
+
+    parallelism: int = 3
+    """alpha of the paper: open questions while the lookup makes progress."""
+    beam_size: int = 20
+    """k of the paper: how many of the nearest peers must have answered."""
+    slow_after_s: float = 1.0
+    """Silence in seconds after which a peer is no longer waited for."""
+    max_queries: int = 200
+    """Most questions of one lookup: ten times what the beam needs, room for a swarm that is mostly dead."""
+
+    def __post_init__(self) -> None:
+        if self.parallelism < 1 or self.beam_size < 1 or self.max_queries < 1 or not self.slow_after_s > 0:
+            raise ValueError(f"every parameter of a lookup must be positive, got {self}")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Peer:
+    contact: Contact
+    state: PeerState = PeerState.NEW
+    slow_at: float = 0.0
+
+
+class Lookup:
+    """One walk towards `target`. Each peer is asked at most once; `local_id` never.
+
+    Args:
+      target: the id walked towards.
+      seeds: contacts to begin with.
+      local_id: the own place.
+      first_value: finish as soon as any record was found (else every copy on the way is merged).
+    """
+
+    def __init__(
+        self,
+        target: NodeId,
+        seeds: Iterable[Contact],
+        *,
+        local_id: NodeId,
+        config: LookupConfig,
+        first_value: bool = False,
+    ) -> None:
+        self.target = target
+        self.record: Record | None = None
+        self.queries = 0
+        self._local_id = local_id
+        self._config = config
+        self._first_value = first_value
+        self._peers: dict[int, _Peer] = {}  # by distance, which names a peer as well as its id does
+        self._order: list[int] = []  # the same distances, sorted
+        self._without_progress = 0
+        self._finished = False
+        self._learn(seeds)
+
+    def next(self, now: float) -> Ask | Wait | Finished:
+        """The next thing to do. Call it again after each `Ask`, after each outcome, and when a `Wait` has run
+        out."""
+        if self._finished or (self._first_value and self.record is not None):
+            self._finished = True
+            return Finished()
+        self._give_up_on_slow_peers(now)
+        waiting = [peer for peer in self._peers.values() if peer.state is PeerState.WAITING]
+        wait = Wait(until=min((peer.slow_at for peer in waiting), default=None))
+        candidate, is_complete = self._scan()
+        if candidate is not None and self.queries < self._config.max_queries:
+            if len(waiting) >= self._capacity():
+                return wait
+            candidate.state = PeerState.WAITING
+            candidate.slow_at = now + self._config.slow_after_s
+            self.queries += 1
+            return Ask(contact=candidate.contact)
+        if waiting and not is_complete:
+            return wait
+        self._finished = True
+        return Finished()
+
+    def on_success(self, peer_id: PeerId, closer: Iterable[Contact], record: Record | None = None) -> None:
+        """A peer answered with contacts and perhaps a record. Ignored unless the peer was asked and is still
+        open."""
+        distance = xor_distance(node_id(peer_id), self.target)
+        peer = self._peers.get(distance)
+        if peer is None or peer.state not in (PeerState.WAITING, PeerState.UNRESPONSIVE) or self._finished:
+            return
+        peer.state = PeerState.SUCCEEDED
+        self.record = merge(self.record, record)
+        nearest = self._order[0]
+        self._learn(closer)
+        self._without_progress = 0 if self._order[0] < nearest else self._without_progress + 1
+
+    def on_failure(self, peer_id: PeerId) -> None:
+        """A peer did not answer usefully."""
+        peer = self._peers.get(xor_distance(node_id(peer_id), self.target))
+        if peer is not None and peer.state in (PeerState.WAITING, PeerState.UNRESPONSIVE):
+            peer.state = PeerState.FAILED
+
+    def closest(self) -> tuple[Contact, ...]:
+        """The nearest peers that answered, nearest first, at most `beam_size`."""
+        answered = (self._peers[d] for d in self._order if self._peers[d].state is PeerState.SUCCEEDED)
+        return tuple(peer.contact for _, peer in zip(range(self._config.beam_size), answered, strict=False))
+
+    def unresponsive(self) -> tuple[Contact, ...]:
+        """Peers that were asked and given up on while their calls were still open: worth a check."""
+        return tuple(p.contact for p in self._peers.values() if p.state is PeerState.UNRESPONSIVE)
+
+    def _learn(self, contacts: Iterable[Contact]) -> None:
+        # Memory stays bounded: one answer holds a bounded number of contacts, and there are at most
+        # max_queries answers.
+        for contact in contacts:
+            node = node_id(contact.peer_id)
+            distance = xor_distance(node, self.target)
+            if node != self._local_id and distance not in self._peers:
+                self._peers[distance] = _Peer(contact=contact)
+                insort(self._order, distance)
+
+    def _scan(self) -> tuple[_Peer | None, bool]:
+        """The nearest peer to ask among the beam, and whether the whole beam has answered.
+
+        The beam is the `beam_size` nearest peers that answered, are being waited for, or have not been asked.
+        """
+        room = self._config.beam_size
+        is_complete = True
+        for distance in self._order:
+            peer = self._peers[distance]
+            if peer.state is PeerState.NEW:
+                return peer, False
+            if peer.state is PeerState.WAITING:
+                is_complete = False
+            if peer.state in (PeerState.WAITING, PeerState.SUCCEEDED):
+                room -= 1
+                if room == 0:
+                    break
+        return None, is_complete
+
+    def _capacity(self) -> int:
+        stalled = self._without_progress >= self._config.parallelism
+        return max(self._config.beam_size, self._config.parallelism) if stalled else self._config.parallelism
+
+    def _give_up_on_slow_peers(self, now: float) -> None:
+        for peer in self._peers.values():
+            if peer.state is PeerState.WAITING and now >= peer.slow_at:
+                peer.state = PeerState.UNRESPONSIVE

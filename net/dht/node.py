@@ -1,0 +1,378 @@
+"""A node of the DHT: the public face, and the shell around the lookup.
+
+async with open_dht_node(peer, clock=clock, rng=rng, initial_peers=[address]) as dht:
+    await dht.store("answer", 42, expiration=clock.now() + 60)
+    found = await dht.get("answer")
+"""
+
+import copy
+import random
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import trio
+
+from net.clock import SwarmClock
+from net.dht.calls import PEER_ERRORS, DhtCalls
+from net.dht.config import DhtConfig
+from net.dht.lookup import Ask, Finished, Lookup
+from net.dht.maintenance import JobQueue, Maintenance
+from net.dht.peer_book import PeerBook
+from net.dht.records import (
+    MAX_KEY_BYTES,
+    Record,
+    SubkeyEntry,
+    Value,
+    as_updates,
+    check_subkey,
+    live,
+    make_entry,
+    merge,
+)
+from net.dht.routing_table import NodeId, key_id, node_id, xor_distance
+from net.dht.service import DhtService
+from net.dht.storage import RecordStorage
+from net.errors import DialFailed
+from net.identity import Address, Contact, PeerId
+from net.rpc.base import Caller
+
+Found = Record
+"""What a get returns: an `Entry` (value, expiration) or a `Dictionary` (entries by subkey)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreItem:
+    """One thing to store. `ValueError` names what is wrong with it when it is stored."""
+
+    key: str
+    """Name of the record, at most 512 bytes."""
+    value: Value
+    """See `net.dht.records`."""
+    expiration: float
+    """Absolute swarm time, seconds; brought down to now plus `DhtConfig.max_lifetime_s`."""
+    subkey: str | None = None
+    """Where in the key's dictionary; None for the key's plain value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DhtStatistics:
+    """A snapshot of a node's state and counters since it started."""
+
+    contacts: int
+    """Peers in the routing table."""
+    buckets: int
+    """Buckets of the routing table."""
+    records: int
+    """Records kept for the swarm."""
+    record_bytes: int
+    """Their encoded size (an upper bound)."""
+    cached_records: int
+    """Records kept from own gets."""
+    blacklisted: tuple[PeerId, ...]
+    """Peers left alone now."""
+    lost_peers: int
+    """Peers remembered to be tried again."""
+    lookups: int
+    """Lookups finished."""
+    queries: int
+    """Questions asked in them."""
+    dropped_jobs: int
+    """Follow-ups dropped because their queue was full."""
+    clock_skew_s: float | None
+    """Swarm time of the last pinged peer minus the own, seconds. Beyond some seconds, records end too early
+    or late."""
+
+
+class DhtNode:
+    """One peer's part of the DHT. Made by `open_dht_node`; every method may be cancelled at any time.
+
+    No method raises because of what other peers do: a store that reached nobody is False, a get that found
+    nothing None.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        *,
+        clock: SwarmClock,
+        rng: random.Random,
+        initial_peers: Sequence[Address],
+        is_client: bool,
+        config: DhtConfig,
+    ) -> None:
+        self.peer_id = caller.peer_id
+        self.address = caller.address
+        self.clock = clock
+        self.config = config
+        self._own_contact = None if is_client or self.address is None else Contact(self.peer_id, self.address)
+        self._storage = RecordStorage(max_keys=config.max_keys, max_bytes=config.max_storage_bytes)
+        self._cache = RecordStorage(max_keys=config.max_cached_keys, max_bytes=config.max_storage_bytes)
+        self._book = PeerBook(node_id(self.peer_id), config=config, now=clock.now())
+        self._jobs = JobQueue()
+        self._calls = DhtCalls(
+            caller,
+            book=self._book,
+            clock=clock,
+            config=config,
+            is_client=self.is_client,
+            on_met=self._jobs.on_met,
+        )
+        self._service = DhtService(
+            self.peer_id,
+            book=self._book,
+            storage=self._storage,
+            clock=clock,
+            config=config,
+            on_check=self._jobs.check,
+        )
+        if not self.is_client:
+            self._service.register(caller)
+        self._maintenance = Maintenance(
+            own_address=self.address,
+            initial_peers=initial_peers,
+            book=self._book,
+            storages=(self._storage, self._cache),
+            jobs=self._jobs,
+            calls=self._calls,
+            lookup=self.find_nearest,
+            clock=clock,
+            config=config,
+            rng=rng,
+        )
+        # A table of thousands of keys must not open thousands of lookups: each is some twenty calls and their
+        # memory.
+        self._operations = trio.CapacityLimiter(config.max_concurrent_operations)
+        self._lookups = 0
+        self._queries = 0
+
+    @property
+    def is_client(self) -> bool:
+        """Whether the node only asks: it serves nothing, keeps nothing for others, and is in nobody's
+        table."""
+        return self._own_contact is None
+
+    async def store(self, key: str, value: Value, *, expiration: float, subkey: str | None = None) -> bool:
+        """Store one value; see `store_many`."""
+        item = StoreItem(key=key, value=value, expiration=expiration, subkey=subkey)
+        return (await self.store_many([item]))[0]
+
+    async def store_many(self, items: Iterable[StoreItem]) -> list[bool]:
+        """Store values on the `replicas` peers nearest to each key. Items of one key share a lookup and its
+        calls.
+
+        This node is one of the replicas if it is among the nearest, and never in client mode. If cancelled,
+        any of the stores may or may not have happened.
+
+        Returns:
+          for each item whether most of the replicas that answered accepted it. False: they hold something
+          that expires later (or, at the same time, differs), the item has expired, or nobody answered.
+
+        Raises:
+          ValueError: if a key, subkey, value or expiration is not allowed; nothing has been stored then.
+        """
+        items = list(items)
+        latest = self._calls.latest_expiration
+        by_key: dict[str, list[int]] = {}
+        updates: list[SubkeyEntry] = []
+        for index, item in enumerate(items):
+            by_key.setdefault(_check_key(item.key), []).append(index)
+            expiration = min(item.expiration, latest)
+            # A copy, so that what the caller does to a list afterwards does not change a record.
+            updates.append((check_subkey(item.subkey), make_entry(copy.deepcopy(item.value), expiration)))
+        results = [False] * len(items)
+
+        async def store_key(key: str, indices: list[int]) -> None:
+            async with self._operations:
+                verdicts = await self._store(key_id(key), [updates[index] for index in indices])
+            for index, verdict in zip(indices, verdicts, strict=True):
+                results[index] = verdict
+
+        async with trio.open_nursery() as nursery:
+            for key, indices in by_key.items():
+                nursery.start_soon(store_key, key, indices)
+        return results
+
+    async def get(self, key: str, *, latest: bool = True) -> Found | None:
+        """Look a key up.
+
+        Args:
+          latest: ask all of the nearest peers and merge their copies (later expirations win). Otherwise any
+            copy will do: this node's own, a cached one, or the first that turns up; a dictionary may then
+            lack subkeys.
+
+        Returns:
+          what has not expired, read-only; or None.
+
+        Raises:
+          ValueError: if the key is not a string of at most 512 bytes.
+        """
+        target = key_id(_check_key(key))
+        if not latest:
+            now = self.clock.now()
+            at_hand = merge(self._storage.get(target, now), self._cache.get(target, now))
+            if at_hand is not None:
+                return at_hand
+        lookup = await self._walk(target, record=True, first_value=not latest)
+        now = self.clock.now()
+        found = live(merge(self._storage.get(target, now), lookup.record), now)
+        if found is not None:
+            self._cache.store(target, as_updates(found), now)
+        return found
+
+    async def get_many(self, keys: Iterable[str], *, latest: bool = True) -> dict[str, Found | None]:
+        """`get` for several keys, some at a time; each distinct key is looked up once."""
+        found: dict[str, Found | None] = dict.fromkeys(_check_key(key) for key in keys)
+
+        async def get_one(key: str) -> None:
+            async with self._operations:
+                found[key] = await self.get(key, latest=latest)
+
+        async with trio.open_nursery() as nursery:
+            for key in found:
+                nursery.start_soon(get_one, key)
+        return found
+
+    async def find_nearest(self, target: NodeId) -> tuple[Contact, ...]:
+        """The peers nearest to an id that answer, nearest first; without this node itself."""
+        return (await self._walk(target, record=False)).closest()
+
+    def contacts(self) -> tuple[Contact, ...]:
+        """The routing table's contacts."""
+        return self._book.table.contacts()
+
+    def statistics(self) -> DhtStatistics:
+        """A snapshot."""
+        return DhtStatistics(
+            contacts=len(self._book.table),
+            buckets=self._book.table.bucket_count,
+            records=len(self._storage),
+            record_bytes=self._storage.bytes_held,
+            cached_records=len(self._cache),
+            blacklisted=self._book.blacklist.blocked(self.clock.now()),
+            lost_peers=self._book.lost_count,
+            lookups=self._lookups,
+            queries=self._queries,
+            dropped_jobs=self._jobs.dropped,
+            clock_skew_s=self._calls.clock_skew_s,
+        )
+
+    async def join(self) -> None:
+        """Meet the swarm; `open_dht_node` does it. Raises `DialFailed` if there are initial peers and none
+        answers."""
+        if silent := await self._maintenance.join():
+            raise DialFailed(f"none of the initial peers answered: {', '.join(map(str, silent))}")
+
+    async def run(self) -> None:
+        """The background; `open_dht_node` starts it. Runs until cancelled."""
+        await self._maintenance.run()
+
+    def close(self) -> None:
+        """Refuse calls from now on."""
+        self._service.close()
+
+    async def _store(self, target: NodeId, updates: Sequence[SubkeyEntry]) -> list[bool]:
+        candidates = list(await self.find_nearest(target))
+        if self._own_contact is not None:
+            candidates.append(self._own_contact)
+            candidates.sort(key=lambda contact: xor_distance(node_id(contact.peer_id), target))
+        remaining = iter(candidates)
+        verdicts: list[tuple[bool, ...]] = []
+
+        async def fill_one_replica() -> None:
+            for contact in remaining:  # shared by the replicas: each takes the nearest that nobody has tried
+                if contact == self._own_contact:
+                    verdicts.append(self._storage.store(target, updates, self.clock.now()))
+                    return
+                try:
+                    verdicts.append(await self._calls.store(contact, target, updates))
+                except PEER_ERRORS:
+                    continue
+                return
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(self.config.replicas):
+                nursery.start_soon(fill_one_replica)
+        return [2 * sum(votes) > len(votes) for votes in zip(*verdicts, strict=True)] or [False] * len(
+            updates
+        )
+
+    async def _walk(self, target: NodeId, *, record: bool, first_value: bool = False) -> Lookup:
+        table, local_id = self._book.table, self._book.table.local_id
+        seeds = self._book.usable(table.nearest(target, self.config.lookup.beam_size), self.clock.now())
+        lookup = Lookup(target, seeds, local_id=local_id, config=self.config.lookup, first_value=first_value)
+        table.looked_up(target, self.clock.now())
+        with trio.move_on_after(self.config.lookup_timeout_s):
+            await self._carry_out(lookup, record=record)
+        for contact in lookup.unresponsive():
+            self._jobs.check(contact)
+        self._lookups += 1
+        self._queries += lookup.queries
+        return lookup
+
+    async def _carry_out(self, lookup: Lookup, *, record: bool) -> None:
+        changed = trio.Event()
+
+        async def ask(contact: Contact) -> None:
+            try:
+                contacts, found = await self._calls.find(contact, lookup.target, record=record)
+            except PEER_ERRORS:
+                lookup.on_failure(contact.peer_id)
+            else:
+                usable = self._book.usable(contacts, self.clock.now())
+                lookup.on_success(contact.peer_id, usable, found)
+            changed.set()
+
+        async with trio.open_nursery() as nursery:
+            # The lookup's time is trio's, not the swarm's: its deadlines are then compared without rounding.
+            while not isinstance(step := lookup.next(trio.current_time()), Finished):
+                if isinstance(step, Ask):
+                    nursery.start_soon(ask, step.contact)
+                    continue
+                changed = trio.Event()
+                with trio.CancelScope(deadline=float("inf") if step.until is None else step.until):
+                    await changed.wait()
+            nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_dht_node(
+    caller: Caller,
+    *,
+    clock: SwarmClock,
+    rng: random.Random,
+    initial_peers: Sequence[Address] = (),
+    client_mode: bool = False,
+    config: DhtConfig = DhtConfig(),  # noqa: B008 (frozen)
+) -> AsyncIterator[DhtNode]:
+    """Join the DHT, and stay in it until the block ends.
+
+    All initial peers are tried at once; without any, the node is the first of a new swarm. On exit the
+    background stops and calls are refused; what the node held for others is not handed on (owners declare
+    again, replicas remain).
+
+    Args:
+      caller: places and serves the calls. Register a DHT node on it once: handlers cannot be taken back.
+      client_mode: only ask, never serve; implied when `caller` listens nowhere.
+
+    Raises:
+      DialFailed: naming the initial peers, when there are any and none answered.
+    """
+    is_client = client_mode or caller.address is None
+    node = DhtNode(
+        caller, clock=clock, rng=rng, initial_peers=initial_peers, is_client=is_client, config=config
+    )
+    try:
+        await node.join()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(node.run)
+            yield node
+            nursery.cancel_scope.cancel()
+    finally:
+        node.close()
+
+
+def _check_key(key: str) -> str:
+    if not isinstance(key, str) or len(key.encode()) > MAX_KEY_BYTES:
+        raise ValueError(f"a DHT key is a string of at most {MAX_KEY_BYTES} bytes, got {key!r:.80}")
+    return key

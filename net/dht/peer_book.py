@@ -1,0 +1,108 @@
+"""Who answers and who does not: the routing table, the blacklist, and the peers that got lost.
+
+Three rules. A peer enters the table when it has *answered* (a claim in a request is checked by a ping first,
+unless its bucket is full). A peer that does not answer leaves the table, is left alone for a while, and is
+remembered among the lost, to be tried again later: so a swarm that was split finds itself again. One answer
+clears everything.
+"""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from net.dht.blacklist import Blacklist
+from net.dht.config import DhtConfig
+from net.dht.routing_table import NodeId, RoutingTable, node_id, xor_distance
+from net.identity import Contact, PeerId
+
+MAX_LOST = 256
+"""Most lost peers remembered; the longest lost is forgotten first. Enough to find one survivor of the other
+half."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """What follows from a peer's answer."""
+
+    is_new: bool
+    """The peer was not in the table before and is in it now: records may have to be handed over to it."""
+    suspect: Contact | None
+    """A contact not seen for long, in whose place the peer could stand: ping it."""
+
+
+class PeerBook:
+    """What one node knows of its peers."""
+
+    def __init__(self, local_id: NodeId, *, config: DhtConfig, now: float) -> None:
+        self.table = RoutingTable(
+            local_id, bucket_size=config.bucket_size, depth_modulo=config.depth_modulo, now=now
+        )
+        self.blacklist = Blacklist(base_s=config.blacklist_base_s, cap_s=config.blacklist_cap_s)
+        self._check_after_s = config.check_after_s
+        self._lost: dict[PeerId, Contact] = {}  # from longest to most recently lost
+
+    @property
+    def lost_count(self) -> int:
+        """How many lost peers are remembered."""
+        return len(self._lost)
+
+    def answered(self, contact: Contact, now: float) -> Met:
+        """The peer answered a call at this address."""
+        self.blacklist.succeeded(contact.peer_id)
+        self._lost.pop(contact.peer_id, None)
+        was_known = contact.peer_id in self.table
+        oldest = self.table.add(contact, now)
+        is_new = not was_known and contact.peer_id in self.table
+        suspect = (
+            oldest.contact if oldest is not None and oldest.last_seen <= now - self._check_after_s else None
+        )
+        return Met(is_new=is_new, suspect=suspect)
+
+    def failed(self, contact: Contact, now: float) -> None:
+        """The peer did not answer, or answered what no peer of the DHT answers."""
+        self.blacklist.failed(contact.peer_id, now)
+        if self.table.remove(contact.peer_id):
+            self._lost[contact.peer_id] = contact
+            if len(self._lost) > MAX_LOST:
+                del self._lost[next(iter(self._lost))]
+
+    def heard_from(self, contact: Contact, now: float) -> Contact | None:
+        """The peer called, and says that it listens at this address. Returns the contact to ping, if any."""
+        if node_id(contact.peer_id) == self.table.local_id:
+            return None
+        seen = self.table.get(contact.peer_id)
+        if seen is not None and seen.contact == contact:
+            self.table.add(contact, now)
+            return None
+        if seen is not None or self.table.has_room(contact.peer_id):
+            return contact
+        # In a large swarm most callers fall into full buckets. To ping each of them would double the traffic,
+        # so they only wait among the replacements, and are found out when they are first asked something.
+        oldest = self.table.add(contact, now)
+        return (
+            oldest.contact if oldest is not None and oldest.last_seen <= now - self._check_after_s else None
+        )
+
+    def usable(self, contacts: Iterable[Contact], now: float) -> tuple[Contact, ...]:
+        """The contacts that are not being left alone."""
+        return tuple(contact for contact in contacts if not self.blacklist.blocks(contact.peer_id, now))
+
+    def owes(self, newcomer: Contact, key: NodeId, *, replicas: int) -> bool:
+        """Whether a record under `key` is to be handed over to a peer that has just been met.
+
+        It is when the newcomer belongs to the `replicas` nearest and this node is the nearest of the others:
+        so of all holders one hands over, and in a swarm at rest nobody does.
+        """
+        others = (c for c in self.table.nearest(key, replicas + 1) if c.peer_id != newcomer.peer_id)
+        own = xor_distance(self.table.local_id, key)
+        distances = sorted([own, *(xor_distance(node_id(contact.peer_id), key) for contact in others)])[
+            :replicas
+        ]
+        if distances[0] != own:
+            return False
+        return len(distances) < replicas or xor_distance(node_id(newcomer.peer_id), key) < distances[-1]
+
+    def draw_lost(self, count: int, rng: random.Random) -> tuple[Contact, ...]:
+        """Up to `count` lost peers, drawn at random. They are tried whether or not they are being left
+        alone."""
+        return tuple(rng.sample(list(self._lost.values()), min(count, len(self._lost))))

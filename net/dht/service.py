@@ -1,0 +1,108 @@
+"""Incoming calls of a DHT node. Requests come from anybody: whatever is wrong with them is refused, with a
+reason."""
+
+from collections.abc import Callable
+
+from net.clock import SwarmClock
+from net.dht import messages
+from net.dht.config import DhtConfig
+from net.dht.messages import FindReply
+from net.dht.peer_book import PeerBook
+from net.dht.records import Entry, Record, SubkeyEntry, page
+from net.dht.storage import RecordStorage
+from net.errors import CallRefused, RemoteProtocolError
+from net.identity import Contact, PeerId
+from net.rpc.base import Caller, Handler, Reply, Request
+
+
+class DhtService:
+    """Serves ping, find and store from the node's table and storage.
+
+    Args:
+      on_check: told of a caller (or an old contact) that is worth a ping.
+    """
+
+    def __init__(
+        self,
+        peer_id: PeerId,
+        *,
+        book: PeerBook,
+        storage: RecordStorage,
+        clock: SwarmClock,
+        config: DhtConfig,
+        on_check: Callable[[Contact], None],
+    ) -> None:
+        self._peer_id = peer_id
+        self._book = book
+        self._storage = storage
+        self._clock = clock
+        self._config = config
+        self._on_check = on_check
+        self._closed = False
+
+    def register(self, caller: Caller) -> None:
+        """Serve on `caller` from now on."""
+        for method, handler in (
+            (messages.PING, self._ping),
+            (messages.FIND, self._find),
+            (messages.STORE, self._store),
+        ):
+            caller.add_handler(method, self._guarded(handler))
+
+    def close(self) -> None:
+        """Refuse everything from now on: handlers cannot be taken back, but a closed node must not look
+        alive."""
+        self._closed = True
+
+    def _guarded(self, handler: Callable[[Request], Reply]) -> Handler:
+        async def handle(request: Request) -> Reply:
+            if self._closed:
+                raise CallRefused("this DHT node has closed")
+            try:
+                reply = handler(request)
+                self._note_caller(request)
+                return reply
+            except RemoteProtocolError as error:
+                raise CallRefused(str(error)) from error
+
+        return handle
+
+    def _ping(self, request: Request) -> Reply:
+        return Reply(body=messages.ping_reply_body(self._peer_id, self._clock.now()))
+
+    def _find(self, request: Request) -> Reply:
+        target, wants_record, after = messages.parse_find_untrusted(request.body)
+        # One more than is answered, since the caller itself may be among them and knows itself already.
+        nearest = self._book.table.nearest(target, self._config.bucket_size + 1)
+        contacts = [contact for contact in nearest if contact.peer_id != request.peer_id]
+        record = self._storage.get(target, self._clock.now()) if wants_record else None
+        entries, more = _first_entries(record, after)
+        reply = FindReply(
+            peer_id=self._peer_id,
+            contacts=tuple(contacts[: self._config.bucket_size]),
+            entries=entries,
+            more=more,
+        )
+        return Reply(body=messages.find_reply_body(reply))
+
+    def _store(self, request: Request) -> Reply:
+        now = self._clock.now()
+        target, entries = messages.parse_store_untrusted(
+            request.body, latest_expiration=now + self._config.max_lifetime_s
+        )
+        return Reply(body=messages.store_reply_body(self._peer_id, self._storage.store(target, entries, now)))
+
+    def _note_caller(self, request: Request) -> None:
+        if messages.parse_client_untrusted(request.body) or request.peer_address is None:
+            return
+        contact = Contact(request.peer_id, request.peer_address)
+        if (suspect := self._book.heard_from(contact, self._clock.now())) is not None:
+            self._on_check(suspect)
+
+
+def _first_entries(record: Record | None, after: str | None) -> tuple[tuple[SubkeyEntry, ...], bool]:
+    if record is None:
+        return (), False
+    if isinstance(record, Entry):
+        return ((None, record),), False
+    return page(record, after=after, budget_bytes=messages.PAGE_BYTES)

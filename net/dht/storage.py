@@ -1,0 +1,108 @@
+"""The records that one node keeps: bounded, expiring, and never reading a clock.
+
+The bounds make a flood of stores cost its sender and not this process's memory: when they are passed, the
+records that would have ended first go first. A long-lived record could therefore crowd out others, which is
+why the lifetime of whatever comes from the network is capped before it gets here.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+from net.dht.records import Record, SubkeyEntry, live, merge_entries, size_bytes
+from net.dht.routing_table import NodeId
+
+
+class RecordStorage:
+    """Records by key id.
+
+    Args:
+      max_keys: most keys held; a live node of a swarm of thousands holds some hundreds.
+      max_bytes: most encoded bytes held, over all keys.
+    """
+
+    def __init__(self, *, max_keys: int, max_bytes: int) -> None:
+        if max_keys < 1 or max_bytes < 1:
+            raise ValueError(f"max_keys and max_bytes must be positive, got {max_keys} and {max_bytes}")
+        self._max_keys = max_keys
+        self._max_bytes = max_bytes
+        self._records: dict[NodeId, Record] = {}
+        self._sizes: dict[NodeId, int] = {}
+        self._bytes = 0
+        # Keys by expiration. A pair is void unless it states the record's present expiration, so a record
+        # that changes pushes a new pair and leaves the old one to be skipped; a rejected store pushes
+        # nothing.
+        self._by_expiration: list[tuple[float, NodeId]] = []
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def bytes_held(self) -> int:
+        """Encoded size of everything held (an upper bound)."""
+        return self._bytes
+
+    def get(self, key: NodeId, now: float) -> Record | None:
+        """The live part of a record, or None."""
+        return live(self._records.get(key), now)
+
+    def items(self, now: float) -> Iterator[tuple[NodeId, Record]]:
+        """Every live record. Do not store while iterating; take a list first."""
+        for key, record in self._records.items():
+            if (alive := live(record, now)) is not None:
+                yield key, alive
+
+    def store(self, key: NodeId, updates: Sequence[SubkeyEntry], now: float) -> tuple[bool, ...]:
+        """Merge stores into a record.
+
+        Returns:
+          for each update whether it was accepted; an expired one, and one for which there is no room, is not.
+        """
+        before = self.get(key, now)
+        fresh = [update for update in updates if update[1].expiration > now]
+        after, accepted = merge_entries(before, fresh)
+        self._put(key, after)
+        self._evict(now)
+        kept = key in self._records
+        verdicts = iter(accepted)
+        return tuple(next(verdicts) and kept if entry.expiration > now else False for _, entry in updates)
+
+    def sweep(self, now: float) -> int:
+        """Forget the records that have ended. Returns how many."""
+        ended = 0
+        while self._by_expiration and self._by_expiration[0][0] <= now:
+            expiration, key = heapq.heappop(self._by_expiration)
+            if self._is_current(expiration, key):
+                self._put(key, None)
+                ended += 1
+        return ended
+
+    def _put(self, key: NodeId, record: Record | None) -> None:
+        if record is not None and self._records.get(key) is record:
+            return
+        self._bytes -= self._sizes.pop(key, 0)
+        if record is None:
+            self._records.pop(key, None)
+            return
+        self._records[key] = record
+        self._sizes[key] = size_bytes(record)
+        self._bytes += self._sizes[key]
+        heapq.heappush(self._by_expiration, (record.expiration, key))
+        if len(self._by_expiration) > 2 * len(self._records) + 64:  # void pairs must not pile up
+            self._by_expiration = [(record.expiration, key) for key, record in self._records.items()]
+            heapq.heapify(self._by_expiration)
+
+    def _evict(self, now: float) -> None:
+        if not self._is_over():
+            return
+        self.sweep(now)
+        while self._is_over():
+            expiration, key = heapq.heappop(self._by_expiration)
+            if self._is_current(expiration, key):
+                self._put(key, None)
+
+    def _is_over(self) -> bool:
+        return len(self._records) > self._max_keys or self._bytes > self._max_bytes
+
+    def _is_current(self, expiration: float, key: NodeId) -> bool:
+        record = self._records.get(key)
+        return record is not None and record.expiration == expiration

@@ -1,0 +1,188 @@
+"""The tape gives the gradients of the same computation in one jit, across remote calls and without recompiling."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import trio
+
+from dmoe_jax.autodiff import Recording, Value, value_and_grad
+
+
+def embed(params: Any, x: Any) -> Any:
+    return jnp.tanh(x @ params["w"])
+
+
+def head(params: Any, hidden: Any, targets: Any) -> Any:
+    return jnp.mean((hidden @ params["w"].T - targets) ** 2)
+
+
+def scale_and_shift(scale: Any, x: Any) -> Any:
+    return scale * jnp.sin(x) + 1.0
+
+
+class Elsewhere:
+    """A remote operation: `scale_and_shift` after a wait, noting that its backward was asked for."""
+
+    def __init__(self, scale: float, wait_s: float = 0.0) -> None:
+        self.scale, self.wait_s = scale, wait_s
+        self.backward_grads: list[np.ndarray] = []
+
+    async def forward(self, x: Any) -> tuple[Any, Any]:
+        await trio.sleep(self.wait_s)
+        return np.asarray(scale_and_shift(self.scale, x)), np.asarray(x)
+
+    async def backward(self, residual: Any, output_grads: Any) -> tuple[Any, ...]:
+        await trio.sleep(self.wait_s)
+        self.backward_grads.append(np.asarray(output_grads))
+        return (np.asarray(output_grads * self.scale * np.cos(residual)),)
+
+
+PARAMS = {"in": {"w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)}, "unused": np.ones(2, np.float32)}
+X = np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)
+TARGETS = np.ones((2, 3), np.float32)
+
+
+def local_loss(params: Any, x: Any, targets: Any) -> Any:
+    hidden = scale_and_shift(2.0, embed(params["in"], x))
+    return head(params["in"], hidden, targets)
+
+
+async def test_gradients_equal_one_jit() -> None:
+    """Segments joined by a remote call give the loss and gradients of one end-to-end program."""
+
+    async def forward(run: Recording, params: Any) -> Value:
+        hidden = await run.call(Elsewhere(2.0), run(embed, params["in"], X))
+        return run(head, params["in"], hidden, TARGETS)
+
+    loss, grads = await value_and_grad(forward)(PARAMS)
+    expected_loss, expected = jax.value_and_grad(local_loss)(PARAMS, X, TARGETS)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, expected)
+
+
+async def test_parameter_used_twice_accumulates() -> None:
+    """A tied parameter's gradient is the sum over its uses (both segments above use `w`)."""
+
+    async def forward(run: Recording, params: Any) -> Value:
+        return run(head, params["in"], run(embed, params["in"], X), TARGETS)
+
+    _, grads = await value_and_grad(forward)(PARAMS)
+    expected = jax.grad(lambda p: head(p["in"], embed(p["in"], X), TARGETS))(PARAMS)
+    np.testing.assert_allclose(grads["in"]["w"], expected["in"]["w"], atol=1e-6)
+    np.testing.assert_array_equal(grads["unused"], np.zeros(2))
+
+
+async def test_remote_call_on_plain_data_gets_its_backward() -> None:
+    """An expert fed with data, not with anything differentiable, still learns."""
+    remote = Elsewhere(3.0)
+
+    async def forward(run: Recording, params: Any) -> Value:
+        return run(head, params["in"], await run.call(remote, np.zeros((2, 4), np.float32)), TARGETS)
+
+    await value_and_grad(forward)(PARAMS)
+    assert len(remote.backward_grads) == 1
+
+
+async def test_remote_call_off_the_loss_gets_no_backward() -> None:
+    """No gradient, no call: an operation whose outputs the loss ignores is not asked back."""
+    remote = Elsewhere(3.0)
+
+    async def forward(run: Recording, params: Any) -> Value:
+        hidden = run(embed, params["in"], X)
+        await run.call(remote, hidden)
+        return run(head, params["in"], hidden, TARGETS)
+
+    await value_and_grad(forward)(PARAMS)
+    assert remote.backward_grads == []
+
+
+async def test_values_outside_the_tape_are_constants() -> None:
+    """Reading `.value` stops the gradient, as memory carried between segments of text must."""
+
+    async def forward(run: Recording, params: Any) -> Value:
+        hidden = run(embed, params["in"], X)
+        return run(head, {"w": params["in"]["w"].value}, hidden, TARGETS)
+
+    _, grads = await value_and_grad(forward)(PARAMS)
+    expected = jax.grad(lambda p: head({"w": PARAMS["in"]["w"]}, embed(p["in"], X), TARGETS))(PARAMS)
+    np.testing.assert_allclose(grads["in"]["w"], expected["in"]["w"], atol=1e-6)
+
+
+def split_outputs(x: Any) -> Any:
+    return {"double": 2 * x, "index": jnp.argmax(x, axis=-1), "unused": x**2}
+
+
+def use_outputs(parts: Any) -> Any:
+    return jnp.sum(parts["double"] * (1 + parts["index"].astype(jnp.float32))[:, None])
+
+
+async def test_integer_and_unused_outputs_carry_no_gradient() -> None:
+    """A segment may return integers and things the loss ignores; only the used floats are differentiated."""
+
+    async def forward(run: Recording, params: Any) -> Value:
+        parts = run(split_outputs, params)
+        return run(use_outputs, {"double": parts["double"], "index": parts["index"]})
+
+    _, grads = await value_and_grad(forward)(X)
+    # argmax of the ascending rows is 2, so the loss is sum(2 x * 3).
+    np.testing.assert_allclose(grads, np.full((2, 3), 6.0))
+
+
+async def test_second_step_compiles_nothing(compilations: Any) -> None:
+    """Compiled segments are found again by identity and shape."""
+
+    async def forward(run: Recording, params: Any, x: Any) -> Value:
+        hidden = await run.call(Elsewhere(2.0), run(embed, params["in"], x))
+        return run(head, params["in"], hidden, np.ones((5, 3), np.float32))
+
+    step = value_and_grad(forward)
+    x = np.ones((5, 3), np.float32)  # a shape of this test's own, which no other test has compiled
+    await step(PARAMS, x)
+    first = compilations.count
+    assert first > 0
+    await step(PARAMS, x + 1)
+    assert compilations.count == first
+
+
+async def test_aux_and_evaluation() -> None:
+    """`has_aux` hands back arrays; a recording that does not differentiate refuses a backward."""
+
+    async def forward(run: Recording, params: Any) -> tuple[Value, Any]:
+        hidden = run(embed, params["in"], X)
+        return run(head, params["in"], hidden, TARGETS), {"hidden": hidden, "count": 3}
+
+    (_, aux), _ = await value_and_grad(forward, has_aux=True)(PARAMS)
+    np.testing.assert_allclose(aux["hidden"], embed(PARAMS["in"], X), rtol=1e-6)
+    assert aux["count"] == 3
+    evaluation = Recording(differentiate=False)
+    loss, _ = await forward(evaluation, PARAMS)
+    with pytest.raises(RuntimeError, match="differentiate=False"):
+        await evaluation.backward(loss)
+
+
+async def test_a_loss_that_is_not_a_scalar_is_refused() -> None:
+    """The error names what was returned."""
+
+    async def forward(run: Recording, params: Any) -> Value:
+        return run(embed, params["in"], X)
+
+    with pytest.raises(ValueError, match=r"floating scalar .*float32\[2, 4\]"):
+        await value_and_grad(forward)(PARAMS)
+
+
+async def test_trainers_overlap_their_waits(autojump_clock: trio.testing.MockClock) -> None:
+    """64 trainers with four one-second calls a step take eight virtual seconds, not 512."""
+
+    async def forward(run: Recording, params: Any) -> Value:
+        hidden = run(embed, params["in"], X)
+        for _ in range(4):
+            hidden = await run.call(Elsewhere(1.0, wait_s=1.0), hidden)
+        return run(head, params["in"], hidden, TARGETS)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(64):
+            nursery.start_soon(value_and_grad(forward), PARAMS)
+    assert trio.current_time() == pytest.approx(8.0, abs=1e-6)

@@ -1,0 +1,132 @@
+"""A network without a network: a call awaits the target's handler directly, after one sleep, in virtual time.
+
+Nothing is encoded or decoded. Peers can be taken down, and the network can be cut in two; both look like silence.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+
+import trio
+
+from net.errors import CallFailed, CallRefused, DialFailed, PeerBusy, PeerTimeout, RemoteFailure
+from net.identity import Address, PeerId
+from net.rpc.base import Body, Handler, Reply, Request
+from net.wire.tensors import Tensor
+
+
+class DirectNetwork:
+    """Callers that reach each other by address.
+
+    Args:
+      latency_s: time from the call to its handler; a float, or a function drawing one for each call.
+    """
+
+    def __init__(self, *, latency_s: float | Callable[[], float] = 0.05) -> None:
+        self._latency_s = latency_s
+        self._callers: dict[Address, DirectCaller] = {}
+        self._down: set[Address] = set()
+        self._island: set[Address] = set()
+        self.calls: list[tuple[Address | None, Address, str]] = []
+        """Every call placed: from where, to where, method."""
+
+    def caller(self, address: Address | None, peer_id: PeerId) -> "DirectCaller":
+        """A new caller; it can be called if it has an address. A second one at an address replaces the first."""
+        caller = DirectCaller(self, address, peer_id)
+        if address is not None:
+            self._callers[address] = caller
+        return caller
+
+    def take_down(self, *addresses: Address) -> None:
+        """From now on calls to these addresses meet silence, and calls from them too."""
+        self._down.update(addresses)
+
+    def bring_up(self, *addresses: Address) -> None:
+        """Undo `take_down`."""
+        self._down.difference_update(addresses)
+
+    def partition(self, *island: Address) -> None:
+        """Cut these addresses off from all others. Without arguments: heal."""
+        self._island = set(island)
+
+    def latency(self) -> float:
+        """The delay of the next call, seconds."""
+        return self._latency_s if isinstance(self._latency_s, float) else self._latency_s()
+
+    def target(self, source: Address | None, address: Address) -> "DirectCaller | None":
+        """Who gets a call, or None if it is lost in silence.
+
+        Raises:
+          DialFailed: nobody was ever at the address.
+        """
+        if address not in self._callers:
+            raise DialFailed(f"nobody listens at {address}")
+        is_cut = (source in self._island) != (address in self._island)
+        return None if is_cut or address in self._down or source in self._down else self._callers[address]
+
+
+class DirectCaller:
+    """One peer's end of a `DirectNetwork`; implements `net.rpc.base.Caller`."""
+
+    def __init__(self, network: DirectNetwork, address: Address | None, peer_id: PeerId) -> None:
+        self._network = network
+        self._handlers: dict[str, Handler] = {}
+        self.peer_id = peer_id
+        self.address = address
+
+    def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
+        """Serve a method; the bound on concurrency is kept."""
+        limiter = trio.CapacityLimiter(max_concurrent)
+
+        async def limited(request: Request) -> Reply:
+            borrower = object()
+            try:
+                limiter.acquire_on_behalf_of_nowait(borrower)
+            except trio.WouldBlock:
+                raise PeerBusy(f"too many calls of {method}") from None
+            try:
+                return await handler(request)
+            finally:
+                limiter.release_on_behalf_of(borrower)
+
+        if method in self._handlers:
+            raise ValueError(f"a handler for {method} is registered already")
+        self._handlers[method] = limited
+
+    async def call(
+        self, address: Address, method: str, body: Body, tensors: Sequence[Tensor] = (), *, timeout_s: float
+    ) -> Reply:
+        """Sleep once, then run the target's handler."""
+        self._network.calls.append((self.address, address, method))
+        with trio.move_on_after(timeout_s):
+            await trio.sleep(self._network.latency())
+            target = self._network.target(self.address, address)
+            if target is None:
+                await trio.sleep_forever()
+            assert target is not None
+            return await target.serve(method, body, tuple(tensors), self)
+        raise PeerTimeout(f"{address} did not answer {method} within {timeout_s} s")
+
+    async def serve(self, method: str, body: Body, tensors: tuple[Tensor, ...], source: "DirectCaller") -> Reply:
+        """Run a handler the way the RPC layer does: foreign errors become `RemoteFailure`."""
+        if method not in self._handlers:
+            raise CallRefused(f"unknown method {method}")
+        request = Request(
+            method=method, body=body, tensors=tensors, peer_id=source.peer_id, peer_address=source.address
+        )
+        try:
+            return await self._handlers[method](request)
+        except CallFailed:
+            raise
+        except Exception as error:
+            raise RemoteFailure(repr(error)) from error
+
+
+def address_of(index: int) -> Address:
+    """The address of the index-th peer of a test."""
+    return Address("10.0.0.1", 1000 + index)
+
+
+def exponential_latency(mean_s: float, seed: int) -> Callable[[], float]:
+    """Seeded exponential delays."""
+    rng = random.Random(seed)
+    return lambda: rng.expovariate(1 / mean_s)
