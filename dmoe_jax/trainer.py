@@ -10,6 +10,7 @@ A step that fails (no quorum, the swarm unreachable) is dropped and counted, and
 text; memory then restarts from what it was.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import trio
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.data.batches import Batch, SegmentStream
 from dmoe_jax.mixture.remote import RemoteMixture
-from dmoe_jax.models.transformer_xl import Memory, Segments
+from dmoe_jax.models.transformer_xl import LayerMemory, Memory, Segments, TransformerXLConfig, empty_memory, forget
 from dmoe_jax.node.device import Device
 from net.errors import NetError
 
@@ -90,50 +91,76 @@ class SwarmModel:
     """The Transformer-XL language model with remote mixtures: forward, training step and evaluation.
 
     Args:
-      segments: the model's jitted parts, see `dmoe_jax.models.transformer_xl`.
+      config: sizes of the model.
+      segments: its jitted parts, see `dmoe_jax.models.transformer_xl`.
       mixtures: one remote mixture a layer.
     """
 
-    def __init__(self, segments: Segments, mixtures: Sequence[RemoteMixture]) -> None:
-        self.segments = segments
+    def __init__(
+        self, config: TransformerXLConfig, segments: Segments, mixtures: Sequence[RemoteMixture]
+    ) -> None:
+        if len(mixtures) != config.num_layers:
+            raise ValueError(f"expected {config.num_layers} mixtures, one a layer, got {len(mixtures)}")
+        self._config = config
+        self._segments = segments
         self._mixtures = tuple(mixtures)
         self.loss_and_grads = value_and_grad(self._forward, has_aux=True)
         """async (params, batch, memory) -> ((total, (loss, next memory)), grads)."""
 
-    async def _forward(
-        self, run: Recording, params: PyTree, batch: Batch, memory: tuple[Memory, ...]
-    ) -> tuple[Value, tuple[Value, tuple[Memory, ...]]]:
-        segments = self.segments
-        hidden = run(segments.embed, params["embed"], batch.tokens)
-        next_memory, penalties = [], []
+    def empty_memory(self, batch_size: int) -> Memory:
+        """The memory before the first segment of text."""
+        return empty_memory(self._config, batch_size)
+
+    async def _hidden(
+        self, run: Recording, params: PyTree, batch: Batch, memory: Memory
+    ) -> tuple[Value, list[Value], Memory]:
+        """The last layer's hidden states, the routers' auxiliary losses, and the memory for the next segment."""
+        hidden = run(self._segments.embed, params["embed"], batch.tokens)
+        memory = forget(memory, batch.is_first)
+        memories, penalties = [], []
         for layer, mixture in enumerate(self._mixtures):
             states, filled = memory[layer]
-            features = run(segments.routing_features, hidden, states, filled)
+            scores = run(self._segments.gate, params["gates"][layer], hidden, memory[layer])
             # Off the tape: memory is a constant to the gradient, in this segment of text and in the next.
-            next_memory.append(_next_memory(segments.next_memory, states, filled, hidden.value))
-            hidden, penalty = await mixture(run, params["gates"][layer], features, hidden, states, filled)
+            memories.append(_next_memory(self._segments.next_memory, memory[layer], hidden.value))
+            hidden, penalty = await mixture(run, scores, hidden, states, filled)
             penalties.append(penalty)
-        loss = run(segments.loss_head, params["embed"], params["head"], hidden, batch.targets)
-        return run(_total, loss, penalties), (loss, tuple(next_memory))
+        return hidden, penalties, tuple(memories)
+
+    async def _forward(
+        self, run: Recording, params: PyTree, batch: Batch, memory: Memory
+    ) -> tuple[Value, tuple[Value, Memory]]:
+        hidden, penalties, memory = await self._hidden(run, params, batch, memory)
+        loss = run(self._segments.loss_head, params["embed"], params["head"], hidden, batch.targets)
+        return run(_total, loss, penalties), (loss, memory)
 
     async def evaluate(
         self, params: PyTree, batches: Iterable[Batch], on_batch: Callable[[int], None] = lambda _tokens: None
     ) -> float:
         """Perplexity over consecutive batches, with memory carried from one to the next.
 
-        Experts are called but not trained. Args: on_batch is told the number of tokens after each batch.
+        Experts are called but not trained.
+
+        Args:
+          params: the trunk's parameters.
+          batches: `evaluation_segments` of a text; targets outside a batch's mask do not count.
+          on_batch: told the number of tokens after each batch.
+
+        Raises:
+          NetError: when the swarm cannot carry it. ValueError: when there is nothing to evaluate.
         """
-        memory: tuple[Memory, ...] | None = None
+        memory: Memory | None = None
         total, count = 0.0, 0
         for batch in batches:
-            if memory is None:
-                memory = self.segments.empty_memory(batch.tokens.shape[0])
-            _, (loss, memory) = await self._forward(Recording(differentiate=False), params, batch, memory)
-            total += float(loss.value) * batch.targets.size
-            count += batch.targets.size
-            on_batch(batch.targets.size)
+            memory = memory if memory is not None else self.empty_memory(batch.tokens.shape[0])
+            run = Recording(differentiate=False)
+            hidden, _, memory = await self._hidden(run, params, batch, memory)
+            nll = run(self._segments.token_nll, params["embed"], params["head"], hidden, batch.targets)
+            total += float(np.asarray(nll.value)[batch.mask].sum())
+            count += int(batch.mask.sum())
+            on_batch(int(batch.mask.sum()))
         if not count:
-            raise ValueError("there is nothing to evaluate: the text is shorter than one segment")
+            raise ValueError("there is nothing to evaluate: the text has no target")
         return math.exp(min(total / count, 700.0))
 
 
@@ -151,7 +178,7 @@ class Trainer:
         self._model = model
         self._trunk = trunk
         self.stream = stream
-        self._memory: tuple[Memory, ...] | None = None
+        self._memory: Memory | None = None
 
     async def step(self) -> StepRecord:
         """Take one step.
@@ -162,9 +189,9 @@ class Trainer:
           NetError: when the swarm could not carry the step; the trainer can go on with the next one.
           FloatingPointError: when the loss or a gradient is not finite; the trunk is untouched.
         """
-        batch = self.stream.next()
+        batch = next(self.stream)
         if self._memory is None:
-            self._memory = self._model.segments.empty_memory(batch.tokens.shape[0])
+            self._memory = self._model.empty_memory(batch.tokens.shape[0])
         started_at = self._trunk.step
         (_, (loss, memory)), grads = await self._model.loss_and_grads(self._trunk.params, batch, self._memory)
         if not _all_finite(loss, grads):
@@ -211,7 +238,9 @@ def _squared_norm(tree: PyTree) -> Any:
     return optax.tree.norm(tree, squared=True)
 
 
-_next_memory = jax.jit(lambda function, *args: function(*args), static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
+def _next_memory(function: Callable[..., LayerMemory], memory: LayerMemory, hidden: Any) -> LayerMemory:
+    return function(memory, hidden)
 
 
 def _all_finite(loss: Any, grads: PyTree) -> bool:

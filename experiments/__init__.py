@@ -1,0 +1,1 @@
+"""Experiments: one folder a claim, each run as `python -m experiments.<claim>`."""

@@ -1,12 +1,9 @@
-"""Settings for the whole test run: strict JAX promotion, two XLA devices on the CPU, one compilation counter."""
+"""Fixtures for the whole test run."""
 
 from collections.abc import Iterator
 
 import jax
 import pytest
-
-# Before any array is made. Rank promotion hides shape mistakes; Flax itself relies on dtype promotion in places.
-jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 class CompilationCounter:

@@ -31,13 +31,10 @@ def main(args: Sequence[str] | None = None) -> None:
         prog="dmoe",
         description="Decentralised mixture-of-experts training in JAX.",
         args=args,
-        config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagConversionOff),
+        config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
     )
     try:
         sys.exit(command.run())
     except UsageError as error:
         fail(str(error))
 
-
-if __name__ == "__main__":
-    main()

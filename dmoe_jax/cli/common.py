@@ -97,9 +97,14 @@ def run_until_done(main: Callable[[], Awaitable[int]], *, exit_on_stdin_eof: boo
             nursery.cancel_scope.cancel()
 
     try:
-        trio.run(supervise, strict_exception_groups=False)
-    except (NetError, UsageError) as error:
-        fail(str(error))
+        trio.run(supervise)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BaseException as error:
+        leaves = _leaves(error)
+        if not all(isinstance(leaf, NetError | UsageError) for leaf in leaves):
+            raise
+        fail(str(leaves[0]))
     return status
 
 
@@ -117,6 +122,13 @@ def set_up_jax() -> None:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions in an exception group, however deep; nurseries wrap even a single one."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for child in error.exceptions for leaf in _leaves(child)]
+    return [error]
 
 
 def _set_up_logging() -> None:

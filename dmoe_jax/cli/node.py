@@ -72,9 +72,7 @@ class NodeCommand:
             started = time.perf_counter()
             backends = await device.run(self._make_backends, uids)
             print(f"{len(uids)} experts ready after {time.perf_counter() - started:.1f} s", flush=True)
-            async with open_expert_node(
-                peer.rpc, peer.dht, backends, clock=peer.clock, device=device, config=config
-            ):
+            async with open_expert_node(peer.rpc, peer.dht, backends, device=device, config=config):
                 print(f"Node {peer.rpc.peer_id.short} serves {len(uids)} experts on {peer.rpc.address}")
                 print(f"Join it with:  dmoe train --join {peer.rpc.address}", flush=True)
                 await trio.sleep_forever()

@@ -1,12 +1,13 @@
 """A long text cut into batches of short segments, in reading order.
 
-Theory of operation. A language model with memory (Transformer-XL, Dai et al. 2019) reads a few places of the text side
-by side: row r of batch k+1 continues row r of batch k, so that the model's memory of the row is what came just before.
-The text of n tokens is cut into (n - 1) // seq_len whole segments, laid on a circle. Rows start evenly spaced on it, the
-rows of all trainers together, and every row walks the circle for ever. Hence
+Theory of operation. A language model with memory (Transformer-XL, Dai et al. 2019) reads a few places of the
+text side by side: row r of batch k+1 continues row r of batch k, so that the model's memory of the row is
+what came just before. The text of n tokens is cut into (n - 1) // seq_len whole segments, laid on a circle.
+Rows start evenly spaced on it, the rows of all trainers together, and every row walks the circle for ever.
+Hence
 
-- trainers read disjoint parts until a row has walked as far as its neighbour's start, and every trainer sees the
-  whole text in time (a trunk that only ever saw 1/num_shards of it would overfit that part);
+- trainers read disjoint parts until a row has walked as far as its neighbour's start, and every trainer sees
+  the whole text in time (a trunk that only ever saw 1/num_shards of it would overfit that part);
 - no segment straddles the end of the text: a row restarts exactly at a batch's start, and `is_first` says so;
 - the state of a stream is one integer, the number of batches read.
 """
@@ -25,7 +26,8 @@ class Batch(NamedTuple):
     Attributes:
       tokens: [batch, seq], the words read.
       targets: [batch, seq], the word after each of them.
-      mask: [batch, seq], true where the target counts; false only on the padding of an evaluation's last batches.
+      mask: [batch, seq], true where the target counts; false only on the padding of an evaluation's last
+        batches.
       is_first: [batch], true where the row does not continue the previous batch: its memory must be dropped.
     """
 
@@ -38,8 +40,9 @@ class Batch(NamedTuple):
 class SegmentStream:
     """Training batches of one trainer, without end. Iterate, or read any batch by its number with `at`.
 
-    The same arguments give the same batches. To resume, save `position` and pass it back; a model that comes back
-    without its memory must drop the memory of every row itself, since `is_first` speaks of the text alone.
+    The same arguments give the same batches. To resume, save `position` and pass it back; a model that comes
+    back without its memory must drop the memory of every row itself, since `is_first` speaks of the text
+    alone.
     """
 
     def __init__(
@@ -61,12 +64,13 @@ class SegmentStream:
           seq_len: tokens in a row of one batch.
           shard: which of the `num_shards` trainers this is, from 0.
           num_shards: trainers that share the text; all must use the same batch_size, seq_len and seed.
-          seed: turns the circle by a random number of segments; None starts row 0 at the beginning of the text.
+          seed: turns the circle by a random number of segments; None starts row 0 at the beginning of the
+            text.
           position: number of batches already read.
 
         Raises:
-          ValueError: a count that is not positive, a shard that is not one of them, or a text with fewer whole
-            segments than there are rows.
+          ValueError: a count that is not positive, a shard that is not one of them, or a text with fewer
+            whole segments than there are rows.
         """
         for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("num_shards", num_shards)):
             if value < 1:
@@ -131,9 +135,9 @@ def evaluation_segments(
 ) -> Iterator[Batch]:
     """Batches that hold every target of a text exactly once, under a mask.
 
-    The targets ids[1:] are cut into `batch_size` equal rows, read side by side as in training. Every batch has the
-    same shape, so that one compiled program evaluates them all; places past a row's end repeat its last word
-    and are masked. The mean of the loss over `mask` in all batches together is the text's loss.
+    The targets ids[1:] are cut into `batch_size` equal rows, read side by side as in training. Every batch
+    has the same shape, so that one compiled program evaluates them all; places past a row's end repeat its
+    last word and are masked. The mean of the loss over `mask` in all batches together is the text's loss.
 
     Args:
       ids: [tokens], the text.
@@ -166,7 +170,7 @@ def _evaluation_batches(
         columns = offset + np.arange(seq_len)
         places = starts + columns
         mask = (columns < row_len) & (places < num_targets)
-        places = np.minimum(places, num_targets - 1)
+        places = np.minimum(places, np.minimum(starts + row_len, num_targets) - 1)
         yield Batch(
             tokens=ids[places].astype(np.int32),
             targets=ids[places + 1].astype(np.int32),

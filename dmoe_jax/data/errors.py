@@ -2,4 +2,4 @@
 
 
 class DataError(ValueError):
-    """A data file is missing, damaged, or not the text it is said to be. The message names it and what was expected."""
+    """A file is missing, damaged or not the text it should be. The message names it and what was expected."""

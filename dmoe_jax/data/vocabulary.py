@@ -20,8 +20,8 @@ UNK = "<unk>"
 class Vocabulary:
     """The words a model knows; a word's id is its place in `words`.
 
-    Ids go by falling frequency (adaptive softmax and adaptive embeddings cut the vocabulary by id), ties by the
-    alphabet, so that the ids do not depend on the order of the text's articles.
+    Ids go by falling frequency (adaptive softmax and adaptive embeddings cut the vocabulary by id), ties by
+    the alphabet, so that the ids do not depend on the order of the text's articles.
 
     Attributes:
       words: every word once, most frequent first.
@@ -75,7 +75,9 @@ class Vocabulary:
         if unk is None:
             stranger = next((word for word in words if word not in self._ids), None)
             if stranger is not None:
-                raise DataError(f"{stranger!r} is not in the vocabulary of {len(self)} words, which has no {UNK}")
+                raise DataError(
+                    f"{stranger!r} is not in the vocabulary of {len(self)} words, which has no {UNK}"
+                )
         get = self._ids.get
         return np.fromiter((get(word, unk) for word in words), dtype=np.int32, count=len(words))
 
@@ -94,13 +96,15 @@ def unigram_perplexity(
 ) -> float:
     """Perplexity, on one text, of the model that knows nothing but the word frequencies of the training text.
 
-    p(w) = count_train(w) / N_train (maximum likelihood); perplexity = exp(-mean over the evaluation text of log p(w)).
-    If the evaluation text has a word that the training text lacks, that would be infinite; then, and only then, every
-    count is raised by one (Laplace): p(w) = (count_train(w) + 1) / (N_train + vocab_size).
+    p(w) = count_train(w) / N_train (maximum likelihood); perplexity = exp(-mean over the evaluation text of
+    log p(w)). If the evaluation text has a word that the training text lacks, that would be infinite; then,
+    and only then, every count is raised by one (Laplace): p(w) = (count_train(w) + 1) / (N_train +
+    vocab_size).
 
     On WikiText-2 every word of the validation and test texts occurs in training, so maximum likelihood it is:
-    965.09 on validation, 911.71 on test, `<eos>` counted. Neighbouring definitions give other numbers on validation:
-    967.6 with add-one smoothing, 996.5 without `<eos>`, 760.3 from the validation text's own frequencies.
+    965.09 on validation, 911.71 on test, `<eos>` counted. Neighbouring definitions give other numbers on
+    validation: 967.6 with add-one smoothing, 996.5 without `<eos>`, 760.3 from the validation text's own
+    frequencies.
 
     A model above this number has learnt nothing that depends on context.
 

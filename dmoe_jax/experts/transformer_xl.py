@@ -15,6 +15,7 @@ share nothing.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -94,7 +95,7 @@ def relative_attention(
     return jnp.einsum("bhtj,bjhd->bthd", jax.nn.softmax(logits, axis=-1), value)
 
 
-def _gain_init(key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Float[Array, "..."]:
+def _gain_init(key: PRNGKeyArray, shape: Sequence[int], dtype: Any = jnp.float32) -> Float[Array, "..."]:
     return 1 + INIT_STDDEV * jax.random.normal(key, shape, dtype)
 
 

@@ -2,7 +2,7 @@
 
 One layer of one step:
 
-    scores  = router.scores(gate, features)                      jitted segment
+    scores  = router.scores(gate, features)                      jitted segment of the model
     choices = beam search for the k_best live experts            DHT, cached
     outputs = one call per distinct expert, not per sample       network, k_min and grace
     mixed   = sum_k softmax(logits of those that answered)_k * outputs_k     jitted segment
@@ -24,10 +24,12 @@ import numpy as np
 from dmoe_jax.autodiff import Recording, Value
 from dmoe_jax.directory import ExpertDirectory
 from dmoe_jax.experts.base import Expert
+from dmoe_jax.grid import format_uid
 from dmoe_jax.mixture.fan_out import CallPolicy, ExpertCall, ExpertCaller
 from dmoe_jax.node.device import Device, to_host
 from dmoe_jax.routing.base import Router, gather_logits
 from net.errors import NoQuorum
+from net.identity import Contact
 from net.rpc.base import Reply
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -81,19 +83,17 @@ class RemoteMixture:
         self._config = config
 
     async def __call__(
-        self, run: Recording, gate_params: Any, features: Value, *inputs: Value | Array
+        self, run: Recording, scores: tuple[Value, ...], *inputs: Value | Any
     ) -> tuple[Value, Value]:
         """Mix the experts' outputs for a batch of samples.
 
         Args:
           run: the step's recording.
-          gate_params: the router's parameters, on the tape.
-          features: [batch, d_model], what the router sees.
+          scores: the router's scores, [batch, grid_i] for each grid dimension, on the tape.
           inputs: the experts' inputs, each [batch, ...]; the first is what a sample without experts returns.
         Returns: (mixed [batch, ...], the router's auxiliary loss, a scalar).
         Raises: NoQuorum, with `on_shortfall="raise"`, when some sample has fewer than `k_min` answers.
         """
-        scores = run(self._router.scores, gate_params, features)
         host_scores = await to_host(self._device, tuple(score.value for score in scores))
         indices, calls, slots = await self._choose(host_scores)
         layer_call = _LayerCall(self, calls, slots, k_best=self._config.k_best)
@@ -108,18 +108,16 @@ class RemoteMixture:
         batch, k = scores[0].shape[0], self._config.k_best
         found = await self._directory.beam_search(self._config.prefix, scores, k)
         indices = np.zeros((batch, k, len(scores)), np.int32)
-        members: dict[str, tuple[Any, list[int], list[int]]] = {}
+        members: dict[tuple[str, Contact], list[tuple[int, int]]] = {}
         for row, choices in enumerate(found):
             for slot, choice in enumerate(choices):
-                indices[row, slot] = choice.coordinates
-                contact, rows, slots = members.setdefault(choice.uid, (choice.contact, [], []))
-                del contact
-                rows.append(row)
-                slots.append(slot)
+                indices[row, slot] = choice.uid.coordinates
+                members.setdefault((format_uid(choice.uid), choice.contact), []).append((row, slot))
         calls = [
-            ExpertCall(uid=uid, contact=contact, rows=np.array(rows)) for uid, (contact, rows, _) in members.items()
+            ExpertCall(uid=uid, contact=contact, rows=np.array([row for row, _ in places]))
+            for (uid, contact), places in members.items()
         ]
-        return indices, calls, [np.array(slots) for _, _, slots in members.values()]
+        return indices, calls, [np.array([slot for _, slot in places]) for places in members.values()]
 
 
 class _LayerCall:

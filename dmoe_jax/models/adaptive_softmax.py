@@ -1,28 +1,32 @@
 """Adaptive softmax (Grave et al. 2017) with tied embeddings, for words ordered by frequency.
 
-The head scores the `cutoffs[0]` most frequent words and one token for each *tail cluster*; cluster i holds the words
-cutoffs[i], ..., cutoffs[i+1]-1 (the last one ends with the vocabulary). With div_val = 1, as in Transformer-XL's
-WikiText recipe, every word's output vector is its row of the embedding table:
+The head scores the `cutoffs[0]` most frequent words and one token for each *tail cluster*; cluster i holds
+the words cutoffs[i], ..., cutoffs[i+1]-1 (the last one ends with the vocabulary). With div_val = 1, as in
+Transformer-XL's WikiText recipe, every word's output vector is its row of the embedding table:
 
     log p(w) = log p_head(w)                                   for w in the head
     log p(w) = log p_head(cluster i) + log p_i(w | cluster i)  for w in cluster i
 
 This is an exact, normalised distribution, not an approximation; it merely has another shape than one softmax.
 
-A cluster's large product is made only for the tokens whose target falls into it, which is most of the saving. How many
-they are is known at run time only, while XLA wants static shapes: tokens are ordered by cluster, and the number of rows
-is rounded up to one of a few *buckets*, each a branch of one `lax.switch`. (Measured at 128 tokens, 33,278 words,
-d = 128 on two cores against loops over chunks of 16 to 128 rows: half their time, since each cluster's table is read
-and its gradient written once and not once a chunk.) Differentiating a switch would store the intermediate results of
-every branch, used or not, so the derivative is written by hand: it recomputes the chosen branch and differentiates that.
+A cluster's large product is made only for the tokens whose target falls into it, which is most of the saving.
+How many
+they are is known at run time only, while XLA wants static shapes: tokens are ordered by cluster, and the
+number of rows is rounded up to one of a few *buckets*, each a branch of one `lax.switch`. (Measured at 128
+tokens, 33,278 words, d = 128 on two cores against loops over chunks of 16 to 128 rows: half their time, since
+each cluster's table is read and its gradient written once and not once a chunk.) Differentiating a switch
+would store the intermediate results of
+every branch, used or not, so the derivative is written by hand: it recomputes the chosen branch and
+differentiates that.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 SMALLEST_BUCKET = 16
@@ -36,8 +40,10 @@ def check_cutoffs(cutoffs: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
       ValueError: otherwise.
     """
     edges = (0, *cutoffs, vocab_size)
-    if any(low >= high for low, high in zip(edges, edges[1:], strict=False)):
-        raise ValueError(f"cutoffs must ascend strictly between 0 and {vocab_size} (the vocabulary), got {cutoffs}")
+    if any(low >= high for low, high in itertools.pairwise(edges)):
+        raise ValueError(
+            f"cutoffs must ascend strictly between 0 and {vocab_size} (the vocabulary), got {cutoffs}"
+        )
     return tuple(cutoffs)
 
 
@@ -71,18 +77,19 @@ def adaptive_softmax_loss(
     if len(cutoffs) != cluster_w.shape[0]:
         raise ValueError(f"cutoffs {cutoffs} need {len(cutoffs)} cluster tokens, got {cluster_w.shape[0]}")
     if not cutoffs:
-        return _softmax_nll(hidden @ table.T + bias, targets)
+        return softmax_nll(hidden @ table.T + bias, targets)
     # 0 for a word of the head, i + 1 for one of tail cluster i.
     cluster = jnp.searchsorted(jnp.asarray(cutoffs, targets.dtype), targets, side="right")
     head_size = cutoffs[0]
     head_logits = jnp.concatenate(
         [hidden @ table[:head_size].T + bias[:head_size], hidden @ cluster_w.T + cluster_b], axis=-1
     )
-    nll = _softmax_nll(head_logits, jnp.where(cluster == 0, targets, head_size + cluster - 1))
+    nll = softmax_nll(head_logits, jnp.where(cluster == 0, targets, head_size + cluster - 1))
     return nll + _tails_nll(table, bias, hidden, targets, cluster, cutoffs)
 
 
-def _softmax_nll(logits: Float[Array, "n words"], targets: Int[Array, " n"]) -> Float[Array, " n"]:
+def softmax_nll(logits: Float[Array, "n words"], targets: Int[Array, " n"]) -> Float[Array, " n"]:
+    """Negative log-probability of each target under a softmax over the last axis, nats."""
     chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
@@ -98,12 +105,13 @@ def _tails_nll(
     """-log p_i(w | cluster i) for the words of tail clusters, 0 for those of the head."""
     n = targets.shape[0]
     order = jnp.argsort(cluster)
-    # n rows of padding: a bucket that begins at any token then stays inside, and no slice is silently moved back.
+    # n rows of padding: a bucket that begins at any token then stays inside, and no slice is silently moved
+    # back.
     sorted_hidden = jnp.pad(hidden[order], ((0, n), (0, 0)))
     sorted_targets = jnp.pad(targets[order], (0, n))
     total = jnp.zeros(2 * n, hidden.dtype)
     edges = (*cutoffs, table.shape[0])
-    for i, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
+    for i, (low, high) in enumerate(itertools.pairwise(edges)):
         start = jnp.sum(cluster < i + 1)
         count = jnp.sum(cluster == i + 1)
         # Rows of other clusters may lie inside the bucket; their words are clipped here and masked there.
@@ -131,13 +139,14 @@ def _bucket_nll(
     start: Int[Array, ""],
     count: Int[Array, ""],
 ) -> Float[Array, " padded"]:
-    """The cluster's loss computed on `rows` >= count rows from `start`; 0 outside the first `count` of them."""
+    """The cluster's loss computed on `rows` >= count rows from `start`; 0 outside the first `count` of
+    them."""
     nll = jnp.zeros(hidden.shape[0], hidden.dtype)
     if rows == 0:
         return nll
     own_hidden = jax.lax.dynamic_slice_in_dim(hidden, start, rows)
     own_words = jax.lax.dynamic_slice_in_dim(words, start, rows)
-    own_nll = jnp.where(jnp.arange(rows) < count, _softmax_nll(own_hidden @ table.T + bias, own_words), 0)
+    own_nll = jnp.where(jnp.arange(rows) < count, softmax_nll(own_hidden @ table.T + bias, own_words), 0)
     return jax.lax.dynamic_update_slice_in_dim(nll, own_nll, start, 0)
 
 
@@ -153,37 +162,40 @@ def _bucket_grads(
 ) -> tuple[Float[Array, "words d_model"], Float[Array, " words"], Float[Array, "padded d_model"]]:
     """Gradients of `_bucket_nll` with respect to table, bias and hidden, by recomputing it."""
 
-    def nll(*weights: Float[Array, "..."]) -> Float[Array, "..."]:
-        return _bucket_nll(rows, *weights, words, start, count)
+    def nll(
+        table: Float[Array, "words d_model"],
+        bias: Float[Array, " words"],
+        hidden: Float[Array, "padded d_model"],
+    ) -> Float[Array, " padded"]:
+        return _bucket_nll(rows, table, bias, hidden, words, start, count)
 
     _, pull_back = jax.vjp(nll, table, bias, hidden)
     table_grad, bias_grad, hidden_grad = pull_back(nll_grads)
     return table_grad, bias_grad, hidden_grad
 
 
-def _switch(
-    branch: Callable[..., object], hidden: Float[Array, "padded d_model"], count: Int[Array, ""], *operands: Array
-) -> object:
-    """Run `branch` for the smallest bucket that holds `count` rows; the operands are handed on."""
+def _switch(branch: Callable[..., Any], *operands: Array) -> Any:
+    """Run `branch` on the operands of `_bucket_nll`, for the smallest bucket that holds `count` rows."""
+    hidden, count = operands[2], operands[5]
     buckets = _buckets(hidden.shape[0] // 2)
     chosen = jnp.searchsorted(jnp.asarray(buckets), count)
     return jax.lax.switch(chosen, [functools.partial(branch, rows) for rows in buckets], *operands)
 
 
 @jax.custom_vjp
-def _cluster_nll(table, bias, hidden, words, start, count):  # type: ignore[no-untyped-def]
-    return _switch(_bucket_nll, hidden, count, table, bias, hidden, words, start, count)
+def _cluster_nll(*operands: Array) -> Float[Array, " padded"]:
+    """`_bucket_nll` in the bucket that fits."""
+    nll: Array = _switch(_bucket_nll, *operands)
+    return nll
 
 
-def _cluster_nll_fwd(*operands: Array) -> tuple[object, tuple[Array, ...]]:
+def _cluster_nll_fwd(*operands: Array) -> tuple[Float[Array, " padded"], tuple[Array, ...]]:
     # Only the arguments are kept, so that a caller who wants the gradient alone pays for no forward at all.
     return _cluster_nll(*operands), operands
 
 
-def _cluster_nll_bwd(operands: tuple[Array, ...], nll_grads: Array) -> tuple[object, ...]:
-    hidden, count = operands[2], operands[5]
-    grads = _switch(_bucket_grads, hidden, count, *operands, nll_grads)
-    return (*grads, None, None, None)
+def _cluster_nll_bwd(operands: tuple[Array, ...], nll_grads: Float[Array, " padded"]) -> tuple[Any, ...]:
+    return (*_switch(_bucket_grads, *operands, nll_grads), None, None, None)
 
 
 _cluster_nll.defvjp(_cluster_nll_fwd, _cluster_nll_bwd)

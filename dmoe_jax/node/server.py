@@ -22,13 +22,13 @@ import numpy as np
 import trio
 
 from dmoe_jax import directory
+from dmoe_jax.grid import ExpertUid, parse_uid
 from dmoe_jax.node import requests
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.batching import BatchQueue, QueueFull, Ticket
 from dmoe_jax.node.device import Device
 from dmoe_jax.node.replay import ReplayCache
 from dmoe_jax.node.requests import ExpertRequest
-from net.clock import SwarmClock
 from net.dht.node import DhtNode
 from net.errors import NetError, PeerBusy, RemoteFailure
 from net.identity import Contact
@@ -234,7 +234,6 @@ async def open_expert_node(
     dht: DhtNode,
     backends: Mapping[str, ExpertBackend],
     *,
-    clock: SwarmClock,
     device: Device,
     config: NodeConfig,
 ) -> AsyncIterator[ExpertNode]:
@@ -252,42 +251,45 @@ async def open_expert_node(
         raise ValueError("an expert node needs at least one expert")
     node = ExpertNode(backends, device, config)
     node.register(caller)
-    contact = Contact(caller.peer_id, caller.address)
+    announcer = _Announcer(dht, [parse_uid(uid) for uid in backends], Contact(caller.peer_id, caller.address), config)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(node.run_batches)
-        await _announce(dht, tuple(backends), contact, clock, config)
-        nursery.start_soon(_announce_for_ever, dht, tuple(backends), contact, clock, config)
+        await announcer.announce()
+        nursery.start_soon(announcer.run)
         try:
             yield node
         finally:
             nursery.cancel_scope.cancel()
             with trio.move_on_after(2.0, shield=True):
-                await _withdraw(dht, tuple(backends), contact, config)
+                await announcer.withdraw()
 
 
-async def _announce(
-    dht: DhtNode, uids: tuple[str, ...], contact: Contact, clock: SwarmClock, config: NodeConfig
-) -> None:
-    expiration = clock.now() + config.record_lifetime_s
-    await directory.declare_experts(dht, uids, contact, expiration=expiration)
-    await directory.declare_node(dht, config.swarm, contact, {"experts": len(uids)}, expiration=expiration)
+class _Announcer:
+    """Keeps a node's experts and the node itself listed in the DHT."""
 
+    def __init__(self, dht: DhtNode, uids: list[ExpertUid], contact: Contact, config: NodeConfig) -> None:
+        self._dht = dht
+        self._uids = uids
+        self._contact = contact
+        self._config = config
 
-async def _announce_for_ever(
-    dht: DhtNode, uids: tuple[str, ...], contact: Contact, clock: SwarmClock, config: NodeConfig
-) -> None:
-    while True:
-        await trio.sleep(config.announce_period_s)
-        try:
-            await _announce(dht, uids, contact, clock, config)
-        except NetError as error:
-            # The swarm may be unreachable for a while; the next announcement heals it.
-            logger.warning("could not announce %d experts: %s", len(uids), error)
+    async def announce(self) -> None:
+        """Announce everything once, until `record_lifetime_s` from now."""
+        expiration = self._dht.clock.now() + self._config.record_lifetime_s
+        listed = await directory.declare_experts(self._dht, self._uids, self._contact, expiration=expiration)
+        await directory.declare_node(
+            self._dht, self._config.swarm, self._contact, {"experts": len(self._uids)}, expiration=expiration
+        )
+        if missing := [str(uid) for uid, stands in listed.items() if not stands]:
+            logger.warning("%d experts could not be announced, among them %s", len(missing), missing[0])
 
+    async def run(self) -> None:
+        """Announce again and again."""
+        while True:
+            await trio.sleep(self._config.announce_period_s)
+            await self.announce()
 
-async def _withdraw(dht: DhtNode, uids: tuple[str, ...], contact: Contact, config: NodeConfig) -> None:
-    try:
-        await directory.withdraw_experts(dht, uids, contact)
-        await directory.withdraw_node(dht, config.swarm, contact)
-    except NetError as error:
-        logger.warning("could not withdraw %d experts, they will expire: %s", len(uids), error)
+    async def withdraw(self) -> None:
+        """Take the announcements back, so that trainers stop calling at once; what cannot be reached expires."""
+        await directory.withdraw_experts(self._dht, self._uids, self._contact)
+        await directory.withdraw_node(self._dht, self._config.swarm, self._contact)

@@ -1,0 +1,1 @@
+"""The demonstration behind `just demo`."""

@@ -180,10 +180,12 @@ class Maintenance:
     async def _rejoin(self) -> None:
         """Try the initial peers that are not in the table, and some lost ones: so a split swarm becomes one
         again."""
+        due = trio.current_time() + jitter(self._config.rejoin_period_s, self._rejoin_rng)
         while True:
-            is_lonely = not self._book.table.contacts()
-            period_s = self._config.lonely_rejoin_period_s if is_lonely else self._config.rejoin_period_s
-            await trio.sleep(jitter(period_s, self._rejoin_rng))
+            await trio.sleep(jitter(self._config.lonely_rejoin_period_s, self._rejoin_rng))
+            if len(self._book.table) > 0 and trio.current_time() < due:
+                continue
+            due = trio.current_time() + jitter(self._config.rejoin_period_s, self._rejoin_rng)
             known = {contact.address for contact in self._book.table.contacts()}
             lost = self._book.draw_lost(LOST_DRAWS, self._rejoin_rng)
             wanted = [*self._initial_peers, *(contact.address for contact in lost)]

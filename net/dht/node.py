@@ -362,14 +362,22 @@ async def open_dht_node(
     node = DhtNode(
         caller, clock=clock, rng=rng, initial_peers=initial_peers, is_client=is_client, config=config
     )
+    failure: Exception | None = None
     try:
         await node.join()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(node.run)
-            yield node
+            try:
+                yield node
+            except Exception as error:
+                # Taken around the nursery, which would wrap it: the block's own error should reach the caller as it
+                # is, and not once more inside an ExceptionGroup for each node that happens to be open.
+                failure = error
             nursery.cancel_scope.cancel()
     finally:
         node.close()
+    if failure is not None:
+        raise failure
 
 
 def _check_key(key: str) -> str:

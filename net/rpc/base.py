@@ -1,8 +1,8 @@
 """What a call is: the terms in which everything above the RPC layer speaks.
 
-A call names a method and carries a *body* (a small CBOR map) and *tensors* (arrays, sent as raw buffers beside it).
-A handler answers with a `Reply` or raises one of `CallRefused`, `PeerBusy`; anything else that it raises is logged on
-its side and reaches the caller as `RemoteFailure`.
+A call names a method and carries a *body* (a small CBOR map) and *tensors* (arrays, sent as raw buffers
+beside it). A handler answers with a `Reply` or raises one of `CallRefused`, `PeerBusy`; anything else that it
+raises is logged on its side and reaches the caller as `RemoteFailure`.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,7 +23,8 @@ class Request:
     Attributes:
       method: name under which the handler is registered.
       body: the small arguments. From the network: check every field before using it.
-      tensors: the large arguments, read-only, each 64-byte aligned in a buffer of its own that nobody writes again.
+      tensors: the large arguments, read-only, each 64-byte aligned in a buffer of its own that nobody writes
+        again.
       peer_id: who calls.
       peer_address: where the caller listens, or None for a caller in client mode.
     """
@@ -44,12 +45,14 @@ class Reply:
 
 
 Handler = Callable[[Request], Awaitable[Reply]]
-"""Serves one call. It runs in a task of its own and is cancelled when the caller gives up or its deadline passes."""
+"""Serves one call. It runs in a task of its own and is cancelled when the caller gives up or its deadline
+passes."""
 
 
 @runtime_checkable
 class Caller(Protocol):
-    """Whatever can place calls: `net.rpc.peer.RpcPeer` on a real network, a direct-call fake in unit tests."""
+    """Whatever can place calls: `net.rpc.peer.RpcPeer` on a real network, a direct-call fake in unit
+    tests."""
 
     @property
     def peer_id(self) -> PeerId:
@@ -64,8 +67,8 @@ class Caller(Protocol):
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Serve `method` with `handler`.
 
-        At most `max_concurrent` calls of it run at once; further ones are answered `PeerBusy` at once, so that a
-        flood costs the flooder and not this process's memory.
+        At most `max_concurrent` calls of it run at once; further ones are answered `PeerBusy` at once, so
+        that a flood costs the flooder and not this process's memory.
         """
         ...
 
@@ -74,8 +77,8 @@ class Caller(Protocol):
     ) -> Reply:
         """Call `method` at `address` and wait for the answer.
 
-        The deadline travels with the call and the handler is cancelled when it passes. Cancelling this function
-        cancels the handler too (best effort: a message is sent, nobody waits for it).
+        The deadline travels with the call and the handler is cancelled when it passes. Cancelling this
+        function cancels the handler too (best effort: a message is sent, nobody waits for it).
 
         Raises:
           PeerUnavailable: `DialFailed`, `PeerTimeout` or `ConnectionLost`.

@@ -1,13 +1,19 @@
 """A network without a network: a call awaits the target's handler directly, after one sleep, in virtual time.
 
-Nothing is encoded or decoded. Peers can be taken down, and the network can be cut in two; both look like silence.
+Nothing is encoded or decoded. Peers can be taken down, and the network can be cut in two; both look like
+silence.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import trio
 
+from net.clock import SwarmClock
+from net.dht.config import DhtConfig
+from net.dht.node import DhtNode, open_dht_node
 from net.errors import CallFailed, CallRefused, DialFailed, PeerBusy, PeerTimeout, RemoteFailure
 from net.identity import Address, PeerId
 from net.rpc.base import Body, Handler, Reply, Request
@@ -30,7 +36,8 @@ class DirectNetwork:
         """Every call placed: from where, to where, method."""
 
     def caller(self, address: Address | None, peer_id: PeerId) -> "DirectCaller":
-        """A new caller; it can be called if it has an address. A second one at an address replaces the first."""
+        """A new caller; it can be called if it has an address. A second one at an address replaces the
+        first."""
         caller = DirectCaller(self, address, peer_id)
         if address is not None:
             self._callers[address] = caller
@@ -106,7 +113,9 @@ class DirectCaller:
             return await target.serve(method, body, tuple(tensors), self)
         raise PeerTimeout(f"{address} did not answer {method} within {timeout_s} s")
 
-    async def serve(self, method: str, body: Body, tensors: tuple[Tensor, ...], source: "DirectCaller") -> Reply:
+    async def serve(
+        self, method: str, body: Body, tensors: tuple[Tensor, ...], source: "DirectCaller"
+    ) -> Reply:
         """Run a handler the way the RPC layer does: foreign errors become `RemoteFailure`."""
         if method not in self._handlers:
             raise CallRefused(f"unknown method {method}")
@@ -130,3 +139,39 @@ def exponential_latency(mean_s: float, seed: int) -> Callable[[], float]:
     """Seeded exponential delays."""
     rng = random.Random(seed)
     return lambda: rng.expovariate(1 / mean_s)
+
+
+@asynccontextmanager
+async def open_swarm(
+    network: DirectNetwork, count: int, *, config: DhtConfig | None = None, **options: Any
+) -> AsyncIterator[list[DhtNode]]:
+    """`count` DHT nodes at `address_of(0)`, `address_of(1)`, ..., joined one after the other through the first."""
+    async with AsyncExitStack() as stack:
+        nodes: list[DhtNode] = []
+        for index in range(count):
+            initial = [address_of(0)] if index else []
+            node = open_node(network, index, initial, config=config, **options)
+            nodes.append(await stack.enter_async_context(node))
+        await trio.sleep(1.0)  # the last newcomers get pinged and known
+        yield nodes
+
+
+def open_node(
+    network: DirectNetwork,
+    index: int,
+    initial: Sequence[Address],
+    *,
+    config: DhtConfig | None = None,
+    client_mode: bool = False,
+) -> Any:
+    """One node at `address_of(index)`, its id and all its randomness drawn from `index`; not entered yet."""
+    rng = random.Random(index)
+    caller = network.caller(address_of(index), PeerId.draw(rng))
+    return open_dht_node(
+        caller,
+        clock=SwarmClock.virtual(),
+        rng=rng,
+        initial_peers=initial,
+        client_mode=client_mode,
+        config=config or DhtConfig(),
+    )

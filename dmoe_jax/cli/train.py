@@ -1,0 +1,95 @@
+"""`dmoe train`: asynchronous trainers of a Transformer-XL over the swarm's experts."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from dmoe_jax.cli.common import UsageError, join_swarm, run_until_done, set_up_jax
+from dmoe_jax.cli.options import ExpertOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """Train a DMoE Transformer-XL language model over a swarm, with several asynchronous trainers in this process.
+
+    The run folder holds config.json, metrics.jsonl, figure.png and report.md, also after Ctrl-C.
+    """
+
+    join: tuple[str, ...]
+    """Addresses of peers to join through, each as HOST:PORT."""
+    out: Path | None = None
+    """Run folder; must be new or empty. Default: runs/ and the time."""
+    data: Literal["auto", "wikitext-2", "embedded"] = "auto"
+    """Corpus: auto (DMOE_DATA, cache, download, else the embedded one), wikitext-2, or embedded."""
+    num_trainers: int = 4
+    """Asynchronous trainers in this process."""
+    batch_size: int = 4
+    """Sequences of each trainer."""
+    steps: int = 600
+    """Trunk updates to make, all trainers together."""
+    max_minutes: float = 0.0
+    """Stop after this many minutes even if there are steps left; 0 for no limit."""
+    expert: Annotated[ExpertOptions, tyro.conf.arg(name="")] = field(default_factory=ExpertOptions)
+    """Shape of one expert."""
+    num_layers: int = 2
+    """DMoE layers; layer i calls the experts under "layer<i>."."""
+    grid_size: tuple[int, ...] = (4, 4)
+    """Extents of each layer's expert grid."""
+    cutoffs: tuple[int, ...] = (2000, 10000)
+    """Adaptive softmax: ids where a new cluster of rarer words begins. None for a plain softmax."""
+    k_best: int = 4
+    """Experts asked for each sequence."""
+    k_min: int = 1
+    """Answers that each sequence needs before stragglers get only the grace time."""
+    grace_s: float = 1.0
+    """Seconds to wait for stragglers then."""
+    timeout_s: float = 10.0
+    """Seconds after which an expert call is given up."""
+    learning_rate: float = 2e-3
+    """Peak step size of the trunk's Adam."""
+    warmup_steps: int = 50
+    """Trunk updates of linear warm-up; cosine decay to a tenth of the peak follows."""
+    grad_clip: float = 0.5
+    """Bound on the norm of the trunk's gradient."""
+    eval_every: int = 100
+    """Trunk updates between evaluations on validation text."""
+    eval_tokens: int = 4096
+    """Validation tokens of each evaluation."""
+    final_eval_tokens: int = 16384
+    """Validation tokens of the last evaluation."""
+    seed: int = 0
+    """Seed of the trunk's initial parameters and of each trainer's place in the text."""
+    swarm: str = "dmoe"
+    """Name of the swarm."""
+    json: bool = False
+    """Print the headline figures as one JSON object on the last line."""
+
+    def run(self) -> int:
+        """Train; the exit status."""
+        return run_until_done(self._train)
+
+    async def _train(self) -> int:
+        self._check()
+        set_up_jax()
+        from dmoe_jax.cli.training import run_training
+
+        async with join_swarm(listen=None, join=self.join) as peer:
+            return await run_training(self, peer)
+
+    def _check(self) -> None:
+        positive = ("num_trainers", "batch_size", "steps", "num_layers", "k_best", "eval_every", "eval_tokens")
+        for name in (*positive, "final_eval_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if not self.join:
+            raise UsageError("--join needs at least one HOST:PORT")
+        if self.k_min > self.k_best:
+            raise UsageError(f"--k-min must not exceed --k-best, got {self.k_min} and {self.k_best}")
+        if not self.grid_size or min(self.grid_size) < 1:
+            raise UsageError(f"--grid-size must be positive integers, got {self.grid_size}")
+
+    def settings(self) -> dict[str, object]:
+        """The flags as plain data, for config.json."""
+        return asdict(self)

@@ -1,0 +1,151 @@
+"""Where the text comes from: WikiText-2 from a folder, cache or download, or a corpus that needs no network.
+
+A run must say which text it was trained on and why that one: perplexities of different texts cannot be
+compared. So every corpus carries a sentence about its origin, and a folder that the user named is never
+passed over in silence.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Int32
+
+from dmoe_jax.data import embedded, wikitext2
+from dmoe_jax.data.errors import DataError
+from dmoe_jax.data.vocabulary import Vocabulary
+from dmoe_jax.data.wikitext2 import OpenUrl, open_https
+
+Source = Literal["auto", "wikitext-2", "embedded"]
+"""Which text is wanted: WikiText-2 if it can be had and else the embedded one, or one of the two only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Corpus:
+    """A text in three parts, as ids.
+
+    Attributes:
+      name: "wikitext-2" or "embedded".
+      description: one line for people: which text, from where, why this one, how many tokens.
+      train: [tokens], read-only.
+      valid: [tokens], read-only.
+      test: [tokens], read-only.
+      vocabulary: the words behind the ids.
+    """
+
+    name: str
+    description: str
+    train: Int32[np.ndarray, " train"]
+    valid: Int32[np.ndarray, " valid"]
+    test: Int32[np.ndarray, " test"]
+    vocabulary: Vocabulary
+
+
+def load_corpus(
+    *, source: Source = "auto", allow_download: bool = True, open_url: OpenUrl = open_https
+) -> Corpus:
+    """Load a corpus. Blocks for about a second; for a download, at most about `wikitext2.TOTAL_TIMEOUT_S`.
+
+    WikiText-2 is looked for in the folder `wikitext-2` of `$DMOE_DATA`, then in `dmoe_jax/wikitext-2` of the
+    user's cache directory (`$XDG_CACHE_HOME`, or `~/.cache`), then on the network; with `source="auto"` the
+    embedded corpus is the last resort. A download is kept in the cache, where a damaged copy is replaced.
+
+    Args:
+      source: see `Source`.
+      allow_download: whether the network may be used.
+      open_url: opens an address for reading; tests pass their own.
+
+    Raises:
+      DataError: `$DMOE_DATA` is set but its WikiText-2 is missing or damaged (unless source is "embedded");
+        or the text asked for cannot be had. The message says what was tried.
+    """
+    if source == "embedded":
+        return _embedded_corpus("it was asked for")
+    folder = os.environ.get("DMOE_DATA")
+    if folder:
+        texts = wikitext2.read_folder(os.path.join(folder, "wikitext-2"))
+        return _wikitext_corpus(texts, f"DMOE_DATA={folder}")
+    tried = ["DMOE_DATA is not set"]
+    cache = _cache_folder()
+    try:
+        return _wikitext_corpus(wikitext2.read_folder(cache), f"the cache {cache}")
+    except DataError as error:
+        tried.append(f"nothing in the cache {cache}" if not os.path.isdir(cache) else f"cache: {error}")
+    if allow_download:
+        try:
+            texts = wikitext2.download(open_url)
+        except DataError as error:
+            tried.append(f"download: {error}")
+        else:
+            kept = _keep_in_cache(texts, cache)
+            return _wikitext_corpus(texts, f"a download from {wikitext2.BASE_URL} ({kept})")
+    else:
+        tried.append("downloads are not allowed")
+    if source == "wikitext-2":
+        raise DataError(
+            f"WikiText-2 cannot be had: {'; '.join(tried)}. Set DMOE_DATA to a folder that holds "
+            "wikitext-2/train.txt.gz, valid.txt.gz and test.txt.gz"
+        )
+    return _embedded_corpus("; ".join(tried))
+
+
+def _cache_folder() -> str:
+    """Where a download is kept (XDG base directory specification: relative paths are to be ignored)."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "dmoe_jax", "wikitext-2")
+
+
+def _keep_in_cache(texts: wikitext2.Texts, cache: str) -> str:
+    """Write the texts to the cache; one that cannot be written costs the next run a download, no more."""
+    try:
+        wikitext2.write_folder(texts, cache)
+    except OSError as error:
+        return f"not kept: {error}"
+    return f"kept in {cache}"
+
+
+def _wikitext_corpus(texts: wikitext2.Texts, origin: str) -> Corpus:
+    """Encode WikiText-2. Its vocabulary is that of train: valid and test add no word to the 33,278."""
+    train, valid, test = (wikitext2.split_words(texts[split]) for split in wikitext2.SPLITS)
+    vocabulary = Vocabulary.build(train)
+    if len(vocabulary) != wikitext2.VOCAB_SIZE:
+        raise DataError(
+            f"WikiText-2 from {origin}: expected {wikitext2.VOCAB_SIZE:,} different words in train, "
+            f"got {len(vocabulary):,}"
+        )
+    return _encode("wikitext-2", f"WikiText-2 from {origin}", vocabulary, train, valid, test)
+
+
+def _embedded_corpus(why: str) -> Corpus:
+    train, valid, test = embedded.read_splits()
+    vocabulary = Vocabulary.build(train, min_count=embedded.MIN_COUNT)
+    return _encode(
+        "embedded", f"embedded corpus ({embedded.describe()}), because {why}", vocabulary, train, valid, test
+    )
+
+
+def _encode(
+    name: str,
+    origin: str,
+    vocabulary: Vocabulary,
+    train: Sequence[str],
+    valid: Sequence[str],
+    test: Sequence[str],
+) -> Corpus:
+    """Turn words into ids, read-only: one corpus is shared by all trainers of a process."""
+    ids = [vocabulary.encode(words) for words in (train, valid, test)]
+    for part in ids:
+        part.flags.writeable = False
+    counts = " / ".join(f"{part.size:,}" for part in ids)
+    return Corpus(
+        name=name,
+        description=f"{origin}: {counts} tokens (train / valid / test), vocabulary {len(vocabulary):,}",
+        train=ids[0],
+        valid=ids[1],
+        test=ids[2],
+        vocabulary=vocabulary,
+    )

@@ -1,0 +1,359 @@
+"""Which experts and nodes are alive, and where: announcements in the DHT, and a reader that a training step
+can afford.
+
+An expert `ffn.3.17` is announced under each of its prefixes: key `ffn.` has a subkey `3` (there is something
+in row 3) and key `ffn.3.` a subkey `17` with the contact that serves it. A node announces itself under its
+swarm's name. Entries live until their expiration: owners announce again and again, and silence is how a
+crashed one disappears.
+
+`ExpertDirectory` keeps the children of the prefixes that its trainer uses and refreshes them in the
+background, so that a training step normally finds everything at hand. Records come from strangers: whatever
+is malformed is ignored.
+"""
+
+import math
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import trio
+
+from dmoe_jax.grid import ExpertUid, check_prefix, key_prefix, parse_coordinate, prefixes
+from dmoe_jax.routing.beam_search import Coordinates, search_beams
+from net.dht.blacklist import Blacklist
+from net.dht.messages import contact_to_wire, parse_contact_untrusted
+from net.dht.node import DhtNode, StoreItem
+from net.dht.records import Dictionary, Entry, Record, Value, live, merge
+from net.errors import RemoteProtocolError
+from net.identity import Contact, PeerId
+
+MAX_CACHED_PREFIXES = 16_384
+"""Most prefixes that a directory remembers; the least recently used go first. A 4-D grid of 16^4 experts has
+4369."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeAnnouncement:
+    """What a node says about itself."""
+
+    contact: Contact
+    """Who it is and where it listens."""
+    info: Mapping[str, Value]
+    """Whatever it wishes to tell, read-only."""
+    expiration: float
+    """Swarm time until which the announcement stands, seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenExpert:
+    """One expert that beam search found alive."""
+
+    uid: ExpertUid
+    """Its name; `uid.coordinates` index the router's scores."""
+    contact: Contact
+    """Who serves it."""
+    score: float
+    """Sum of the scores of its coordinates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryConfig:
+    """How fresh the directory keeps itself, and how long it avoids hosts that fail."""
+
+    ttl_s: float = 10.0
+    """Longest age of what is answered without asking the DHT, seconds. Half of it is when the background
+    asks."""
+    negative_ttl_s: float = 5.0
+    """The same for a prefix without children, seconds; at most `ttl_s`: new experts should be seen soon."""
+    idle_s: float = 60.0
+    """A prefix that nobody asked for during this time is no longer refreshed, seconds."""
+    backoff_base_s: float = 1.0
+    """First pause after a host failed, seconds; doubles with each failure in a row."""
+    backoff_cap_s: float = 60.0
+    """Longest pause, seconds."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.negative_ttl_s <= self.ttl_s <= self.idle_s:
+            raise ValueError(f"expected 0 < negative_ttl_s <= ttl_s <= idle_s, got {self}")
+
+
+async def declare_experts(
+    dht: DhtNode, uids: Sequence[ExpertUid], contact: Contact, *, expiration: float
+) -> dict[ExpertUid, bool]:
+    """Announce that `contact` serves these experts until `expiration` (swarm time, seconds).
+
+    Returns:
+      for each uid whether its announcement stands (see `DhtNode.store_many`). It does not if another host has
+      announced the same expert for longer, or nobody could be reached.
+    """
+    items: dict[tuple[str, str], StoreItem] = {}
+    for uid in uids:
+        steps = list(zip(prefixes(uid), map(str, uid.coordinates), strict=True))
+        for step in steps:
+            value = contact_to_wire(contact) if step is steps[-1] else True
+            items[step] = StoreItem(key=step[0], subkey=step[1], value=value, expiration=expiration)
+    accepted = dict(zip(items, await dht.store_many(items.values()), strict=True))
+    # Only the last step counts. An inner one is rejected when another host vouches for the row for longer:
+    # just as good.
+    return {uid: accepted[prefixes(uid)[-1], str(uid.coordinates[-1])] for uid in uids}
+
+
+async def withdraw_experts(dht: DhtNode, uids: Sequence[ExpertUid], contact: Contact) -> None:
+    """Take this contact's announcements back: its entries become None and end just after they would have
+    ended.
+
+    Entries of rows (`ffn.` -> `3`) stay until they end, since others may serve experts there; readers cope
+    with rows that have no living child. Announcements of other hosts stay.
+    """
+    found = await dht.get_many({prefixes(uid)[-1] for uid in uids})
+    items: list[StoreItem] = []
+    for uid in uids:
+        key, subkey = prefixes(uid)[-1], str(uid.coordinates[-1])
+        record = found[key]
+        entry = record.entries.get(subkey) if isinstance(record, Dictionary) else None
+        if entry is not None and _is_of(entry.value, contact):
+            items.append(_tombstone(key, subkey, entry))
+    await dht.store_many(items)
+
+
+async def declare_node(
+    dht: DhtNode, swarm: str, contact: Contact, info: Mapping[str, Value], *, expiration: float
+) -> bool:
+    """Announce a node under its swarm's name. Returns whether the announcement stands."""
+    value = [contact_to_wire(contact), dict(info)]
+    return await dht.store(_node_key(swarm), value, subkey=str(contact.peer_id), expiration=expiration)
+
+
+async def list_nodes(dht: DhtNode, swarm: str) -> tuple[NodeAnnouncement, ...]:
+    """Every announced node of a swarm, ordered by peer id; malformed announcements are left out."""
+    record = await dht.get(_node_key(swarm))
+    entries = record.entries if isinstance(record, Dictionary) else {}
+    nodes = (_parse_node(subkey, entries[subkey]) for subkey in sorted(entries))
+    return tuple(node for node in nodes if node is not None)
+
+
+async def withdraw_node(dht: DhtNode, swarm: str, contact: Contact) -> None:
+    """Take a node's announcement back."""
+    key, subkey = _node_key(swarm), str(contact.peer_id)
+    record = await dht.get(key)
+    entry = record.entries.get(subkey) if isinstance(record, Dictionary) else None
+    if entry is not None and entry.value is not None:
+        await dht.store_many([_tombstone(key, subkey, entry)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Child:
+    contact: Contact | None  # who serves the expert; None for a row or other inner step
+    expiration: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Cached:
+    used_at: float
+    fetched_at: float = -math.inf
+    record: Record | None = None
+    children: dict[int, _Child] | None = None
+
+
+class ExpertDirectory:
+    """What a trainer knows of the living experts. Made by `open_expert_directory`.
+
+    Every method may be cancelled; what it had asked the DHT for still arrives and is kept.
+    """
+
+    def __init__(self, dht: DhtNode, nursery: trio.Nursery, *, config: DirectoryConfig) -> None:
+        self._dht = dht
+        self._nursery = nursery
+        self._config = config
+        self._blacklist = Blacklist(base_s=config.backoff_base_s, cap_s=config.backoff_cap_s)
+        self._cache: dict[str, _Cached] = {}  # from least to most recently used
+        self._in_flight: dict[str, trio.Event] = {}
+
+    def report_failure(self, contact: Contact) -> None:
+        """A call to this host failed: its experts count as dead for 1, 2, 4, ... seconds."""
+        self._blacklist.failed(contact.peer_id, self._now())
+
+    def report_success(self, contact: Contact) -> None:
+        """A call to this host succeeded: its failures are forgotten."""
+        self._blacklist.succeeded(contact.peer_id)
+
+    def avoided(self) -> tuple[PeerId, ...]:
+        """The hosts whose experts count as dead now, because they failed."""
+        return self._blacklist.blocked(self._now())
+
+    async def children(self, prefixes: Iterable[str]) -> dict[str, dict[int, Contact | None]]:
+        """The living children of prefixes such as `ffn.3.`: coordinate -> who serves the expert, None for a
+        row.
+
+        Answers from memory if that is fresh; otherwise asks the DHT, once for all who ask for the same
+        prefix.
+        """
+        names = list(dict.fromkeys(prefixes))
+        await self._refresh([name for name in names if not self._touch(name)])
+        now = self._now()
+        return {name: self._living(name, now) for name in names}
+
+    async def find_experts(self, uids: Sequence[ExpertUid]) -> dict[ExpertUid, Contact | None]:
+        """Who serves these experts; None for those that are not alive."""
+        found = await self.children(prefixes(uid)[-1] for uid in uids)
+        return {uid: found[prefixes(uid)[-1]].get(uid.coordinates[-1]) for uid in uids}
+
+    async def beam_search(
+        self, prefix: str, scores: Sequence[np.ndarray], k: int, *, beam_size: int | None = None
+    ) -> list[tuple[ChosenExpert, ...]]:
+        """The best k living experts for each sample, best first; fewer where fewer are alive.
+
+        Args:
+          prefix: the grid's name, without a dot.
+          scores: for each grid dimension [batch, grid_i]; see `search_beams`.
+          beam_size: prefixes kept for each sample; None: k.
+
+        Raises:
+          ValueError: as `search_beams`, or if the prefix is malformed.
+        """
+        check_prefix(prefix)
+        known: dict[Coordinates, list[int]] = {}
+        contacts: dict[Coordinates, Contact] = {}
+        while (result := search_beams(scores, known, k=k, beam_size=beam_size)).missing:
+            names = {path: key_prefix(prefix, path) for path in result.missing}
+            found = await self.children(names.values())
+            for path, name in names.items():
+                is_leaf = len(path) == len(scores) - 1
+                # A row where an expert should be, or the reverse, belongs to a grid of another depth.
+                fitting = {child: who for child, who in found[name].items() if (who is not None) == is_leaf}
+                known[path] = list(fitting)
+                contacts |= {(*path, child): who for child, who in fitting.items() if who is not None}
+        return [
+            tuple(
+                ChosenExpert(uid=ExpertUid(prefix, path), contact=contacts[path], score=score)
+                for path, score in zip(map(tuple, paths), totals, strict=True)
+                if path[0] >= 0
+            )
+            for paths, totals in zip(result.coordinates.tolist(), result.scores.tolist(), strict=True)
+        ]
+
+    async def run(self) -> None:
+        """Refresh what is in use before it grows old, and forget the rest. `open_expert_directory` starts
+        it."""
+        while True:
+            await trio.sleep(self._config.negative_ttl_s / 4)
+            now = self._now()
+            for name in [
+                n for n, cached in self._cache.items() if cached.used_at < now - self._config.idle_s
+            ]:
+                if name not in self._in_flight:
+                    del self._cache[name]
+            await self._refresh(
+                [n for n, c in self._cache.items() if c.fetched_at <= now - self._lifetime(c) / 2]
+            )
+
+    async def _refresh(self, names: list[str]) -> None:
+        wanted = [name for name in names if name not in self._in_flight]
+        for name in wanted:
+            self._in_flight[name] = trio.Event()
+        if wanted:
+            # In a task of the directory: whoever waits may be cancelled without leaving others to wait for
+            # nothing.
+            self._nursery.start_soon(self._fetch, wanted)
+        await trio.lowlevel.checkpoint()
+        for event in [self._in_flight[name] for name in names if name in self._in_flight]:
+            await event.wait()
+
+    async def _fetch(self, names: list[str]) -> None:
+        try:
+            found = await self._dht.get_many(names)
+            now = self._now()
+            for name in names:
+                cached = self._cache.setdefault(name, _Cached(used_at=now))
+                # Merged, not replaced: a lookup that missed a replica must not make experts disappear.
+                cached.record = live(merge(cached.record, found[name]), now)
+                cached.children = _parse_children(cached.record)
+                cached.fetched_at = now
+        finally:
+            for name in names:
+                self._in_flight.pop(name).set()
+
+    def _touch(self, name: str) -> bool:
+        """Note that a prefix is in use. Returns whether what is known of it is fresh."""
+        now = self._now()
+        cached = self._cache.pop(name, None) or _Cached(used_at=now)
+        cached.used_at = now
+        self._cache[name] = cached
+        if len(self._cache) > MAX_CACHED_PREFIXES:
+            del self._cache[next(iter(self._cache))]
+        return now < cached.fetched_at + self._lifetime(cached)
+
+    def _living(self, name: str, now: float) -> dict[int, Contact | None]:
+        cached = self._cache.get(name)
+        children = {} if cached is None or cached.children is None else cached.children
+        return {
+            coordinate: child.contact
+            for coordinate, child in children.items()
+            if child.expiration > now
+            and (child.contact is None or not self._blacklist.blocks(child.contact.peer_id, now))
+        }
+
+    def _lifetime(self, cached: _Cached) -> float:
+        return self._config.ttl_s if cached.children else self._config.negative_ttl_s
+
+    def _now(self) -> float:
+        return self._dht.clock.now()
+
+
+@asynccontextmanager
+async def open_expert_directory(
+    dht: DhtNode,
+    *,
+    config: DirectoryConfig = DirectoryConfig(),
+) -> AsyncIterator[ExpertDirectory]:
+    """A directory that keeps itself fresh until the block ends."""
+    async with trio.open_nursery() as nursery:
+        directory = ExpertDirectory(dht, nursery, config=config)
+        nursery.start_soon(directory.run)
+        yield directory
+        nursery.cancel_scope.cancel()
+
+
+def _parse_children(record: Record | None) -> dict[int, _Child]:
+    """The well-formed children of a prefix, by coordinate; strangers write records, so anything else is left
+    out."""
+    children: dict[int, _Child] = {}
+    entries = record.entries if isinstance(record, Dictionary) else {}
+    for subkey, entry in entries.items():
+        try:
+            coordinate = parse_coordinate(subkey)
+            contact = None if entry.value is True else parse_contact_untrusted(entry.value)
+        except (ValueError, RemoteProtocolError):
+            continue
+        children[coordinate] = _Child(contact=contact, expiration=entry.expiration)
+    return dict(sorted(children.items()))
+
+
+def _parse_node(subkey: str, entry: Entry) -> NodeAnnouncement | None:
+    if not isinstance(entry.value, list) or len(entry.value) != 2 or not isinstance(entry.value[1], dict):
+        return None
+    try:
+        contact = parse_contact_untrusted(entry.value[0])
+    except RemoteProtocolError:
+        return None
+    if str(contact.peer_id) != subkey:
+        return None
+    return NodeAnnouncement(contact=contact, info=entry.value[1], expiration=entry.expiration)
+
+
+def _is_of(value: Value, contact: Contact) -> bool:
+    try:
+        return parse_contact_untrusted(value).peer_id == contact.peer_id
+    except RemoteProtocolError:
+        return False
+
+
+def _tombstone(key: str, subkey: str, entry: Entry) -> StoreItem:
+    # The next representable time: later than the entry it takes back, earlier than any new announcement.
+    expiration = math.nextafter(entry.expiration, math.inf)
+    return StoreItem(key=key, subkey=subkey, value=None, expiration=expiration)
+
+
+def _node_key(swarm: str) -> str:
+    return f"nodes:{check_prefix(swarm)}"

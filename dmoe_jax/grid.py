@@ -1,0 +1,148 @@
+"""Expert names and their places on a grid: `ffn.3.17` is row 3, column 17 of the grid `ffn`.
+
+A uid is a prefix without dots and one coordinate a grid dimension. Its *key prefixes* (`ffn.`, `ffn.3.`) name
+the partial paths that lead to it: beam search asks, prefix by prefix, which coordinates may follow.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_PREFIX_LENGTH = 64
+MAX_GRID_DIMS = 16
+"""Papers use 1 to 4 dimensions; the bound keeps a uid, which strangers may write, short."""
+
+MAX_COORDINATE = 99_999
+
+MAX_EXPANDED_UIDS = 1_000_000
+"""Most uids that one pattern may stand for: a slip such as [0:4096].[0:4096] should fail, not fill the
+memory."""
+
+_PREFIX = re.compile(r"[A-Za-z0-9_-]+")
+_COORDINATE = re.compile(r"0|[1-9][0-9]{0,4}")
+_RANGE = re.compile(r"\[([0-9]{1,6}):([0-9]{1,6})\]")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ExpertUid:
+    """The name of an expert, printed as `prefix.u0.u1...`; sorted by prefix, then by coordinates."""
+
+    prefix: str
+    """Letters, digits, `_` and `-`; at most 64."""
+    coordinates: tuple[int, ...]
+    """One index for each grid dimension, each from 0 to 99999."""
+
+    def __post_init__(self) -> None:
+        check_prefix(self.prefix)
+        if not 1 <= len(self.coordinates) <= MAX_GRID_DIMS:
+            raise ValueError(f"an expert uid has 1 to {MAX_GRID_DIMS} coordinates, got {self.coordinates}")
+        if not all(0 <= coordinate <= MAX_COORDINATE for coordinate in self.coordinates):
+            raise ValueError(f"coordinates go from 0 to {MAX_COORDINATE}, got {self.coordinates}")
+
+    def __str__(self) -> str:
+        return format_uid(self)
+
+
+def check_prefix(prefix: str) -> str:
+    """The prefix itself.
+
+    Raises:
+      ValueError: if it is empty, too long, or contains anything but letters, digits, `_` and `-`.
+    """
+    if not _PREFIX.fullmatch(prefix) or len(prefix) > MAX_PREFIX_LENGTH:
+        raise ValueError(
+            f"an expert prefix is 1 to {MAX_PREFIX_LENGTH} letters, digits, '_' or '-', got {prefix!r}"
+        )
+    return prefix
+
+
+def parse_coordinate(text: str) -> int:
+    """A coordinate from its only spelling (no sign, no leading zeros, at most 5 digits).
+
+    Raises:
+      ValueError: naming the text.
+    """
+    if not _COORDINATE.fullmatch(text):
+        raise ValueError(
+            f"a coordinate is an integer from 0 to {MAX_COORDINATE} without leading zeros, got {text!r}"
+        )
+    return int(text)
+
+
+def parse_uid(text: str) -> ExpertUid:
+    """Read `prefix.u0.u1...`.
+
+    Raises:
+      ValueError: naming the text and what is wrong with it.
+    """
+    prefix, *coordinates = text.split(".")
+    if not coordinates:
+        raise ValueError(f"an expert uid is PREFIX.INDEX or PREFIX.INDEX.INDEX..., got {text!r}")
+    try:
+        return ExpertUid(prefix, tuple(parse_coordinate(part) for part in coordinates))
+    except ValueError as error:
+        raise ValueError(f"bad expert uid {text!r}: {error}") from error
+
+
+def format_uid(uid: ExpertUid) -> str:
+    """`prefix.u0.u1...`, what `parse_uid` reads."""
+    return key_prefix(uid.prefix, uid.coordinates)[:-1]
+
+
+def key_prefix(prefix: str, coordinates: Sequence[int]) -> str:
+    """The name of a partial path: `ffn.` for no coordinates, `ffn.3.` for (3,). It always ends with a dot."""
+    return ".".join((prefix, *map(str, coordinates), ""))
+
+
+def prefixes(uid: ExpertUid) -> tuple[str, ...]:
+    """The partial paths that lead to an expert, shortest first: `ffn.3.17` -> (`ffn.`, `ffn.3.`)."""
+    return tuple(key_prefix(uid.prefix, uid.coordinates[:length]) for length in range(len(uid.coordinates)))
+
+
+def expand_grid_pattern(pattern: str) -> tuple[ExpertUid, ...]:
+    """Every uid that a pattern stands for, in the order of coordinates.
+
+    A coordinate of the pattern is a number or a half-open range: `ffn.[0:2].[4:6]` -> ffn.0.4, ffn.0.5,
+    ffn.1.4, ffn.1.5.
+
+    Raises:
+      ValueError: naming the pattern, if it is malformed, a range is empty, or it stands for over a million
+        uids.
+    """
+    prefix, *parts = pattern.split(".")
+    try:
+        check_prefix(prefix)
+        ranges = [_expand_part(part) for part in parts]
+    except ValueError as error:
+        raise ValueError(f"bad grid pattern {pattern!r}: {error}") from error
+    if not ranges:
+        raise ValueError(f"expected a grid pattern such as ffn.[0:4].[0:8], got {pattern!r}")
+    if (count := math.prod(map(len, ranges))) > MAX_EXPANDED_UIDS:
+        raise ValueError(
+            f"grid pattern {pattern!r} stands for {count} uids, at most {MAX_EXPANDED_UIDS} are allowed"
+        )
+    return tuple(ExpertUid(prefix, coordinates) for coordinates in itertools.product(*ranges))
+
+
+def all_uids(prefix: str, grid_size: Sequence[int]) -> tuple[ExpertUid, ...]:
+    """Every uid of a grid, in the order of coordinates.
+
+    Raises:
+      ValueError: if the prefix or a dimension is not allowed.
+    """
+    if not grid_size or any(size < 1 for size in grid_size):
+        raise ValueError(f"grid_size must be one or more positive dimensions, got {tuple(grid_size)}")
+    return expand_grid_pattern(".".join((prefix, *(f"[0:{size}]" for size in grid_size))))
+
+
+def _expand_part(part: str) -> range:
+    match = _RANGE.fullmatch(part)
+    if match is None:
+        coordinate = parse_coordinate(part)
+        return range(coordinate, coordinate + 1)
+    start, stop = int(match[1]), int(match[2])
+    if not start < stop <= MAX_COORDINATE + 1:
+        raise ValueError(f"expected [START:STOP] with START < STOP <= {MAX_COORDINATE + 1}, got {part}")
+    return range(start, stop)

@@ -1,0 +1,151 @@
+"""The mixture of experts on one machine: stacked parameters, everything inside one `jit`.
+
+It is the fast mode for research on a single device and the oracle for the mixture over the network: with no
+delay and no failures both give the same loss, input gradients and expert updates. In particular an expert's
+gradient is the sum, over the samples that chose it, of the gradient of the loss.
+
+Experts are *stacked*: each leaf of the parameters has a leading axis of flat expert indices, row-major over
+the grid.
+Axes: B batch, K experts a sample, E experts in the grid, I dimensions of the grid.
+"""
+
+import functools
+import math
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from dmoe_jax.experts.base import Expert
+
+PyTree = Any
+
+
+def init_expert(key: PRNGKeyArray, expert: Expert, flat_index: int | Int[Array, ""]) -> PyTree:
+    """Parameters of one expert of a layer. A node that serves this cell of the grid makes the same ones.
+
+    Args:
+      key: the layer's key, common to all its experts.
+      flat_index: row-major index of the expert in the grid.
+    """
+    return expert.init(jax.random.fold_in(key, flat_index))
+
+
+def init_experts(key: PRNGKeyArray, expert: Expert, grid_size: tuple[int, ...]) -> PyTree:
+    """Stacked parameters of a whole grid; expert e is `init_expert(key, expert, e)`."""
+    return _init_stacked(key, expert, math.prod(grid_size))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _init_stacked(key: PRNGKeyArray, expert: Expert, num_experts: int) -> PyTree:
+    return jax.vmap(lambda index: init_expert(key, expert, index))(jnp.arange(num_experts))
+
+
+def init_opt_states(optimizer: optax.GradientTransformation, params: PyTree) -> PyTree:
+    """Stacked optimiser states. Each expert has its own step count, which `optimizer.init(params)` would
+    share."""
+    return jax.vmap(optimizer.init)(params)
+
+
+def flat_indices(indices: Int[Array, "*batch dims"], grid_size: tuple[int, ...]) -> Int[Array, "*batch"]:
+    """Row-major index of each expert from its coordinates.
+
+    Raises:
+      ValueError: if the number of coordinates is not that of the grid's dimensions.
+    """
+    if indices.shape[-1] != len(grid_size):
+        raise ValueError(f"grid {grid_size} needs {len(grid_size)} coordinates, got {indices.shape[-1]}")
+    strides = [math.prod(grid_size[i + 1 :]) for i in range(len(grid_size))]
+    return jnp.sum(indices * jnp.asarray(strides, indices.dtype), axis=-1)
+
+
+def expert_load(
+    indices: Int[Array, "batch k dims"], mask: Bool[Array, "batch k"], grid_size: tuple[int, ...]
+) -> Int[Array, " num_experts"]:
+    """How many samples each expert serves."""
+    flat = flat_indices(indices, grid_size)
+    return jnp.zeros(math.prod(grid_size), jnp.int32).at[flat].add(mask.astype(jnp.int32))
+
+
+def local_mixture(
+    expert: Expert,
+    params: PyTree,
+    grid_size: tuple[int, ...],
+    indices: Int[Array, "batch k dims"],
+    mask: Bool[Array, "batch k"],
+    weights: Float[Array, "batch k"],
+    *inputs: Array,
+) -> Float[Array, "batch ..."]:
+    """output[b] = sum_k weights[b, k] * f_{indices[b, k]}(inputs[b])   (Learning@home, section 3.2).
+
+    A sample without any expert passes its first input through unchanged: experts carry their residual
+    connection, so that this is what an expert with nothing to add would return. What a masked expert would
+    have computed has no influence, on the value or on a gradient.
+
+    Args:
+      expert: the network that all experts share.
+      params: stacked parameters, [E, ...].
+      grid_size: extents of the grid, E their product.
+      indices: coordinates of the chosen experts; those under a False of the mask must be valid, too.
+      mask: which of the chosen experts take part.
+      weights: combine weights, 0 where the mask is False.
+      inputs: the expert's inputs, batch first.
+
+    Raises:
+      ValueError: if the inputs are not those of the expert.
+    """
+    if len(inputs) != len(expert.inputs):
+        names = ", ".join(spec.name for spec in expert.inputs)
+        raise ValueError(
+            f"expert {expert.name!r} takes {len(expert.inputs)} inputs ({names}), got {len(inputs)}"
+        )
+
+    def call(index: Int[Array, ""], *sample: Array) -> Array:
+        chosen = jax.tree.map(lambda leaf: leaf[index], params)
+        output: Array = expert.apply(chosen, *(part[None] for part in sample))
+        return output[0]
+
+    flat = flat_indices(indices, grid_size)
+    # The inner vmap maps the K experts over one sample, the outer one the samples.
+    per_sample = jax.vmap(call, in_axes=(0,) + (None,) * len(inputs))
+    outputs = jax.vmap(per_sample)(flat, *inputs)  # [B, K, ...]
+    cell = (...,) + (None,) * (outputs.ndim - 2)
+    mixed = jnp.sum(weights[cell] * jnp.where(mask[cell], outputs, 0), axis=1)
+    served = jnp.any(mask, axis=1)[(...,) + (None,) * (mixed.ndim - 1)]
+    return jnp.where(served, mixed, inputs[0])
+
+
+def update_experts(
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    opt_state: PyTree,
+    grads: PyTree,
+    used: Bool[Array, " num_experts"],
+) -> tuple[PyTree, PyTree]:
+    """One optimiser step for each expert that took part, as its node would take it.
+
+    The step is vmapped over the experts: clipping by global norm, step counts and trust ratios stay each
+    expert's own. Experts that took no part keep their parameters and state to the bit (with momentum or
+    weight decay, a zero gradient would still move them).
+
+    Args:
+      optimizer: applied to each expert separately.
+      params: stacked parameters.
+      opt_state: stacked states, from `init_opt_states`.
+      grads: stacked gradients.
+      used: which experts take the step.
+
+    Returns: (params, opt_state).
+    """
+
+    def step(
+        params: PyTree, opt_state: PyTree, grads: PyTree, used: Bool[Array, ""]
+    ) -> tuple[PyTree, PyTree]:
+        updates, new_state = optimizer.update(grads, opt_state, params)
+        new = (optax.apply_updates(params, updates), new_state)
+        kept = jax.tree.map(lambda after, before: jnp.where(used, after, before), new, (params, opt_state))
+        return cast(tuple[PyTree, PyTree], kept)
+
+    return jax.vmap(step)(params, opt_state, grads, used)

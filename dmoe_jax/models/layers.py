@@ -1,0 +1,92 @@
+"""What the models share: DMoE layers in one jit, and what is reported of them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
+
+from dmoe_jax.experts.base import Expert
+from dmoe_jax.mixture.local import expert_load, init_experts, local_mixture
+from dmoe_jax.routing.base import Router, Scores, gather_logits
+
+PyTree = Any
+
+
+class LayerAux(NamedTuple):
+    """What one DMoE layer did.
+
+    Attributes:
+      indices: int32 [batch, k, dims], the chosen experts.
+      mask: bool [batch, k], False where fewer than k experts were alive.
+      weights: [batch, k], the combine weights.
+      load: int32 [num_experts], samples that each expert served, by flat index.
+      aux_loss: scalar, the router's auxiliary loss.
+    """
+
+    indices: Int32[Array, "batch k dims"]
+    mask: Bool[Array, "batch k"]
+    weights: Float[Array, "batch k"]
+    load: Int32[Array, " num_experts"]
+    aux_loss: Float[Array, ""]
+
+
+class ForwardAux(NamedTuple):
+    """What a forward pass did beside its loss.
+
+    Attributes:
+      nll: mean negative log-likelihood, nats; the loss without auxiliary losses.
+      layers: one `LayerAux` for each DMoE layer.
+      memory: the memory for the next segment; () for a model without one.
+    """
+
+    nll: Float[Array, ""]
+    layers: tuple[LayerAux, ...]
+    memory: tuple[Any, ...] = ()
+
+
+def dmoe_layer(
+    expert: Expert,
+    params: PyTree,
+    router: Router,
+    k_best: int,
+    scores: Scores,
+    alive: Bool[Array, "..."] | None,
+    *inputs: Array,
+) -> tuple[Float[Array, "batch ..."], LayerAux]:
+    """Select, call and mix the experts of one layer, on this machine.
+
+    Args:
+      expert: the network that all experts share.
+      params: stacked expert parameters.
+      router: whose select and combine are used.
+      k_best: experts for each sample.
+      scores: the router's scores of each sample.
+      alive: bool of the grid's shape, or None for all.
+      inputs: the expert's inputs.
+    """
+    indices, mask = router.select(scores, k_best, alive)
+    weights = router.combine(gather_logits(scores, indices), mask)
+    output = local_mixture(expert, params, router.grid_size, indices, mask, weights, *inputs)
+    load = expert_load(indices, mask, router.grid_size)
+    return output, LayerAux(indices, mask, weights, load, router.aux_loss(scores, indices, mask))
+
+
+def total_loss(nll: Float[Array, ""], layers: tuple[LayerAux, ...]) -> Float[Array, ""]:
+    """The loss to train on: mean negative log-likelihood plus the auxiliary losses of the routers."""
+    return nll + sum((layer.aux_loss for layer in layers), start=jnp.zeros((), nll.dtype))
+
+
+def init_layers(
+    key: PRNGKeyArray, expert: Expert, grid_size: tuple[int, ...], num_layers: int
+) -> tuple[PyTree, ...]:
+    """Stacked expert parameters of each layer; layer i uses `jax.random.fold_in(key, i)`."""
+    return tuple(init_experts(jax.random.fold_in(key, i), expert, grid_size) for i in range(num_layers))
+
+
+def check_router(router: Router, grid_size: tuple[int, ...]) -> None:
+    """Raise ValueError unless the router routes on this grid."""
+    if router.grid_size != grid_size:
+        raise ValueError(
+            f"router {router.name!r} is for grid {router.grid_size}, the model's grid is {grid_size}"
+        )

@@ -1,0 +1,186 @@
+"""The feed-forward classifier of Learning@home (section 4.2): Dense, DMoE layers, LayerNorm, Dense.
+
+The counterpart of `models.transformer_xl` for feed-forward experts, cut in the same places; every row is
+routed by itself.
+
+    hidden = embed(trunk["embed"], x)
+    for each layer:
+        scores = gate(trunk["gates"][layer], hidden);  hidden = mixture of the k_best experts
+    loss = loss_head(trunk["head"], hidden, labels)
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from dmoe_jax.experts.base import Expert, check_positive
+from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.models.adaptive_softmax import softmax_nll
+from dmoe_jax.models.layers import ForwardAux, check_router, dmoe_layer, init_layers, total_loss
+from dmoe_jax.routing.base import Router, Scores, check_grid_size
+
+PyTree = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLPConfig:
+    """Sizes of the model. The router is given beside it."""
+
+    input_dim: int
+    """Features of a sample; 784 for MNIST."""
+    num_classes: int
+    """Classes to tell apart."""
+    d_model: int
+    """Width of the hidden states; 512 in the paper."""
+    num_layers: int
+    """DMoE layers; 4 in the paper."""
+    grid_size: tuple[int, ...]
+    """Extents of each layer's grid of experts."""
+    k_best: int
+    """Experts that each sample goes to; 4 in the paper."""
+    expansion: int = 4
+    """Hidden width of an expert as a multiple of d_model."""
+
+    def __post_init__(self) -> None:
+        check_positive(
+            input_dim=self.input_dim,
+            num_classes=self.num_classes,
+            num_layers=self.num_layers,
+            k_best=self.k_best,
+        )
+        object.__setattr__(self, "grid_size", check_grid_size(self.grid_size))
+        if self.k_best > math.prod(self.grid_size):
+            raise ValueError(
+                f"k_best is at most the number of cells of grid {self.grid_size}, got {self.k_best}"
+            )
+        self.expert()
+
+    def expert(self) -> Expert:
+        """The network of every expert of this model."""
+        return feedforward(d_model=self.d_model, expansion=self.expansion)
+
+
+class Batch(NamedTuple):
+    """Labelled samples.
+
+    Attributes:
+      x: [batch, input_dim].
+      labels: [batch], classes.
+    """
+
+    x: Float[Array, "batch input_dim"]
+    labels: Int[Array, " batch"]
+
+
+class Segments(NamedTuple):
+    """The trunk's pure functions, stable objects: equal (config, router) share them and their compiled code.
+
+    Attributes:
+      embed: (embed_params, x) -> hidden [batch, d_model].
+      gate: (gate_params, hidden) -> scores.
+      loss_head: (head_params, hidden, labels) -> mean cross-entropy, nats.
+      logits: (head_params, hidden) -> [batch, num_classes], for evaluation.
+    """
+
+    embed: Callable[..., Float[Array, "batch d_model"]]
+    gate: Callable[..., Scores]
+    loss_head: Callable[..., Float[Array, ""]]
+    logits: Callable[..., Float[Array, "batch num_classes"]]
+
+
+class _Head(nn.Module):
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, hidden: Float[Array, "batch d_model"]) -> Float[Array, "batch num_classes"]:
+        return nn.Dense(self.num_classes)(nn.LayerNorm()(hidden))
+
+
+def init_trunk(key: PRNGKeyArray, config: MLPConfig, router: Router) -> dict[str, PyTree]:
+    """Parameters of everything but the experts: {"embed": ..., "gates": [one for each layer], "head":
+    ...}."""
+    check_router(router, config.grid_size)
+    embed_key, head_key, gate_key = jax.random.split(key, 3)
+    embed_module, head_module = nn.Dense(config.d_model), _Head(config.num_classes)
+    return {
+        "embed": embed_module.init(embed_key, jnp.zeros((1, config.input_dim)))["params"],
+        "gates": [router.init(k, config.d_model) for k in jax.random.split(gate_key, config.num_layers)],
+        "head": head_module.init(head_key, jnp.zeros((1, config.d_model)))["params"],
+    }
+
+
+def init_experts(key: PRNGKeyArray, config: MLPConfig) -> tuple[PyTree, ...]:
+    """Stacked expert parameters of each layer."""
+    return init_layers(key, config.expert(), config.grid_size, config.num_layers)
+
+
+def segments(config: MLPConfig, router: Router) -> Segments:
+    """The trunk's functions for this configuration and router; equal arguments return the same objects.
+
+    Raises:
+      ValueError: if the router is for another grid.
+    """
+    check_router(router, config.grid_size)
+    return _segments(config.d_model, config.num_classes, router)
+
+
+@functools.cache
+def _segments(d_model: int, num_classes: int, router: Router) -> Segments:
+    embed_module, head_module = nn.Dense(d_model), _Head(num_classes)
+
+    def embed(params: PyTree, x: Float[Array, "batch input_dim"]) -> Float[Array, "batch d_model"]:
+        return cast(Array, embed_module.apply({"params": params}, x))
+
+    def gate(params: PyTree, hidden: Float[Array, "batch d_model"]) -> Scores:
+        return router.scores(params, hidden)
+
+    def logits(params: PyTree, hidden: Float[Array, "batch d_model"]) -> Float[Array, "batch num_classes"]:
+        return cast(Array, head_module.apply({"params": params}, hidden))
+
+    def loss_head(
+        params: PyTree, hidden: Float[Array, "batch d_model"], labels: Int[Array, " batch"]
+    ) -> Float[Array, ""]:
+        return jnp.mean(softmax_nll(logits(params, hidden), labels))
+
+    return Segments(embed, gate, loss_head, logits)
+
+
+def local_forward(
+    trunk: PyTree,
+    experts: Sequence[PyTree],
+    config: MLPConfig,
+    router: Router,
+    batch: Batch,
+    *,
+    alive: Bool[Array, "..."] | None = None,
+) -> tuple[Float[Array, ""], ForwardAux]:
+    """The whole model on one machine: pure, to be jitted and differentiated by the caller.
+
+    Args:
+      trunk: from `init_trunk`.
+      experts: stacked parameters of each layer, from `init_experts`.
+      config: sizes; static under jit, as is the router.
+      router: the router of every layer.
+      batch: samples and labels.
+      alive: bool [num_layers, *grid_size], which experts may be chosen; None for all.
+
+    Returns: (loss in nats, aux).
+    """
+    parts = segments(config, router)
+    expert = config.expert()
+    hidden = parts.embed(trunk["embed"], batch.x)
+    layers = []
+    for i in range(config.num_layers):
+        scores = parts.gate(trunk["gates"][i], hidden)
+        layer_alive = None if alive is None else alive[i]
+        hidden, aux = dmoe_layer(expert, experts[i], router, config.k_best, scores, layer_alive, hidden)
+        layers.append(aux)
+    nll = parts.loss_head(trunk["head"], hidden, batch.labels)
+    return total_loss(nll, tuple(layers)), ForwardAux(nll, tuple(layers))

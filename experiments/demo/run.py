@@ -1,0 +1,224 @@
+"""One DHT peer, four expert nodes and a trainer process over TCP; one node is killed in the middle."""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import trio
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from dmoe_jax.runs.run_folder import append_metric, read_metrics
+from experiments.local_swarm import LocalSwarm, ProcessFailed, SwarmProcess, open_local_swarm
+
+_EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings:
+    """Train a small DMoE Transformer-XL over a local swarm of real processes and kill a node on the way."""
+
+    quick: bool = False
+    """A run of under two minutes that shows the same things with less training."""
+    seed: int = 0
+    """Seed of the parameters and of each trainer's place in the text."""
+    out: Path | None = None
+    """Run folder; must be new or empty. Default: runs/demo and the time."""
+    json: bool = False
+    """Print the headline figures as one JSON object on the last line."""
+    data: str = "auto"
+    """Corpus: auto, wikitext-2 or embedded."""
+    num_nodes: int = 4
+    """Expert node processes; at least three."""
+    num_trainers: int = 4
+    """Asynchronous trainers in the trainer process."""
+    steps: int = 700
+    """Trunk updates, all trainers together."""
+    max_minutes: float = 3.8
+    """The trainer stops after this many minutes even if steps are left."""
+    kill_node: bool = True
+    """Kill one node with SIGKILL after half of the training."""
+    freeze_experts: bool = False
+    """Control run: experts answer but do not learn."""
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 3:
+            raise ValueError(f"--num-nodes must be at least 3, got {self.num_nodes}")
+        if self.num_trainers < 1 or self.steps < 10:
+            raise ValueError("--num-trainers must be at least 1 and --steps at least 10")
+
+
+NUM_LAYERS = 2
+GRID = (4, 4)
+
+
+def main() -> None:
+    """Entry point."""
+    config = (tyro.conf.FlagCreatePairsOff,)
+    try:
+        settings = tyro.cli(DemoSettings, prog="python -m experiments.demo", config=config)
+        sys.exit(trio.run(_supervised, settings))
+    except* (ProcessFailed, ValueError) as group:
+        print(f"demo: error: {_first_leaf(group)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _first_leaf(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _supervised(settings: DemoSettings) -> int:
+    """Run the demonstration until it is done or a signal arrives."""
+    status = _EXIT_INTERRUPTED
+
+    async def run() -> None:
+        nonlocal status
+        status = await run_demo(settings)
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_cancel_on_signal, nursery.cancel_scope)
+        nursery.start_soon(run)
+    return status
+
+
+async def _cancel_on_signal(scope: trio.CancelScope) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            print("demo: interrupted, ending all processes", file=sys.stderr)
+            scope.cancel()
+            return
+
+
+async def run_demo(settings: DemoSettings) -> int:
+    """Start the swarm, train, kill a node, report. Returns the exit status; leaves no process behind."""
+    console = Console(stderr=settings.json)
+    out = settings.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"--out must be a new or empty folder, {out} is not empty")
+    logs = out.parent / f"{out.name}.logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    steps, max_minutes = (160, 1.0) if settings.quick else (settings.steps, settings.max_minutes)
+    async with open_local_swarm(logs, {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}) as swarm:
+        nodes = await _start_nodes(swarm, settings, console)
+        trainer = await swarm.start_in_foreground(
+            "trainer", _trainer_command(settings, nodes, out, steps=steps, max_minutes=max_minutes)
+        )
+        async with trio.open_nursery() as nursery:
+            if settings.kill_node:
+                nursery.start_soon(_kill_in_the_middle, nodes[-1], out, steps // 2, console)
+            status = await trainer.process.wait()
+            nursery.cancel_scope.cancel()
+    if status != 0:
+        raise ProcessFailed(f"the trainer ended with status {status}")
+    headline = headline_of(read_metrics(out / "metrics.jsonl"))
+    console.print(headline_table(headline))
+    console.print(f"run folder: {out} (figure.png, report.md, metrics.jsonl, config.json); logs: {logs}")
+    if settings.json:
+        print(json.dumps(headline))
+    return 0
+
+
+async def _start_nodes(swarm: LocalSwarm, settings: DemoSettings, console: Console) -> list[SwarmProcess]:
+    console.print(f"starting one DHT peer and {settings.num_nodes} expert nodes; they compile before they announce")
+    dht = await swarm.start("dht", ["dht"])
+    nodes: list[SwarmProcess] = []
+
+    async def start(index: int, experts: Sequence[str]) -> None:
+        learning = ["--seed", str(settings.seed), *(["--freeze-experts"] if settings.freeze_experts else [])]
+        command = ["node", "--join", dht.address, *learning, "--announce-period-s", "5", "--experts", *experts]
+        nodes.append(await swarm.start(f"node{index}", command))
+
+    async with trio.open_nursery() as nursery:
+        for index, experts in enumerate(experts_by_node(settings.num_nodes)):
+            nursery.start_soon(start, index, experts)
+    nodes.sort(key=lambda node: node.name)
+    console.print(f"{len(nodes)} nodes serve {NUM_LAYERS * GRID[0] * GRID[1]} experts in {NUM_LAYERS} layers")
+    return nodes
+
+
+def experts_by_node(num_nodes: int) -> list[list[str]]:
+    """The experts of each node, dealt out in turn, so that every layer and grid row loses a few when one dies."""
+    uids = [f"layer{layer}.{i}.{j}" for layer in range(NUM_LAYERS) for i in range(GRID[0]) for j in range(GRID[1])]
+    # A step of one more per row keeps a node's experts from forming a column of the grid.
+    hands: list[list[str]] = [[] for _ in range(num_nodes)]
+    for index, uid in enumerate(uids):
+        hands[(index + index // GRID[1]) % num_nodes].append(uid)
+    return hands
+
+
+def _trainer_command(
+    settings: DemoSettings, nodes: list[SwarmProcess], out: Path, *, steps: int, max_minutes: float
+) -> list[str]:
+    return [
+        *("train", "--join", *[node.address for node in nodes[:2]], "--out", str(out), "--data", settings.data),
+        *("--num-trainers", str(settings.num_trainers), "--steps", str(steps), "--max-minutes", str(max_minutes)),
+        *("--num-layers", str(NUM_LAYERS), "--grid-size", *[str(extent) for extent in GRID]),
+        *("--seed", str(settings.seed), "--eval-every", str(max(20, steps // 8))),
+    ]
+
+
+async def _kill_in_the_middle(node: SwarmProcess, out: Path, kill_step: int, console: Console) -> None:
+    """SIGKILL the node once training has reached `kill_step`, and note it in the run's metrics."""
+    while True:
+        await trio.sleep(0.25)
+        latest = _latest_step(out / "metrics.jsonl")
+        if latest is not None and latest["step"] >= kill_step:
+            break
+    node.process.kill()
+    await node.process.wait()
+    append_metric(
+        out / "metrics.jsonl",
+        kind="event",
+        name="node_killed",
+        step=latest["step"],
+        time_s=latest["time_s"],
+        detail=f"{node.name} at {node.address}",
+        peer=node.address,
+    )
+    console.print(f"[bold red]killed {node.name} ({node.address}) with SIGKILL at step {latest['step']}[/]")
+
+
+def _latest_step(metrics: Path) -> dict[str, Any] | None:
+    if not metrics.exists():
+        return None
+    steps = [record for record in read_metrics(metrics) if record["kind"] == "train"]
+    return steps[-1] if steps else None
+
+
+def headline_of(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures that the demonstration is about, from a run's metrics."""
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for record in metrics:
+        by_kind.setdefault(record["kind"], []).append(record)
+    final = by_kind["headline"][-1]
+    headline = {name: value for name, value in final.items() if name != "kind"}
+    kills = [event for event in by_kind.get("event", []) if event["name"] == "node_killed"]
+    if kills:
+        calls = by_kind["calls"]
+        before = [record for record in calls if record["step"] <= kills[0]["step"]]
+        at_kill = before[-1] if before else {"ok": 0, "failed": 0}
+        ok, failed = calls[-1]["ok"] - at_kill["ok"], calls[-1]["failed"] - at_kill["failed"]
+        headline |= {
+            "killed_at_step": kills[0]["step"],
+            "calls_after_kill": ok + failed,
+            "failed_calls_after_kill": failed,
+            "failed_share_after_kill": failed / max(1, ok + failed),
+        }
+    return headline
+
+
+def headline_table(headline: dict[str, Any]) -> Table:
+    """The headline figures for the terminal."""
+    table = Table(title="DMoE Transformer-XL over a local swarm", show_header=False, title_justify="left")
+    for name, value in headline.items():
+        table.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
+    return table

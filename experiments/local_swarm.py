@@ -1,0 +1,152 @@
+"""A swarm of real processes on this machine, for demonstrations and measurements.
+
+Every process is started with a pipe as its standard input and told to end when that closes, so that none outlives the
+one that started it, even if that is killed. Each runs in a session of its own: Ctrl-C in a terminal reaches only the
+supervisor, which ends the others in order.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+_TERMINATE_GRACE_S = 4.0
+"""A node withdraws its experts within two seconds of SIGTERM; twice that, then SIGKILL."""
+
+_JOIN_LINE = re.compile(r"--join (\S+)")
+
+
+class ProcessFailed(Exception):
+    """A process of the swarm ended before it was ready. The message has the end of its log."""
+
+
+@dataclass(slots=True, eq=False)
+class SwarmProcess:
+    """One `dmoe` process.
+
+    Attributes:
+      name: what logs and tables call it.
+      process: the trio process.
+      log: file with everything that it printed.
+      address: HOST:PORT to join it at; "" until it printed one.
+    """
+
+    name: str
+    process: trio.Process
+    log: Path
+    address: str = ""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process still runs."""
+        return self.process.poll() is None
+
+
+class LocalSwarm:
+    """Starts `dmoe` processes and ends them all. Made by `open_local_swarm`."""
+
+    def __init__(self, nursery: trio.Nursery, log_folder: Path, environment: Mapping[str, str]) -> None:
+        self._nursery = nursery
+        self._log_folder = log_folder
+        self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
+        self.processes: list[SwarmProcess] = []
+        """Every process started, in order."""
+
+    async def start(self, name: str, command: Sequence[str], *, ready_timeout_s: float = 120.0) -> SwarmProcess:
+        """Run `dmoe COMMAND` and wait until it printed the line to join it with.
+
+        Raises:
+          ProcessFailed: when it ended, or was not ready in time.
+        """
+        started = await self._open(name, [*command, "--exit-on-stdin-eof"], stdout=subprocess.PIPE)
+        ready = trio.Event()
+        self._nursery.start_soon(_copy_output, started, ready)
+        with trio.move_on_after(ready_timeout_s):
+            await ready.wait()
+        if not started.address:
+            raise ProcessFailed(f"{name} did not start: {_last_lines(started.log)}")
+        return started
+
+    async def start_in_foreground(self, name: str, command: Sequence[str]) -> SwarmProcess:
+        """Run `dmoe COMMAND` with this process's standard output; do not wait for it."""
+        return await self._open(name, command, stdout=None)
+
+    async def _open(self, name: str, command: Sequence[str], *, stdout: int | None) -> SwarmProcess:
+        log = self._log_folder / f"{name}.log"
+        with log.open("w") as errors:
+            process = await trio.lowlevel.open_process(
+                [sys.executable, "-m", "dmoe_jax.cli", *command],
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=errors if stdout is not None else None,
+                start_new_session=True,
+                env=self._environment,
+            )
+        started = SwarmProcess(name, process, log)
+        self.processes.append(started)
+        return started
+
+    async def end(self, process: SwarmProcess) -> None:
+        """SIGTERM, then SIGKILL after four seconds. Returns when the process is gone."""
+        if process.is_running:
+            process.process.terminate()
+            with trio.move_on_after(_TERMINATE_GRACE_S):
+                await process.process.wait()
+        if process.is_running:
+            process.process.kill()
+            await process.process.wait()
+
+
+@asynccontextmanager
+async def open_local_swarm(log_folder: Path, environment: Mapping[str, str] | None = None) -> AsyncIterator[LocalSwarm]:
+    """A swarm whose processes are all gone when the context ends, however it ends.
+
+    Args:
+      log_folder: existing folder for one log file a process.
+      environment: variables to set for every process, beside this one's own.
+    """
+    async with trio.open_nursery() as nursery:
+        swarm = LocalSwarm(nursery, log_folder, environment or {})
+        try:
+            yield swarm
+        finally:
+            with trio.CancelScope(shield=True):
+                # Last started, first ended: trainers leave before nodes, nodes before the DHT peer.
+                for process in reversed(swarm.processes):
+                    if process.is_running:
+                        process.process.send_signal(signal.SIGTERM)
+                async with trio.open_nursery() as ending:
+                    for process in swarm.processes:
+                        ending.start_soon(swarm.end, process)
+            nursery.cancel_scope.cancel()
+
+
+async def _copy_output(process: SwarmProcess, ready: trio.Event) -> None:
+    """Copy standard output to the log, where standard error goes too, and look for the address."""
+    stdout = process.process.stdout
+    assert stdout is not None
+    text = ""
+    with process.log.open("a") as log:
+        async for chunk in stdout:
+            log.write(chunk.decode(errors="replace"))
+            log.flush()
+            if not process.address:
+                text += chunk.decode(errors="replace")
+                found = _JOIN_LINE.search(text)
+                # The line must be whole: an address cut in two would still match.
+                if found is not None and "\n" in text[found.end() :]:
+                    process.address = found[1]
+                    ready.set()
+    ready.set()
+
+
+def _last_lines(log: Path, count: int = 3) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return " / ".join(lines[-count:]) if lines else "it printed nothing"

@@ -1,0 +1,74 @@
+"""The methods that a peer serves: handlers by name, and how many calls of each may run at once."""
+
+from dataclasses import dataclass
+
+from net.errors import CallRefused, PeerBusy
+from net.rpc.base import Handler, Reply, Request
+from net.wire.messages import MAX_METHOD_CHARACTERS
+
+PING = "rpc.ping"
+"""Served by every peer: answers `{}` to anything. Tells a live peer from a dead one, and measures round
+trips."""
+
+_MAX_CONCURRENT_PINGS = 64
+
+
+@dataclass(slots=True, kw_only=True)
+class _Method:
+    handler: Handler
+    max_concurrent: int
+    num_running: int = 0
+
+
+async def _ping(_: Request) -> Reply:
+    return Reply()
+
+
+class Service:
+    """Handlers by method name, with their bounds. One for each peer, shared by all its connections."""
+
+    def __init__(self) -> None:
+        self._methods = {PING: _Method(handler=_ping, max_concurrent=_MAX_CONCURRENT_PINGS)}
+
+    def add(self, method: str, handler: Handler, *, max_concurrent: int) -> None:
+        """Serve `method` with `handler`; see `net.rpc.base.Caller.add_handler`.
+
+        Raises:
+          ValueError: the method has a handler already, or an argument is out of range.
+        """
+        if not 1 <= len(method) <= MAX_METHOD_CHARACTERS:
+            raise ValueError(f"a method's name has 1 to {MAX_METHOD_CHARACTERS} characters, got {method!r}")
+        if method in self._methods:
+            raise ValueError(f"method {method!r} has a handler already")
+        if max_concurrent < 1:
+            raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}")
+        self._methods[method] = _Method(handler=handler, max_concurrent=max_concurrent)
+
+    def admit(self, method: str) -> None:
+        """Take one of the method's places, before a task is started for the call; `release` gives it back.
+
+        Raises:
+          CallRefused: there is no such method.
+          PeerBusy: its places are taken.
+        """
+        entry = self._methods.get(method)
+        if entry is None:
+            raise CallRefused(f"unknown method {method!r}")
+        if entry.num_running >= entry.max_concurrent:
+            raise PeerBusy(f"{entry.max_concurrent} calls of {method!r} are running already")
+        entry.num_running += 1
+
+    def release(self, method: str) -> None:
+        """Give back what `admit` took."""
+        self._methods[method].num_running -= 1
+
+    async def run(self, request: Request) -> Reply:
+        """Run the handler; its exceptions come out as they are. `admit` must have taken a place for it.
+
+        Raises:
+          TypeError: the handler returned something else than a `Reply`.
+        """
+        reply = await self._methods[request.method].handler(request)
+        if not isinstance(reply, Reply):
+            raise TypeError(f"a handler must return a Reply, got {type(reply).__name__}")
+        return reply

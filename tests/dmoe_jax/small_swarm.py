@@ -1,0 +1,114 @@
+"""A whole small swarm for tests: expert nodes and a trainer's side, over any network that gives callers."""
+
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
+from dmoe_jax.experts.base import Expert
+from dmoe_jax.grid import all_uids
+from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics, ExpertCaller
+from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.device import InlineDevice
+from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
+from dmoe_jax.routing.base import Router
+from net.clock import SwarmClock
+from net.dht.node import open_dht_node
+from net.rpc.base import Caller
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallSwarm:
+    """What a test needs of a running swarm."""
+
+    backends: dict[str, ExpertBackend]
+    nodes: list[ExpertNode]
+    directory: ExpertDirectory
+    caller: ExpertCaller
+
+    @property
+    def statistics(self) -> CallStatistics:
+        return self.caller.statistics
+
+    def stacked_params(self, prefix: str, grid_size: tuple[int, ...]) -> Any:
+        """Copies of the experts' parameters of one layer, stacked as `mixture.local` keeps them."""
+        params = [self.backends[str(uid)].params for uid in all_uids(prefix, grid_size)]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+
+    def mixture(
+        self,
+        expert: Expert,
+        router: Router,
+        prefix: str,
+        *,
+        k_best: int,
+        policy: CallPolicy | None = None,
+        on_shortfall: str = "skip",
+    ) -> RemoteMixture:
+        return RemoteMixture(
+            expert=expert,
+            router=router,
+            directory=self.directory,
+            caller=self.caller,
+            device=InlineDevice(),
+            config=MixtureConfig(
+                prefix=prefix, k_best=k_best, policy=policy or CallPolicy(), on_shortfall=on_shortfall
+            ),
+        )
+
+
+@asynccontextmanager
+async def open_small_swarm(
+    callers: Sequence[Caller],
+    expert: Expert,
+    optimizer: optax.GradientTransformation | None,
+    *,
+    prefixes: Sequence[str],
+    grid_size: tuple[int, ...],
+    node_config: NodeConfig | None = None,
+    directory_config: DirectoryConfig | None = None,
+) -> AsyncIterator[SmallSwarm]:
+    """Serve the grids from all callers but the last, dealt out in turn; the last caller is the trainer."""
+    uids = [str(uid) for prefix in prefixes for uid in all_uids(prefix, grid_size)]
+    backends = {
+        uid: ExpertBackend(expert, optimizer, expert.init(jax.random.key(index))) for index, uid in enumerate(uids)
+    }
+    clock = SwarmClock(start_s=1000.0)
+    async with AsyncExitStack() as stack:
+        first = callers[0].address
+        dhts = []
+        for index, caller in enumerate(callers):
+            dhts.append(
+                await stack.enter_async_context(
+                    open_dht_node(
+                        caller,
+                        clock=clock,
+                        rng=random.Random(index),
+                        initial_peers=[first] if index and first is not None else [],
+                        client_mode=caller.address is None,
+                    )
+                )
+            )
+        nodes = []
+        for index, caller in enumerate(callers[:-1]):
+            own = {uid: backends[uid] for uid in uids[index :: len(callers) - 1]}
+            node = open_expert_node(
+                caller, dhts[index], own, device=InlineDevice(), config=node_config or NodeConfig()
+            )
+            nodes.append(await stack.enter_async_context(node))
+        directory = await stack.enter_async_context(
+            open_expert_directory(dhts[-1], config=directory_config or DirectoryConfig())
+        )
+        yield SmallSwarm(
+            backends=backends,
+            nodes=nodes,
+            directory=directory,
+            caller=ExpertCaller(callers[-1], directory, CallStatistics()),
+        )

@@ -1,0 +1,199 @@
+"""The local mixture against loops over samples and experts, and its per-expert optimiser."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dmoe_jax.experts import Expert, TensorSpec, feedforward, transformer_xl_layer
+from dmoe_jax.mixture.local import (
+    expert_load,
+    flat_indices,
+    init_expert,
+    init_experts,
+    init_opt_states,
+    local_mixture,
+    update_experts,
+)
+from dmoe_jax.routing import gather_logits, product_key
+
+GRID = (2, 3)
+SPEC = TensorSpec(name="x", shape=(2,), dtype="float32", differentiable=True)
+SCALE = Expert(
+    name="scale",
+    init=lambda key: jax.random.uniform(key, ()),
+    apply=lambda factor, x: factor * x,
+    inputs=(SPEC,),
+    output=SPEC,
+)
+"""An expert that multiplies by its only parameter: mixtures can be worked out by hand."""
+
+
+def take(params, index):
+    """Parameters of one expert."""
+    return jax.tree.map(lambda leaf: leaf[index], params)
+
+
+def assert_trees_close(left, right, **tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), left, right)
+
+
+def make_selection():
+    """Four samples, two experts each: both alive, one dead, the same expert as another sample, none alive."""
+    indices = jnp.array([[[0, 0], [1, 2]], [[0, 1], [1, 1]], [[1, 2], [0, 2]], [[0, 0], [1, 0]]], jnp.int32)
+    mask = jnp.array([[True, True], [True, False], [True, True], [False, False]])
+    weights = jnp.array([[0.25, 0.75], [1.0, 0.0], [0.5, 0.5], [0.0, 0.0]])
+    return indices, mask, weights
+
+
+def test_mixture_worked_out_by_hand():
+    """Experts 0..5 multiply by 0, 10, ..., 50; the last sample has no expert and passes through."""
+    x = jnp.array([[1.0, 2.0]] * 4)
+    output = local_mixture(SCALE, jnp.arange(6) * 10.0, GRID, *make_selection(), x)
+    # 1/4 * 0 + 3/4 * 50 = 37.5;  1 * 10;  1/2 * 50 + 1/2 * 20 = 35;  unchanged
+    np.testing.assert_allclose(output, [[37.5, 75.0], [10.0, 20.0], [35.0, 70.0], [1.0, 2.0]])
+
+
+def test_expert_gradient_is_the_sum_over_its_samples():
+    """d/d factor_e sum(y * c) = sum over the samples that chose e of weight * x . c; masked choices give
+    nothing."""
+    x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
+    gradient = jax.grad(lambda p: jnp.sum(local_mixture(SCALE, p, GRID, *make_selection(), x)))(jnp.ones(6))
+    # expert 0: 1/4 * 3; expert 1: 1 * 7; expert 2: 1/2 * 11; 3, 4: none; expert 5: 3/4 * 3 + 1/2 * 11
+    np.testing.assert_allclose(gradient, [0.75, 7.0, 5.5, 0.0, 0.0, 7.75])
+
+
+@pytest.mark.parametrize("kind", ["feedforward", "transformer_xl"])
+def test_mixture_equals_loops_over_samples(kind):
+    """Both kinds of expert, called one sample and one expert at a time."""
+    expert = (
+        feedforward(d_model=4)
+        if kind == "feedforward"
+        else transformer_xl_layer(d_model=4, num_heads=2, d_ff=6, seq_len=3, mem_len=2)
+    )
+    params = init_experts(jax.random.key(0), expert, GRID)
+    rng = np.random.default_rng(0)
+    inputs = [jnp.asarray(rng.normal(size=(4, *spec.shape)) > 0, spec.dtype) for spec in expert.inputs]
+    indices, mask, weights = make_selection()
+    output = jax.jit(local_mixture, static_argnums=(0, 2))(
+        expert, params, GRID, indices, mask, weights, *inputs
+    )
+    apply = jax.jit(expert.apply)
+    for b in range(4):
+        expected = jnp.zeros(inputs[0].shape[1:])
+        for k in range(2):
+            if mask[b, k]:
+                one = take(params, int(indices[b, k, 0]) * 3 + int(indices[b, k, 1]))
+                expected += weights[b, k] * apply(one, *(part[b : b + 1] for part in inputs))[0]
+        expected = expected if mask[b].any() else inputs[0][b]
+        np.testing.assert_allclose(output[b], expected, atol=1e-5)
+
+
+def test_a_layer_without_any_live_expert_is_the_identity_without_nan():
+    """All experts dead: the output is the input, its gradient passes through, gate and experts get exact
+    zeros."""
+    router, expert = product_key(GRID), feedforward(d_model=4)
+    gate, params = router.init(jax.random.key(0), 4), init_experts(jax.random.key(1), expert, GRID)
+    x = jax.random.normal(jax.random.key(2), (3, 4))
+
+    def layer(gate, params, x):
+        scores = router.scores(gate, x)
+        indices, mask = router.select(scores, 2, jnp.zeros(GRID, bool))
+        weights = router.combine(gather_logits(scores, indices), mask)
+        return local_mixture(expert, params, GRID, indices, mask, weights, x)
+
+    output, pull_back = jax.vjp(jax.jit(layer), gate, params, x)
+    np.testing.assert_array_equal(output, x)
+    cotangent = jax.random.normal(jax.random.key(3), x.shape)
+    gate_grad, params_grad, x_grad = pull_back(cotangent)
+    np.testing.assert_array_equal(x_grad, cotangent)
+    assert_trees_close((gate_grad, params_grad), jax.tree.map(jnp.zeros_like, (gate, params)), atol=0)
+
+
+def test_masked_experts_have_no_influence_even_if_broken():
+    """An expert full of NaN that is masked changes neither the output nor a gradient."""
+    indices, mask, weights = make_selection()
+    factors = (
+        jnp.arange(6.0).at[4].set(jnp.nan).at[3].set(jnp.inf)
+    )  # chosen by samples 1 and 3, masked in both
+    x = jnp.ones((4, 2))
+    loss, (factor_grad, x_grad) = jax.value_and_grad(
+        lambda p, x: jnp.sum(local_mixture(SCALE, p, GRID, indices, mask, weights, x)), argnums=(0, 1)
+    )(jnp.where(jnp.isfinite(factors), factors, 7.0), x)
+    assert bool(jnp.isfinite(local_mixture(SCALE, factors, GRID, indices, mask, weights, x)).all())
+    np.testing.assert_array_equal(factor_grad[3:5], 0)
+    np.testing.assert_allclose(float(loss), 2 * (0.75 * 5 + 1 + 0.5 * 5 + 0.5 * 2 + 1))
+    assert bool(jnp.isfinite(x_grad).all())
+
+
+def test_a_remote_node_makes_the_same_parameters():
+    """init_expert makes for one cell what init_experts makes for the whole grid."""
+    expert = feedforward(d_model=4)
+    stacked = init_experts(jax.random.key(7), expert, GRID)
+    for index in range(6):
+        assert_trees_close(take(stacked, index), init_expert(jax.random.key(7), expert, index), atol=1e-7)
+    first, second = (take(stacked, index)["Dense_0"]["kernel"] for index in (0, 1))
+    assert not np.allclose(first, second)
+
+
+def test_flat_indices_are_row_major():
+    """(u, v, w) of a 2 x 3 x 4 grid is 12 u + 4 v + w."""
+    indices = jnp.array([[0, 0, 1], [0, 1, 0], [1, 0, 0], [1, 2, 3]], jnp.int32)
+    assert flat_indices(indices, (2, 3, 4)).tolist() == [1, 4, 12, 23]
+    with pytest.raises(ValueError, match="needs 2 coordinates, got 3"):
+        flat_indices(indices, (2, 3))
+
+
+def test_load_counts_served_samples():
+    """Masked choices are not load: expert 5 serves two samples, 0, 1 and 2 one each."""
+    indices, mask, _ = make_selection()
+    assert expert_load(indices, mask, GRID).tolist() == [1, 1, 1, 0, 0, 2]
+
+
+def test_wrong_number_of_inputs_is_refused():
+    """The error names the expert's inputs."""
+    with pytest.raises(ValueError, match=r"takes 1 inputs \(x\), got 2"):
+        local_mixture(SCALE, jnp.ones(6), GRID, *make_selection(), jnp.ones((4, 2)), jnp.ones((4, 2)))
+
+
+OPTIMIZERS = {
+    "sgd+momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(1e-2),
+    "adamw": optax.adamw(1e-2, weight_decay=0.1),
+    "clip+adam": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)),
+    "amsgrad": optax.amsgrad(1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_expert_is_updated_as_if_alone(name):
+    """Steps in which different experts take part equal separate optimisers; the others do not move by a
+    bit."""
+    optimizer = OPTIMIZERS[name]
+    rng = np.random.default_rng(0)
+    params = {
+        "w": jnp.asarray(rng.normal(size=(3, 4)), jnp.float32),
+        "b": jnp.asarray(rng.normal(size=3), jnp.float32),
+    }
+    state = init_opt_states(optimizer, params)
+    alone = [take(params, e) for e in range(3)]
+    alone_states = [optimizer.init(one) for one in alone]
+    step = jax.jit(lambda *args: update_experts(optimizer, *args))
+    for used in ([True, True, False], [False, True, False], [True, True, False]):
+        # Expert 1's gradient is a hundred times larger: clipping by a common norm would shrink expert 0's.
+        scale = np.array([1.0, 100.0, 1.0], np.float32)
+        grads = {
+            "w": jnp.asarray(rng.normal(size=(3, 4)).astype(np.float32) * scale[:, None]),
+            "b": jnp.asarray(rng.normal(size=3).astype(np.float32) * scale),
+        }
+        before = (params, state)
+        params, state = step(params, state, grads, jnp.array(used))
+        for e in range(3):
+            if used[e]:
+                updates, alone_states[e] = optimizer.update(take(grads, e), alone_states[e], alone[e])
+                alone[e] = optax.apply_updates(alone[e], updates)
+            else:
+                assert_trees_close(take((params, state), e), take(before, e), rtol=0, atol=0)
+            assert_trees_close(take(params, e), alone[e], atol=1e-6)
+            assert_trees_close(take(state, e), alone_states[e], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,237 @@
+"""The mixture over the network: equal to the local one without faults, and calm with them."""
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import trio
+
+from dmoe_jax.autodiff import Recording, Value, value_and_grad
+from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.mixture.fan_out import CallPolicy
+from dmoe_jax.mixture.local import init_opt_states, local_mixture, update_experts
+from dmoe_jax.routing.base import gather_logits
+from dmoe_jax.routing.product_key import product_key
+from net.errors import CallRefused, NoQuorum
+from net.identity import Address, PeerId
+from net.rpc.base import Caller, Reply, Request
+from net.rpc.peer import open_rpc_peer
+from net.transport.tcp import TcpTransport
+from tests.dmoe_jax.small_swarm import SmallSwarm, open_small_swarm
+from tests.net.direct_network import DirectCaller, DirectNetwork
+
+GRID = (2, 3)
+K_BEST = 2
+EXPERT = feedforward(d_model=8)
+OPTIMIZER = optax.adam(1e-2)
+ROUTER = product_key(GRID, init_scale=1.0)
+
+
+@asynccontextmanager
+async def tcp_callers(count: int) -> AsyncIterator[list[Caller]]:
+    """Peers on loopback TCP; the last is in client mode."""
+    async with AsyncExitStack() as stack:
+        callers: list[Caller] = []
+        for index in range(count):
+            listen = Address("127.0.0.1", 0) if index < count - 1 else None
+            peer_id = PeerId.draw(random.Random(index))
+            callers.append(
+                await stack.enter_async_context(open_rpc_peer(TcpTransport(), peer_id=peer_id, listen=listen))
+            )
+        yield callers
+
+
+def direct_callers(network: DirectNetwork, count: int) -> list[DirectCaller]:
+    """Peers of a direct network at node0, node1, ...; the last is in client mode."""
+    addresses = [Address(f"node{index}", 1) for index in range(count - 1)]
+    return [
+        network.caller(address, PeerId.draw(random.Random(index)))
+        for index, address in enumerate([*addresses, None])
+    ]
+
+
+def project(params: Any, mixed: Any, targets: Any) -> Any:
+    return jnp.mean((mixed @ params["out"] - targets) ** 2)
+
+
+def make_problem() -> tuple[Any, Any, Any]:
+    """Trunk parameters, an input and targets. The input is a parameter, so that its gradient is seen."""
+    key = jax.random.key(3)
+    params = {
+        "gate": ROUTER.init(jax.random.key(4), 8),
+        "x": jax.random.normal(key, (5, 8)),
+        "out": jax.random.normal(jax.random.key(5), (8, 3)),
+    }
+    return params, jnp.ones((5, 3)), optax.sgd(0.1)
+
+
+def remote_step(mixture: Any) -> Any:
+    async def forward(run: Recording, params: Any, targets: Any) -> Value:
+        scores = run(ROUTER.scores, params["gate"], params["x"])
+        mixed, _ = await mixture(run, scores, params["x"])
+        return run(project, params, mixed, targets)
+
+    return value_and_grad(forward)
+
+
+def local_loss(params: Any, experts: Any, targets: Any) -> tuple[Any, Any]:
+    scores = ROUTER.scores(params["gate"], params["x"])
+    indices, mask = ROUTER.select(scores, K_BEST)
+    weights = ROUTER.combine(gather_logits(scores, indices), mask)
+    mixed = local_mixture(EXPERT, experts, GRID, indices, mask, weights, params["x"])
+    used = jnp.zeros(GRID, bool).at[indices[..., 0], indices[..., 1]].set(True).reshape(-1)
+    return project(params, mixed, targets), used
+
+
+def close(left: Any, right: Any, atol: float = 1e-5) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=0), left, right)
+
+
+async def check_equals_local(swarm: SmallSwarm) -> None:
+    params, targets, trunk_optimizer = make_problem()
+    experts = swarm.stacked_params("ffn", GRID)
+    opt_states = init_opt_states(OPTIMIZER, experts)
+    local_step = jax.jit(jax.value_and_grad(local_loss, argnums=(0, 1), has_aux=True))
+    step = remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST))
+    trunk_state = trunk_optimizer.init(params)
+    for _ in range(3):
+        (expected_loss, used), (expected_grads, expert_grads) = local_step(params, experts, targets)
+        loss, grads = await step(params, targets)
+        np.testing.assert_allclose(loss, expected_loss, atol=1e-5)
+        close(grads, expected_grads)
+        experts, opt_states = update_experts(OPTIMIZER, experts, opt_states, expert_grads, used)
+        close(swarm.stacked_params("ffn", GRID), experts)
+        updates, trunk_state = trunk_optimizer.update(grads, trunk_state, params)
+        params = optax.apply_updates(params, updates)
+    assert swarm.statistics.failed == swarm.statistics.late == 0
+    assert sum(swarm.statistics.load.values()) == 3 * 5 * K_BEST
+
+
+async def test_equals_local_over_tcp() -> None:
+    """Loss, gradients of gate, input and head, and expert updates equal one jit to 1e-5 over three steps."""
+    async with (
+        tcp_callers(3) as callers,
+        open_small_swarm(callers, EXPERT, OPTIMIZER, prefixes=["ffn"], grid_size=GRID) as swarm,
+    ):
+        await check_equals_local(swarm)
+
+
+async def test_equals_local_over_a_direct_network(autojump_clock: trio.testing.MockClock) -> None:
+    """The same in virtual time: nothing above the callers knows which network it is on."""
+    callers = direct_callers(DirectNetwork(latency_s=0.5), 3)
+    async with open_small_swarm(callers, EXPERT, OPTIMIZER, prefixes=["ffn"], grid_size=GRID) as swarm:
+        await check_equals_local(swarm)
+
+
+@asynccontextmanager
+async def direct_swarm(
+    network: DirectNetwork | None = None, nodes: int = 2
+) -> AsyncIterator[tuple[SmallSwarm, list[DirectCaller], DirectNetwork]]:
+    network = network or DirectNetwork(latency_s=0.1)
+    callers = direct_callers(network, nodes + 1)
+    async with open_small_swarm(callers, EXPERT, OPTIMIZER, prefixes=["ffn"], grid_size=GRID) as swarm:
+        yield swarm, callers, network
+
+
+async def test_dead_node_is_masked_then_avoided(autojump_clock: trio.testing.MockClock) -> None:
+    """A node that falls silent costs one grace time; its experts are then no longer chosen, and the step stays finite."""
+    async with direct_swarm() as (swarm, callers, network):
+        params, targets, _ = make_problem()
+        step = remote_step(
+            swarm.mixture(EXPERT, ROUTER, "ffn", k_best=4, policy=CallPolicy(k_min=1, grace_s=1.0, timeout_s=5.0))
+        )
+        await step(params, targets)
+        network.take_down(callers[1].address)
+        for _ in range(4):
+            started = trio.current_time()
+            loss, grads = await step(params, targets)
+            # Forward and backward each wait at most the calls' timeout, however many experts are silent.
+            assert trio.current_time() - started <= 2 * 5.0 + 1.0
+            assert np.isfinite(loss)
+            assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+        assert swarm.directory.avoided() == (callers[1].peer_id,)
+        silent = swarm.statistics.failed + swarm.statistics.late
+        await step(params, targets)
+        assert swarm.statistics.failed + swarm.statistics.late == silent
+
+
+async def test_nobody_answers_leaves_the_input(autojump_clock: trio.testing.MockClock) -> None:
+    """Without any expert a sample passes unchanged, its gradient too; "raise" gives the step up instead."""
+    async with direct_swarm() as (swarm, callers, network):
+        params, targets, _ = make_problem()
+        network.take_down(*(caller.address for caller in callers[:-1]))
+        policy = CallPolicy(timeout_s=1.0)
+        loss, grads = await remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=2, policy=policy))(params, targets)
+        expected_loss, expected = jax.value_and_grad(lambda p: project(p, p["x"], targets))(params)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+        close({"x": grads["x"], "out": grads["out"]}, {"x": expected["x"], "out": expected["out"]})
+        assert swarm.statistics.skipped_samples == 5
+        strict = swarm.mixture(EXPERT, ROUTER, "ffn", k_best=2, policy=policy, on_shortfall="raise")
+        with pytest.raises(NoQuorum, match="5 of 5 samples got fewer than k_min=1"):
+            await remote_step(strict)(params, targets)
+
+
+async def test_expert_lost_between_forward_and_backward_is_a_constant(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Losing the nodes after the forward leaves the gradient of everything but the experts' inputs."""
+    async with direct_swarm() as (swarm, callers, network):
+        params, targets, _ = make_problem()
+        mixture = swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST, policy=CallPolicy(timeout_s=1.0))
+        experts = swarm.stacked_params("ffn", GRID)
+
+        async def forward(run: Recording, params: Any, targets: Any) -> Value:
+            scores = run(ROUTER.scores, params["gate"], params["x"])
+            mixed, _ = await mixture(run, scores, params["x"])
+            network.take_down(*(caller.address for caller in callers[:-1]))
+            return run(project, params, mixed, targets)
+
+        def constant_experts(params: Any) -> Any:
+            scores = ROUTER.scores(params["gate"], params["x"])
+            indices, mask = ROUTER.select(scores, K_BEST)
+            weights = ROUTER.combine(gather_logits(scores, indices), mask)
+            frozen_input = jax.lax.stop_gradient(params["x"])
+            mixed = local_mixture(EXPERT, experts, GRID, indices, mask, weights, frozen_input)
+            return project(params, mixed, targets)
+
+        loss, grads = await value_and_grad(forward)(params, targets)
+        expected_loss, expected = jax.value_and_grad(constant_experts)(params)
+        np.testing.assert_allclose(loss, expected_loss, atol=1e-5)
+        close(grads, expected)
+        close(swarm.stacked_params("ffn", GRID), experts, atol=0)
+
+
+@pytest.mark.parametrize("lie", ["shape", "nan", "refusal"])
+async def test_a_lying_node_counts_as_silent(autojump_clock: trio.testing.MockClock, lie: str) -> None:
+    """Answers of the wrong shape, with NaN, or refusals are masked; the other node's experts carry the step."""
+
+    async def liar(request: Request) -> Reply:
+        if lie == "refusal":
+            raise CallRefused("not today")
+        wrong = np.zeros((1, 2), np.float32) if lie == "shape" else np.full_like(request.tensors[0], np.nan)
+        return Reply(body={"updates": 0}, tensors=(wrong,))
+
+    async with direct_swarm() as (swarm, callers, _):
+        callers[0]._handlers["expert.forward"] = liar
+        params, targets, _ = make_problem()
+        loss, grads = await remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=6))(params, targets)
+        assert np.isfinite(loss)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+        # Six experts in turn on two nodes: all six were asked, the honest three learnt.
+        assert sorted(backend.update_count for backend in swarm.backends.values()) == [0, 0, 0, 1, 1, 1]
+
+
+async def test_one_call_per_expert_not_per_sample(autojump_clock: trio.testing.MockClock) -> None:
+    """Five samples on six experts make at most six forward calls, however many pairs there are."""
+    async with direct_swarm() as (swarm, _, network):
+        params, targets, _ = make_problem()
+        network.calls.clear()
+        await remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=6))(params, targets)
+        methods = [method for _, _, method in network.calls]
+        assert methods.count("expert.forward") == methods.count("expert.backward") == 6

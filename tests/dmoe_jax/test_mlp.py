@@ -1,0 +1,116 @@
+"""The feed-forward classifier in one jit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dmoe_jax.mixture.local import init_opt_states, update_experts
+from dmoe_jax.models import mlp
+from dmoe_jax.routing import gather_logits, product_key
+
+CONFIG = mlp.MLPConfig(
+    input_dim=6, num_classes=3, d_model=8, num_layers=2, grid_size=(2, 3), k_best=2, expansion=2
+)
+ROUTER = product_key(CONFIG.grid_size, init_scale=1.0)
+
+
+def make_params():
+    return mlp.init_trunk(jax.random.key(0), CONFIG, ROUTER), mlp.init_experts(jax.random.key(1), CONFIG)
+
+
+def make_batch(n=12):
+    """Class = which third of the features is the largest: learnable, and not linear."""
+    x = jax.random.normal(jax.random.key(2), (n, 6))
+    return mlp.Batch(x, jnp.argmax(x.reshape(n, 3, 2).max(axis=2), axis=1).astype(jnp.int32))
+
+
+def test_equals_a_loop_over_rows():
+    """The loss equals that of rows sent through their own experts one at a time."""
+    trunk, experts = make_params()
+    batch = make_batch(4)
+    parts, expert = mlp.segments(CONFIG, ROUTER), CONFIG.expert()
+    apply = jax.jit(expert.apply)
+    total = 0.0
+    for row in range(4):
+        hidden = parts.embed(trunk["embed"], batch.x[row : row + 1])
+        for i in range(CONFIG.num_layers):
+            scores = parts.gate(trunk["gates"][i], hidden)
+            indices, mask = ROUTER.select(scores, 2)
+            weights = ROUTER.combine(gather_logits(scores, indices), mask)
+            outputs = [
+                apply(jax.tree.map(lambda leaf, e=int(3 * u + v): leaf[e], experts[i]), hidden)
+                for u, v in indices[0]
+            ]
+            hidden = sum(w * out for w, out in zip(weights[0], outputs, strict=True))
+        logits = parts.logits(trunk["head"], hidden)
+        total -= jax.nn.log_softmax(logits)[0, batch.labels[row]]
+    loss, aux = jax.jit(mlp.local_forward, static_argnums=(2, 3))(trunk, experts, CONFIG, ROUTER, batch)
+    np.testing.assert_allclose(loss, total / 4, rtol=1e-5)
+    assert [int(layer.load.sum()) for layer in aux.layers] == [8, 8]
+    assert aux.memory == ()
+
+
+def test_training_reduces_the_loss():
+    """Twelve samples are learnt by heart, with one optimiser for each expert."""
+    (trunk, experts), batch = make_params(), make_batch()
+    optimizer = optax.adam(1e-2)
+    trunk_state, states = optimizer.init(trunk), [init_opt_states(optimizer, layer) for layer in experts]
+
+    @jax.jit
+    def step(trunk, trunk_state, experts, states):
+        run = jax.value_and_grad(mlp.local_forward, argnums=(0, 1), has_aux=True)
+        (loss, aux), (trunk_grads, expert_grads) = run(trunk, experts, CONFIG, ROUTER, batch)
+        updates, trunk_state = optimizer.update(trunk_grads, trunk_state)
+        updated = [
+            update_experts(optimizer, params, state, grads, layer.load > 0)
+            for params, state, grads, layer in zip(experts, states, expert_grads, aux.layers, strict=True)
+        ]
+        return (
+            optax.apply_updates(trunk, updates),
+            trunk_state,
+            tuple(new[0] for new in updated),
+            [new[1] for new in updated],
+            loss,
+        )
+
+    losses = []
+    for _ in range(40):
+        trunk, trunk_state, experts, states, loss = step(trunk, trunk_state, experts, states)
+        losses.append(float(loss))
+    assert losses[0] > 0.8  # about log 3 = 1.1 for a guess
+    assert losses[-1] < 0.1
+
+
+def test_all_experts_dead_leaves_the_trunk():
+    """Without experts the model is embed and head; nothing is NaN and the gates learn nothing."""
+    trunk, experts = make_params()
+    batch = make_batch()
+    dead = jnp.zeros((2, 2, 3), bool)
+    run = jax.jit(
+        jax.value_and_grad(lambda t: mlp.local_forward(t, experts, CONFIG, ROUTER, batch, alive=dead)[0])
+    )
+    loss, grads = run(trunk)
+    parts = mlp.segments(CONFIG, ROUTER)
+    expected = parts.loss_head(trunk["head"], parts.embed(trunk["embed"], batch.x), batch.labels)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    for leaf in jax.tree.leaves(grads["gates"]):
+        np.testing.assert_array_equal(leaf, 0)
+
+
+def test_segments_are_stable_objects():
+    """Equal arguments give the same functions; the number of layers makes no difference to them."""
+    sizes = {name: getattr(CONFIG, name) for name in CONFIG.__slots__}
+    assert mlp.segments(CONFIG, ROUTER) is mlp.segments(mlp.MLPConfig(**sizes | {"num_layers": 3}), ROUTER)
+
+
+def test_configurations_that_cannot_work_are_refused():
+    """Mistakes surface when the configuration is made."""
+    sizes = {name: getattr(CONFIG, name) for name in CONFIG.__slots__}
+    with pytest.raises(ValueError, match="num_classes must be a positive integer, got 0"):
+        mlp.MLPConfig(**sizes | {"num_classes": 0})
+    with pytest.raises(ValueError, match=r"k_best is at most .* got 7"):
+        mlp.MLPConfig(**sizes | {"k_best": 7})
+    with pytest.raises(ValueError, match=r"is for grid \(6,\), the model's grid is \(2, 3\)"):
+        mlp.init_trunk(jax.random.key(0), CONFIG, product_key((6,)))

@@ -1,0 +1,243 @@
+"""Routers: selection against brute force, masked softmax, and scoring modules that can be swapped."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dmoe_jax.routing import Router, from_linen, from_nnx, gather_logits, masked_softmax, product_key
+from dmoe_jax.routing.base import select_top_k
+
+GRIDS = st.sampled_from([(5,), (3, 4), (2, 3, 2)])
+
+
+def random_scores(rng: np.random.Generator, grid: tuple[int, ...], batch: int) -> tuple[jax.Array, ...]:
+    """Scores without ties: distinct multiples of 1/1024 are summed exactly in float32."""
+    return tuple(
+        jnp.asarray(rng.permutation(batch * m * 97)[: batch * m].reshape(batch, m) / 1024.0) for m in grid
+    )
+
+
+def brute_force(scores, k, alive):
+    """The k best live cells of each sample by sorting all of them; ties to the lower coordinates."""
+    best = []
+    for b in range(scores[0].shape[0]):
+        cells = [c for c in itertools.product(*map(range, alive.shape)) if alive[c]]
+        total = {c: sum(np.float32(s[b, u]) for s, u in zip(scores, c, strict=True)) for c in cells}
+        best.append(sorted(cells, key=lambda c: (-total[c], c))[:k])
+    return best
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    grid=GRIDS,
+    k=st.integers(1, 4),
+    share_alive=st.sampled_from([0.0, 0.2, 0.6, 1.0]),
+    seed=st.integers(0, 999),
+)
+def test_selection_equals_brute_force(grid, k, share_alive, seed):
+    """select returns exactly the k best live cells, in order, and masks what is missing."""
+    rng = np.random.default_rng(seed)
+    alive = rng.random(grid) < share_alive
+    scores = random_scores(rng, grid, 3)
+    indices, mask = select_top_k(scores, k, jnp.asarray(alive))
+    for b, expected in enumerate(brute_force(scores, k, alive)):
+        assert [tuple(map(int, cell)) for cell in indices[b][mask[b]]] == expected
+    np.testing.assert_array_equal(mask.sum(axis=1), min(k, alive.sum()))
+
+
+def test_everything_is_alive_by_default_and_ties_go_to_lower_coordinates():
+    """Equal scores select the cells in row-major order."""
+    indices, mask = select_top_k((jnp.zeros((1, 2)), jnp.zeros((1, 3))), 4)
+    assert indices[0].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0]]
+    assert indices.dtype == jnp.int32
+    assert bool(mask.all())
+
+
+def test_logits_are_sums_over_dimensions():
+    """gather_logits adds the scores of an expert's coordinates: 1 + 30 and 2 + 10."""
+    scores = (jnp.array([[1.0, 2.0]]), jnp.array([[10.0, 20.0, 30.0]]))
+    logits = gather_logits(scores, jnp.array([[[0, 2], [1, 0]]], jnp.int32))
+    np.testing.assert_array_equal(logits, [[31.0, 12.0]])
+
+
+def test_masked_softmax_ignores_masked_cells():
+    """Weights over the live cells sum to one: softmax(0, log 3) = 1/4, 3/4, whatever stands in the masked
+    cell."""
+    for junk in (0.0, np.inf, np.nan, 1e30):
+        logits = jnp.array([[0.0, junk, math.log(3.0)]])
+        mask = jnp.array([[True, False, True]])
+        np.testing.assert_allclose(masked_softmax(logits, mask), [[0.25, 0.0, 0.75]], rtol=1e-6)
+        gradient = jax.grad(lambda z, mask=mask: masked_softmax(z, mask)[0, 0])(logits)
+        # d w0 / d z0 = w0 (1 - w0), d w0 / d z2 = -w0 w2
+        np.testing.assert_allclose(gradient, [[0.1875, 0.0, -0.1875]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("logit", [0.0, -np.inf, np.inf, np.nan, 88.0, -1e30])
+def test_row_without_experts_is_zero_and_has_zero_gradient(logit):
+    """A sample whose experts are all dead gives zeros, never NaN, in value and in gradient."""
+    logits, mask = jnp.full((2, 3), logit), jnp.zeros((2, 3), bool)
+    value, pull_back = jax.vjp(lambda z: masked_softmax(z, mask), logits)
+    np.testing.assert_array_equal(value, np.zeros((2, 3)))
+    np.testing.assert_array_equal(pull_back(jnp.ones((2, 3)))[0], np.zeros((2, 3)))
+
+
+def test_masked_softmax_does_not_overflow():
+    """Logits far above exp's range give the same weights as the same logits shifted."""
+    logits, mask = jnp.array([[1e4, 1e4 - 1.0, 5.0]]), jnp.array([[True, True, False]])
+    sigmoid = 1 / (1 + math.exp(-1.0))
+    np.testing.assert_allclose(masked_softmax(logits, mask), [[sigmoid, 1 - sigmoid, 0.0]], rtol=1e-6)
+
+
+def test_gradient_flows_through_selected_live_experts_only():
+    """Scores of coordinates that no selected live expert has get exactly zero gradient; the others do not."""
+    scores = (jnp.array([[3.0, 2.0, 1.0]]), jnp.array([[5.0, 4.0, 0.0]]))
+    alive = jnp.ones((3, 3), bool).at[0, 0].set(False)
+
+    def first_weight(scores):
+        indices, mask = select_top_k(scores, 2, alive)
+        return masked_softmax(gather_logits(scores, indices), mask)[0, 0]
+
+    # (0, 0) = 8 is dead; (0, 1) = 7 and (1, 0) = 7 remain, tied, and (1, 1) = 6, (2, 0) = 6 are not selected.
+    rows, columns = jax.grad(first_weight)(scores)
+    np.testing.assert_allclose(rows, [[0.25, -0.25, 0.0]], atol=1e-7)
+    np.testing.assert_allclose(columns, [[-0.25, 0.25, 0.0]], atol=1e-7)
+
+
+@pytest.mark.parametrize("k", [0, 7])
+def test_impossible_k_is_refused(k):
+    """k must be between one and the number of cells."""
+    with pytest.raises(ValueError, match=f"between 1 and the 6 cells.*got {k}"):
+        select_top_k((jnp.zeros((1, 2)), jnp.zeros((1, 3))), k)
+
+
+def test_alive_of_another_shape_is_refused():
+    """alive must have the grid's shape."""
+    with pytest.raises(ValueError, match=r"\(2, 3\), got \(3, 2\)"):
+        select_top_k((jnp.zeros((1, 2)), jnp.zeros((1, 3))), 1, jnp.ones((3, 2), bool))
+
+
+def test_product_key_starts_near_uniform_but_differs_by_sample():
+    """At initialisation scores are small, yet samples disagree about the best expert."""
+    router = product_key((4, 8))
+    params = router.init(jax.random.key(0), 64)
+    x = jax.random.normal(jax.random.key(1), (256, 64))
+    scores = router.scores(params, x)
+    assert [part.shape for part in scores] == [(256, 4), (256, 8)]
+    # 0.1 is the declared deviation; 256 * 12 samples estimate it, correlated through the 12 key vectors.
+    assert 0.07 < float(jnp.std(jnp.concatenate(scores, axis=1))) < 0.13
+    indices, _ = router.select(scores, 1)
+    counts = np.bincount(np.asarray(indices[:, 0, 0] * 8 + indices[:, 0, 1]), minlength=32)
+    assert np.count_nonzero(counts) >= 24
+
+
+def test_product_key_is_cached_by_configuration():
+    """Equal arguments give the same functions, so compiled code is shared; others do not."""
+    assert product_key((4, 4)) is product_key((4, 4), init_scale=0.1)
+    assert product_key((4, 4)).scores is not product_key((4, 5)).scores
+
+
+def test_product_key_matches_its_definition():
+    """Scores are LayerNorm(x) @ keys + bias, split by dimension."""
+    router = product_key((2, 3), init_scale=1.0)
+    params = router.init(jax.random.key(0), 6)
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    normalised = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-6)
+    expected = normalised @ np.asarray(params["keys"]["kernel"]) + np.asarray(params["keys"]["bias"])
+    first, second = router.scores(params, jnp.asarray(x))
+    np.testing.assert_allclose(first, expected[:, :2], atol=1e-5)
+    np.testing.assert_allclose(second, expected[:, 2:], atol=1e-5)
+
+
+def test_aux_loss_of_product_key_is_zero():
+    """Product keys have no balancing loss."""
+    router = product_key((2, 2))
+    scores = (jnp.ones((1, 2)), jnp.ones((1, 2)))
+    assert float(router.aux_loss(scores, *router.select(scores, 1))) == 0.0
+
+
+class NnxGate(nnx.Module):
+    """The product-key gate again, as an NNX module."""
+
+    def __init__(self, d_model: int, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(d_model, rngs=rngs)
+        self.keys = nnx.Linear(d_model, 5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.keys(self.norm(x))
+
+
+def test_an_nnx_module_swaps_in():
+    """With the same weights an NNX gate gives the scores and gradients of the Linen gate."""
+    linen, adapted = product_key((2, 3)), from_nnx(NnxGate, (2, 3))
+    params = adapted.init(jax.random.key(0), 6)
+    assert set(params) == {"norm", "keys"}  # a plain dictionary with the same names as the Linen gate's
+    x = jax.random.normal(jax.random.key(1), (4, 6))
+
+    def total(router: Router, params):
+        return sum(jnp.sum(part**2) for part in router.scores(params, x))
+
+    for left, right in zip(adapted.scores(params, x), linen.scores(params, x), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-5)
+    jax.tree.map(
+        lambda left, right: np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-4),
+        jax.grad(lambda p: total(adapted, p))(params),
+        jax.grad(lambda p: total(linen, p))(params),
+    )
+
+
+def test_an_nnx_module_with_other_state_is_refused():
+    """Batch statistics are not parameters: nobody would carry them from step to step."""
+    router = from_nnx(lambda d_model, rngs: nnx.BatchNorm(d_model, rngs=rngs), (6,))
+    with pytest.raises(ValueError, match="BatchStat"):
+        router.init(jax.random.key(0), 6)
+
+
+def test_a_linen_module_with_other_state_is_refused():
+    """The same for Linen."""
+    router = from_linen(lambda: nn.BatchNorm(use_running_average=False), (6,))
+    with pytest.raises(ValueError, match="batch_stats"):
+        router.init(jax.random.key(0), 6)
+
+
+def test_a_scoring_module_of_the_wrong_width_is_refused():
+    """A module that does not fit the grid is named with both widths."""
+    router = from_linen(lambda: nn.Dense(6), (2, 3))
+    with pytest.raises(ValueError, match="must return 5 scores a sample, got 6"):
+        router.scores(router.init(jax.random.key(0), 4), jnp.ones((1, 4)))
+
+
+class NoisyPair(nn.Module):
+    """Returns a tuple, and adds noise when it is given a key."""
+
+    @nn.compact
+    def __call__(self, x):
+        scores = nn.Dense(4)(x)
+        if self.has_rng("router"):
+            scores = scores + jax.random.normal(self.make_rng("router"), scores.shape)
+        return scores[:, :2], scores[:, 2:]
+
+
+def test_a_linen_module_may_return_a_tuple_and_use_noise():
+    """The key reaches the module: same key, same scores; another key, others; no key, no noise."""
+    router = from_linen(NoisyPair, (2, 2))
+    params = router.init(jax.random.key(0), 3)
+    x = jnp.ones((1, 3))
+    once, again = (router.scores(params, x, key=jax.random.key(5)) for _ in range(2))
+    np.testing.assert_array_equal(once[0], again[0])
+    assert not np.allclose(once[0], router.scores(params, x, key=jax.random.key(6))[0])
+    assert not np.allclose(once[0], router.scores(params, x)[0])
+
+
+@pytest.mark.parametrize("grid", [(), (0, 3), (2, -1), (True,)])
+def test_grids_that_are_none_are_refused(grid):
+    """A grid is one or more positive integers."""
+    with pytest.raises(ValueError, match="grid_size must be one or more positive integers"):
+        product_key(grid)

@@ -1,0 +1,278 @@
+"""The Transformer-XL language model in one jit: what may influence what, memory, and that it learns."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dmoe_jax.mixture.local import init_opt_states, update_experts
+from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.layers import dmoe_layer
+from dmoe_jax.routing import Router, product_key
+
+CONFIG = txl.TransformerXLConfig(
+    vocab_size=20,
+    d_model=8,
+    num_layers=2,
+    num_heads=2,
+    d_ff=12,
+    seq_len=4,
+    mem_len=3,
+    grid_size=(2, 2),
+    k_best=2,
+    cutoffs=(6, 12),
+)
+ROUTER = product_key(CONFIG.grid_size, init_scale=1.0)
+
+
+local_forward = jax.jit(txl.local_forward, static_argnums=(2, 3))
+
+
+def grown(tree, seed):
+    """Parameters moved far from their small initial values, so that every influence shows."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: leaf + jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32), tree)
+
+
+@functools.cache
+def make_params():
+    trunk = txl.init_trunk(jax.random.key(0), CONFIG, ROUTER)
+    return grown(trunk, 0), grown(txl.init_experts(jax.random.key(1), CONFIG), 1)
+
+
+def make_batch(seed=0, seq_len=CONFIG.seq_len, batch=2):
+    text = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (batch, seq_len + 1))
+    return txl.Batch(jnp.asarray(text[:, :-1], jnp.int32), jnp.asarray(text[:, 1:], jnp.int32))
+
+
+def filled_memory(batch=2):
+    """Memory of random states whose oldest slot is not filled."""
+    states = jax.random.normal(jax.random.key(5), (CONFIG.num_layers, batch, CONFIG.mem_len, CONFIG.d_model))
+    mask = jnp.ones((batch, CONFIG.mem_len), bool).at[:, 0].set(False)
+    return tuple(txl.LayerMemory(layer, mask) for layer in states)
+
+
+def forward_from_hidden(hidden, trunk, experts, memory, targets, alive=None):
+    """nll [batch, seq] from the embedded tokens: the model without `embed`, so that they can be
+    differentiated."""
+    parts = txl.segments(CONFIG, ROUTER)
+    for i in range(CONFIG.num_layers):
+        scores = parts.gate(trunk["gates"][i], hidden, memory[i])
+        hidden, _ = dmoe_layer(
+            CONFIG.expert(), experts[i], ROUTER, CONFIG.k_best, scores, alive, hidden, *memory[i]
+        )
+    return parts.token_nll(trunk["embed"], trunk["head"], hidden, targets)
+
+
+@pytest.mark.parametrize("memory", [txl.empty_memory(CONFIG, 2), filled_memory()], ids=["empty", "filled"])
+def test_later_words_do_not_reach_earlier_losses(memory):
+    """d loss[t] / d embedding[s] is exactly zero for s > t through attention AND routing, and not zero for s
+    = t."""
+    trunk, experts = make_params()
+    batch = make_batch()
+    hidden = txl.embed(trunk["embed"], batch.tokens)
+    jacobian = jax.jit(
+        jax.jacrev(lambda h: forward_from_hidden(h, trunk, experts, memory, batch.targets).sum(0))
+    )(hidden)  # [t, batch, s, d_model]
+    for t in range(CONFIG.seq_len):
+        np.testing.assert_array_equal(jacobian[t, :, t + 1 :], 0)
+        assert bool(jnp.all(jnp.any(jacobian[t, :, : t + 1] != 0, axis=-1)))
+
+
+def test_later_words_do_not_change_the_choice_of_experts():
+    """Replacing every word after the first changes no choice and no weight of the first layer, and no earlier
+    loss."""
+    trunk, experts = make_params()
+    batch = make_batch()
+    other = batch._replace(tokens=batch.tokens.at[:, 1:].set((batch.tokens[:, 1:] + 7) % CONFIG.vocab_size))
+    memory = filled_memory()
+    _, before_aux = local_forward(trunk, experts, CONFIG, ROUTER, batch, memory)
+    _, after_aux = local_forward(trunk, experts, CONFIG, ROUTER, other, memory)
+    for before, after in zip(before_aux.layers, after_aux.layers, strict=True):
+        np.testing.assert_array_equal(before.indices, after.indices)
+        np.testing.assert_allclose(before.weights, after.weights, atol=1e-6)
+
+
+def test_routing_features_worked_out_by_hand():
+    """Mean of the filled slots and the first position: (2 + 4 + 9) / 3 = 5, and the first position alone."""
+    memory = jnp.array([[[100.0], [2.0], [4.0]], [[1.0], [1.0], [1.0]]])
+    mask = jnp.array([[False, True, True], [False, False, False]])
+    hidden = jnp.array([[[9.0], [50.0]], [[3.0], [50.0]]])
+    np.testing.assert_allclose(txl.routing_features(hidden, memory, mask), [[5.0], [3.0]])
+
+
+def test_segments_joined_by_memory_equal_one_long_segment():
+    """Two segments with memory give the losses of one segment twice as long, when memory covers the first.
+
+    One expert in each grid, so that routing (which sees more in the second segment) makes no difference.
+    """
+    sizes = {
+        "vocab_size": 20,
+        "d_model": 8,
+        "num_layers": 2,
+        "num_heads": 2,
+        "d_ff": 12,
+        "grid_size": (1,),
+        "k_best": 1,
+    }
+    short = txl.TransformerXLConfig(**sizes, seq_len=4, mem_len=4)
+    long = txl.TransformerXLConfig(**sizes, seq_len=8, mem_len=4)
+    router = product_key((1,))
+    trunk = grown(txl.init_trunk(jax.random.key(0), long, router), 0)
+    experts = grown(txl.init_experts(jax.random.key(1), long), 1)
+    batch = make_batch(seq_len=8)
+    whole, _ = local_forward(trunk, experts, long, router, batch, txl.empty_memory(long, 2))
+    memory, parts = txl.empty_memory(short, 2), []
+    for cut in (slice(0, 4), slice(4, 8)):
+        piece = txl.Batch(batch.tokens[:, cut], batch.targets[:, cut])
+        loss, aux = local_forward(trunk, experts, short, router, piece, memory)
+        memory = aux.memory
+        parts.append(float(loss))
+    assert float(whole) == pytest.approx(sum(parts) / 2, abs=1e-5)
+
+
+def test_next_memory_keeps_the_newest_states():
+    """Three slots, two new states: the last old one, then the new; the mask moves along; no gradient
+    flows."""
+    memory = txl.LayerMemory(jnp.array([[[1.0], [2.0], [3.0]]]), jnp.array([[False, False, True]]))
+    new = jnp.array([[[4.0], [5.0]]])
+    states, mask = txl.next_memory(memory, new)
+    assert states[0, :, 0].tolist() == [3.0, 4.0, 5.0]
+    assert mask.tolist() == [[True, True, True]]
+    assert txl.next_memory(memory, new[:, :1]).mask.tolist() == [[False, True, True]]
+    np.testing.assert_array_equal(jax.grad(lambda h: txl.next_memory(memory, h).states.sum())(new), 0)
+    longer = jnp.arange(10.0).reshape(1, 5, 2)[..., :1]
+    assert txl.next_memory(memory, longer).states[0, :, 0].tolist() == [4.0, 6.0, 8.0]
+
+
+def test_forget_empties_the_streams_that_restart():
+    """A restarted stream attends to nothing old; the others keep their memory."""
+    memory = txl.forget(filled_memory(), jnp.array([True, False]))
+    for layer in memory:
+        assert layer.mask.tolist() == [[False, False, False], [False, True, True]]
+
+
+def test_segments_equal_local_forward():
+    """The cut model gives the loss of the whole one, and token_nll averages to loss_head."""
+    trunk, experts = make_params()
+    batch, memory = make_batch(), filled_memory()
+    nll = jax.jit(forward_from_hidden)(
+        txl.embed(trunk["embed"], batch.tokens), trunk, experts, memory, batch.targets
+    )
+    loss, aux = local_forward(trunk, experts, CONFIG, ROUTER, batch, memory)
+    np.testing.assert_allclose(loss, nll.mean(), rtol=1e-5)
+    np.testing.assert_allclose(loss, aux.nll, rtol=0)
+
+
+def test_segments_are_stable_objects():
+    """Equal arguments give the same functions, so step two compiles nothing."""
+    again = txl.TransformerXLConfig(**{name: getattr(CONFIG, name) for name in CONFIG.__slots__})
+    assert txl.segments(CONFIG, ROUTER) is txl.segments(again, ROUTER)
+    assert txl.segments(CONFIG, ROUTER).gate is not txl.segments(CONFIG, product_key(CONFIG.grid_size)).gate
+
+
+def test_dead_experts_are_not_used():
+    """alive is per layer: the dead get no load and no gradient, and all dead makes a layer the identity."""
+    trunk, experts = make_params()
+    alive = jnp.ones((2, 2, 2), bool).at[0, 0].set(False).at[1].set(False)
+    run = functools.partial(
+        txl.local_forward, config=CONFIG, router=ROUTER, batch=make_batch(), memory=filled_memory()
+    )
+    (loss, aux), grads = jax.jit(
+        jax.value_and_grad(lambda t, e: run(t, e, alive=alive), argnums=(0, 1), has_aux=True)
+    )(trunk, experts)
+    assert aux.layers[0].load.tolist() == [0, 0, 2, 2]
+    assert aux.layers[1].load.tolist() == [0, 0, 0, 0]
+    assert not aux.layers[1].mask.any()
+    for leaf in jax.tree.leaves(grads[1][0]):
+        np.testing.assert_array_equal(leaf[:2], 0)
+    for leaf in jax.tree.leaves((grads[1][1], grads[0]["gates"][1])):
+        np.testing.assert_array_equal(leaf, 0)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((loss, grads)))
+
+
+def test_loss_starts_near_uniform():
+    """Freshly initialised, the model knows nothing: the loss is near that of the two-level uniform
+    distribution."""
+    trunk, experts = (
+        txl.init_trunk(jax.random.key(0), CONFIG, ROUTER),
+        txl.init_experts(jax.random.key(1), CONFIG),
+    )
+    batch = txl.Batch(jnp.zeros((2, 4), jnp.int32), jnp.array([[0, 1, 7, 15]] * 2, jnp.int32))
+    loss, _ = local_forward(trunk, experts, CONFIG, ROUTER, batch, txl.empty_memory(CONFIG, 2))
+    # The head has 6 words and 2 cluster tokens; the clusters have 6 and 8 words.
+    expected = np.mean([np.log(8), np.log(8), np.log(8 * 6), np.log(8 * 8)])
+    assert float(loss) == pytest.approx(expected, abs=0.1)
+
+
+def train(router: Router, steps: int) -> list[float]:
+    """Losses of a model that reads one repeated sentence, trunk and experts updated separately."""
+    trunk, experts = (
+        txl.init_trunk(jax.random.key(0), CONFIG, router),
+        txl.init_experts(jax.random.key(1), CONFIG),
+    )
+    optimizer = optax.adam(1e-2)
+    trunk_state, expert_states = (
+        optimizer.init(trunk),
+        [init_opt_states(optimizer, layer) for layer in experts],
+    )
+
+    @jax.jit
+    def step(trunk, trunk_state, experts, expert_states, batch, memory):
+        run = jax.value_and_grad(txl.local_forward, argnums=(0, 1), has_aux=True)
+        (loss, aux), (trunk_grads, expert_grads) = run(trunk, experts, CONFIG, router, batch, memory)
+        updates, trunk_state = optimizer.update(trunk_grads, trunk_state)
+        updated = [
+            update_experts(optimizer, params, state, grads, layer.load > 0)
+            for params, state, grads, layer in zip(
+                experts, expert_states, expert_grads, aux.layers, strict=True
+            )
+        ]
+        experts, expert_states = tuple(new[0] for new in updated), [new[1] for new in updated]
+        return optax.apply_updates(trunk, updates), trunk_state, experts, expert_states, aux.memory, loss
+
+    sentence = [3, 15, 0, 7, 11, 3, 1, 19]
+    memory, losses = txl.empty_memory(CONFIG, 2), []
+    for i in range(steps):
+        text = jnp.array(
+            [[sentence[(4 * i + shift + j) % 8] for j in range(5)] for shift in (0, 4)], jnp.int32
+        )
+        batch = txl.Batch(text[:, :-1], text[:, 1:])
+        trunk, trunk_state, experts, expert_states, memory, loss = step(
+            trunk, trunk_state, experts, expert_states, batch, memory
+        )
+        losses.append(float(loss))
+    return losses
+
+
+def test_training_reduces_the_loss():
+    """A repeated sentence is learnt: from about log 20 = 3 nats to a tenth of that within 60 steps."""
+    losses = train(ROUTER, 60)
+    assert losses[0] > 2.5
+    assert np.mean(losses[-4:]) < 0.3
+
+
+def test_a_router_for_another_grid_is_refused():
+    """Both grids are named."""
+    with pytest.raises(ValueError, match=r"is for grid \(3,\), the model's grid is \(2, 2\)"):
+        txl.segments(CONFIG, product_key((3,)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_layers", 0, "num_layers must be a positive integer, got 0"),
+        ("k_best", 5, r"k_best is at most the number of cells of grid \(2, 2\), got 5"),
+        ("cutoffs", (12, 6), "must ascend strictly between 0 and 20"),
+        ("d_model", 9, "multiple of num_heads"),
+        ("grid_size", (), "grid_size must be one or more positive integers"),
+    ],
+)
+def test_configurations_that_cannot_work_are_refused(field, value, message):
+    """Mistakes surface when the configuration is made, and name the field."""
+    sizes = {name: getattr(CONFIG, name) for name in CONFIG.__slots__} | {field: value}
+    with pytest.raises(ValueError, match=message):
+        txl.TransformerXLConfig(**sizes)

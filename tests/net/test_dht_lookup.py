@@ -1,0 +1,324 @@
+"""The lookup as a state machine, the blacklist and the peer book: no trio, time is a number."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from net.dht.blacklist import Blacklist
+from net.dht.config import DhtConfig
+from net.dht.lookup import Ask, Finished, Lookup, LookupConfig, Wait
+from net.dht.peer_book import MAX_LOST, PeerBook
+from net.dht.records import make_entry
+from net.dht.routing_table import NodeId, node_id
+from net.identity import Address, Contact, PeerId
+
+CONFIG = LookupConfig(parallelism=3, beam_size=5, slow_after_s=1.0)
+
+
+def contact(node: NodeId) -> Contact:
+    return Contact(PeerId(node.to_bytes(32, "big")), Address("10.0.0.1", 1 + node % 60000))
+
+
+def peers(*nodes: NodeId) -> list[Contact]:
+    return [contact(node) for node in nodes]
+
+
+def ask_all(lookup: Lookup, now: float) -> list[NodeId]:
+    """Everybody whom the lookup wants to ask now."""
+    asked = []
+    while isinstance(step := lookup.next(now), Ask):
+        asked.append(node_id(step.contact.peer_id))
+    return asked
+
+
+def test_the_nearest_are_asked_first() -> None:
+    """Of the seeds the alpha nearest to the target are asked, nearest first; then it waits."""
+    lookup = Lookup(0, peers(9, 4, 7, 1, 8), local_id=100, config=CONFIG)
+    assert ask_all(lookup, 0.0) == [1, 4, 7]
+    assert lookup.next(0.0) == Wait(until=1.0)
+
+
+def test_a_nearer_peer_is_asked_next() -> None:
+    """An answer's contacts enter the order by distance."""
+    lookup = Lookup(0, peers(4, 5, 6, 7), local_id=100, config=CONFIG)
+    ask_all(lookup, 0.0)
+    lookup.on_success(contact(5).peer_id, peers(2, 4))
+    assert ask_all(lookup, 0.1) == [2]
+
+
+def test_without_progress_the_whole_beam_is_asked() -> None:
+    """After alpha answers that brought nobody nearer, all of the beam is asked at once (Kademlia, 2.3)."""
+    lookup = Lookup(0, peers(1, 2, 3, 4, 5, 6, 7, 8), local_id=100, config=CONFIG)
+    assert ask_all(lookup, 0.0) == [1, 2, 3]
+    for node in (1, 2):
+        lookup.on_success(contact(node).peer_id, [])
+    assert ask_all(lookup, 0.1) == [4, 5]  # two more at alpha = 3: one is still open
+    lookup.on_success(contact(3).peer_id, [])
+    assert ask_all(lookup, 0.2) == []  # the beam of five is 1 to 5, all asked
+    for node in (4, 5):
+        lookup.on_success(contact(node).peer_id, [])
+    assert lookup.next(0.3) == Finished()
+    assert lookup.closest() == tuple(peers(1, 2, 3, 4, 5))
+
+
+def test_a_failure_lets_the_next_nearest_into_the_beam() -> None:
+    """A dead peer does not count: the sixth nearest takes its place in a beam of five."""
+    lookup = Lookup(0, peers(1, 2, 3, 4, 5, 6), local_id=100, config=CONFIG)
+    done: list[NodeId] = []
+    while asked := ask_all(lookup, 0.0):
+        for node in asked:
+            done.append(node)
+            if node == 2:
+                lookup.on_failure(contact(node).peer_id)
+            else:
+                lookup.on_success(contact(node).peer_id, [])
+    assert sorted(done) == [1, 2, 3, 4, 5, 6]
+    assert lookup.closest() == tuple(peers(1, 3, 4, 5, 6))
+
+
+def test_a_silent_peer_frees_its_place_and_may_still_answer() -> None:
+    """After slow_after_s others are asked in its stead; its late answer counts."""
+    lookup = Lookup(0, peers(1, 2, 3, 4), local_id=100, config=LookupConfig(parallelism=1, beam_size=2))
+    assert ask_all(lookup, 0.0) == [1]
+    assert ask_all(lookup, 0.9) == []
+    assert ask_all(lookup, 1.0) == [2]
+    assert lookup.unresponsive() == (contact(1),)
+    lookup.on_success(contact(1).peer_id, [])
+    lookup.on_success(contact(2).peer_id, [])
+    assert lookup.next(1.1) == Finished()
+    assert lookup.closest() == tuple(peers(1, 2))
+    assert lookup.unresponsive() == ()
+
+
+def test_copies_of_a_record_are_merged() -> None:
+    """A value lookup walks the whole beam and keeps the copy that expires latest."""
+    lookup = Lookup(0, peers(1, 2, 3), local_id=100, config=CONFIG)
+    ask_all(lookup, 0.0)
+    lookup.on_success(contact(1).peer_id, [], make_entry("old", 5.0))
+    lookup.on_success(contact(2).peer_id, [], make_entry("new", 9.0))
+    assert lookup.next(0.0) == Wait(until=1.0)
+    lookup.on_success(contact(3).peer_id, [], make_entry("older", 1.0))
+    assert lookup.next(0.0) == Finished()
+    assert lookup.record == make_entry("new", 9.0)
+
+
+def test_any_copy_may_do() -> None:
+    """With first_value the lookup ends at the first record, and later answers change nothing."""
+    lookup = Lookup(0, peers(1, 2, 3), local_id=100, config=CONFIG, first_value=True)
+    ask_all(lookup, 0.0)
+    lookup.on_success(contact(2).peer_id, peers(4), make_entry("x", 5.0))
+    assert lookup.next(0.0) == Finished()
+    lookup.on_success(contact(1).peer_id, [], make_entry("y", 9.0))
+    assert lookup.record == make_entry("x", 5.0)
+
+
+def test_knowing_nobody_is_finished() -> None:
+    """Without seeds there is nothing to do, and the own id is no seed."""
+    assert Lookup(0, [], local_id=100, config=CONFIG).next(0.0) == Finished()
+    assert Lookup(0, peers(100), local_id=100, config=CONFIG).next(0.0) == Finished()
+
+
+def test_answers_that_nobody_asked_for_are_ignored() -> None:
+    """Unknown, unasked and repeated answers change nothing."""
+    lookup = Lookup(0, peers(1, 2, 3, 4), local_id=100, config=CONFIG)
+    ask_all(lookup, 0.0)
+    lookup.on_success(contact(77).peer_id, peers(50), make_entry("x", 1.0))
+    lookup.on_success(contact(4).peer_id, peers(50), make_entry("x", 1.0))
+    lookup.on_failure(contact(4).peer_id)
+    assert lookup.record is None
+    lookup.on_success(contact(1).peer_id, [])
+    lookup.on_success(contact(1).peer_id, peers(0), make_entry("x", 1.0))
+    lookup.on_failure(contact(1).peer_id)
+    assert lookup.closest() == (contact(1),)
+    assert ask_all(lookup, 0.0) == [4]
+
+
+def test_inventors_of_ever_nearer_peers_are_outlasted() -> None:
+    """A hostile swarm that always knows somebody nearer gets max_queries questions and no more."""
+    config = LookupConfig(parallelism=3, beam_size=5, max_queries=40)
+    lookup = Lookup(0, peers(1 << 200), local_id=1 << 255, config=config)
+    rounds = 0
+    while not isinstance(step := lookup.next(0.0), Finished):
+        assert isinstance(step, Ask)
+        place = node_id(step.contact.peer_id)
+        lookup.on_success(step.contact.peer_id, peers(place >> 1 or 1, place - 1, place - 2))
+        rounds += 1
+        assert rounds <= 40
+    assert lookup.queries == 40
+    assert len(lookup.closest()) == 5
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.integers(1, 60),
+    dead_share=st.floats(0, 1),
+    parallelism=st.integers(1, 5),
+    beam_size=st.integers(1, 20),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_lookup_ends_asks_nobody_twice_and_keeps_its_bounds(
+    seed: int, size: int, dead_share: float, parallelism: int, beam_size: int
+) -> None:
+    """In any network with any mix of answers, failures and silence, however they interleave."""
+    rng = random.Random(seed)
+    swarm = [contact(rng.getrandbits(256)) for _ in range(size)]
+    dead = {c.peer_id for c in swarm if rng.random() < dead_share}
+    silent = {c.peer_id for c in swarm if rng.random() < dead_share / 2}
+    known = {c.peer_id: rng.sample(swarm, min(size, 8)) for c in swarm}
+    config = LookupConfig(parallelism=parallelism, beam_size=beam_size, slow_after_s=1.0, max_queries=50)
+    lookup = Lookup(rng.getrandbits(256), rng.sample(swarm, min(size, 3)), local_id=1, config=config)
+    now, open_since, asked = 0.0, dict[PeerId, float](), list[PeerId]()
+    for _ in range(1000):
+        step = lookup.next(now)
+        if isinstance(step, Finished):
+            break
+        if isinstance(step, Ask):
+            asked.append(step.contact.peer_id)
+            open_since[step.contact.peer_id] = now
+            counted = sum(now - since < 1.0 for since in open_since.values())
+            assert counted <= max(parallelism, beam_size)
+            continue
+        assert step.until is not None
+        answering = [peer for peer in open_since if peer not in silent]
+        if answering and rng.random() < 0.8:
+            peer = rng.choice(answering)
+            del open_since[peer]
+            lookup.on_failure(peer) if peer in dead else lookup.on_success(peer, known[peer])
+        else:
+            now = step.until
+    else:
+        pytest.fail("the lookup did not end")
+    assert len(asked) == len(set(asked)) == lookup.queries <= 50
+    closest = lookup.closest()
+    assert len(closest) <= beam_size
+    assert not {c.peer_id for c in closest} & (dead | silent)
+    distances = [node_id(c.peer_id) ^ lookup.target for c in closest]
+    assert distances == sorted(set(distances))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5))
+@settings(max_examples=50, deadline=None)
+def test_while_there_is_progress_alpha_is_the_bound(seed: int, parallelism: int) -> None:
+    """As long as each answer brings somebody nearer, never more than alpha questions are open."""
+    rng = random.Random(seed)
+    config = LookupConfig(parallelism=parallelism, beam_size=20)
+    lookup = Lookup(0, [contact((1 << 250) + n) for n in range(10)], local_id=1 << 255, config=config)
+    is_open: list[Contact] = []
+    for depth in range(249, 200, -1):
+        while isinstance(step := lookup.next(0.0), Ask):
+            is_open.append(step.contact)
+            assert len(is_open) <= parallelism
+        answerer = is_open.pop(rng.randrange(len(is_open)))
+        lookup.on_success(answerer.peer_id, peers(1 << depth))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(20, 80))
+@settings(max_examples=50, deadline=None)
+def test_in_a_healthy_swarm_the_nearest_are_found(seed: int, size: int) -> None:
+    """If everybody answers with the k nearest to the target that it knows, and knows all, the result is exact."""
+    rng = random.Random(seed)
+    swarm = [contact(rng.getrandbits(256)) for _ in range(size)]
+    target = rng.getrandbits(256)
+    by_distance = sorted(swarm, key=lambda c: node_id(c.peer_id) ^ target)
+    lookup = Lookup(target, [rng.choice(swarm)], local_id=1, config=LookupConfig(beam_size=10))
+    while not isinstance(step := lookup.next(0.0), Finished):
+        assert isinstance(step, Ask)
+        lookup.on_success(step.contact.peer_id, by_distance[:10])
+    assert lookup.closest() == tuple(by_distance[:10])
+
+
+@pytest.mark.parametrize("name", ["parallelism", "beam_size", "slow_after_s", "max_queries"])
+def test_parameters_must_be_positive(name: str) -> None:
+    """Zero is refused for each of them."""
+    make: Callable[..., LookupConfig] = LookupConfig
+    with pytest.raises(ValueError, match="positive"):
+        make(**{name: 0})
+
+
+def test_the_pause_doubles_up_to_its_cap() -> None:
+    """5, 10, 20, 40, then the cap of 60 s; failures during a pause do not count; one success clears everything."""
+    blacklist, peer = Blacklist(base_s=5.0, cap_s=60.0), contact(1).peer_id
+    now = 0.0
+    for pause_s in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):
+        assert blacklist.failed(peer, now) == now + pause_s
+        assert blacklist.failed(peer, now + pause_s / 2) == now + pause_s
+        assert blacklist.blocks(peer, now + pause_s - 0.01)
+        now += pause_s
+        assert not blacklist.blocks(peer, now)
+    blacklist.succeeded(peer)
+    assert blacklist.failed(peer, now) == now + 5.0
+    assert blacklist.blocked(now) == (peer,)
+
+
+def test_the_blacklist_is_bounded() -> None:
+    """Beyond its size the peer whose pause ends first is forgotten."""
+    blacklist = Blacklist(base_s=5.0, cap_s=60.0, max_peers=2)
+    for number in (1, 2, 3):
+        blacklist.failed(contact(number).peer_id, float(number))
+    assert blacklist.blocked(3.0) == (contact(2).peer_id, contact(3).peer_id)
+
+
+def book() -> PeerBook:
+    return PeerBook(0, config=DhtConfig(bucket_size=2, depth_modulo=1), now=0.0)
+
+
+def test_a_failure_removes_and_an_answer_restores() -> None:
+    """A silent peer leaves the table, is avoided and remembered; one answer brings it back as new."""
+    known = book()
+    assert known.answered(contact(9), 0.0).is_new
+    assert not known.answered(contact(9), 1.0).is_new
+    known.failed(contact(9), 2.0)
+    assert len(known.table) == 0
+    assert known.usable([contact(9), contact(8)], 3.0) == (contact(8),)
+    assert known.draw_lost(5, random.Random(0)) == (contact(9),)
+    assert known.answered(contact(9), 3.0).is_new
+    assert known.lost_count == 0
+    assert known.usable([contact(9)], 3.0) == (contact(9),)
+
+
+def test_a_caller_must_prove_its_address() -> None:
+    """A stranger's claim, or a known peer's new address, is to be pinged; a known one's call only refreshes it."""
+    known = book()
+    assert known.heard_from(contact(9), 0.0) == contact(9)
+    assert len(known.table) == 0
+    known.answered(contact(9), 1.0)
+    assert known.heard_from(contact(9), 2.0) is None
+    moved = Contact(contact(9).peer_id, Address("10.9.9.9", 9))
+    assert known.heard_from(moved, 3.0) == moved
+    assert known.table.contacts() == (contact(9),)
+
+
+def test_a_full_bucket_is_not_pinged_for_every_caller() -> None:
+    """Callers that would not fit wait unpinged; only an old contact not seen for a minute is checked for them."""
+    known, top = book(), 1 << 255
+    for low in (1, 2):
+        known.answered(contact(top + low), 0.0)
+    known.answered(contact(5), 0.0)
+    assert known.heard_from(contact(top + 3), 59.0) is None
+    assert known.heard_from(contact(top + 4), 60.0) == contact(top + 1)
+
+
+def test_lost_peers_are_bounded() -> None:
+    """The longest lost is forgotten first."""
+    known = PeerBook(0, config=DhtConfig(), now=0.0)
+    for number in range(1, MAX_LOST + 2):
+        known.answered(contact(number), 0.0)
+        known.failed(contact(number), 0.0)
+    assert known.lost_count == MAX_LOST
+    assert contact(1) not in known.draw_lost(MAX_LOST, random.Random(0))
+
+
+def test_the_nearest_holder_hands_over_to_who_belongs_there() -> None:
+    """With two replicas, key 8 and the nodes 0 (own), 4 and 16: a newcomer at 9 belongs there, one at 32 does not."""
+    known = PeerBook(0, config=DhtConfig(), now=0.0)
+    for node in (16, 20):
+        known.answered(contact(node), 0.0)
+    # Distances to key 8: own 8, 16 -> 24, 20 -> 28, 9 -> 1, 32 -> 40.
+    assert known.owes(contact(9), 8, replicas=2)
+    assert not known.owes(contact(32), 8, replicas=2)
+    assert known.owes(contact(32), 8, replicas=4)
+    # Key 17: node 16 (distance 1) is nearer than the own id (17), so handing over is not ours.
+    assert not known.owes(contact(18), 17, replicas=2)

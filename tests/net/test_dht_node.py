@@ -1,0 +1,546 @@
+"""DHT nodes over a direct network in virtual time: storing, finding, losing and meeting again."""
+
+import random
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from net.clock import SwarmClock
+from net.dht.config import DhtConfig
+from net.dht.node import DhtNode, StoreItem, open_dht_node
+from net.dht.records import Dictionary, Entry, make_entry
+from net.dht.routing_table import key_id, node_id
+from net.errors import CallRefused, DialFailed, PeerTimeout, RemoteFailure
+from net.identity import Address, Contact, PeerId
+from net.rpc.base import Reply, Request
+from tests.net.direct_network import DirectNetwork, address_of, exponential_latency, open_node, open_swarm
+
+
+def now() -> float:
+    """Swarm time; all nodes of these tests use trio's clock itself."""
+    return trio.current_time()
+
+
+def holders(nodes: list[DhtNode], key: str) -> list[DhtNode]:
+    """The nodes that keep a record themselves."""
+    return [node for node in nodes if node._storage.get(key_id(key), now()) is not None]
+
+
+def nearest(nodes: list[DhtNode], key: str, count: int) -> set[PeerId]:
+    """The oracle: who should keep a record."""
+    ids = sorted((node.peer_id for node in nodes), key=lambda peer: node_id(peer) ^ key_id(key))
+    return set(ids[:count])
+
+
+async def value_at(node: DhtNode, key: str) -> Any:
+    found = await node.get(key)
+    return found.value if isinstance(found, Entry) else found
+
+
+async def test_every_value_is_found_from_every_node(autojump_clock: MockClock) -> None:
+    """24 nodes, exponential latency: each of 6 stored values is found from each node, on exactly the 5 nearest."""
+    async with open_swarm(DirectNetwork(latency_s=exponential_latency(0.05, seed=1)), 24) as nodes:
+        for number, node in enumerate(nodes[::4]):
+            assert await node.store(f"key{number}", number, expiration=now() + 3600)
+        for number in range(6):
+            kept = {node.peer_id for node in holders(nodes, f"key{number}")}
+            assert kept == nearest(nodes, f"key{number}", 5)
+        for node in nodes:
+            found = await node.get_many([f"key{number}" for number in range(6)])
+            assert [entry.value for entry in found.values() if isinstance(entry, Entry)] == list(range(6))
+            assert node.statistics().contacts == 23
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 20])
+async def test_replicas_are_counted_exactly(autojump_clock: MockClock, replicas: int) -> None:
+    """The nearest `replicas` nodes keep a record, and storing it again adds none."""
+    async with open_swarm(DirectNetwork(), 24, config=DhtConfig(replicas=replicas)) as nodes:
+        for step in range(3):
+            assert await nodes[step].store("key", step, expiration=now() + 100)
+            assert {node.peer_id for node in holders(nodes, "key")} == nearest(nodes, "key", replicas)
+
+
+async def test_one_survivor_of_five_replicas_is_enough(autojump_clock: MockClock) -> None:
+    """After four of the five holders die without a word, the value is still found."""
+    network = DirectNetwork()
+    async with open_swarm(network, 16) as nodes:
+        await nodes[0].store("key", "alive", expiration=now() + 3600)
+        kept = holders(nodes, "key")
+        network.take_down(*(node.address for node in kept[:4] if node.address))
+        asker = next(node for node in nodes if node not in kept)
+        assert await value_at(asker, "key") == "alive"
+
+
+async def test_the_later_expiration_wins_in_both_orders(autojump_clock: MockClock) -> None:
+    """The longer lived value stands whether it was stored first (the other is rejected) or second."""
+    async with open_swarm(DirectNetwork(), 10) as nodes:
+        assert await nodes[1].store("key", "long", expiration=now() + 100)
+        assert not await nodes[2].store("key", "short", expiration=now() + 50)
+        assert await value_at(nodes[3], "key") == "long"
+        assert await nodes[4].store("key", "longer", expiration=now() + 200)
+        assert await value_at(nodes[5], "key") == "longer"
+
+
+async def test_dictionaries_grow_from_many_nodes(autojump_clock: MockClock) -> None:
+    """Subkeys stored from different nodes are found together, each with its own expiration."""
+    async with open_swarm(DirectNetwork(), 12) as nodes:
+        ends = [now() + 100.0 + number for number in range(12)]
+        for number, node in enumerate(nodes):
+            assert await node.store("all", number, subkey=f"{number}", expiration=ends[number])
+        found = await nodes[3].get("all")
+        assert isinstance(found, Dictionary)
+        assert dict(found.entries) == {f"{n}": make_entry(n, ends[n]) for n in range(12)}
+
+
+async def test_partial_copies_are_merged_by_the_reader(autojump_clock: MockClock) -> None:
+    """Replicas that each missed something: the reader gets the union, the latest of each subkey."""
+    async with open_swarm(DirectNetwork(), 8) as nodes:
+        end = now() + 100.0
+        await nodes[0].store("all", "base", subkey="base", expiration=end)
+        first, second, *_ = holders(nodes, "all")
+        first._storage.store(key_id("all"), [("a", make_entry(1, end)), ("b", make_entry("old", end))], now())
+        second._storage.store(
+            key_id("all"), [("b", make_entry("new", end + 1)), ("c", make_entry(3, end))], now()
+        )
+        found = await nodes[-1].get("all")
+        assert isinstance(found, Dictionary)
+        assert {subkey: entry.value for subkey, entry in found.entries.items()} == {
+            "base": "base",
+            "a": 1,
+            "b": "new",
+            "c": 3,
+        }
+
+
+async def test_a_record_ends_when_it_says(autojump_clock: MockClock) -> None:
+    """Found before its expiration, gone after it, swept from memory a little later; subkeys go one by one."""
+    async with open_swarm(DirectNetwork(), 8) as nodes:
+        end = now() + 60.0
+        await nodes[0].store("key", 1, expiration=end)
+        await nodes[0].store("all", 1, subkey="early", expiration=end)
+        await nodes[0].store("all", 2, subkey="late", expiration=end + 60)
+        await trio.sleep(50)
+        assert await value_at(nodes[1], "key") == 1
+        await trio.sleep(15)
+        for latest in (True, False):
+            assert await nodes[1].get("key", latest=latest) is None
+        found = await nodes[1].get("all")
+        assert isinstance(found, Dictionary)
+        assert list(found.entries) == ["late"]
+        await trio.sleep(80)
+        assert all(node.statistics().records == node.statistics().cached_records == 0 for node in nodes)
+
+
+async def test_an_expired_store_is_refused_and_a_far_one_is_capped(autojump_clock: MockClock) -> None:
+    """What has ended is not stored; what ends in a century ends in a day."""
+    async with open_swarm(DirectNetwork(), 4) as nodes:
+        await trio.sleep(10)
+        assert not await nodes[0].store("key", 1, expiration=now())
+        assert await nodes[1].get("key") is None
+        before = now()
+        assert await nodes[0].store("key", 1, expiration=now() + 1e10)
+        found = await nodes[1].get("key")
+        assert isinstance(found, Entry)
+        assert before + 86_400 <= found.expiration <= now() + 86_400
+
+
+@pytest.mark.parametrize("value", [None, 0, False, 0.0, "", b"", [], {}, [None], {"": None}, -1, 2**64 - 1])
+async def test_falsy_values_are_values(autojump_clock: MockClock, value: Any) -> None:
+    """Nothing is taken for nothing: values, empty keys and empty subkeys come back as they were, type included."""
+    async with open_swarm(DirectNetwork(), 3) as nodes:
+        assert await nodes[0].store("", value, expiration=now() + 60)
+        assert await nodes[1].store("d", value, subkey="", expiration=now() + 60)
+        plain, table = await nodes[2].get(""), await nodes[2].get("d")
+        assert isinstance(plain, Entry)
+        assert isinstance(table, Dictionary)
+        for found in (plain.value, table.entries[""].value):
+            assert (type(found), found) == (type(value), value)
+
+
+async def test_a_large_dictionary_is_read_page_by_page(autojump_clock: MockClock) -> None:
+    """600 subkeys of 300 bytes do not fit one message of 64 KiB; all are stored and found."""
+    async with open_swarm(DirectNetwork(), 4) as nodes:
+        end = now() + 60
+        items = [StoreItem(key="big", subkey=f"{n:03}", value=b"x" * 300, expiration=end) for n in range(600)]
+        assert all(await nodes[0].store_many(items))
+        async with open_node(nodes_network(nodes), 99, [address_of(0)], client_mode=True) as reader:
+            found = await reader.get("big")
+        assert isinstance(found, Dictionary)
+        assert sorted(found.entries) == [f"{n:03}" for n in range(600)]
+
+
+def nodes_network(nodes: list[DhtNode]) -> DirectNetwork:
+    """The network that these nodes are on."""
+    network: DirectNetwork = nodes[0]._calls._caller._network  # type: ignore[attr-defined]
+    return network
+
+
+async def test_wrong_arguments_store_nothing(autojump_clock: MockClock) -> None:
+    """One bad item of many raises ValueError before anything is stored."""
+    async with open_swarm(DirectNetwork(), 2) as nodes:
+        good = StoreItem(key="key", value=1, expiration=now() + 60)
+        bad_items = [
+            StoreItem(key="key", value=(1, 2), expiration=now() + 60),
+            StoreItem(key="k" * 513, value=1, expiration=now() + 60),
+            StoreItem(key="key", value=1, subkey="s" * 257, expiration=now() + 60),
+            StoreItem(key="key", value=1, expiration=float("nan")),
+        ]
+        for bad in bad_items:
+            with pytest.raises(ValueError, match=r"DHT|subkey|expiration"):
+                await nodes[0].store_many([good, bad])
+        with pytest.raises(ValueError, match="key"):
+            await nodes[0].get("k" * 513)
+        assert holders(nodes, "key") == []
+
+
+async def test_what_the_caller_does_to_a_value_later_changes_nothing(autojump_clock: MockClock) -> None:
+    """The node keeps a copy."""
+    async with open_swarm(DirectNetwork(), 2) as nodes:
+        value = [1]
+        await nodes[0].store("key", value, expiration=now() + 60)
+        value.append(2)
+        assert await value_at(nodes[1], "key") == [1]
+
+
+async def test_a_client_is_in_nobodys_table_and_keeps_nothing(autojump_clock: MockClock) -> None:
+    """A node in client mode stores and finds, but nobody knows it and no replica lies with it."""
+    network = DirectNetwork()
+    async with (
+        open_swarm(network, 8) as nodes,
+        open_node(network, 50, [address_of(0)], client_mode=True) as client,
+    ):
+        for number in range(10):
+            assert await client.store(f"key{number}", number, expiration=now() + 600)
+        await trio.sleep(120)
+        assert [await value_at(client, f"key{number}") for number in range(10)] == list(range(10))
+        assert client.statistics().records == 0
+        assert client.statistics().contacts == 8
+        assert all(contact.peer_id != client.peer_id for node in nodes for contact in node.contacts())
+        assert all(target != client.address for _, target, _ in network.calls)
+
+
+async def test_a_lone_node_is_its_own_swarm(autojump_clock: MockClock) -> None:
+    """Without peers a node keeps its records itself; a lone client reaches nobody, which is no error."""
+    async with open_swarm(DirectNetwork(), 1) as (node,):
+        assert await node.store("key", 1, expiration=now() + 60)
+        assert await value_at(node, "key") == 1
+    async with open_node(DirectNetwork(), 0, [], client_mode=True) as client:
+        assert not await client.store("key", 1, expiration=now() + 60)
+        assert await client.get("key") is None
+
+
+async def test_joining_through_the_dead_names_them(autojump_clock: MockClock) -> None:
+    """If no initial peer answers, DialFailed lists them all in one line, after one timeout and not one each."""
+    network = DirectNetwork()
+    network.caller(address_of(1), PeerId(bytes(32)))
+    network.take_down(address_of(1))
+    started = now()
+    with pytest.raises(DialFailed, match=r"10\.0\.0\.1:1001, 10\.0\.0\.1:1002$") as caught:
+        async with open_node(network, 0, [address_of(1), address_of(2)]):
+            pytest.fail("joined nobody")
+    assert "\n" not in str(caught.value)
+    assert now() - started < 3.5
+
+
+async def test_one_living_initial_peer_is_enough(autojump_clock: MockClock) -> None:
+    """Dead initial peers beside a living one cost a moment, not their timeout; the own address is skipped."""
+    network = DirectNetwork()
+    async with open_swarm(network, 4) as nodes:
+        network.caller(address_of(60), PeerId(bytes(32)))
+        network.take_down(address_of(60))
+        started = now()
+        initial = [address_of(60), address_of(61), address_of(2), address_of(9)]
+        async with open_node(network, 9, initial) as late:
+            assert now() - started < 2.0
+            assert {contact.peer_id for contact in late.contacts()} == {node.peer_id for node in nodes}
+
+
+async def test_the_silent_are_blacklisted_exactly(autojump_clock: MockClock) -> None:
+    """After two nodes die, whoever looks around leaves exactly those two alone, for 5 s; their return clears it."""
+    network = DirectNetwork()
+    async with open_swarm(network, 10) as nodes:
+        dead = [nodes[4], nodes[7]]
+        network.take_down(address_of(4), address_of(7))
+        await nodes[0].get("anything")
+        await trio.sleep(3.5)
+        assert nodes[0].statistics().blacklisted == tuple(sorted(node.peer_id for node in dead))
+        assert not {c.peer_id for c in nodes[0].contacts()} & {node.peer_id for node in dead}
+        asked_before = len(network.calls)
+        await nodes[0].get("anything")
+        targets = {target for source, target, _ in network.calls[asked_before:] if source == nodes[0].address}
+        assert not targets & {address_of(4), address_of(7)}
+        network.bring_up(address_of(4), address_of(7))
+        for node in dead:
+            await node.get("anything")  # their calls announce them; they are pinged and known again
+        await trio.sleep(1.0)
+        assert nodes[0].statistics().blacklisted == ()
+        assert nodes[0].statistics().contacts == 9
+
+
+async def test_a_split_swarm_heals(autojump_clock: MockClock) -> None:
+    """Two halves that lost each other know only themselves; after the cut is mended everybody finds everything."""
+    network = DirectNetwork()
+    async with open_swarm(network, 12) as nodes:
+        island, mainland = nodes[6:], nodes[:6]
+        network.partition(*(address_of(index) for index in range(6, 12)))
+        for _ in range(3):
+            for node in nodes:
+                await node.get("anything")
+            await trio.sleep(60)
+        ours = {node.peer_id for node in island}
+        assert all({c.peer_id for c in node.contacts()} == ours - {node.peer_id} for node in island)
+        assert await island[0].store("island", 1, expiration=now() + 3600)
+        assert await mainland[0].store("mainland", 2, expiration=now() + 3600)
+        assert await mainland[1].get("island") is None
+        network.partition()
+        await trio.sleep(240)
+        for node in nodes:
+            assert len(node.contacts()) == 11
+            assert await value_at(node, "island") == 1
+            assert await value_at(node, "mainland") == 2
+
+
+async def test_a_swarm_survives_its_first_node(autojump_clock: MockClock) -> None:
+    """When the only bootstrap node dies, the others go on, and a newcomer can join through any of them."""
+    network = DirectNetwork()
+    async with open_swarm(network, 8) as nodes:
+        network.take_down(address_of(0))
+        await trio.sleep(120)
+        async with open_node(network, 20, [address_of(5)]) as late:
+            assert await late.store("key", 1, expiration=now() + 60)
+            assert await value_at(nodes[3], "key") == 1
+
+
+async def test_a_cut_off_node_comes_back(autojump_clock: MockClock) -> None:
+    """A node that lost everybody tries its remembered peers every few seconds until one answers."""
+    network = DirectNetwork()
+    async with open_swarm(network, 6) as nodes:
+        network.partition(address_of(3))
+        for _ in range(4):
+            await nodes[3].get("anything")
+            await trio.sleep(5)
+        assert nodes[3].contacts() == ()
+        network.partition()
+        await trio.sleep(15)
+        assert len(nodes[3].contacts()) == 5
+
+
+async def test_records_are_handed_to_a_nearer_newcomer(autojump_clock: MockClock) -> None:
+    """Newcomers that belong to the two nearest of a key get its record, though nobody stores it again."""
+    network, config = DirectNetwork(), DhtConfig(replicas=2)
+    async with open_swarm(network, 3, config=config) as first:
+        for number in range(20):
+            await first[0].store(f"key{number}", number, expiration=now() + 3600)
+        async with AsyncExitStack() as stack:
+            everybody = list(first)
+            for index in range(10, 16):
+                late = open_node(network, index, [address_of(0)], config=config)
+                everybody.append(await stack.enter_async_context(late))
+                await trio.sleep(1.0)
+            for number in range(20):
+                kept = {node.peer_id for node in holders(everybody, f"key{number}")}
+                assert nearest(everybody, f"key{number}", 2) <= kept
+
+
+async def test_any_copy_saves_the_lookup(autojump_clock: MockClock) -> None:
+    """`latest=False` answers from what a former get left here, without a call; `latest=True` asks again."""
+    network = DirectNetwork()
+    async with open_swarm(network, 12) as nodes:
+        await nodes[0].store("key", 1, expiration=now() + 600)
+        reader = next(node for node in nodes if node not in holders(nodes, "key"))
+        await reader.get("key")
+        await nodes[0].store("key", 2, expiration=now() + 700)
+        before = len(network.calls)
+        found = await reader.get("key", latest=False)
+        assert isinstance(found, Entry)
+        assert found.value == 1
+        assert len(network.calls) == before
+        assert await value_at(reader, "key") == 2
+
+
+async def test_another_peer_at_a_known_address_is_noticed(autojump_clock: MockClock) -> None:
+    """When a node restarts with a new id at its old address, its old id leaves the tables and the new one enters."""
+    network = DirectNetwork()
+    async with open_swarm(network, 5) as nodes:
+        old = nodes[4].peer_id
+        caller = network.caller(address_of(4), PeerId.draw(random.Random(77)))
+        async with open_dht_node(
+            caller, clock=SwarmClock.virtual(), rng=random.Random(7), initial_peers=[address_of(0)]
+        ) as reborn:
+            await trio.sleep(1.0)
+            for node in nodes[:4]:
+                await node.get("anything")
+                known = {contact.peer_id for contact in node.contacts()}
+                assert reborn.peer_id in known
+                assert old not in known
+
+
+async def test_a_claimed_address_is_not_believed(autojump_clock: MockClock) -> None:
+    """A caller that claims somebody else's address never gets into the table under it."""
+    network = DirectNetwork()
+    async with open_swarm(network, 4) as nodes:
+        impostor = network.caller(None, PeerId.draw(random.Random(9)))
+        impostor.address = address_of(2)
+        await impostor.call(address_of(0), "dht.ping", {"client": False}, timeout_s=3.0)
+        await trio.sleep(1.0)
+        assert {c.peer_id for c in nodes[0].contacts()} == {node.peer_id for node in nodes[1:]}
+
+
+async def test_bad_requests_are_refused_with_a_reason(autojump_clock: MockClock) -> None:
+    """A stranger's malformed calls get CallRefused; the node lives on and takes in nothing."""
+    network = DirectNetwork()
+    async with open_swarm(network, 2) as nodes:
+        stranger = network.caller(None, PeerId.draw(random.Random(9)))
+        good = {"client": True, "target": bytes(32)}
+        bad_calls: list[tuple[str, dict[str, Any]]] = [
+            ("dht.ping", {}),
+            ("dht.ping", {"client": 1}),
+            ("dht.find", {"client": True, "target": b"short", "record": True}),
+            ("dht.find", {**good, "record": "yes"}),
+            ("dht.find", {**good, "record": True, "after": 7}),
+            ("dht.store", good),
+            ("dht.store", {**good, "entries": [["a", 1]]}),
+            ("dht.store", {**good, "entries": [["a", b"x" * 20_000, 50.0]]}),
+            ("dht.store", {**good, "entries": [["a", 1, float("nan")]]}),
+        ]
+        for method, body in bad_calls:
+            with pytest.raises(CallRefused, match=r"must|DHT"):
+                await stranger.call(address_of(0), method, body, timeout_s=3.0)
+        assert nodes[0].statistics().records == 0
+        assert await nodes[1].store("key", 1, expiration=now() + 60)
+
+
+HOSTILE_BODIES: list[Any] = [
+    {},
+    {"peer_id": b"short", "contacts": []},
+    {"peer_id": bytes(32), "contacts": [], "accepted": [True], "now": 0.0},
+    {"contacts": [[bytes(32), "h", 70_000]]},
+    {"contacts": [], "entries": [["a", 1, float("inf")]]},
+    {"contacts": [], "entries": [["a", 1, 1e6]], "more": True},
+    {"contacts": [], "entries": [], "more": True},
+    {
+        "contacts": [[(n).to_bytes(32, "big"), "10.9.9.9", 9] for n in range(32)],
+        "accepted": [False],
+        "now": 0,
+    },
+]
+
+
+@pytest.mark.parametrize("body", HOSTILE_BODIES)
+async def test_hostile_answers_do_no_harm(autojump_clock: MockClock, body: dict[str, Any]) -> None:
+    """A peer that answers nonsense is dropped; stores and gets of the others go on."""
+    network = DirectNetwork()
+    async with open_swarm(network, 6) as nodes:
+        hostile_id = PeerId.draw(random.Random(500))
+        caller = network.caller(address_of(30), hostile_id)
+
+        async def pong(request: Request) -> Reply:
+            return Reply(body={"peer_id": hostile_id.raw, "now": now()})
+
+        async def hostile(request: Request) -> Reply:
+            return Reply(body={"peer_id": hostile_id.raw} | body)
+
+        caller.add_handler("dht.ping", pong)
+        caller.add_handler("dht.find", hostile)
+        caller.add_handler("dht.store", hostile)
+        for index in range(6):
+            await caller.call(address_of(index), "dht.ping", {"client": False}, timeout_s=3.0)
+        await trio.sleep(1.0)
+        assert any(contact.peer_id == hostile_id for contact in nodes[0].contacts())
+        for number in range(5):
+            assert await nodes[number].store(f"key{number}", number, expiration=now() + 3600)
+        for number in range(5):
+            assert await value_at(nodes[5 - number], f"key{number}") == number
+        # What a hostile peer invents is never believed: the contacts 0 to 31 do not exist.
+        assert all(contact.address != Address("10.9.9.9", 9) for node in nodes for contact in node.contacts())
+
+
+async def test_a_closed_node_is_gone(autojump_clock: MockClock) -> None:
+    """After its block ends a node refuses calls, and the others drop it."""
+    network = DirectNetwork()
+    async with open_swarm(network, 3) as nodes:
+        async with open_node(network, 9, [address_of(0)]):
+            await trio.sleep(1.0)
+            assert len(nodes[0].contacts()) == 3
+        with pytest.raises(CallRefused, match="closed"):
+            await network.caller(None, PeerId(bytes(32))).call(
+                address_of(9), "dht.ping", {"client": True}, timeout_s=3.0
+            )
+        await nodes[0].get("anything")
+        assert len(nodes[0].contacts()) == 2
+
+
+async def test_a_cancelled_get_leaves_nothing_behind(autojump_clock: MockClock) -> None:
+    """Cancelling a lookup ends its calls, and the node works on."""
+    network = DirectNetwork(latency_s=1.0)
+    async with open_swarm(network, 6) as nodes:
+        with trio.move_on_after(0.5) as scope:
+            await nodes[1].get("key")
+        assert scope.cancelled_caught
+        assert nodes[1].statistics().blacklisted == ()
+        assert await nodes[1].store("key", 1, expiration=now() + 600)
+        assert await value_at(nodes[2], "key") == 1
+
+
+async def test_the_same_seed_gives_the_same_swarm(autojump_clock: MockClock) -> None:
+    """Without random latency the calls of two runs are the same multiset: all chance comes from the given rng."""
+    logs = []
+    for _ in range(2):
+        network = DirectNetwork()
+        async with open_swarm(network, 8) as nodes:
+            for number in range(5):
+                await nodes[number].store(f"key{number}", number, expiration=now() + 60)
+        logs.append(sorted(map(str, network.calls)))
+    assert logs[0] == logs[1]
+
+
+async def test_refresh_finds_what_nobody_looks_for(autojump_clock: MockClock) -> None:
+    """A contact that died unnoticed leaves the table after a refresh period without any get."""
+    network = DirectNetwork()
+    async with open_swarm(network, 5) as nodes:
+        network.take_down(address_of(4))
+        await trio.sleep(800)
+        assert all(c.address != address_of(4) for node in nodes[:4] for c in node.contacts())
+
+
+async def test_statistics_tell_of_a_clock_that_is_off(autojump_clock: MockClock) -> None:
+    """A node whose swarm time is 20 s ahead sees its initial peer 20 s behind (half the 0.05 s round trip aside)."""
+    network = DirectNetwork()
+    async with open_swarm(network, 1):
+        caller = network.caller(address_of(5), PeerId.draw(random.Random(5)))
+        ahead = SwarmClock(start_s=now() + 20.0)
+        async with open_dht_node(
+            caller, clock=ahead, rng=random.Random(5), initial_peers=[address_of(0)]
+        ) as node:
+            assert node.statistics().clock_skew_s == pytest.approx(-20.0, abs=0.05)
+
+
+def test_a_config_is_checked() -> None:
+    """Impossible settings raise ValueError and name the field."""
+    for name in ("bucket_size", "replicas", "rpc_timeout_s", "rejoin_period_s"):
+        with pytest.raises(ValueError, match=name):
+            DhtConfig(**{name: 0})
+
+
+async def test_the_direct_network_tells_the_truth(autojump_clock: MockClock) -> None:
+    """The fake behaves as the RPC layer: nobody there, silence, unknown methods and crashes each have their error."""
+    network = DirectNetwork()
+    caller, server = network.caller(None, PeerId(bytes(32))), network.caller(address_of(1), PeerId(b"1" * 32))
+
+    async def crash(request: Request) -> Reply:
+        raise KeyError(request.method)
+
+    server.add_handler("crash", crash)
+    with pytest.raises(DialFailed):
+        await caller.call(address_of(2), "crash", {}, timeout_s=1.0)
+    with pytest.raises(CallRefused):
+        await caller.call(address_of(1), "other", {}, timeout_s=1.0)
+    with pytest.raises(RemoteFailure):
+        await caller.call(address_of(1), "crash", {}, timeout_s=1.0)
+    network.take_down(address_of(1))
+    with pytest.raises(PeerTimeout):
+        await caller.call(address_of(1), "crash", {}, timeout_s=1.0)
+    assert Contact(server.peer_id, address_of(1)).address == server.address

@@ -1,0 +1,160 @@
+"""The routing table: which contacts it keeps, and that `nearest` is brute force."""
+
+import random
+
+import pytest
+
+from net.dht.routing_table import ID_BITS, NodeId, RoutingTable, key_id, node_id, xor_distance
+from net.identity import Address, Contact, PeerId
+
+
+def contact_at(node: NodeId) -> Contact:
+    """A contact whose id is this point of the key space."""
+    return Contact(PeerId(node.to_bytes(32, "big")), Address("10.0.0.1", 1000))
+
+
+def fill(table: RoutingTable, count: int, seed: int) -> list[Contact]:
+    rng = random.Random(seed)
+    contacts = [Contact(PeerId.draw(rng), Address("10.0.0.1", 1000)) for _ in range(count)]
+    for contact in contacts:
+        table.add(contact, 0.0)
+    return contacts
+
+
+def test_a_key_is_its_sha256() -> None:
+    """The id of a key is the SHA-256 of its text: here the published digest of 'abc' (FIPS 180-2, appendix B.1)."""
+    assert key_id("abc") == 0xBA7816BF8F01CFEA414140DE5DAE2223B00361A396177A9CB410FF61F20015AD
+
+
+def test_a_peer_sits_where_its_id_says() -> None:
+    """The 32 bytes of a peer id are read as a big-endian integer."""
+    assert node_id(PeerId(bytes(31) + b"\x07")) == 7
+    assert xor_distance(0b1100, 0b1010) == 0b0110
+
+
+@pytest.mark.parametrize(
+    ("bucket_size", "depth_modulo", "least", "most"),
+    [(20, 5, 45, 65), (50, 5, 35, 45), (20, 10, 650, 800), (20, 1, 7, 15)],
+)
+def test_bucket_counts_for_ten_thousand_peers(
+    bucket_size: int, depth_modulo: int, least: int, most: int
+) -> None:
+    """The number of buckets after 10 000 random ids lies where hivemind's tests put it for each (k, b)."""
+    rng = random.Random(0)
+    table = RoutingTable(rng.getrandbits(ID_BITS), bucket_size=bucket_size, depth_modulo=depth_modulo)
+    fill(table, 10_000, seed=1)
+    assert least <= table.bucket_count <= most
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 500])
+def test_nearest_equals_brute_force(size: int) -> None:
+    """For random targets, own id included, and any count: the same contacts in the same order as sorting everything."""
+    rng = random.Random(size)
+    table = RoutingTable(rng.getrandbits(ID_BITS), bucket_size=8)
+    fill(table, size, seed=size + 1)
+    everybody = table.contacts()
+    targets = [rng.getrandbits(ID_BITS) for _ in range(100)] + [node_id(c.peer_id) for c in everybody[:20]]
+    for target in [table.local_id, *targets]:
+        count = rng.randint(1, 30)
+        expected = sorted(everybody, key=lambda c: node_id(c.peer_id) ^ target)[:count]
+        assert table.nearest(target, count) == tuple(expected)
+
+
+def test_nothing_is_dropped_near_the_own_id() -> None:
+    """The k peers nearest to the own id are always kept, since that bucket splits."""
+    table = RoutingTable(1 << 255, bucket_size=20)
+    contacts = fill(table, 3000, seed=5)
+    nearest = sorted(contacts, key=lambda c: node_id(c.peer_id) ^ table.local_id)[:20]
+    assert table.nearest(table.local_id, 20) == tuple(nearest)
+
+
+def test_the_own_id_is_never_a_contact() -> None:
+    """Adding oneself changes nothing."""
+    table = RoutingTable(7)
+    assert table.add(contact_at(7), 0.0) is None
+    assert len(table) == 0
+
+
+def test_a_full_bucket_names_its_oldest_contact() -> None:
+    """A newcomer to a full bucket waits; the least recently seen contact is named, and a refresh renews it."""
+    top = 1 << 255  # the half of the space without the own id; b=1, so that it does not split
+    table = RoutingTable(0, bucket_size=2, depth_modulo=1)
+    for low, now in ((1, 1.0), (2, 2.0)):
+        assert table.add(contact_at(top + low), now) is None
+    table.add(contact_at(5), 0.0)  # splits the first bucket
+    suspect = table.add(contact_at(top + 3), 3.0)
+    assert suspect is not None
+    assert (suspect.contact, suspect.last_seen) == (contact_at(top + 1), 1.0)
+    assert contact_at(top + 3).peer_id not in table
+    assert not table.has_room(contact_at(top + 4).peer_id)
+    assert table.add(contact_at(top + 1), 4.0) is None
+    suspect = table.add(contact_at(top + 3), 5.0)
+    assert suspect is not None
+    assert suspect.contact == contact_at(top + 2)
+
+
+def test_the_latest_replacement_takes_an_empty_place() -> None:
+    """When a contact is removed, the most recently added replacement moves up, and not before."""
+    top = 1 << 255
+    table = RoutingTable(0, bucket_size=1, depth_modulo=1)
+    for low in (1, 2, 3):
+        table.add(contact_at(top + low), float(low))
+    assert table.remove(contact_at(top + 1).peer_id)
+    assert table.contacts() == (
+        contact_at(top + 3),
+    )  # of the waiting 2 and 3, the bound of one kept the later
+    assert not table.remove(contact_at(top + 1).peer_id)
+    assert table.remove(contact_at(top + 3).peer_id)
+    assert len(table) == 0
+
+
+def test_a_removed_replacement_does_not_come_back() -> None:
+    """Removing a peer removes it from the waiting list too."""
+    top = 1 << 255
+    table = RoutingTable(0, bucket_size=1, depth_modulo=1)
+    for low in (1, 2):
+        table.add(contact_at(top + low), 0.0)
+    assert not table.remove(contact_at(top + 2).peer_id)
+    table.remove(contact_at(top + 1).peer_id)
+    assert len(table) == 0
+
+
+def test_a_contact_that_moved_has_one_address() -> None:
+    """Adding a known id with another address replaces the address."""
+    table = RoutingTable(0)
+    moved = Contact(contact_at(9).peer_id, Address("10.9.9.9", 9))
+    table.add(contact_at(9), 0.0)
+    table.add(moved, 1.0)
+    assert table.contacts() == (moved,)
+
+
+def test_splitting_ends_at_the_last_bit() -> None:
+    """Ids that share all bits but the last fill buckets to the full depth without an endless split."""
+    table = RoutingTable(0, bucket_size=1)
+    for node in (1, 2, 3, 4):
+        table.add(contact_at(node), 0.0)
+    assert {node_id(c.peer_id) for c in table.contacts()} >= {1}
+
+
+def test_stale_buckets_come_oldest_first() -> None:
+    """Only buckets without a lookup since the limit are named, by an id inside them, the stalest first."""
+    table = RoutingTable(0, bucket_size=1, depth_modulo=1)
+    low, high = 5, (1 << 255) + 5
+    table.add(contact_at(low), 0.0)
+    table.add(contact_at(high), 0.0)
+    assert table.bucket_count == 2
+    table.looked_up(low, 20.0)
+    table.looked_up(high, 10.0)
+    rng = random.Random(0)
+    first, second = table.stale_targets(older_than=30.0, rng=rng)
+    assert (first >> 255, second >> 255) == (1, 0)
+    assert [target >> 255 for target in table.stale_targets(older_than=15.0, rng=rng)] == [1]
+    assert table.stale_targets(older_than=10.0, rng=rng) == ()
+
+
+def test_sizes_must_be_positive() -> None:
+    """k and b below one are refused."""
+    with pytest.raises(ValueError, match="bucket_size"):
+        RoutingTable(0, bucket_size=0)
+    with pytest.raises(ValueError, match="depth_modulo"):
+        RoutingTable(0, depth_modulo=0)
