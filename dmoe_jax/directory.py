@@ -308,11 +308,17 @@ async def open_expert_directory(
     config: DirectoryConfig = DirectoryConfig(),
 ) -> AsyncIterator[ExpertDirectory]:
     """A directory that keeps itself fresh until the block ends."""
+    failure: Exception | None = None
     async with trio.open_nursery() as nursery:
         directory = ExpertDirectory(dht, nursery, config=config)
         nursery.start_soon(directory.run)
-        yield directory
+        try:
+            yield directory
+        except Exception as error:
+            failure = error  # raised below as it is: the nursery would wrap it into an ExceptionGroup
         nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
 
 
 def _parse_children(record: Record | None) -> dict[int, _Child]:

@@ -84,6 +84,9 @@ def local_mixture(
     connection, so that this is what an expert with nothing to add would return. What a masked expert would
     have computed has no influence, on the value or on a gradient.
 
+    The parameters of the chosen experts are gathered into [B, K, ...]: right for any expert, but memory grows
+    with the batch and not with the number of experts.
+
     Args:
       expert: the network that all experts share.
       params: stacked parameters, [E, ...].

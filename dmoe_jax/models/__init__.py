@@ -1,0 +1,1 @@
+"""Models cut where the network cuts them: segments for the trainer, and the same model in one jit."""

@@ -163,8 +163,12 @@ def init_experts(key: PRNGKeyArray, config: TransformerXLConfig) -> tuple[PyTree
 
 def empty_memory(config: TransformerXLConfig, batch: int) -> Memory:
     """The memory before the first segment: no slot filled."""
-    states = jnp.zeros((batch, config.mem_len, config.d_model))
-    return (LayerMemory(states, jnp.zeros((batch, config.mem_len), bool)),) * config.num_layers
+    shape = (batch, config.mem_len)
+    # Arrays of its own for each layer: a caller may donate them.
+    return tuple(
+        LayerMemory(jnp.zeros((*shape, config.d_model)), jnp.zeros(shape, bool))
+        for _ in range(config.num_layers)
+    )
 
 
 def forget(memory: Memory, restarted: Bool[Array, " batch"]) -> Memory:

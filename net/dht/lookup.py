@@ -8,9 +8,9 @@ can be reached have answered.
 - At most `parallelism` (alpha) questions are open at once. When alpha answers in a row brought nobody nearer,
   the lookup has *stalled*: it then asks all of the `beam_size` nearest at once (the paper's final round), and
   returns to alpha as soon as somebody nearer turns up.
-- A peer silent for `slow_after_s` becomes UNRESPONSIVE: it holds no place among the open questions and the
-  result does not wait for it, but a late answer still counts. So a dead peer costs a lookup less than its
-  call's whole timeout.
+- A peer silent for `slow_after_s` becomes UNRESPONSIVE: it holds no place among the open questions, and once
+  `beam_size` others have answered the result does not wait for it. Otherwise its late answer or its failure
+  is awaited: where everybody is slow, impatience would find nobody.
 - Peers that invent ever nearer peers cannot keep a lookup going: it asks at most `max_queries` times.
 """
 
@@ -32,7 +32,7 @@ class PeerState(enum.Enum):
     WAITING = enum.auto()
     """Asked, and counted against the parallelism. Left by an answer, a failure, or `slow_after_s`."""
     UNRESPONSIVE = enum.auto()
-    """Asked long ago; no longer waited for. Left by a late answer or a failure."""
+    """Asked long ago; awaited only if the others are too few. Left by a late answer or a failure."""
     SUCCEEDED = enum.auto()
     """Answered. Final."""
     FAILED = enum.auto()
@@ -48,7 +48,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Nothing to do before an outcome is reported or, if `until` is not None, before that time."""
+    """Nothing to do before an outcome is reported or, if `until` is not None, before that time.
+
+    Every question must have an outcome at some time, that is, every call a timeout.
+    """
 
     until: float | None
 
@@ -67,7 +70,7 @@ class LookupConfig:
     beam_size: int = 20
     """k of the paper: how many of the nearest peers must have answered."""
     slow_after_s: float = 1.0
-    """Silence in seconds after which a peer is no longer waited for."""
+    """Silence in seconds after which others are asked in a peer's stead."""
     max_queries: int = 200
     """Most questions of one lookup: ten times what the beam needs, room for a swarm that is mostly dead."""
 
@@ -115,8 +118,7 @@ class Lookup:
         self._learn(seeds)
 
     def next(self, now: float) -> Ask | Wait | Finished:
-        """The next thing to do. Call it again after each `Ask`, after each outcome, and when a `Wait` has run
-        out."""
+        """The next thing to do. Call again after each `Ask`, each outcome, and when a `Wait` has run out."""
         if self._finished or (self._first_value and self.record is not None):
             self._finished = True
             return Finished()
@@ -124,21 +126,22 @@ class Lookup:
         waiting = [peer for peer in self._peers.values() if peer.state is PeerState.WAITING]
         wait = Wait(until=min((peer.slow_at for peer in waiting), default=None))
         candidate, is_complete = self._scan()
-        if candidate is not None and self.queries < self._config.max_queries:
+        if candidate is not None and self.queries >= self._config.max_queries:
+            is_complete = not waiting
+        elif candidate is not None:
             if len(waiting) >= self._capacity():
                 return wait
             candidate.state = PeerState.WAITING
             candidate.slow_at = now + self._config.slow_after_s
             self.queries += 1
             return Ask(contact=candidate.contact)
-        if waiting and not is_complete:
+        if not is_complete:
             return wait
         self._finished = True
         return Finished()
 
     def on_success(self, peer_id: PeerId, closer: Iterable[Contact], record: Record | None = None) -> None:
-        """A peer answered with contacts and perhaps a record. Ignored unless the peer was asked and is still
-        open."""
+        """A peer answered with contacts and perhaps a record. Ignored unless its question is still open."""
         distance = xor_distance(node_id(peer_id), self.target)
         peer = self._peers.get(distance)
         if peer is None or peer.state not in (PeerState.WAITING, PeerState.UNRESPONSIVE) or self._finished:
@@ -180,18 +183,18 @@ class Lookup:
         The beam is the `beam_size` nearest peers that answered, are being waited for, or have not been asked.
         """
         room = self._config.beam_size
-        is_complete = True
+        is_complete, has_silent = True, False
         for distance in self._order:
             peer = self._peers[distance]
             if peer.state is PeerState.NEW:
                 return peer, False
-            if peer.state is PeerState.WAITING:
-                is_complete = False
+            is_complete &= peer.state is not PeerState.WAITING
+            has_silent |= peer.state is PeerState.UNRESPONSIVE
             if peer.state in (PeerState.WAITING, PeerState.SUCCEEDED):
                 room -= 1
                 if room == 0:
-                    break
-        return None, is_complete
+                    return None, is_complete
+        return None, is_complete and not has_silent
 
     def _capacity(self) -> int:
         stalled = self._without_progress >= self._config.parallelism

@@ -370,7 +370,7 @@ async def open_dht_node(
             try:
                 yield node
             except Exception as error:
-                # Taken around the nursery, which would wrap it: the block's own error should reach the caller as it
+                # Taken around the nursery, which would wrap it: the block's own error should come out as it
                 # is, and not once more inside an ExceptionGroup for each node that happens to be open.
                 failure = error
             nursery.cancel_scope.cancel()

@@ -280,7 +280,7 @@ def _encoded_size(value: Value, depth: int) -> int:
     if kind is dict:
         return 5 + sum(_map_key_size(key) + _encoded_size(item, depth - 1) for key, item in value.items())
     raise ValueError(
-        f"expected None, bool, a 64-bit int, float, str, bytes, a list or a dict of these, got {value!r:.80}"
+        f"a DHT value is None, bool, 64-bit int, float, str, bytes, list or dict, got {value!r:.80}"
     )
 
 

@@ -1,2 +1,1 @@
-"""Calls between peers: `base` says what a call is, `session` is one connection's protocol (a core), `peer`
-the shell."""
+"""Calls between peers: `base` says what a call is, `session` is the core, `peer` the shell."""

@@ -45,14 +45,12 @@ class Reply:
 
 
 Handler = Callable[[Request], Awaitable[Reply]]
-"""Serves one call. It runs in a task of its own and is cancelled when the caller gives up or its deadline
-passes."""
+"""Serves one call. It runs in a task of its own, cancelled when the caller gives up or its deadline passes."""
 
 
 @runtime_checkable
 class Caller(Protocol):
-    """Whatever can place calls: `net.rpc.peer.RpcPeer` on a real network, a direct-call fake in unit
-    tests."""
+    """Whatever can place calls: `net.rpc.peer.RpcPeer`, or a direct-call fake in unit tests."""
 
     @property
     def peer_id(self) -> PeerId:

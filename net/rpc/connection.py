@@ -32,8 +32,7 @@ _CLOSE_TIMEOUT_S = 1.0
 """For the transport's farewell; then the link is aborted."""
 
 _WRITE_BYTES = 256 * 1024
-"""Frames written in one go. Small calls that were placed meanwhile leave together; larger batches gain
-nothing."""
+"""Frames written in one go. Small calls placed meanwhile leave together; larger batches gain nothing."""
 
 _MIN_TIMEOUT_S = 0.001
 """What a call says on the wire when its caller's deadline is here already."""
@@ -91,8 +90,7 @@ class Connection:
         self._end(ConnectionLost(reason))
 
     async def run(self) -> None:
-        """Serve until the connection ends, for whatever reason; then the link is closed and nothing is left
-        running.
+        """Serve until the connection ends, for whatever reason; then nothing is left open or running.
 
         Does not raise (besides `trio.Cancelled`): a connection's trouble is its own. Its end cancels the
         handlers that serve it and fails the calls that wait on it.

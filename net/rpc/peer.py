@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 MAX_OUTGOING_CONNECTIONS = 384
 MAX_INCOMING_CONNECTIONS = 512
-"""Both bounds: together they stay below the 1024 descriptors that most systems give a process. At either
+"""Together they stay below the 1024 descriptors that most systems give a process. At either
 bound the connection that has been idle for longest makes room; its peer dials again when it next has
 something to say."""
 
@@ -153,8 +153,11 @@ class RpcPeer:
         """
         if not timeout_s <= MAX_TIMEOUT_S:
             raise ValueError(f"timeout_s must be at most {MAX_TIMEOUT_S:g} s, got {timeout_s!r}")
+        if timeout_s <= 0:  # what is left of somebody's time may be nothing: then nothing is sent
+            await trio.lowlevel.checkpoint()
+            raise PeerTimeout(f"no time left to call {method!r} at {address}")
         connection: Connection | None = None
-        with trio.move_on_after(max(timeout_s, 0.0)) as scope:
+        with trio.move_on_after(timeout_s) as scope:
             connection = await self._connection_to(address)
             return await connection.call(method, body, tensors, deadline=scope.deadline)
         if connection is None:

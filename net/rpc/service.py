@@ -7,8 +7,7 @@ from net.rpc.base import Handler, Reply, Request
 from net.wire.messages import MAX_METHOD_CHARACTERS
 
 PING = "rpc.ping"
-"""Served by every peer: answers `{}` to anything. Tells a live peer from a dead one, and measures round
-trips."""
+"""Served by every peer: answers `{}` to anything. It tells whether a peer lives, and how far it is."""
 
 _MAX_CONCURRENT_PINGS = 64
 

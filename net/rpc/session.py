@@ -39,12 +39,10 @@ from net.wire.messages import (
 from net.wire.tensors import Tensor
 
 MAX_OUTGOING_CALLS = 1024
-"""Calls of ours under way on one connection; one more is `PeerBusy` at once. Ten times what a trainer keeps
-up."""
+"""Calls of ours under way on one connection; one more is `PeerBusy`. Ten times what a trainer needs."""
 
 MAX_INCOMING_CALLS = 256
-"""Calls of the peer's under way on one connection: what one peer can take of this process, whatever the
-method."""
+"""Calls of the peer's under way on one connection: its share of this process, whatever the method."""
 
 MAX_QUEUED_FRAMES = 4 * MAX_OUTGOING_CALLS
 """Above anything that an honest peer can cause: see the list at the head of this file."""

@@ -1,2 +1,1 @@
-"""Links between peers: one set of Protocols (`base`), one module for each kind of network that implements
-them."""
+"""Links between peers: the Protocols (`base`), and a module for each kind of network."""

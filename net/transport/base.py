@@ -45,8 +45,7 @@ class Link(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Close; what `send` took over still leaves. Idempotent. If cancelled, the link is closed all the
-        same."""
+        """Close; what `send` took over still leaves. Idempotent. Closes even if cancelled."""
         ...
 
     def abort(self) -> None:

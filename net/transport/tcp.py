@@ -33,8 +33,7 @@ _BACKLOG = 128
 """Connections that the kernel holds until they are accepted: Linux's own long-standing default bound."""
 
 _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
-"""`accept` failed for want of descriptors or memory: wait for some to be freed, as `trio.serve_listeners`
-does."""
+"""`accept` failed for want of descriptors or memory: wait for some, as `trio.serve_listeners` does."""
 
 _ACCEPT_RETRY_S = 0.1
 _LINGER_ZERO = struct.pack("ii", 1, 0)  # struct linger: on, 0 s; closing then resets the connection
@@ -244,4 +243,6 @@ def _chunks(frames: Iterable[EncodedFrame]) -> Iterator[bytes | memoryview]:
 
 def _reason(exc: BaseException) -> str:
     """One line for people."""
+    if isinstance(exc, OSError) and not isinstance(exc, socket.gaierror) and exc.errno:
+        return os.strerror(exc.errno)  # trio's own text repeats the address
     return (getattr(exc, "strerror", None) or str(exc) or type(exc).__name__).splitlines()[0]

@@ -1,2 +1,1 @@
-"""From values to bytes and back: CBOR (`codec`), tensors, frames, and the messages of the RPC layer. All
-cores."""
+"""Cores that turn values into bytes and back: CBOR (`codec`), tensors, frames, RPC messages."""

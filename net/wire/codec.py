@@ -23,8 +23,7 @@ MAX_ENCODED_BYTES = 64 * 1024
 hostile input (10 MB of 0x80 became 698 MB), so this bound keeps the worst case at 5 MB and 30 ms."""
 
 MAX_DEPTH = 16
-"""Containers inside containers. Ours nest about five deep; recursion in Python and Rust stays far from its
-limits."""
+"""Containers inside containers. Ours nest about five deep, and recursion stays far from its limits."""
 
 _INT_MIN = -(2**63)
 _INT_MAX = 2**64 - 1
@@ -32,9 +31,8 @@ _INT_MAX = 2**64 - 1
 _KNOWN_TAGS = (
     0, 1, 2, 3, 4, 5, 25, 28, 29, 30, 35, 36, 37, 52, 54, 100, 256, 258, 260, 261, 1004, 43000, 55799,
 )  # fmt: skip
-"""Every tag for which cbor2 6.2 has a decoder of its own. These must be overridden one by one; all other tags
-reach `tag_hook`. A tag that a later cbor2 learns is still refused by the check of types afterwards, or by the
-comparison."""
+"""Every tag for which cbor2 6.2 has a decoder of its own. These must be overridden one by one; all others
+reach `tag_hook`. A tag that a later cbor2 learns still fails the check of types, or the comparison."""
 
 
 def encode(value: Any) -> bytes:

@@ -35,8 +35,7 @@ MAGIC = b"DMX"
 VERSION = 1
 MAX_HEADER_BYTES = MAX_ENCODED_BYTES
 MAX_BODY_BYTES = 256 * 2**20
-"""Of one frame. The largest message is an expert's state (tens of MB); whatever is bigger travels in
-parts."""
+"""Of one frame. The largest message is an expert's state (tens of MB); the rest travels in parts."""
 
 _PREAMBLE = struct.Struct("!3sBIQ")
 _SCRATCH_BYTES = 32 * 1024
@@ -122,8 +121,7 @@ class FrameReader:
 
     @property
     def at_boundary(self) -> bool:
-        """Whether everything received so far belongs to complete frames: the only place for a stream to end
-        well."""
+        """Whether all that was received belongs to complete frames: where a stream may end."""
         return self._header is None and self._start == self._end
 
     def buffer(self) -> memoryview:
@@ -198,8 +196,7 @@ class FrameReader:
             self._start += self._filled
 
     def _make_room(self, nbytes: int) -> None:
-        """Let scratch hold `nbytes` from the first unparsed byte on: move what is there to the front, or
-        grow."""
+        """Let scratch hold `nbytes` from the first unparsed byte on: move that to the front, or grow."""
         if self._start + nbytes <= len(self._scratch):
             return
         self._scratch[: self._end - self._start] = self._scratch[self._start : self._end]

@@ -119,12 +119,10 @@ def encode_message(message: Message) -> EncodedFrame:
                 {"type": "reply", "id": message.call_id, "body": dict(message.body)}, message.tensors
             )
         case CallError():
-            text = (
-                message.message[:MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
-            )  # lone surrogates
-            return encode_frame(
-                {"type": "error", "id": message.call_id, "kind": message.kind.value, "message": text}
-            )
+            # An exception's text may hold lone surrogates, which UTF-8 cannot express.
+            text = message.message[:MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
+            header = {"type": "error", "id": message.call_id, "kind": message.kind.value, "message": text}
+            return encode_frame(header)
         case CallCancel():
             return encode_frame({"type": "cancel", "id": message.call_id})
 

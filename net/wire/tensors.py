@@ -24,15 +24,13 @@ ALIGNMENT = 64
 """Bytes. XLA's CPU client aliases host buffers with this alignment and copies all others."""
 
 MAX_TENSORS = 64
-"""Per message. Calls here carry a handful; an expert's whole state, its optimiser's included, has a few
-dozen."""
+"""Per message. Calls here carry a handful; an expert's whole state has a few dozen."""
 
 MAX_RANK = 8
 """NumPy would take 64, but nothing here has more than five dimensions."""
 
 MAX_TENSOR_BYTES = 2**40
-"""Where a table stops being believable. It keeps all sums far inside 64 bits; `frames` sets the real
-limit."""
+"""Where a table stops being believable. Sums stay far inside 64 bits; `frames` sets the real limit."""
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "bool": np.dtype(np.bool_),

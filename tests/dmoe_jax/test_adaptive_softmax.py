@@ -88,10 +88,14 @@ def test_loss_and_gradients_equal_the_naive_ones(cutoffs, seed, spread):
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 32, 33, 39, 40])
 def test_every_bucket_boundary(count):
-    """`count` tokens in the last cluster, the rest in the head: no token is dropped at a bucket's edge."""
-    targets = [30 + i % 20 for i in range(count)] + [i % 10 for i in range(40 - count)]
-    assert_equals_naive((10, 25), targets)
-    assert_equals_naive((10, 25), targets[::-1])
+    """No token is dropped or counted twice at a bucket's edge, whichever cluster's rows lie behind it.
+
+    `count` tokens are in one tail cluster; the rest are in the head, or in the other tail cluster.
+    """
+    for low, rest in ((10, 0), (25, 0), (10, 25), (25, 10)):
+        targets = [low + i % 10 for i in range(count)] + [rest + i % 10 for i in range(40 - count)]
+        assert_equals_naive((10, 25), targets)
+        assert_equals_naive((10, 25), targets[::-1])
 
 
 @pytest.mark.parametrize("n", [1, 16, 17])

@@ -11,7 +11,7 @@ from dmoe_jax.routing.beam_search import BeamResult, Children, Coordinates, sear
 
 
 def children_of(experts: set[Coordinates], grid_dims: int) -> dict[Coordinates, list[int]]:
-    """The true children of every partial path that a search of these experts could ask for, dead ones included."""
+    """The true children of every partial path that leads to one of these experts."""
     found: dict[Coordinates, set[int]] = {(): set()}
     for expert in experts:
         for length in range(grid_dims):
@@ -22,7 +22,7 @@ def children_of(experts: set[Coordinates], grid_dims: int) -> dict[Coordinates, 
 def run_search(
     scores: list[np.ndarray], grid: Children, *, k: int, beam_size: int | None = None
 ) -> tuple[BeamResult, list[tuple[Coordinates, ...]]]:
-    """Drive the search to its end; what the grid does not list has no children. Also returns what each round asked."""
+    """Drive the search to its end, with what each round asked; unlisted paths have no children."""
     known: dict[Coordinates, list[int]] = {}
     rounds = []
     while (result := search_beams(scores, known, k=k, beam_size=beam_size)).missing:
@@ -81,7 +81,7 @@ def test_equals_exhaustive_search_whatever_the_grid_and_the_ties(
 @given(st.integers(0, 2**32 - 1), st.floats(0.0, 1.0), st.integers(1, 4))
 @settings(max_examples=100, deadline=None)
 def test_holes_never_cost_an_expert(seed: int, density: float, k: int) -> None:
-    """Each sample gets min(k, living) distinct living experts, even when some paths are announced but dead."""
+    """Each sample gets min(k, living) distinct living experts, even when announced paths are dead."""
     rng = np.random.default_rng(seed)
     grid_size = (4, 4, 4)
     experts = {e for e in sorted(full(grid_size)) if rng.random() < density}

@@ -67,6 +67,13 @@ def forward_from_hidden(hidden, trunk, experts, memory, targets, alive=None):
     return parts.token_nll(trunk["embed"], trunk["head"], hidden, targets)
 
 
+@jax.jit
+def jacobian_of_losses(*args):
+    """d loss[t] / d embedding[s], [t, batch, s, d_model]; samples are independent, so summing over them loses
+    nothing."""
+    return jax.jacrev(lambda hidden: forward_from_hidden(hidden, *args[1:]).sum(axis=0))(args[0])
+
+
 @pytest.mark.parametrize("memory", [txl.empty_memory(CONFIG, 2), filled_memory()], ids=["empty", "filled"])
 def test_later_words_do_not_reach_earlier_losses(memory):
     """d loss[t] / d embedding[s] is exactly zero for s > t through attention AND routing, and not zero for s
@@ -74,9 +81,7 @@ def test_later_words_do_not_reach_earlier_losses(memory):
     trunk, experts = make_params()
     batch = make_batch()
     hidden = txl.embed(trunk["embed"], batch.tokens)
-    jacobian = jax.jit(
-        jax.jacrev(lambda h: forward_from_hidden(h, trunk, experts, memory, batch.targets).sum(0))
-    )(hidden)  # [t, batch, s, d_model]
+    jacobian = jacobian_of_losses(hidden, trunk, experts, memory, batch.targets)
     for t in range(CONFIG.seq_len):
         np.testing.assert_array_equal(jacobian[t, :, t + 1 :], 0)
         assert bool(jnp.all(jnp.any(jacobian[t, :, : t + 1] != 0, axis=-1)))

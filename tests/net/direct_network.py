@@ -145,7 +145,7 @@ def exponential_latency(mean_s: float, seed: int) -> Callable[[], float]:
 async def open_swarm(
     network: DirectNetwork, count: int, *, config: DhtConfig | None = None, **options: Any
 ) -> AsyncIterator[list[DhtNode]]:
-    """`count` DHT nodes at `address_of(0)`, `address_of(1)`, ..., joined one after the other through the first."""
+    """DHT nodes at `address_of(0)`, `address_of(1)`, ..., joined one by one through the first."""
     async with AsyncExitStack() as stack:
         nodes: list[DhtNode] = []
         for index in range(count):

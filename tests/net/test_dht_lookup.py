@@ -93,6 +93,21 @@ def test_a_silent_peer_frees_its_place_and_may_still_answer() -> None:
     assert lookup.unresponsive() == ()
 
 
+def test_where_everybody_is_slow_nobody_is_skipped() -> None:
+    """With fewer than beam_size answers each silent peer is awaited until it answers or fails."""
+    lookup = Lookup(0, peers(1, 2, 3), local_id=100, config=CONFIG)
+    assert ask_all(lookup, 0.0) == [1, 2, 3]
+    assert lookup.next(50.0) == Wait(until=None)
+    lookup.on_success(contact(3).peer_id, peers(4))
+    assert ask_all(lookup, 51.0) == [4]
+    lookup.on_success(contact(4).peer_id, [])
+    lookup.on_success(contact(1).peer_id, [])
+    assert lookup.next(52.0) == Wait(until=None)
+    lookup.on_failure(contact(2).peer_id)
+    assert lookup.next(52.0) == Finished()
+    assert lookup.closest() == tuple(peers(1, 3, 4))
+
+
 def test_copies_of_a_record_are_merged() -> None:
     """A value lookup walks the whole beam and keeps the copy that expires latest."""
     lookup = Lookup(0, peers(1, 2, 3), local_id=100, config=CONFIG)
@@ -181,14 +196,17 @@ def test_a_lookup_ends_asks_nobody_twice_and_keeps_its_bounds(
             counted = sum(now - since < 1.0 for since in open_since.values())
             assert counted <= max(parallelism, beam_size)
             continue
-        assert step.until is not None
         answering = [peer for peer in open_since if peer not in silent]
         if answering and rng.random() < 0.8:
             peer = rng.choice(answering)
             del open_since[peer]
             lookup.on_failure(peer) if peer in dead else lookup.on_success(peer, known[peer])
-        else:
+        elif step.until is not None:
             now = step.until
+        else:  # only silent peers are left: their calls time out
+            for peer in [peer for peer in open_since if peer in silent]:
+                del open_since[peer]
+                lookup.on_failure(peer)
     else:
         pytest.fail("the lookup did not end")
     assert len(asked) == len(set(asked)) == lookup.queries <= 50
@@ -218,7 +236,7 @@ def test_while_there_is_progress_alpha_is_the_bound(seed: int, parallelism: int)
 @given(st.integers(0, 2**32 - 1), st.integers(20, 80))
 @settings(max_examples=50, deadline=None)
 def test_in_a_healthy_swarm_the_nearest_are_found(seed: int, size: int) -> None:
-    """If everybody answers with the k nearest to the target that it knows, and knows all, the result is exact."""
+    """If everybody answers with the nearest of all peers, the result is exact."""
     rng = random.Random(seed)
     swarm = [contact(rng.getrandbits(256)) for _ in range(size)]
     target = rng.getrandbits(256)
@@ -239,7 +257,7 @@ def test_parameters_must_be_positive(name: str) -> None:
 
 
 def test_the_pause_doubles_up_to_its_cap() -> None:
-    """5, 10, 20, 40, then the cap of 60 s; failures during a pause do not count; one success clears everything."""
+    """5, 10, 20, 40, then the cap of 60 s; failures in a pause do not count; a success clears all."""
     blacklist, peer = Blacklist(base_s=5.0, cap_s=60.0), contact(1).peer_id
     now = 0.0
     for pause_s in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):
@@ -280,7 +298,7 @@ def test_a_failure_removes_and_an_answer_restores() -> None:
 
 
 def test_a_caller_must_prove_its_address() -> None:
-    """A stranger's claim, or a known peer's new address, is to be pinged; a known one's call only refreshes it."""
+    """A stranger's claim, or a known peer's new address, is to be pinged; other calls only refresh."""
     known = book()
     assert known.heard_from(contact(9), 0.0) == contact(9)
     assert len(known.table) == 0
@@ -292,7 +310,7 @@ def test_a_caller_must_prove_its_address() -> None:
 
 
 def test_a_full_bucket_is_not_pinged_for_every_caller() -> None:
-    """Callers that would not fit wait unpinged; only an old contact not seen for a minute is checked for them."""
+    """Callers that would not fit wait unpinged; only a contact silent for a minute is checked."""
     known, top = book(), 1 << 255
     for low in (1, 2):
         known.answered(contact(top + low), 0.0)
@@ -312,7 +330,7 @@ def test_lost_peers_are_bounded() -> None:
 
 
 def test_the_nearest_holder_hands_over_to_who_belongs_there() -> None:
-    """With two replicas, key 8 and the nodes 0 (own), 4 and 16: a newcomer at 9 belongs there, one at 32 does not."""
+    """Of two replicas of key 8, with nodes 0 (own), 16 and 20: 9 belongs there, 32 does not."""
     known = PeerBook(0, config=DhtConfig(), now=0.0)
     for node in (16, 20):
         known.answered(contact(node), 0.0)

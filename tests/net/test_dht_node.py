@@ -41,7 +41,7 @@ async def value_at(node: DhtNode, key: str) -> Any:
 
 
 async def test_every_value_is_found_from_every_node(autojump_clock: MockClock) -> None:
-    """24 nodes, exponential latency: each of 6 stored values is found from each node, on exactly the 5 nearest."""
+    """24 nodes, random latency: each value is found from each node, and lies on exactly the 5 nearest."""
     async with open_swarm(DirectNetwork(latency_s=exponential_latency(0.05, seed=1)), 24) as nodes:
         for number, node in enumerate(nodes[::4]):
             assert await node.store(f"key{number}", number, expiration=now() + 3600)
@@ -149,7 +149,7 @@ async def test_an_expired_store_is_refused_and_a_far_one_is_capped(autojump_cloc
 
 @pytest.mark.parametrize("value", [None, 0, False, 0.0, "", b"", [], {}, [None], {"": None}, -1, 2**64 - 1])
 async def test_falsy_values_are_values(autojump_clock: MockClock, value: Any) -> None:
-    """Nothing is taken for nothing: values, empty keys and empty subkeys come back as they were, type included."""
+    """Falsy values, empty keys and empty subkeys come back as they were, type included."""
     async with open_swarm(DirectNetwork(), 3) as nodes:
         assert await nodes[0].store("", value, expiration=now() + 60)
         assert await nodes[1].store("d", value, subkey="", expiration=now() + 60)
@@ -233,7 +233,7 @@ async def test_a_lone_node_is_its_own_swarm(autojump_clock: MockClock) -> None:
 
 
 async def test_joining_through_the_dead_names_them(autojump_clock: MockClock) -> None:
-    """If no initial peer answers, DialFailed lists them all in one line, after one timeout and not one each."""
+    """If no initial peer answers, DialFailed lists them all in one line, after a single timeout."""
     network = DirectNetwork()
     network.caller(address_of(1), PeerId(bytes(32)))
     network.take_down(address_of(1))
@@ -259,7 +259,7 @@ async def test_one_living_initial_peer_is_enough(autojump_clock: MockClock) -> N
 
 
 async def test_the_silent_are_blacklisted_exactly(autojump_clock: MockClock) -> None:
-    """After two nodes die, whoever looks around leaves exactly those two alone, for 5 s; their return clears it."""
+    """After two nodes die, others leave exactly those two alone; their return clears it."""
     network = DirectNetwork()
     async with open_swarm(network, 10) as nodes:
         dead = [nodes[4], nodes[7]]
@@ -281,7 +281,7 @@ async def test_the_silent_are_blacklisted_exactly(autojump_clock: MockClock) -> 
 
 
 async def test_a_split_swarm_heals(autojump_clock: MockClock) -> None:
-    """Two halves that lost each other know only themselves; after the cut is mended everybody finds everything."""
+    """Two halves that lost each other meet again once the cut is mended, and find everything."""
     network = DirectNetwork()
     async with open_swarm(network, 12) as nodes:
         island, mainland = nodes[6:], nodes[:6]
@@ -362,7 +362,7 @@ async def test_any_copy_saves_the_lookup(autojump_clock: MockClock) -> None:
 
 
 async def test_another_peer_at_a_known_address_is_noticed(autojump_clock: MockClock) -> None:
-    """When a node restarts with a new id at its old address, its old id leaves the tables and the new one enters."""
+    """When a node restarts with a new id, its old id leaves the tables and the new one enters."""
     network = DirectNetwork()
     async with open_swarm(network, 5) as nodes:
         old = nodes[4].peer_id
@@ -486,7 +486,7 @@ async def test_a_cancelled_get_leaves_nothing_behind(autojump_clock: MockClock) 
 
 
 async def test_the_same_seed_gives_the_same_swarm(autojump_clock: MockClock) -> None:
-    """Without random latency the calls of two runs are the same multiset: all chance comes from the given rng."""
+    """Two runs place the same calls (up to their order): all chance comes from the given rng."""
     logs = []
     for _ in range(2):
         network = DirectNetwork()
@@ -507,7 +507,7 @@ async def test_refresh_finds_what_nobody_looks_for(autojump_clock: MockClock) ->
 
 
 async def test_statistics_tell_of_a_clock_that_is_off(autojump_clock: MockClock) -> None:
-    """A node whose swarm time is 20 s ahead sees its initial peer 20 s behind (half the 0.05 s round trip aside)."""
+    """A node whose swarm time is 20 s ahead sees its initial peer 20 s behind."""
     network = DirectNetwork()
     async with open_swarm(network, 1):
         caller = network.caller(address_of(5), PeerId.draw(random.Random(5)))
@@ -526,7 +526,7 @@ def test_a_config_is_checked() -> None:
 
 
 async def test_the_direct_network_tells_the_truth(autojump_clock: MockClock) -> None:
-    """The fake behaves as the RPC layer: nobody there, silence, unknown methods and crashes each have their error."""
+    """As in the RPC layer, nobody there, silence, unknown methods and crashes have their own errors."""
     network = DirectNetwork()
     caller, server = network.caller(None, PeerId(bytes(32))), network.caller(address_of(1), PeerId(b"1" * 32))
 

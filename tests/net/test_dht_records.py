@@ -1,4 +1,4 @@
-"""Records: which copy wins, what is too large, and that nothing a stranger writes raises anything unexpected."""
+"""Records: which copy wins, what is too large, and what strangers may write."""
 
 import math
 from typing import Any
@@ -79,7 +79,7 @@ def put(
 def test_the_later_expiration_wins(
     before: Record | None, subkey: str | None, value: Any, expiration: float, after: Record, accepted: bool
 ) -> None:
-    """Every case of plain values and dictionaries meeting: the later expiration wins, a tie changes nothing."""
+    """Whenever plain values and dictionaries meet: the later expiration wins, a tie changes nothing."""
     assert put(before, subkey, value, expiration) == (after, accepted)
 
 

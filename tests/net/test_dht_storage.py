@@ -76,7 +76,7 @@ def test_subkeys_expire_one_by_one() -> None:
 
 
 def test_the_earliest_expiring_make_room() -> None:
-    """Beyond max_keys the record that ends first goes, even if it is the newcomer, which is then not accepted."""
+    """Beyond max_keys the record that ends first goes; if it is the newcomer, it is not accepted."""
     held = storage(max_keys=2)
     store(held, 1, "a", 10.0)
     store(held, 2, "b", 5.0)

@@ -161,7 +161,7 @@ def test_preambles_are_judged_before_anything_else_arrives(preamble: bytes) -> N
     ],
 )
 def test_header_and_lengths_must_agree(header: bytes, body_nbytes: int) -> None:
-    """A header that is no map, or a table that does not explain the body, is refused before the body comes."""
+    """No map, or a table that does not explain the body: refused before its body comes."""
     with pytest.raises(RemoteProtocolError):
         read(PREAMBLE.pack(b"DMX", 1, len(header), body_nbytes) + header)
 

@@ -22,7 +22,7 @@ def fill(table: RoutingTable, count: int, seed: int) -> list[Contact]:
 
 
 def test_a_key_is_its_sha256() -> None:
-    """The id of a key is the SHA-256 of its text: here the published digest of 'abc' (FIPS 180-2, appendix B.1)."""
+    """A key's id is the SHA-256 of its text: here the digest of 'abc' in FIPS 180-2, appendix B.1."""
     assert key_id("abc") == 0xBA7816BF8F01CFEA414140DE5DAE2223B00361A396177A9CB410FF61F20015AD
 
 
@@ -48,7 +48,7 @@ def test_bucket_counts_for_ten_thousand_peers(
 
 @pytest.mark.parametrize("size", [0, 1, 15, 500])
 def test_nearest_equals_brute_force(size: int) -> None:
-    """For random targets, own id included, and any count: the same contacts in the same order as sorting everything."""
+    """For any target and count: the same contacts in the same order as sorting everything."""
     rng = random.Random(size)
     table = RoutingTable(rng.getrandbits(ID_BITS), bucket_size=8)
     fill(table, size, seed=size + 1)
@@ -76,7 +76,7 @@ def test_the_own_id_is_never_a_contact() -> None:
 
 
 def test_a_full_bucket_names_its_oldest_contact() -> None:
-    """A newcomer to a full bucket waits; the least recently seen contact is named, and a refresh renews it."""
+    """A newcomer to a full bucket waits; the least recently seen contact is named, until refreshed."""
     top = 1 << 255  # the half of the space without the own id; b=1, so that it does not split
     table = RoutingTable(0, bucket_size=2, depth_modulo=1)
     for low, now in ((1, 1.0), (2, 2.0)):

@@ -1,0 +1,14 @@
+"""What a run leaves behind: a folder with config.json, metrics.jsonl, figure.png and report.md.
+
+`metrics.jsonl` holds one JSON object a line. These are its kinds, with the fields that the figure and the
+report read; more are welcome. `step` counts trunk updates, `time_s` is seconds since the run began.
+
+    {"kind": "train", "step", "trainer", "loss", "tokens", "time_s"}    one step; loss in nats per token
+    {"kind": "eval", "step", "perplexity", "time_s", "split"}           one evaluation
+    {"kind": "baseline", "unigram_perplexity"}                          of the validation text
+    {"kind": "calls", "step", "time_s", "ok", "failed"}                 remote calls since the run began
+    {"kind": "experts", "step", "load": {uid: n}, "peer": {uid: peer}}  samples sent to each expert since
+                                                                        the run began, and who serves it
+    {"kind": "event", "name", "step", "time_s", "detail"}               anything worth a line in the report;
+                                                                        "node_killed" also has "peer"
+"""

@@ -1,0 +1,125 @@
+"""A run's report: one Markdown page that a reader without the code can follow, next to the figure."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dmoe_jax.runs.run_folder import FIGURE, METRICS, REPORT, RunFolder
+
+MAX_EVENTS = 50
+"""Events in the report; a run of days has thousands, and metrics.jsonl has them all."""
+
+
+def write_report(
+    run_folder: RunFolder,
+    headline: Mapping[str, object],
+    *,
+    title: str = "Training run",
+    summary: str = "",
+    command: str | None = None,
+) -> Path:
+    """Write report.md: headline, figure if there is one, what happened, settings, how to do it again.
+
+    Args:
+      run_folder: the run; its config.json and metrics.jsonl are read.
+      headline: the figures that the run is about, by name; underscores are shown as spaces.
+      title: the first line.
+      summary: a paragraph under it, for instance which corpus was used.
+      command: what to type to get this run again; default: the command line that made the folder.
+
+    Returns:
+      Path of the report.
+    """
+    config = run_folder.config()
+    parts = [f"# {title}"]
+    if summary:
+        parts.append(summary)
+    parts += [
+        "## Headline",
+        _table(("figure", "value"), [(_words(name), value) for name, value in headline.items()]),
+    ]
+    if (run_folder.path / FIGURE).exists():
+        parts.append(f"![Perplexity, load of the experts, throughput and failed calls of this run]({FIGURE})")
+    parts += ["## What happened", _events(run_folder.metrics())]
+    parts += ["## Settings", _table(("setting", "value"), _flatten(config.get("settings", {})))]
+    parts += [
+        "## How to reproduce",
+        f"```sh\n{command or config.get('command', '')}\n```",
+        _environment(config),
+    ]
+    return run_folder.write_text(REPORT, "\n\n".join(parts) + "\n")
+
+
+def format_value(value: object) -> str:
+    """A value for a reader: four significant digits, thousands apart, a dash for what is not known."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:,.4g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(format_value(item) for item in value)
+    return str(value)
+
+
+def _events(metrics: Sequence[Mapping[str, Any]]) -> str:
+    """The events as a table, oldest first."""
+    events = [record for record in metrics if record["kind"] == "event"]
+    if not events:
+        return "Nothing out of the ordinary."
+    rows = [
+        (
+            record.get("step"),
+            _clock(record.get("time_s")),
+            _words(str(record.get("name"))),
+            record.get("detail", ""),
+        )
+        for record in events[:MAX_EVENTS]
+    ]
+    table = _table(("step", "time", "event", "detail"), rows)
+    left = len(events) - len(rows)
+    return f"{table}\n\nand {left:,} more in {METRICS}." if left else table
+
+
+def _environment(config: Mapping[str, Any]) -> str:
+    """One sentence on the software and the machine."""
+    versions = ", ".join(f"{name} {version}" for name, version in config.get("versions", {}).items())
+    machine = config.get("platform", {})
+    place = (
+        f"{machine.get('system', 'an unknown system')} with {machine.get('cpu_count') or 'unknown'} CPU cores"
+    )
+    return f"Made on {place}, started {config.get('started')}: {versions}."
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
+    """Nested settings as (dotted name, value) rows."""
+    rows: list[tuple[str, object]] = []
+    for name, value in settings.items():
+        rows += (
+            _flatten(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else [(f"`{prefix}{name}`", value)]
+        )
+    return rows
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table; cells that would break it are escaped."""
+    lines = [head, ["---"] * len(head), *([_cell(value) for value in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return " ".join(format_value(value).replace("|", "\\|").split())
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _clock(time_s: float | None) -> str | None:
+    """Seconds as minutes and seconds."""
+    return None if time_s is None else f"{int(time_s) // 60}:{int(time_s) % 60:02d}"

@@ -1,0 +1,236 @@
+"""A run's folder on disk: settings once, metrics line by line, texts and figures each at once.
+
+Whatever moment the process dies at, the folder can be read: a metrics line is one append of one write, and
+every other file is written under another name and moved into place.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+FIGURE = "figure.png"
+REPORT = "report.md"
+
+_PACKAGES = ("dmoe_jax", "jax", "jaxlib", "flax", "optax", "trio", "numpy")
+"""Packages whose versions change what a run computes."""
+
+_MAX_NAMES_PER_SECOND = 100
+"""Runs that may start in one second under the same name before `create` gives up."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunFolder:
+    """An existing run folder. Made by `RunFolder.create`; holds no open file, so there is nothing to close.
+
+    Attributes:
+      path: the folder.
+    """
+
+    path: Path
+
+    @classmethod
+    def create(
+        cls, path: Path | None, config: object, *, name: str = "run", resume: bool = False
+    ) -> "RunFolder":
+        """Make the folder and write `config.json` into it.
+
+        Args:
+          path: the folder; None for `runs/<name>-<date>-<time>`.
+          config: the settings, a dataclass or a mapping; see `plain` for how they become JSON.
+          name: what runs without a path are called.
+          resume: continue in a folder that is not empty. A line that a killed writer left unfinished is cut
+            off, and an event "resumed" says which settings have changed.
+
+        Raises:
+          ValueError: the path is a file, or a folder that is not empty although `resume` is false.
+          OSError: the folder cannot be written.
+        """
+        if not (isinstance(config, Mapping) or dataclasses.is_dataclass(config)):
+            raise ValueError(f"config must be a dataclass or a mapping, got {type(config).__name__}")
+        if path is None:
+            path = _make_new_folder(Path("runs"), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        elif path.exists() and not path.is_dir():
+            raise ValueError(f"the run folder {path} is a file; expected a new or empty folder")
+        elif path.is_dir() and not resume and any(path.iterdir()):
+            raise ValueError(f"the run folder {path} is not empty; expected a new or empty folder")
+        path.mkdir(parents=True, exist_ok=True)
+        folder = cls(path)
+        before = folder.config() if (path / CONFIG).exists() else None
+        after = _config_record(config)
+        folder.write_text(CONFIG, json.dumps(after, indent=2, allow_nan=False) + "\n")
+        if before is not None:
+            _cut_unfinished_line(path / METRICS)
+            changes = _changes(before.get("settings", {}), after["settings"])
+            folder.log("event", name="resumed", detail=changes or "with the same settings")
+        return folder
+
+    @property
+    def metrics_path(self) -> Path:
+        """Where `log` writes."""
+        return self.path / METRICS
+
+    def config(self) -> dict[str, Any]:
+        """What `create` wrote: settings, command, time, versions and platform.
+
+        Raises:
+          ValueError: the file was damaged since. OSError: it is gone.
+        """
+        config: dict[str, Any] = json.loads((self.path / CONFIG).read_text(encoding="utf-8"))
+        return config
+
+    def log(self, kind: str, /, **fields: object) -> None:
+        """Append one record to `metrics.jsonl`; it is with the operating system when this returns."""
+        append_metric(self.metrics_path, kind=kind, **fields)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All records so far; see `read_metrics`."""
+        return read_metrics(self.metrics_path) if self.metrics_path.exists() else []
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write a text file into the folder, at once. Returns its path."""
+        with replaced_file(self.path / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        return self.path / name
+
+
+def append_metric(path: Path, /, *, kind: str, **fields: object) -> None:
+    """Append one record to a metrics file, as one line in one write.
+
+    Several processes may append to the same file: the operating system puts each write at the end of the file
+    as it is then. Not-a-number and infinity become null, since JSON has neither.
+    """
+    line = json.dumps(plain({"kind": kind, **fields}), allow_nan=False, separators=(",", ":")) + "\n"
+    data = line.encode()
+    with path.open("ab", buffering=0) as file:
+        written = file.write(data)
+    if written != len(data):
+        raise OSError(f"{path}: only {written} of {len(data)} bytes were written; is the disk full?")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, in order, without a last line that is still being written.
+
+    Raises:
+      ValueError: naming the first line that is not a JSON object with a "kind".
+      OSError: the file cannot be read.
+    """
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:80]!r}") from error
+        if not isinstance(record, dict) or "kind" not in record:
+            raise ValueError(f"{path}, line {number}: expected a JSON object with a kind, got {line[:80]!r}")
+        records.append(record)
+    return records
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Write a file at once: yields a temporary path of the same suffix, moved to `path` after the body.
+
+    If the body raises, `path` keeps what it had and the temporary file goes.
+    """
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+        raise
+
+
+def plain(value: object) -> Any:
+    """What JSON can say of a value.
+
+    Dataclasses become maps, tuples and sets lists (sets sorted), arrays and their scalars numbers, numbers
+    that are not finite None, functions and classes their names, and anything else its `str`.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((plain(item) for item in value), key=str)
+    to_list = getattr(value, "tolist", None)  # NumPy and JAX arrays and scalars, without importing either
+    if callable(to_list):
+        listed = to_list()
+        return str(value) if listed is value else plain(listed)
+    if callable(value):
+        return getattr(value, "__qualname__", None) or str(value)
+    return str(value)
+
+
+def _make_new_folder(parent: Path, name: str) -> Path:
+    for attempt in range(_MAX_NAMES_PER_SECOND):
+        path = parent / (name if attempt == 0 else f"{name}-{attempt + 1}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise ValueError(f"{parent} has {_MAX_NAMES_PER_SECOND} run folders called {name} already; pass a path")
+
+
+def _config_record(config: object) -> dict[str, Any]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "settings": plain(config),
+        "command": _command_line(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": versions,
+        "platform": {
+            "system": platform.platform(),
+            "machine": platform.machine(),
+            "cpu_count": os.cpu_count(),
+        },
+    }
+
+
+def _command_line() -> str:
+    """What was typed to start this process, near enough to type it again."""
+    arguments = sys.orig_argv[1:]
+    if arguments and Path(arguments[0]).parent == Path(sys.executable).parent:
+        return shlex.join([Path(arguments[0]).name, *arguments[1:]])  # an installed script, such as `dmoe`
+    return shlex.join(["python", *arguments])
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    names = sorted({*before, *after})
+    return "; ".join(
+        f"{name}: {before.get(name)!r} -> {after.get(name)!r}"
+        for name in names
+        if before.get(name) != after.get(name)
+    )
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Make the file end with a line feed, so that the next line does not continue a dead writer's."""
+    if path.exists():
+        data = path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.truncate(path, whole)

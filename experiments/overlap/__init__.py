@@ -1,0 +1,1 @@
+"""Do asynchronous trainers overlap their waits?"""

@@ -1,0 +1,5 @@
+"""`python -m experiments.overlap`; see README.md beside this file."""
+
+from experiments.overlap.run import main
+
+main()

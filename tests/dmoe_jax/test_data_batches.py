@@ -1,0 +1,172 @@
+"""Segments of text: in order, disjoint between trainers, every target once in evaluation."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dmoe_jax.data.batches import SegmentStream, evaluation_segments
+
+
+def text(num_tokens: int) -> np.ndarray:
+    """A text in which every word is its own place."""
+    return np.arange(num_tokens, dtype=np.int32)
+
+
+def test_stream_by_hand() -> None:
+    """13 tokens are 4 segments of 3; two rows start at segments 0 and 2 and walk round."""
+    stream = SegmentStream(text(13), batch_size=2, seq_len=3)
+    first, second, third, fourth, fifth = itertools.islice(stream, 5)
+    np.testing.assert_array_equal(first.tokens, [[0, 1, 2], [6, 7, 8]])
+    np.testing.assert_array_equal(first.targets, [[1, 2, 3], [7, 8, 9]])
+    np.testing.assert_array_equal(first.is_first, [True, True])
+    np.testing.assert_array_equal(second.tokens, [[3, 4, 5], [9, 10, 11]])
+    np.testing.assert_array_equal(second.targets, [[4, 5, 6], [10, 11, 12]])
+    np.testing.assert_array_equal(second.is_first, [False, False])
+    np.testing.assert_array_equal(third.tokens, [[6, 7, 8], [0, 1, 2]])
+    np.testing.assert_array_equal(third.is_first, [False, True])
+    np.testing.assert_array_equal(fourth.is_first, [False, False])
+    np.testing.assert_array_equal(fifth.tokens, first.tokens)
+    np.testing.assert_array_equal(fifth.is_first, [True, False])
+    assert first.tokens.dtype == first.targets.dtype == np.int32
+    assert first.mask.all()
+    assert stream.position == 5
+
+
+def test_stream_that_resumes_goes_on_where_it_was() -> None:
+    """A new stream at the saved position gives the batch that the old one gives next."""
+    settings_ = {"batch_size": 2, "seq_len": 5, "shard": 1, "num_shards": 3, "seed": 7}
+    old = SegmentStream(text(400), **settings_)
+    for _ in range(30):
+        next(old)
+    new = SegmentStream(text(400), **settings_, position=old.position)
+    for ours, theirs in zip(next(new), next(old), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    new.seek(0)
+    np.testing.assert_array_equal(next(new).tokens, SegmentStream(text(400), **settings_).at(0).tokens)
+
+
+def test_batches_are_copies() -> None:
+    """Writing to a batch does not write to the text, so a read-only text gives writable batches."""
+    ids = text(20)
+    ids.flags.writeable = False
+    batch = SegmentStream(ids, batch_size=1, seq_len=4).at(0)
+    batch.tokens[:] = 99
+    assert ids[0] == 0
+
+
+def test_seeds_turn_the_circle() -> None:
+    """Different seeds start at different places, the same seed at the same."""
+    starts = {
+        int(SegmentStream(text(4001), batch_size=1, seq_len=4, seed=seed).at(0).tokens[0, 0])
+        for seed in range(20)
+    }
+    assert len(starts) > 10
+    again = {
+        int(SegmentStream(text(4001), batch_size=1, seq_len=4, seed=seed).at(0).tokens[0, 0])
+        for seed in range(20)
+    }
+    assert starts == again
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    num_tokens=st.integers(2, 300),
+    batch_size=st.integers(1, 4),
+    seq_len=st.integers(1, 7),
+    num_shards=st.integers(1, 4),
+    seed=st.none() | st.integers(0, 5),
+)
+def test_stream_properties(
+    num_tokens: int, batch_size: int, seq_len: int, num_shards: int, seed: int | None
+) -> None:
+    """Targets follow tokens, rows continue or restart, shards are disjoint, a full walk reads all once."""
+    num_segments = (num_tokens - 1) // seq_len
+    assume(num_segments >= batch_size * num_shards)
+    streams = [
+        SegmentStream(
+            text(num_tokens),
+            batch_size=batch_size,
+            seq_len=seq_len,
+            shard=shard,
+            num_shards=num_shards,
+            seed=seed,
+        )
+        for shard in range(num_shards)
+    ]
+    epoch = [next(stream) for stream in streams for _ in range(streams[0].batches_per_epoch)]
+    read = np.concatenate([batch.tokens.ravel() for batch in epoch])
+    assert len(np.unique(read)) == len(read)
+
+    walk = [streams[0].at(position) for position in range(num_segments)]
+    for batch in walk:
+        np.testing.assert_array_equal(batch.targets, batch.tokens + 1)
+    for before, after in itertools.pairwise(walk):
+        continues = after.tokens[:, 0] == before.targets[:, -1]
+        np.testing.assert_array_equal(continues, ~after.is_first)
+        assert (after.tokens[after.is_first, 0] == 0).all()
+    for row in range(batch_size):
+        seen = np.concatenate([batch.tokens[row] for batch in walk])
+        np.testing.assert_array_equal(np.sort(seen), np.arange(num_segments * seq_len))
+
+
+def test_stream_checks_its_arguments() -> None:
+    """Wrong counts and texts that are too short are refused with the numbers in the message."""
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        SegmentStream(text(10), batch_size=0, seq_len=2)
+    with pytest.raises(ValueError, match="shard must be from 0 to 1, got 2"):
+        SegmentStream(text(10), batch_size=1, seq_len=2, shard=2, num_shards=2)
+    with pytest.raises(ValueError, match=r"2 x 3 rows, that is 13 tokens, got 12"):
+        SegmentStream(text(12), batch_size=3, seq_len=2, num_shards=2)
+    with pytest.raises(ValueError, match="position must not be negative"):
+        SegmentStream(text(12), batch_size=1, seq_len=2, position=-1)
+    with pytest.raises(ValueError, match="position must not be negative"):
+        SegmentStream(text(12), batch_size=1, seq_len=2).at(-1)
+    SegmentStream(text(13), batch_size=3, seq_len=2, num_shards=2)
+
+
+def test_evaluation_by_hand() -> None:
+    """Eight tokens have seven targets: rows of four and three, in batches of three columns."""
+    first, second = evaluation_segments(text(8), batch_size=2, seq_len=3)
+    np.testing.assert_array_equal(first.tokens, [[0, 1, 2], [4, 5, 6]])
+    np.testing.assert_array_equal(first.targets, [[1, 2, 3], [5, 6, 7]])
+    np.testing.assert_array_equal(first.mask, np.ones((2, 3), bool))
+    np.testing.assert_array_equal(second.targets, [[4, 4, 4], [7, 7, 7]])
+    np.testing.assert_array_equal(second.mask, [[True, False, False], [False, False, False]])
+    np.testing.assert_array_equal(first.is_first, [True, True])
+    np.testing.assert_array_equal(second.is_first, [False, False])
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    num_tokens=st.integers(2, 200),
+    batch_size=st.integers(1, 9),
+    seq_len=st.integers(1, 9),
+    max_tokens=st.none() | st.integers(1, 250),
+)
+def test_evaluation_covers_each_target_once(
+    num_tokens: int, batch_size: int, seq_len: int, max_tokens: int | None
+) -> None:
+    """Under the mask all targets, or the first max_tokens, occur once, after their own word."""
+    batches = list(
+        evaluation_segments(text(num_tokens), batch_size=batch_size, seq_len=seq_len, max_tokens=max_tokens)
+    )
+    targets = np.concatenate([batch.targets[batch.mask] for batch in batches])
+    last = num_tokens - 1 if max_tokens is None else min(num_tokens - 1, max_tokens)
+    np.testing.assert_array_equal(np.sort(targets), np.arange(1, last + 1))
+    for batch in batches:
+        assert batch.tokens.shape == batch.targets.shape == batch.mask.shape == (batch_size, seq_len)
+        np.testing.assert_array_equal(batch.targets, batch.tokens + 1)
+    for before, after in itertools.pairwise(batches):
+        counted = after.mask[:, 0]
+        np.testing.assert_array_equal(after.tokens[counted, 0], before.targets[counted, -1])
+
+
+def test_evaluation_checks_its_arguments_at_the_call() -> None:
+    """Nothing has to be iterated to learn that the arguments are wrong."""
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        evaluation_segments(text(8), batch_size=2, seq_len=3, max_tokens=0)
+    with pytest.raises(ValueError, match="at least 2 tokens, got 1"):
+        evaluation_segments(text(1), batch_size=2, seq_len=3)

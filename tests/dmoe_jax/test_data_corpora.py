@@ -1,0 +1,313 @@
+"""Corpora: what is used and why, what is refused, and the facts of WikiText-2."""
+
+import gzip
+import hashlib
+import http.client
+import io
+import os
+import socket
+import urllib.error
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pytest
+
+from dmoe_jax.data import embedded, wikitext2
+from dmoe_jax.data.corpora import Corpus, load_corpus
+from dmoe_jax.data.errors import DataError
+from dmoe_jax.data.vocabulary import EOS, UNK, unigram_perplexity
+
+TINY = {
+    "train": b" \n = A = \n b b <unk> \n c d \n",  # 12 tokens, 7 different words: = b <eos> A <unk> c d
+    "valid": b"b c\nd\n",  # 5 tokens
+    "test": b"A\n",  # 2 tokens
+}
+
+OpenUrl = Callable[[str, float], IO[bytes]]
+
+
+@pytest.fixture(autouse=True)
+def _no_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test sees the caller's data or cache, and none reaches a network."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a test tried to use the network")
+
+    monkeypatch.delenv("DMOE_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("socket", "create_connection", "getaddrinfo"):
+        monkeypatch.setattr(socket, name, refuse)
+
+
+@pytest.fixture
+def tiny_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The facts of a text of nineteen tokens in place of WikiText-2's."""
+    monkeypatch.setattr(wikitext2, "NUM_TOKENS", {"train": 12, "valid": 5, "test": 2})
+    monkeypatch.setattr(wikitext2, "VOCAB_SIZE", 7)
+    monkeypatch.setattr(
+        wikitext2, "SHA256", {split: hashlib.sha256(text).hexdigest() for split, text in TINY.items()}
+    )
+
+
+def make_folder(folder: Path, texts: dict[str, bytes]) -> Path:
+    """A folder for DMOE_DATA."""
+    (folder / "wikitext-2").mkdir(parents=True)
+    for split, text in texts.items():
+        (folder / "wikitext-2" / f"{split}.txt.gz").write_bytes(gzip.compress(text))
+    return folder
+
+
+def serving(texts: dict[str, bytes]) -> OpenUrl:
+    """An opener that knows the public addresses of these texts."""
+    by_url = {f"{wikitext2.BASE_URL}{split}.txt": text for split, text in texts.items()}
+    return lambda url, timeout_s: io.BytesIO(by_url[url])
+
+
+def unreachable(url: str, timeout_s: float) -> IO[bytes]:
+    raise urllib.error.URLError("no route to host")
+
+
+def forbidden(url: str, timeout_s: float) -> IO[bytes]:
+    raise AssertionError(f"{url} was opened")
+
+
+def words_of(corpus: Corpus, split: str) -> list[str]:
+    return corpus.vocabulary.decode(getattr(corpus, split))
+
+
+def test_lines_end_in_eos() -> None:
+    """Blank lines count, and a last line without a line feed is a line too."""
+    assert wikitext2.split_words(b" a  b \n\nc") == ["a", "b", EOS, EOS, "c", EOS]
+    assert wikitext2.split_words(b"") == []
+
+
+def test_git_blob_ids() -> None:
+    """The ids that git gives the empty file and the example of the book Pro Git (section 10.2)."""
+    assert wikitext2.git_blob_id(b"") == "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
+    assert wikitext2.git_blob_id(b"test content\n") == "d670460b4b4aece5915caf5c68d12f560a9fe3e4"
+
+
+@pytest.mark.usefixtures("tiny_facts")
+@pytest.mark.parametrize("source", ["auto", "wikitext-2"])
+def test_folder_is_used_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """A good DMOE_DATA is read without a look at cache or network, and the description says so."""
+    folder = make_folder(tmp_path / "data", TINY)
+    monkeypatch.setenv("DMOE_DATA", str(folder))
+    corpus = load_corpus(source=source, open_url=forbidden)
+    assert corpus.name == "wikitext-2"
+    assert corpus.description == (
+        f"WikiText-2 from DMOE_DATA={folder}: 12 / 5 / 2 tokens (train / valid / test), vocabulary 7"
+    )
+    assert words_of(corpus, "train") == [EOS, "=", "A", "=", EOS, "b", "b", UNK, EOS, "c", "d", EOS]
+    assert words_of(corpus, "valid") == ["b", "c", EOS, "d", EOS]
+    assert corpus.vocabulary.words == (EOS, "=", "b", UNK, "A", "c", "d")
+    with pytest.raises(ValueError, match="read-only"):
+        corpus.train[0] = 1
+
+
+@pytest.mark.usefixtures("tiny_facts")
+def test_broken_folders_are_never_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing, corrupt, cut, miscounted and mis-encoded files are errors that name the file."""
+    valid = Path("wikitext-2", "valid.txt.gz")
+    damages: list[tuple[bytes | None, str]] = [
+        (None, "is missing: expected the valid text of WikiText-2"),
+        (b"not gzip", "cannot be read: expected gzip of UTF-8 text"),
+        (gzip.compress(os.urandom(1000))[:-500], "cannot be read"),
+        (gzip.compress(b"b c\n"), "expected 5 tokens with one <eos> a line, got 3"),
+        (gzip.compress(b"b \xff\n d\n"), "expected UTF-8 text"),
+    ]
+    for number, (content, message) in enumerate(damages):
+        folder = make_folder(tmp_path / str(number), TINY)
+        if content is None:
+            (folder / valid).unlink()
+        else:
+            (folder / valid).write_bytes(content)
+        monkeypatch.setenv("DMOE_DATA", str(folder))
+        with pytest.raises(DataError, match=message) as caught:
+            load_corpus(open_url=forbidden)
+        assert str(folder / valid) in str(caught.value)
+    monkeypatch.setenv("DMOE_DATA", str(tmp_path / "absent"))
+    with pytest.raises(DataError, match=r"train\.txt\.gz is missing"):
+        load_corpus(open_url=forbidden)
+
+
+@pytest.mark.usefixtures("tiny_facts")
+def test_train_must_have_the_known_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens but one word fewer is another text."""
+    monkeypatch.setenv(
+        "DMOE_DATA", str(make_folder(tmp_path, {**TINY, "train": TINY["train"].replace(b"d", b"c")}))
+    )
+    with pytest.raises(DataError, match="expected 7 different words in train, got 6"):
+        load_corpus()
+
+
+def test_gzip_bombs_are_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file that unfolds past the limit is refused before it is counted."""
+    monkeypatch.setattr(wikitext2, "MAX_TEXT_BYTES", 1000)
+    monkeypatch.setenv("DMOE_DATA", str(make_folder(tmp_path, {**TINY, "train": b"a " * 501})))
+    with pytest.raises(DataError, match="at most 1,000 bytes of text, got more"):
+        load_corpus()
+
+
+@pytest.mark.usefixtures("tiny_facts")
+def test_download_is_kept_in_the_cache(tmp_path: Path) -> None:
+    """The second load reads the cache and opens no address."""
+    corpus = load_corpus(open_url=serving(TINY))
+    cache = tmp_path / "cache" / "dmoe_jax" / "wikitext-2"
+    assert f"a download from {wikitext2.BASE_URL} (kept in {cache})" in corpus.description
+    assert sorted(path.name for path in cache.iterdir()) == ["test.txt.gz", "train.txt.gz", "valid.txt.gz"]
+    again = load_corpus(source="wikitext-2", open_url=forbidden)
+    assert f"the cache {cache}" in again.description
+    np.testing.assert_array_equal(again.train, corpus.train)
+
+
+@pytest.mark.usefixtures("tiny_facts")
+def test_damaged_cache_is_replaced(tmp_path: Path) -> None:
+    """The cache is ours: a bad file in it is downloaded anew."""
+    load_corpus(open_url=serving(TINY))
+    bad = tmp_path / "cache" / "dmoe_jax" / "wikitext-2" / "test.txt.gz"
+    bad.write_bytes(b"")
+    assert "a download from" in load_corpus(open_url=serving(TINY)).description
+    assert gzip.decompress(bad.read_bytes()) == TINY["test"]
+
+
+@pytest.mark.usefixtures("tiny_facts")
+def test_cache_that_cannot_be_written_costs_no_run(tmp_path: Path) -> None:
+    """The corpus is loaded all the same, and the description says that it was not kept."""
+    (tmp_path / "cache").write_text("a file where the cache folder should be")
+    corpus = load_corpus(open_url=serving(TINY))
+    assert corpus.name == "wikitext-2"
+    assert "(not kept: " in corpus.description
+
+
+@pytest.mark.usefixtures("tiny_facts")
+def test_relative_cache_home_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the XDG specification asks: the cache is then ~/.cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/cache")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    load_corpus(open_url=serving(TINY))
+    assert (tmp_path / "home" / ".cache" / "dmoe_jax" / "wikitext-2" / "train.txt.gz").is_file()
+
+
+@pytest.mark.usefixtures("tiny_facts")
+def test_downloads_are_checked_byte_for_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right counts with wrong words are refused; train may also be the form that git knows."""
+    swapped = {**TINY, "train": TINY["train"].replace(b"c d", b"d c")}
+    with pytest.raises(DataError, match=r"train\.txt: expected the known text with SHA-256"):
+        load_corpus(source="wikitext-2", open_url=serving(swapped))
+    monkeypatch.setattr(wikitext2, "PUBLIC_TRAIN_GIT_BLOB", wikitext2.git_blob_id(swapped["train"]))
+    assert words_of(load_corpus(open_url=serving(swapped)), "train")[-3:] == ["d", "c", EOS]
+    with pytest.raises(DataError, match=r"valid\.txt: expected the known text"):
+        wikitext2.download(serving({**TINY, "valid": b"c b\nd\n"}))
+
+
+@pytest.mark.usefixtures("tiny_facts")
+def test_failed_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network, a cut connection, too many bytes and too much time are DataErrors that name the address."""
+
+    class Cut(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise http.client.IncompleteRead(b"b", 100)
+
+    for open_url, message in (
+        (unreachable, "no route to host"),
+        (lambda url, timeout_s: Cut(), "IncompleteRead"),
+        (serving({**TINY, "valid": b"b\n"}), "expected 5 tokens with one <eos> a line, got 2"),
+    ):
+        with pytest.raises(DataError, match=message) as caught:
+            wikitext2.download(open_url)
+        assert f"{wikitext2.BASE_URL}valid.txt" in str(caught.value)
+    monkeypatch.setattr(wikitext2, "TOTAL_TIMEOUT_S", -1.0)
+    with pytest.raises(DataError, match="not finished after -1 s"):
+        wikitext2.download(serving(TINY))
+    monkeypatch.setattr(wikitext2, "MAX_TEXT_BYTES", 3)
+    with pytest.raises(DataError, match="at most 3 bytes, got more"):
+        wikitext2.download(serving(TINY))
+
+
+def test_without_anything_auto_falls_back_and_says_why() -> None:
+    """The embedded corpus is the last resort, and its description tells what was tried."""
+    corpus = load_corpus(open_url=unreachable)
+    assert corpus.name == "embedded"
+    for reason in ("DMOE_DATA is not set", "nothing in the cache", "no route to host"):
+        assert reason in corpus.description
+    offline = load_corpus(allow_download=False, open_url=forbidden)
+    assert "downloads are not allowed" in offline.description
+
+
+def test_asking_for_wikitext_never_gives_another_text() -> None:
+    """The error says what was tried and what to do."""
+    with pytest.raises(DataError, match=r"no route to host.*Set DMOE_DATA to a folder"):
+        load_corpus(source="wikitext-2", open_url=unreachable)
+
+
+def test_asking_for_the_embedded_corpus_ignores_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even a broken DMOE_DATA does not matter then."""
+    monkeypatch.setenv("DMOE_DATA", "/nowhere")
+    corpus = load_corpus(source="embedded", open_url=forbidden)
+    assert corpus.name == "embedded"
+    assert "because it was asked for" in corpus.description
+
+
+def test_embedded_corpus_is_a_text_to_learn_from() -> None:
+    """Same ids each time; parts near 80, 10 and 10 %; <unk> and <eos> occur; the baseline is sane."""
+    corpus, again = load_corpus(source="embedded"), load_corpus(source="embedded")
+    for split in ("train", "valid", "test"):
+        np.testing.assert_array_equal(getattr(corpus, split), getattr(again, split))
+    sizes = np.array([corpus.train.size, corpus.valid.size, corpus.test.size])
+    assert sizes.sum() > 50_000
+    np.testing.assert_allclose(sizes / sizes.sum(), [0.8, 0.1, 0.1], atol=0.06)
+    vocab_size = len(corpus.vocabulary)
+    assert 1_000 < vocab_size < 5_000
+    for word in (UNK, EOS):
+        assert corpus.vocabulary.id_of(word) in corpus.train
+        assert corpus.vocabulary.id_of(word) in corpus.valid
+    counts = np.bincount(corpus.train, minlength=vocab_size)
+    assert counts.min() >= embedded.MIN_COUNT
+    assert (np.diff(counts) <= 0).all()
+    assert 50 < unigram_perplexity(corpus.train, corpus.valid, vocab_size) < vocab_size
+
+
+def test_embedded_tokens() -> None:
+    """Lower-case words with their apostrophe, numbers, runs of one mark; blank lines have no <eos>."""
+    assert embedded.tokenise('Don\'t use "__init__" 3.11\n\n>>> x==1\n') == [
+        *("don't", "use", '"', "__init__", '"', "3", ".", "11", EOS),
+        *(">>>", "x", "==", "1", EOS),
+    ]
+
+
+def test_embedded_articles_do_not_repeat_each_other() -> None:
+    """A paragraph that stood in an earlier article, by title, is left out, however it was wrapped."""
+    topics = {"b": "common\nwords\n\nown b\n", "a": "own a\n\ncommon words\n"}
+    assert embedded.articles_of(topics) == [["own", "a", EOS, "common", "words", EOS], ["own", "b", EOS]]
+
+
+def test_embedded_articles_stay_whole() -> None:
+    """Ten articles of ten words: eight, one and one; order is kept."""
+    articles = [[f"w{number}"] * 10 for number in range(10)]
+    train, valid, test = embedded.split_articles(articles)
+    assert (train[0], train[-1], len(train)) == ("w0", "w7", 80)
+    assert valid == articles[8]
+    assert test == articles[9]
+
+
+REAL_DATA = os.environ.get("DMOE_DATA")
+
+
+@pytest.mark.skipif(not REAL_DATA, reason="DMOE_DATA is not set: the real WikiText-2 is not at hand")
+def test_wikitext2_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The published counts, a vocabulary that is train's alone, and the unigram baseline of 965."""
+    monkeypatch.setenv("DMOE_DATA", str(REAL_DATA))
+    corpus = load_corpus(source="wikitext-2", open_url=forbidden)
+    assert (corpus.train.size, corpus.valid.size, corpus.test.size) == (2_088_628, 217_646, 245_569)
+    assert len(corpus.vocabulary) == 33_278
+    assert corpus.train.max() == 33_277
+    # The number of lines, which wc -l gives.
+    assert np.count_nonzero(corpus.valid == corpus.vocabulary.id_of(EOS)) == 3_760
+    assert round(unigram_perplexity(corpus.train, corpus.valid, 33_278)) == 965
+    for split in wikitext2.SPLITS:
+        text = gzip.decompress(Path(str(REAL_DATA), "wikitext-2", f"{split}.txt.gz").read_bytes())
+        if split != "train":  # a copy may have its training articles in another order
+            wikitext2.check_bytes(split, text, split)

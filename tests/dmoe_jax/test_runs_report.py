@@ -1,0 +1,74 @@
+"""The report of a run."""
+
+from pathlib import Path
+
+import pytest
+
+from dmoe_jax.runs.report import MAX_EVENTS, format_value, write_report
+from dmoe_jax.runs.run_folder import RunFolder
+
+
+def test_report_by_hand(tmp_path: Path) -> None:
+    """Headline, figure, events, nested settings and the command are all there."""
+    folder = RunFolder.create(tmp_path, {"steps": 10, "expert": {"d_ff": 64, "name": "a|b"}})
+    folder.log("event", name="node_killed", step=5, time_s=65.4, detail="node3 | gone\nfor good")
+    folder.log("event", name="resumed")
+    (tmp_path / "figure.png").write_bytes(b"")
+    headline = {"final_perplexity": 512.345, "calls": 12345, "learnt": True, "share": None}
+    path = write_report(
+        folder, headline, title="Demo", summary="On WikiText-2.", command="just demo --seed 1"
+    )
+    lines = path.read_text().splitlines()
+    assert path == tmp_path / "report.md"
+    assert lines[:3] == ["# Demo", "", "On WikiText-2."]
+    for line in (
+        "| final perplexity | 512.3 |",
+        "| calls | 12,345 |",
+        "| learnt | yes |",
+        "| share | – |",
+        "| 5 | 1:05 | node killed | node3 \\| gone for good |",
+        "| – | – | resumed |  |",
+        "| `steps` | 10 |",
+        "| `expert.d_ff` | 64 |",
+        "| `expert.name` | a\\|b |",
+        "just demo --seed 1",
+    ):
+        assert line in lines
+    assert sum("](figure.png)" in line for line in lines) == 1
+
+
+def test_report_of_a_quiet_run(tmp_path: Path) -> None:
+    """Without events, figure or command it says so, leaves the figure out, and gives the command that ran."""
+    folder = RunFolder.create(tmp_path, {})
+    text = write_report(folder, {}).read_text()
+    assert "Nothing out of the ordinary." in text
+    assert "figure.png" not in text
+    assert folder.config()["command"] in text
+    assert f"python {folder.config()['versions']['python']}" in text
+
+
+def test_report_is_bounded(tmp_path: Path) -> None:
+    """A run of many events gets a table of the first ones and the number of the others."""
+    folder = RunFolder.create(tmp_path, {})
+    for step in range(MAX_EVENTS + 3):
+        folder.log("event", name="lost_step", step=step)
+    text = write_report(folder, {}).read_text()
+    assert text.count("| lost step |") == MAX_EVENTS
+    assert "and 3 more in metrics.jsonl." in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.00012345, "0.0001234"),
+        (1234.56, "1,235"),
+        (123456.7, "123,457"),
+        (1e20, "1e+20"),
+        (-20000.0, "-20,000"),
+        ([4, 4], "4, 4"),
+        ("as it is", "as it is"),
+    ],
+)
+def test_values_for_readers(value: object, text: str) -> None:
+    """Four significant digits, thousands apart."""
+    assert format_value(value) == text

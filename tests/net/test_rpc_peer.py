@@ -1,0 +1,412 @@
+"""Peers that call each other over real TCP on the loopback interface. No sleeps: events say when to go on."""
+
+import math
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import trio
+import trio.testing
+
+from net.errors import (
+    CallRefused,
+    ConnectionLost,
+    DialFailed,
+    LocalProtocolError,
+    PeerBusy,
+    PeerTimeout,
+    RemoteFailure,
+)
+from net.identity import Address, PeerId
+from net.rpc.base import Caller, Reply, Request
+from net.rpc.peer import RpcPeer, open_rpc_peer
+from net.transport.tcp import TcpTransport
+from net.wire.messages import CallStart, Hello, encode_message
+
+ANY_PORT = Address("127.0.0.1", 0)
+SERVER, CLIENT = PeerId(b"s" * 32), PeerId(b"c" * 32)
+LONG_S = 60.0
+
+
+class CountingTransport(TcpTransport):
+    """Counts dials."""
+
+    num_dials = 0
+
+    async def dial(self, address: Address) -> Any:
+        self.num_dials += 1
+        return await super().dial(address)
+
+
+@asynccontextmanager
+async def peers(**server_options: Any) -> AsyncIterator[tuple[RpcPeer, RpcPeer, Address]]:
+    """A server, a client in client mode, and the server's address."""
+    async with (
+        open_rpc_peer(TcpTransport(), peer_id=SERVER, listen=ANY_PORT, **server_options) as server,
+        open_rpc_peer(TcpTransport(), peer_id=CLIENT) as client,
+    ):
+        assert server.address is not None
+        yield server, client, server.address
+
+
+async def echo(request: Request) -> Reply:
+    return Reply(body=request.body, tensors=request.tensors)
+
+
+class Stuck:
+    """A handler that waits until it is let go, and says what happens to it."""
+
+    def __init__(self) -> None:
+        self.started = trio.Event()
+        self.cancelled = trio.Event()
+        self.let_go = trio.Event()
+        self.num_started = 0
+
+    async def __call__(self, request: Request) -> Reply:
+        self.num_started += 1
+        self.started.set()
+        try:
+            await self.let_go.wait()
+        except trio.Cancelled:
+            self.cancelled.set()
+            raise
+        return Reply()
+
+
+async def test_a_call_carries_body_and_tensors_both_ways() -> None:
+    """What the handler echoes comes back bit for bit, aligned and read-only; bfloat16 included."""
+    half = np.array([1.5, -2], ml_dtypes.bfloat16)
+    tensors = [np.arange(12.0).reshape(3, 4), half, np.zeros((0, 2), np.int8)]
+    async with peers() as (server, client, address):
+        server.add_handler("echo", echo)
+        body = {"uid": "ffn.3.17", "ids": [1, 2.5, None, True, b"\x00"]}
+        reply = await client.call(address, "echo", body, tensors, timeout_s=LONG_S)
+    assert reply.body == body
+    for sent, got in zip(tensors, reply.tensors, strict=True):
+        assert (got.dtype, got.shape, got.tobytes()) == (sent.dtype, sent.shape, sent.tobytes())
+        assert not got.flags.writeable
+        assert got.size == 0 or got.ctypes.data % 64 == 0
+
+
+async def test_the_handler_knows_its_caller() -> None:
+    """Peer id, and where the caller listens: the host that it comes from, the port that it announced, or
+    None."""
+    seen: list[tuple[PeerId, Address | None]] = []
+
+    async def remember(request: Request) -> Reply:
+        seen.append((request.peer_id, request.peer_address))
+        return Reply()
+
+    async with (
+        peers() as (server, client, address),
+        open_rpc_peer(TcpTransport(), peer_id=PeerId(b"x" * 32), listen=ANY_PORT) as other,
+    ):
+        server.add_handler("remember", remember)
+        await client.call(address, "remember", {}, timeout_s=LONG_S)
+        await other.call(address, "remember", {}, timeout_s=LONG_S)
+        assert seen == [(CLIENT, None), (PeerId(b"x" * 32), other.address)]
+        assert client.address is None
+        assert isinstance(client, Caller)
+
+
+async def test_every_peer_answers_ping_and_can_call_itself() -> None:
+    """rpc.ping needs no handler, and a peer is reachable at its own address."""
+    async with peers() as (server, client, address):
+        for caller in (client, server):
+            assert await caller.call(address, "rpc.ping", {}, timeout_s=LONG_S) == Reply(body={}, tensors=())
+
+
+async def test_64_concurrent_callers_share_one_connection() -> None:
+    """Every caller gets its own answer; one dial serves them all."""
+    transport = CountingTransport()
+    async with (
+        open_rpc_peer(TcpTransport(), peer_id=SERVER, listen=ANY_PORT) as server,
+        open_rpc_peer(transport, peer_id=CLIENT) as client,
+    ):
+        server.add_handler("echo", echo, max_concurrent=64)
+
+        async def caller(index: int) -> None:
+            for turn in range(10):
+                tensor = np.full(index + 1, turn, np.int32)
+                reply = await client.call(server.address, "echo", {"i": index}, [tensor], timeout_s=LONG_S)
+                assert reply.body == {"i": index}
+                assert np.array_equal(reply.tensors[0], tensor)
+
+        async with trio.open_nursery() as nursery:
+            for index in range(64):
+                nursery.start_soon(caller, index)
+    assert transport.num_dials == 1
+
+
+async def test_large_tensors_both_ways_at_once() -> None:
+    """Two peers that send each other 24 MiB at the same time do not block each other."""
+    tensor = np.random.default_rng(0).integers(0, 255, 24 * 2**20, np.uint8)
+    async with peers() as (server, client, address):
+        server.add_handler("echo", echo)
+
+        async def caller() -> None:
+            reply = await client.call(address, "echo", {}, [tensor], timeout_s=LONG_S)
+            assert np.array_equal(reply.tensors[0], tensor)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(caller)
+            nursery.start_soon(caller)
+
+
+async def test_the_deadline_ends_the_call_and_the_handler() -> None:
+    """The caller gets PeerTimeout, the server's handler is cancelled, and the connection lives on."""
+    stuck = Stuck()
+    async with peers() as (server, client, address):
+        server.add_handler("stuck", stuck)
+        with pytest.raises(PeerTimeout, match=r"'stuck' within 0\.05 s"):
+            await client.call(address, "stuck", {}, timeout_s=0.05)
+        await stuck.cancelled.wait()
+        await client.call(address, "rpc.ping", {}, timeout_s=LONG_S)
+
+
+async def test_the_server_keeps_the_deadline_by_itself() -> None:
+    """A handler is cancelled at its caller's deadline even if no cancellation is ever sent."""
+    stuck = Stuck()
+    async with peers() as (server, _, address):
+        server.add_handler("stuck", stuck)
+        link = await TcpTransport().dial(address)
+        start = CallStart(call_id=1, method="stuck", timeout_s=0.02, body={})
+        await link.send(encode_message(Hello(peer_id=CLIENT, port=None)), encode_message(start))
+        await stuck.cancelled.wait()
+        await link.aclose()
+
+
+async def test_a_deadline_that_has_passed() -> None:
+    """No time left is PeerTimeout, and nothing is sent."""
+    stuck = Stuck()
+    async with peers() as (server, client, address):
+        server.add_handler("stuck", stuck)
+        for timeout_s in (0.0, -1.0):
+            with pytest.raises(PeerTimeout, match="no time left"):
+                await client.call(address, "stuck", {}, timeout_s=timeout_s)
+            await client.call(address, "rpc.ping", {}, timeout_s=LONG_S)
+        assert stuck.num_started == 0
+
+
+@pytest.mark.parametrize("timeout_s", [math.nan, math.inf, 1e9])
+async def test_a_call_needs_a_deadline(timeout_s: float) -> None:
+    """A deadline that never comes is the caller's mistake."""
+    async with open_rpc_peer(TcpTransport(), peer_id=CLIENT) as client:
+        with pytest.raises(ValueError, match="timeout_s"):
+            await client.call(Address("127.0.0.1", 1), "m", {}, timeout_s=timeout_s)
+
+
+async def test_cancelling_the_caller_cancels_the_handler() -> None:
+    """Giving up reaches the server; other calls on the connection do not notice."""
+    stuck, other = Stuck(), Stuck()
+    async with peers() as (server, client, address), trio.open_nursery() as nursery:
+        server.add_handler("stuck", stuck)
+        server.add_handler("other", other)
+
+        async def call_other() -> None:
+            await client.call(address, "other", {}, timeout_s=LONG_S)
+
+        nursery.start_soon(call_other)
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as inner:
+
+                async def call_stuck() -> None:
+                    await client.call(address, "stuck", {}, timeout_s=LONG_S)
+
+                inner.start_soon(call_stuck)
+                await stuck.started.wait()
+                scope.cancel()
+        await stuck.cancelled.wait()
+        assert not other.cancelled.is_set()
+        other.let_go.set()
+
+
+async def test_callers_that_give_up_at_random_do_not_harm_the_stream() -> None:
+    """300 calls with tensors, a third cancelled at some point: the others all get their own answer."""
+    rng = random.Random(0)
+    async with peers() as (server, client, address):
+        server.add_handler("echo", echo, max_concurrent=256)
+        num_answered = 0
+
+        async def caller(index: int, num_checkpoints: int | None) -> None:
+            nonlocal num_answered
+            with trio.CancelScope() as scope:
+                async with trio.open_nursery() as nursery:
+                    if num_checkpoints is not None:
+                        nursery.start_soon(cancel_after, num_checkpoints, scope)
+                    tensor = np.full(5000, index, np.int32)
+                    reply = await client.call(address, "echo", {"i": index}, [tensor], timeout_s=LONG_S)
+                    assert reply.body == {"i": index}
+                    assert np.array_equal(reply.tensors[0], tensor)
+                    num_answered += 1
+
+        async def cancel_after(num_checkpoints: int, scope: trio.CancelScope) -> None:
+            for _ in range(num_checkpoints):
+                await trio.lowlevel.checkpoint()
+            scope.cancel()
+
+        for _ in range(3):
+            async with trio.open_nursery() as nursery:
+                for index in range(100):
+                    nursery.start_soon(caller, index, rng.randrange(40) if index % 3 == 0 else None)
+        assert num_answered >= 198  # 66 of each hundred were never cancelled
+        await client.call(address, "rpc.ping", {}, timeout_s=LONG_S)
+
+
+async def test_a_method_has_a_bounded_number_of_places() -> None:
+    """Calls beyond max_concurrent are PeerBusy at once; places come free again."""
+    stuck = Stuck()
+    async with peers() as (server, client, address), trio.open_nursery() as nursery:
+        server.add_handler("stuck", stuck, max_concurrent=1)
+
+        async def call() -> None:
+            await client.call(address, "stuck", {}, timeout_s=LONG_S)
+
+        nursery.start_soon(call)
+        await stuck.started.wait()
+        with pytest.raises(PeerBusy, match="'stuck'"):
+            await call()
+        stuck.let_go.set()
+        with trio.fail_after(LONG_S):
+            while True:  # the place is free once the first answer is out; each turn is a whole round trip
+                try:
+                    await call()
+                    break
+                except PeerBusy:
+                    continue
+    assert stuck.num_started == 2
+
+
+async def test_refusals_carry_the_handlers_message() -> None:
+    """CallRefused and PeerBusy of a handler arrive as they were raised; unknown methods are refused by
+    name."""
+
+    async def refuse(request: Request) -> Reply:
+        raise CallRefused("expected float32, got int8")
+
+    async def busy(request: Request) -> Reply:
+        raise PeerBusy("the queue holds 128 requests")
+
+    async with peers() as (server, client, address):
+        server.add_handler("refuse", refuse)
+        server.add_handler("busy", busy)
+        with pytest.raises(CallRefused, match=r"^expected float32, got int8$"):
+            await client.call(address, "refuse", {}, timeout_s=LONG_S)
+        with pytest.raises(PeerBusy, match=r"^the queue holds 128 requests$"):
+            await client.call(address, "busy", {}, timeout_s=LONG_S)
+        with pytest.raises(CallRefused, match="unknown method 'nothing'"):
+            await client.call(address, "nothing", {}, timeout_s=LONG_S)
+
+
+async def test_a_handler_that_crashes_is_logged_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """The caller learns that it failed, not why; the log keeps the traceback; the connection lives on."""
+
+    async def crash(request: Request) -> Reply:
+        raise KeyError("secret detail")
+
+    async def crash_in_a_group(request: Request) -> Reply:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(crash, request)
+        return Reply()
+
+    async def forget_the_reply(request: Request) -> Reply:
+        return None  # type: ignore[return-value]
+
+    async def answer_nonsense(request: Request) -> Reply:
+        return Reply(body={"x": object()})
+
+    handlers = [crash, crash_in_a_group, forget_the_reply, answer_nonsense]
+    async with peers() as (server, client, address):
+        for handler in handlers:
+            server.add_handler(handler.__name__, handler)
+            with pytest.raises(RemoteFailure) as caught:
+                await client.call(address, handler.__name__, {}, timeout_s=LONG_S)
+            assert "secret" not in str(caught.value)
+    assert "secret detail" in caplog.text
+    assert sum(record.exc_info is not None for record in caplog.records) == len(handlers)
+
+
+async def test_a_handler_that_fails_while_it_is_cancelled(caplog: pytest.LogCaptureFixture) -> None:
+    """Its error is logged and goes no further: the connection serves the next call."""
+    started = trio.Event()
+
+    async def clumsy(request: Request) -> Reply:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            try:
+                started.set()
+                await trio.sleep_forever()
+            finally:
+                raise OSError("while cleaning up")
+        return Reply()
+
+    async with peers() as (server, client, address):
+        server.add_handler("clumsy", clumsy)
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+
+                async def call() -> None:
+                    await client.call(address, "clumsy", {}, timeout_s=LONG_S)
+
+                nursery.start_soon(call)
+                await started.wait()
+                scope.cancel()
+        await client.call(address, "rpc.ping", {}, timeout_s=LONG_S)
+    assert "while cleaning up" in caplog.text
+
+
+async def test_what_cannot_be_sent_is_the_callers_error() -> None:
+    """LocalProtocolError before anything leaves; the connection is as before."""
+    async with peers() as (_, client, address):
+        complex_tensor = np.zeros(1, np.complex64)
+        for body, tensors in [({"x": {1}}, ()), ({"x": bytes(70_000)}, ()), ({}, (complex_tensor,))]:
+            with pytest.raises(LocalProtocolError):
+                await client.call(address, "rpc.ping", body, tensors, timeout_s=LONG_S)
+        await client.call(address, "rpc.ping", {}, timeout_s=LONG_S)
+
+
+async def test_a_server_that_dies_fails_its_calls_and_can_come_back() -> None:
+    """Calls under way are ConnectionLost, the next dial fails, and after a restart calls work again."""
+    stuck = Stuck()
+    num_lost = 0
+
+    async def call() -> None:
+        nonlocal num_lost
+        with pytest.raises(ConnectionLost):
+            await client.call(address, "stuck", {}, timeout_s=LONG_S)
+        num_lost += 1
+
+    async with open_rpc_peer(TcpTransport(), peer_id=CLIENT) as client:
+        async with (
+            trio.open_nursery() as nursery,
+            open_rpc_peer(TcpTransport(), peer_id=SERVER, listen=ANY_PORT) as server,
+        ):
+            assert server.address is not None
+            address = server.address
+            server.add_handler("stuck", stuck)
+            for _ in range(3):
+                nursery.start_soon(call)
+            await stuck.started.wait()
+        assert num_lost == 3
+        assert stuck.cancelled.is_set()
+        with pytest.raises(DialFailed, match="Connection refused"):
+            await client.call(address, "rpc.ping", {}, timeout_s=LONG_S)
+        async with open_rpc_peer(TcpTransport(), peer_id=SERVER, listen=address):
+            await client.call(address, "rpc.ping", {}, timeout_s=LONG_S)
+
+
+async def test_a_lost_client_cancels_its_handlers() -> None:
+    """When the caller's process goes, its handlers go too."""
+    stuck = Stuck()
+    async with open_rpc_peer(TcpTransport(), peer_id=SERVER, listen=ANY_PORT) as server:
+        server.add_handler("stuck", stuck)
+        link = await TcpTransport().dial(server.address)
+        start = CallStart(call_id=1, method="stuck", timeout_s=LONG_S, body={})
+        await link.send(encode_message(Hello(peer_id=CLIENT, port=None)), encode_message(start))
+        await stuck.started.wait()
+        link.abort()
+        await stuck.cancelled.wait()

@@ -1,0 +1,322 @@
+"""One connection's protocol: two session cores joined by a function, no I/O."""
+
+import random
+from typing import Any
+
+import pytest
+
+from net.errors import LocalProtocolError, PeerBusy, RemoteProtocolError
+from net.identity import PeerId
+from net.rpc.session import Action, CancelRun, FinishCall, RpcSession, RunCall
+from net.wire.frames import Frame
+from net.wire.messages import (
+    CallCancel,
+    CallError,
+    CallReply,
+    CallStart,
+    ErrorKind,
+    Hello,
+    Message,
+    encode_message,
+    parse_untrusted,
+)
+
+ALICE, BOB = PeerId(b"a" * 32), PeerId(b"b" * 32)
+EVERYTHING = 2**40
+
+
+def deliver(source: RpcSession, target: RpcSession) -> tuple[Action, ...]:
+    """Move every queued frame of `source` to `target`."""
+    for frame in source.take_frames(EVERYTHING):
+        target.receive_untrusted(frame.frame)
+    return target.take_actions()
+
+
+def pair(**bounds: int) -> tuple[RpcSession, RpcSession]:
+    """Two sessions that know each other. `bounds` are Bob's."""
+    alice = RpcSession(peer_id=ALICE, port=None)
+    bob = RpcSession(peer_id=BOB, port=4001, **bounds)
+    assert deliver(alice, bob) == deliver(bob, alice) == ()
+    return alice, bob
+
+
+def place(session: RpcSession, method: str = "m", body: dict[str, Any] | None = None) -> int:
+    return session.place_call(method, body or {}, (), timeout_s=1.0)
+
+
+def frame_of(message: Message) -> Frame:
+    return encode_message(message).frame
+
+
+def queued(session: RpcSession) -> list[Message]:
+    """What a session sends now."""
+    return [parse_untrusted(frame.frame) for frame in session.take_frames(EVERYTHING)]
+
+
+def test_hello_comes_first() -> None:
+    """A fresh session's first frame introduces it, before any call."""
+    session = RpcSession(peer_id=ALICE, port=7)
+    place(session)
+    hello, call = queued(session)
+    assert hello == Hello(peer_id=ALICE, port=7)
+    assert isinstance(call, CallStart)
+
+
+def test_sessions_learn_who_the_other_is() -> None:
+    """Peer id and port arrive with Hello; in client mode there is no port."""
+    alice, bob = pair()
+    assert alice.remote == Hello(peer_id=BOB, port=4001)
+    assert bob.remote == Hello(peer_id=ALICE, port=None)
+
+
+def test_a_call_and_its_reply() -> None:
+    """A call reaches the other side once; the reply comes back under its id; both are idle afterwards."""
+    alice, bob = pair()
+    call_id = alice.place_call("sum", {"terms": [1, 2]}, (), timeout_s=2.5)
+    (run,) = deliver(alice, bob)
+    assert run == RunCall(
+        start=CallStart(call_id=call_id, method="sum", timeout_s=2.5, body={"terms": [1, 2]})
+    )
+    assert not alice.is_idle
+    assert not bob.is_idle
+    bob.reply(call_id, {"sum": 3}, ())
+    (finish,) = deliver(bob, alice)
+    assert finish == FinishCall(answer=CallReply(call_id=call_id, body={"sum": 3}))
+    assert alice.is_idle
+    assert bob.is_idle
+    assert alice.take_actions() == bob.take_actions() == ()
+
+
+def test_errors_travel_with_kind_and_message() -> None:
+    """An error finishes the call with its kind and its text."""
+    alice, bob = pair()
+    call_id = place(alice)
+    deliver(alice, bob)
+    bob.fail(call_id, ErrorKind.REFUSED, "expected 3 rows, got 2")
+    error = CallError(call_id=call_id, kind=ErrorKind.REFUSED, message="expected 3 rows, got 2")
+    assert deliver(bob, alice) == (FinishCall(answer=error),)
+
+
+def test_the_directions_do_not_share_ids() -> None:
+    """Both may use the same number at the same time; each answer finds its own call."""
+    alice, bob = pair()
+    assert place(alice, "from_alice") == place(bob, "from_bob") == 1
+    (at_bob,), (at_alice,) = deliver(alice, bob), deliver(bob, alice)
+    assert isinstance(at_bob, RunCall)
+    assert isinstance(at_alice, RunCall)
+    assert (at_bob.start.method, at_alice.start.method) == ("from_alice", "from_bob")
+    bob.reply(1, {"by": "bob"}, ())
+    assert deliver(bob, alice) == (FinishCall(answer=CallReply(call_id=1, body={"by": "bob"})),)
+    assert not bob.is_idle  # his own call is still open
+
+
+def test_a_call_given_up_before_it_was_sent_leaves_no_trace() -> None:
+    """Neither the call nor a cancellation is sent; later calls are not affected."""
+    alice, bob = pair()
+    alice.abandon_call(place(alice))
+    assert alice.is_idle
+    kept = place(alice)
+    assert [action.start.call_id for action in deliver(alice, bob) if isinstance(action, RunCall)] == [kept]
+
+
+def test_a_call_given_up_after_it_was_sent_is_called_off() -> None:
+    """The other side is told to cancel its handler; its late answer changes nothing there."""
+    alice, bob = pair()
+    call_id = place(alice)
+    deliver(alice, bob)
+    alice.abandon_call(call_id)
+    alice.abandon_call(call_id)  # idempotent
+    assert deliver(alice, bob) == (CancelRun(call_id=call_id),)
+    bob.reply(call_id, {}, ())
+    bob.fail(call_id, ErrorKind.FAILURE, "cancelled")
+    assert queued(bob) == []
+    assert bob.is_idle
+
+
+def test_a_reply_that_crossed_the_cancellation_is_dropped() -> None:
+    """Neither side minds: no action at the caller, no error at the server."""
+    alice, bob = pair()
+    call_id = place(alice)
+    deliver(alice, bob)
+    bob.reply(call_id, {}, ())
+    crossing = bob.take_frames(EVERYTHING)
+    alice.abandon_call(call_id)
+    alice.receive_untrusted(crossing[0].frame)
+    assert alice.take_actions() == ()
+    assert deliver(alice, bob) == ()
+
+
+def test_a_cancellation_takes_back_an_answer_that_has_not_left() -> None:
+    """The finished handler needs no cancelling, and its answer is not sent any more."""
+    alice, bob = pair()
+    call_id = place(alice)
+    deliver(alice, bob)
+    bob.reply(call_id, {}, ())
+    alice.abandon_call(call_id)
+    assert deliver(alice, bob) == ()
+    assert queued(bob) == []
+
+
+def test_a_forgotten_call_is_not_answered() -> None:
+    """After its deadline the server says nothing, and its place is free."""
+    alice, bob = pair(max_incoming=1)
+    call_id = place(alice)
+    deliver(alice, bob)
+    bob.forget(call_id)
+    bob.reply(call_id, {}, ())
+    assert queued(bob) == []
+    place(alice)
+    assert len(deliver(alice, bob)) == 1
+
+
+def test_outgoing_calls_are_bounded() -> None:
+    """One call too many is PeerBusy at once, and possible again after an answer."""
+    _, bob = pair(max_outgoing=2)
+    first = place(bob)
+    place(bob)
+    with pytest.raises(PeerBusy, match="2 calls"):
+        place(bob)
+    bob.take_frames(EVERYTHING)
+    bob.receive_untrusted(frame_of(CallReply(call_id=first, body={})))
+    place(bob)
+
+
+def test_incoming_calls_are_bounded_until_their_answers_have_left() -> None:
+    """A call beyond the bound is answered busy; an answer that waits to be written still counts."""
+    alice, bob = pair(max_incoming=2)
+    first, second, third = place(alice), place(alice), place(alice)
+    assert [type(action) for action in deliver(alice, bob)] == [RunCall, RunCall]
+    (busy,) = deliver(bob, alice)
+    assert isinstance(busy, FinishCall)
+    assert isinstance(busy.answer, CallError)
+    assert (busy.answer.call_id, busy.answer.kind) == (third, ErrorKind.BUSY)
+    bob.reply(first, {}, ())
+    place(alice)
+    assert deliver(alice, bob) == ()  # refused: the answer to `first` is still in the queue
+    deliver(bob, alice)
+    place(alice)
+    assert len(deliver(alice, bob)) == 1
+    bob.reply(second, {}, ())
+
+
+def test_a_peer_that_floods_and_does_not_read_is_dropped() -> None:
+    """The queue of busy errors is bounded; at the bound the peer has broken the rules."""
+    _, bob = pair(max_incoming=1, max_queued=5)
+    starts = [frame_of(CallStart(call_id=i, method="m", timeout_s=1.0, body={})) for i in range(1, 8)]
+    for start in starts[:6]:  # one that runs, five that are refused
+        bob.receive_untrusted(start)
+    with pytest.raises(RemoteProtocolError, match="does not read"):
+        bob.receive_untrusted(starts[6])
+    assert len(queued(bob)) == 5
+
+
+def test_a_call_that_cannot_be_sent_changes_nothing() -> None:
+    """A body outside CBOR is the caller's error; the next call has the id that it would have had."""
+    alice, _ = pair()
+    with pytest.raises(LocalProtocolError):
+        place(alice, body={"x": object()})
+    assert alice.is_idle
+    assert place(alice) == 1
+
+
+def test_an_answer_that_cannot_be_sent_leaves_the_call_to_be_answered() -> None:
+    """The shell can still answer with an error."""
+    alice, bob = pair()
+    call_id = place(alice)
+    deliver(alice, bob)
+    with pytest.raises(LocalProtocolError):
+        bob.reply(call_id, {"x": {1, 2}}, ())
+    bob.fail(call_id, ErrorKind.FAILURE, "sorry")
+    assert len(deliver(bob, alice)) == 1
+
+
+def test_frames_are_taken_in_order_and_in_batches() -> None:
+    """A batch holds as much as fits; a frame larger than the batch travels alone."""
+    session = RpcSession(peer_id=ALICE, port=None)
+    session.take_frames(EVERYTHING)
+    for size in (10, 10, 5000, 10):
+        place(session, body={"x": bytes(size)})
+    batches = [session.take_frames(400) for _ in range(4)]
+    sizes = [[len(frame.frame.header["body"]["x"]) for frame in batch] for batch in batches]
+    assert sizes == [[10, 10], [5000], [10], []]
+
+
+REPLY = CallReply(call_id=1, body={})
+START = CallStart(call_id=5, method="m", timeout_s=1.0, body={})
+HELLO = Hello(peer_id=ALICE, port=None)
+UNSENT = CallReply(call_id=1, body={"to": "a call that is still in the queue"})
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [START],
+        [REPLY],
+        [CallCancel(call_id=1)],
+        [HELLO, HELLO],
+        [HELLO, START, START],
+        [HELLO, START, CallStart(call_id=4, method="m", timeout_s=1.0, body={})],
+        [HELLO, CallCancel(call_id=1)],
+        [HELLO, START, CallCancel(call_id=6)],
+        [HELLO, CallReply(call_id=2, body={})],
+        [HELLO, CallError(call_id=9, kind=ErrorKind.BUSY, message="")],
+        [HELLO, UNSENT],
+    ],
+    ids=lambda messages: "-".join(type(message).__name__ for message in messages),
+)
+def test_illegal_sequences(messages: list[Message]) -> None:
+    """Each sequence is legal up to its last message, which is a RemoteProtocolError."""
+    session = RpcSession(peer_id=BOB, port=None)
+    place(session)
+    for message in messages[:-1]:
+        session.receive_untrusted(frame_of(message))
+    with pytest.raises(RemoteProtocolError):
+        session.receive_untrusted(frame_of(messages[-1]))
+
+
+def test_random_traffic_never_breaks_a_rule() -> None:
+    """3000 random steps on both sides: no protocol error, every kept call is answered exactly once."""
+    rng = random.Random(0)
+    sessions = pair(max_incoming=8)
+    waiting: tuple[set[int], set[int]] = (set(), set())  # calls placed and not given up, by side
+    serving: tuple[list[int], list[int]] = ([], [])
+    num_answered = 0
+
+    def settle(source: int, target: int, max_nbytes: int) -> None:
+        nonlocal num_answered
+        for frame in sessions[source].take_frames(max_nbytes):
+            sessions[target].receive_untrusted(frame.frame)
+        for action in sessions[target].take_actions():
+            match action:
+                case RunCall(start=start):
+                    serving[target].append(start.call_id)
+                case CancelRun(call_id=call_id):
+                    serving[target].remove(call_id)
+                case FinishCall(answer=answer):
+                    waiting[target].remove(answer.call_id)  # KeyError if answered twice or given up
+                    num_answered += 1
+
+    for _ in range(3000):
+        side = rng.randrange(2)
+        step = rng.choice(["place", "place", "abandon", "answer", "answer", "move", "move"])
+        if step == "place" and len(waiting[side]) < 20:
+            waiting[side].add(place(sessions[side]))
+        elif step == "abandon" and waiting[side] and rng.random() < 0.5:
+            call_id = rng.choice(sorted(waiting[side]))
+            waiting[side].remove(call_id)
+            sessions[side].abandon_call(call_id)
+        elif step == "answer" and serving[side]:
+            call_id = serving[side].pop(rng.randrange(len(serving[side])))
+            sessions[side].reply(call_id, {}, ())
+        elif step == "move":
+            settle(side, 1 - side, rng.choice([1, 300, EVERYTHING]))
+
+    for _ in range(3):
+        for side in (0, 1):
+            settle(side, 1 - side, EVERYTHING)
+            while serving[1 - side]:
+                sessions[1 - side].reply(serving[1 - side].pop(), {}, ())
+    assert waiting == (set(), set())
+    assert sessions[0].is_idle
+    assert sessions[1].is_idle
+    assert num_answered > 300

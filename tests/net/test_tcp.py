@@ -1,0 +1,273 @@
+"""Plain TCP links over the loopback interface."""
+
+import errno
+import os
+import socket
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+
+from net.errors import ConnectionLost, DialFailed, ListenFailed, RemoteProtocolError
+from net.identity import Address
+from net.transport.tcp import TcpLink, TcpListener, TcpTransport
+from net.wire.frames import EncodedFrame, encode_frame
+
+ANY_PORT = Address("127.0.0.1", 0)
+
+
+async def link_pair(*, max_body_bytes: int = 2**28) -> tuple[TcpLink, TcpLink]:
+    """Two ends of one connection: (dialled, accepted)."""
+    transport = TcpTransport(max_body_bytes=max_body_bytes)
+    listener = await transport.listen(ANY_PORT)
+    dialled = await transport.dial(listener.address)
+    accepted = await listener.accept()
+    await listener.aclose()
+    return dialled, accepted
+
+
+async def raw_pair() -> tuple[trio.SocketStream, TcpLink]:
+    """A bare stream of bytes into a link."""
+    listener = await TcpTransport().listen(ANY_PORT)
+    stream = await trio.open_tcp_stream("127.0.0.1", listener.address.port)
+    link = await listener.accept()
+    await listener.aclose()
+    return stream, link
+
+
+def numbered(index: int, *sizes: int) -> EncodedFrame:
+    return encode_frame({"n": index}, [np.full(size, index % 251, np.uint8) for size in sizes])
+
+
+async def test_frames_of_all_sizes_arrive_in_order() -> None:
+    """Small, coalesced, large and mixed frames, sent one by one and together, both ways."""
+    frames = [
+        numbered(index, *sizes)
+        for index, sizes in enumerate(
+            [(), (1,), (100, 0, 3), (65_536,), (70_000, 5), (3_000_000,), (64,) * 60, ()]
+        )
+    ]
+    dialled, accepted = await link_pair()
+    for source, target in ((dialled, accepted), (accepted, dialled)):
+        async with trio.open_nursery() as nursery:
+
+            async def send(source: TcpLink = source) -> None:
+                await source.send(*frames)
+                for frame in frames:
+                    await source.send(frame)
+
+            nursery.start_soon(send)
+            for frame in frames + frames:
+                got = await target.receive()
+                assert got is not None
+                assert got.header == frame.frame.header
+                assert len(got.tensors) == len(frame.frame.tensors)
+                assert all(map(np.array_equal, got.tensors, frame.frame.tensors))
+                assert all(t.size == 0 or t.ctypes.data % 64 == 0 for t in got.tensors)
+    await dialled.aclose()
+    assert await accepted.receive() is None
+    await accepted.aclose()
+
+
+async def test_a_send_waits_for_a_slow_receiver() -> None:
+    """Back-pressure: a body beyond the kernel's buffers leaves only while the other side reads."""
+    dialled, accepted = await link_pair()
+    sent = trio.Event()
+
+    async def send() -> None:
+        await dialled.send(numbered(1, 64 * 2**20))
+        sent.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not sent.is_set()
+        assert await accepted.receive() is not None
+        await sent.wait()
+    dialled.abort()
+    accepted.abort()
+
+
+async def test_a_cancelled_receive_loses_nothing() -> None:
+    """Half a frame stays with the link; the next receive completes it."""
+    stream, link = await raw_pair()
+    frame = numbered(1, 1000)
+    data = b"".join((frame.head, *frame.body))
+    await stream.send_all(data[:500])
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(link.receive)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            scope.cancel()
+    await stream.send_all(data[500:])
+    got = await link.receive()
+    assert got is not None
+    assert np.array_equal(got.tensors[0], frame.frame.tensors[0])
+    await stream.aclose()
+    link.abort()
+
+
+async def test_a_cancelled_send_ends_the_link() -> None:
+    """Part of a frame may have left, so no other frame may follow it."""
+    dialled, accepted = await link_pair()
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(dialled.send, numbered(1, 64 * 2**20))
+            await trio.testing.wait_all_tasks_blocked()
+            scope.cancel()
+    with pytest.raises(trio.BusyResourceError):
+        await dialled.send(numbered(2))
+    dialled.abort()
+    accepted.abort()
+
+
+async def test_the_end_of_a_link() -> None:
+    """Between frames the end is None, inside one it is ConnectionLost; own closing is ConnectionLost too."""
+    stream, link = await raw_pair()
+    frame = numbered(1, 1000)
+    await stream.send_all(frame.head)
+    await stream.aclose()
+    with pytest.raises(ConnectionLost, match="inside a frame"):
+        await link.receive()
+    link.abort()
+    link.abort()
+    await link.aclose()
+    with pytest.raises(ConnectionLost):
+        await link.receive()
+    with pytest.raises(ConnectionLost):
+        await link.send(frame)
+
+
+async def test_a_reset_is_connection_lost() -> None:
+    """An aborted connection is no clean end for its other side."""
+    dialled, accepted = await link_pair()
+    dialled.abort()
+    with pytest.raises(ConnectionLost):
+        await accepted.receive()
+    accepted.abort()
+
+
+async def test_garbage_is_a_remote_protocol_error() -> None:
+    """Something that speaks HTTP is recognised by its first bytes."""
+    stream, link = await raw_pair()
+    await stream.send_all(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(RemoteProtocolError, match="not a frame"):
+        await link.receive()
+    await stream.aclose()
+    link.abort()
+
+
+async def test_the_transports_bound_on_bodies_is_kept() -> None:
+    """A link of a transport with a bound of 1000 bytes refuses 1001."""
+    dialled, accepted = await link_pair(max_body_bytes=1000)
+    await dialled.send(numbered(1, 1000), numbered(2, 1001))
+    assert await accepted.receive() is not None
+    with pytest.raises(RemoteProtocolError, match="1001"):
+        await accepted.receive()
+    dialled.abort()
+    accepted.abort()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
+async def test_loopback_addresses_can_be_listened_on(host: str) -> None:
+    """Port 0 becomes the system's choice, and the reported address can be dialled."""
+    if host == "::1" and not _has_ipv6():
+        pytest.skip("this machine has no IPv6 loopback")
+    listener = await TcpTransport().listen(Address(host, 0))
+    assert listener.address.port > 0
+    assert listener.address.host == ("127.0.0.1" if host == "localhost" else host)
+    link = await TcpTransport().dial(listener.address)
+    assert link.remote_address == listener.address
+    accepted = await listener.accept()
+    assert accepted.remote_address.host == ("::1" if host == "::1" else "127.0.0.1")
+    for resource in (link, accepted, listener):
+        await resource.aclose()
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "10.0.0.1", "::", "::ffff:10.0.0.1", "example.com", "localhost.evil"]
+)
+async def test_other_addresses_cannot(host: str) -> None:
+    """Plain TCP stays on this machine, and says why."""
+    with pytest.raises(ListenFailed, match="loopback only"):
+        await TcpTransport().listen(Address(host, 0))
+
+
+async def test_a_taken_port_is_named() -> None:
+    """The error says which address could not be had."""
+    listener = await TcpTransport().listen(ANY_PORT)
+    with pytest.raises(ListenFailed, match=f"127.0.0.1:{listener.address.port}.*in use"):
+        await TcpTransport().listen(listener.address)
+    await listener.aclose()
+
+
+async def test_nobody_listens() -> None:
+    """A dial to a closed port is DialFailed with the reason on one line."""
+    listener = await TcpTransport().listen(ANY_PORT)
+    await listener.aclose()
+    with pytest.raises(DialFailed, match=f"127.0.0.1:{listener.address.port}: Connection refused") as caught:
+        await TcpTransport().dial(listener.address)
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_name_that_means_nothing() -> None:
+    """A host name that IDNA cannot express is DialFailed, not a UnicodeError."""
+    with pytest.raises(DialFailed, match="cannot resolve"):
+        await TcpTransport().dial(Address("a" * 100, 1))
+
+
+async def test_a_closed_listener_refuses_to_accept() -> None:
+    """Waiting for links ends with ListenFailed when the listener is closed meanwhile."""
+    listener = await TcpTransport().listen(ANY_PORT)
+    async with trio.open_nursery() as nursery:
+
+        async def accept() -> None:
+            with pytest.raises(ListenFailed, match="no longer listening"):
+                await listener.accept()
+
+        nursery.start_soon(accept)
+        await trio.testing.wait_all_tasks_blocked()
+        await listener.aclose()
+
+
+class ExhaustedSocket:
+    """A listening socket whose `accept` fails with the given errors before it works."""
+
+    def __init__(self, *errors: int) -> None:
+        self.errors = list(errors)
+
+    async def accept(self) -> tuple[trio.socket.SocketType, tuple[str, int]]:
+        await trio.lowlevel.checkpoint()
+        if self.errors:
+            code = self.errors.pop(0)
+            raise OSError(code, os.strerror(code))
+        return trio.socket.socket(), ("127.0.0.1", 9)
+
+
+async def test_accept_survives_a_shortage(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No descriptors: log, wait, try again; a peer that gave up in the queue is passed over at once."""
+    sock = ExhaustedSocket(errno.EMFILE, errno.ECONNABORTED, errno.ENFILE)
+    listener = TcpListener(sock, ANY_PORT)  # type: ignore[arg-type]
+    link = await listener.accept()
+    assert link.remote_address == Address("127.0.0.1", 9)
+    assert len(caplog.records) == 2
+    assert trio.current_time() == pytest.approx(0.2)
+    link.abort()
+
+
+async def test_accept_passes_other_errors_on() -> None:
+    """An error that waiting cannot mend is ListenFailed."""
+    with pytest.raises(ListenFailed, match="Bad file descriptor"):
+        await TcpListener(ExhaustedSocket(errno.EBADF), ANY_PORT).accept()  # type: ignore[arg-type]
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
