@@ -222,7 +222,10 @@ def _run(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _pull_back(
-    function: Callable[..., PyTree], wanted: tuple[bool, ...], args: tuple[PyTree, ...], output_grads: tuple[Any, ...]
+    function: Callable[..., PyTree],
+    wanted: tuple[bool, ...],
+    args: tuple[PyTree, ...],
+    output_grads: tuple[Any, ...],
 ) -> list[Any]:
     """Recompute the segment and return the gradients of the wanted leaves of its arguments."""
     leaves, treedef = jax.tree.flatten(args)

@@ -239,14 +239,10 @@ class ExpertDirectory:
         while True:
             await trio.sleep(self._config.negative_ttl_s / 4)
             now = self._now()
-            for name in [
-                n for n, cached in self._cache.items() if cached.used_at < now - self._config.idle_s
-            ]:
+            for name in [n for n, cached in self._cache.items() if cached.used_at < now - self._config.idle_s]:
                 if name not in self._in_flight:
                     del self._cache[name]
-            await self._refresh(
-                [n for n, c in self._cache.items() if c.fetched_at <= now - self._lifetime(c) / 2]
-            )
+            await self._refresh([n for n, c in self._cache.items() if c.fetched_at <= now - self._lifetime(c) / 2])
 
     async def _refresh(self, names: list[str]) -> None:
         wanted = [name for name in names if name not in self._in_flight]

@@ -52,9 +52,7 @@ def check_prefix(prefix: str) -> str:
       ValueError: if it is empty, too long, or contains anything but letters, digits, `_` and `-`.
     """
     if not _PREFIX.fullmatch(prefix) or len(prefix) > MAX_PREFIX_LENGTH:
-        raise ValueError(
-            f"an expert prefix is 1 to {MAX_PREFIX_LENGTH} letters, digits, '_' or '-', got {prefix!r}"
-        )
+        raise ValueError(f"an expert prefix is 1 to {MAX_PREFIX_LENGTH} letters, digits, '_' or '-', got {prefix!r}")
     return prefix
 
 
@@ -65,9 +63,7 @@ def parse_coordinate(text: str) -> int:
       ValueError: naming the text.
     """
     if not _COORDINATE.fullmatch(text):
-        raise ValueError(
-            f"a coordinate is an integer from 0 to {MAX_COORDINATE} without leading zeros, got {text!r}"
-        )
+        raise ValueError(f"a coordinate is an integer from 0 to {MAX_COORDINATE} without leading zeros, got {text!r}")
     return int(text)
 
 
@@ -120,9 +116,7 @@ def expand_grid_pattern(pattern: str) -> tuple[ExpertUid, ...]:
     if not ranges:
         raise ValueError(f"expected a grid pattern such as ffn.[0:4].[0:8], got {pattern!r}")
     if (count := math.prod(map(len, ranges))) > MAX_EXPANDED_UIDS:
-        raise ValueError(
-            f"grid pattern {pattern!r} stands for {count} uids, at most {MAX_EXPANDED_UIDS} are allowed"
-        )
+        raise ValueError(f"grid pattern {pattern!r} stands for {count} uids, at most {MAX_EXPANDED_UIDS} are allowed")
     return tuple(ExpertUid(prefix, coordinates) for coordinates in itertools.product(*ranges))
 
 

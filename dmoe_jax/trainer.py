@@ -25,7 +25,14 @@ import trio
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.data.batches import Batch, SegmentStream
 from dmoe_jax.mixture.remote import RemoteMixture
-from dmoe_jax.models.transformer_xl import LayerMemory, Memory, Segments, TransformerXLConfig, empty_memory, forget
+from dmoe_jax.models.transformer_xl import (
+    LayerMemory,
+    Memory,
+    Segments,
+    TransformerXLConfig,
+    empty_memory,
+    forget,
+)
 from dmoe_jax.node.device import Device
 from net.errors import NetError
 
@@ -80,9 +87,7 @@ class SharedTrunk:
         async with self._turn:
             # Shielded: a cancelled update would leave donated, dead optimiser state behind.
             with trio.CancelScope(shield=True):
-                self.params, self.opt_state = await self._device.run(
-                    self._update, self.params, self.opt_state, grads
-                )
+                self.params, self.opt_state = await self._device.run(self._update, self.params, self.opt_state, grads)
             self.step += 1
             return self.step
 
@@ -96,9 +101,7 @@ class SwarmModel:
       mixtures: one remote mixture a layer.
     """
 
-    def __init__(
-        self, config: TransformerXLConfig, segments: Segments, mixtures: Sequence[RemoteMixture]
-    ) -> None:
+    def __init__(self, config: TransformerXLConfig, segments: Segments, mixtures: Sequence[RemoteMixture]) -> None:
         if len(mixtures) != config.num_layers:
             raise ValueError(f"expected {config.num_layers} mixtures, one a layer, got {len(mixtures)}")
         self._config = config
@@ -116,7 +119,8 @@ class SwarmModel:
     ) -> tuple[Value, list[Value], Memory]:
         """The last layer's hidden states, the routers' auxiliary losses, and the memory for the next segment."""
         hidden = run(self._segments.embed, params["embed"], batch.tokens)
-        memory = forget(memory, batch.is_first)
+        if batch.is_first.any():
+            memory = forget(memory, jnp.asarray(batch.is_first))
         memories, penalties = [], []
         for layer, mixture in enumerate(self._mixtures):
             states, filled = memory[layer]

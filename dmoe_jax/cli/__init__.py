@@ -27,7 +27,7 @@ Command = (
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `dmoe`. Exits 0 when done, 1 on an error, 2 on a wrong flag, 130 after Ctrl-C."""
     command: DhtCommand | NodeCommand | TrainCommand | StatusCommand = tyro.cli(
-        Command,  # type: ignore[arg-type]
+        Command,
         prog="dmoe",
         description="Decentralised mixture-of-experts training in JAX.",
         args=args,
@@ -37,4 +37,3 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(command.run())
     except UsageError as error:
         fail(str(error))
-

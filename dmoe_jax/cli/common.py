@@ -116,7 +116,9 @@ def set_up_jax() -> None:
     """
     import jax
 
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dmoe_jax" / f"xla-{os.uname().nodename}"
+    default = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dmoe_jax" / f"xla-{os.uname().nodename}"
+    )
     folder = os.environ.get("DMOE_XLA_CACHE", str(default))
     if folder:
         jax.config.update("jax_compilation_cache_dir", folder)

@@ -79,7 +79,15 @@ class TrainCommand:
             return await run_training(self, peer)
 
     def _check(self) -> None:
-        positive = ("num_trainers", "batch_size", "steps", "num_layers", "k_best", "eval_every", "eval_tokens")
+        positive = (
+            "num_trainers",
+            "batch_size",
+            "steps",
+            "num_layers",
+            "k_best",
+            "eval_every",
+            "eval_tokens",
+        )
         for name in (*positive, "final_eval_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")

@@ -19,7 +19,7 @@ from dmoe_jax.data.corpora import Corpus, load_corpus
 from dmoe_jax.data.errors import DataError
 from dmoe_jax.data.vocabulary import unigram_perplexity
 from dmoe_jax.directory import ExpertDirectory, open_expert_directory
-from dmoe_jax.grid import all_uids
+from dmoe_jax.grid import ExpertUid, all_uids
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics, ExpertCaller
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
@@ -31,12 +31,16 @@ from dmoe_jax.runs.report import write_report
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
 from dmoe_jax.trainer import SharedTrunk, StepRecord, SwarmModel, Trainer
 from net.errors import NetError, NoQuorum
+from net.identity import Contact
 
 if TYPE_CHECKING:
     from dmoe_jax.cli.train import TrainCommand
 
 _WAIT_FOR_EXPERTS_S = 60.0
 """A node that was started together with us may still be compiling."""
+
+_ASK_PERIOD_S = 0.5
+"""Between two looks for experts while there are none."""
 
 _LOG_PERIOD_S = 1.0
 """How often call totals and expert loads are written down."""
@@ -71,7 +75,12 @@ class TrainingRun:
     """The parts of one run and what it has reached so far."""
 
     def __init__(
-        self, command: "TrainCommand", peer: SwarmPeer, corpus: Corpus, folder: RunFolder, directory: ExpertDirectory
+        self,
+        command: "TrainCommand",
+        peer: SwarmPeer,
+        corpus: Corpus,
+        folder: RunFolder,
+        directory: ExpertDirectory,
     ) -> None:
         self._command = command
         self._peer = peer
@@ -122,11 +131,20 @@ class TrainingRun:
             for layer in range(config.num_layers)
         ]
         schedule = optax.warmup_cosine_decay_schedule(
-            0.0, command.learning_rate, command.warmup_steps, command.steps, end_value=0.1 * command.learning_rate
+            0.0,
+            command.learning_rate,
+            command.warmup_steps,
+            command.steps,
+            end_value=0.1 * command.learning_rate,
         )
         optimizer = optax.chain(optax.clip_by_global_norm(command.grad_clip), optax.adam(schedule))
-        params = txl.init_trunk(jax.random.key(command.seed), config, router)
-        return config, SwarmModel(config, txl.segments(config, router), mixtures), SharedTrunk(params, optimizer, self._device)
+        counts = np.bincount(self._corpus.train, minlength=config.vocab_size)
+        params = txl.init_trunk(jax.random.key(command.seed), config, router, word_counts=counts)
+        return (
+            config,
+            SwarmModel(config, txl.segments(config, router), mixtures),
+            SharedTrunk(params, optimizer, self._device),
+        )
 
     async def run(self) -> int:
         """The whole run; the exit status."""
@@ -159,11 +177,7 @@ class TrainingRun:
         ours = [describe_spec(spec) for spec in (*expert.inputs, expert.output)]
         for layer in range(self._config.num_layers):
             uids = all_uids(layer_prefix(layer), self._config.grid_size)
-            with trio.move_on_after(_WAIT_FOR_EXPERTS_S) as scope:
-                while not (living := {u: c for u, c in (await self._directory.find_experts(uids)).items() if c}):
-                    await trio.sleep(0.5)
-            if scope.cancelled_caught:
-                raise NoQuorum(f"no expert of {layer_prefix(layer)!r} was announced within {_WAIT_FOR_EXPERTS_S:.0f} s")
+            living = await self._living_experts(layer, uids)
             uid, contact = next(iter(living.items()))
             reply = await self._peer.rpc.call(contact.address, "expert.info", {"uid": str(uid)}, timeout_s=10.0)
             theirs = [*reply.body.get("inputs", []), reply.body.get("output")]
@@ -174,6 +188,15 @@ class TrainingRun:
                     "give --d-model, --seq-len and --mem-len as on the nodes"
                 )
             self._progress.say(f"{layer_prefix(layer)}: {len(living)} of {len(uids)} experts alive")
+
+    async def _living_experts(self, layer: int, uids: tuple[ExpertUid, ...]) -> dict[ExpertUid, Contact]:
+        """The living experts of a layer: at least one, or NoQuorum after a minute of asking twice a second."""
+        for _ in range(int(_WAIT_FOR_EXPERTS_S / _ASK_PERIOD_S)):
+            found = await self._directory.find_experts(uids)
+            if living := {uid: contact for uid, contact in found.items() if contact is not None}:
+                return living
+            await trio.sleep(_ASK_PERIOD_S)
+        raise NoQuorum(f"no expert of {layer_prefix(layer)!r} was announced within {_WAIT_FOR_EXPERTS_S:.0f} s")
 
     async def _train(self) -> None:
         command = self._command
@@ -243,9 +266,7 @@ class TrainingRun:
         )
         perplexity = await self._model.evaluate(self._trunk.params, batches)
         self._evaluations.append((step, perplexity))
-        self._folder.log(
-            "eval", step=step, perplexity=perplexity, tokens=max_tokens, split="valid", time_s=self._now()
-        )
+        self._folder.log("eval", step=step, perplexity=perplexity, tokens=max_tokens, split="valid", time_s=self._now())
         self._progress.say(f"step {step}: validation perplexity {perplexity:.1f}")
 
     async def _log_calls(self) -> None:

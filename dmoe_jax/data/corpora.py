@@ -43,9 +43,7 @@ class Corpus:
     vocabulary: Vocabulary
 
 
-def load_corpus(
-    *, source: Source = "auto", allow_download: bool = True, open_url: OpenUrl = open_https
-) -> Corpus:
+def load_corpus(*, source: Source = "auto", allow_download: bool = True, open_url: OpenUrl = open_https) -> Corpus:
     """Load a corpus. Blocks for about a second; for a download, at most about `wikitext2.TOTAL_TIMEOUT_S`.
 
     WikiText-2 is looked for in the folder `wikitext-2` of `$DMOE_DATA`, then in `dmoe_jax/wikitext-2` of the

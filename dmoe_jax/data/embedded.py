@@ -36,9 +36,7 @@ def read_splits() -> tuple[list[str], list[str], list[str]]:
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except (ImportError, AttributeError) as error:
-        raise DataError(
-            f"this Python has no pydoc_data.topics, which is the embedded corpus: {error}"
-        ) from error
+        raise DataError(f"this Python has no pydoc_data.topics, which is the embedded corpus: {error}") from error
     return split_articles(articles_of(topics))
 
 

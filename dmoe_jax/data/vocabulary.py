@@ -75,9 +75,7 @@ class Vocabulary:
         if unk is None:
             stranger = next((word for word in words if word not in self._ids), None)
             if stranger is not None:
-                raise DataError(
-                    f"{stranger!r} is not in the vocabulary of {len(self)} words, which has no {UNK}"
-                )
+                raise DataError(f"{stranger!r} is not in the vocabulary of {len(self)} words, which has no {UNK}")
         get = self._ids.get
         return np.fromiter((get(word, unk) for word in words), dtype=np.int32, count=len(words))
 

@@ -81,9 +81,7 @@ def check_counts(split: str, text: bytes, where: str) -> None:
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     if num_tokens != NUM_TOKENS[split]:
-        raise DataError(
-            f"{where}: expected {NUM_TOKENS[split]:,} tokens with one <eos> a line, got {num_tokens:,}"
-        )
+        raise DataError(f"{where}: expected {NUM_TOKENS[split]:,} tokens with one <eos> a line, got {num_tokens:,}")
 
 
 def check_bytes(split: str, text: bytes, where: str) -> None:
@@ -115,9 +113,7 @@ def read_folder(folder: str) -> Texts:
             with gzip.open(path) as file:
                 text = file.read(MAX_TEXT_BYTES + 1)
         except FileNotFoundError as error:
-            raise DataError(
-                f"{path} is missing: expected the {split} text of WikiText-2, gzip of UTF-8"
-            ) from error
+            raise DataError(f"{path} is missing: expected the {split} text of WikiText-2, gzip of UTF-8") from error
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{path} cannot be read: expected gzip of UTF-8 text: {error}") from error
         if len(text) > MAX_TEXT_BYTES:

@@ -28,9 +28,7 @@ def make_expert(kind: str, **config: Any) -> Expert:
     factory = EXPERTS[kind]
     fields = inspect.signature(factory).parameters
     if unknown := sorted(set(config) - set(fields)):
-        raise ValueError(
-            f"expert {kind!r} has no field {', '.join(unknown)}; its fields are {', '.join(fields)}"
-        )
+        raise ValueError(f"expert {kind!r} has no field {', '.join(unknown)}; its fields are {', '.join(fields)}")
     required = {name for name, field in fields.items() if field.default is inspect.Parameter.empty}
     if missing := sorted(required - set(config)):
         raise ValueError(f"expert {kind!r} needs a value for {', '.join(missing)}")

@@ -136,9 +136,7 @@ class TransformerXLLayer(nn.Module):
             visible_keys(memory_mask, seq_len),
         )
         output = nn.DenseGeneral(d_model, axis=(-2, -1), use_bias=False, kernel_init=normal, name="output")
-        attention = nn.LayerNorm(scale_init=_gain_init, name="attention_norm", epsilon=1e-5)(
-            hidden + output(attended)
-        )
+        attention = nn.LayerNorm(scale_init=_gain_init, name="attention_norm", epsilon=1e-5)(hidden + output(attended))
         inner = nn.relu(nn.Dense(self.d_ff, kernel_init=normal, name="ff_in")(attention))
         outer = nn.Dense(d_model, kernel_init=normal, name="ff_out")(inner)
         norm = nn.LayerNorm(scale_init=_gain_init, name="ff_norm", epsilon=1e-5)

@@ -143,14 +143,19 @@ class ExpertCaller:
         return replies
 
     async def _call(
-        self, method: str, call: ExpertCall, body: Body, tensors: Sequence[Array], policy: CallPolicy, *, retry: bool
+        self,
+        method: str,
+        call: ExpertCall,
+        body: Body,
+        tensors: Sequence[Array],
+        policy: CallPolicy,
+        *,
+        retry: bool,
     ) -> Reply | None:
         attempts = 2 if retry else 1
         for attempt in range(attempts):
             try:
-                reply = await self._caller.call(
-                    call.contact.address, method, body, tensors, timeout_s=policy.timeout_s
-                )
+                reply = await self._caller.call(call.contact.address, method, body, tensors, timeout_s=policy.timeout_s)
             except ConnectionLost as error:
                 if attempt + 1 == attempts:
                     self._note_failure(call, error)

@@ -101,9 +101,7 @@ def local_mixture(
     """
     if len(inputs) != len(expert.inputs):
         names = ", ".join(spec.name for spec in expert.inputs)
-        raise ValueError(
-            f"expert {expert.name!r} takes {len(expert.inputs)} inputs ({names}), got {len(inputs)}"
-        )
+        raise ValueError(f"expert {expert.name!r} takes {len(expert.inputs)} inputs ({names}), got {len(inputs)}")
 
     def call(index: Int[Array, ""], *sample: Array) -> Array:
         chosen = jax.tree.map(lambda leaf: leaf[index], params)
@@ -143,9 +141,7 @@ def update_experts(
     Returns: (params, opt_state).
     """
 
-    def step(
-        params: PyTree, opt_state: PyTree, grads: PyTree, used: Bool[Array, ""]
-    ) -> tuple[PyTree, PyTree]:
+    def step(params: PyTree, opt_state: PyTree, grads: PyTree, used: Bool[Array, ""]) -> tuple[PyTree, PyTree]:
         updates, new_state = optimizer.update(grads, opt_state, params)
         new = (optax.apply_updates(params, updates), new_state)
         kept = jax.tree.map(lambda after, before: jnp.where(used, after, before), new, (params, opt_state))

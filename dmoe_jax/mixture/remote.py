@@ -15,7 +15,7 @@ own residual connection), and no row is ever NaN.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ class MixtureConfig:
     """Experts are `prefix.i.j`; one prefix a layer."""
     k_best: int = 4
     """Experts asked for each sample."""
-    policy: CallPolicy = CallPolicy()
+    policy: CallPolicy = field(default_factory=CallPolicy)
     """Quorum and deadlines, forward and backward."""
     on_shortfall: str = "skip"
     """What happens to a sample with fewer than `k_min` answers: "skip" mixes what there is (with nothing, the sample
@@ -82,9 +82,7 @@ class RemoteMixture:
         self._device = device
         self._config = config
 
-    async def __call__(
-        self, run: Recording, scores: tuple[Value, ...], *inputs: Value | Any
-    ) -> tuple[Value, Value]:
+    async def __call__(self, run: Recording, scores: tuple[Value, ...], *inputs: Value | Any) -> tuple[Value, Value]:
         """Mix the experts' outputs for a batch of samples.
 
         Args:
@@ -163,7 +161,12 @@ class _LayerCall:
             for index in asked
         ]
         returned = await mixture._caller.fan_out(
-            "expert.backward", calls, messages, num_samples=grads.shape[0], policy=mixture._config.policy, retry=True
+            "expert.backward",
+            calls,
+            messages,
+            num_samples=grads.shape[0],
+            policy=mixture._config.policy,
+            retry=True,
         )
         specs = mixture._expert.inputs
         sums = [np.zeros((grads.shape[0], *spec.shape), spec.dtype) if spec.differentiable else None for spec in specs]

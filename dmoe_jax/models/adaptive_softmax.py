@@ -27,7 +27,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Float, Int, Num
 
 SMALLEST_BUCKET = 16
 """Rows of the smallest branch. Below this the time is that of reading the table, whatever the rows."""
@@ -41,10 +42,29 @@ def check_cutoffs(cutoffs: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     """
     edges = (0, *cutoffs, vocab_size)
     if any(low >= high for low, high in itertools.pairwise(edges)):
-        raise ValueError(
-            f"cutoffs must ascend strictly between 0 and {vocab_size} (the vocabulary), got {cutoffs}"
-        )
+        raise ValueError(f"cutoffs must ascend strictly between 0 and {vocab_size} (the vocabulary), got {cutoffs}")
     return tuple(cutoffs)
+
+
+def unigram_biases(
+    counts: Num[np.ndarray, " vocab"], cutoffs: tuple[int, ...]
+) -> tuple[Float[Array, " vocab"], Float[Array, " n_tail"]]:
+    """Biases (bias, cluster_b) under which a model that knows nothing else predicts word frequencies.
+
+    With hidden states of zero, `adaptive_softmax_loss` of word w is then -log((counts[w] + 1) / sum(counts + 1)). A
+    model that starts there does not spend its first updates on learning how often words occur.
+
+    Args:
+      counts: how often each word occurs in the training text.
+      cutoffs: first word of each tail cluster, ascending.
+    """
+    edges = (0, *check_cutoffs(cutoffs, counts.shape[0]), counts.shape[0])
+    smoothed = counts.astype(np.float64) + 1
+    totals = np.array([smoothed[low:high].sum() for low, high in itertools.pairwise(edges)])
+    # The head's words and the cluster tokens share one softmax; each tail has its own.
+    normalisers = np.concatenate([[totals.sum()], totals[1:]])
+    bias = np.log(smoothed) - np.log(np.repeat(normalisers, np.diff(edges)))
+    return jnp.asarray(bias, jnp.float32), jnp.asarray(np.log(totals[1:] / totals.sum()), jnp.float32)
 
 
 def adaptive_softmax_loss(

@@ -77,9 +77,7 @@ def total_loss(nll: Float[Array, ""], layers: tuple[LayerAux, ...]) -> Float[Arr
     return nll + sum((layer.aux_loss for layer in layers), start=jnp.zeros((), nll.dtype))
 
 
-def init_layers(
-    key: PRNGKeyArray, expert: Expert, grid_size: tuple[int, ...], num_layers: int
-) -> tuple[PyTree, ...]:
+def init_layers(key: PRNGKeyArray, expert: Expert, grid_size: tuple[int, ...], num_layers: int) -> tuple[PyTree, ...]:
     """Stacked expert parameters of each layer; layer i uses `jax.random.fold_in(key, i)`."""
     return tuple(init_experts(jax.random.fold_in(key, i), expert, grid_size) for i in range(num_layers))
 
@@ -87,6 +85,4 @@ def init_layers(
 def check_router(router: Router, grid_size: tuple[int, ...]) -> None:
     """Raise ValueError unless the router routes on this grid."""
     if router.grid_size != grid_size:
-        raise ValueError(
-            f"router {router.name!r} is for grid {router.grid_size}, the model's grid is {grid_size}"
-        )
+        raise ValueError(f"router {router.name!r} is for grid {router.grid_size}, the model's grid is {grid_size}")

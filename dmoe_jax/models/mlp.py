@@ -57,9 +57,7 @@ class MLPConfig:
         )
         object.__setattr__(self, "grid_size", check_grid_size(self.grid_size))
         if self.k_best > math.prod(self.grid_size):
-            raise ValueError(
-                f"k_best is at most the number of cells of grid {self.grid_size}, got {self.k_best}"
-            )
+            raise ValueError(f"k_best is at most the number of cells of grid {self.grid_size}, got {self.k_best}")
         self.expert()
 
     def expert(self) -> Expert:

@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
 from dmoe_jax.experts.base import Expert, check_positive
 from dmoe_jax.experts.transformer_xl import INIT_STDDEV, transformer_xl_layer
-from dmoe_jax.models.adaptive_softmax import adaptive_softmax_loss, check_cutoffs
+from dmoe_jax.models.adaptive_softmax import adaptive_softmax_loss, check_cutoffs, unigram_biases
 from dmoe_jax.models.layers import ForwardAux, check_router, dmoe_layer, init_layers, total_loss
 from dmoe_jax.routing.base import Router, Scores, check_grid_size
 
@@ -74,9 +75,7 @@ class TransformerXLConfig:
         object.__setattr__(self, "grid_size", check_grid_size(self.grid_size))
         object.__setattr__(self, "cutoffs", check_cutoffs(tuple(self.cutoffs), self.vocab_size))
         if self.k_best > math.prod(self.grid_size):
-            raise ValueError(
-                f"k_best is at most the number of cells of grid {self.grid_size}, got {self.k_best}"
-            )
+            raise ValueError(f"k_best is at most the number of cells of grid {self.grid_size}, got {self.k_best}")
         self.expert()
 
     def expert(self) -> Expert:
@@ -136,22 +135,38 @@ class Segments(NamedTuple):
     token_nll: Callable[..., Float[Array, "batch seq"]]
 
 
-def init_trunk(key: PRNGKeyArray, config: TransformerXLConfig, router: Router) -> dict[str, PyTree]:
+def init_trunk(
+    key: PRNGKeyArray,
+    config: TransformerXLConfig,
+    router: Router,
+    *,
+    word_counts: Num[np.ndarray, " vocab"] | None = None,
+) -> dict[str, PyTree]:
     """Parameters of everything but the experts: {"embed": ..., "gates": [one for each layer], "head": ...}.
 
-    Weights are N(0, 0.02) and biases 0, the authors' recipe; gates are the router's business.
+    Weights are N(0, 0.02), the authors' recipe; gates are the router's business. Output biases are 0 as theirs, or,
+    given `word_counts` (of the training text), those of a unigram model: see `unigram_biases`.
+
+    Raises:
+      ValueError: if the router is for another grid, or word_counts has not one number for each word.
     """
     check_router(router, config.grid_size)
     embed_key, head_key, gate_key = jax.random.split(key, 3)
     shape = (config.vocab_size, config.d_model)
     n_tail = len(config.cutoffs)
+    if word_counts is None:
+        bias, cluster_b = jnp.zeros(config.vocab_size), jnp.zeros(n_tail)
+    elif word_counts.shape != (config.vocab_size,):
+        raise ValueError(f"word_counts must have shape ({config.vocab_size},), got {word_counts.shape}")
+    else:
+        bias, cluster_b = unigram_biases(word_counts, config.cutoffs)
     return {
         "embed": {"table": INIT_STDDEV * jax.random.normal(embed_key, shape)},
         "gates": [router.init(k, config.d_model) for k in jax.random.split(gate_key, config.num_layers)],
         "head": {
-            "bias": jnp.zeros(config.vocab_size),
+            "bias": bias,
             "cluster_w": INIT_STDDEV * jax.random.normal(head_key, (n_tail, config.d_model)),
-            "cluster_b": jnp.zeros(n_tail),
+            "cluster_b": cluster_b,
         },
     }
 
@@ -166,8 +181,7 @@ def empty_memory(config: TransformerXLConfig, batch: int) -> Memory:
     shape = (batch, config.mem_len)
     # Arrays of its own for each layer: a caller may donate them.
     return tuple(
-        LayerMemory(jnp.zeros((*shape, config.d_model)), jnp.zeros(shape, bool))
-        for _ in range(config.num_layers)
+        LayerMemory(jnp.zeros((*shape, config.d_model)), jnp.zeros(shape, bool)) for _ in range(config.num_layers)
     )
 
 

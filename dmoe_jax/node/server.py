@@ -143,17 +143,13 @@ class ExpertNode:
 
     async def _forward(self, request: Request) -> Reply:
         uid = requests.uid_of(request, self._uids)
-        parsed = requests.parse_forward(
-            request, uid, self._backends[uid].expert, max_rows=self._config.max_batch_rows
-        )
+        parsed = requests.parse_forward(request, uid, self._backends[uid].expert, max_rows=self._config.max_batch_rows)
         job = _Job(parsed)
         return await self._finish(job, self._submit("forward", job))
 
     async def _backward(self, request: Request) -> Reply:
         uid = requests.uid_of(request, self._uids)
-        parsed = requests.parse_backward(
-            request, uid, self._backends[uid].expert, max_rows=self._config.max_batch_rows
-        )
+        parsed = requests.parse_backward(request, uid, self._backends[uid].expert, max_rows=self._config.max_batch_rows)
         assert parsed.request_id is not None
         # The trainer is part of the key: ids of two trainers may coincide without one getting the other's gradients.
         replay_key = request.peer_id.raw + parsed.request_id
@@ -193,6 +189,7 @@ class ExpertNode:
         backend = self._backends[jobs[0].request.uid]
         inputs = [_stack([job.request.inputs[i] for job in jobs]) for i in range(len(jobs[0].request.inputs))]
         started = trio.current_time()
+        results: tuple[Array, ...]
         try:
             if jobs[0].request.output_grads is None:
                 results = (await self._device.run(backend.forward, inputs),)

@@ -80,8 +80,7 @@ def split_scores(raw: Any, grid_size: tuple[int, ...]) -> Scores:
         return tuple(raw)
     if raw.shape[-1] != sum(grid_size):
         raise ValueError(
-            f"a scoring network for grid {grid_size} must return {sum(grid_size)} scores a sample, "
-            f"got {raw.shape[-1]}"
+            f"a scoring network for grid {grid_size} must return {sum(grid_size)} scores a sample, got {raw.shape[-1]}"
         )
     edges = [sum(grid_size[:i]) for i in range(1, len(grid_size))]
     return tuple(jnp.split(raw, edges, axis=-1))
@@ -135,16 +134,12 @@ def gather_logits(scores: Scores, indices: Int32[Array, "batch k dims"]) -> Floa
     """g(x, f) = sum_i g_i(x)[u_i] of the chosen experts (Learning@home, section 3.2). Differentiable in the
     scores."""
     if indices.shape[-1] != len(scores):
-        raise ValueError(
-            f"indices name {indices.shape[-1]} coordinates, the scores have {len(scores)} dimensions"
-        )
+        raise ValueError(f"indices name {indices.shape[-1]} coordinates, the scores have {len(scores)} dimensions")
     parts = [jnp.take_along_axis(part, indices[..., i], axis=-1) for i, part in enumerate(scores)]
     return sum(parts[1:], start=parts[0])
 
 
-def masked_softmax(
-    logits: Float[Array, "*batch k"], mask: Bool[Array, "*batch k"]
-) -> Float[Array, "*batch k"]:
+def masked_softmax(logits: Float[Array, "*batch k"], mask: Bool[Array, "*batch k"]) -> Float[Array, "*batch k"]:
     """Softmax over the cells whose mask is True, zero elsewhere.
 
     A row without a True gives zeros, and zero gradients: a sample whose experts are all silent must not

@@ -19,9 +19,7 @@ from dmoe_jax.routing.base import (
 )
 
 
-def from_linen(
-    make_module: Callable[[], nn.Module], grid_size: tuple[int, ...], *, name: str = "linen"
-) -> Router:
+def from_linen(make_module: Callable[[], nn.Module], grid_size: tuple[int, ...], *, name: str = "linen") -> Router:
     """A router whose scores come from a Linen module; everything else is top-k and softmax.
 
     Make the router once and keep it: each call returns new functions, and compiled code is cached by their
@@ -50,9 +48,7 @@ def from_linen(
 
     # Jitted here because an eager Linen call costs forty compiled ones; inside a jitted segment this is free.
     @jax.jit
-    def scores(
-        params: PyTree, x: Float[Array, "batch d_model"], *, key: PRNGKeyArray | None = None
-    ) -> Scores:
+    def scores(params: PyTree, x: Float[Array, "batch d_model"], *, key: PRNGKeyArray | None = None) -> Scores:
         rngs = None if key is None else {"router": key}
         return split_scores(module.apply({"params": params}, x, rngs=rngs), grid)
 

@@ -54,9 +54,7 @@ def from_nnx(
     # The graph is made again, abstractly, in each trace: it depends on the width alone, and a router keeps no
     # state.
     @jax.jit
-    def scores(
-        params: PyTree, x: Float[Array, "batch d_model"], *, key: PRNGKeyArray | None = None
-    ) -> Scores:
+    def scores(params: PyTree, x: Float[Array, "batch d_model"], *, key: PRNGKeyArray | None = None) -> Scores:
         del key
         graph, state = nnx.split(nnx.eval_shape(lambda: make_module(x.shape[-1], nnx.Rngs(0))))
         nnx.replace_by_pure_dict(state, params)

@@ -36,9 +36,7 @@ class ProductKeyGate(nn.Module):
         # A normalised input has mean square 1 a feature, so variance scale**2 / fan_in gives scores of
         # deviation scale.
         kernel_init = nn.initializers.variance_scaling(self.init_scale**2, "fan_in", "normal")
-        return nn.Dense(sum(self.grid_size), kernel_init=kernel_init, name="keys")(
-            nn.LayerNorm(name="norm")(x)
-        )
+        return nn.Dense(sum(self.grid_size), kernel_init=kernel_init, name="keys")(nn.LayerNorm(name="norm")(x))
 
 
 def product_key(grid_size: tuple[int, ...], *, init_scale: float = DEFAULT_INIT_SCALE) -> Router:

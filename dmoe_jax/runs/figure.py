@@ -121,9 +121,7 @@ def _perplexity(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]]
     _mark_kills(axes, kills, "step", 1.0, lambda kill: f"{_first_word(kill)} killed at step {kill['step']:,}")
 
 
-def _throughput(
-    axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], unit: str, seconds: float
-) -> None:
+def _throughput(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], unit: str, seconds: float) -> None:
     """Training tokens a second, all trainers together, in equal bins of time."""
     dress(axes, "Training tokens per second", unit)
     times, tokens = columns(metrics, "train", "time_s", "tokens")
@@ -137,15 +135,11 @@ def _throughput(
     axes.stairs(rates, edges / seconds, color=VALID, linewidth=1.6, baseline=None)
     axes.set_xlim(0, times.max() / seconds)
     axes.set_ylim(0, 1.15 * max(rates.max(), 1e-9))
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}")
-    )
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}"))
     _mark_kills(axes, kills, "time_s", seconds, lambda kill: "killed")
 
 
-def _failures(
-    axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], unit: str, seconds: float
-) -> None:
+def _failures(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], unit: str, seconds: float) -> None:
     """Share of the remote calls that failed, between each two records of the cumulative counts."""
     dress(axes, "Failed expert calls", unit)
     times, ok, failed = columns(metrics, "calls", "time_s", "ok", "failed")
@@ -164,9 +158,7 @@ def _failures(
     axes.set_ylim(0, max(0.05, min(1.0, 1.25 * share.max())))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     total = new_calls.sum()
-    axes.set_title(
-        f"{new_failed.sum():,.0f} of {total:,.0f} calls", loc="right", fontsize=9, color=GREY, pad=16
-    )
+    axes.set_title(f"{new_failed.sum():,.0f} of {total:,.0f} calls", loc="right", fontsize=9, color=GREY, pad=16)
     _mark_kills(axes, kills, "time_s", seconds, lambda kill: "killed")
 
 
@@ -224,9 +216,7 @@ def _plain_log_ticks(axes: Axes) -> None:
     subs = (1.0, 2.0, 5.0) if high / low > 30 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
     # Between two such ticks a log axis is as good as linear.
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=subs) if high / low > 2 else MaxNLocator(nbins=5))
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}")
-    )
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="y", which="minor", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10], integer=True))
@@ -235,9 +225,7 @@ def _plain_log_ticks(axes: Axes) -> None:
 
 def _time_unit(metrics: Metrics) -> tuple[str, float]:
     """("minutes", 60) or ("seconds", 1), by the length of the run."""
-    last = max(
-        (record["time_s"] for record in metrics if isinstance(record.get("time_s"), int | float)), default=0
-    )
+    last = max((record["time_s"] for record in metrics if isinstance(record.get("time_s"), int | float)), default=0)
     return ("minutes", 60.0) if last > 180 else ("seconds", 1.0)
 
 

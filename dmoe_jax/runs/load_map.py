@@ -49,9 +49,7 @@ def load_rows(metrics: Sequence[Mapping[str, Any]]) -> LoadRows:
     records = [record for record in metrics if record["kind"] == "experts" and record.get("load")]
     kill = next((r for r in metrics if r["kind"] == "event" and r.get("name") == "node_killed"), None)
     if not records:
-        return LoadRows(
-            labels=(), columns=(), counts=np.empty((0, 0)), killed=np.empty((0, 0), bool), is_cut=False
-        )
+        return LoadRows(labels=(), columns=(), counts=np.empty((0, 0)), killed=np.empty((0, 0), bool), is_cut=False)
     total: dict[str, int] = dict(records[-1]["load"])
     before, lost = _at_kill(records, kill)
     uids = sorted({*total, *before, *lost}, key=_natural)
@@ -114,9 +112,7 @@ def _mark_killed(axes: Axes, loads: LoadRows) -> None:
         else:
             corner, width, height = (column - 0.5, row + 0.25), 1.0, 0.2
         axes.add_patch(
-            Rectangle(
-                corner, width, height, fill=not is_framed, color=KILLED, linewidth=1.6 * is_framed, zorder=4
-            )
+            Rectangle(corner, width, height, fill=not is_framed, color=KILLED, linewidth=1.6 * is_framed, zorder=4)
         )
     if loads.killed.any():
         mark = "framed" if is_framed else "underlined"

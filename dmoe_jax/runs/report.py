@@ -88,9 +88,7 @@ def _environment(config: Mapping[str, Any]) -> str:
     """One sentence on the software and the machine."""
     versions = ", ".join(f"{name} {version}" for name, version in config.get("versions", {}).items())
     machine = config.get("platform", {})
-    place = (
-        f"{machine.get('system', 'an unknown system')} with {machine.get('cpu_count') or 'unknown'} CPU cores"
-    )
+    place = f"{machine.get('system', 'an unknown system')} with {machine.get('cpu_count') or 'unknown'} CPU cores"
     return f"Made on {place}, started {config.get('started')}: {versions}."
 
 
@@ -98,11 +96,7 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, o
     """Nested settings as (dotted name, value) rows."""
     rows: list[tuple[str, object]] = []
     for name, value in settings.items():
-        rows += (
-            _flatten(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else [(f"`{prefix}{name}`", value)]
-        )
+        rows += _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"`{prefix}{name}`", value)]
     return rows
 
 

@@ -41,9 +41,7 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(
-        cls, path: Path | None, config: object, *, name: str = "run", resume: bool = False
-    ) -> "RunFolder":
+    def create(cls, path: Path | None, config: object, *, name: str = "run", resume: bool = False) -> "RunFolder":
         """Make the folder and write `config.json` into it.
 
         Args:
@@ -221,9 +219,7 @@ def _command_line() -> str:
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     names = sorted({*before, *after})
     return "; ".join(
-        f"{name}: {before.get(name)!r} -> {after.get(name)!r}"
-        for name in names
-        if before.get(name) != after.get(name)
+        f"{name}: {before.get(name)!r} -> {after.get(name)!r}" for name in names if before.get(name) != after.get(name)
     )
 
 

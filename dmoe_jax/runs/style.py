@@ -65,7 +65,5 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
             pool_total, pool_count = pools.pop()
             total, count = total + pool_total, count + pool_count
         pools.append((total, count))
-    levels = (
-        np.concatenate([np.full(count, total / count) for total, count in pools]) if pools else np.empty(0)
-    )
+    levels = np.concatenate([np.full(count, total / count) for total, count in pools]) if pools else np.empty(0)
     return [float(level) + index * gap for index, level in enumerate(levels)]

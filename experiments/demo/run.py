@@ -134,7 +134,16 @@ async def _start_nodes(swarm: LocalSwarm, settings: DemoSettings, console: Conso
 
     async def start(index: int, experts: Sequence[str]) -> None:
         learning = ["--seed", str(settings.seed), *(["--freeze-experts"] if settings.freeze_experts else [])]
-        command = ["node", "--join", dht.address, *learning, "--announce-period-s", "5", "--experts", *experts]
+        command = [
+            "node",
+            "--join",
+            dht.address,
+            *learning,
+            "--announce-period-s",
+            "5",
+            "--experts",
+            *experts,
+        ]
         nodes.append(await swarm.start(f"node{index}", command))
 
     async with trio.open_nursery() as nursery:
@@ -159,8 +168,23 @@ def _trainer_command(
     settings: DemoSettings, nodes: list[SwarmProcess], out: Path, *, steps: int, max_minutes: float
 ) -> list[str]:
     return [
-        *("train", "--join", *[node.address for node in nodes[:2]], "--out", str(out), "--data", settings.data),
-        *("--num-trainers", str(settings.num_trainers), "--steps", str(steps), "--max-minutes", str(max_minutes)),
+        *(
+            "train",
+            "--join",
+            *[node.address for node in nodes[:2]],
+            "--out",
+            str(out),
+            "--data",
+            settings.data,
+        ),
+        *(
+            "--num-trainers",
+            str(settings.num_trainers),
+            "--steps",
+            str(steps),
+            "--max-minutes",
+            str(max_minutes),
+        ),
         *("--num-layers", str(NUM_LAYERS), "--grid-size", *[str(extent) for extent in GRID]),
         *("--seed", str(settings.seed), "--eval-every", str(max(20, steps // 8))),
     ]

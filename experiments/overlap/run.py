@@ -190,7 +190,12 @@ async def _open_trainers(settings: OverlapSettings) -> AsyncIterator[list[Traine
         trunk = SharedTrunk(txl.init_trunk(jax.random.key(settings.seed), config, router), optax.adam(1e-3), device)
         text = np.random.default_rng(settings.seed).integers(0, config.vocab_size, 20_000)
         yield [
-            Trainer(i, model, trunk, SegmentStream(text, batch_size=1, seq_len=16, shard=i, num_shards=settings.trainers))
+            Trainer(
+                i,
+                model,
+                trunk,
+                SegmentStream(text, batch_size=1, seq_len=16, shard=i, num_shards=settings.trainers),
+            )
             for i in range(settings.trainers)
         ]
 
@@ -215,6 +220,10 @@ async def _serve(
         # A round brings up to one row a trainer to one expert.
         await device.run(next(iter(backends.values())).warm_up, settings.trainers)
         node = open_expert_node(
-            peer, dhts[index], backends, device=device, config=NodeConfig(max_concurrent_calls=4 * settings.trainers)
+            peer,
+            dhts[index],
+            backends,
+            device=device,
+            config=NodeConfig(max_concurrent_calls=4 * settings.trainers),
         )
         await stack.enter_async_context(node)

@@ -26,9 +26,7 @@ class Blacklist:
 
     def __init__(self, *, base_s: float, cap_s: float, max_peers: int = 1024) -> None:
         if not 0 < base_s <= cap_s or max_peers < 1:
-            raise ValueError(
-                f"expected 0 < base_s <= cap_s and max_peers >= 1, got {base_s}, {cap_s}, {max_peers}"
-            )
+            raise ValueError(f"expected 0 < base_s <= cap_s and max_peers >= 1, got {base_s}, {cap_s}, {max_peers}")
         self._base_s = base_s
         self._cap_s = cap_s
         self._max_peers = max_peers

@@ -101,9 +101,7 @@ class DhtCalls:
             after = reply.entries[-1][0] if reply.entries else None
         return contacts, found
 
-    async def store(
-        self, contact: Contact, target: NodeId, entries: Sequence[SubkeyEntry]
-    ) -> tuple[bool, ...]:
+    async def store(self, contact: Contact, target: NodeId, entries: Sequence[SubkeyEntry]) -> tuple[bool, ...]:
         """Store entries at one peer; for each, whether the peer accepted it."""
         accepted: list[bool] = []
         for batch in messages.batches(entries):
@@ -119,17 +117,13 @@ class DhtCalls:
             accepted += verdicts
         return tuple(accepted)
 
-    async def _find_page(
-        self, contact: Contact, target: NodeId, *, record: bool, after: str | None
-    ) -> FindReply:
+    async def _find_page(self, contact: Contact, target: NodeId, *, record: bool, after: str | None) -> FindReply:
         body = messages.find_body(target, client=self._is_client, record=record, after=after)
         try:
             answer = await self._call(contact.address, messages.FIND, body)
             reply = messages.parse_find_reply_untrusted(answer, latest_expiration=self.latest_expiration)
             self._expect(contact, reply.peer_id)
-            if reply.more and (
-                not reply.entries or (after is not None and (reply.entries[-1][0] or "") <= after)
-            ):
+            if reply.more and (not reply.entries or (after is not None and (reply.entries[-1][0] or "") <= after)):
                 raise RemoteProtocolError(f"{contact} pages a record without getting on")
         except PEER_ERRORS as error:
             self._note_failure(contact, error)
@@ -153,9 +147,7 @@ class DhtCalls:
             self._book.failed(contact, self._clock.now())
 
 
-async def first_answers(
-    calls: DhtCalls, addresses: Sequence[Address], *, grace_s: float
-) -> tuple[Contact, ...]:
+async def first_answers(calls: DhtCalls, addresses: Sequence[Address], *, grace_s: float) -> tuple[Contact, ...]:
     """Ping addresses all at once; wait for every answer, but only `grace_s` after the first.
 
     Returns:

@@ -50,9 +50,7 @@ class DhtConfig:
     """A contact seen so recently is not pinged to make room for a newcomer, seconds."""
 
     def __post_init__(self) -> None:
-        if (
-            not 1 <= self.bucket_size <= 32
-        ):  # 32 contacts with the longest host names take 10 KB of a 64 KiB header
+        if not 1 <= self.bucket_size <= 32:  # 32 contacts with the longest host names take 10 KB of a 64 KiB header
             raise ValueError(f"bucket_size must be from 1 to 32, got {self.bucket_size}")
         if not 1 <= self.replicas <= self.lookup.beam_size:
             raise ValueError(f"replicas must be from 1 to the beam size, got {self.replicas}")

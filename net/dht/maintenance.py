@@ -50,9 +50,7 @@ class JobQueue:
 
     def __init__(self) -> None:
         self._send, self._receive = trio.open_memory_channel[_Check | _HandOver](MAX_JOBS)
-        self._checking: set[PeerId] = (
-            set()
-        )  # at most MAX_JOBS + WORKERS: one check of a peer at a time is enough
+        self._checking: set[PeerId] = set()  # at most MAX_JOBS + WORKERS: one check of a peer at a time is enough
         self.dropped = 0
         """Jobs dropped because the queue was full."""
 
@@ -115,9 +113,7 @@ class Maintenance:
         self._clock = clock
         self._config = config
         # A stream of its own for each task: what one draws does not depend on when the others run.
-        self._refresh_rng, self._rejoin_rng, self._sweep_rng = (
-            random.Random(rng.getrandbits(64)) for _ in range(3)
-        )
+        self._refresh_rng, self._rejoin_rng, self._sweep_rng = (random.Random(rng.getrandbits(64)) for _ in range(3))
 
     async def join(self) -> tuple[Address, ...]:
         """Meet the swarm through the initial peers.
@@ -171,9 +167,7 @@ class Maintenance:
         period_s = self._config.refresh_period_s
         while True:
             await trio.sleep(jitter(period_s, self._refresh_rng))
-            stale = self._book.table.stale_targets(
-                older_than=self._clock.now() - period_s, rng=self._refresh_rng
-            )
+            stale = self._book.table.stale_targets(older_than=self._clock.now() - period_s, rng=self._refresh_rng)
             for target in stale[:MAX_STALE_BUCKETS]:
                 await self._lookup(target)
 

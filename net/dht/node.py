@@ -293,9 +293,7 @@ class DhtNode:
         async with trio.open_nursery() as nursery:
             for _ in range(self.config.replicas):
                 nursery.start_soon(fill_one_replica)
-        return [2 * sum(votes) > len(votes) for votes in zip(*verdicts, strict=True)] or [False] * len(
-            updates
-        )
+        return [2 * sum(votes) > len(votes) for votes in zip(*verdicts, strict=True)] or [False] * len(updates)
 
     async def _walk(self, target: NodeId, *, record: bool, first_value: bool = False) -> Lookup:
         table, local_id = self._book.table, self._book.table.local_id
@@ -359,9 +357,7 @@ async def open_dht_node(
       DialFailed: naming the initial peers, when there are any and none answered.
     """
     is_client = client_mode or caller.address is None
-    node = DhtNode(
-        caller, clock=clock, rng=rng, initial_peers=initial_peers, is_client=is_client, config=config
-    )
+    node = DhtNode(caller, clock=clock, rng=rng, initial_peers=initial_peers, is_client=is_client, config=config)
     failure: Exception | None = None
     try:
         await node.join()

@@ -34,9 +34,7 @@ class PeerBook:
     """What one node knows of its peers."""
 
     def __init__(self, local_id: NodeId, *, config: DhtConfig, now: float) -> None:
-        self.table = RoutingTable(
-            local_id, bucket_size=config.bucket_size, depth_modulo=config.depth_modulo, now=now
-        )
+        self.table = RoutingTable(local_id, bucket_size=config.bucket_size, depth_modulo=config.depth_modulo, now=now)
         self.blacklist = Blacklist(base_s=config.blacklist_base_s, cap_s=config.blacklist_cap_s)
         self._check_after_s = config.check_after_s
         self._lost: dict[PeerId, Contact] = {}  # from longest to most recently lost
@@ -53,9 +51,7 @@ class PeerBook:
         was_known = contact.peer_id in self.table
         oldest = self.table.add(contact, now)
         is_new = not was_known and contact.peer_id in self.table
-        suspect = (
-            oldest.contact if oldest is not None and oldest.last_seen <= now - self._check_after_s else None
-        )
+        suspect = oldest.contact if oldest is not None and oldest.last_seen <= now - self._check_after_s else None
         return Met(is_new=is_new, suspect=suspect)
 
     def failed(self, contact: Contact, now: float) -> None:
@@ -79,9 +75,7 @@ class PeerBook:
         # In a large swarm most callers fall into full buckets. To ping each of them would double the traffic,
         # so they only wait among the replacements, and are found out when they are first asked something.
         oldest = self.table.add(contact, now)
-        return (
-            oldest.contact if oldest is not None and oldest.last_seen <= now - self._check_after_s else None
-        )
+        return oldest.contact if oldest is not None and oldest.last_seen <= now - self._check_after_s else None
 
     def usable(self, contacts: Iterable[Contact], now: float) -> tuple[Contact, ...]:
         """The contacts that are not being left alone."""
@@ -95,9 +89,7 @@ class PeerBook:
         """
         others = (c for c in self.table.nearest(key, replicas + 1) if c.peer_id != newcomer.peer_id)
         own = xor_distance(self.table.local_id, key)
-        distances = sorted([own, *(xor_distance(node_id(contact.peer_id), key) for contact in others)])[
-            :replicas
-        ]
+        distances = sorted([own, *(xor_distance(node_id(contact.peer_id), key) for contact in others)])[:replicas]
         if distances[0] != own:
             return False
         return len(distances) < replicas or xor_distance(node_id(newcomer.peer_id), key) < distances[-1]

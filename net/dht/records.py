@@ -82,11 +82,7 @@ def make_entry(value: Value, expiration: float) -> Entry:
       ValueError: if CBOR without tags cannot carry it, it is too large or too deep, or the expiration is not
         finite.
     """
-    if (
-        isinstance(expiration, bool)
-        or not isinstance(expiration, (int, float))
-        or not math.isfinite(expiration)
-    ):
+    if isinstance(expiration, bool) or not isinstance(expiration, (int, float)) or not math.isfinite(expiration):
         raise ValueError(f"an expiration must be a finite number of seconds, got {expiration!r}")
     size = _encoded_size(value, MAX_VALUE_DEPTH)
     if size > MAX_VALUE_BYTES:
@@ -101,9 +97,7 @@ def check_subkey(subkey: str | None) -> str | None:
       ValueError: if it is neither None nor a string of at most `MAX_SUBKEY_BYTES`.
     """
     if subkey is not None and (not isinstance(subkey, str) or _text_size(subkey) > MAX_SUBKEY_BYTES):
-        raise ValueError(
-            f"a subkey is None or a string of at most {MAX_SUBKEY_BYTES} bytes, got {subkey!r:.80}"
-        )
+        raise ValueError(f"a subkey is None or a string of at most {MAX_SUBKEY_BYTES} bytes, got {subkey!r:.80}")
     return subkey
 
 
@@ -124,9 +118,7 @@ def live(record: Record | None, now: float) -> Record | None:
     return Dictionary(entries=entries) if entries else None
 
 
-def merge_entries(
-    record: Record | None, updates: Sequence[SubkeyEntry]
-) -> tuple[Record | None, tuple[bool, ...]]:
+def merge_entries(record: Record | None, updates: Sequence[SubkeyEntry]) -> tuple[Record | None, tuple[bool, ...]]:
     """Apply stores in order. `record` itself is not changed.
 
     Returns:
@@ -137,9 +129,7 @@ def merge_entries(
     for subkey, entry in updates:
         current = _current(record, subkey)
         if current is not None and entry.expiration <= current.expiration:
-            accepted.append(
-                isinstance(current, Entry) and _same(current, entry) and _same_kind(record, subkey)
-            )
+            accepted.append(isinstance(current, Entry) and _same(current, entry) and _same_kind(record, subkey))
             continue
         accepted.append(True)
         if subkey is None:
@@ -174,9 +164,7 @@ def as_updates(record: Record) -> tuple[SubkeyEntry, ...]:
     return ((None, record),) if isinstance(record, Entry) else tuple(record.entries.items())
 
 
-def page(
-    record: Dictionary, *, after: str | None, budget_bytes: int
-) -> tuple[tuple[tuple[str, Entry], ...], bool]:
+def page(record: Dictionary, *, after: str | None, budget_bytes: int) -> tuple[tuple[tuple[str, Entry], ...], bool]:
     """The entries whose subkeys follow `after`, in the order of subkeys, as many as fit the budget (at least
     one).
 
@@ -279,9 +267,7 @@ def _encoded_size(value: Value, depth: int) -> int:
         return 5 + sum(_encoded_size(item, depth - 1) for item in value)
     if kind is dict:
         return 5 + sum(_map_key_size(key) + _encoded_size(item, depth - 1) for key, item in value.items())
-    raise ValueError(
-        f"a DHT value is None, bool, 64-bit int, float, str, bytes, list or dict, got {value!r:.80}"
-    )
+    raise ValueError(f"a DHT value is None, bool, 64-bit int, float, str, bytes, list or dict, got {value!r:.80}")
 
 
 def _map_key_size(key: object) -> int:

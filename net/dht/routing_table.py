@@ -76,13 +76,9 @@ class RoutingTable:
       now: when the table begins; buckets count as looked up then.
     """
 
-    def __init__(
-        self, local_id: NodeId, *, bucket_size: int = 20, depth_modulo: int = 5, now: float = 0.0
-    ) -> None:
+    def __init__(self, local_id: NodeId, *, bucket_size: int = 20, depth_modulo: int = 5, now: float = 0.0) -> None:
         if bucket_size < 1 or depth_modulo < 1:
-            raise ValueError(
-                f"bucket_size and depth_modulo must be positive, got {bucket_size} and {depth_modulo}"
-            )
+            raise ValueError(f"bucket_size and depth_modulo must be positive, got {bucket_size} and {depth_modulo}")
         self.local_id = local_id
         self._bucket_size = bucket_size
         self._depth_modulo = depth_modulo
@@ -197,7 +193,5 @@ class RoutingTable:
     def _add_replacement(self, bucket: _Bucket, node: NodeId, seen: Seen) -> None:
         bucket.replacements.pop(node, None)
         bucket.replacements[node] = seen
-        if (
-            len(bucket.replacements) > self._bucket_size
-        ):  # as many spares as places: more could never all be used
+        if len(bucket.replacements) > self._bucket_size:  # as many spares as places: more could never all be used
             del bucket.replacements[next(iter(bucket.replacements))]

@@ -45,7 +45,7 @@ class Reply:
 
 
 Handler = Callable[[Request], Awaitable[Reply]]
-"""Serves one call. It runs in a task of its own, cancelled when the caller gives up or its deadline passes."""
+"""Serves one call, in a task of its own that is cancelled when the caller gives up or its deadline passes."""
 
 
 @runtime_checkable

@@ -19,9 +19,8 @@ _log = logging.getLogger(__name__)
 
 MAX_OUTGOING_CONNECTIONS = 384
 MAX_INCOMING_CONNECTIONS = 512
-"""Together they stay below the 1024 descriptors that most systems give a process. At either
-bound the connection that has been idle for longest makes room; its peer dials again when it next has
-something to say."""
+"""Together they stay below the 1024 descriptors that most systems give a process. At either bound the
+connection that has been idle for longest makes room; its peer dials again when it next needs to."""
 
 
 class _Dial:

@@ -122,9 +122,7 @@ class RpcSession:
         if len(self._placed) >= self._max_outgoing:
             raise PeerBusy(f"{self._max_outgoing} calls to this peer are under way already")
         call_id = self._last_placed + 1
-        start = CallStart(
-            call_id=call_id, method=method, timeout_s=timeout_s, body=body, tensors=tuple(tensors)
-        )
+        start = CallStart(call_id=call_id, method=method, timeout_s=timeout_s, body=body, tensors=tuple(tensors))
         self._enqueue("call", call_id, start)
         self._last_placed = call_id
         self._placed.add(call_id)
@@ -210,9 +208,7 @@ class RpcSession:
             self._actions.append(RunCall(start=start))
             return
         if len(self._queue) >= self._max_queued:
-            raise RemoteProtocolError(
-                f"{len(self._queue)} frames wait for a peer that calls and does not read"
-            )
+            raise RemoteProtocolError(f"{len(self._queue)} frames wait for a peer that calls and does not read")
         text = f"{self._max_incoming} of your calls are under way already"
         busy = CallError(call_id=start.call_id, kind=ErrorKind.BUSY, message=text)
         self._enqueue("busy", start.call_id, busy)

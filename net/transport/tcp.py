@@ -117,9 +117,7 @@ class TcpLink:
 class TcpListener:
     """A listening socket as a `net.transport.base.Listener`."""
 
-    def __init__(
-        self, sock: trio.socket.SocketType, address: Address, *, max_body_bytes: int = MAX_BODY_BYTES
-    ) -> None:
+    def __init__(self, sock: trio.socket.SocketType, address: Address, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._sock = sock
         self._address = address
         self._max_body_bytes = max_body_bytes

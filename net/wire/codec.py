@@ -49,9 +49,7 @@ def encode(value: Any) -> bytes:
     except (ValueError, cbor2.CBOREncodeError) as exc:  # UnicodeEncodeError (lone surrogates) is a ValueError
         raise LocalProtocolError(f"cannot encode: {exc}") from exc
     if len(data) > MAX_ENCODED_BYTES:
-        raise LocalProtocolError(
-            f"encoded value takes {len(data)} bytes, at most {MAX_ENCODED_BYTES} are allowed"
-        )
+        raise LocalProtocolError(f"encoded value takes {len(data)} bytes, at most {MAX_ENCODED_BYTES} are allowed")
     return data
 
 

@@ -89,9 +89,7 @@ def encode_frame(
     body = buffers_of(tensors)
     body_nbytes = sum(len(buffer) for buffer in body)
     if body_nbytes > max_body_bytes:
-        raise LocalProtocolError(
-            f"tensors take {body_nbytes} bytes, a message carries at most {max_body_bytes}"
-        )
+        raise LocalProtocolError(f"tensors take {body_nbytes} bytes, a message carries at most {max_body_bytes}")
     return EncodedFrame(
         frame=Frame(header=header, tensors=tuple(tensors)),
         head=_PREAMBLE.pack(MAGIC, VERSION, len(head), body_nbytes) + head,
@@ -165,9 +163,7 @@ class FrameReader:
             return False
         magic, version, header_nbytes, body_nbytes = _PREAMBLE.unpack_from(self._scratch, self._start)
         if magic != MAGIC or version != VERSION:
-            raise RemoteProtocolError(
-                f"not a frame of version {VERSION}: it starts with {magic + bytes([version])!r}"
-            )
+            raise RemoteProtocolError(f"not a frame of version {VERSION}: it starts with {magic + bytes([version])!r}")
         if header_nbytes > MAX_HEADER_BYTES or body_nbytes > self._max_body_bytes:
             raise RemoteProtocolError(
                 f"frame announces a header of {header_nbytes} and a body of {body_nbytes} bytes, "

@@ -115,9 +115,7 @@ def encode_message(message: Message) -> EncodedFrame:
             }
             return encode_frame(header, message.tensors)
         case CallReply():
-            return encode_frame(
-                {"type": "reply", "id": message.call_id, "body": dict(message.body)}, message.tensors
-            )
+            return encode_frame({"type": "reply", "id": message.call_id, "body": dict(message.body)}, message.tensors)
         case CallError():
             # An exception's text may hold lone surrogates, which UTF-8 cannot express.
             text = message.message[:MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
@@ -175,9 +173,7 @@ def _parse_error(frame: Frame) -> CallError:
     if type(kind) is not str or kind not in ErrorKind.__members__.values():
         raise RemoteProtocolError("unknown kind of error")
     if type(text) is not str or len(text) > MAX_ERROR_CHARACTERS:
-        raise RemoteProtocolError(
-            f"an error's message must be a string of at most {MAX_ERROR_CHARACTERS} characters"
-        )
+        raise RemoteProtocolError(f"an error's message must be a string of at most {MAX_ERROR_CHARACTERS} characters")
     return CallError(call_id=_call_id(frame), kind=ErrorKind(kind), message=text)
 
 

@@ -99,9 +99,7 @@ async def open_small_swarm(
         nodes = []
         for index, caller in enumerate(callers[:-1]):
             own = {uid: backends[uid] for uid in uids[index :: len(callers) - 1]}
-            node = open_expert_node(
-                caller, dhts[index], own, device=InlineDevice(), config=node_config or NodeConfig()
-            )
+            node = open_expert_node(caller, dhts[index], own, device=InlineDevice(), config=node_config or NodeConfig())
             nodes.append(await stack.enter_async_context(node))
         directory = await stack.enter_async_context(
             open_expert_directory(dhts[-1], config=directory_config or DirectoryConfig())

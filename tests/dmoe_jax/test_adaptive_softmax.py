@@ -108,9 +108,7 @@ def test_extreme_logits_stay_finite():
     """Hidden states a thousand times too large give large but finite losses and gradients."""
     weights, hidden = make_weights((20,)), 1e3 * make_hidden(40)
     targets = jnp.arange(40, dtype=jnp.int32)
-    (_, loss), grads = value_and_gradients(adaptive_softmax_loss, (20,))(
-        weights, hidden, targets, jnp.ones(40)
-    )
+    (_, loss), grads = value_and_gradients(adaptive_softmax_loss, (20,))(weights, hidden, targets, jnp.ones(40))
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((loss, grads)))
 
 
@@ -118,9 +116,7 @@ def test_extreme_logits_stay_finite():
 def test_cutoffs_that_do_not_ascend_are_refused(cutoffs):
     """Cutoffs ascend strictly between 0 and the vocabulary."""
     with pytest.raises(ValueError, match="must ascend strictly between 0 and 50"):
-        adaptive_softmax_loss(
-            *make_weights(cutoffs), make_hidden(2), jnp.zeros(2, jnp.int32), cutoffs=cutoffs
-        )
+        adaptive_softmax_loss(*make_weights(cutoffs), make_hidden(2), jnp.zeros(2, jnp.int32), cutoffs=cutoffs)
 
 
 def test_wrong_number_of_cluster_tokens_is_refused():

@@ -40,7 +40,10 @@ class Elsewhere:
         return (np.asarray(output_grads * self.scale * np.cos(residual)),)
 
 
-PARAMS = {"in": {"w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)}, "unused": np.ones(2, np.float32)}
+PARAMS = {
+    "in": {"w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)},
+    "unused": np.ones(2, np.float32),
+}
 X = np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)
 TARGETS = np.ones((2, 3), np.float32)
 

@@ -66,9 +66,7 @@ def test_equals_exhaustive_search_on_a_full_grid() -> None:
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(5,), (4, 4), (3, 4, 3), (2, 2, 2, 2)]), st.integers(1, 5))
 @settings(max_examples=100, deadline=None)
-def test_equals_exhaustive_search_whatever_the_grid_and_the_ties(
-    seed: int, grid_size: tuple[int, ...], k: int
-) -> None:
+def test_equals_exhaustive_search_whatever_the_grid_and_the_ties(seed: int, grid_size: tuple[int, ...], k: int) -> None:
     """Also with integer scores, where ties abound, and with more experts wanted than there are."""
     rng = np.random.default_rng(seed)
     scores = [rng.integers(0, 3, size=(3, size)).astype(np.float32) for size in grid_size]
@@ -93,9 +91,7 @@ def test_holes_never_cost_an_expert(seed: int, density: float, k: int) -> None:
         found = chosen(result, sample)
         assert len(found) == len(set(found)) == min(k, len(experts))
         assert set(found) <= experts
-        assert list(result.scores[sample, : len(found)]) == sorted(
-            result.scores[sample, : len(found)], reverse=True
-        )
+        assert list(result.scores[sample, : len(found)]) == sorted(result.scores[sample, : len(found)], reverse=True)
 
 
 def test_a_wide_enough_beam_is_exact_with_holes_too() -> None:

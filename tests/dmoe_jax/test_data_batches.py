@@ -60,13 +60,11 @@ def test_batches_are_copies() -> None:
 def test_seeds_turn_the_circle() -> None:
     """Different seeds start at different places, the same seed at the same."""
     starts = {
-        int(SegmentStream(text(4001), batch_size=1, seq_len=4, seed=seed).at(0).tokens[0, 0])
-        for seed in range(20)
+        int(SegmentStream(text(4001), batch_size=1, seq_len=4, seed=seed).at(0).tokens[0, 0]) for seed in range(20)
     }
     assert len(starts) > 10
     again = {
-        int(SegmentStream(text(4001), batch_size=1, seq_len=4, seed=seed).at(0).tokens[0, 0])
-        for seed in range(20)
+        int(SegmentStream(text(4001), batch_size=1, seq_len=4, seed=seed).at(0).tokens[0, 0]) for seed in range(20)
     }
     assert starts == again
 
@@ -79,9 +77,7 @@ def test_seeds_turn_the_circle() -> None:
     num_shards=st.integers(1, 4),
     seed=st.none() | st.integers(0, 5),
 )
-def test_stream_properties(
-    num_tokens: int, batch_size: int, seq_len: int, num_shards: int, seed: int | None
-) -> None:
+def test_stream_properties(num_tokens: int, batch_size: int, seq_len: int, num_shards: int, seed: int | None) -> None:
     """Targets follow tokens, rows continue or restart, shards are disjoint, a full walk reads all once."""
     num_segments = (num_tokens - 1) // seq_len
     assume(num_segments >= batch_size * num_shards)
@@ -150,9 +146,7 @@ def test_evaluation_covers_each_target_once(
     num_tokens: int, batch_size: int, seq_len: int, max_tokens: int | None
 ) -> None:
     """Under the mask all targets, or the first max_tokens, occur once, after their own word."""
-    batches = list(
-        evaluation_segments(text(num_tokens), batch_size=batch_size, seq_len=seq_len, max_tokens=max_tokens)
-    )
+    batches = list(evaluation_segments(text(num_tokens), batch_size=batch_size, seq_len=seq_len, max_tokens=max_tokens))
     targets = np.concatenate([batch.targets[batch.mask] for batch in batches])
     last = num_tokens - 1 if max_tokens is None else min(num_tokens - 1, max_tokens)
     np.testing.assert_array_equal(np.sort(targets), np.arange(1, last + 1))

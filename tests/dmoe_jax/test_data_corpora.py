@@ -46,9 +46,7 @@ def tiny_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The facts of a text of nineteen tokens in place of WikiText-2's."""
     monkeypatch.setattr(wikitext2, "NUM_TOKENS", {"train": 12, "valid": 5, "test": 2})
     monkeypatch.setattr(wikitext2, "VOCAB_SIZE", 7)
-    monkeypatch.setattr(
-        wikitext2, "SHA256", {split: hashlib.sha256(text).hexdigest() for split, text in TINY.items()}
-    )
+    monkeypatch.setattr(wikitext2, "SHA256", {split: hashlib.sha256(text).hexdigest() for split, text in TINY.items()})
 
 
 def make_folder(folder: Path, texts: dict[str, bytes]) -> Path:
@@ -136,9 +134,7 @@ def test_broken_folders_are_never_passed_over(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.usefixtures("tiny_facts")
 def test_train_must_have_the_known_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many tokens but one word fewer is another text."""
-    monkeypatch.setenv(
-        "DMOE_DATA", str(make_folder(tmp_path, {**TINY, "train": TINY["train"].replace(b"d", b"c")}))
-    )
+    monkeypatch.setenv("DMOE_DATA", str(make_folder(tmp_path, {**TINY, "train": TINY["train"].replace(b"d", b"c")})))
     with pytest.raises(DataError, match="expected 7 different words in train, got 6"):
         load_corpus()
 

@@ -60,9 +60,7 @@ def test_encoding_round_trips(words: list[str]) -> None:
     counts = Counter(words)
     frequencies = [counts[word] for word in vocabulary]
     assert frequencies == sorted(frequencies, reverse=True)
-    assert all(
-        vocabulary.id_of(word) == index and word in vocabulary for index, word in enumerate(vocabulary)
-    )
+    assert all(vocabulary.id_of(word) == index and word in vocabulary for index, word in enumerate(vocabulary))
 
 
 @settings(deadline=None, max_examples=50)
@@ -90,9 +88,7 @@ def test_unigram_perplexity_smooths_only_for_unseen_words() -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=40), st.lists(st.integers(0, 5), min_size=1, max_size=40)
-)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.lists(st.integers(0, 5), min_size=1, max_size=40))
 def test_no_other_frequencies_fit_a_text_better_than_its_own(train: list[int], text: list[int]) -> None:
     """Gibbs' inequality: cross entropy is at least entropy, and at most log V when train equals the text."""
     own = unigram_perplexity(ids(*text), ids(*text), 6)

@@ -60,9 +60,7 @@ async def test_an_expert_is_announced_under_each_prefix(autojump_clock: MockCloc
             found = await nodes[3].get(key)
             assert isinstance(found, Dictionary)
             values = {subkey: entry.value for subkey, entry in found.entries.items()}
-            assert values == {
-                subkey: host if value == "host" else value for subkey, value in children.items()
-            }
+            assert values == {subkey: host if value == "host" else value for subkey, value in children.items()}
 
 
 async def test_declared_experts_are_found(autojump_clock: MockClock) -> None:
@@ -71,9 +69,7 @@ async def test_declared_experts_are_found(autojump_clock: MockClock) -> None:
         await declare_experts(nodes[0], list(all_uids("ffn", (3, 4))), HOSTS[0], expiration=now() + 60)
         await declare_experts(nodes[1], uids("flat.7"), HOSTS[1], expiration=now() + 60)
         async with open_expert_directory(nodes[5]) as directory:
-            found = await directory.find_experts(
-                [*all_uids("ffn", (3, 4)), *uids("flat.7", "ffn.3.0", "no.1")]
-            )
+            found = await directory.find_experts([*all_uids("ffn", (3, 4)), *uids("flat.7", "ffn.3.0", "no.1")])
             assert list(found.values()) == [HOSTS[0]] * 12 + [HOSTS[1], None, None]
             children = await directory.children(["ffn.", "ffn.2.", "nowhere."])
             assert children == {
@@ -89,9 +85,7 @@ async def test_silence_is_how_an_expert_disappears(autojump_clock: MockClock) ->
         (uid,) = uids("ffn.1.1")
         end = now() + 7.0
         await declare_experts(nodes[0], [uid], HOSTS[0], expiration=end)
-        async with open_expert_directory(
-            nodes[1], config=DirectoryConfig(ttl_s=100.0, idle_s=100.0)
-        ) as directory:
+        async with open_expert_directory(nodes[1], config=DirectoryConfig(ttl_s=100.0, idle_s=100.0)) as directory:
             assert (await directory.find_experts([uid]))[uid] == HOSTS[0]
             await trio.sleep_until(end - 0.1)
             assert (await directory.find_experts([uid]))[uid] == HOSTS[0]
@@ -109,9 +103,7 @@ async def test_a_withdrawn_expert_is_invisible(autojump_clock: MockClock) -> Non
         async with open_expert_directory(nodes[5]) as directory:
             found = await directory.find_experts([*mine, *theirs])
             assert list(found.values()) == [None] * 3 + [HOSTS[1]] * 2
-        assert all((await declare_experts(nodes[0], mine, HOSTS[0], expiration=now() + 60)).values()), (
-            "it may return"
-        )
+        assert all((await declare_experts(nodes[0], mine, HOSTS[0], expiration=now() + 60)).values()), "it may return"
         async with open_expert_directory(nodes[4]) as directory:
             assert list((await directory.find_experts(mine)).values()) == [HOSTS[0]] * 3
 
@@ -268,9 +260,7 @@ async def test_one_missed_replica_hides_nobody(autojump_clock: MockClock) -> Non
             assert (await directory.find_experts([uid]))[uid] is None
 
 
-def exhaustive(
-    scores: list[np.ndarray], alive: set[tuple[int, ...]], sample: int, k: int
-) -> list[tuple[int, ...]]:
+def exhaustive(scores: list[np.ndarray], alive: set[tuple[int, ...]], sample: int, k: int) -> list[tuple[int, ...]]:
     """The oracle: all living experts sorted by score, the lower coordinates first among equals."""
     total = {e: sum(m[sample, i] for m, i in zip(scores, e, strict=True)) for e in alive}
     return sorted(alive, key=lambda e: (-total[e], e))[:k]
@@ -333,9 +323,7 @@ async def test_beam_search_looks_up_each_dimension_once(autojump_clock: MockCloc
             # 16 lookups at a time is the node's own bound, and the last dimension has exactly 16 prefixes.
             assert now() - started <= 3.5 * one_lookup_s
             started = now()
-            found = await directory.beam_search(
-                "ffn", [rng.normal(size=(64, 4)) for _ in range(3)], 4, beam_size=16
-            )
+            found = await directory.beam_search("ffn", [rng.normal(size=(64, 4)) for _ in range(3)], 4, beam_size=16)
             assert now() == started
             assert [len(chosen) for chosen in found] == [4] * 64
 
@@ -355,9 +343,7 @@ async def test_nodes_announce_and_withdraw_themselves(autojump_clock: MockClock)
     async with open_swarm(DirectNetwork(), 4) as nodes:
         end = now() + 60
         for number, host in enumerate(HOSTS[:3]):
-            assert await declare_node(
-                nodes[number], "demo", host, {"experts": number}, expiration=end + number
-            )
+            assert await declare_node(nodes[number], "demo", host, {"experts": number}, expiration=end + number)
         await declare_node(nodes[0], "other", HOSTS[3], {}, expiration=end)
         await nodes[1].store("nodes:demo", ["junk"], subkey="junk", expiration=end)
         stolen = [[HOSTS[0].peer_id.raw, "10.6.6.6", 6], {}]

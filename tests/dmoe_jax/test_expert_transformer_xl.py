@@ -128,9 +128,7 @@ def test_a_position_does_not_depend_on_later_ones(t):
     itself."""
     expert, params = make_layer()
     hidden, memory, mask = make_inputs()
-    gradient = jax.grad(lambda h: expert.apply(params, h, memory, mask)[:, t].sum(axis=0) @ jnp.arange(8.0))(
-        hidden
-    )
+    gradient = jax.grad(lambda h: expert.apply(params, h, memory, mask)[:, t].sum(axis=0) @ jnp.arange(8.0))(hidden)
     np.testing.assert_array_equal(gradient[:, t + 1 :], 0)
     assert bool(jnp.all(jnp.any(gradient[:, : t + 1] != 0, axis=-1)))
 

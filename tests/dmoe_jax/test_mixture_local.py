@@ -76,9 +76,7 @@ def test_mixture_equals_loops_over_samples(kind):
     rng = np.random.default_rng(0)
     inputs = [jnp.asarray(rng.normal(size=(4, *spec.shape)) > 0, spec.dtype) for spec in expert.inputs]
     indices, mask, weights = make_selection()
-    output = jax.jit(local_mixture, static_argnums=(0, 2))(
-        expert, params, GRID, indices, mask, weights, *inputs
-    )
+    output = jax.jit(local_mixture, static_argnums=(0, 2))(expert, params, GRID, indices, mask, weights, *inputs)
     apply = jax.jit(expert.apply)
     for b in range(4):
         expected = jnp.zeros(inputs[0].shape[1:])
@@ -114,9 +112,7 @@ def test_a_layer_without_any_live_expert_is_the_identity_without_nan():
 def test_masked_experts_have_no_influence_even_if_broken():
     """An expert full of NaN that is masked changes neither the output nor a gradient."""
     indices, mask, weights = make_selection()
-    factors = (
-        jnp.arange(6.0).at[4].set(jnp.nan).at[3].set(jnp.inf)
-    )  # chosen by samples 1 and 3, masked in both
+    factors = jnp.arange(6.0).at[4].set(jnp.nan).at[3].set(jnp.inf)  # chosen by samples 1 and 3, masked in both
     x = jnp.ones((4, 2))
     loss, (factor_grad, x_grad) = jax.value_and_grad(
         lambda p, x: jnp.sum(local_mixture(SCALE, p, GRID, indices, mask, weights, x)), argnums=(0, 1)

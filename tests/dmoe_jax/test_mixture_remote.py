@@ -51,8 +51,7 @@ def direct_callers(network: DirectNetwork, count: int) -> list[DirectCaller]:
     """Peers of a direct network at node0, node1, ...; the last is in client mode."""
     addresses = [Address(f"node{index}", 1) for index in range(count - 1)]
     return [
-        network.caller(address, PeerId.draw(random.Random(index)))
-        for index, address in enumerate([*addresses, None])
+        network.caller(address, PeerId.draw(random.Random(index))) for index, address in enumerate([*addresses, None])
     ]
 
 
@@ -140,7 +139,7 @@ async def direct_swarm(
 
 
 async def test_dead_node_is_masked_then_avoided(autojump_clock: trio.testing.MockClock) -> None:
-    """A node that falls silent costs one grace time; its experts are then no longer chosen, and the step stays finite."""
+    """A node that falls silent costs one grace time; then its experts are no longer chosen. Steps stay finite."""
     async with direct_swarm() as (swarm, callers, network):
         params, targets, _ = make_problem()
         step = remote_step(

@@ -10,9 +10,7 @@ from dmoe_jax.mixture.local import init_opt_states, update_experts
 from dmoe_jax.models import mlp
 from dmoe_jax.routing import gather_logits, product_key
 
-CONFIG = mlp.MLPConfig(
-    input_dim=6, num_classes=3, d_model=8, num_layers=2, grid_size=(2, 3), k_best=2, expansion=2
-)
+CONFIG = mlp.MLPConfig(input_dim=6, num_classes=3, d_model=8, num_layers=2, grid_size=(2, 3), k_best=2, expansion=2)
 ROUTER = product_key(CONFIG.grid_size, init_scale=1.0)
 
 
@@ -40,8 +38,7 @@ def test_equals_a_loop_over_rows():
             indices, mask = ROUTER.select(scores, 2)
             weights = ROUTER.combine(gather_logits(scores, indices), mask)
             outputs = [
-                apply(jax.tree.map(lambda leaf, e=int(3 * u + v): leaf[e], experts[i]), hidden)
-                for u, v in indices[0]
+                apply(jax.tree.map(lambda leaf, e=int(3 * u + v): leaf[e], experts[i]), hidden) for u, v in indices[0]
             ]
             hidden = sum(w * out for w, out in zip(weights[0], outputs, strict=True))
         logits = parts.logits(trunk["head"], hidden)
@@ -88,9 +85,7 @@ def test_all_experts_dead_leaves_the_trunk():
     trunk, experts = make_params()
     batch = make_batch()
     dead = jnp.zeros((2, 2, 3), bool)
-    run = jax.jit(
-        jax.value_and_grad(lambda t: mlp.local_forward(t, experts, CONFIG, ROUTER, batch, alive=dead)[0])
-    )
+    run = jax.jit(jax.value_and_grad(lambda t: mlp.local_forward(t, experts, CONFIG, ROUTER, batch, alive=dead)[0]))
     loss, grads = run(trunk)
     parts = mlp.segments(CONFIG, ROUTER)
     expected = parts.loss_head(trunk["head"], parts.embed(trunk["embed"], batch.x), batch.labels)

@@ -20,9 +20,7 @@ GRIDS = st.sampled_from([(5,), (3, 4), (2, 3, 2)])
 
 def random_scores(rng: np.random.Generator, grid: tuple[int, ...], batch: int) -> tuple[jax.Array, ...]:
     """Scores without ties: distinct multiples of 1/1024 are summed exactly in float32."""
-    return tuple(
-        jnp.asarray(rng.permutation(batch * m * 97)[: batch * m].reshape(batch, m) / 1024.0) for m in grid
-    )
+    return tuple(jnp.asarray(rng.permutation(batch * m * 97)[: batch * m].reshape(batch, m) / 1024.0) for m in grid)
 
 
 def brute_force(scores, k, alive):

@@ -30,9 +30,7 @@ def run_metrics(*, kill_step: int | None = 100, num_steps: int = 200, grid: int 
     for step in range(1, num_steps + 1):
         time_s, is_dead = 0.5 * step, kill_step is not None and step > kill_step
         loss = 5.9 + 4.5 * math.exp(-step / 40)
-        metrics.append(
-            {"kind": "train", "step": step, "trainer": 0, "loss": loss, "tokens": 256, "time_s": time_s}
-        )
+        metrics.append({"kind": "train", "step": step, "trainer": 0, "loss": loss, "tokens": 256, "time_s": time_s})
         for uid in uids:
             load[uid] += rng.randrange(3) * (not is_dead or peer[uid] != "127.0.0.1:4003")
         ok, failed = ok + 30, failed + (is_dead and step < 120)
@@ -41,9 +39,7 @@ def run_metrics(*, kill_step: int | None = 100, num_steps: int = 200, grid: int 
             metrics.append({"kind": "experts", "step": step, "load": dict(load), "peer": dict(peer)})
         if step % 40 == 0:
             perplexity = math.exp(loss + 0.02)
-            metrics.append(
-                {"kind": "eval", "step": step, "perplexity": perplexity, "time_s": time_s, "split": "valid"}
-            )
+            metrics.append({"kind": "eval", "step": step, "perplexity": perplexity, "time_s": time_s, "split": "valid"})
         if step == kill_step:
             kill: Record = {"kind": "event", "name": "node_killed", "step": step, "time_s": time_s}
             metrics.append(kill | {"detail": "node3 at 127.0.0.1:4003", "peer": "127.0.0.1:4003"})
@@ -84,9 +80,7 @@ CASES = {
     "only evaluations": without(run_metrics(), "train", "calls", "experts"),
     "one step": run_metrics(num_steps=1),
     "wide grid": run_metrics(grid=9),
-    "flat": [
-        {"kind": "eval", "step": step, "perplexity": 500.0 + step, "split": "valid"} for step in range(9)
-    ],
+    "flat": [{"kind": "eval", "step": step, "perplexity": 500.0 + step, "split": "valid"} for step in range(9)],
     "empty": [],
 }
 
@@ -174,9 +168,7 @@ def test_spread_by_hand() -> None:
     """Two labels at one height move by half the gap each; labels apart stay; three share the way."""
     assert spread([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
     assert spread([0.1, 0.5, 0.9], 0.1) == pytest.approx([0.1, 0.5, 0.9])
-    assert spread([0.5, 0.5, 0.58], 0.1) == pytest.approx(
-        [0.5 + 0.08 / 3 - 0.1, 0.5 + 0.08 / 3, 0.5 + 0.08 / 3 + 0.1]
-    )
+    assert spread([0.5, 0.5, 0.58], 0.1) == pytest.approx([0.5 + 0.08 / 3 - 0.1, 0.5 + 0.08 / 3, 0.5 + 0.08 / 3 + 0.1])
     assert spread([], 0.1) == []
 
 

@@ -15,9 +15,7 @@ def test_report_by_hand(tmp_path: Path) -> None:
     folder.log("event", name="resumed")
     (tmp_path / "figure.png").write_bytes(b"")
     headline = {"final_perplexity": 512.345, "calls": 12345, "learnt": True, "share": None}
-    path = write_report(
-        folder, headline, title="Demo", summary="On WikiText-2.", command="just demo --seed 1"
-    )
+    path = write_report(folder, headline, title="Demo", summary="On WikiText-2.", command="just demo --seed 1")
     lines = path.read_text().splitlines()
     assert path == tmp_path / "report.md"
     assert lines[:3] == ["# Demo", "", "On WikiText-2."]

@@ -61,9 +61,7 @@ def forward_from_hidden(hidden, trunk, experts, memory, targets, alive=None):
     parts = txl.segments(CONFIG, ROUTER)
     for i in range(CONFIG.num_layers):
         scores = parts.gate(trunk["gates"][i], hidden, memory[i])
-        hidden, _ = dmoe_layer(
-            CONFIG.expert(), experts[i], ROUTER, CONFIG.k_best, scores, alive, hidden, *memory[i]
-        )
+        hidden, _ = dmoe_layer(CONFIG.expert(), experts[i], ROUTER, CONFIG.k_best, scores, alive, hidden, *memory[i])
     return parts.token_nll(trunk["embed"], trunk["head"], hidden, targets)
 
 
@@ -164,9 +162,7 @@ def test_segments_equal_local_forward():
     """The cut model gives the loss of the whole one, and token_nll averages to loss_head."""
     trunk, experts = make_params()
     batch, memory = make_batch(), filled_memory()
-    nll = jax.jit(forward_from_hidden)(
-        txl.embed(trunk["embed"], batch.tokens), trunk, experts, memory, batch.targets
-    )
+    nll = jax.jit(forward_from_hidden)(txl.embed(trunk["embed"], batch.tokens), trunk, experts, memory, batch.targets)
     loss, aux = local_forward(trunk, experts, CONFIG, ROUTER, batch, memory)
     np.testing.assert_allclose(loss, nll.mean(), rtol=1e-5)
     np.testing.assert_allclose(loss, aux.nll, rtol=0)
@@ -183,12 +179,10 @@ def test_dead_experts_are_not_used():
     """alive is per layer: the dead get no load and no gradient, and all dead makes a layer the identity."""
     trunk, experts = make_params()
     alive = jnp.ones((2, 2, 2), bool).at[0, 0].set(False).at[1].set(False)
-    run = functools.partial(
-        txl.local_forward, config=CONFIG, router=ROUTER, batch=make_batch(), memory=filled_memory()
+    run = functools.partial(txl.local_forward, config=CONFIG, router=ROUTER, batch=make_batch(), memory=filled_memory())
+    (loss, aux), grads = jax.jit(jax.value_and_grad(lambda t, e: run(t, e, alive=alive), argnums=(0, 1), has_aux=True))(
+        trunk, experts
     )
-    (loss, aux), grads = jax.jit(
-        jax.value_and_grad(lambda t, e: run(t, e, alive=alive), argnums=(0, 1), has_aux=True)
-    )(trunk, experts)
     assert aux.layers[0].load.tolist() == [0, 0, 2, 2]
     assert aux.layers[1].load.tolist() == [0, 0, 0, 0]
     assert not aux.layers[1].mask.any()
@@ -232,9 +226,7 @@ def train(router: Router, steps: int) -> list[float]:
         updates, trunk_state = optimizer.update(trunk_grads, trunk_state)
         updated = [
             update_experts(optimizer, params, state, grads, layer.load > 0)
-            for params, state, grads, layer in zip(
-                experts, expert_states, expert_grads, aux.layers, strict=True
-            )
+            for params, state, grads, layer in zip(experts, expert_states, expert_grads, aux.layers, strict=True)
         ]
         experts, expert_states = tuple(new[0] for new in updated), [new[1] for new in updated]
         return optax.apply_updates(trunk, updates), trunk_state, experts, expert_states, aux.memory, loss
@@ -242,9 +234,7 @@ def train(router: Router, steps: int) -> list[float]:
     sentence = [3, 15, 0, 7, 11, 3, 1, 19]
     memory, losses = txl.empty_memory(CONFIG, 2), []
     for i in range(steps):
-        text = jnp.array(
-            [[sentence[(4 * i + shift + j) % 8] for j in range(5)] for shift in (0, 4)], jnp.int32
-        )
+        text = jnp.array([[sentence[(4 * i + shift + j) % 8] for j in range(5)] for shift in (0, 4)], jnp.int32)
         batch = txl.Batch(text[:, :-1], text[:, 1:])
         trunk, trunk_state, experts, expert_states, memory, loss = step(
             trunk, trunk_state, experts, expert_states, batch, memory

@@ -14,6 +14,8 @@ import trio
 from net.clock import SwarmClock
 from net.dht.config import DhtConfig
 from net.dht.node import DhtNode, open_dht_node
+from net.dht.records import Entry
+from net.dht.routing_table import key_id, node_id
 from net.errors import CallFailed, CallRefused, DialFailed, PeerBusy, PeerTimeout, RemoteFailure
 from net.identity import Address, PeerId
 from net.rpc.base import Body, Handler, Reply, Request
@@ -113,9 +115,7 @@ class DirectCaller:
             return await target.serve(method, body, tuple(tensors), self)
         raise PeerTimeout(f"{address} did not answer {method} within {timeout_s} s")
 
-    async def serve(
-        self, method: str, body: Body, tensors: tuple[Tensor, ...], source: "DirectCaller"
-    ) -> Reply:
+    async def serve(self, method: str, body: Body, tensors: tuple[Tensor, ...], source: "DirectCaller") -> Reply:
         """Run a handler the way the RPC layer does: foreign errors become `RemoteFailure`."""
         if method not in self._handlers:
             raise CallRefused(f"unknown method {method}")
@@ -175,3 +175,25 @@ def open_node(
         client_mode=client_mode,
         config=config or DhtConfig(),
     )
+
+
+def now() -> float:
+    """Swarm time; all nodes of these tests use trio's clock itself."""
+    return trio.current_time()
+
+
+def holders(nodes: list[DhtNode], key: str) -> list[DhtNode]:
+    """The nodes that keep a record themselves."""
+    return [node for node in nodes if node._storage.get(key_id(key), now()) is not None]
+
+
+def nearest(nodes: list[DhtNode], key: str, count: int) -> set[PeerId]:
+    """The oracle: who should keep a record."""
+    ids = sorted((node.peer_id for node in nodes), key=lambda peer: node_id(peer) ^ key_id(key))
+    return set(ids[:count])
+
+
+async def value_at(node: DhtNode, key: str) -> Any:
+    """The plain value that a node finds; its dictionary, or None."""
+    found = await node.get(key)
+    return found.value if isinstance(found, Entry) else found

@@ -16,9 +16,7 @@ from net.identity import Address, Contact, PeerId
 RNG = random.Random(0)
 PEERS = [Contact(PeerId.draw(RNG), Address(f"host-{n}.example", 1 + n)) for n in range(32)]
 
-scalars = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=33)
-)
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=33)
 garbage = st.recursive(
     scalars,
     lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(max_size=5), v, max_size=3),
@@ -35,8 +33,7 @@ bodies = st.fixed_dictionaries(
         "after": st.text() | garbage,
         "more": st.booleans() | garbage,
         "now": st.floats() | garbage,
-        "contacts": st.lists(st.lists(ids | st.text() | st.integers(0, 99999), min_size=3, max_size=3))
-        | garbage,
+        "contacts": st.lists(st.lists(ids | st.text() | st.integers(0, 99999), min_size=3, max_size=3)) | garbage,
         "entries": st.lists(st.lists(garbage, min_size=3, max_size=3), max_size=3) | garbage,
         "accepted": st.lists(st.booleans() | garbage, max_size=3),
     },
@@ -54,9 +51,7 @@ def test_a_find_survives_the_wire() -> None:
         entries=(("a", make_entry(None, 5.0)), ("b", make_entry([], 6.0))),
         more=True,
     )
-    assert (
-        messages.parse_find_reply_untrusted(messages.find_reply_body(reply), latest_expiration=9.0) == reply
-    )
+    assert messages.parse_find_reply_untrusted(messages.find_reply_body(reply), latest_expiration=9.0) == reply
 
 
 def test_stores_and_pings_survive_the_wire() -> None:

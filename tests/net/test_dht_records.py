@@ -33,9 +33,7 @@ scalars = (
     | st.text(max_size=20)
     | st.binary(max_size=20)
 )
-values = st.recursive(
-    scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3)
-)
+values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3))
 garbage = st.recursive(
     scalars | st.just(math.nan) | st.integers() | st.tuples(st.integers()),
     lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(max_size=5) | st.integers(), v, max_size=3),
@@ -50,9 +48,7 @@ def table(**entries: tuple[Any, float]) -> Dictionary:
     return Dictionary(entries={subkey: make_entry(value, end) for subkey, (value, end) in entries.items()})
 
 
-def put(
-    record: Record | None, subkey: str | None, value: Any, expiration: float
-) -> tuple[Record | None, bool]:
+def put(record: Record | None, subkey: str | None, value: Any, expiration: float) -> tuple[Record | None, bool]:
     after, (accepted,) = merge_entries(record, [(subkey, make_entry(value, expiration))])
     return after, accepted
 
@@ -219,9 +215,7 @@ def test_an_entry_beyond_the_budget_still_gets_a_page() -> None:
 def test_entries_survive_the_wire(value: Any, expiration: float, subkey: str | None) -> None:
     """What is written for the wire reads back equal, with falsy values as good as any."""
     entry = make_entry(value, expiration)
-    assert parse_entries_untrusted(entries_to_wire([(subkey, entry)]), latest_expiration=1e9) == (
-        (subkey, entry),
-    )
+    assert parse_entries_untrusted(entries_to_wire([(subkey, entry)]), latest_expiration=1e9) == ((subkey, entry),)
 
 
 @given(garbage | st.lists(st.tuples(garbage, garbage, garbage).map(list), max_size=3))

@@ -36,9 +36,7 @@ def test_a_peer_sits_where_its_id_says() -> None:
     ("bucket_size", "depth_modulo", "least", "most"),
     [(20, 5, 45, 65), (50, 5, 35, 45), (20, 10, 650, 800), (20, 1, 7, 15)],
 )
-def test_bucket_counts_for_ten_thousand_peers(
-    bucket_size: int, depth_modulo: int, least: int, most: int
-) -> None:
+def test_bucket_counts_for_ten_thousand_peers(bucket_size: int, depth_modulo: int, least: int, most: int) -> None:
     """The number of buckets after 10 000 random ids lies where hivemind's tests put it for each (k, b)."""
     rng = random.Random(0)
     table = RoutingTable(rng.getrandbits(ID_BITS), bucket_size=bucket_size, depth_modulo=depth_modulo)
@@ -100,9 +98,7 @@ def test_the_latest_replacement_takes_an_empty_place() -> None:
     for low in (1, 2, 3):
         table.add(contact_at(top + low), float(low))
     assert table.remove(contact_at(top + 1).peer_id)
-    assert table.contacts() == (
-        contact_at(top + 3),
-    )  # of the waiting 2 and 3, the bound of one kept the later
+    assert table.contacts() == (contact_at(top + 3),)  # of the waiting 2 and 3, the bound of one kept the later
     assert not table.remove(contact_at(top + 1).peer_id)
     assert table.remove(contact_at(top + 3).peer_id)
     assert len(table) == 0

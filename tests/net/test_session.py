@@ -74,9 +74,7 @@ def test_a_call_and_its_reply() -> None:
     alice, bob = pair()
     call_id = alice.place_call("sum", {"terms": [1, 2]}, (), timeout_s=2.5)
     (run,) = deliver(alice, bob)
-    assert run == RunCall(
-        start=CallStart(call_id=call_id, method="sum", timeout_s=2.5, body={"terms": [1, 2]})
-    )
+    assert run == RunCall(start=CallStart(call_id=call_id, method="sum", timeout_s=2.5, body={"terms": [1, 2]}))
     assert not alice.is_idle
     assert not bob.is_idle
     bob.reply(call_id, {"sum": 3}, ())

@@ -44,9 +44,7 @@ async def test_frames_of_all_sizes_arrive_in_order() -> None:
     """Small, coalesced, large and mixed frames, sent one by one and together, both ways."""
     frames = [
         numbered(index, *sizes)
-        for index, sizes in enumerate(
-            [(), (1,), (100, 0, 3), (65_536,), (70_000, 5), (3_000_000,), (64,) * 60, ()]
-        )
+        for index, sizes in enumerate([(), (1,), (100, 0, 3), (65_536,), (70_000, 5), (3_000_000,), (64,) * 60, ()])
     ]
     dialled, accepted = await link_pair()
     for source, target in ((dialled, accepted), (accepted, dialled)):
@@ -185,9 +183,7 @@ async def test_loopback_addresses_can_be_listened_on(host: str) -> None:
         await resource.aclose()
 
 
-@pytest.mark.parametrize(
-    "host", ["0.0.0.0", "10.0.0.1", "::", "::ffff:10.0.0.1", "example.com", "localhost.evil"]
-)
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "::ffff:10.0.0.1", "example.com", "localhost.evil"])
 async def test_other_addresses_cannot(host: str) -> None:
     """Plain TCP stays on this machine, and says why."""
     with pytest.raises(ListenFailed, match="loopback only"):
