@@ -58,6 +58,24 @@ class StepRecord:
     staleness: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+      loss: mean negative log-likelihood, nats per token.
+      targets: [tokens], the words that were predicted, for baselines over the same words.
+    """
+
+    loss: float
+    targets: np.ndarray
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite beyond what a float holds."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
 class SharedTrunk:
     """Trunk parameters and optimiser state that the trainers of one process share.
 
@@ -72,6 +90,7 @@ class SharedTrunk:
         self.opt_state = optimizer.init(params)
         self.step = 0
         """Updates applied."""
+        self._claimed = 0
         self._device = device
         self._turn = trio.Lock()
 
@@ -81,6 +100,17 @@ class SharedTrunk:
             return optax.apply_updates(params, updates), opt_state
 
         self._update = jax.jit(update, donate_argnums=1)
+
+    def claim(self, num_steps: int) -> bool:
+        """Set one of the first `num_steps` updates aside for a trainer; False when all are applied or being made."""
+        if self.step + self._claimed >= num_steps:
+            return False
+        self._claimed += 1
+        return True
+
+    def release(self) -> None:
+        """Give a claimed update back, made or not."""
+        self._claimed -= 1
 
     async def apply(self, grads: PyTree) -> int:
         """Step with these gradients; returns the number of the update. Updates happen one after another."""
@@ -138,34 +168,29 @@ class SwarmModel:
         loss = run(self._segments.loss_head, params["embed"], params["head"], hidden, batch.targets)
         return run(_total, loss, penalties), (loss, memory)
 
-    async def evaluate(
-        self, params: PyTree, batches: Iterable[Batch], on_batch: Callable[[int], None] = lambda _tokens: None
-    ) -> float:
-        """Perplexity over consecutive batches, with memory carried from one to the next.
-
-        Experts are called but not trained.
+    async def evaluate(self, params: PyTree, batches: Iterable[Batch]) -> Evaluation:
+        """Loss over consecutive batches, with memory carried from one to the next. Experts are not trained.
 
         Args:
           params: the trunk's parameters.
           batches: `evaluation_segments` of a text; targets outside a batch's mask do not count.
-          on_batch: told the number of tokens after each batch.
 
         Raises:
           NetError: when the swarm cannot carry it. ValueError: when there is nothing to evaluate.
         """
         memory: Memory | None = None
-        total, count = 0.0, 0
+        total, counted = 0.0, []
         for batch in batches:
             memory = memory if memory is not None else self.empty_memory(batch.tokens.shape[0])
             run = Recording(differentiate=False)
             hidden, _, memory = await self._hidden(run, params, batch, memory)
             nll = run(self._segments.token_nll, params["embed"], params["head"], hidden, batch.targets)
-            total += float(np.asarray(nll.value)[batch.mask].sum())
-            count += int(batch.mask.sum())
-            on_batch(int(batch.mask.sum()))
-        if not count:
+            total += float(np.asarray(nll.value)[batch.mask].sum(dtype=np.float64))
+            counted.append(batch.targets[batch.mask])
+        targets = np.concatenate(counted) if counted else np.zeros(0, np.int32)
+        if not targets.size:
             raise ValueError("there is nothing to evaluate: the text has no target")
-        return math.exp(min(total / count, 700.0))
+        return Evaluation(loss=total / targets.size, targets=targets)
 
 
 class Trainer:
@@ -213,23 +238,26 @@ class Trainer:
     async def run(
         self, num_steps: int, on_step: Callable[[StepRecord], None], on_lost: Callable[[int, Exception], None]
     ) -> None:
-        """Step until the trunk has `num_steps` updates, whoever makes them.
+        """Step until the trunk has `num_steps` updates, or other trainers are making the last of them.
 
         Args:
           on_step: called after each step of this trainer. on_lost: called with the trainer and the error of a step
             that was dropped. A trainer that loses steps waits 0.1 s times the losses in a row (5 s at most).
         """
         lost_in_a_row = 0
-        while self._trunk.step < num_steps:
+        while self._trunk.claim(num_steps):
             try:
                 record = await self.step()
             except (NetError, FloatingPointError) as error:
                 on_lost(self._index, error)
                 lost_in_a_row += 1
-                await trio.sleep(min(5.0, 0.1 * lost_in_a_row))
             else:
-                lost_in_a_row = 0
                 on_step(record)
+                lost_in_a_row = 0
+            finally:
+                self._trunk.release()
+            if lost_in_a_row:
+                await trio.sleep(min(5.0, 0.1 * lost_in_a_row))
 
 
 @jax.jit

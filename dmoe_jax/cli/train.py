@@ -55,10 +55,10 @@ class TrainCommand:
     """Bound on the norm of the trunk's gradient."""
     eval_every: int = 100
     """Trunk updates between evaluations on validation text."""
-    eval_tokens: int = 4096
-    """Validation tokens of each evaluation."""
-    final_eval_tokens: int = 16384
-    """Validation tokens of the last evaluation."""
+    eval_tokens: int = 8192
+    """Validation tokens of each evaluation, read from evenly spaced places; 0 for the whole text."""
+    final_eval_tokens: int = 0
+    """Validation tokens of the last evaluation; 0 for the whole text."""
     seed: int = 0
     """Seed of the trunk's initial parameters and of each trainer's place in the text."""
     swarm: str = "dmoe"
@@ -88,9 +88,11 @@ class TrainCommand:
             "eval_every",
             "eval_tokens",
         )
-        for name in (*positive, "final_eval_tokens"):
+        for name in positive:
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.eval_tokens < 0 or self.final_eval_tokens < 0:
+            raise UsageError("--eval-tokens and --final-eval-tokens must not be negative")
         if not self.join:
             raise UsageError("--join needs at least one HOST:PORT")
         if self.k_min > self.k_best:

@@ -1,6 +1,7 @@
 """One run of `dmoe train`: from joining the swarm to the report."""
 
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,7 +30,7 @@ from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.report import write_report
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
-from dmoe_jax.trainer import SharedTrunk, StepRecord, SwarmModel, Trainer
+from dmoe_jax.trainer import Evaluation, SharedTrunk, StepRecord, SwarmModel, Trainer
 from net.errors import NetError, NoQuorum
 from net.identity import Contact
 
@@ -90,13 +91,15 @@ class TrainingRun:
         self._caller = ExpertCaller(peer.rpc, directory, CallStatistics())
         self._device = ThreadDevice()
         self._config, self._model, self._trunk = self._build()
+        self._trainers = self._make_trainers()
         self._progress = TrainingProgress(command.steps)
         self._started_at = trio.current_time()
         self._tokens = 0
         self._training_s = 0.0
         self._lost_steps = 0
         self._staleness_total = 0
-        self._evaluations: list[tuple[int, float]] = []
+        self._nursery: trio.Nursery | None = None
+        self._evaluation: Evaluation | None = None
         self._evaluating = trio.Lock()
 
     def _build(self) -> tuple[txl.TransformerXLConfig, SwarmModel, SharedTrunk]:
@@ -146,6 +149,24 @@ class TrainingRun:
             SharedTrunk(params, optimizer, self._device),
         )
 
+    def _make_trainers(self) -> list[Trainer]:
+        command = self._command
+        try:
+            streams = [
+                SegmentStream(
+                    self._corpus.train,
+                    batch_size=command.batch_size,
+                    seq_len=self._config.seq_len,
+                    shard=shard,
+                    num_shards=command.num_trainers,
+                    seed=command.seed,
+                )
+                for shard in range(command.num_trainers)
+            ]
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        return [Trainer(index, self._model, self._trunk, stream) for index, stream in enumerate(streams)]
+
     async def run(self) -> int:
         """The whole run; the exit status."""
         self._progress.say(f"corpus: {self._corpus.description}")
@@ -156,9 +177,10 @@ class TrainingRun:
         status = EXIT_INTERRUPTED
         try:
             with self._progress:
+                await self._compile()
                 await self._train()
                 self._training_s = self._now()
-                self._progress.say(f"evaluating on {self._command.final_eval_tokens} validation tokens")
+                self._progress.say("evaluating on validation text")
                 await self._evaluate(self._command.final_eval_tokens)
             status = 0
         finally:
@@ -198,35 +220,35 @@ class TrainingRun:
             await trio.sleep(_ASK_PERIOD_S)
         raise NoQuorum(f"no expert of {layer_prefix(layer)!r} was announced within {_WAIT_FOR_EXPERTS_S:.0f} s")
 
+    async def _compile(self) -> None:
+        """One evaluation and one step alone, which compile everything that the run will use.
+
+        Compilation blocks this process for seconds. Done while other trainers wait for experts, it would make their
+        answers look late.
+        """
+        self._progress.say("compiling")
+        self._started_at = trio.current_time()
+        await self._evaluate(self._command.eval_tokens)
+        if self._trunk.step < self._command.steps:
+            self._on_step(await self._trainers[0].step())
+        self._started_at, self._tokens = trio.current_time(), 0
+
     async def _train(self) -> None:
         command = self._command
-        self._started_at = trio.current_time()
-        streams = [
-            SegmentStream(
-                self._corpus.train,
-                batch_size=command.batch_size,
-                seq_len=self._config.seq_len,
-                shard=shard,
-                num_shards=command.num_trainers,
-                seed=command.seed,
-            )
-            for shard in range(command.num_trainers)
-        ]
         limit_s = 60 * command.max_minutes if command.max_minutes > 0 else float("inf")
         with trio.move_on_after(limit_s) as limit:
             async with trio.open_nursery() as background:
                 background.start_soon(self._log_calls)
                 async with trio.open_nursery() as nursery:
-                    for index, stream in enumerate(streams):
-                        trainer = Trainer(index, self._model, self._trunk, stream)
-                        on_step = lambda record: self._on_step(record, nursery)  # noqa: E731
-                        nursery.start_soon(trainer.run, command.steps, on_step, self._on_lost)
+                    self._nursery = nursery
+                    for trainer in self._trainers:
+                        nursery.start_soon(trainer.run, command.steps, self._on_step, self._on_lost)
                 background.cancel_scope.cancel()
         if limit.cancelled_caught:
             self._event("time_limit", f"stopped after {command.max_minutes} minutes at step {self._trunk.step}")
         self._log_totals()
 
-    def _on_step(self, record: StepRecord, nursery: trio.Nursery) -> None:
+    def _on_step(self, record: StepRecord) -> None:
         self._tokens += record.tokens
         self._staleness_total += record.staleness
         self._folder.log(
@@ -239,8 +261,9 @@ class TrainingRun:
             time_s=self._now(),
         )
         self._progress.update(record.step, record.loss, self._tokens / max(self._now(), 1e-9), self._failed_calls)
-        if record.step % self._command.eval_every == 0 and record.step < self._command.steps:
-            nursery.start_soon(self._evaluate_beside_training)
+        is_due = record.step % self._command.eval_every == 0 and record.step < self._command.steps
+        if is_due and self._nursery is not None:
+            self._nursery.start_soon(self._evaluate_beside_training)
 
     def _on_lost(self, trainer: int, error: Exception) -> None:
         self._lost_steps += 1
@@ -259,15 +282,25 @@ class TrainingRun:
         finally:
             self._evaluating.release()
 
-    async def _evaluate(self, max_tokens: int) -> None:
-        step = self._trunk.step
-        batches = evaluation_segments(
-            self._corpus.valid, batch_size=_EVAL_BATCH, seq_len=self._config.seq_len, max_tokens=max_tokens
+    async def _evaluate(self, num_tokens: int) -> None:
+        """Evaluate about `num_tokens` of validation text, 0 for all of it.
+
+        The text is read from several places at once, evenly spaced, so that a part of it stands for the whole.
+        """
+        step, seq_len = self._trunk.step, self._config.seq_len
+        batches = evaluation_segments(self._corpus.valid, batch_size=_EVAL_BATCH, seq_len=seq_len)
+        if num_tokens:
+            batches = itertools.islice(batches, max(1, num_tokens // (_EVAL_BATCH * seq_len)))
+        self._evaluation = evaluation = await self._model.evaluate(self._trunk.params, batches)
+        self._folder.log(
+            "eval",
+            step=step,
+            perplexity=evaluation.perplexity,
+            tokens=evaluation.targets.size,
+            split="valid",
+            time_s=self._now(),
         )
-        perplexity = await self._model.evaluate(self._trunk.params, batches)
-        self._evaluations.append((step, perplexity))
-        self._folder.log("eval", step=step, perplexity=perplexity, tokens=max_tokens, split="valid", time_s=self._now())
-        self._progress.say(f"step {step}: validation perplexity {perplexity:.1f}")
+        self._progress.say(f"step {step}: validation perplexity {evaluation.perplexity:.1f}")
 
     async def _log_calls(self) -> None:
         while True:
@@ -307,19 +340,14 @@ class TrainingRun:
             print(json.dumps(headline))
 
     def _headline(self, baseline: float) -> dict[str, Any]:
-        statistics, command = self._caller.statistics, self._command
-        evaluated = self._corpus.valid[1 : command.final_eval_tokens + 1]
+        statistics, command, evaluation = self._caller.statistics, self._command, self._evaluation
         seconds = self._training_s or self._now()
-        perplexity = self._evaluations[-1][1] if self._evaluations else None
         return {
             "corpus": self._corpus.name,
-            "validation_perplexity": perplexity,
+            "validation_perplexity": evaluation.perplexity if evaluation else None,
             "unigram_perplexity": baseline,
-            "unigram_perplexity_of_evaluated_part": unigram_perplexity(
-                self._corpus.train, evaluated, self._config.vocab_size
-            ),
-            "perplexity_over_unigram": perplexity / baseline if perplexity is not None else None,
-            "evaluated_tokens": int(evaluated.size),
+            "perplexity_over_unigram": evaluation.perplexity / self._unigram_of(evaluation) if evaluation else None,
+            "evaluated_tokens": evaluation.targets.size if evaluation else 0,
             "steps": self._trunk.step,
             "trainers": command.num_trainers,
             "training_tokens": self._tokens,
@@ -333,6 +361,10 @@ class TrainingRun:
             "mean_trunk_staleness": self._staleness_total / max(1, self._trunk.step),
             "mean_expert_staleness": statistics.staleness_total / max(1, statistics.staleness_calls),
         }
+
+    def _unigram_of(self, evaluation: Evaluation) -> float:
+        """The unigram baseline over the very words that were evaluated."""
+        return unigram_perplexity(self._corpus.train, evaluation.targets, self._config.vocab_size)
 
 
 def _shapes(specs: list[Any]) -> str:

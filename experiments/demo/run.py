@@ -38,9 +38,9 @@ class DemoSettings:
     """Expert node processes; at least three."""
     num_trainers: int = 4
     """Asynchronous trainers in the trainer process."""
-    steps: int = 700
+    steps: int = 1000
     """Trunk updates, all trainers together."""
-    max_minutes: float = 3.8
+    max_minutes: float = 2.7
     """The trainer stops after this many minutes even if steps are left."""
     kill_node: bool = True
     """Kill one node with SIGKILL after half of the training."""
@@ -187,6 +187,7 @@ def _trainer_command(
         ),
         *("--num-layers", str(NUM_LAYERS), "--grid-size", *[str(extent) for extent in GRID]),
         *("--seed", str(settings.seed), "--eval-every", str(max(20, steps // 8))),
+        *("--final-eval-tokens", "16384" if settings.quick else "0"),
     ]
 
 
