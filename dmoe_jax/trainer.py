@@ -23,6 +23,7 @@ import optax
 import trio
 
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
+from dmoe_jax.checkpoints import host_copy
 from dmoe_jax.data.batches import Batch, SegmentStream
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.models.transformer_xl import (
@@ -101,6 +102,21 @@ class SharedTrunk:
 
         self._update = jax.jit(update, donate_argnums=1)
 
+    @property
+    def state(self) -> dict[str, PyTree]:
+        """Parameters and optimiser state. The latter is donated to the next update: copy it before that."""
+        return {"params": self.params, "opt_state": self.opt_state}
+
+    async def snapshot(self) -> tuple[int, dict[str, PyTree]]:
+        """The number of updates and a copy of the state after them, on the host."""
+        async with self._turn:
+            return self.step, await self._device.run(host_copy, self.state)
+
+    def restore(self, step: int, state: dict[str, PyTree]) -> None:
+        """Continue from a saved state. Only while no trainer runs."""
+        self.step = step
+        self.params, self.opt_state = jax.tree.map(jnp.asarray, (state["params"], state["opt_state"]))
+
     def claim(self, num_steps: int) -> bool:
         """Set one of the first `num_steps` updates aside for a trainer; False when all are applied or being made."""
         if self.step + self._claimed >= num_steps:
@@ -168,12 +184,15 @@ class SwarmModel:
         loss = run(self._segments.loss_head, params["embed"], params["head"], hidden, batch.targets)
         return run(_total, loss, penalties), (loss, memory)
 
-    async def evaluate(self, params: PyTree, batches: Iterable[Batch]) -> Evaluation:
+    async def evaluate(
+        self, params: PyTree, batches: Iterable[Batch], on_batch: Callable[[], None] = lambda: None
+    ) -> Evaluation:
         """Loss over consecutive batches, with memory carried from one to the next. Experts are not trained.
 
         Args:
           params: the trunk's parameters.
           batches: `evaluation_segments` of a text; targets outside a batch's mask do not count.
+          on_batch: called after each batch, to show progress.
 
         Raises:
           NetError: when the swarm cannot carry it. ValueError: when there is nothing to evaluate.
@@ -187,6 +206,7 @@ class SwarmModel:
             nll = run(self._segments.token_nll, params["embed"], params["head"], hidden, batch.targets)
             total += float(np.asarray(nll.value)[batch.mask].sum(dtype=np.float64))
             counted.append(batch.targets[batch.mask])
+            on_batch()
         targets = np.concatenate(counted) if counted else np.zeros(0, np.int32)
         if not targets.size:
             raise ValueError("there is nothing to evaluate: the text has no target")

@@ -65,7 +65,7 @@ class LocalSwarm:
         Raises:
           ProcessFailed: when it ended, or was not ready in time.
         """
-        started = await self._open(name, [*command, "--exit-on-stdin-eof"], stdout=subprocess.PIPE)
+        started = await self._open(name, command, stdout=subprocess.PIPE)
         ready = trio.Event()
         self._nursery.start_soon(_copy_output, started, ready)
         with trio.move_on_after(ready_timeout_s):
@@ -82,7 +82,7 @@ class LocalSwarm:
         log = self._log_folder / f"{name}.log"
         with log.open("w") as errors:
             process = await trio.lowlevel.open_process(
-                [sys.executable, "-m", "dmoe_jax.cli", *command],
+                [sys.executable, "-m", "dmoe_jax.cli", *command, "--exit-on-stdin-eof"],
                 stdin=subprocess.PIPE,
                 stdout=stdout,
                 stderr=errors if stdout is not None else None,

@@ -37,7 +37,7 @@ SHELLS = {
 # Lower may not import higher. A module belongs to the longest prefix that fits.
 LAYERS = [
     {"net"},
-    {"dmoe_jax.grid", "dmoe_jax.data", "dmoe_jax.runs", "dmoe_jax.autodiff"},
+    {"dmoe_jax.grid", "dmoe_jax.data", "dmoe_jax.runs", "dmoe_jax.autodiff", "dmoe_jax.checkpoints"},
     {"dmoe_jax.routing", "dmoe_jax.experts"},
     {"dmoe_jax.directory", "dmoe_jax.models", "dmoe_jax.mixture.local", "dmoe_jax.mixture.quorum"},
     {"dmoe_jax.node"},
@@ -56,6 +56,7 @@ NET_LAYERS = [
 IMPURE = {"trio", "time", "secrets", "socket", "ssl", "os", "threading", "logging", "subprocess", "signal"}
 ONLY_IN = {
     "cbor2": {"net.wire.codec"},
+    "orbax": {"dmoe_jax.checkpoints"},
     "numpy": {"net.wire.tensors"},
     "socket": {"net.transport.tcp"},
     "ssl": {"net.transport.tcp"},

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from dmoe_jax.cli.common import UsageError, fail
+from dmoe_jax.cli.common import UsageError, fail, parse_command_line
 from dmoe_jax.cli.dht import DhtCommand
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.status import StatusCommand
@@ -26,13 +26,8 @@ Command = (
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `dmoe`. Exits 0 when done, 1 on an error, 2 on a wrong flag, 130 after Ctrl-C."""
-    command: DhtCommand | NodeCommand | TrainCommand | StatusCommand = tyro.cli(
-        Command,
-        prog="dmoe",
-        description="Decentralised mixture-of-experts training in JAX.",
-        args=args,
-        config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
-    )
+    description = "Decentralised mixture-of-experts training in JAX."
+    command = parse_command_line(Command, prog="dmoe", description=description, args=args)
     try:
         sys.exit(command.run())
     except UsageError as error:

@@ -1,6 +1,7 @@
 """What every subcommand shares: addresses, joining a swarm, signals, one-line errors."""
 
 import contextlib
+import io
 import logging
 import os
 import random
@@ -10,9 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import trio
+import tyro
 
 from net.clock import SwarmClock
 from net.dht.node import DhtNode, open_dht_node
@@ -41,9 +43,42 @@ class SwarmPeer:
     """The swarm's time."""
 
 
-def fail(message: str, *, status: int = 1) -> NoReturn:
+def parse_command_line(command: Any, *, prog: str, description: str | None = None, args: Sequence[str] | None) -> Any:
+    """Read the command line into `command` (a dataclass, or a union of them) with tyro.
+
+    A mistake ends the process with status 2 and one line instead of tyro's box.
+    """
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(
+                command,
+                prog=prog,
+                description=description,
+                args=args,
+                config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
+            )
+    except SystemExit as exit_:
+        if not exit_.code:
+            raise
+        fail(f"{_first_paragraph(errors.getvalue())}; see {prog} --help", status=2, prog=prog)
+
+
+def _first_paragraph(box: str) -> str:
+    """The text in tyro's error box up to its first rule, as one line."""
+    words: list[str] = []
+    for line in box.splitlines():
+        text = line.strip("│╭╮╰╯ ")
+        if text.startswith("──") and words:
+            break
+        if not line.startswith("╭") and not text.startswith("──"):
+            words += text.split()
+    return " ".join(words).rstrip(".") or "unusable arguments"
+
+
+def fail(message: str, *, status: int = 1, prog: str = "dmoe") -> NoReturn:
     """Print one line to standard error and exit."""
-    print(f"dmoe: error: {message}", file=sys.stderr)
+    print(f"{prog}: error: {message}", file=sys.stderr)
     sys.exit(status)
 
 

@@ -38,7 +38,7 @@ class NodeCommand:
     """Answer backward requests without learning from them: the control run that shows what experts contribute."""
     seed: int = 0
     """Seed of the experts' initial parameters; with the uid it decides them, on whichever node they live."""
-    warm_up_rows: int = 8
+    warm_up_rows: int = 16
     """Compile for batches of up to this many samples before announcing the experts."""
     max_batch_rows: int = 256
     """Most samples of one XLA call."""

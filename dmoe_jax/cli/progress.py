@@ -1,6 +1,7 @@
 """Progress of a training run: a live bar on a terminal, a line every few seconds anywhere else."""
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -31,7 +32,7 @@ class TrainingProgress:
         self._last_line_at = time.monotonic()
         self._smoothed_loss: float | None = None
         self._bar = Progress(
-            TextColumn("training"),
+            TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
@@ -54,6 +55,13 @@ class TrainingProgress:
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         self._bar.console.print(text, highlight=False)
+
+    def start_evaluation(self, num_batches: int) -> Callable[[], None]:
+        """Show a bar for an evaluation; call the result after each batch."""
+        task = self._bar.add_task("evaluating", total=num_batches, figures="validation text")
+        if self._bar.disable:
+            self.say(f"evaluating {num_batches} batches of validation text")
+        return lambda: self._bar.advance(task)
 
     def update(self, step: int, loss: float, tokens_per_s: float, failed_calls: int) -> None:
         """Show the figures of a step. The loss shown is an exponential mean over about 20 steps."""

@@ -93,12 +93,13 @@ async def read_nodes(peer: SwarmPeer, swarm: str) -> list[NodeReading]:
 
 def status_table(swarm: str, before: list[NodeReading], now: list[NodeReading]) -> Any:
     """A rich table: one row a node, rates from the difference between two readings."""
+    from rich import box
     from rich.table import Table
 
     title = f"swarm {swarm!r}: {len(now)} nodes, {sum(_experts(reading) for reading in now)} experts"
-    table = Table(title=title, title_justify="left")
-    for column in ("node", "address", "experts", "calls/s", "queue (rows)", "busy", "updates", "up"):
-        table.add_column(column, justify="left" if column in ("node", "address") else "right")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("node", "address", "experts", "calls/s", "queued", "busy", "updates", "up"):
+        table.add_column(column, no_wrap=True, justify="left" if column in ("node", "address") else "right")
     earlier = {reading.contact: reading for reading in before}
     for reading in now:
         name, address = reading.contact.peer_id.short, str(reading.contact.address)

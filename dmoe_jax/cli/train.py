@@ -20,7 +20,11 @@ class TrainCommand:
     join: tuple[str, ...]
     """Addresses of peers to join through, each as HOST:PORT."""
     out: Path | None = None
-    """Run folder; must be new or empty. Default: runs/ and the time."""
+    """Run folder; must be new or empty unless --resume. Default: runs/ and the time."""
+    resume: bool = False
+    """Continue the run in --out from its latest checkpoint. The experts are as their nodes have them now."""
+    checkpoint_every: int = 200
+    """Trunk updates between checkpoints; one is also written at the end and after Ctrl-C."""
     data: Literal["auto", "wikitext-2", "embedded"] = "auto"
     """Corpus: auto (DMOE_DATA, cache, download, else the embedded one), wikitext-2, or embedded."""
     num_trainers: int = 4
@@ -55,7 +59,7 @@ class TrainCommand:
     """Bound on the norm of the trunk's gradient."""
     eval_every: int = 100
     """Trunk updates between evaluations on validation text."""
-    eval_tokens: int = 8192
+    eval_tokens: int = 16384
     """Validation tokens of each evaluation, read from evenly spaced places; 0 for the whole text."""
     final_eval_tokens: int = 0
     """Validation tokens of the last evaluation; 0 for the whole text."""
@@ -65,10 +69,12 @@ class TrainCommand:
     """Name of the swarm."""
     json: bool = False
     """Print the headline figures as one JSON object on the last line."""
+    exit_on_stdin_eof: bool = False
+    """End when standard input closes (set by a process that starts this one and may be killed)."""
 
     def run(self) -> int:
         """Train; the exit status."""
-        return run_until_done(self._train)
+        return run_until_done(self._train, exit_on_stdin_eof=self.exit_on_stdin_eof)
 
     async def _train(self) -> int:
         self._check()
@@ -95,6 +101,8 @@ class TrainCommand:
             raise UsageError("--eval-tokens and --final-eval-tokens must not be negative")
         if not self.join:
             raise UsageError("--join needs at least one HOST:PORT")
+        if self.resume and self.out is None:
+            raise UsageError("--resume needs --out with the folder of the run to continue")
         if self.k_min > self.k_best:
             raise UsageError(f"--k-min must not exceed --k-best, got {self.k_min} and {self.k_best}")
         if not self.grid_size or min(self.grid_size) < 1:

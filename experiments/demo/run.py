@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import trio
-import tyro
 from rich.console import Console
 from rich.table import Table
 
+from dmoe_jax.cli.common import parse_command_line
 from dmoe_jax.runs.run_folder import append_metric, read_metrics
 from experiments.local_swarm import LocalSwarm, ProcessFailed, SwarmProcess, open_local_swarm
 
@@ -60,9 +60,8 @@ GRID = (4, 4)
 
 def main() -> None:
     """Entry point."""
-    config = (tyro.conf.FlagCreatePairsOff,)
+    settings = parse_command_line(DemoSettings, prog="python -m experiments.demo", args=None)
     try:
-        settings = tyro.cli(DemoSettings, prog="python -m experiments.demo", config=config)
         sys.exit(trio.run(_supervised, settings))
     except* (ProcessFailed, ValueError) as group:
         print(f"demo: error: {_first_leaf(group)}", file=sys.stderr)
@@ -209,7 +208,8 @@ async def _kill_in_the_middle(node: SwarmProcess, out: Path, kill_step: int, con
         detail=f"{node.name} at {node.address}",
         peer=node.address,
     )
-    console.print(f"[bold red]killed {node.name} ({node.address}) with SIGKILL at step {latest['step']}[/]")
+    # The trainer's live bar may hold the cursor in the middle of a line.
+    console.print(f"\n[bold red]killed {node.name} ({node.address}) with SIGKILL at step {latest['step']}[/]")
 
 
 def _latest_step(metrics: Path) -> dict[str, Any] | None:

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import optax
 import trio
-import tyro
 from rich.console import Console
 from rich.table import Table
 
+from dmoe_jax.cli.common import fail, parse_command_line
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.directory import open_expert_directory
 from dmoe_jax.grid import all_uids
@@ -99,8 +99,11 @@ class DelayedCaller:
 
 def main() -> None:
     """Entry point."""
-    settings = tyro.cli(OverlapSettings, prog="python -m experiments.overlap", config=(tyro.conf.FlagCreatePairsOff,))
-    folder = RunFolder.create(settings.out, settings, name="overlap")
+    settings = parse_command_line(OverlapSettings, prog="python -m experiments.overlap", args=None)
+    try:
+        folder = RunFolder.create(settings.out, settings, name="overlap")
+    except (ValueError, OSError) as error:
+        fail(str(error), prog="overlap")
     console = Console(stderr=settings.json)
     headline = trio.run(_measure, settings, folder, console)
     write_report(folder, headline, title="Overlap of asynchronous trainers")

@@ -1,0 +1,96 @@
+"""Checkpoints on disk: a pytree of arrays and a few facts beside it, written whole or not at all (Orbax).
+
+Orbax writes into a temporary folder and renames it, so that a process killed in the middle leaves the previous
+checkpoint as the latest. The newest few are kept.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+PyTree = Any
+
+_STATE = "state"
+_FACTS = "facts"
+
+
+class CheckpointError(ValueError):
+    """A folder holds no checkpoint, or one of another model. The message names the folder."""
+
+
+class Checkpoints:
+    """Checkpoints in one folder, numbered by step.
+
+    All methods block; call them in a worker thread where that matters.
+
+    Args:
+      folder: made if it is not there.
+      keep: how many of the newest are kept.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        self._folder = folder.absolute()
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=(_STATE, _FACTS))
+
+    def save(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
+        """Write a checkpoint unless there is one of this step already.
+
+        Args:
+          step: its number.
+          state: arrays that nobody changes or donates meanwhile; see `host_copy`.
+          facts: what JSON can hold.
+        """
+        if step in self._manager.all_steps():
+            return
+        # NumPy scalars (step counts) become arrays of rank 0: Orbax stores arrays alone.
+        arrays = jax.tree.map(np.asarray, state)
+        record = {"facts": dict(facts), "arrays": _inventory(arrays)}
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(**{_STATE: ocp.args.StandardSave(arrays), _FACTS: ocp.args.JsonSave(record)}),
+        )
+
+    def restore_latest(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]]:
+        """The newest checkpoint as (step, state, facts).
+
+        Args:
+          like: a tree of arrays of the structure, shapes and dtypes that are expected.
+
+        Raises:
+          CheckpointError: there is none, or its structure, shapes or dtypes are others.
+        """
+        step = self._manager.latest_step()
+        if step is None:
+            raise CheckpointError(f"there is no checkpoint in {self._folder}")
+        saved = self._manager.restore(step, args=ocp.args.Composite(**{_FACTS: ocp.args.JsonRestore()}))[_FACTS]
+        # Orbax would cut or pad an array to the shape asked for, so the inventory is compared first.
+        wanted, held = _inventory(like), saved["arrays"]
+        if wanted != held:
+            differing = sorted(name for name in {*wanted, *held} if wanted.get(name) != held.get(name))[0]
+            raise CheckpointError(
+                f"checkpoint {step} in {self._folder} is of another model: {differing} is "
+                f"{held.get(differing, 'absent')}, expected {wanted.get(differing, 'nothing of that name')}"
+            )
+        template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), like)
+        args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(template)})
+        return step, self._manager.restore(step, args=args)[_STATE], saved["facts"]
+
+    def close(self) -> None:
+        """Free Orbax's threads."""
+        self._manager.close()
+
+
+def host_copy(tree: PyTree) -> PyTree:
+    """The tree in NumPy arrays of its own: donating the original later does not reach them."""
+    return jax.tree.map(lambda leaf: np.array(leaf, copy=True), tree)
+
+
+def _inventory(tree: PyTree) -> dict[str, str]:
+    """Dtype and shape of each array by its path in the tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): f"{np.dtype(leaf.dtype)}{list(leaf.shape)}" for path, leaf in leaves}

@@ -1,0 +1,179 @@
+"""Putting a training run together: model, trunk, mixtures, trainers; and making sure that the swarm fits them."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import optax
+import trio
+
+from dmoe_jax.cli.common import SwarmPeer, UsageError
+from dmoe_jax.cli.options import layer_prefix
+from dmoe_jax.data.batches import SegmentStream
+from dmoe_jax.data.corpora import Corpus
+from dmoe_jax.directory import ExpertDirectory
+from dmoe_jax.grid import ExpertUid, all_uids
+from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics, ExpertCaller
+from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.node.device import Device, ThreadDevice
+from dmoe_jax.node.requests import describe_spec
+from dmoe_jax.routing.base import Router
+from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.trainer import SharedTrunk, SwarmModel, Trainer
+from net.errors import NoQuorum
+from net.identity import Contact
+
+if TYPE_CHECKING:
+    from dmoe_jax.cli.train import TrainCommand
+
+_WAIT_FOR_EXPERTS_S = 60.0
+"""A node that was started together with us may still be compiling."""
+
+_ASK_PERIOD_S = 0.5
+"""Between two looks for experts while there are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingParts:
+    """What a run is made of."""
+
+    corpus: Corpus
+    """The text."""
+    config: txl.TransformerXLConfig
+    """Sizes of the model."""
+    model: SwarmModel
+    """The model with its remote mixtures."""
+    trunk: SharedTrunk
+    """Parameters that the trainers share."""
+    trainers: tuple[Trainer, ...]
+    """The asynchronous trainers of this process."""
+    statistics: CallStatistics
+    """Totals of their expert calls."""
+
+
+def assemble(command: "TrainCommand", peer: SwarmPeer, corpus: Corpus, directory: ExpertDirectory) -> TrainingParts:
+    """Everything that the command's flags describe.
+
+    Raises:
+      ValueError: for sizes that do not fit each other or the text.
+    """
+    config = _model_config(command, len(corpus.vocabulary))
+    router, device = product_key(config.grid_size), ThreadDevice()
+    caller = ExpertCaller(peer.rpc, directory, CallStatistics())
+    mixtures = _mixtures(command, config, router, device, directory, caller)
+    model = SwarmModel(config, txl.segments(config, router), mixtures)
+    trunk = _trunk(command, config, router, device, corpus)
+    streams = [
+        SegmentStream(
+            corpus.train,
+            batch_size=command.batch_size,
+            seq_len=config.seq_len,
+            shard=shard,
+            num_shards=command.num_trainers,
+            seed=command.seed,
+        )
+        for shard in range(command.num_trainers)
+    ]
+    trainers = tuple(Trainer(index, model, trunk, stream) for index, stream in enumerate(streams))
+    return TrainingParts(
+        corpus=corpus, config=config, model=model, trunk=trunk, trainers=trainers, statistics=caller.statistics
+    )
+
+
+def _model_config(command: "TrainCommand", vocab_size: int) -> txl.TransformerXLConfig:
+    sizes = command.expert
+    return txl.TransformerXLConfig(
+        vocab_size=vocab_size,
+        d_model=sizes.d_model,
+        num_layers=command.num_layers,
+        num_heads=sizes.num_heads,
+        d_ff=sizes.d_ff,
+        seq_len=sizes.seq_len,
+        mem_len=sizes.mem_len,
+        grid_size=command.grid_size,
+        k_best=command.k_best,
+        # A small vocabulary has no words beyond the later cutoffs.
+        cutoffs=tuple(cutoff for cutoff in command.cutoffs if cutoff < vocab_size),
+    )
+
+
+def _mixtures(
+    command: "TrainCommand",
+    config: txl.TransformerXLConfig,
+    router: Router,
+    device: Device,
+    directory: ExpertDirectory,
+    caller: ExpertCaller,
+) -> list[RemoteMixture]:
+    policy = CallPolicy(k_min=command.k_min, grace_s=command.grace_s, timeout_s=command.timeout_s)
+    return [
+        RemoteMixture(
+            expert=config.expert(),
+            router=router,
+            directory=directory,
+            caller=caller,
+            device=device,
+            config=MixtureConfig(prefix=layer_prefix(layer), k_best=command.k_best, policy=policy),
+        )
+        for layer in range(config.num_layers)
+    ]
+
+
+def _trunk(
+    command: "TrainCommand", config: txl.TransformerXLConfig, router: Router, device: Device, corpus: Corpus
+) -> SharedTrunk:
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, command.learning_rate, command.warmup_steps, command.steps, end_value=0.1 * command.learning_rate
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(command.grad_clip), optax.adam(schedule))
+    counts = np.bincount(corpus.train, minlength=config.vocab_size)
+    params = txl.init_trunk(jax.random.key(command.seed), config, router, word_counts=counts)
+    return SharedTrunk(params, optimizer, device)
+
+
+async def wait_for_experts(
+    parts: TrainingParts, peer: SwarmPeer, directory: ExpertDirectory, say: Callable[[str], None]
+) -> None:
+    """Wait until every layer has a living expert, and check that its shapes are the model's.
+
+    Raises:
+      NoQuorum: naming the layer, when there is none within a minute.
+      UsageError: when the swarm's experts have other shapes.
+    """
+    expert = parts.config.expert()
+    ours = [describe_spec(spec) for spec in (*expert.inputs, expert.output)]
+    for layer in range(parts.config.num_layers):
+        uids = all_uids(layer_prefix(layer), parts.config.grid_size)
+        living = await _living_experts(directory, layer, uids)
+        uid, contact = next(iter(living.items()))
+        reply = await peer.rpc.call(contact.address, "expert.info", {"uid": str(uid)}, timeout_s=10.0)
+        theirs = [*reply.body.get("inputs", []), reply.body.get("output")]
+        if theirs != ours:
+            raise UsageError(
+                f"the experts of this swarm have other shapes: expert {uid} at {contact} is a "
+                f"{reply.body.get('kind')} with {_shapes(theirs)}, this model needs {_shapes(ours)}; "
+                "give --d-model, --seq-len and --mem-len as on the nodes"
+            )
+        say(f"{layer_prefix(layer)}: {len(living)} of {len(uids)} experts alive")
+
+
+async def _living_experts(
+    directory: ExpertDirectory, layer: int, uids: tuple[ExpertUid, ...]
+) -> dict[ExpertUid, Contact]:
+    """The living experts of a layer: at least one, or NoQuorum after a minute of asking twice a second."""
+    for _ in range(int(_WAIT_FOR_EXPERTS_S / _ASK_PERIOD_S)):
+        found = await directory.find_experts(uids)
+        if living := {uid: contact for uid, contact in found.items() if contact is not None}:
+            return living
+        await trio.sleep(_ASK_PERIOD_S)
+    raise NoQuorum(f"no expert of {layer_prefix(layer)!r} was announced within {_WAIT_FOR_EXPERTS_S:.0f} s")
+
+
+def _shapes(specs: list[Any]) -> str:
+    with contextlib.suppress(TypeError, KeyError):
+        return ", ".join(f"{spec['name']} {spec['dtype']}{spec['shape']}" for spec in specs)
+    return repr(specs)[:200]
