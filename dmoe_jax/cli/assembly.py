@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ import trio
 
 from dmoe_jax.cli.common import SwarmPeer, UsageError
 from dmoe_jax.cli.options import layer_prefix
+from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.directory import ExpertDirectory
@@ -26,9 +27,6 @@ from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trainer import SharedTrunk, SwarmModel, Trainer
 from net.errors import NoQuorum
 from net.identity import Contact
-
-if TYPE_CHECKING:
-    from dmoe_jax.cli.train import TrainCommand
 
 _WAIT_FOR_EXPERTS_S = 60.0
 """A node that was started together with us may still be compiling."""
@@ -55,7 +53,7 @@ class TrainingParts:
     """Totals of their expert calls."""
 
 
-def assemble(command: "TrainCommand", peer: SwarmPeer, corpus: Corpus, directory: ExpertDirectory) -> TrainingParts:
+def assemble(command: TrainCommand, peer: SwarmPeer, corpus: Corpus, directory: ExpertDirectory) -> TrainingParts:
     """Everything that the command's flags describe.
 
     Raises:
@@ -84,7 +82,7 @@ def assemble(command: "TrainCommand", peer: SwarmPeer, corpus: Corpus, directory
     )
 
 
-def _model_config(command: "TrainCommand", vocab_size: int) -> txl.TransformerXLConfig:
+def _model_config(command: TrainCommand, vocab_size: int) -> txl.TransformerXLConfig:
     sizes = command.expert
     return txl.TransformerXLConfig(
         vocab_size=vocab_size,
@@ -102,7 +100,7 @@ def _model_config(command: "TrainCommand", vocab_size: int) -> txl.TransformerXL
 
 
 def _mixtures(
-    command: "TrainCommand",
+    command: TrainCommand,
     config: txl.TransformerXLConfig,
     router: Router,
     device: Device,
@@ -124,7 +122,7 @@ def _mixtures(
 
 
 def _trunk(
-    command: "TrainCommand", config: txl.TransformerXLConfig, router: Router, device: Device, corpus: Corpus
+    command: TrainCommand, config: txl.TransformerXLConfig, router: Router, device: Device, corpus: Corpus
 ) -> SharedTrunk:
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, command.learning_rate, command.warmup_steps, command.steps, end_value=0.1 * command.learning_rate

@@ -3,7 +3,7 @@
 import time
 import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import trio
 import tyro
@@ -11,9 +11,6 @@ import tyro
 from dmoe_jax.cli.common import UsageError, join_swarm, run_until_done, set_up_jax
 from dmoe_jax.cli.options import ExpertOptions
 from dmoe_jax.grid import expand_grid_pattern, format_uid
-
-if TYPE_CHECKING:
-    from dmoe_jax.node.backend import ExpertBackend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +52,8 @@ class NodeCommand:
         from dmoe_jax.node.device import ThreadDevice
         from dmoe_jax.node.server import NodeConfig, open_expert_node
 
+        if not self.announce_period_s > 0:
+            raise UsageError(f"--announce-period-s must be positive, got {self.announce_period_s}")
         uids = self._uids()
         set_up_jax()
         device = ThreadDevice()
@@ -86,7 +85,8 @@ class NodeCommand:
             raise UsageError(f"--experts must name at least one expert and none twice, got {' '.join(self.experts)}")
         return uids
 
-    def _make_backends(self, uids: list[str]) -> "dict[str, ExpertBackend]":
+    def _make_backends(self, uids: list[str]) -> dict[str, Any]:
+        """A warm `dmoe_jax.node.backend.ExpertBackend` for each uid."""
         import jax
         import optax
 

@@ -1,12 +1,9 @@
 """Flags that nodes and trainers must agree on."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from dmoe_jax.cli.common import UsageError
-
-if TYPE_CHECKING:
-    from dmoe_jax.experts.base import Expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +21,8 @@ class ExpertOptions:
     mem_len: int = 32
     """Hidden states of earlier segments that a layer attends to."""
 
-    def make_expert(self) -> "Expert":
-        """The expert that these flags describe.
+    def make_expert(self) -> Any:
+        """The `dmoe_jax.experts.base.Expert` that these flags describe (its type would import JAX here).
 
         Raises:
           UsageError: for sizes that do not fit.

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -43,7 +42,7 @@ class TrainingProgress:
         )
         self._task = self._bar.add_task("training", total=num_steps, figures="")
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "TrainingProgress":
         self._bar.start()
         return self
 

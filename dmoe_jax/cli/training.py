@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import trio
 
@@ -12,6 +12,7 @@ from dmoe_jax.cli.assembly import TrainingParts, assemble, wait_for_experts
 from dmoe_jax.cli.common import EXIT_INTERRUPTED, SwarmPeer, UsageError
 from dmoe_jax.cli.progress import TrainingProgress
 from dmoe_jax.cli.saving import RunSaver, RunTotals
+from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.data.batches import evaluation_segments
 from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.data.errors import DataError
@@ -23,9 +24,6 @@ from dmoe_jax.runs.run_folder import FIGURE, RunFolder
 from dmoe_jax.trainer import Evaluation, StepRecord
 from net.errors import NetError
 
-if TYPE_CHECKING:
-    from dmoe_jax.cli.train import TrainCommand
-
 _LOG_PERIOD_S = 1.0
 """How often call totals and expert loads are written down."""
 
@@ -33,7 +31,7 @@ _EVAL_BATCH = 16
 """Rows of an evaluation batch, each from another place of the text: enough places for a part to stand for the whole."""
 
 
-async def run_training(command: "TrainCommand", peer: SwarmPeer) -> int:
+async def run_training(command: TrainCommand, peer: SwarmPeer) -> int:
     """Train as the command says; returns the exit status.
 
     If cancelled, the run folder still gets its figure, report and a checkpoint of what was reached.
@@ -59,7 +57,7 @@ class TrainingRun:
     """A run that has all it needs: its parts, its folder, and what it has reached so far."""
 
     def __init__(
-        self, command: "TrainCommand", parts: TrainingParts, folder: RunFolder, progress: TrainingProgress
+        self, command: TrainCommand, parts: TrainingParts, folder: RunFolder, progress: TrainingProgress
     ) -> None:
         self._command = command
         self._parts = parts
