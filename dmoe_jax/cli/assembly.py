@@ -31,6 +31,9 @@ from net.identity import Contact
 _WAIT_FOR_EXPERTS_S = 60.0
 """A node that was started together with us may still be compiling."""
 
+_TOLERABLE_SKEW_S = 3.0
+"""Clocks that differ by more are worth a word when nothing is found."""
+
 _ASK_PERIOD_S = 0.5
 """Between two looks for experts while there are none."""
 
@@ -124,8 +127,10 @@ def _mixtures(
 def _trunk(
     command: TrainCommand, config: txl.TransformerXLConfig, router: Router, device: Device, corpus: Corpus
 ) -> SharedTrunk:
+    # A short run keeps most of its steps for learning; Optax would refuse a warm-up longer than the run.
+    warmup_steps = min(command.warmup_steps, command.steps // 4)
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, command.learning_rate, command.warmup_steps, command.steps, end_value=0.1 * command.learning_rate
+        0.0, command.learning_rate, warmup_steps, command.steps, end_value=0.1 * command.learning_rate
     )
     optimizer = optax.chain(optax.clip_by_global_norm(command.grad_clip), optax.adam(schedule))
     counts = np.bincount(corpus.train, minlength=config.vocab_size)
@@ -146,7 +151,7 @@ async def wait_for_experts(
     ours = [describe_spec(spec) for spec in (*expert.inputs, expert.output)]
     for layer in range(parts.config.num_layers):
         uids = all_uids(layer_prefix(layer), parts.config.grid_size)
-        living = await _living_experts(directory, layer, uids)
+        living = await _living_experts(peer, directory, layer, uids)
         uid, contact = next(iter(living.items()))
         reply = await peer.rpc.call(contact.address, "expert.info", {"uid": str(uid)}, timeout_s=10.0)
         theirs = [*reply.body.get("inputs", []), reply.body.get("output")]
@@ -160,7 +165,7 @@ async def wait_for_experts(
 
 
 async def _living_experts(
-    directory: ExpertDirectory, layer: int, uids: tuple[ExpertUid, ...]
+    peer: SwarmPeer, directory: ExpertDirectory, layer: int, uids: tuple[ExpertUid, ...]
 ) -> dict[ExpertUid, Contact]:
     """The living experts of a layer: at least one, or NoQuorum after a minute of asking twice a second."""
     for _ in range(int(_WAIT_FOR_EXPERTS_S / _ASK_PERIOD_S)):
@@ -168,7 +173,10 @@ async def _living_experts(
         if living := {uid: contact for uid, contact in found.items() if contact is not None}:
             return living
         await trio.sleep(_ASK_PERIOD_S)
-    raise NoQuorum(f"no expert of {layer_prefix(layer)!r} was announced within {_WAIT_FOR_EXPERTS_S:.0f} s")
+    skew_s = peer.dht.statistics().clock_skew_s or 0.0
+    # Announcements carry absolute times: to a clock that is fast by more than their life they are all over.
+    clocks = f"; the swarm's clock and this one differ by {skew_s:+.0f} s" if abs(skew_s) > _TOLERABLE_SKEW_S else ""
+    raise NoQuorum(f"no expert of {layer_prefix(layer)!r} was announced within {_WAIT_FOR_EXPERTS_S:.0f} s{clocks}")
 
 
 def _shapes(specs: list[Any]) -> str:

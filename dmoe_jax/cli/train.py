@@ -54,7 +54,7 @@ class TrainCommand:
     learning_rate: float = 2e-3
     """Peak step size of the trunk's Adam."""
     warmup_steps: int = 50
-    """Trunk updates of linear warm-up; cosine decay to a tenth of the peak follows."""
+    """Trunk updates of linear warm-up, at most a quarter of --steps; cosine decay to a tenth of the peak follows."""
     grad_clip: float = 0.5
     """Bound on the norm of the trunk's gradient."""
     eval_every: int = 100

@@ -3,11 +3,12 @@
 import itertools
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import trio
 
-from dmoe_jax.checkpoints import CheckpointError
 from dmoe_jax.cli.assembly import TrainingParts, assemble, wait_for_experts
 from dmoe_jax.cli.common import EXIT_INTERRUPTED, SwarmPeer, UsageError
 from dmoe_jax.cli.progress import TrainingProgress
@@ -15,7 +16,6 @@ from dmoe_jax.cli.saving import RunSaver, RunTotals
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.data.batches import evaluation_segments
 from dmoe_jax.data.corpora import load_corpus
-from dmoe_jax.data.errors import DataError
 from dmoe_jax.data.vocabulary import unigram_perplexity
 from dmoe_jax.directory import open_expert_directory
 from dmoe_jax.runs.figure import training_figure
@@ -40,16 +40,26 @@ async def run_training(command: TrainCommand, peer: SwarmPeer) -> int:
       UsageError: for a corpus, folder, checkpoint or setting that will not do. NetError: no experts, or no swarm.
     """
     progress = TrainingProgress(command.steps)
-    try:
+    with _mistakes_in_one_line():
         corpus = await trio.to_thread.run_sync(lambda: load_corpus(source=command.data), abandon_on_cancel=True)
-        progress.say(f"corpus: {corpus.description}")
-        async with open_expert_directory(peer.dht) as directory:
+    progress.say(f"corpus: {corpus.description}")
+    async with open_expert_directory(peer.dht) as directory:
+        with _mistakes_in_one_line():
             parts = assemble(command, peer, corpus, directory)
-            await wait_for_experts(parts, peer, directory, progress.say)
+        await wait_for_experts(parts, peer, directory, progress.say)
+        with _mistakes_in_one_line():
             # The folder comes last: a run that could not begin leaves nothing in the way of the next one.
             folder = RunFolder.create(command.out, command.settings(), name="train", resume=command.resume)
-            return await TrainingRun(command, parts, folder, progress).run()
-    except (DataError, CheckpointError, ValueError, OSError) as error:
+            run = TrainingRun(command, parts, folder, progress)
+        return await run.run()
+
+
+@contextmanager
+def _mistakes_in_one_line() -> Iterator[None]:
+    """What a wrong setting, a damaged file or a full folder raises while a run is set up is the user's to mend."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 
 

@@ -1,8 +1,9 @@
 """What a call is: the terms in which everything above the RPC layer speaks.
 
-A call names a method and carries a *body* (a small CBOR map) and *tensors* (arrays, sent as raw buffers
-beside it). A handler answers with a `Reply` or raises one of `CallRefused`, `PeerBusy`; anything else that it
-raises is logged on its side and reaches the caller as `RemoteFailure`.
+A call names a method and carries a *body* (a small CBOR map) and *tensors* (arrays, sent as raw buffers beside
+it). A handler answers with a `Reply` or raises a `CallFailed` (`CallRefused`, `PeerBusy`, `RemoteFailure`), which
+reaches the caller with its message; anything else that it raises is logged on its side and reaches the caller as a
+`RemoteFailure` that says no more than that.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence

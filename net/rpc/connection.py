@@ -215,7 +215,7 @@ class Connection:
                 try:
                     reply = await self._service.run(self._request(start))
                     self._session.reply(start.call_id, reply.body, reply.tensors)
-                except (CallRefused, PeerBusy) as exc:  # the handler's own words for its caller
+                except CallFailed as exc:  # the handler's own words for its caller
                     self._fail(start.call_id, exc)
             if scope.cancelled_caught:
                 self._session.forget(start.call_id)

@@ -74,13 +74,14 @@ async def open_small_swarm(
     grid_size: tuple[int, ...],
     node_config: NodeConfig | None = None,
     directory_config: DirectoryConfig | None = None,
+    clock: SwarmClock | None = None,
 ) -> AsyncIterator[SmallSwarm]:
     """Serve the grids from all callers but the last, dealt out in turn; the last caller is the trainer."""
     uids = [str(uid) for prefix in prefixes for uid in all_uids(prefix, grid_size)]
     backends = {
         uid: ExpertBackend(expert, optimizer, expert.init(jax.random.key(index))) for index, uid in enumerate(uids)
     }
-    clock = SwarmClock(start_s=1000.0)
+    clock = clock or SwarmClock(start_s=1000.0)
     async with AsyncExitStack() as stack:
         first = callers[0].address
         dhts = []

@@ -1,0 +1,97 @@
+"""`dmoe train` from corpus to report, over TCP: what a run leaves behind, how it goes on, what it refuses."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import optax
+import pytest
+
+from dmoe_jax.cli.common import SwarmPeer, UsageError, join_swarm
+from dmoe_jax.cli.options import ExpertOptions
+from dmoe_jax.cli.train import TrainCommand
+from dmoe_jax.cli.training import run_training
+from dmoe_jax.runs.run_folder import read_metrics
+from net.clock import SwarmClock
+from tests.dmoe_jax.small_swarm import SmallSwarm, open_small_swarm
+from tests.dmoe_jax.test_mixture_remote import tcp_callers
+
+SIZES = ExpertOptions(d_model=16, num_heads=2, d_ff=24, seq_len=8, mem_len=8)
+
+
+@asynccontextmanager
+async def swarm_and_peer() -> AsyncIterator[tuple[SmallSwarm, SwarmPeer, str]]:
+    """Two nodes with a 2x2 grid in one layer, and a client that has joined them."""
+    clock = SwarmClock.wall()  # as the command's own peer has it
+    expert, optimizer = SIZES.make_expert(), optax.sgd(0.1)
+    async with (
+        tcp_callers(3) as callers,
+        open_small_swarm(callers, expert, optimizer, prefixes=["layer0"], grid_size=(2, 2), clock=clock) as swarm,
+        join_swarm(listen=None, join=[str(callers[0].address)]) as peer,
+    ):
+        yield swarm, peer, str(callers[0].address)
+
+
+def command(address: str, out: Path, **changes: Any) -> TrainCommand:
+    settings: dict[str, Any] = {
+        "join": (address,),
+        "out": out,
+        "data": "embedded",
+        "num_trainers": 2,
+        "batch_size": 2,
+        "steps": 8,
+        "expert": SIZES,
+        "num_layers": 1,
+        "grid_size": (2, 2),
+        "k_best": 2,
+        "eval_every": 4,
+        "checkpoint_every": 4,
+        "eval_tokens": 256,
+        "final_eval_tokens": 512,
+    }
+    return TrainCommand(**settings | changes)
+
+
+async def test_a_run_its_folder_and_its_resumption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight steps leave a whole folder; resuming to twelve goes on from the eighth, in model, text and totals."""
+    out = tmp_path / "run"
+    async with swarm_and_peer() as (swarm, peer, address):
+        assert await run_training(command(address, out, json=True), peer) == 0
+        headline = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert headline["steps"] == 8
+        assert headline["training_tokens"] == 8 * 2 * 8
+        assert headline["evaluated_tokens"] == 512
+        assert headline["calls_failed"] == 0
+        assert headline["perplexity_over_unigram"] > 0
+        assert sum(backend.update_count for backend in swarm.backends.values()) > 0
+        names = {path.name for path in out.iterdir()}
+        assert names == {"config.json", "metrics.jsonl", "figure.png", "report.md", "checkpoints"}
+        kinds = {record["kind"] for record in read_metrics(out / "metrics.jsonl")}
+        assert kinds == {"baseline", "train", "eval", "calls", "experts", "headline"}
+
+        with pytest.raises(UsageError, match="not empty"):
+            await run_training(command(address, out), peer)
+
+        assert await run_training(command(address, out, steps=12, resume=True, json=True), peer) == 0
+        headline = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert (headline["steps"], headline["training_tokens"]) == (12, 12 * 2 * 8)
+        steps = [record["step"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "train"]
+        assert sorted(steps) == list(range(1, 13))
+
+
+async def test_what_does_not_fit_the_swarm_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """Other shapes than the nodes', sizes that contradict each other, a resumption of nothing: one sentence each."""
+    out = tmp_path / "run"
+    async with swarm_and_peer() as (_, peer, address):
+        wider = ExpertOptions(d_model=32, num_heads=2, d_ff=24, seq_len=8, mem_len=8)
+        with pytest.raises(UsageError, match=r"other shapes: .*hidden float32\[8, 16\].*needs hidden float32\[8, 32\]"):
+            await run_training(command(address, out, expert=wider), peer)
+        with pytest.raises(UsageError, match="k_best is at most the number of cells"):
+            await run_training(command(address, out, k_best=5), peer)
+        with pytest.raises(UsageError, match="whole segment for each"):
+            await run_training(command(address, out, batch_size=100_000), peer)
+        assert not out.exists()
+        with pytest.raises(UsageError, match="no checkpoint in"):
+            await run_training(command(address, out, resume=True), peer)

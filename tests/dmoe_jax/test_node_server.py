@@ -1,0 +1,262 @@
+"""The expert node: batches what arrives together, refuses what does not fit, trains once, announces and withdraws."""
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import trio
+
+from dmoe_jax import directory
+from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.experts.transformer_xl import transformer_xl_layer
+from dmoe_jax.grid import parse_uid
+from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.device import InlineDevice
+from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
+from net.clock import SwarmClock
+from net.dht.node import open_dht_node
+from net.errors import CallRefused, PeerBusy, PeerTimeout, RemoteFailure
+from net.identity import Address, PeerId
+from net.rpc.base import Reply
+from tests.net.direct_network import DirectCaller, DirectNetwork
+
+HOST = Address("node", 1)
+EXPERT = feedforward(d_model=4)
+XL = transformer_xl_layer(d_model=4, num_heads=2, d_ff=8, seq_len=3, mem_len=2)
+
+
+class Rig:
+    """One node and one trainer on a direct network, and what a test asks of them."""
+
+    def __init__(self, node: ExpertNode, backends: dict[str, ExpertBackend], trainer: DirectCaller) -> None:
+        self.node, self.backends, self.trainer = node, backends, trainer
+
+    async def call(self, method: str, body: dict[str, Any], *tensors: Any, timeout_s: float = 100.0) -> Reply:
+        return await self.trainer.call(HOST, method, body, tensors, timeout_s=timeout_s)
+
+    async def forward(self, uid: str, *tensors: Any, timeout_s: float = 100.0) -> Reply:
+        return await self.call("expert.forward", {"uid": uid}, *tensors, timeout_s=timeout_s)
+
+    async def backward(self, uid: str, request_id: bytes, *tensors: Any, timeout_s: float = 100.0) -> Reply:
+        body = {"uid": uid, "request_id": request_id}
+        return await self.call("expert.backward", body, *tensors, timeout_s=timeout_s)
+
+
+@asynccontextmanager
+async def open_rig(
+    *, cost_s: Callable[[str], float] = lambda _: 0.0, config: NodeConfig | None = None
+) -> AsyncIterator[Rig]:
+    network = DirectNetwork(latency_s=0.01)
+    host = network.caller(HOST, PeerId.draw(random.Random(1)))
+    trainer = network.caller(None, PeerId.draw(random.Random(2)))
+    backends = {
+        "ffn.0.1": ExpertBackend(EXPERT, optax.sgd(0.1), EXPERT.init(jax.random.key(0))),
+        "ffn.2.3": ExpertBackend(EXPERT, optax.sgd(0.1), EXPERT.init(jax.random.key(1))),
+        "xl.0": ExpertBackend(XL, optax.sgd(0.1), XL.init(jax.random.key(2))),
+    }
+    clock = SwarmClock(start_s=50.0)
+    async with (
+        open_dht_node(host, clock=clock, rng=random.Random(3)) as host_dht,
+        open_expert_node(host, host_dht, backends, device=InlineDevice(cost_s), config=config or NodeConfig()) as node,
+    ):
+        yield Rig(node, backends, trainer)
+
+
+def rows(count: int, width: int = 4, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(count, width)).astype(np.float32)
+
+
+async def test_requests_that_meet_share_one_batch(autojump_clock: trio.testing.MockClock) -> None:
+    """While the device is busy the others' requests gather: five calls make two batches, each answer its own."""
+    async with open_rig(cost_s=lambda _: 1.0) as rig:
+        answers: dict[int, np.ndarray] = {}
+
+        async def ask(index: int) -> None:
+            answers[index] = (await rig.forward("ffn.0.1", rows(index + 1, seed=index))).tensors[0]
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, 0)
+            await trio.sleep(0.1)  # the device works on the first for a second
+            for index in range(1, 5):
+                nursery.start_soon(ask, index)
+        assert rig.node.status()["batches"] == 2
+        assert rig.node.status()["forward"] == 5
+        params = rig.backends["ffn.0.1"].params
+        for index, answer in answers.items():
+            expected = EXPERT.apply(params, jnp.asarray(rows(index + 1, seed=index)))
+            np.testing.assert_allclose(answer, expected, atol=1e-5)
+
+
+async def test_backwards_that_meet_are_one_update_on_the_summed_gradient(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Two trainers' gradients in one batch step the expert once, by their sum."""
+    async with open_rig(cost_s=lambda _: 1.0) as rig:
+        params = jax.tree.map(jnp.copy, rig.backends["ffn.0.1"].params)
+        x, grads = rows(4), rows(4, seed=9)
+
+        async def ask(part: slice, request_id: bytes) -> None:
+            await rig.backward("ffn.0.1", request_id, x[part], grads[part])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rig.forward, "ffn.2.3", rows(1))  # keeps the device busy while the two arrive
+            await trio.sleep(0.1)
+            nursery.start_soon(ask, slice(0, 1), b"a")
+            nursery.start_soon(ask, slice(1, 4), b"b")
+        backend = rig.backends["ffn.0.1"]
+        assert backend.update_count == 1
+        _, pull = jax.vjp(EXPERT.apply, params, jnp.asarray(x))
+        expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, pull(jnp.asarray(grads))[0])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), backend.params, expected)
+
+
+async def test_a_retry_never_trains_twice(autojump_clock: trio.testing.MockClock) -> None:
+    """The same request id gets the same gradients and no second update, while in flight and afterwards."""
+    async with open_rig(cost_s=lambda _: 1.0) as rig:
+        x, grads = rows(2), rows(2, seed=5)
+        with pytest.raises(PeerTimeout):
+            await rig.backward("ffn.0.1", b"id", x, grads, timeout_s=0.5)  # the device works for 1 s
+        first = await rig.backward("ffn.0.1", b"id", x, grads)
+        again = await rig.backward("ffn.0.1", b"id", x, grads)
+        np.testing.assert_array_equal(first.tensors[0], again.tensors[0])
+        assert rig.backends["ffn.0.1"].update_count == first.body["updates"] == again.body["updates"] == 1
+        assert rig.node.status()["replayed"] == 2
+        await rig.backward("ffn.0.1", b"another", x, grads)
+        assert rig.backends["ffn.0.1"].update_count == 2
+
+
+async def test_a_caller_that_gave_up_costs_no_batch(autojump_clock: trio.testing.MockClock) -> None:
+    """A request whose deadline passes while it waits leaves the queue; its id can be asked again."""
+    async with open_rig(cost_s=lambda _: 1.0) as rig:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rig.forward, "ffn.2.3", rows(1))
+            await trio.sleep(0.1)
+            with pytest.raises(PeerTimeout):
+                await rig.backward("ffn.0.1", b"id", rows(1), rows(1), timeout_s=0.3)
+        assert rig.node.status()["waiting_rows"] == 0
+        assert rig.backends["ffn.0.1"].update_count == 0
+        await rig.backward("ffn.0.1", b"id", rows(1), rows(1))
+        assert rig.backends["ffn.0.1"].update_count == 1
+        assert rig.node.status()["replayed"] == 0
+
+
+async def test_a_full_queue_says_busy(autojump_clock: trio.testing.MockClock) -> None:
+    """Rows beyond the bound are turned away at once while those that fit are served."""
+    config = NodeConfig(max_batch_rows=4, max_waiting_rows=8)
+    async with open_rig(cost_s=lambda _: 1.0, config=config) as rig:
+        outcomes: list[str] = []
+
+        async def ask() -> None:
+            try:
+                await rig.forward("ffn.0.1", rows(4))
+                outcomes.append("ok")
+            except PeerBusy as busy:
+                outcomes.append(str(busy))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(6):
+                nursery.start_soon(ask)
+        # All six arrive in one moment of virtual time; trio runs the node's task before, among or after them, so that
+        # the first batch has left the queue or not: two or three fit.
+        assert outcomes.count("ok") in (2, 3)
+        refusals = [outcome for outcome in outcomes if outcome != "ok"]
+        assert set(refusals) == {"the node is busy: 8 rows wait already, at most 8 may"}
+        assert rig.node.status()["busy"] == len(refusals) == 6 - outcomes.count("ok")
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "tensors", "message"),
+    [
+        ("expert.forward", {}, [rows(1)], "expected the uid of an expert as a string, got None"),
+        ("expert.forward", {"uid": "ffn.9.9"}, [rows(1)], r"unknown expert 'ffn.9.9': this node serves 3 experts"),
+        ("expert.forward", {"uid": "ffn.0.1"}, [], r"expected 1 tensors \(x\), got 0"),
+        ("expert.forward", {"uid": "ffn.0.1"}, [rows(2, 5)], r"input 'x' as float32\[rows, 4\].*got float32\[2, 5\]"),
+        ("expert.forward", {"uid": "ffn.0.1"}, [rows(2).astype(np.float64)], r"got float64\[2, 4\]"),
+        ("expert.forward", {"uid": "ffn.0.1"}, [np.array(1.0, np.float32)], "expected 1 to 256 rows.*got 0"),
+        ("expert.forward", {"uid": "ffn.0.1"}, [rows(257)], "expected 1 to 256 rows in a request, got 257"),
+        ("expert.forward", {"uid": "ffn.0.1"}, [np.full((1, 4), np.nan, np.float32)], "got NaN or infinity"),
+        ("expert.backward", {"uid": "ffn.0.1", "request_id": b"x"}, [rows(1)], "x, gradient of output"),
+        ("expert.backward", {"uid": "ffn.0.1", "request_id": b"x"}, [rows(2), rows(1)], "with 2 rows, got"),
+        ("expert.backward", {"uid": "ffn.0.1"}, [rows(1), rows(1)], "expected a request_id of 1 to 32 bytes"),
+        ("expert.backward", {"uid": "ffn.0.1", "request_id": b"x" * 33}, [rows(1), rows(1)], "1 to 32 bytes"),
+        (
+            "expert.forward",
+            {"uid": "xl.0"},
+            [np.zeros((1, 3, 4), np.float32), np.zeros((1, 2, 4), np.float32), np.zeros((1, 2), np.float32)],
+            r"input 'memory_mask' as bool\[rows, 2\] with 1 rows, got float32\[1, 2\]",
+        ),
+    ],
+)
+async def test_what_does_not_fit_is_refused_and_the_node_lives_on(
+    autojump_clock: trio.testing.MockClock, method: str, body: dict[str, Any], tensors: list[Any], message: str
+) -> None:
+    """The refusal says what was expected; the next request is served and nothing was trained."""
+    async with open_rig() as rig:
+        with pytest.raises(CallRefused, match=message):
+            await rig.call(method, body, *tensors)
+        assert (await rig.forward("ffn.0.1", rows(1))).body == {"updates": 0}
+
+
+async def test_a_crash_in_a_batch_is_that_batch_s_alone(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error of the device reaches its callers as RemoteFailure; other experts go on."""
+    async with open_rig() as rig:
+
+        def broken(inputs: Any) -> Any:
+            raise MemoryError("out of device memory")
+
+        monkeypatch.setattr(rig.backends["ffn.0.1"], "forward", broken)
+        with pytest.raises(RemoteFailure, match=r"expert ffn\.0\.1 failed to compute"):
+            await rig.forward("ffn.0.1", rows(1))
+        await rig.forward("ffn.2.3", rows(1))
+        assert rig.node.status()["failed"] == 1
+        assert "out of device memory" in caplog.text
+
+
+async def test_info_describes_the_expert(autojump_clock: trio.testing.MockClock) -> None:
+    """A trainer can check shapes before it trains."""
+    async with open_rig() as rig:
+        body = (await rig.call("expert.info", {"uid": "xl.0"})).body
+        assert body["kind"] == "transformer_xl"
+        assert [(spec["name"], spec["shape"], spec["differentiable"]) for spec in body["inputs"]] == [
+            ("hidden", [3, 4], True),
+            ("memory", [2, 4], False),
+            ("memory_mask", [2], False),
+        ]
+        assert body["output"]["shape"] == [3, 4]
+
+
+async def test_experts_are_announced_renewed_and_withdrawn(autojump_clock: trio.testing.MockClock) -> None:
+    """Found while the node lives, beyond the life of one record, and gone at once after a clean end."""
+    uids = [parse_uid(uid) for uid in ("ffn.0.1", "ffn.2.3", "xl.0")]
+    network = DirectNetwork(latency_s=0.01)
+    meeting, host = (
+        network.caller(Address(name, 1), PeerId.draw(random.Random(index)))
+        for index, name in enumerate(("meeting", "node"))
+    )
+    clock = SwarmClock(start_s=50.0)
+    backends = {
+        str(uid): ExpertBackend(EXPERT, None, EXPERT.init(jax.random.key(0))) for uid in uids if uid.prefix == "ffn"
+    }
+    config = NodeConfig(announce_period_s=10.0, record_lifetime_s=30.0)
+    async with (
+        open_dht_node(meeting, clock=clock, rng=random.Random(5)) as observer,
+        open_dht_node(host, clock=clock, rng=random.Random(6), initial_peers=[Address("meeting", 1)]) as host_dht,
+    ):
+        async with open_expert_node(host, host_dht, backends, device=InlineDevice(), config=config):
+            for _ in range(2):
+                async with directory.open_expert_directory(observer) as reader:
+                    found = await reader.find_experts(uids)
+                assert [uid for uid, contact in found.items() if contact is not None] == uids[:2]
+                assert [node.contact.address for node in await directory.list_nodes(observer, "dmoe")] == [HOST]
+                await trio.sleep(100.0)
+        async with directory.open_expert_directory(observer) as reader:
+            assert set((await reader.find_experts(uids)).values()) == {None}
+        assert await directory.list_nodes(observer, "dmoe") == ()
