@@ -131,6 +131,11 @@ def all_uids(prefix: str, grid_size: Sequence[int]) -> tuple[ExpertUid, ...]:
     return expand_grid_pattern(".".join((prefix, *(f"[0:{size}]" for size in grid_size))))
 
 
+def layer_prefix(layer: int) -> str:
+    """Prefix of the experts of a model's layer: "layer0" for the first."""
+    return f"layer{layer}"
+
+
 def _expand_part(part: str) -> range:
     match = _RANGE.fullmatch(part)
     if match is None:

@@ -57,4 +57,4 @@ class RemoteFailure(CallFailed):
 
 
 class NoQuorum(NetError):
-    """Too few peers answered for the result to mean anything (fewer than `k_min` experts, no replica stored)."""
+    """Too few peers answered for the result to mean anything (fewer than `k_min` experts, no expert of a layer)."""

@@ -11,12 +11,11 @@ import optax
 import trio
 
 from dmoe_jax.cli.common import SwarmPeer, UsageError
-from dmoe_jax.cli.options import layer_prefix
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.directory import ExpertDirectory
-from dmoe_jax.grid import ExpertUid, all_uids
+from dmoe_jax.grid import ExpertUid, all_uids, layer_prefix
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics, ExpertCaller
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl

@@ -1,7 +1,6 @@
 """`dmoe node`: serve experts."""
 
 import time
-import zlib
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import tyro
 
 from dmoe_jax.cli.common import UsageError, join_swarm, run_until_done, set_up_jax
 from dmoe_jax.cli.options import ExpertOptions
-from dmoe_jax.grid import expand_grid_pattern, format_uid
+from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,30 +75,31 @@ class NodeCommand:
                 print(f"Join it with:  dmoe train --join {peer.rpc.address}", flush=True)
                 await trio.sleep_forever()
 
-    def _uids(self) -> list[str]:
+    def _uids(self) -> list[ExpertUid]:
         try:
-            uids = [format_uid(uid) for pattern in self.experts for uid in expand_grid_pattern(pattern)]
+            uids = [uid for pattern in self.experts for uid in expand_grid_pattern(pattern)]
         except ValueError as error:
             raise UsageError(str(error)) from error
         if not uids or len(set(uids)) != len(uids):
             raise UsageError(f"--experts must name at least one expert and none twice, got {' '.join(self.experts)}")
         return uids
 
-    def _make_backends(self, uids: list[str]) -> dict[str, Any]:
+    def _make_backends(self, uids: list[ExpertUid]) -> dict[str, Any]:
         """A warm `dmoe_jax.node.backend.ExpertBackend` for each uid."""
         import jax
         import optax
 
+        from dmoe_jax.experts.base import init_by_uid
         from dmoe_jax.node.backend import ExpertBackend
 
         expert = self.expert.make_expert()
         optimizer = optax.chain(optax.clip_by_global_norm(self.grad_clip), optax.adam(self.learning_rate))
         base = jax.random.key(self.seed)
         backends = {
-            uid: ExpertBackend(
+            str(uid): ExpertBackend(
                 expert,
                 None if self.freeze_experts else optimizer,
-                expert.init(jax.random.fold_in(base, zlib.crc32(uid.encode()))),
+                init_by_uid(base, expert, uid.prefix, uid.coordinates),
             )
             for uid in uids
         }

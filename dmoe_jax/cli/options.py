@@ -40,8 +40,3 @@ class ExpertOptions:
             )
         except ValueError as error:
             raise UsageError(str(error)) from error
-
-
-def layer_prefix(layer: int) -> str:
-    """Prefix of the uids of one layer's experts: "layer0" and so on."""
-    return f"layer{layer}"

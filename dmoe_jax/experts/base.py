@@ -6,9 +6,13 @@ trainers into one call and a mixture may call an expert for one sample.
 """
 
 import math
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Int, PRNGKeyArray
 
 PyTree = Any
 
@@ -51,6 +55,24 @@ class Expert(NamedTuple):
     apply: Callable[..., Any]
     inputs: tuple[TensorSpec, ...]
     output: TensorSpec
+
+
+def init_by_uid(key: PRNGKeyArray, expert: Expert, prefix: str, coordinates: Sequence[int | Int[Array, ""]]) -> PyTree:
+    """Initial parameters of the expert `prefix.u0.u1...`: the key and the uid decide them, not who makes them.
+
+    So a swarm of nodes and a mixture on one machine that share a key start from the same experts, and a node that takes
+    an expert over starts it as the first one did.
+
+    Args:
+      key: of the whole model.
+      expert: the network.
+      prefix: the grid's name.
+      coordinates: the expert's place in the grid; may be traced.
+    """
+    own = jax.random.fold_in(key, zlib.crc32(prefix.encode()))
+    for coordinate in coordinates:
+        own = jax.random.fold_in(own, coordinate)
+    return expert.init(own)
 
 
 def check_positive(**sizes: int) -> None:

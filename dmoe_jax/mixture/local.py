@@ -9,7 +9,6 @@ the grid.
 Axes: B batch, K experts a sample, E experts in the grid, I dimensions of the grid.
 """
 
-import functools
 import math
 from typing import Any, cast
 
@@ -18,29 +17,19 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from dmoe_jax.experts.base import Expert
+from dmoe_jax.experts.base import Expert, init_by_uid
 
 PyTree = Any
 
 
-def init_expert(key: PRNGKeyArray, expert: Expert, flat_index: int | Int[Array, ""]) -> PyTree:
-    """Parameters of one expert of a layer. A node that serves this cell of the grid makes the same ones.
+def init_experts(key: PRNGKeyArray, expert: Expert, prefix: str, grid_size: tuple[int, ...]) -> PyTree:
+    """Stacked parameters of a whole grid; each cell holds what a node that serves its uid makes from the same key.
 
-    Args:
-      key: the layer's key, common to all its experts.
-      flat_index: row-major index of the expert in the grid.
+    See `dmoe_jax.experts.base.init_by_uid`.
     """
-    return expert.init(jax.random.fold_in(key, flat_index))
-
-
-def init_experts(key: PRNGKeyArray, expert: Expert, grid_size: tuple[int, ...]) -> PyTree:
-    """Stacked parameters of a whole grid; expert e is `init_expert(key, expert, e)`."""
-    return _init_stacked(key, expert, math.prod(grid_size))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _init_stacked(key: PRNGKeyArray, expert: Expert, num_experts: int) -> PyTree:
-    return jax.vmap(lambda index: init_expert(key, expert, index))(jnp.arange(num_experts))
+    cells = jnp.stack(jnp.meshgrid(*(jnp.arange(size) for size in grid_size), indexing="ij"), axis=-1)
+    coordinates = cells.reshape(-1, len(grid_size))
+    return jax.vmap(lambda cell: init_by_uid(key, expert, prefix, tuple(cell)))(coordinates)
 
 
 def init_opt_states(optimizer: optax.GradientTransformation, params: PyTree) -> PyTree:

@@ -2,11 +2,11 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from dmoe_jax.experts.base import Expert
+from dmoe_jax.grid import layer_prefix
 from dmoe_jax.mixture.local import expert_load, init_experts, local_mixture
 from dmoe_jax.routing.base import Router, Scores, gather_logits
 
@@ -78,8 +78,8 @@ def total_loss(nll: Float[Array, ""], layers: tuple[LayerAux, ...]) -> Float[Arr
 
 
 def init_layers(key: PRNGKeyArray, expert: Expert, grid_size: tuple[int, ...], num_layers: int) -> tuple[PyTree, ...]:
-    """Stacked expert parameters of each layer; layer i uses `jax.random.fold_in(key, i)`."""
-    return tuple(init_experts(jax.random.fold_in(key, i), expert, grid_size) for i in range(num_layers))
+    """Stacked expert parameters of each layer: the experts `layer0.…`, `layer1.…` and so on of this key."""
+    return tuple(init_experts(key, expert, layer_prefix(i), grid_size) for i in range(num_layers))
 
 
 def check_router(router: Router, grid_size: tuple[int, ...]) -> None:

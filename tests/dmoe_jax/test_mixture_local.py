@@ -1,5 +1,7 @@
 """The local mixture against loops over samples and experts, and its per-expert optimiser."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,11 @@ import optax
 import pytest
 
 from dmoe_jax.experts import Expert, TensorSpec, feedforward, transformer_xl_layer
+from dmoe_jax.experts.base import init_by_uid
+from dmoe_jax.grid import all_uids
 from dmoe_jax.mixture.local import (
     expert_load,
     flat_indices,
-    init_expert,
     init_experts,
     init_opt_states,
     local_mixture,
@@ -72,7 +75,7 @@ def test_mixture_equals_loops_over_samples(kind):
         if kind == "feedforward"
         else transformer_xl_layer(d_model=4, num_heads=2, d_ff=6, seq_len=3, mem_len=2)
     )
-    params = init_experts(jax.random.key(0), expert, GRID)
+    params = init_experts(jax.random.key(0), expert, "ffn", GRID)
     rng = np.random.default_rng(0)
     inputs = [jnp.asarray(rng.normal(size=(4, *spec.shape)) > 0, spec.dtype) for spec in expert.inputs]
     indices, mask, weights = make_selection()
@@ -92,7 +95,7 @@ def test_a_layer_without_any_live_expert_is_the_identity_without_nan():
     """All experts dead: the output is the input, its gradient passes through, gate and experts get exact
     zeros."""
     router, expert = product_key(GRID), feedforward(d_model=4)
-    gate, params = router.init(jax.random.key(0), 4), init_experts(jax.random.key(1), expert, GRID)
+    gate, params = router.init(jax.random.key(0), 4), init_experts(jax.random.key(1), expert, "ffn", GRID)
     x = jax.random.normal(jax.random.key(2), (3, 4))
 
     def layer(gate, params, x):
@@ -124,13 +127,15 @@ def test_masked_experts_have_no_influence_even_if_broken():
 
 
 def test_a_remote_node_makes_the_same_parameters():
-    """init_expert makes for one cell what init_experts makes for the whole grid."""
-    expert = feedforward(d_model=4)
-    stacked = init_experts(jax.random.key(7), expert, GRID)
-    for index in range(6):
-        assert_trees_close(take(stacked, index), init_expert(jax.random.key(7), expert, index), atol=1e-7)
-    first, second = (take(stacked, index)["Dense_0"]["kernel"] for index in (0, 1))
-    assert not np.allclose(first, second)
+    """A cell of the stacked grid holds what a node makes for its uid; other cells and prefixes differ."""
+    expert, key = feedforward(d_model=4), jax.random.key(7)
+    stacked = init_experts(key, expert, "ffn", GRID)
+    for index, uid in enumerate(all_uids("ffn", GRID)):
+        assert_trees_close(take(stacked, index), init_by_uid(key, expert, "ffn", uid.coordinates), atol=1e-7)
+    kernels = [take(stacked, index)["Dense_0"]["kernel"] for index in range(6)]
+    kernels.append(init_by_uid(key, expert, "other", (0, 0))["Dense_0"]["kernel"])
+    for left, right in itertools.combinations(kernels, 2):
+        assert not np.allclose(left, right)
 
 
 def test_flat_indices_are_row_major():

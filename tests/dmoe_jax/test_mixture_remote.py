@@ -18,7 +18,7 @@ from dmoe_jax.mixture.fan_out import CallPolicy
 from dmoe_jax.mixture.local import init_opt_states, local_mixture, update_experts
 from dmoe_jax.routing.base import gather_logits
 from dmoe_jax.routing.product_key import product_key
-from net.errors import CallRefused, NoQuorum
+from net.errors import CallRefused, ConnectionLost, NoQuorum
 from net.identity import Address, PeerId
 from net.rpc.base import Caller, Reply, Request
 from net.rpc.peer import open_rpc_peer
@@ -234,3 +234,29 @@ async def test_one_call_per_expert_not_per_sample(autojump_clock: trio.testing.M
         await remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=6))(params, targets)
         methods = [method for _, _, method in network.calls]
         assert methods.count("expert.forward") == methods.count("expert.backward") == 6
+
+
+class LosesReplies:
+    """A caller whose connection breaks after the first backward call was carried out, before its reply arrives."""
+
+    def __init__(self, caller: DirectCaller) -> None:
+        self._caller = caller
+        self.peer_id, self.address, self.add_handler = caller.peer_id, caller.address, caller.add_handler
+        self.lost = 0
+
+    async def call(self, address: Address, method: str, body: Any, tensors: Any = (), *, timeout_s: float) -> Reply:
+        reply = await self._caller.call(address, method, body, tensors, timeout_s=timeout_s)
+        if method == "expert.backward" and not self.lost:
+            self.lost += 1
+            raise ConnectionLost("the connection broke")
+        return reply
+
+
+async def test_a_lost_reply_is_asked_for_again_and_trains_once(autojump_clock: trio.testing.MockClock) -> None:
+    """The retry carries the same request id: the gradients arrive and no expert has stepped twice."""
+    *nodes, trainer = direct_callers(DirectNetwork(latency_s=0.1), 3)
+    flaky = LosesReplies(trainer)
+    async with open_small_swarm([*nodes, flaky], EXPERT, OPTIMIZER, prefixes=["ffn"], grid_size=GRID) as swarm:
+        await check_equals_local(swarm)
+        assert flaky.lost == 1
+        assert sum(node.status()["replayed"] for node in swarm.nodes) == 1
