@@ -160,3 +160,18 @@ def no_aux_loss(
     """Zero: the auxiliary loss of a router without one."""
     del indices, mask
     return jnp.zeros((), scores[0].dtype)
+
+
+def top_k_router(
+    name: str, grid_size: tuple[int, ...], init: Callable[..., PyTree], scores: Callable[..., Scores]
+) -> Router:
+    """The usual router around a scoring function: top-k selection, softmax over the chosen, no auxiliary loss."""
+    return Router(
+        name=name,
+        grid_size=grid_size,
+        init=init,
+        scores=scores,
+        select=select_top_k,
+        combine=masked_softmax,
+        aux_loss=no_aux_loss,
+    )

@@ -7,16 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from dmoe_jax.routing.base import (
-    PyTree,
-    Router,
-    Scores,
-    check_grid_size,
-    masked_softmax,
-    no_aux_loss,
-    select_top_k,
-    split_scores,
-)
+from dmoe_jax.routing.base import PyTree, Router, Scores, check_grid_size, split_scores, top_k_router
 
 
 def from_linen(make_module: Callable[[], nn.Module], grid_size: tuple[int, ...], *, name: str = "linen") -> Router:
@@ -52,12 +43,4 @@ def from_linen(make_module: Callable[[], nn.Module], grid_size: tuple[int, ...],
         rngs = None if key is None else {"router": key}
         return split_scores(module.apply({"params": params}, x, rngs=rngs), grid)
 
-    return Router(
-        name=name,
-        grid_size=grid,
-        init=init,
-        scores=scores,
-        select=select_top_k,
-        combine=masked_softmax,
-        aux_loss=no_aux_loss,
-    )
+    return top_k_router(name, grid, init, scores)

@@ -12,16 +12,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from dmoe_jax.routing.base import (
-    PyTree,
-    Router,
-    Scores,
-    check_grid_size,
-    masked_softmax,
-    no_aux_loss,
-    select_top_k,
-    split_scores,
-)
+from dmoe_jax.routing.base import PyTree, Router, Scores, check_grid_size, split_scores, top_k_router
 
 
 def from_nnx(
@@ -60,12 +51,4 @@ def from_nnx(
         nnx.replace_by_pure_dict(state, params)
         return split_scores(nnx.merge(graph, state)(x), grid)
 
-    return Router(
-        name=name,
-        grid_size=grid,
-        init=init,
-        scores=scores,
-        select=select_top_k,
-        combine=masked_softmax,
-        aux_loss=no_aux_loss,
-    )
+    return top_k_router(name, grid, init, scores)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
@@ -21,7 +22,11 @@ from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
 from dmoe_jax.routing.base import Router
 from net.clock import SwarmClock
 from net.dht.node import open_dht_node
+from net.identity import Address, PeerId
 from net.rpc.base import Caller
+from net.rpc.peer import open_rpc_peer
+from net.transport.tcp import TcpTransport
+from tests.net.direct_network import DirectCaller, DirectNetwork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,3 +116,29 @@ async def open_small_swarm(
             directory=directory,
             caller=ExpertCaller(callers[-1], directory, CallStatistics()),
         )
+
+
+@asynccontextmanager
+async def tcp_callers(count: int) -> AsyncIterator[list[Caller]]:
+    """Peers on loopback TCP; the last is in client mode."""
+    async with AsyncExitStack() as stack:
+        callers: list[Caller] = []
+        for index in range(count):
+            listen = Address("127.0.0.1", 0) if index < count - 1 else None
+            peer_id = PeerId.draw(random.Random(index))
+            callers.append(
+                await stack.enter_async_context(open_rpc_peer(TcpTransport(), peer_id=peer_id, listen=listen))
+            )
+        yield callers
+
+
+def direct_callers(network: DirectNetwork, count: int) -> list[DirectCaller]:
+    """Peers of a direct network at node0, node1, ...; the last is in client mode."""
+    addresses = [Address(f"node{index}", 1) for index in range(count - 1)]
+    return [
+        network.caller(address, PeerId.draw(random.Random(index))) for index, address in enumerate([*addresses, None])
+    ]
+
+
+def close(left: Any, right: Any, atol: float = 1e-5) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=0), left, right)

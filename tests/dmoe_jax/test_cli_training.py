@@ -15,8 +15,7 @@ from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.training import run_training
 from dmoe_jax.runs.run_folder import read_metrics
 from net.clock import SwarmClock
-from tests.dmoe_jax.small_swarm import SmallSwarm, open_small_swarm
-from tests.dmoe_jax.test_mixture_remote import tcp_callers
+from tests.dmoe_jax.small_swarm import SmallSwarm, open_small_swarm, tcp_callers
 
 SIZES = ExpertOptions(d_model=16, num_heads=2, d_ff=24, seq_len=8, mem_len=8)
 

@@ -1,8 +1,7 @@
 """The mixture over the network: equal to the local one without faults, and calm with them."""
 
-import random
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import jax
@@ -19,11 +18,9 @@ from dmoe_jax.mixture.local import init_opt_states, local_mixture, update_expert
 from dmoe_jax.routing.base import gather_logits
 from dmoe_jax.routing.product_key import product_key
 from net.errors import CallRefused, ConnectionLost, NoQuorum
-from net.identity import Address, PeerId
-from net.rpc.base import Caller, Reply, Request
-from net.rpc.peer import open_rpc_peer
-from net.transport.tcp import TcpTransport
-from tests.dmoe_jax.small_swarm import SmallSwarm, open_small_swarm
+from net.identity import Address
+from net.rpc.base import Reply, Request
+from tests.dmoe_jax.small_swarm import SmallSwarm, close, direct_callers, open_small_swarm, tcp_callers
 from tests.net.direct_network import DirectCaller, DirectNetwork
 
 GRID = (2, 3)
@@ -31,28 +28,6 @@ K_BEST = 2
 EXPERT = feedforward(d_model=8)
 OPTIMIZER = optax.adam(1e-2)
 ROUTER = product_key(GRID, init_scale=1.0)
-
-
-@asynccontextmanager
-async def tcp_callers(count: int) -> AsyncIterator[list[Caller]]:
-    """Peers on loopback TCP; the last is in client mode."""
-    async with AsyncExitStack() as stack:
-        callers: list[Caller] = []
-        for index in range(count):
-            listen = Address("127.0.0.1", 0) if index < count - 1 else None
-            peer_id = PeerId.draw(random.Random(index))
-            callers.append(
-                await stack.enter_async_context(open_rpc_peer(TcpTransport(), peer_id=peer_id, listen=listen))
-            )
-        yield callers
-
-
-def direct_callers(network: DirectNetwork, count: int) -> list[DirectCaller]:
-    """Peers of a direct network at node0, node1, ...; the last is in client mode."""
-    addresses = [Address(f"node{index}", 1) for index in range(count - 1)]
-    return [
-        network.caller(address, PeerId.draw(random.Random(index))) for index, address in enumerate([*addresses, None])
-    ]
 
 
 def project(params: Any, mixed: Any, targets: Any) -> Any:
@@ -86,10 +61,6 @@ def local_loss(params: Any, experts: Any, targets: Any) -> tuple[Any, Any]:
     mixed = local_mixture(EXPERT, experts, GRID, indices, mask, weights, params["x"])
     used = jnp.zeros(GRID, bool).at[indices[..., 0], indices[..., 1]].set(True).reshape(-1)
     return project(params, mixed, targets), used
-
-
-def close(left: Any, right: Any, atol: float = 1e-5) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=0), left, right)
 
 
 async def check_equals_local(swarm: SmallSwarm) -> None:

@@ -17,8 +17,7 @@ from dmoe_jax.node.device import InlineDevice
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trainer import SharedTrunk, StepRecord, SwarmModel, Trainer
 from net.errors import NetError
-from tests.dmoe_jax.small_swarm import SmallSwarm, open_small_swarm
-from tests.dmoe_jax.test_mixture_remote import close, direct_callers, tcp_callers
+from tests.dmoe_jax.small_swarm import SmallSwarm, close, direct_callers, open_small_swarm, tcp_callers
 from tests.net.direct_network import DirectNetwork
 
 GRID = (2, 2)

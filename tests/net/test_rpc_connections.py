@@ -4,9 +4,7 @@ import gc
 import logging
 import os
 import random
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from contextlib import AsyncExitStack
 
 import pytest
 import trio
@@ -21,52 +19,13 @@ from net.errors import (
     RemoteProtocolError,
 )
 from net.identity import Address, PeerId
-from net.rpc.base import Reply, Request
 from net.rpc.connection import HELLO_TIMEOUT_S
-from net.rpc.peer import RpcPeer, open_rpc_peer
+from net.rpc.peer import open_rpc_peer
 from net.transport.base import Link, Listener
 from net.transport.tcp import TcpTransport
 from net.wire.frames import EncodedFrame, Frame, encode_frame
 from net.wire.messages import CallReply, Hello, encode_message
-
-ANY_PORT = Address("127.0.0.1", 0)
-SERVER, CLIENT = PeerId(b"s" * 32), PeerId(b"c" * 32)
-LONG_S = 60.0
-
-
-@asynccontextmanager
-async def peers(**server_options: Any) -> AsyncIterator[tuple[RpcPeer, RpcPeer, Address]]:
-    """A server, a client in client mode, and the server's address."""
-    async with (
-        open_rpc_peer(TcpTransport(), peer_id=SERVER, listen=ANY_PORT, **server_options) as server,
-        open_rpc_peer(TcpTransport(), peer_id=CLIENT) as client,
-    ):
-        assert server.address is not None
-        yield server, client, server.address
-
-
-async def echo(request: Request) -> Reply:
-    return Reply(body=request.body, tensors=request.tensors)
-
-
-class Stuck:
-    """A handler that waits until it is let go, and says what happens to it."""
-
-    def __init__(self) -> None:
-        self.started = trio.Event()
-        self.cancelled = trio.Event()
-        self.let_go = trio.Event()
-        self.num_started = 0
-
-    async def __call__(self, request: Request) -> Reply:
-        self.num_started += 1
-        self.started.set()
-        try:
-            await self.let_go.wait()
-        except trio.Cancelled:
-            self.cancelled.set()
-            raise
-        return Reply()
+from tests.net.rpc_peers import ANY_PORT, CLIENT, LONG_S, SERVER, Stuck, echo, peers
 
 
 async def test_a_taken_port_fails_on_entry() -> None:

@@ -2,8 +2,6 @@
 
 import math
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import ml_dtypes
@@ -23,13 +21,10 @@ from net.errors import (
 )
 from net.identity import Address, PeerId
 from net.rpc.base import Caller, Reply, Request
-from net.rpc.peer import RpcPeer, open_rpc_peer
+from net.rpc.peer import open_rpc_peer
 from net.transport.tcp import TcpTransport
 from net.wire.messages import CallStart, Hello, encode_message
-
-ANY_PORT = Address("127.0.0.1", 0)
-SERVER, CLIENT = PeerId(b"s" * 32), PeerId(b"c" * 32)
-LONG_S = 60.0
+from tests.net.rpc_peers import ANY_PORT, CLIENT, LONG_S, SERVER, Stuck, echo, peers
 
 
 class CountingTransport(TcpTransport):
@@ -40,41 +35,6 @@ class CountingTransport(TcpTransport):
     async def dial(self, address: Address) -> Any:
         self.num_dials += 1
         return await super().dial(address)
-
-
-@asynccontextmanager
-async def peers(**server_options: Any) -> AsyncIterator[tuple[RpcPeer, RpcPeer, Address]]:
-    """A server, a client in client mode, and the server's address."""
-    async with (
-        open_rpc_peer(TcpTransport(), peer_id=SERVER, listen=ANY_PORT, **server_options) as server,
-        open_rpc_peer(TcpTransport(), peer_id=CLIENT) as client,
-    ):
-        assert server.address is not None
-        yield server, client, server.address
-
-
-async def echo(request: Request) -> Reply:
-    return Reply(body=request.body, tensors=request.tensors)
-
-
-class Stuck:
-    """A handler that waits until it is let go, and says what happens to it."""
-
-    def __init__(self) -> None:
-        self.started = trio.Event()
-        self.cancelled = trio.Event()
-        self.let_go = trio.Event()
-        self.num_started = 0
-
-    async def __call__(self, request: Request) -> Reply:
-        self.num_started += 1
-        self.started.set()
-        try:
-            await self.let_go.wait()
-        except trio.Cancelled:
-            self.cancelled.set()
-            raise
-        return Reply()
 
 
 async def test_a_call_carries_body_and_tensors_both_ways() -> None:

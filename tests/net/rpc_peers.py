@@ -1,0 +1,51 @@
+"""A server and a client on loopback, and handlers for them, for the tests of the RPC layer."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from net.identity import Address, PeerId
+from net.rpc.base import Reply, Request
+from net.rpc.peer import RpcPeer, open_rpc_peer
+from net.transport.tcp import TcpTransport
+
+ANY_PORT = Address("127.0.0.1", 0)
+SERVER, CLIENT = PeerId(b"s" * 32), PeerId(b"c" * 32)
+LONG_S = 60.0
+
+
+@asynccontextmanager
+async def peers(**server_options: Any) -> AsyncIterator[tuple[RpcPeer, RpcPeer, Address]]:
+    """A server, a client in client mode, and the server's address."""
+    async with (
+        open_rpc_peer(TcpTransport(), peer_id=SERVER, listen=ANY_PORT, **server_options) as server,
+        open_rpc_peer(TcpTransport(), peer_id=CLIENT) as client,
+    ):
+        assert server.address is not None
+        yield server, client, server.address
+
+
+async def echo(request: Request) -> Reply:
+    return Reply(body=request.body, tensors=request.tensors)
+
+
+class Stuck:
+    """A handler that waits until it is let go, and says what happens to it."""
+
+    def __init__(self) -> None:
+        self.started = trio.Event()
+        self.cancelled = trio.Event()
+        self.let_go = trio.Event()
+        self.num_started = 0
+
+    async def __call__(self, request: Request) -> Reply:
+        self.num_started += 1
+        self.started.set()
+        try:
+            await self.let_go.wait()
+        except trio.Cancelled:
+            self.cancelled.set()
+            raise
+        return Reply()
