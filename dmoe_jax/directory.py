@@ -1,14 +1,12 @@
-"""Which experts and nodes are alive, and where: announcements in the DHT, and a reader that a training step
-can afford.
+"""Which experts and nodes are alive, and where: announcements in the DHT, and a reader that a training step can
+afford.
 
-An expert `ffn.3.17` is announced under each of its prefixes: key `ffn.` has a subkey `3` (there is something
-in row 3) and key `ffn.3.` a subkey `17` with the contact that serves it. A node announces itself under its
-swarm's name. Entries live until their expiration: owners announce again and again, and silence is how a
-crashed one disappears.
+An expert `ffn.3.17` is announced under each of its prefixes: key `ffn.` has a subkey `3` (there is something in row
+3) and key `ffn.3.` a subkey `17` with the contact that serves it. A node announces itself under its swarm's name.
+Entries live until their expiration: owners announce again and again, and silence is how a crashed one disappears.
 
-`ExpertDirectory` keeps the children of the prefixes that its trainer uses and refreshes them in the
-background, so that a training step normally finds everything at hand. Records come from strangers: whatever
-is malformed is ignored.
+`ExpertDirectory` keeps the children of the prefixes that its trainer uses and refreshes them in the background, so
+that a training step normally finds everything at hand. Records come from strangers: whatever is malformed is ignored.
 """
 
 import math
@@ -62,8 +60,7 @@ class DirectoryConfig:
     """How fresh the directory keeps itself, and how long it avoids hosts that fail."""
 
     ttl_s: float = 10.0
-    """Longest age of what is answered without asking the DHT, seconds. Half of it is when the background
-    asks."""
+    """Longest age of what is answered without asking the DHT, seconds. Half of it is when the background asks."""
     negative_ttl_s: float = 5.0
     """The same for a prefix without children, seconds; at most `ttl_s`: new experts should be seen soon."""
     idle_s: float = 60.0
@@ -94,14 +91,13 @@ async def declare_experts(
             value = contact_to_wire(contact) if step is steps[-1] else True
             items[step] = StoreItem(key=step[0], subkey=step[1], value=value, expiration=expiration)
     accepted = dict(zip(items, await dht.store_many(items.values()), strict=True))
-    # Only the last step counts. An inner one is rejected when another host vouches for the row for longer:
-    # just as good.
+    # Only the last step counts. An inner one is rejected when another host vouches for the row for longer: just as
+    # good.
     return {uid: accepted[prefixes(uid)[-1], str(uid.coordinates[-1])] for uid in uids}
 
 
 async def withdraw_experts(dht: DhtNode, uids: Sequence[ExpertUid], contact: Contact) -> None:
-    """Take this contact's announcements back: its entries become None and end just after they would have
-    ended.
+    """Take this contact's announcements back: its entries become None and end just after they would have ended.
 
     Entries of rows (`ffn.` -> `3`) stay until they end, since others may serve experts there; readers cope
     with rows that have no living child. Announcements of other hosts stay.
@@ -186,8 +182,7 @@ class ExpertDirectory:
         """The living children of prefixes such as `ffn.3.`: coordinate -> who serves the expert, None for a
         row.
 
-        Answers from memory if that is fresh; otherwise asks the DHT, once for all who ask for the same
-        prefix.
+        Answers from memory if that is fresh; otherwise asks the DHT, once for all who ask for the same prefix.
         """
         names = list(dict.fromkeys(prefixes))
         await self._refresh([name for name in names if not self._touch(name)])
@@ -234,8 +229,7 @@ class ExpertDirectory:
         ]
 
     async def run(self) -> None:
-        """Refresh what is in use before it grows old, and forget the rest. `open_expert_directory` starts
-        it."""
+        """Refresh what is in use before it grows old, and forget the rest. `open_expert_directory` starts it."""
         while True:
             await trio.sleep(self._config.negative_ttl_s / 4)
             now = self._now()
@@ -249,8 +243,7 @@ class ExpertDirectory:
         for name in wanted:
             self._in_flight[name] = trio.Event()
         if wanted:
-            # In a task of the directory: whoever waits may be cancelled without leaving others to wait for
-            # nothing.
+            # In a task of the directory: whoever waits may be cancelled without leaving others to wait for nothing.
             self._nursery.start_soon(self._fetch, wanted)
         await trio.lowlevel.checkpoint()
         for event in [self._in_flight[name] for name in names if name in self._in_flight]:
@@ -318,8 +311,7 @@ async def open_expert_directory(
 
 
 def _parse_children(record: Record | None) -> dict[int, _Child]:
-    """The well-formed children of a prefix, by coordinate; strangers write records, so anything else is left
-    out."""
+    """The well-formed children of a prefix, by coordinate; strangers write records, so anything else is left out."""
     children: dict[int, _Child] = {}
     entries = record.entries if isinstance(record, Dictionary) else {}
     for subkey, entry in entries.items():

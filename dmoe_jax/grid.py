@@ -1,7 +1,7 @@
 """Expert names and their places on a grid: `ffn.3.17` is row 3, column 17 of the grid `ffn`.
 
-A uid is a prefix without dots and one coordinate a grid dimension. Its *key prefixes* (`ffn.`, `ffn.3.`) name
-the partial paths that lead to it: beam search asks, prefix by prefix, which coordinates may follow.
+A uid is a prefix without dots and one coordinate a grid dimension. Its *key prefixes* (`ffn.`, `ffn.3.`) name the
+partial paths that lead to it: beam search asks, prefix by prefix, which coordinates may follow.
 """
 
 import itertools
@@ -17,8 +17,7 @@ MAX_GRID_DIMS = 16
 MAX_COORDINATE = 99_999
 
 MAX_EXPANDED_UIDS = 1_000_000
-"""Most uids that one pattern may stand for: a slip such as [0:4096].[0:4096] should fail, not fill the
-memory."""
+"""Most uids that one pattern may stand for: a slip such as [0:4096].[0:4096] should fail, not fill the memory."""
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+")
 _COORDINATE = re.compile(r"0|[1-9][0-9]{0,4}")

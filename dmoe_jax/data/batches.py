@@ -1,10 +1,9 @@
 """A long text cut into batches of short segments, in reading order.
 
-Theory of operation. A language model with memory (Transformer-XL, Dai et al. 2019) reads a few places of the
-text side by side: row r of batch k+1 continues row r of batch k, so that the model's memory of the row is
-what came just before. The text of n tokens is cut into (n - 1) // seq_len whole segments, laid on a circle.
-Rows start evenly spaced on it, the rows of all trainers together, and every row walks the circle for ever.
-Hence
+Theory of operation. A language model with memory (Transformer-XL, Dai et al. 2019) reads a few places of the text
+side by side: row r of batch k+1 continues row r of batch k, so that the model's memory of the row is what came just
+before. The text of n tokens is cut into (n - 1) // seq_len whole segments, laid on a circle. Rows start evenly spaced
+on it, the rows of all trainers together, and every row walks the circle for ever. Hence
 
 - trainers read disjoint parts until a row has walked as far as its neighbour's start, and every trainer sees
   the whole text in time (a trunk that only ever saw 1/num_shards of it would overfit that part);
@@ -40,9 +39,8 @@ class Batch(NamedTuple):
 class SegmentStream:
     """Training batches of one trainer, without end. Iterate, or read any batch by its number with `at`.
 
-    The same arguments give the same batches. To resume, save `position` and pass it back; a model that comes
-    back without its memory must drop the memory of every row itself, since `is_first` speaks of the text
-    alone.
+    The same arguments give the same batches. To resume, save `position` and pass it back; a model that comes back
+    without its memory must drop the memory of every row itself, since `is_first` speaks of the text alone.
     """
 
     def __init__(
@@ -135,9 +133,9 @@ def evaluation_segments(
 ) -> Iterator[Batch]:
     """Batches that hold every target of a text exactly once, under a mask.
 
-    The targets ids[1:] are cut into `batch_size` equal rows, read side by side as in training. Every batch
-    has the same shape, so that one compiled program evaluates them all; places past a row's end repeat its
-    last word and are masked. The mean of the loss over `mask` in all batches together is the text's loss.
+    The targets ids[1:] are cut into `batch_size` equal rows, read side by side as in training. Every batch has the
+    same shape, so that one compiled program evaluates them all; places past a row's end repeat its last word and are
+    masked. The mean of the loss over `mask` in all batches together is the text's loss.
 
     Args:
       ids: [tokens], the text.

@@ -1,8 +1,7 @@
 """Where the text comes from: WikiText-2 from a folder, cache or download, or a corpus that needs no network.
 
-A run must say which text it was trained on and why that one: perplexities of different texts cannot be
-compared. So every corpus carries a sentence about its origin, and a folder that the user named is never
-passed over in silence.
+A run must say which text it was trained on and why that one: perplexities of different texts cannot be compared. So
+every corpus carries a sentence about its origin, and a folder that the user named is never passed over in silence.
 """
 
 import os
@@ -46,9 +45,9 @@ class Corpus:
 def load_corpus(*, source: Source = "auto", allow_download: bool = True, open_url: OpenUrl = open_https) -> Corpus:
     """Load a corpus. Blocks for about a second; for a download, at most about `wikitext2.TOTAL_TIMEOUT_S`.
 
-    WikiText-2 is looked for in the folder `wikitext-2` of `$DMOE_DATA`, then in `dmoe_jax/wikitext-2` of the
-    user's cache directory (`$XDG_CACHE_HOME`, or `~/.cache`), then on the network; with `source="auto"` the
-    embedded corpus is the last resort. A download is kept in the cache, where a damaged copy is replaced.
+    WikiText-2 is looked for in the folder `wikitext-2` of `$DMOE_DATA`, then in `dmoe_jax/wikitext-2` of the user's
+    cache directory (`$XDG_CACHE_HOME`, or `~/.cache`), then on the network; with `source="auto"` the embedded corpus
+    is the last resort. A download is kept in the cache, where a damaged copy is replaced.
 
     Args:
       source: see `Source`.

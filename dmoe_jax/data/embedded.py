@@ -1,8 +1,7 @@
 """A small English corpus that every CPython carries: the help texts of `pydoc_data.topics`.
 
-About 85,000 words on the Python language itself: enough to watch a small model learn from context, and no
-more. The text differs between Python versions, and so do its perplexities; compare them within one version
-only.
+About 85,000 words on the Python language itself: enough to watch a small model learn from context, and no more. The
+text differs between Python versions, and so do its perplexities; compare them within one version only.
 """
 
 import importlib
@@ -43,8 +42,8 @@ def read_splits() -> tuple[list[str], list[str], list[str]]:
 def articles_of(topics: Mapping[str, str]) -> list[list[str]]:
     """The words of each article, articles sorted by title, `<eos>` after each line that has words.
 
-    A paragraph that an earlier article already had is left out: the help texts quote each other at length,
-    and a validation text that stands word for word in train would measure memory.
+    A paragraph that an earlier article already had is left out: the help texts quote each other at length, and a
+    validation text that stands word for word in train would measure memory.
     """
     seen: set[str] = set()
     articles = []

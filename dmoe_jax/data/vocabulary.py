@@ -20,8 +20,8 @@ UNK = "<unk>"
 class Vocabulary:
     """The words a model knows; a word's id is its place in `words`.
 
-    Ids go by falling frequency (adaptive softmax and adaptive embeddings cut the vocabulary by id), ties by
-    the alphabet, so that the ids do not depend on the order of the text's articles.
+    Ids go by falling frequency (adaptive softmax and adaptive embeddings cut the vocabulary by id), ties by the
+    alphabet, so that the ids do not depend on the order of the text's articles.
 
     Attributes:
       words: every word once, most frequent first.
@@ -101,8 +101,7 @@ def unigram_perplexity(
 
     On WikiText-2 every word of the validation and test texts occurs in training, so maximum likelihood it is:
     965.09 on validation, 911.71 on test, `<eos>` counted. Neighbouring definitions give other numbers on
-    validation: 967.6 with add-one smoothing, 996.5 without `<eos>`, 760.3 from the validation text's own
-    frequencies.
+    validation: 967.6 with add-one smoothing, 996.5 without `<eos>`, 760.3 from the validation text's own frequencies.
 
     A model above this number has learnt nothing that depends on context.
 

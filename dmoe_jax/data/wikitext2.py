@@ -1,8 +1,7 @@
 """WikiText-2 (Merity et al. 2016): its files, what is known of them, and its public copy.
 
-The text is word level, already tokenised, with `<unk>` in place. Every line ends in one `<eos>`, blank lines
-too. Two forms of the training text are known, with the same articles in another order; both give the same
-vocabulary.
+The text is word level, already tokenised, with `<unk>` in place. Every line ends in one `<eos>`, blank lines too. Two
+forms of the training text are known, with the same articles in another order; both give the same vocabulary.
 """
 
 import gzip

@@ -1,8 +1,8 @@
 """What an expert is: a pair of pure functions and the shapes that it speaks.
 
-An expert node, the in-process mixture and the remote mixture all see experts only through `Expert`. All
-inputs are batch-first and samples are independent of each other, so that a node may join the rows of many
-trainers into one call and a mixture may call an expert for one sample.
+An expert node, the in-process mixture and the remote mixture all see experts only through `Expert`. All inputs are
+batch-first and samples are independent of each other, so that a node may join the rows of many trainers into one call
+and a mixture may call an expert for one sample.
 """
 
 import math
@@ -39,8 +39,7 @@ class TensorSpec:
 class Expert(NamedTuple):
     """An expert network: `apply(params, *inputs) -> output`, pure.
 
-    Factories return the same object for equal configurations: compiled code is cached by the identity of
-    `apply`.
+    Factories return the same object for equal configurations: compiled code is cached by the identity of `apply`.
 
     Attributes:
       name: the kind, a key of `dmoe_jax.experts.EXPERTS`.

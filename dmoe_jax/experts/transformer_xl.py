@@ -1,5 +1,4 @@
-"""One whole Transformer-XL layer as an expert (Dai et al. 2019, section 3.3 and equation (6); post-LN, no
-dropout).
+"""One whole Transformer-XL layer as an expert (Dai et al. 2019, section 3.3 and equation (6); post-LN, no dropout).
 
 Notation: T positions of the segment, M of the memory, K = M + T keys; H heads of width D. With x = [memory;
 hidden], query position t (which stands at M + t among the keys) and key position j:
@@ -8,9 +7,8 @@ hidden], query position t (which stands at M + t among the keys) and key positio
     attention = softmax over the visible j of A, times v_j; projected, added to hidden, normalised
     output = LayerNorm(a + Dense_d(relu(Dense_ff(a))))
 
-R[distance] is a sinusoid (`relative_positions`). u (`content_bias`) is the paper's r_w_bias, v
-(`position_bias`) its r_r_bias. Here each expert has its own u and v: experts live on different machines and
-share nothing.
+R[distance] is a sinusoid (`relative_positions`). u (`content_bias`) is the paper's r_w_bias, v (`position_bias`) its
+r_r_bias. Here each expert has its own u and v: experts live on different machines and share nothing.
 """
 
 import functools
@@ -27,14 +25,12 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from dmoe_jax.experts.base import Expert, PyTree, TensorSpec, check_positive
 
 INIT_STDDEV = 0.02
-"""Every weight starts as N(0, 0.02), LayerNorm gains as N(1, 0.02), biases at 0: the authors' WikiText
-recipe."""
+"""Every weight starts as N(0, 0.02), LayerNorm gains as N(1, 0.02), biases at 0: the authors' WikiText recipe."""
 
 
 def relative_positions(num_distances: int, d_model: int) -> Float[np.ndarray, "num_distances d_model"]:
-    """Sinusoidal encoding of the distances num_distances-1, ..., 1, 0, in this order: that of the keys seen
-    from the last query. Sines fill the first half of the features and cosines the second, as in the authors'
-    code."""
+    """Sinusoidal encoding of the distances num_distances-1, ..., 1, 0, in this order: that of the keys seen from the
+    last query. Sines fill the first half of the features and cosines the second, as in the authors' code."""
     distances = np.arange(num_distances - 1, -1, -1, dtype=np.float32)
     frequencies = 1.0 / 10000 ** (np.arange(0, d_model, 2, dtype=np.float32) / d_model)
     angles = distances[:, None] * frequencies[None, :]
@@ -44,10 +40,9 @@ def relative_positions(num_distances: int, d_model: int) -> Float[np.ndarray, "n
 def relative_shift(scores: Float[Array, "*heads queries keys"]) -> Float[Array, "*heads queries keys"]:
     """Turn scores by distance into scores by key position, without a gather (Dai et al. 2019, appendix B).
 
-    Row t comes in with column i holding the score of distance keys-1-i. It must move left by queries-1-t
-    columns, so that column j holds the distance between query t and key j. With one column of padding on the
-    left and the rows read in one go, a shape one column narrower makes each row start one place later than
-    the row above it.
+    Row t comes in with column i holding the score of distance keys-1-i. It must move left by queries-1-t columns, so
+    that column j holds the distance between query t and key j. With one column of padding on the left and the rows
+    read in one go, a shape one column narrower makes each row start one place later than the row above it.
 
     Returns: scores whose cells with j <= keys - queries + t are right. The others (keys after the query) hold
       remnants of neighbouring rows, finite, and the caller masks them.
@@ -58,8 +53,7 @@ def relative_shift(scores: Float[Array, "*heads queries keys"]) -> Float[Array, 
 
 
 def visible_keys(memory_mask: Bool[Array, "batch mem"], seq_len: int) -> Bool[Array, "batch seq_len keys"]:
-    """Which keys each position may attend to: filled memory slots, and positions of the segment up to
-    itself."""
+    """Which keys each position may attend to: filled memory slots, and positions of the segment up to itself."""
     batch, mem_len = memory_mask.shape
     causal = jnp.tril(jnp.ones((seq_len, seq_len), bool))
     return jnp.concatenate(
@@ -89,8 +83,7 @@ def relative_attention(
     by_content = jnp.einsum("bthd,bjhd->bhtj", query + content_bias[None, None], key)
     by_distance = jnp.einsum("bthd,jhd->bhtj", query + position_bias[None, None], position_key)
     logits = (by_content + relative_shift(by_distance)) / math.sqrt(query.shape[-1])
-    # The lowest finite number, not -inf: a row of -inf would give NaN, also in the gradient of what is masked
-    # later.
+    # The lowest finite number, not -inf: a row of -inf would give NaN, also in the gradient of what is masked later.
     logits = jnp.where(visible[:, None], logits, np.finfo(logits.dtype).min)
     return jnp.einsum("bhtj,bjhd->bthd", jax.nn.softmax(logits, axis=-1), value)
 
@@ -146,9 +139,9 @@ class TransformerXLLayer(nn.Module):
 def transformer_xl_layer(*, d_model: int, num_heads: int, d_ff: int, seq_len: int, mem_len: int) -> Expert:
     """A Transformer-XL layer as an expert; equal configurations return the same object.
 
-    Its inputs are hidden [batch, seq_len, d_model], memory [batch, mem_len, d_model] (the hidden states that
-    entered this layer in earlier segments, newest last; not differentiated, as in the paper) and memory_mask
-    [batch, mem_len] (False: a slot not yet filled, never attended to).
+    Its inputs are hidden [batch, seq_len, d_model], memory [batch, mem_len, d_model] (the hidden states that entered
+    this layer in earlier segments, newest last; not differentiated, as in the paper) and memory_mask [batch, mem_len]
+    (False: a slot not yet filled, never attended to).
 
     Args:
       d_model: width of the hidden states; even, and a multiple of num_heads.

@@ -1,11 +1,10 @@
 """The mixture of experts on one machine: stacked parameters, everything inside one `jit`.
 
-It is the fast mode for research on a single device and the oracle for the mixture over the network: with no
-delay and no failures both give the same loss, input gradients and expert updates. In particular an expert's
-gradient is the sum, over the samples that chose it, of the gradient of the loss.
+It is the fast mode for research on a single device and the oracle for the mixture over the network: with no delay and
+no failures both give the same loss, input gradients and expert updates. In particular an expert's gradient is the
+sum, over the samples that chose it, of the gradient of the loss.
 
-Experts are *stacked*: each leaf of the parameters has a leading axis of flat expert indices, row-major over
-the grid.
+Experts are *stacked*: each leaf of the parameters has a leading axis of flat expert indices, row-major over the grid.
 Axes: B batch, K experts a sample, E experts in the grid, I dimensions of the grid.
 """
 
@@ -33,8 +32,7 @@ def init_experts(key: PRNGKeyArray, expert: Expert, prefix: str, grid_size: tupl
 
 
 def init_opt_states(optimizer: optax.GradientTransformation, params: PyTree) -> PyTree:
-    """Stacked optimiser states. Each expert has its own step count, which `optimizer.init(params)` would
-    share."""
+    """Stacked optimiser states. Each expert has its own step count, which `optimizer.init(params)` would share."""
     return jax.vmap(optimizer.init)(params)
 
 
@@ -69,12 +67,12 @@ def local_mixture(
 ) -> Float[Array, "batch ..."]:
     """output[b] = sum_k weights[b, k] * f_{indices[b, k]}(inputs[b])   (Learning@home, section 3.2).
 
-    A sample without any expert passes its first input through unchanged: experts carry their residual
-    connection, so that this is what an expert with nothing to add would return. What a masked expert would
-    have computed has no influence, on the value or on a gradient.
+    A sample without any expert passes its first input through unchanged: experts carry their residual connection, so
+    that this is what an expert with nothing to add would return. What a masked expert would have computed has no
+    influence, on the value or on a gradient.
 
-    The parameters of the chosen experts are gathered into [B, K, ...]: right for any expert, but memory grows
-    with the batch and not with the number of experts.
+    The parameters of the chosen experts are gathered into [B, K, ...]: right for any expert, but memory grows with
+    the batch and not with the number of experts.
 
     Args:
       expert: the network that all experts share.
@@ -116,9 +114,9 @@ def update_experts(
 ) -> tuple[PyTree, PyTree]:
     """One optimiser step for each expert that took part, as its node would take it.
 
-    The step is vmapped over the experts: clipping by global norm, step counts and trust ratios stay each
-    expert's own. Experts that took no part keep their parameters and state to the bit (with momentum or
-    weight decay, a zero gradient would still move them).
+    The step is vmapped over the experts: clipping by global norm, step counts and trust ratios stay each expert's
+    own. Experts that took no part keep their parameters and state to the bit (with momentum or weight decay, a zero
+    gradient would still move them).
 
     Args:
       optimizer: applied to each expert separately.

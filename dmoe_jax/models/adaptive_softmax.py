@@ -125,8 +125,7 @@ def _tails_nll(
     """-log p_i(w | cluster i) for the words of tail clusters, 0 for those of the head."""
     n = targets.shape[0]
     order = jnp.argsort(cluster)
-    # n rows of padding: a bucket that begins at any token then stays inside, and no slice is silently moved
-    # back.
+    # n rows of padding: a bucket that begins at any token then stays inside, and no slice is silently moved back.
     sorted_hidden = jnp.pad(hidden[order], ((0, n), (0, 0)))
     sorted_targets = jnp.pad(targets[order], (0, n))
     total = jnp.zeros(2 * n, hidden.dtype)
@@ -159,8 +158,7 @@ def _bucket_nll(
     start: Int[Array, ""],
     count: Int[Array, ""],
 ) -> Float[Array, " padded"]:
-    """The cluster's loss computed on `rows` >= count rows from `start`; 0 outside the first `count` of
-    them."""
+    """The cluster's loss computed on `rows` >= count rows from `start`; 0 outside the first `count` of them."""
     nll = jnp.zeros(hidden.shape[0], hidden.dtype)
     if rows == 0:
         return nll

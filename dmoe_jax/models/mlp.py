@@ -1,7 +1,7 @@
 """The feed-forward classifier of Learning@home (section 4.2): Dense, DMoE layers, LayerNorm, Dense.
 
-The counterpart of `models.transformer_xl` for feed-forward experts, cut in the same places; every row is
-routed by itself.
+The counterpart of `models.transformer_xl` for feed-forward experts, cut in the same places; every row is routed by
+itself.
 
     hidden = embed(trunk["embed"], x)
     for each layer:
@@ -102,8 +102,7 @@ class _Head(nn.Module):
 
 
 def init_trunk(key: PRNGKeyArray, config: MLPConfig, router: Router) -> dict[str, PyTree]:
-    """Parameters of everything but the experts: {"embed": ..., "gates": [one for each layer], "head":
-    ...}."""
+    """Parameters of everything but the experts: {"embed": ..., "gates": [one for each layer], "head": ...}."""
     check_router(router, config.grid_size)
     embed_key, head_key, gate_key = jax.random.split(key, 3)
     embed_module, head_module = nn.Dense(config.d_model), _Head(config.num_classes)

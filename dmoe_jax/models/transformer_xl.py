@@ -1,9 +1,8 @@
-"""Transformer-XL whose layers are mixtures of experts (Learning@home, section 4.3), cut where the network
-cuts it.
+"""Transformer-XL whose layers are mixtures of experts (Learning@home, section 4.3), cut where the network cuts it.
 
-Each layer is a DMoE layer; each expert is a whole Transformer-XL layer, so that routing is per sequence. What
-stays with the trainer is the *trunk*: the tied embedding, a gate for each layer, and the head. A step is a
-chain of pure functions, the *segments*, joined by calls to experts that may live elsewhere:
+Each layer is a DMoE layer; each expert is a whole Transformer-XL layer, so that routing is per sequence. What stays
+with the trainer is the *trunk*: the tied embedding, a gate for each layer, and the head. A step is a chain of pure
+functions, the *segments*, joined by calls to experts that may live elsewhere:
 
     hidden = embed(trunk["embed"], tokens)
     for each layer:
@@ -13,9 +12,9 @@ chain of pure functions, the *segments*, joined by calls to experts that may liv
         hidden = the mixture
     loss = loss_head(trunk["embed"], trunk["head"], hidden, targets)
 
-`segments` makes them; `local_forward` is the same model in one jit. Shapes: tokens and targets [batch, seq],
-hidden [batch, seq, d_model], memory [batch, mem, d_model]. Positions are relative and live in the experts:
-the trunk has none.
+`segments` makes them; `local_forward` is the same model in one jit. Shapes: tokens and targets [batch, seq], hidden
+[batch, seq, d_model], memory [batch, mem, d_model]. Positions are relative and live in the experts: the trunk has
+none.
 """
 
 import functools
@@ -203,10 +202,10 @@ def routing_features(
 ) -> Float[Array, "batch d_model"]:
     """What a sequence is routed by: the mean of its filled memory slots and its FIRST position. Causal.
 
-    A sequence has one set of mixture weights for all its positions. A mean over the whole segment would
-    therefore let the words to be predicted reach their own prediction through the weights, and perplexity
-    would look better than the model is. The first position and the past are all that every position may know.
-    No gradient flows into the memory.
+    A sequence has one set of mixture weights for all its positions. A mean over the whole segment would therefore let
+    the words to be predicted reach their own prediction through the weights, and perplexity would look better than
+    the model is. The first position and the past are all that every position may know. No gradient flows into the
+    memory.
     """
     past = jnp.where(memory_mask[..., None], jax.lax.stop_gradient(memory), 0)
     total = jnp.sum(past, axis=1) + hidden[:, 0]

@@ -100,8 +100,7 @@ def select_top_k(
 ) -> tuple[Int32[Array, "batch {k} dims"], Bool[Array, "batch {k}"]]:
     """The k live experts of highest g(x, f), by exhaustive search over the dense grid.
 
-    Ties go to the lower coordinates. The result is a choice, not a function to differentiate: no gradient
-    flows.
+    Ties go to the lower coordinates. The result is a choice, not a function to differentiate: no gradient flows.
 
     Args:
       scores: one [batch, grid_i] for each dimension.
@@ -109,8 +108,8 @@ def select_top_k(
       alive: bool of shape grid_size, or None if every cell holds a live expert.
 
     Returns:
-      indices [batch, k, dims], best first, and mask [batch, k]: False where fewer than k experts are alive.
-      The coordinates under a False are valid but mean nothing.
+      indices [batch, k, dims], best first, and mask [batch, k]: False where fewer than k experts are alive. The
+      coordinates under a False are valid but mean nothing.
 
     Raises:
       ValueError: if k is not between 1 and the number of cells, or alive has another shape than the grid.
@@ -142,13 +141,12 @@ def gather_logits(scores: Scores, indices: Int32[Array, "batch k dims"]) -> Floa
 def masked_softmax(logits: Float[Array, "*batch k"], mask: Bool[Array, "*batch k"]) -> Float[Array, "*batch k"]:
     """Softmax over the cells whose mask is True, zero elsewhere.
 
-    A row without a True gives zeros, and zero gradients: a sample whose experts are all silent must not
-    poison the step with NaN. What stands in the masked cells (infinities, NaN) has no influence.
+    A row without a True gives zeros, and zero gradients: a sample whose experts are all silent must not poison the
+    step with NaN. What stands in the masked cells (infinities, NaN) has no influence.
     """
     peak = jnp.max(logits, axis=-1, keepdims=True, where=mask, initial=-jnp.inf)
     peak = jax.lax.stop_gradient(jnp.where(jnp.isfinite(peak), peak, 0))
-    # exp(-inf) is 0 with derivative 0; masking after the exponential instead would meet inf * 0 in the
-    # gradient.
+    # exp(-inf) is 0 with derivative 0; masking after the exponential instead would meet inf * 0 in the gradient.
     exponentials = jnp.exp(jnp.where(mask, logits - peak, -jnp.inf))
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     return exponentials / jnp.where(total > 0, total, 1)

@@ -1,16 +1,14 @@
 """Beam search over a grid of experts of which only the living are worth finding (Learning@home, section 3.2).
 
-Scores are additive over the grid's dimensions, so the best experts are found dimension by dimension: keep the
-best prefixes, ask which coordinates may follow, extend. On a grid without holes the result is that of
-exhaustive search.
+Scores are additive over the grid's dimensions, so the best experts are found dimension by dimension: keep the best
+prefixes, ask which coordinates may follow, extend. On a grid without holes the result is that of exhaustive search.
 
-`search_beams` is pure and works with what is known of the grid so far. Either it returns the choice, or it
-names the prefixes whose children it has to know; the caller asks for them (once for the whole batch) and
-calls again. A prefix that turns out to lead to no living expert drops out, and the next best one takes its
-place. Since every prefix that stays leads to at least one expert and the beam is at least k wide, each sample
-gets min(k, living experts) experts: holes and dead rows cost a look-up, never an expert. (Which k of a grid
-with holes they are remains a heuristic: an expert whose prefix fell out of the beam is not seen, though it
-may beat those of better prefixes.)
+`search_beams` is pure and works with what is known of the grid so far. Either it returns the choice, or it names the
+prefixes whose children it has to know; the caller asks for them (once for the whole batch) and calls again. A prefix
+that turns out to lead to no living expert drops out, and the next best one takes its place. Since every prefix that
+stays leads to at least one expert and the beam is at least k wide, each sample gets min(k, living experts) experts:
+holes and dead rows cost a look-up, never an expert. (Which k of a grid with holes they are remains a heuristic: an
+expert whose prefix fell out of the beam is not seen, though it may beat those of better prefixes.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +26,7 @@ class BeamResult:
     """What `search_beams` found, or what it needs to know first."""
 
     missing: tuple[Coordinates, ...]
-    """Partial paths whose children must be known before the search can go on, sorted; empty when it is
-    done."""
+    """Partial paths whose children must be known before the search can go on, sorted; empty when it is done."""
     coordinates: np.ndarray
     """[batch, k, grid_dims], int64: the chosen experts, best first; -1 in the places that stay empty."""
     scores: np.ndarray
@@ -41,8 +38,7 @@ def search_beams(
 ) -> BeamResult:
     """The best k living experts for each sample: score(u) = sum_i scores[i][u_i].
 
-    Equal scores are ordered by coordinates, the lower first. A score of -inf means: never choose this
-    coordinate.
+    Equal scores are ordered by coordinates, the lower first. A score of -inf means: never choose this coordinate.
 
     Args:
       scores: for each grid dimension [batch, grid_i], float.
@@ -134,8 +130,7 @@ def _extend(
     parents = np.repeat(beams, width, axis=1)
     gains = np.take_along_axis(matrix, np.maximum(candidates, 0), axis=1)
     sums = np.where(candidates >= 0, np.repeat(totals, width, axis=1) + gains, -np.inf)
-    # Beams stand in the order of paths and children ascend, so a stable sort leaves equal scores in that
-    # order.
+    # Beams stand in the order of paths and children ascend, so a stable sort leaves equal scores in that order.
     order = np.argsort(-sums, axis=1, kind="stable")[:, :keep]
     sums = np.take_along_axis(sums, order, axis=1)
     # parent * grid_size + child numbers the new paths in lexicographic order.

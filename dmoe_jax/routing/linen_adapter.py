@@ -13,13 +13,11 @@ from dmoe_jax.routing.base import PyTree, Router, Scores, check_grid_size, split
 def from_linen(make_module: Callable[[], nn.Module], grid_size: tuple[int, ...], *, name: str = "linen") -> Router:
     """A router whose scores come from a Linen module; everything else is top-k and softmax.
 
-    Make the router once and keep it: each call returns new functions, and compiled code is cached by their
-    identity.
+    Make the router once and keep it: each call returns new functions, and compiled code is cached by their identity.
 
     Args:
       make_module: () -> a module that maps [batch, d_model] to [batch, sum(grid_size)], or to a tuple of
-        [batch, grid_i]. It may hold parameters only. Noise, if it wants any, comes from the rng stream
-        "router".
+        [batch, grid_i]. It may hold parameters only. Noise, if it wants any, comes from the rng stream "router".
       grid_size: extent of each dimension of the expert grid.
       name: what figures and logs call the router.
 

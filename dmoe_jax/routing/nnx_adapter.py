@@ -1,8 +1,7 @@
 """Any Flax NNX module as a router's scoring function.
 
-An NNX module holds its own parameters, a router must not. The module is therefore split into a static graph
-and a plain
-dictionary of arrays once, when parameters are made, and put together again inside the compiled function:
+An NNX module holds its own parameters, a router must not. The module is therefore split into a static graph and a
+plain dictionary of arrays once, when parameters are made, and put together again inside the compiled function:
 measured at 1.2 times a Linen call, where `nnx.jit` costs 5.
 """
 
@@ -20,8 +19,7 @@ def from_nnx(
 ) -> Router:
     """A router whose scores come from an NNX module; everything else is top-k and softmax.
 
-    Make the router once and keep it: each call returns new functions, and compiled code is cached by their
-    identity.
+    Make the router once and keep it: each call returns new functions, and compiled code is cached by their identity.
 
     Args:
       make_module: (d_model, rngs) -> a module that maps [batch, d_model] to [batch, sum(grid_size)], or to a
@@ -42,8 +40,7 @@ def from_nnx(
             raise ValueError(f"a scoring module may hold nnx.Param only, this one also has {sorted(extra)}")
         return nnx.to_pure_dict(state)
 
-    # The graph is made again, abstractly, in each trace: it depends on the width alone, and a router keeps no
-    # state.
+    # The graph is made again, abstractly, in each trace: it depends on the width alone, and a router keeps no state.
     @jax.jit
     def scores(params: PyTree, x: Float[Array, "batch d_model"], *, key: PRNGKeyArray | None = None) -> Scores:
         del key

@@ -1,8 +1,8 @@
 """Product-key gating, the router of Learning@home.
 
-One linear map of the normalised input gives a score for every coordinate of every grid dimension; an expert's
-score is the sum over its coordinates (section 3.2). A grid of 32 x 32 experts thus needs 64 scores. Unlike
-product-key memory (Lample et al. 2019), every dimension sees the whole input instead of a part of a query.
+One linear map of the normalised input gives a score for every coordinate of every grid dimension; an expert's score
+is the sum over its coordinates (section 3.2). A grid of 32 x 32 experts thus needs 64 scores. Unlike product-key
+memory (Lample et al. 2019), every dimension sees the whole input instead of a part of a query.
 """
 
 import functools
@@ -14,9 +14,8 @@ from dmoe_jax.routing.base import Router, check_grid_size
 from dmoe_jax.routing.linen_adapter import from_linen
 
 DEFAULT_INIT_SCALE = 0.1
-"""Standard deviation of one score at initialisation: combine weights then start within some 10 % of uniform,
-yet the order of the experts already differs from sample to sample, so that load spreads from the first
-step."""
+"""Standard deviation of one score at initialisation: combine weights then start within some 10 % of uniform, yet the
+order of the experts already differs from sample to sample, so that load spreads from the first step."""
 
 
 class ProductKeyGate(nn.Module):
@@ -33,8 +32,8 @@ class ProductKeyGate(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "batch d_model"]) -> Float[Array, "batch scores"]:
         """Scores of every coordinate, [batch, sum(grid_size)]."""
-        # A normalised input has mean square 1 a feature, so variance scale**2 / fan_in gives scores of
-        # deviation scale.
+        # A normalised input has mean square 1 a feature, so variance scale**2 / fan_in gives scores of deviation
+        # scale.
         kernel_init = nn.initializers.variance_scaling(self.init_scale**2, "fan_in", "normal")
         return nn.Dense(sum(self.grid_size), kernel_init=kernel_init, name="keys")(nn.LayerNorm(name="norm")(x))
 

@@ -1,7 +1,7 @@
 """What a run leaves behind: a folder with config.json, metrics.jsonl, figure.png and report.md.
 
-`metrics.jsonl` holds one JSON object a line. These are its kinds, with the fields that the figure and the
-report read; more are welcome. `step` counts trunk updates, `time_s` is seconds since the run began.
+`metrics.jsonl` holds one JSON object a line. These are its kinds, with the fields that the figure and the report
+read; more are welcome. `step` counts trunk updates, `time_s` is seconds since the run began.
 
     {"kind": "train", "step", "trainer", "loss", "tokens", "time_s"}    one step; loss in nats per token
     {"kind": "eval", "step", "perplexity", "time_s", "split"}           one evaluation

@@ -1,8 +1,8 @@
 """A run in one picture: does it learn, who does the work, how fast, and what did a lost node cost?
 
-Four panels under one title: perplexity against steps with the unigram baseline; load of each expert;
-throughput; failed calls. A panel without data says so. Drawn without `pyplot`, so nothing global is touched
-and no display is needed.
+Four panels under one title: perplexity against steps with the unigram baseline; load of each expert; throughput;
+failed calls. A panel without data says so. Drawn without `pyplot`, so nothing global is touched and no display is
+needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +27,8 @@ _MAX_BINS = 60
 """Bins of throughput: finer ones would show the noise of single steps."""
 
 _TOP = 4.0
-"""The perplexity axis ends at this many times the baseline once every curve is below: the first steps, at the
-size of the vocabulary, would squeeze everything else."""
+"""The perplexity axis ends at this many times the baseline once every curve is below: the first steps, at the size of
+the vocabulary, would squeeze everything else."""
 
 _STEPS_PER_BIN = 8
 """Training steps that a bin of throughput holds on average, at least."""

@@ -1,7 +1,7 @@
 """A run's folder on disk: settings once, metrics line by line, texts and figures each at once.
 
-Whatever moment the process dies at, the folder can be read: a metrics line is one append of one write, and
-every other file is written under another name and moved into place.
+Whatever moment the process dies at, the folder can be read: a metrics line is one append of one write, and every
+other file is written under another name and moved into place.
 """
 
 import dataclasses
@@ -106,8 +106,8 @@ class RunFolder:
 def append_metric(path: Path, /, *, kind: str, **fields: object) -> None:
     """Append one record to a metrics file, as one line in one write.
 
-    Several processes may append to the same file: the operating system puts each write at the end of the file
-    as it is then. Not-a-number and infinity become null, since JSON has neither.
+    Several processes may append to the same file: the operating system puts each write at the end of the file as it
+    is then. Not-a-number and infinity become null, since JSON has neither.
     """
     line = json.dumps(plain({"kind": kind, **fields}), allow_nan=False, separators=(",", ":")) + "\n"
     data = line.encode()
@@ -155,8 +155,8 @@ def replaced_file(path: Path) -> Iterator[Path]:
 def plain(value: object) -> Any:
     """What JSON can say of a value.
 
-    Dataclasses become maps, tuples and sets lists (sets sorted), arrays and their scalars numbers, numbers
-    that are not finite None, functions and classes their names, and anything else its `str`.
+    Dataclasses become maps, tuples and sets lists (sets sorted), arrays and their scalars numbers, numbers that are
+    not finite None, functions and classes their names, and anything else its `str`.
     """
     if value is None or isinstance(value, bool | int | str):
         return value

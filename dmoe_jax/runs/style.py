@@ -55,8 +55,7 @@ def end_labels(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
 def spread(heights: Sequence[float], gap: float) -> list[float]:
     """Move sorted heights as little as needed (least squares) for neighbours to be `gap` apart.
 
-    Subtracting i * gap turns "at least gap apart" into "not falling", which pooling adjacent violators
-    solves.
+    Subtracting i * gap turns "at least gap apart" into "not falling", which pooling adjacent violators solves.
     """
     pools: list[tuple[float, int]] = []
     for index, height in enumerate(heights):

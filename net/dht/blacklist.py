@@ -1,7 +1,7 @@
 """Peers to leave alone for a while, longer each time they fail again.
 
-Pure bookkeeping with `now` as an argument. Used by the DHT node for peers that do not answer, and by the
-expert directory for expert hosts that fail.
+Pure bookkeeping with `now` as an argument. Used by the DHT node for peers that do not answer, and by the expert
+directory for expert hosts that fail.
 """
 
 from dataclasses import dataclass

@@ -17,12 +17,10 @@ from net.identity import Address, Contact, PeerId
 from net.rpc.base import Body, Caller
 
 PEER_ERRORS = (PeerUnavailable, CallFailed, RemoteProtocolError)
-"""What a peer can do to a call. `LocalProtocolError` is not among them: it would be a bug here and has to
-surface."""
+"""What a peer can do to a call. `LocalProtocolError` is not among them: it would be a bug here and has to surface."""
 
 MAX_PAGES = 64
-"""Most pages of one record: 2.5 MiB, more than any record may hold; a peer that says `more` again is
-broken."""
+"""Most pages of one record: 2.5 MiB, more than any record may hold; a peer that says `more` again is broken."""
 
 
 def jitter(period_s: float, rng: random.Random) -> float:
@@ -33,8 +31,8 @@ def jitter(period_s: float, rng: random.Random) -> float:
 class DhtCalls:
     """The three calls of `net.dht.messages`, each bounded by `config.rpc_timeout_s`.
 
-    Every answer and every failure goes into the peer book; `on_met` hears what follows from an answer. All
-    methods raise `PEER_ERRORS`; cancelling one abandons the call and changes nothing in the book.
+    Every answer and every failure goes into the peer book; `on_met` hears what follows from an answer. All methods
+    raise `PEER_ERRORS`; cancelling one abandons the call and changes nothing in the book.
     """
 
     def __init__(
@@ -54,8 +52,7 @@ class DhtCalls:
         self._is_client = is_client
         self._on_met = on_met
         self.clock_skew_s: float | None = None
-        """The last pinged peer's swarm time minus the own, seconds, to within half a round trip; None
-        before."""
+        """The last pinged peer's swarm time minus the own, seconds, to within half a round trip; None before."""
 
     @property
     def latest_expiration(self) -> float:
@@ -63,8 +60,7 @@ class DhtCalls:
         return self._clock.now() + self._config.max_lifetime_s
 
     async def ping(self, address: Address) -> Contact:
-        """Who listens at `address`? The answer goes into the book; a failure does not (nobody is known to
-        fail)."""
+        """Who listens at `address`? The answer goes into the book; a failure does not (nobody is known to fail)."""
         sent = self._clock.now()
         body = await self._call(address, messages.PING, messages.ping_body(client=self._is_client))
         peer_id, their_now = messages.parse_ping_reply_untrusted(body)

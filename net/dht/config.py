@@ -7,8 +7,7 @@ from net.dht.lookup import LookupConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DhtConfig:
-    """Settings of a DHT node. Periods are jittered by +-25 % so that nodes started together do not act
-    together."""
+    """Settings of a DHT node. Periods are jittered by +-25 % so that nodes started together do not act together."""
 
     bucket_size: int = 20
     """k of the paper: contacts a bucket, and contacts an answer."""

@@ -1,16 +1,16 @@
 """The iterative lookup of Kademlia (section 2.3) as a state machine without I/O.
 
-Theory of operation. The lookup keeps the peers it has heard of, ordered by their distance to the target, each
-in one `PeerState`. The shell calls `next(now)` until it is told to wait, carries out each `Ask`, and reports
-the outcome by `on_success` or `on_failure`. The lookup is finished when the `beam_size` nearest peers that
-can be reached have answered.
+Theory of operation. The lookup keeps the peers it has heard of, ordered by their distance to the target, each in one
+`PeerState`. The shell calls `next(now)` until it is told to wait, carries out each `Ask`, and reports the outcome by
+`on_success` or `on_failure`. The lookup is finished when the `beam_size` nearest peers that can be reached have
+answered.
 
 - At most `parallelism` (alpha) questions are open at once. When alpha answers in a row brought nobody nearer,
-  the lookup has *stalled*: it then asks all of the `beam_size` nearest at once (the paper's final round), and
-  returns to alpha as soon as somebody nearer turns up.
+  the lookup has *stalled*: it then asks all of the `beam_size` nearest at once (the paper's final round), and returns
+  to alpha as soon as somebody nearer turns up.
 - A peer silent for `slow_after_s` becomes UNRESPONSIVE: it holds no place among the open questions, and once
-  `beam_size` others have answered the result does not wait for it. Otherwise its late answer or its failure
-  is awaited: where everybody is slow, impatience would find nobody.
+  `beam_size` others have answered the result does not wait for it. Otherwise its late answer or its failure is
+  awaited: where everybody is slow, impatience would find nobody.
 - Peers that invent ever nearer peers cannot keep a lookup going: it asks at most `max_queries` times.
 """
 
@@ -168,8 +168,8 @@ class Lookup:
         return tuple(p.contact for p in self._peers.values() if p.state is PeerState.UNRESPONSIVE)
 
     def _learn(self, contacts: Iterable[Contact]) -> None:
-        # Memory stays bounded: one answer holds a bounded number of contacts, and there are at most
-        # max_queries answers.
+        # Memory stays bounded: one answer holds a bounded number of contacts, and there are at most max_queries
+        # answers.
         for contact in contacts:
             node = node_id(contact.peer_id)
             distance = xor_distance(node, self.target)

@@ -1,5 +1,4 @@
-"""What a DHT node does on its own: meet newcomers, hand records over, refresh, find lost peers again,
-sweep."""
+"""What a DHT node does on its own: meet newcomers, hand records over, refresh, find lost peers again, sweep."""
 
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,8 +19,7 @@ MAX_JOBS = 256
 """Most jobs waiting. Further ones are dropped: a peer that is met again makes the same job again."""
 
 WORKERS = 4
-"""Jobs under way. With silent peers (3 s each) it is 80 checks a minute, far more than a swarm at rest
-needs."""
+"""Jobs under way. With silent peers (3 s each) it is 80 checks a minute, far more than a swarm at rest needs."""
 
 MAX_STALE_BUCKETS = 16
 """Most lookups of one refresh; the stalest buckets come first and the others wait for the next round."""
@@ -45,8 +43,8 @@ class _HandOver:
 
 
 class JobQueue:
-    """The bounded queue between the calls that meet peers and the workers that follow it up. Never blocks,
-    may drop."""
+    """The bounded queue between the calls that meet peers and the workers that follow it up. Never blocks, may
+    drop."""
 
     def __init__(self) -> None:
         self._send, self._receive = trio.open_memory_channel[_Check | _HandOver](MAX_JOBS)
@@ -172,8 +170,7 @@ class Maintenance:
                 await self._lookup(target)
 
     async def _rejoin(self) -> None:
-        """Try the initial peers that are not in the table, and some lost ones: so a split swarm becomes one
-        again."""
+        """Try the initial peers that are not in the table, and some lost ones: so a split swarm becomes one again."""
         due = trio.current_time() + jitter(self._config.rejoin_period_s, self._rejoin_rng)
         while True:
             await trio.sleep(jitter(self._config.lonely_rejoin_period_s, self._rejoin_rng))

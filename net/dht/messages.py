@@ -4,12 +4,12 @@
     dht.find   {client, target, record, after?}  -> {peer_id, contacts, entries?, more?}
     dht.store  {client, target, entries}         -> {peer_id, accepted}
 
-`client` true says: do not put me into your table. `peer_id` in each answer lets the caller notice that
-another peer now listens at a remembered address. Ids travel as 32 bytes, contacts as `[id, host, port]`,
-entries as `[subkey or None, value, expiration]` (a plain value is the single entry under None).
+`client` true says: do not put me into your table. `peer_id` in each answer lets the caller notice that another peer
+now listens at a remembered address. Ids travel as 32 bytes, contacts as `[id, host, port]`, entries as `[subkey or
+None, value, expiration]` (a plain value is the single entry under None).
 
-A message must fit a header of 64 KiB. Values therefore travel in pages of `PAGE_BYTES`: `more` says that
-subkeys follow the last one given, and the caller asks again with `after`; stores are cut by `batches`.
+A message must fit a header of 64 KiB. Values therefore travel in pages of `PAGE_BYTES`: `more` says that subkeys
+follow the last one given, and the caller asks again with `after`; stores are cut by `batches`.
 """
 
 import math
@@ -25,8 +25,7 @@ from net.rpc.base import Body
 PING, FIND, STORE = "dht.ping", "dht.find", "dht.store"
 
 PAGE_BYTES = 40 * 1024
-"""Most bytes of entries in one message. With 32 contacts of the longest names (10 KB) a header stays below 64
-KiB."""
+"""Most bytes of entries in one message. With 32 contacts of the longest names (10 KB) a header stays below 64 KiB."""
 
 MAX_CONTACTS = 32
 """Most contacts of one answer; more is a broken peer."""

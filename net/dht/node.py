@@ -80,15 +80,15 @@ class DhtStatistics:
     dropped_jobs: int
     """Follow-ups dropped because their queue was full."""
     clock_skew_s: float | None
-    """Swarm time of the last pinged peer minus the own, seconds. Beyond some seconds, records end too early
-    or late."""
+    """Swarm time of the last pinged peer minus the own, seconds. Beyond some seconds, records end too early or
+    late."""
 
 
 class DhtNode:
     """One peer's part of the DHT. Made by `open_dht_node`; every method may be cancelled at any time.
 
-    No method raises because of what other peers do: a store that reached nobody is False, a get that found
-    nothing None.
+    No method raises because of what other peers do: a store that reached nobody is False, a get that found nothing
+    None.
     """
 
     def __init__(
@@ -140,16 +140,14 @@ class DhtNode:
             config=config,
             rng=rng,
         )
-        # A table of thousands of keys must not open thousands of lookups: each is some twenty calls and their
-        # memory.
+        # A table of thousands of keys must not open thousands of lookups: each is some twenty calls and their memory.
         self._operations = trio.CapacityLimiter(config.max_concurrent_operations)
         self._lookups = 0
         self._queries = 0
 
     @property
     def is_client(self) -> bool:
-        """Whether the node only asks: it serves nothing, keeps nothing for others, and is in nobody's
-        table."""
+        """Whether the node only asks: it serves nothing, keeps nothing for others, and is in nobody's table."""
         return self._own_contact is None
 
     async def store(self, key: str, value: Value, *, expiration: float, subkey: str | None = None) -> bool:
@@ -158,15 +156,14 @@ class DhtNode:
         return (await self.store_many([item]))[0]
 
     async def store_many(self, items: Iterable[StoreItem]) -> list[bool]:
-        """Store values on the `replicas` peers nearest to each key. Items of one key share a lookup and its
-        calls.
+        """Store values on the `replicas` peers nearest to each key. Items of one key share a lookup and its calls.
 
-        This node is one of the replicas if it is among the nearest, and never in client mode. If cancelled,
-        any of the stores may or may not have happened.
+        This node is one of the replicas if it is among the nearest, and never in client mode. If cancelled, any of
+        the stores may or may not have happened.
 
         Returns:
-          for each item whether most of the replicas that answered accepted it. False: they hold something
-          that expires later (or, at the same time, differs), the item has expired, or nobody answered.
+          for each item whether most of the replicas that answered accepted it. False: they hold something that
+          expires later (or, at the same time, differs), the item has expired, or nobody answered.
 
         Raises:
           ValueError: if a key, subkey, value or expiration is not allowed; nothing has been stored then.
@@ -198,8 +195,8 @@ class DhtNode:
 
         Args:
           latest: ask all of the nearest peers and merge their copies (later expirations win). Otherwise any
-            copy will do: this node's own, a cached one, or the first that turns up; a dictionary may then
-            lack subkeys.
+            copy will do: this node's own, a cached one, or the first that turns up; a dictionary may then lack
+            subkeys.
 
         Returns:
           what has not expired, read-only; or None.
@@ -345,9 +342,9 @@ async def open_dht_node(
 ) -> AsyncIterator[DhtNode]:
     """Join the DHT, and stay in it until the block ends.
 
-    All initial peers are tried at once; without any, the node is the first of a new swarm. On exit the
-    background stops and calls are refused; what the node held for others is not handed on (owners declare
-    again, replicas remain).
+    All initial peers are tried at once; without any, the node is the first of a new swarm. On exit the background
+    stops and calls are refused; what the node held for others is not handed on (owners declare again, replicas
+    remain).
 
     Args:
       caller: places and serves the calls. Register a DHT node on it once: handlers cannot be taken back.
@@ -366,8 +363,8 @@ async def open_dht_node(
             try:
                 yield node
             except Exception as error:
-                # Taken around the nursery, which would wrap it: the block's own error should come out as it
-                # is, and not once more inside an ExceptionGroup for each node that happens to be open.
+                # Taken around the nursery, which would wrap it: the block's own error should come out as it is, and
+                # not once more inside an ExceptionGroup for each node that happens to be open.
                 failure = error
             nursery.cancel_scope.cancel()
     finally:

@@ -1,9 +1,8 @@
 """Who answers and who does not: the routing table, the blacklist, and the peers that got lost.
 
-Three rules. A peer enters the table when it has *answered* (a claim in a request is checked by a ping first,
-unless its bucket is full). A peer that does not answer leaves the table, is left alone for a while, and is
-remembered among the lost, to be tried again later: so a swarm that was split finds itself again. One answer
-clears everything.
+Three rules. A peer enters the table when it has *answered* (a claim in a request is checked by a ping first, unless
+its bucket is full). A peer that does not answer leaves the table, is left alone for a while, and is remembered among
+the lost, to be tried again later: so a swarm that was split finds itself again. One answer clears everything.
 """
 
 import random
@@ -16,8 +15,7 @@ from net.dht.routing_table import NodeId, RoutingTable, node_id, xor_distance
 from net.identity import Contact, PeerId
 
 MAX_LOST = 256
-"""Most lost peers remembered; the longest lost is forgotten first. Enough to find one survivor of the other
-half."""
+"""Most lost peers remembered; the longest lost is forgotten first. Enough to find one survivor of the other half."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +70,8 @@ class PeerBook:
             return None
         if seen is not None or self.table.has_room(contact.peer_id):
             return contact
-        # In a large swarm most callers fall into full buckets. To ping each of them would double the traffic,
-        # so they only wait among the replacements, and are found out when they are first asked something.
+        # In a large swarm most callers fall into full buckets. To ping each of them would double the traffic, so they
+        # only wait among the replacements, and are found out when they are first asked something.
         oldest = self.table.add(contact, now)
         return oldest.contact if oldest is not None and oldest.last_seen <= now - self._check_after_s else None
 
@@ -84,8 +82,8 @@ class PeerBook:
     def owes(self, newcomer: Contact, key: NodeId, *, replicas: int) -> bool:
         """Whether a record under `key` is to be handed over to a peer that has just been met.
 
-        It is when the newcomer belongs to the `replicas` nearest and this node is the nearest of the others:
-        so of all holders one hands over, and in a swarm at rest nobody does.
+        It is when the newcomer belongs to the `replicas` nearest and this node is the nearest of the others: so of
+        all holders one hands over, and in a swarm at rest nobody does.
         """
         others = (c for c in self.table.nearest(key, replicas + 1) if c.peer_id != newcomer.peer_id)
         own = xor_distance(self.table.local_id, key)
@@ -95,6 +93,5 @@ class PeerBook:
         return len(distances) < replicas or xor_distance(node_id(newcomer.peer_id), key) < distances[-1]
 
     def draw_lost(self, count: int, rng: random.Random) -> tuple[Contact, ...]:
-        """Up to `count` lost peers, drawn at random. They are tried whether or not they are being left
-        alone."""
+        """Up to `count` lost peers, drawn at random. They are tried whether or not they are being left alone."""
         return tuple(rng.sample(list(self._lost.values()), min(count, len(self._lost))))

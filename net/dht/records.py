@@ -1,15 +1,14 @@
 """What a key holds, and how two copies of it become one.
 
-A record is either one `Entry` (a value with its expiration) or a `Dictionary` of entries under subkeys, each
-with an expiration of its own. Rules of merging, after hivemind's DHT:
+A record is either one `Entry` (a value with its expiration) or a `Dictionary` of entries under subkeys, each with an
+expiration of its own. Rules of merging, after hivemind's DHT:
 
 - the later expiration wins; a store whose expiration is not later changes nothing and is rejected;
 - storing exactly what is there is accepted, so that a repeated store (a retry, a hand-over) is harmless;
 - a plain value and a dictionary exclude each other; a dictionary's expiration is the latest of its entries; a
   plain value replaces the whole dictionary, or a subkey replaces the plain value, if it expires later.
 
-Values are what CBOR carries without tags: None, bool, int (64 bits), float, str, bytes, lists, maps with
-string keys.
+Values are what CBOR carries without tags: None, bool, int (64 bits), float, str, bytes, lists, maps with string keys.
 """
 
 import math
@@ -20,12 +19,10 @@ from typing import Any
 from net.errors import RemoteProtocolError
 
 Value = Any
-"""None, bool, int, float, str, bytes, or lists and string-keyed dicts of these. Treat as read-only once
-stored."""
+"""None, bool, int, float, str, bytes, or lists and string-keyed dicts of these. Treat as read-only once stored."""
 
 MAX_VALUE_BYTES = 16 * 1024
-"""Largest encoded value. Records are small facts (who serves what); tensors go from peer to peer, not
-here."""
+"""Largest encoded value. Records are small facts (who serves what); tensors go from peer to peer, not here."""
 
 MAX_VALUE_DEPTH = 8
 """Deepest nesting of a value; together with the message around it this stays below the codec's own limit."""
@@ -46,8 +43,7 @@ _ENTRY_OVERHEAD_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A value and the swarm time at which it ends. Made by `make_entry`, which checks and measures the
-    value."""
+    """A value and the swarm time at which it ends. Made by `make_entry`, which checks and measures the value."""
 
     value: Value
     """The value; None is a value like any other (it serves as a tombstone)."""
@@ -165,8 +161,7 @@ def as_updates(record: Record) -> tuple[SubkeyEntry, ...]:
 
 
 def page(record: Dictionary, *, after: str | None, budget_bytes: int) -> tuple[tuple[tuple[str, Entry], ...], bool]:
-    """The entries whose subkeys follow `after`, in the order of subkeys, as many as fit the budget (at least
-    one).
+    """The entries whose subkeys follow `after`, in the order of subkeys, as many as fit the budget (at least one).
 
     Returns:
       the entries, and whether more follow them.
@@ -248,8 +243,7 @@ def _trim(record: Record | None) -> Record | None:
 
 
 def _encoded_size(value: Value, depth: int) -> int:
-    """Upper bound of the CBOR encoding (RFC 8949) in bytes; floats count as 9 though a short form may
-    exist."""
+    """Upper bound of the CBOR encoding (RFC 8949) in bytes; floats count as 9 though a short form may exist."""
     if depth < 0:
         raise ValueError(f"a DHT value may be nested at most {MAX_VALUE_DEPTH} deep")
     kind = type(value)

@@ -1,9 +1,8 @@
 """Kademlia's routing table: which contacts to keep, and who is nearest to a target.
 
-Maymounkov and Mazieres, "Kademlia: A Peer-to-peer Information System Based on the XOR Metric" (2002),
-sections 2.2-2.4 and 4.2. The table never sends anything. When a bucket is full, `add` returns its least
-recently seen contact: the caller pings it and then either refreshes it by another `add` or calls `remove`,
-which promotes a replacement.
+Maymounkov and Mazieres, "Kademlia: A Peer-to-peer Information System Based on the XOR Metric" (2002), sections
+2.2-2.4 and 4.2. The table never sends anything. When a bucket is full, `add` returns its least recently seen contact:
+the caller pings it and then either refreshes it by another `add` or calls `remove`, which promotes a replacement.
 """
 
 import hashlib
@@ -30,8 +29,7 @@ def key_id(key: str) -> NodeId:
 
 
 def xor_distance(left: NodeId, right: NodeId) -> int:
-    """Kademlia's metric (section 2.1): symmetric, zero only for equal ids, and it obeys the triangle
-    inequality."""
+    """Kademlia's metric (section 2.1): symmetric, zero only for equal ids, and it obeys the triangle inequality."""
     return left ^ right
 
 
@@ -45,8 +43,7 @@ class Seen:
 
 @dataclass(slots=True, kw_only=True)
 class _Bucket:
-    """The contacts whose ids share the first `depth` bits with `lower`; both mappings run from oldest to
-    newest."""
+    """The contacts whose ids share the first `depth` bits with `lower`; both mappings run from oldest to newest."""
 
     lower: NodeId
     depth: int
@@ -66,8 +63,8 @@ class RoutingTable:
     """Contacts in k-buckets that split where the own id lies, and elsewhere down to the next multiple of
     `depth_modulo`.
 
-    Bounded by construction: at most `ID_BITS * 2**(depth_modulo - 1)` buckets of `bucket_size` contacts and
-    as many replacements, and in practice some ten times `log2(peers)` contacts.
+    Bounded by construction: at most `ID_BITS * 2**(depth_modulo - 1)` buckets of `bucket_size` contacts and as many
+    replacements, and in practice some ten times `log2(peers)` contacts.
 
     Args:
       local_id: the own place; it is never a contact.
@@ -110,9 +107,9 @@ class RoutingTable:
         """Take in a contact that has just proved to be alive, or refresh it.
 
         Returns:
-          None when the contact is in the table now (or is this node itself). Otherwise its bucket is full:
-          the contact waits among the replacements, and the bucket's least recently seen contact is returned,
-          to be pinged.
+          None when the contact is in the table now (or is this node itself). Otherwise its bucket is full: the
+          contact waits among the replacements, and the bucket's least recently seen contact is returned, to be
+          pinged.
         """
         node = node_id(contact.peer_id)
         if node == self.local_id:
@@ -135,8 +132,7 @@ class RoutingTable:
         return len(bucket.contacts) < self._bucket_size or self._may_split(bucket)
 
     def remove(self, peer_id: PeerId) -> bool:
-        """Drop a contact; the most recent replacement of its bucket takes its place. False if it was not
-        there."""
+        """Drop a contact; the most recent replacement of its bucket takes its place. False if it was not there."""
         node = node_id(peer_id)
         bucket = self._bucket_of(node)
         bucket.replacements.pop(node, None)
@@ -149,8 +145,8 @@ class RoutingTable:
 
     def nearest(self, target: NodeId, count: int) -> tuple[Contact, ...]:
         """The `count` contacts nearest to `target`, nearest first (fewer if the table holds fewer)."""
-        # The buckets are aligned ranges, so their distances to the target are ranges that do not overlap:
-        # whole buckets can be taken in the order of their nearest end until there are enough contacts.
+        # The buckets are aligned ranges, so their distances to the target are ranges that do not overlap: whole
+        # buckets can be taken in the order of their nearest end until there are enough contacts.
         ordered = sorted(self._buckets, key=lambda bucket: (bucket.lower ^ target) & ~(bucket.width - 1))
         found: list[NodeId] = []
         known: dict[NodeId, Seen] = {}

@@ -1,5 +1,4 @@
-"""Incoming calls of a DHT node. Requests come from anybody: whatever is wrong with them is refused, with a
-reason."""
+"""Incoming calls of a DHT node. Requests come from anybody: whatever is wrong with them is refused, with a reason."""
 
 from collections.abc import Callable
 
@@ -50,8 +49,7 @@ class DhtService:
             caller.add_handler(method, self._guarded(handler))
 
     def close(self) -> None:
-        """Refuse everything from now on: handlers cannot be taken back, but a closed node must not look
-        alive."""
+        """Refuse everything from now on: handlers cannot be taken back, but a closed node must not look alive."""
         self._closed = True
 
     def _guarded(self, handler: Callable[[Request], Reply]) -> Handler:

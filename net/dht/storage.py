@@ -1,8 +1,8 @@
 """The records that one node keeps: bounded, expiring, and never reading a clock.
 
-The bounds make a flood of stores cost its sender and not this process's memory: when they are passed, the
-records that would have ended first go first. A long-lived record could therefore crowd out others, which is
-why the lifetime of whatever comes from the network is capped before it gets here.
+The bounds make a flood of stores cost its sender and not this process's memory: when they are passed, the records
+that would have ended first go first. A long-lived record could therefore crowd out others, which is why the lifetime
+of whatever comes from the network is capped before it gets here.
 """
 
 import heapq
@@ -28,9 +28,8 @@ class RecordStorage:
         self._records: dict[NodeId, Record] = {}
         self._sizes: dict[NodeId, int] = {}
         self._bytes = 0
-        # Keys by expiration. A pair is void unless it states the record's present expiration, so a record
-        # that changes pushes a new pair and leaves the old one to be skipped; a rejected store pushes
-        # nothing.
+        # Keys by expiration. A pair is void unless it states the record's present expiration, so a record that
+        # changes pushes a new pair and leaves the old one to be skipped; a rejected store pushes nothing.
         self._by_expiration: list[tuple[float, NodeId]] = []
 
     def __len__(self) -> int:

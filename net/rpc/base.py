@@ -1,8 +1,8 @@
 """What a call is: the terms in which everything above the RPC layer speaks.
 
-A call names a method and carries a *body* (a small CBOR map) and *tensors* (arrays, sent as raw buffers beside
-it). A handler answers with a `Reply` or raises a `CallFailed` (`CallRefused`, `PeerBusy`, `RemoteFailure`), which
-reaches the caller with its message; anything else that it raises is logged on its side and reaches the caller as a
+A call names a method and carries a *body* (a small CBOR map) and *tensors* (arrays, sent as raw buffers beside it). A
+handler answers with a `Reply` or raises a `CallFailed` (`CallRefused`, `PeerBusy`, `RemoteFailure`), which reaches
+the caller with its message; anything else that it raises is logged on its side and reaches the caller as a
 `RemoteFailure` that says no more than that.
 """
 
@@ -66,8 +66,8 @@ class Caller(Protocol):
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Serve `method` with `handler`.
 
-        At most `max_concurrent` calls of it run at once; further ones are answered `PeerBusy` at once, so
-        that a flood costs the flooder and not this process's memory.
+        At most `max_concurrent` calls of it run at once; further ones are answered `PeerBusy` at once, so that a
+        flood costs the flooder and not this process's memory.
         """
         ...
 
@@ -76,8 +76,8 @@ class Caller(Protocol):
     ) -> Reply:
         """Call `method` at `address` and wait for the answer.
 
-        The deadline travels with the call and the handler is cancelled when it passes. Cancelling this
-        function cancels the handler too (best effort: a message is sent, nobody waits for it).
+        The deadline travels with the call and the handler is cancelled when it passes. Cancelling this function
+        cancels the handler too (best effort: a message is sent, nobody waits for it).
 
         Raises:
           PeerUnavailable: `DialFailed`, `PeerTimeout` or `ConnectionLost`.

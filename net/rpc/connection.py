@@ -92,8 +92,8 @@ class Connection:
     async def run(self) -> None:
         """Serve until the connection ends, for whatever reason; then nothing is left open or running.
 
-        Does not raise (besides `trio.Cancelled`): a connection's trouble is its own. Its end cancels the
-        handlers that serve it and fails the calls that wait on it.
+        Does not raise (besides `trio.Cancelled`): a connection's trouble is its own. Its end cancels the handlers
+        that serve it and fails the calls that wait on it.
         """
         try:
             with self._scope:
@@ -140,8 +140,7 @@ class Connection:
                 return Reply(body=body, tensors=tuple(tensors))
 
     def _lost(self) -> NetError:
-        """A fresh error for each caller, since raising one object in several tasks would mix their
-        tracebacks."""
+        """A fresh error for each caller, since raising one object in several tasks would mix their tracebacks."""
         kind = RemoteProtocolError if isinstance(self._cause, RemoteProtocolError) else ConnectionLost
         error = kind(str(self._cause))
         error.__cause__ = self._cause

@@ -19,8 +19,8 @@ _log = logging.getLogger(__name__)
 
 MAX_OUTGOING_CONNECTIONS = 384
 MAX_INCOMING_CONNECTIONS = 512
-"""Together they stay below the 1024 descriptors that most systems give a process. At either bound the
-connection that has been idle for longest makes room; its peer dials again when it next needs to."""
+"""Together they stay below the 1024 descriptors that most systems give a process. At either bound the connection that
+has been idle for longest makes room; its peer dials again when it next needs to."""
 
 
 class _Dial:
@@ -45,9 +45,9 @@ async def open_rpc_peer(
 ) -> AsyncIterator["RpcPeer"]:
     """A peer that lives as long as the block.
 
-    At its end, or when it is cancelled, the peer stops accepting, its handlers are cancelled, calls that
-    other tasks still wait for fail with `ConnectionLost`, and all links are closed. An exception of the block
-    comes out as it is, not in a group.
+    At its end, or when it is cancelled, the peer stops accepting, its handlers are cancelled, calls that other tasks
+    still wait for fail with `ConnectionLost`, and all links are closed. An exception of the block comes out as it is,
+    not in a group.
 
     Args:
       transport: the network.
@@ -93,9 +93,9 @@ async def open_rpc_peer(
 class RpcPeer:
     """Implements `net.rpc.base.Caller` on a real or simulated network. Made by `open_rpc_peer`.
 
-    One connection for each address called: dialled when first needed, shared by all callers, dropped when
-    anything goes wrong with it, dialled again at the next call. A call is never repeated by itself: only its
-    caller knows whether that would be safe.
+    One connection for each address called: dialled when first needed, shared by all callers, dropped when anything
+    goes wrong with it, dialled again at the next call. A call is never repeated by itself: only its caller knows
+    whether that would be safe.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class RpcPeer:
     async def call(
         self, address: Address, method: str, body: Body, tensors: Sequence[Tensor] = (), *, timeout_s: float
     ) -> Reply:
-        """See `Caller.call`. The tensors are sent from where they lie: until this returns, and a moment
-        longer if it is cancelled, nobody may write to them.
+        """See `Caller.call`. The tensors are sent from where they lie: until this returns, and a moment longer if it
+        is cancelled, nobody may write to them.
 
-        `timeout_s` covers dialling too; if it runs out there, the error is `DialFailed`, for the peer cannot
-        have carried out the call.
+        `timeout_s` covers dialling too; if it runs out there, the error is `DialFailed`, for the peer cannot have
+        carried out the call.
 
         Raises:
           ValueError: `timeout_s` is not a number, or above `MAX_TIMEOUT_S` (a day).

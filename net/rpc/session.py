@@ -1,10 +1,9 @@
 """One connection's calls, both directions, without I/O.
 
-Theory of operation. Either end may call the other; the two directions share nothing but the wire. The shell
-feeds every frame to `receive_untrusted` and carries out `take_actions`; what is to be sent waits in a queue
-that the shell's one writer empties with `take_frames`. Nothing ever waits for room in that queue, so a caller
-can be cancelled at any moment without leaving half a message behind, and its size is bounded by what may put
-frames there:
+Theory of operation. Either end may call the other; the two directions share nothing but the wire. The shell feeds
+every frame to `receive_untrusted` and carries out `take_actions`; what is to be sent waits in a queue that the
+shell's one writer empties with `take_frames`. Nothing ever waits for room in that queue, so a caller can be cancelled
+at any moment without leaving half a message behind, and its size is bounded by what may put frames there:
 
 - calls placed and not given up: at most `max_outgoing`; giving up an unsent call takes it out again;
 - cancellations: one for each call that was sent and given up;
@@ -12,9 +11,9 @@ frames there:
 - "busy" errors: one for each call that the peer places beyond that. An honest peer has at most `max_outgoing`
   calls under way; one that goes on without reading the errors runs into `max_queued` and is dropped.
 
-Legal sequences. `Hello` comes first and once. Call ids grow. An answer to a call that was never placed is an
-error; to one that was given up or is answered already it is dropped, for it crossed our cancellation on the
-way (or is a lie that changes nothing). The same holds for cancellations of calls.
+Legal sequences. `Hello` comes first and once. Call ids grow. An answer to a call that was never placed is an error;
+to one that was given up or is answered already it is dropped, for it crossed our cancellation on the way (or is a lie
+that changes nothing). The same holds for cancellations of calls.
 """
 
 from collections import OrderedDict
@@ -156,8 +155,7 @@ class RpcSession:
         self._queue.pop(("answer", call_id), None)
 
     def take_frames(self, max_nbytes: int) -> tuple[EncodedFrame, ...]:
-        """The next frames to write, in order: as many as fit into `max_nbytes`, but at least one if there are
-        any.
+        """The next frames to write, in order: as many as fit into `max_nbytes`, but at least one if there are any.
 
         Once taken, they must be written: they cannot be called back.
         """

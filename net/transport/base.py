@@ -1,8 +1,7 @@
-"""What every network offers: links that carry frames, listeners that accept links, a transport that makes
-both.
+"""What every network offers: links that carry frames, listeners that accept links, a transport that makes both.
 
-Nothing above this module knows which network it runs on. All methods that are async are trio checkpoints
-unless they say otherwise, and raise only errors of `net.errors` (besides `trio.Cancelled`).
+Nothing above this module knows which network it runs on. All methods that are async are trio checkpoints unless they
+say otherwise, and raise only errors of `net.errors` (besides `trio.Cancelled`).
 """
 
 from typing import Protocol
@@ -23,8 +22,8 @@ class Link(Protocol):
     async def send(self, *frames: EncodedFrame) -> None:
         """Send frames in order, in as few writes as the network allows.
 
-        Returns once the network took them over, not once they arrived; waits while it takes no more
-        (back-pressure). The frames' tensors must not change before. If cancelled, a frame may have left in
+        Returns once the network took them over, not once they arrived; waits while it takes no more (back-pressure).
+        The frames' tensors must not change before. If cancelled, a frame may have left in
         part: nothing more can be sent, and `abort` is the only sensible thing left to do.
 
         Raises:
@@ -35,8 +34,8 @@ class Link(Protocol):
     async def receive(self) -> Frame | None:
         """The next frame, or None once the peer has closed the link between two frames.
 
-        May return without a checkpoint when a frame is at hand already. If cancelled, nothing is lost: the
-        next call goes on.
+        May return without a checkpoint when a frame is at hand already. If cancelled, nothing is lost: the next call
+        goes on.
 
         Raises:
           ConnectionLost: the link went down, or ended inside a frame.

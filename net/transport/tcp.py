@@ -1,12 +1,11 @@
 """Frames over plain TCP, on one machine.
 
-Nothing here is encrypted or authenticated, therefore it listens on loopback addresses only. The encrypted
-transport has the same shape.
+Nothing here is encrypted or authenticated, therefore it listens on loopback addresses only. The encrypted transport
+has the same shape.
 
-Why sockets and not `trio.SocketStream`: bodies are received by `recv_into` straight into their final aligned
-buffer (measured: 0.72 of a blocking socket's rate, against 0.37 for `receive_some` and joining), and all
-frames that one `recv` brought are parsed before the next one (with coalesced writes, 2.5 times the small
-calls per second).
+Why sockets and not `trio.SocketStream`: bodies are received by `recv_into` straight into their final aligned buffer
+(measured: 0.72 of a blocking socket's rate, against 0.37 for `receive_some` and joining), and all frames that one
+`recv` brought are parsed before the next one (with coalesced writes, 2.5 times the small calls per second).
 """
 
 import errno
@@ -26,8 +25,8 @@ from net.wire.frames import MAX_BODY_BYTES, EncodedFrame, Frame, FrameReader
 _log = logging.getLogger(__name__)
 
 _COALESCE_BYTES = 64 * 1024
-"""Pieces below this are copied together into one write; larger ones are sent from where they lie. At this
-size a copy (13 us) costs about as much as the system call that it saves."""
+"""Pieces below this are copied together into one write; larger ones are sent from where they lie. At this size a copy
+(13 us) costs about as much as the system call that it saves."""
 
 _BACKLOG = 128
 """Connections that the kernel holds until they are accepted: Linux's own long-standing default bound."""

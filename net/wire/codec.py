@@ -1,15 +1,14 @@
 """CBOR for headers and small records: one value, one encoding, nothing that a peer could surprise us with.
 
-The only importer of cbor2, which is lenient by default: it ignores trailing bytes, accepts duplicate keys,
-compiles regular expressions that a peer sends (tag 35), builds cyclic lists (tags 28 and 29) and encodes a
-`memoryview` as an array of integers without a word. So both directions check every value against the same
-short list of types, and decoding ends by encoding again and comparing bytes: whatever is not *the* canonical
-form is refused, which makes signatures over encoded records sound.
+The only importer of cbor2, which is lenient by default: it ignores trailing bytes, accepts duplicate keys, compiles
+regular expressions that a peer sends (tag 35), builds cyclic lists (tags 28 and 29) and encodes a `memoryview` as an
+array of integers without a word. So both directions check every value against the same short list of types, and
+decoding ends by encoding again and comparing bytes: whatever is not *the* canonical form is refused, which makes
+signatures over encoded records sound.
 
-Values: None, bool, int (the range of int64 and uint64), float, str, bytes, list, dict with string keys.
-Tuples are encoded as lists. NaN is refused in both directions: it is unequal to itself and makes every
-comparison false, so that `expiration < now` would let a NaN live for ever. Send None where there is no
-number. Infinities are allowed.
+Values: None, bool, int (the range of int64 and uint64), float, str, bytes, list, dict with string keys. Tuples are
+encoded as lists. NaN is refused in both directions: it is unequal to itself and makes every comparison false, so that
+`expiration < now` would let a NaN live for ever. Send None where there is no number. Infinities are allowed.
 """
 
 from typing import Any, NoReturn
@@ -19,8 +18,8 @@ import cbor2
 from net.errors import LocalProtocolError, RemoteProtocolError
 
 MAX_ENCODED_BYTES = 64 * 1024
-"""Headers and records above this are refused. cbor2 spends up to 70 bytes and 0.5 us on each byte of a
-hostile input (10 MB of 0x80 became 698 MB), so this bound keeps the worst case at 5 MB and 30 ms."""
+"""Headers and records above this are refused. cbor2 spends up to 70 bytes and 0.5 us on each byte of a hostile input
+(10 MB of 0x80 became 698 MB), so this bound keeps the worst case at 5 MB and 30 ms."""
 
 MAX_DEPTH = 16
 """Containers inside containers. Ours nest about five deep, and recursion stays far from its limits."""
@@ -31,13 +30,12 @@ _INT_MAX = 2**64 - 1
 _KNOWN_TAGS = (
     0, 1, 2, 3, 4, 5, 25, 28, 29, 30, 35, 36, 37, 52, 54, 100, 256, 258, 260, 261, 1004, 43000, 55799,
 )  # fmt: skip
-"""Every tag for which cbor2 6.2 has a decoder of its own. These must be overridden one by one; all others
-reach `tag_hook`. A tag that a later cbor2 learns still fails the check of types, or the comparison."""
+"""Every tag for which cbor2 6.2 has a decoder of its own. These must be overridden one by one; all others reach
+`tag_hook`. A tag that a later cbor2 learns still fails the check of types, or the comparison."""
 
 
 def encode(value: Any) -> bytes:
-    """Canonical CBOR of `value` (RFC 7049 section 3.9: shortest forms, map keys sorted by length, then
-    bytes).
+    """Canonical CBOR of `value` (RFC 7049 section 3.9: shortest forms, map keys sorted by length, then bytes).
 
     Raises:
       LocalProtocolError: `value` holds anything outside the list above, is nested deeper than `MAX_DEPTH`, or

@@ -9,10 +9,9 @@ On a byte stream, a frame is
     header    canonical CBOR map (`net.wire.codec`); its key "tensors", present when there are any, is their
     table body      the tensors (`net.wire.tensors` gives the layout)
 
-`FrameReader` is the stream's parser without the stream: the shell asks it where to receive, tells it how much
-came, and takes frames out. Small frames are parsed out of one scratch buffer, all that a `recv` brought; a
-body that has not arrived whole is received straight into the fresh aligned buffer in which its tensors will
-live.
+`FrameReader` is the stream's parser without the stream: the shell asks it where to receive, tells it how much came,
+and takes frames out. Small frames are parsed out of one scratch buffer, all that a `recv` brought; a body that has
+not arrived whole is received straight into the fresh aligned buffer in which its tensors will live.
 """
 
 import struct
@@ -39,8 +38,8 @@ MAX_BODY_BYTES = 256 * 2**20
 
 _PREAMBLE = struct.Struct("!3sBIQ")
 _SCRATCH_BYTES = 32 * 1024
-"""Where small frames land. 150 small calls fit; with a thousand connections it is 32 MB in all. It grows
-once, to at most a preamble and the largest header, if such a header comes."""
+"""Where small frames land. 150 small calls fit; with a thousand connections it is 32 MB in all. It grows once, to at
+most a preamble and the largest header, if such a header comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +100,9 @@ def encode_frame(
 class FrameReader:
     """Incremental parser of one incoming byte stream.
 
-    Use: receive into `buffer()`, report with `received(n)`, then call `next_frame_untrusted()` until it
-    returns None. Nothing is allocated for a length that a peer merely claims: a header grows the scratch
-    buffer by at most 64 KiB, and a body's buffer is allocated (pages untouched) once the header's tensor
-    table agrees with the body length.
+    Use: receive into `buffer()`, report with `received(n)`, then call `next_frame_untrusted()` until it returns None.
+    Nothing is allocated for a length that a peer merely claims: a header grows the scratch buffer by at most 64 KiB,
+    and a body's buffer is allocated (pages untouched) once the header's tensor table agrees with the body length.
     """
 
     def __init__(self, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
@@ -123,8 +121,7 @@ class FrameReader:
         return self._header is None and self._start == self._end
 
     def buffer(self) -> memoryview:
-        """Where the next bytes of the stream belong; never empty once `next_frame_untrusted` has returned
-        None.
+        """Where the next bytes of the stream belong; never empty once `next_frame_untrusted` has returned None.
 
         Valid until the next call of any other method.
         """
@@ -198,6 +195,5 @@ class FrameReader:
         self._scratch[: self._end - self._start] = self._scratch[self._start : self._end]
         self._start, self._end = 0, self._end - self._start
         if nbytes > len(self._scratch):
-            # Not `extend`: somebody may still hold a memoryview of the old one, which must not change its
-            # size.
+            # Not `extend`: somebody may still hold a memoryview of the old one, which must not change its size.
             self._scratch = self._scratch + bytearray(nbytes - len(self._scratch))

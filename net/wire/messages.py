@@ -1,9 +1,9 @@
 """The messages of the RPC layer, and their form inside a frame.
 
-A message travels as a frame whose header is a flat map: `"type"` names the message, the other keys are its
-fields, and the tensors ride in the frame's body. Both ends send `Hello` first. Every call is numbered by its
-caller, upwards from one on each connection; its `CallStart` is answered by at most one `CallReply` or
-`CallError`, or is called off by a `CallCancel`. The two directions of a connection are independent.
+A message travels as a frame whose header is a flat map: `"type"` names the message, the other keys are its fields,
+and the tensors ride in the frame's body. Both ends send `Hello` first. Every call is numbered by its caller, upwards
+from one on each connection; its `CallStart` is answered by at most one `CallReply` or `CallError`, or is called off
+by a `CallCancel`. The two directions of a connection are independent.
 """
 
 import enum

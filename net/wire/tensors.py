@@ -1,9 +1,9 @@
 """Tensors as raw buffers: a small table in the header, the bytes in the body, no copies on either side.
 
-Body layout: each tensor's elements in C order, little-endian, at the next multiple of 64 bytes (`ALIGNMENT`);
-the gaps are zero and there is none after the last. Offsets follow from the table, so they are not sent: what
-can be computed cannot be forged. A body is received into one fresh buffer that starts on a multiple of 64 as
-well, which makes every tensor in it aligned, and XLA's CPU client then takes it without a copy.
+Body layout: each tensor's elements in C order, little-endian, at the next multiple of 64 bytes (`ALIGNMENT`); the
+gaps are zero and there is none after the last. Offsets follow from the table, so they are not sent: what can be
+computed cannot be forged. A body is received into one fresh buffer that starts on a multiple of 64 as well, which
+makes every tensor in it aligned, and XLA's CPU client then takes it without a copy.
 
 The only module of `net.wire` that imports NumPy.
 """
@@ -55,8 +55,8 @@ _BYTE_GAPS = tuple(bytes(size) for size in range(ALIGNMENT))
 def aligned_buffer(nbytes: int) -> memoryview:
     """A fresh, writable buffer of `nbytes` bytes that starts on a multiple of `ALIGNMENT`.
 
-    Its pages are not touched: above a few hundred KiB they cost no memory before something is written there,
-    so a peer that announces 256 MiB and sends nothing costs address space only.
+    Its pages are not touched: above a few hundred KiB they cost no memory before something is written there, so a
+    peer that announces 256 MiB and sends nothing costs address space only.
     """
     raw = np.empty(nbytes + ALIGNMENT, dtype=np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
@@ -76,11 +76,10 @@ def describe(tensors: Sequence[Tensor]) -> list[list[Any]]:
 
 
 def buffers_of(tensors: Sequence[Tensor]) -> tuple[bytes | memoryview, ...]:
-    """The body as a sequence of byte buffers, gaps included; they alias the tensors unless a copy is
-    unavoidable.
+    """The body as a sequence of byte buffers, gaps included; they alias the tensors unless a copy is unavoidable.
 
-    A copy is made of a tensor that is not C-contiguous or not little-endian. The others must not be written
-    to until the message has left.
+    A copy is made of a tensor that is not C-contiguous or not little-endian. The others must not be written to until
+    the message has left.
     """
     buffers: list[bytes | memoryview] = []
     end = 0
@@ -139,8 +138,7 @@ def _describe_one(tensor: Tensor) -> list[Any]:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     little = np.ascontiguousarray(tensor, dtype=DTYPES[tensor.dtype.name])
-    # Through uint8, since the buffer protocol knows no bfloat16. `reshape` is a view: the array is
-    # contiguous.
+    # Through uint8, since the buffer protocol knows no bfloat16. `reshape` is a view: the array is contiguous.
     return little.reshape(-1).view(np.uint8).data
 
 

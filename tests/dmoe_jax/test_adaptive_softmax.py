@@ -57,8 +57,7 @@ def test_probabilities_sum_to_one(cutoffs):
 
 @functools.cache
 def value_and_gradients(function, cutoffs):
-    """Compiled loss [n] and gradients of its weighted sum with respect to all weights and the hidden
-    states."""
+    """Compiled loss [n] and gradients of its weighted sum with respect to all weights and the hidden states."""
 
     def weighted(weights, hidden, targets, token_weights):
         loss = function(*weights, hidden, targets, cutoffs=cutoffs)
@@ -126,8 +125,7 @@ def test_wrong_number_of_cluster_tokens_is_refused():
 
 
 def test_a_tail_is_computed_for_its_own_tokens_only():
-    """The compiled program's tail products are those of the buckets; none has all 64 tokens outside a
-    branch."""
+    """The compiled program's tail products are those of the buckets; none has all 64 tokens outside a branch."""
     cutoffs = (10,)
     weights, hidden = make_weights(cutoffs), make_hidden(64)
     traced = jax.make_jaxpr(functools.partial(adaptive_softmax_loss, cutoffs=cutoffs))(

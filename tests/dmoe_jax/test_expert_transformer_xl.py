@@ -26,8 +26,7 @@ def make_layer():
 
 
 def make_inputs(batch=2, seed=1, mask=None):
-    """Random hidden states and memory; the first memory slot of each sample is not filled, unless mask
-    says."""
+    """Random hidden states and memory; the first memory slot of each sample is not filled, unless mask says."""
     rng = np.random.default_rng(seed)
     hidden = rng.normal(size=(batch, SEQ, D_MODEL)).astype(np.float32)
     memory = rng.normal(size=(batch, MEM, D_MODEL)).astype(np.float32)
@@ -36,8 +35,7 @@ def make_inputs(batch=2, seed=1, mask=None):
 
 
 def sinusoid(distance: int) -> np.ndarray:
-    """R[distance]: sines of distance / 10000^(2i/d), then cosines (Vaswani et al. 2017 with halves side by
-    side)."""
+    """R[distance]: sines of distance / 10000^(2i/d), then cosines (Vaswani et al. 2017 with halves side by side)."""
     angles = np.array([distance / 10000 ** (2 * i / D_MODEL) for i in range(D_MODEL // 2)])
     return np.concatenate([np.sin(angles), np.cos(angles)])
 
@@ -49,8 +47,8 @@ def layer_norm(x, params):
 
 
 def reference_attention(params, x, position):
-    """Dai et al. 2019, section 3.3, for one query: `x` are the visible (position, vector) pairs, the query
-    the last."""
+    """Dai et al. 2019, section 3.3, for one query: `x` are the visible (position, vector) pairs, the query the
+    last."""
     query_vector = x[-1][1]
     result = np.zeros(D_MODEL)
     for h in range(HEADS):
@@ -87,8 +85,7 @@ def reference_layer(params, hidden, memory, mask):
 
 @pytest.mark.parametrize("slots", ["none", "some", "all"])
 def test_equals_the_papers_equation(slots):
-    """The layer equals explicit loops over heads, queries and keys, with an empty, partial and full
-    memory."""
+    """The layer equals explicit loops over heads, queries and keys, with an empty, partial and full memory."""
     expert, params = make_layer()
     mask = {
         "none": [[False] * MEM] * 2,
@@ -124,8 +121,7 @@ def test_relative_positions_are_sinusoids_of_distances():
 
 @pytest.mark.parametrize("t", range(SEQ))
 def test_a_position_does_not_depend_on_later_ones(t):
-    """Causality: the gradient of position t with respect to later positions is exactly zero, and not to
-    itself."""
+    """Causality: the gradient of position t with respect to later positions is exactly zero, and not to itself."""
     expert, params = make_layer()
     hidden, memory, mask = make_inputs()
     gradient = jax.grad(lambda h: expert.apply(params, h, memory, mask)[:, t].sum(axis=0) @ jnp.arange(8.0))(hidden)

@@ -92,8 +92,7 @@ def test_mixture_equals_loops_over_samples(kind):
 
 
 def test_a_layer_without_any_live_expert_is_the_identity_without_nan():
-    """All experts dead: the output is the input, its gradient passes through, gate and experts get exact
-    zeros."""
+    """All experts dead: the output is the input, its gradient passes through, gate and experts get exact zeros."""
     router, expert = product_key(GRID), feedforward(d_model=4)
     gate, params = router.init(jax.random.key(0), 4), init_experts(jax.random.key(1), expert, "ffn", GRID)
     x = jax.random.normal(jax.random.key(2), (3, 4))
@@ -169,8 +168,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_expert_is_updated_as_if_alone(name):
-    """Steps in which different experts take part equal separate optimisers; the others do not move by a
-    bit."""
+    """Steps in which different experts take part equal separate optimisers; the others do not move by a bit."""
     optimizer = OPTIMIZERS[name]
     rng = np.random.default_rng(0)
     params = {

@@ -56,8 +56,7 @@ def filled_memory(batch=2):
 
 
 def forward_from_hidden(hidden, trunk, experts, memory, targets, alive=None):
-    """nll [batch, seq] from the embedded tokens: the model without `embed`, so that they can be
-    differentiated."""
+    """nll [batch, seq] from the embedded tokens: the model without `embed`, so that they can be differentiated."""
     parts = txl.segments(CONFIG, ROUTER)
     for i in range(CONFIG.num_layers):
         scores = parts.gate(trunk["gates"][i], hidden, memory[i])
@@ -74,8 +73,7 @@ def jacobian_of_losses(*args):
 
 @pytest.mark.parametrize("memory", [txl.empty_memory(CONFIG, 2), filled_memory()], ids=["empty", "filled"])
 def test_later_words_do_not_reach_earlier_losses(memory):
-    """d loss[t] / d embedding[s] is exactly zero for s > t through attention AND routing, and not zero for s
-    = t."""
+    """d loss[t] / d embedding[s] is exactly zero for s > t through attention AND routing, and not zero for s = t."""
     trunk, experts = make_params()
     batch = make_batch()
     hidden = txl.embed(trunk["embed"], batch.tokens)
@@ -138,8 +136,7 @@ def test_segments_joined_by_memory_equal_one_long_segment():
 
 
 def test_next_memory_keeps_the_newest_states():
-    """Three slots, two new states: the last old one, then the new; the mask moves along; no gradient
-    flows."""
+    """Three slots, two new states: the last old one, then the new; the mask moves along; no gradient flows."""
     memory = txl.LayerMemory(jnp.array([[[1.0], [2.0], [3.0]]]), jnp.array([[False, False, True]]))
     new = jnp.array([[[4.0], [5.0]]])
     states, mask = txl.next_memory(memory, new)
@@ -194,8 +191,7 @@ def test_dead_experts_are_not_used():
 
 
 def test_loss_starts_near_uniform():
-    """Freshly initialised, the model knows nothing: the loss is near that of the two-level uniform
-    distribution."""
+    """Freshly initialised, the model knows nothing: the loss is near that of the two-level uniform distribution."""
     trunk, experts = (
         txl.init_trunk(jax.random.key(0), CONFIG, ROUTER),
         txl.init_experts(jax.random.key(1), CONFIG),

@@ -1,7 +1,6 @@
 """A network without a network: a call awaits the target's handler directly, after one sleep, in virtual time.
 
-Nothing is encoded or decoded. Peers can be taken down, and the network can be cut in two; both look like
-silence.
+Nothing is encoded or decoded. Peers can be taken down, and the network can be cut in two; both look like silence.
 """
 
 import random
@@ -38,8 +37,7 @@ class DirectNetwork:
         """Every call placed: from where, to where, method."""
 
     def caller(self, address: Address | None, peer_id: PeerId) -> "DirectCaller":
-        """A new caller; it can be called if it has an address. A second one at an address replaces the
-        first."""
+        """A new caller; it can be called if it has an address. A second one at an address replaces the first."""
         caller = DirectCaller(self, address, peer_id)
         if address is not None:
             self._callers[address] = caller

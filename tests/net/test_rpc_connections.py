@@ -313,8 +313,7 @@ async def test_a_peer_that_never_says_hello_is_dropped(autojump_clock: trio.test
 
 
 async def test_calls_given_up_before_they_could_be_sent(autojump_clock: trio.testing.MockClock) -> None:
-    """While the peer takes nothing, given-up calls leave the queue; what is sent later is whole and in
-    order."""
+    """While the peer takes nothing, given-up calls leave the queue; what is sent later is whole and in order."""
     link = SilentLink()
     transport = SlowTransport(link)
     transport.open.set()

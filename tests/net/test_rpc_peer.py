@@ -53,8 +53,7 @@ async def test_a_call_carries_body_and_tensors_both_ways() -> None:
 
 
 async def test_the_handler_knows_its_caller() -> None:
-    """Peer id, and where the caller listens: the host that it comes from, the port that it announced, or
-    None."""
+    """Peer id, and where the caller listens: the host that it comes from, the port that it announced, or None."""
     seen: list[tuple[PeerId, Address | None]] = []
 
     async def remember(request: Request) -> Reply:
@@ -242,8 +241,7 @@ async def test_a_method_has_a_bounded_number_of_places() -> None:
 
 
 async def test_refusals_carry_the_handlers_message() -> None:
-    """CallRefused and PeerBusy of a handler arrive as they were raised; unknown methods are refused by
-    name."""
+    """CallRefused and PeerBusy of a handler arrive as they were raised; unknown methods are refused by name."""
 
     async def refuse(request: Request) -> Reply:
         raise CallRefused("expected float32, got int8")
