@@ -37,6 +37,11 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=(_STATE, _FACTS))
 
+    def latest_step(self) -> int | None:
+        """Number of the newest checkpoint, None if there is none."""
+        step = self._manager.latest_step()
+        return None if step is None else int(step)
+
     def save(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
         """Write a checkpoint unless there is one of this step already.
 
@@ -64,7 +69,7 @@ class Checkpoints:
         Raises:
           CheckpointError: there is none, or its structure, shapes or dtypes are others.
         """
-        step = self._manager.latest_step()
+        step = self.latest_step()
         if step is None:
             raise CheckpointError(f"there is no checkpoint in {self._folder}")
         saved = self._manager.restore(step, args=ocp.args.Composite(**{_FACTS: ocp.args.JsonRestore()}))[_FACTS]

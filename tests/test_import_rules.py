@@ -29,6 +29,7 @@ SHELLS = {
     "dmoe_jax.mixture.fan_out",
     "dmoe_jax.mixture.remote",
     "dmoe_jax.node.device",
+    "dmoe_jax.node.saving",
     "dmoe_jax.node.server",
     "dmoe_jax.trainer",
     "dmoe_jax.cli",

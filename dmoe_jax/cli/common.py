@@ -2,29 +2,22 @@
 
 import contextlib
 import io
-import logging
 import os
 import random
-import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import trio
 import tyro
 
 from net.clock import SwarmClock
 from net.dht.node import DhtNode, open_dht_node
-from net.errors import NetError
 from net.identity import Address, PeerId
 from net.rpc.peer import RpcPeer, open_rpc_peer
 from net.transport.tcp import TcpTransport
-
-EXIT_INTERRUPTED = 130
-"""128 + SIGINT: what a shell reports for a command that Ctrl-C ended."""
 
 
 class UsageError(Exception):
@@ -113,36 +106,6 @@ async def join_swarm(*, listen: str | None, join: Sequence[str]) -> AsyncIterato
             yield SwarmPeer(rpc, dht, clock)
 
 
-def run_until_done(main: Callable[[], Awaitable[int]], *, exit_on_stdin_eof: bool = False) -> int:
-    """Run an async command to its end, or until SIGINT or SIGTERM cancels it; returns the exit status.
-
-    Swarm and data errors become one line. With `exit_on_stdin_eof` the command also ends when standard input closes,
-    that is, when the process that started it is gone.
-    """
-    _set_up_logging()
-    status = EXIT_INTERRUPTED
-
-    async def supervise() -> None:
-        nonlocal status
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_cancel_on_signal, nursery.cancel_scope)
-            if exit_on_stdin_eof:
-                nursery.start_soon(_cancel_on_stdin_eof, nursery.cancel_scope)
-            status = await main()
-            nursery.cancel_scope.cancel()
-
-    try:
-        trio.run(supervise)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BaseException as error:
-        leaves = _leaves(error)
-        if not all(isinstance(leaf, NetError | UsageError) for leaf in leaves):
-            raise
-        fail(str(leaves[0]))
-    return status
-
-
 def set_up_jax() -> None:
     """Turn on XLA's persistent cache, so that a process started again compiles nothing.
 
@@ -159,32 +122,3 @@ def set_up_jax() -> None:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    """The exceptions in an exception group, however deep; nurseries wrap even a single one."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for child in error.exceptions for leaf in _leaves(child)]
-    return [error]
-
-
-def _set_up_logging() -> None:
-    level = os.environ.get("DMOE_LOGLEVEL", "WARNING").upper()
-    if level not in logging.getLevelNamesMapping():
-        raise UsageError(f"DMOE_LOGLEVEL must be a level such as INFO or DEBUG, got {level!r}")
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
-async def _cancel_on_signal(scope: trio.CancelScope) -> None:
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async for _ in signals:
-            scope.cancel()
-            return
-
-
-async def _cancel_on_stdin_eof(scope: trio.CancelScope) -> None:
-    async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stdin:
-        with contextlib.suppress(trio.BrokenResourceError):
-            while await stdin.receive_some(4096):
-                pass
-    scope.cancel()

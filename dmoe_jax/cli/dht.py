@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import trio
 
-from dmoe_jax.cli.common import join_swarm, run_until_done
+from dmoe_jax.cli.common import join_swarm
+from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +23,10 @@ class DhtCommand:
         """Serve until interrupted; the exit status."""
         return run_until_done(self._serve, exit_on_stdin_eof=self.exit_on_stdin_eof)
 
-    async def _serve(self) -> int:
+    async def _serve(self, stop: Stop) -> int:
         async with join_swarm(listen=self.listen, join=self.join) as peer:
             print(f"DHT peer {peer.rpc.peer_id.short} listens on {peer.rpc.address}")
             print(f"Join it with:  dmoe node --join {peer.rpc.address}", flush=True)
-            await trio.sleep_forever()
+            with stop.body():
+                await trio.sleep_forever()
+        return EXIT_INTERRUPTED

@@ -2,12 +2,14 @@
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import trio
 import tyro
 
-from dmoe_jax.cli.common import UsageError, join_swarm, run_until_done, set_up_jax
+from dmoe_jax.cli.common import UsageError, join_swarm, set_up_jax
+from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.options import ExpertOptions
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 
@@ -34,6 +36,10 @@ class NodeCommand:
     """Answer backward requests without learning from them: the control run that shows what experts contribute."""
     seed: int = 0
     """Seed of the experts' initial parameters; with the uid it decides them, on whichever node they live."""
+    checkpoint_dir: Path | None = None
+    """Folder for the experts' checkpoints. If it holds some already, the experts go on from the latest."""
+    checkpoint_period_s: float = 60.0
+    """Seconds between checkpoints; one more is written when the node is stopped."""
     warm_up_rows: int = 16
     """Compile for batches of up to this many samples before announcing the experts."""
     max_batch_rows: int = 256
@@ -47,12 +53,13 @@ class NodeCommand:
         """Serve until interrupted; the exit status."""
         return run_until_done(self._serve, exit_on_stdin_eof=self.exit_on_stdin_eof)
 
-    async def _serve(self) -> int:
+    async def _serve(self, stop: Stop) -> int:
         from dmoe_jax.node.device import ThreadDevice
         from dmoe_jax.node.server import NodeConfig, open_expert_node
 
-        if not self.announce_period_s > 0:
-            raise UsageError(f"--announce-period-s must be positive, got {self.announce_period_s}")
+        for name in ("announce_period_s", "checkpoint_period_s"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
         uids = self._uids()
         set_up_jax()
         device = ThreadDevice()
@@ -69,11 +76,35 @@ class NodeCommand:
             # Joined first: a taken port or an unreachable swarm is reported before minutes of compilation.
             started = time.perf_counter()
             backends = await device.run(self._make_backends, uids)
+            saver = self._saver(backends, device)
             print(f"{len(uids)} experts ready after {time.perf_counter() - started:.1f} s", flush=True)
             async with open_expert_node(peer.rpc, peer.dht, backends, device=device, config=config):
                 print(f"Node {peer.rpc.peer_id.short} serves {len(uids)} experts on {peer.rpc.address}")
                 print(f"Join it with:  dmoe train --join {peer.rpc.address}", flush=True)
-                await trio.sleep_forever()
+                with stop.body():
+                    if saver is None:
+                        await trio.sleep_forever()
+                    await saver.run(self.checkpoint_period_s)
+            if saver is not None:
+                # After the withdrawal: nobody sends gradients any more.
+                with trio.CancelScope(shield=True):
+                    await saver.save()
+        return EXIT_INTERRUPTED
+
+    def _saver(self, backends: dict[str, Any], device: Any) -> Any:
+        """The `dmoe_jax.node.saving.ExpertSaver` of this node, after restoring what it finds; None without a folder."""
+        if self.checkpoint_dir is None:
+            return None
+        from dmoe_jax.node.saving import ExpertSaver
+
+        try:
+            saver = ExpertSaver(self.checkpoint_dir, backends, device)
+            restored = saver.restore()
+        except (ValueError, OSError) as error:
+            raise UsageError(str(error)) from error
+        if restored is not None:
+            print(f"going on from a checkpoint in {self.checkpoint_dir} ({restored} updates)")
+        return saver
 
     def _uids(self) -> list[ExpertUid]:
         try:

@@ -7,7 +7,8 @@ from typing import Any
 import trio
 
 from dmoe_jax import directory
-from dmoe_jax.cli.common import SwarmPeer, UsageError, join_swarm, run_until_done
+from dmoe_jax.cli.common import SwarmPeer, UsageError, join_swarm
+from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from net.errors import NetError
 from net.identity import Contact
 
@@ -42,7 +43,8 @@ class StatusCommand:
         """Show the table; the exit status."""
         return run_until_done(self._show)
 
-    async def _show(self) -> int:
+    async def _show(self, stop: Stop) -> int:
+        del stop  # nothing to take back: a client leaves no trace
         if not self.join:
             raise UsageError("--join needs at least one HOST:PORT")
         if not self.interval_s > 0:

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dmoe_jax.cli.common import UsageError, join_swarm, run_until_done, set_up_jax
+from dmoe_jax.cli.common import UsageError, join_swarm, set_up_jax
+from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.options import ExpertOptions
 
 
@@ -76,7 +77,8 @@ class TrainCommand:
         """Train; the exit status."""
         return run_until_done(self._train, exit_on_stdin_eof=self.exit_on_stdin_eof)
 
-    async def _train(self) -> int:
+    async def _train(self, stop: Stop) -> int:
+        del stop  # a cancelled run writes its report by itself
         self._check()
         set_up_jax()
         from dmoe_jax.cli.training import run_training

@@ -10,7 +10,8 @@ from typing import Any
 import trio
 
 from dmoe_jax.cli.assembly import TrainingParts, assemble, wait_for_experts
-from dmoe_jax.cli.common import EXIT_INTERRUPTED, SwarmPeer, UsageError
+from dmoe_jax.cli.common import SwarmPeer, UsageError
+from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED
 from dmoe_jax.cli.progress import TrainingProgress
 from dmoe_jax.cli.saving import RunSaver, RunTotals
 from dmoe_jax.cli.train import TrainCommand

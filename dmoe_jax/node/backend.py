@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -89,6 +90,16 @@ class ExpertBackend:
     def params(self) -> PyTree:
         """The current parameters. Valid until the next `backward`, which donates them."""
         return self._params
+
+    @property
+    def state(self) -> dict[str, PyTree]:
+        """Parameters and optimiser state; valid until the next `backward`, like `params`."""
+        return {"params": self._params, "opt_state": self._opt_state}
+
+    def load(self, state: dict[str, PyTree], *, update_count: int) -> None:
+        """Take up a saved state of the same structure."""
+        self._params, self._opt_state = jax.tree.map(jnp.asarray, (state["params"], state["opt_state"]))
+        self.update_count = update_count
 
     def forward(self, inputs: Sequence[Array]) -> Array:
         """Output for `inputs`, each [rows, ...]. Rows are padded to a power of two and cut again."""

@@ -236,8 +236,9 @@ async def open_expert_node(
 ) -> AsyncIterator[ExpertNode]:
     """Serve `backends` (by uid) at `caller` and announce them in the DHT while the context is open.
 
-    The experts should be warm (`ExpertBackend.warm_up`) before: they are announced at once. On leaving, also by
-    cancellation, they are withdrawn from the DHT within two seconds (best effort) and waiting requests are dropped.
+    The experts should be warm (`ExpertBackend.warm_up`) before: they are announced at once. On leaving they
+    are withdrawn from the DHT within two seconds, for which `caller` and `dht` must still run, and waiting requests are
+    dropped. If everything is cancelled at once, they expire instead.
 
     Raises:
       ValueError: if the peer does not listen, or there is nothing to serve.

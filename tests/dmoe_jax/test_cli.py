@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -99,6 +100,26 @@ def test_a_peer_can_be_joined_and_its_port_is_taken(capsys: pytest.CaptureFixtur
         assert json.loads(capsys.readouterr().out) == {"swarm": "dmoe", "nodes": []}
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 130
+
+
+def nodes_of(address: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """What `dmoe status --json` lists."""
+    with pytest.raises(SystemExit):
+        main(["status", "--join", address, "--json"])
+    nodes: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["nodes"]
+    return nodes
+
+
+def test_a_stopped_node_is_gone_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGTERM lets a node withdraw: it is listed while it serves and not a moment longer."""
+    tiny = ["--d-model", "8", "--num-heads", "2", "--d-ff", "8", "--seq-len", "2", "--mem-len", "2"]
+    with running("dht") as (_, address):
+        with running("node", "--join", address, "--experts", "layer0.[0:2]", "--warm-up-rows", "1", *tiny) as (node, _):
+            (listed,) = nodes_of(address, capsys)
+            assert listed["status"]["updates"] == {"layer0.0": 0, "layer0.1": 0}
+            node.terminate()
+            assert node.wait(timeout=20) == 130
+        assert nodes_of(address, capsys) == []
 
 
 def test_a_peer_ends_with_the_process_that_started_it() -> None:

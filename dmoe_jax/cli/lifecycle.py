@@ -1,0 +1,112 @@
+"""How a command begins and ends: logging, signals, one-line errors, and leaving in order.
+
+A command that is asked to stop (SIGINT, SIGTERM, or the end of the process that started it) must still be able to talk:
+a node withdraws its experts from the DHT. So only the command's *body* is cancelled first, and the contexts around it
+close from the inside out. Whatever is not over after five seconds, or at a second signal, is cancelled as a whole.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+
+import trio
+
+from dmoe_jax.cli.common import UsageError, fail
+from net.errors import NetError
+
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT: what a shell reports for a command that Ctrl-C ended."""
+
+_LEAVE_TIMEOUT_S = 5.0
+"""For leaving in order. Withdrawing takes at most two seconds; the rest is closing connections."""
+
+
+class Stop:
+    """Someone's wish that the command end, and what to cancel for it."""
+
+    def __init__(self, everything: trio.CancelScope) -> None:
+        self._everything = everything
+        self._body: trio.CancelScope | None = None
+
+    @contextlib.contextmanager
+    def body(self) -> Iterator[None]:
+        """The part of a command that runs until it is stopped; it then ends quietly and the command goes on behind it."""
+        with trio.CancelScope() as scope:
+            self._body = scope
+            try:
+                yield
+            finally:
+                self._body = None
+
+    def request(self) -> None:
+        """Ask for the end: of the body if the command has one just now, else of everything; the second time anyhow."""
+        if self._body is None or self._body.cancel_called:
+            self._everything.cancel()
+        else:
+            self._body.cancel()
+            self._everything.deadline = trio.current_time() + _LEAVE_TIMEOUT_S
+
+
+def run_until_done(main: Callable[[Stop], Awaitable[int]], *, exit_on_stdin_eof: bool = False) -> int:
+    """Run an async command to its end, or until it is stopped; returns the exit status.
+
+    Swarm errors and the user's mistakes become one line.
+
+    Args:
+      main: the command. It may mark its body with the `Stop` that it is given; one without is cancelled as a whole.
+      exit_on_stdin_eof: also stop when standard input closes, that is, when the process that started this one is gone.
+    """
+    _set_up_logging()
+    status = EXIT_INTERRUPTED
+
+    async def supervise() -> None:
+        nonlocal status
+        async with trio.open_nursery() as nursery:
+            stop = Stop(nursery.cancel_scope)
+            nursery.start_soon(_stop_on_signal, stop)
+            if exit_on_stdin_eof:
+                nursery.start_soon(_stop_on_stdin_eof, stop)
+            status = await main(stop)
+            nursery.cancel_scope.cancel()
+
+    try:
+        trio.run(supervise)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BaseException as error:
+        leaves = _leaves(error)
+        if not all(isinstance(leaf, NetError | UsageError) for leaf in leaves):
+            raise
+        fail(str(leaves[0]))
+    return status
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions in an exception group, however deep; nurseries wrap even a single one."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for child in error.exceptions for leaf in _leaves(child)]
+    return [error]
+
+
+def _set_up_logging() -> None:
+    level = os.environ.get("DMOE_LOGLEVEL", "WARNING").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise UsageError(f"DMOE_LOGLEVEL must be a level such as INFO or DEBUG, got {level!r}")
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+async def _stop_on_signal(stop: Stop) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            stop.request()
+
+
+async def _stop_on_stdin_eof(stop: Stop) -> None:
+    async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stdin:
+        with contextlib.suppress(trio.BrokenResourceError):
+            while await stdin.receive_some(4096):
+                pass
+    stop.request()

@@ -1,0 +1,78 @@
+"""A node's experts on disk: parameters, optimiser state and update counts, saved while it serves.
+
+A node that starts with the folder of an earlier one takes its experts up where they were last saved. What was learnt
+since is lost with a killed node; a node that is stopped saves once more.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from dmoe_jax.checkpoints import Checkpoints, host_copy
+from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.device import Device
+
+logger = logging.getLogger(__name__)
+
+PyTree = Any
+
+
+class ExpertSaver:
+    """Saves and restores the experts of one node.
+
+    Args:
+      folder: of the checkpoints; made if it is not there.
+      backends: the experts by uid; restored in place.
+      device: copies their state between two batches, so that a checkpoint is of one moment.
+    """
+
+    def __init__(self, folder: Path, backends: Mapping[str, ExpertBackend], device: Device) -> None:
+        self._checkpoints = Checkpoints(folder)
+        self._backends = dict(backends)
+        self._device = device
+        self._saved_updates = -1
+
+    def restore(self) -> int | None:
+        """Load the latest checkpoint, if there is one; returns the updates that its experts had taken in all.
+
+        Raises:
+          CheckpointError: it holds other experts, or experts of another shape.
+        """
+        if self._checkpoints.latest_step() is None:
+            return None
+        _, state, facts = self._checkpoints.restore_latest(self._state())
+        for uid, backend in self._backends.items():
+            backend.load(state[uid], update_count=facts["updates"][uid])
+        return self._total_updates()
+
+    async def save(self) -> None:
+        """Write a checkpoint unless nothing was learnt since the last. If cancelled, it is written or absent."""
+        if self._total_updates() == self._saved_updates:
+            return
+        total, updates, state = await self._device.run(self._snapshot)
+        # Numbered by updates: they only grow, through restarts too.
+        await trio.to_thread.run_sync(self._checkpoints.save, total, state, {"updates": updates})
+        self._saved_updates = total
+
+    async def run(self, period_s: float) -> None:
+        """Save again and again. A full disk is reported and does not stop the node."""
+        while True:
+            await trio.sleep(period_s)
+            try:
+                await self.save()
+            except OSError as error:
+                logger.warning("could not save the experts: %s", error)
+
+    def _snapshot(self) -> tuple[int, dict[str, int], PyTree]:
+        """Counts and copies of one moment: on the device's thread no batch can come between them."""
+        updates = {uid: backend.update_count for uid, backend in self._backends.items()}
+        return self._total_updates(), updates, host_copy(self._state())
+
+    def _state(self) -> dict[str, PyTree]:
+        return {uid: backend.state for uid, backend in self._backends.items()}
+
+    def _total_updates(self) -> int:
+        return sum(backend.update_count for backend in self._backends.values())
