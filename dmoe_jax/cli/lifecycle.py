@@ -33,7 +33,7 @@ class Stop:
 
     @contextlib.contextmanager
     def body(self) -> Iterator[None]:
-        """The part of a command that runs until it is stopped; it then ends quietly and the command goes on behind it."""
+        """The part of a command that runs until it is stopped; it then ends quietly and the command goes on."""
         with trio.CancelScope() as scope:
             self._body = scope
             try:

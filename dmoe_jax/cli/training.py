@@ -233,12 +233,13 @@ class TrainingRun:
             print(json.dumps(headline))
 
     def _headline(self, baseline: float) -> dict[str, Any]:
+        unigram = self._unigram_of(self._evaluation) if self._evaluation else baseline
         statistics, evaluation, totals = self._parts.statistics, self._evaluation, self._totals
         return {
             "corpus": self._parts.corpus.name,
             "validation_perplexity": evaluation.perplexity if evaluation else None,
-            "unigram_perplexity": baseline,
-            "perplexity_over_unigram": evaluation.perplexity / self._unigram_of(evaluation) if evaluation else None,
+            "unigram_perplexity": unigram,
+            "perplexity_over_unigram": evaluation.perplexity / unigram if evaluation else None,
             "evaluated_tokens": evaluation.targets.size if evaluation else 0,
             "steps": self._parts.trunk.step,
             "trainers": self._command.num_trainers,

@@ -28,6 +28,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 # connection, and the grace time cuts every call to it short before its deadline does.
 _LATE_LIMIT = 3
 
+# Peers come and go for months; beyond this many that were late once or twice, the counting starts afresh.
+_MAX_LATE_PEERS = 4096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPolicy:
@@ -186,6 +189,8 @@ class ExpertCaller:
         self.statistics.late += 1
         late = self._late_in_a_row.get(call.contact, 0) + 1
         if late < _LATE_LIMIT:
+            if len(self._late_in_a_row) >= _MAX_LATE_PEERS:
+                self._late_in_a_row.clear()
             self._late_in_a_row[call.contact] = late
         else:
             self._late_in_a_row.pop(call.contact, None)

@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dmoe_jax.cli.common import parse_command_line
-from dmoe_jax.runs.run_folder import append_metric, read_metrics
+from dmoe_jax.runs.report import write_report
+from dmoe_jax.runs.run_folder import RunFolder, append_metric, read_metrics
 from experiments.local_swarm import LocalSwarm, ProcessFailed, SwarmProcess, open_local_swarm
 
 _EXIT_INTERRUPTED = 130
@@ -42,8 +43,8 @@ class DemoSettings:
     """Trunk updates, all trainers together."""
     max_minutes: float = 2.7
     """The trainer stops after this many minutes even if steps are left."""
-    kill_node: bool = True
-    """Kill one node with SIGKILL after half of the training."""
+    spare_nodes: bool = False
+    """Let every node live, instead of killing one with SIGKILL after half of the training."""
     freeze_experts: bool = False
     """Control run: experts answer but do not learn."""
 
@@ -112,18 +113,38 @@ async def run_demo(settings: DemoSettings) -> int:
             "trainer", _trainer_command(settings, nodes, out, steps=steps, max_minutes=max_minutes)
         )
         async with trio.open_nursery() as nursery:
-            if settings.kill_node:
+            if not settings.spare_nodes:
                 nursery.start_soon(_kill_in_the_middle, nodes[-1], out, steps // 2, console)
             status = await trainer.process.wait()
             nursery.cancel_scope.cancel()
     if status != 0:
         raise ProcessFailed(f"the trainer ended with status {status}")
     headline = headline_of(read_metrics(out / "metrics.jsonl"))
+    # The trainer wrote a report of what it saw; this one adds what was done to it, and the command that does it again.
+    write_report(
+        RunFolder(out),
+        headline,
+        title=f"Demonstration: DMoE Transformer-XL on {headline['corpus']}",
+        summary=f"One DHT peer, {settings.num_nodes} expert nodes, {settings.num_trainers} asynchronous trainers, "
+        "all over TCP on one machine.",
+        command=_own_command(settings),
+    )
     console.print(headline_table(headline))
     console.print(f"run folder: {out} (figure.png, report.md, metrics.jsonl, config.json); logs: {logs}")
     if settings.json:
         print(json.dumps(headline))
     return 0
+
+
+def _own_command(settings: DemoSettings) -> str:
+    """The command line of this demonstration, with what differs from the defaults."""
+    words = ["python -m experiments.demo"]
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if value != field.default and field.name not in ("out", "json"):
+            flag = "--" + field.name.replace("_", "-")
+            words.append(flag if value is True else f"{flag} {value}")
+    return " ".join(words)
 
 
 async def _start_nodes(swarm: LocalSwarm, settings: DemoSettings, console: Console) -> list[SwarmProcess]:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,8 +28,9 @@ from dmoe_jax.node.device import ThreadDevice
 from dmoe_jax.node.server import NodeConfig, open_expert_node
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.report import write_report
-from dmoe_jax.runs.run_folder import RunFolder
+from dmoe_jax.runs.run_folder import FIGURE, RunFolder
 from dmoe_jax.trainer import SharedTrunk, SwarmModel, Trainer
+from experiments.overlap.figure import overlap_figure
 from net.clock import SwarmClock
 from net.dht.node import DhtNode, open_dht_node
 from net.identity import Address, PeerId
@@ -61,6 +63,8 @@ class OverlapSettings:
 
 
 GRID = (2, 2)
+BAR = 1.5
+"""A round may take this multiple of the waits on its critical path."""
 
 
 class DelayedCaller:
@@ -106,6 +110,8 @@ def main() -> None:
         fail(str(error), prog="overlap")
     console = Console(stderr=settings.json)
     headline = trio.run(_measure, settings, folder, console)
+    rounds = [record["wall_s"] for record in folder.metrics() if record["kind"] == "round"]
+    overlap_figure(rounds, headline["critical_path_s"], BAR, settings.trainers, folder.path / FIGURE)
     write_report(folder, headline, title="Overlap of asynchronous trainers")
     table = Table(title="Overlap of asynchronous trainers", show_header=False, title_justify="left")
     for name, value in headline.items():
@@ -115,7 +121,7 @@ def main() -> None:
         print(json.dumps(headline))
 
 
-async def _measure(settings: OverlapSettings, folder: RunFolder, console: Console) -> dict[str, object]:
+async def _measure(settings: OverlapSettings, folder: RunFolder, console: Console) -> dict[str, Any]:
     steps = 3 if settings.quick else settings.steps
     critical_path_s = 2 * settings.num_layers * settings.delay_s
     async with _open_trainers(settings) as trainers:
