@@ -7,7 +7,7 @@ them under one deadline and one quorum and returns the answers by call, None for
 import logging
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +106,8 @@ class ExpertCaller:
         calls: Sequence[ExpertCall],
         tensors: Sequence[Sequence[Array]],
         *,
+        reply_shapes: Sequence[tuple[int, ...]],
+        dtype: str,
         num_samples: int,
         policy: CallPolicy,
         retry: bool = False,
@@ -115,18 +117,27 @@ class ExpertCaller:
         Args:
           method: "expert.forward" or "expert.backward".
           calls: the requests. tensors: the arrays of each.
+          reply_shapes: of the tensors that each answer must carry, without the rows. dtype: their type.
           num_samples: samples of the batch, for the quorum.
           retry: whether a call whose connection broke is sent once more with the same request id.
 
-        If cancelled, every call is cancelled, at the nodes too. Never raises for what a peer did.
+        An answer of another shape, or with NaN or infinity in it, is none: it counts neither for the quorum nor for the
+        peer. If cancelled, every call is cancelled, at the nodes too. Never raises for what a peer did.
         """
+
+        def fault_in(call: ExpertCall, reply: Reply) -> str | None:
+            expected = [((len(call.rows), *shape), np.dtype(dtype)) for shape in reply_shapes]
+            if [(tensor.shape, tensor.dtype) for tensor in reply.tensors] != expected:
+                return "tensors of another shape or type"
+            return None if all(np.isfinite(tensor).all() for tensor in reply.tensors) else "NaN or infinity"
+
         quorum = Quorum([call.rows for call in calls], num_samples=num_samples, k_min=policy.k_min)
         replies: list[Reply | None] = [None] * len(calls)
         finished = [False] * len(calls)
 
         async def place(index: int) -> None:
             body: Body = {"uid": calls[index].uid, "request_id": secrets.token_bytes(16)}
-            reply = await self._call(method, calls[index], body, tensors[index], policy, retry=retry)
+            reply = await self._call(method, calls[index], body, tensors[index], policy, fault_in, retry=retry)
             finished[index] = True
             replies[index] = reply
             if reply is None:
@@ -152,6 +163,7 @@ class ExpertCaller:
         body: Body,
         tensors: Sequence[Array],
         policy: CallPolicy,
+        fault_in: Callable[[ExpertCall, Reply], str | None],
         *,
         retry: bool,
     ) -> Reply | None:
@@ -166,10 +178,11 @@ class ExpertCaller:
                 self._note_failure(call, error)
                 break
             else:
-                if all(np.isfinite(tensor).all() for tensor in reply.tensors):
+                fault = fault_in(call, reply)
+                if fault is None:
                     self._note_success(call)
                     return reply
-                self._note_failure(call, RemoteProtocolError(f"expert {call.uid} answered NaN or infinity"))
+                self._note_failure(call, RemoteProtocolError(f"expert {call.uid} answered {fault}"))
                 break
         return None
 

@@ -14,7 +14,6 @@ own residual connection), and no row is ever NaN.
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,16 +135,20 @@ class _LayerCall:
         batch = host[0].shape[0]
         tensors = [[array[call.rows] for array in host] for call in self._calls]
         replies = await mixture._caller.fan_out(
-            "expert.forward", self._calls, tensors, num_samples=batch, policy=mixture._config.policy
+            "expert.forward",
+            self._calls,
+            tensors,
+            reply_shapes=[spec.shape],
+            dtype=spec.dtype,
+            num_samples=batch,
+            policy=mixture._config.policy,
         )
         outputs = np.zeros((batch, self._k_best, *spec.shape), spec.dtype)
         self.answered = np.zeros((batch, self._k_best), bool)
-        for index, (call, slots, reply) in enumerate(zip(self._calls, self._slots, replies, strict=True)):
-            if reply is None or not _fits(reply, [(len(call.rows), *spec.shape)], spec.dtype):
-                replies[index] = None
-                continue
-            outputs[call.rows, slots] = reply.tensors[0]
-            self.answered[call.rows, slots] = True
+        for call, slots, reply in zip(self._calls, self._slots, replies, strict=True):
+            if reply is not None:
+                outputs[call.rows, slots] = reply.tensors[0]
+                self.answered[call.rows, slots] = True
         self._check_shortfall()
         return outputs, (tensors, replies)
 
@@ -160,21 +163,22 @@ class _LayerCall:
             [*tensors[index], np.ascontiguousarray(grads[self._calls[index].rows, self._slots[index]])]
             for index in asked
         ]
+        specs = mixture._expert.inputs
+        sums = [np.zeros((grads.shape[0], *spec.shape), spec.dtype) if spec.differentiable else None for spec in specs]
+        wanted = [array for array in sums if array is not None]
         returned = await mixture._caller.fan_out(
             "expert.backward",
             calls,
             messages,
+            reply_shapes=[array.shape[1:] for array in wanted],
+            dtype=specs[0].dtype,
             num_samples=grads.shape[0],
             policy=mixture._config.policy,
             retry=True,
         )
-        specs = mixture._expert.inputs
-        sums = [np.zeros((grads.shape[0], *spec.shape), spec.dtype) if spec.differentiable else None for spec in specs]
-        wanted = [array for array in sums if array is not None]
         for index, reply in zip(asked, returned, strict=True):
-            call = self._calls[index]
-            shapes = [(len(call.rows), *array.shape[1:]) for array in wanted]
-            if reply is not None and _fits(reply, shapes, specs[0].dtype):
+            if reply is not None:
+                call = self._calls[index]
                 for array, grad in zip(wanted, reply.tensors, strict=True):
                     array[call.rows] += grad
                 self._note(call, replies[index], reply)
@@ -217,8 +221,3 @@ def mix_segment(router: Router) -> Any:
         return jnp.where(anybody, mixed, fallback), router.aux_loss(scores, indices, answered)
 
     return mix
-
-
-def _fits(reply: Reply, shapes: Sequence[tuple[int, ...]], dtype: str) -> bool:
-    """Whether a reply carries tensors of these shapes. An expert that lies about its shape counts as silent."""
-    return [(tensor.shape, tensor.dtype) for tensor in reply.tensors] == [(s, np.dtype(dtype)) for s in shapes]

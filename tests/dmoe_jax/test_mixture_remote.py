@@ -193,6 +193,9 @@ async def test_a_lying_node_counts_as_silent(autojump_clock: trio.testing.MockCl
         loss, grads = await remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=6))(params, targets)
         assert np.isfinite(loss)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+        # A lie is held against the peer; a refusal is an honest answer, and merely brings nothing.
+        assert swarm.statistics.failed == 3
+        assert swarm.directory.avoided() == (() if lie == "refusal" else (callers[0].peer_id,))
         # Six experts in turn on two nodes: all six were asked, the honest three learnt.
         assert sorted(backend.update_count for backend in swarm.backends.values()) == [0, 0, 0, 1, 1, 1]
 
