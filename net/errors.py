@@ -29,6 +29,10 @@ class DialFailed(PeerUnavailable):
     """No connection could be made: nobody listens there, or the handshake did not finish."""
 
 
+class HandshakeFailed(PeerUnavailable):
+    """A link came up, but its other end is not who it should be, is not admitted, or speaks another protocol."""
+
+
 class PeerTimeout(PeerUnavailable):
     """The call's deadline passed. The peer may or may not have carried it out."""
 

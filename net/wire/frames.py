@@ -1,45 +1,64 @@
-"""Frames: what a link carries. A preamble of fixed size, a small CBOR header, and the tensors' raw bytes.
+"""Frames: what a link carries. A small CBOR header and the tensors' raw bytes, cut into parts that may interleave.
 
-On a byte stream, a frame is
+A byte stream is a sequence of parts, each with a preamble of 16 bytes:
 
-    3 bytes   magic "DMX"
-    1 byte    version of everything on the wire (1)
-    4 bytes   header length, unsigned, big-endian, at most 64 KiB
-    8 bytes   body length, unsigned, big-endian
-    header    canonical CBOR map (`net.wire.codec`); its key "tensors", present when there are any, is their
-    table body      the tensors (`net.wire.tensors` gives the layout)
+    2 bytes   magic "DX"
+    1 byte    version of everything on the wire (2)
+    1 byte    kind of part
+    4 bytes   number, unsigned, big-endian
+    8 bytes   length, unsigned, big-endian
 
-`FrameReader` is the stream's parser without the stream: the shell asks it where to receive, tells it how much came,
-and takes frames out. Small frames are parsed out of one scratch buffer, all that a `recv` brought; a body that has
-not arrived whole is received straight into the fresh aligned buffer in which its tensors will live.
+    kind      number          length          what follows
+    0 WHOLE   header length   body length     a complete frame: header, then body (at most 256 KiB)
+    1 OPEN    header length   body length     the header of a frame with a larger body, which comes in chunks
+    2 CHUNK   stream          chunk length    the next bytes of that frame's body (1 byte to 1 MiB)
+    3 RESET   stream          0               nothing: the sender gave the frame up, as if it had never begun
+
+The frames that a sender opens on a link are numbered as streams 0, 1, 2, ... (modulo 2**32) in the order of their OPEN
+parts; the number is not sent, so it cannot be forged. Chunks of several streams may interleave and WHOLE parts may
+stand between them: that is why a small call never waits for a large tensor. A frame is complete, and delivered, with
+the last byte of its body; so frames arrive in the order in which they were completed.
+
+The header is a canonical CBOR map (`net.wire.codec`) of at most 64 KiB; its key "tensors", present when there are any,
+is their table, and the body holds them (`net.wire.tensors` gives the layout). `net.wire.frame_reader` parses all this.
 """
 
+import enum
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from net.errors import LocalProtocolError, RemoteProtocolError
-from net.wire.codec import MAX_ENCODED_BYTES, decode_untrusted, encode
-from net.wire.tensors import (
-    Tensor,
-    aligned_buffer,
-    body_nbytes_untrusted,
-    buffers_of,
-    describe,
-    view_untrusted,
-)
+from net.errors import LocalProtocolError
+from net.wire.codec import MAX_ENCODED_BYTES, encode
+from net.wire.tensors import Outgoing, buffers_of, describe
 
-MAGIC = b"DMX"
-VERSION = 1
+MAGIC = b"DX"
+VERSION = 2
+"""Version 1 had no parts."""
+
 MAX_HEADER_BYTES = MAX_ENCODED_BYTES
 MAX_BODY_BYTES = 256 * 2**20
-"""Of one frame. The largest message is an expert's state (tens of MB); the rest travels in parts."""
+"""Of one frame. The largest message is an expert's state (tens of MB); the rest travels in several messages."""
 
-_PREAMBLE = struct.Struct("!3sBIQ")
-_SCRATCH_BYTES = 32 * 1024
-"""Where small frames land. 150 small calls fit; with a thousand connections it is 32 MB in all. It grows once, to at
-most a preamble and the largest header, if such a header comes."""
+CHUNK_BYTES = 256 * 1024
+"""The largest body that travels in one part, and the size into which larger ones are cut. A small call waits for the
+chunk that is being written: 0.3 ms at the gigabyte a second of an encrypted link. Smaller chunks cost throughput."""
+
+MAX_CHUNK_BYTES = 2**20
+"""What a receiver accepts: room for senders on faster links to choose otherwise."""
+
+PREAMBLE = struct.Struct("!2sBBIQ")
+NUM_STREAMS = 2**32
+
+
+class PartKind(enum.IntEnum):
+    """See the head of this file."""
+
+    WHOLE = 0
+    OPEN = 1
+    CHUNK = 2
+    RESET = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,34 +67,65 @@ class Frame:
 
     Attributes:
       header: small CBOR map; the key "tensors" belongs to this module.
-      tensors: arrays; on the receiving side read-only, 64-byte aligned, in a fresh buffer of the frame's own.
+      tensors: arrays. On the sending side they may ask for compression (`net.wire.compression.Compressed`); on the
+        receiving side they are plain, read-only, 64-byte aligned, in a fresh buffer of the frame's own.
+      body_nbytes: length of the body on the wire, bytes.
     """
 
     header: Mapping[str, Any]
-    tensors: tuple[Tensor, ...] = ()
+    tensors: tuple[Outgoing, ...] = ()
+    body_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedFrame:
-    """A frame ready to leave.
+    """A frame ready to be cut into parts.
 
     Attributes:
       frame: what a simulated link hands over without decoding.
-      head: preamble and header.
+      head: the encoded header.
       body: the tensors' bytes, aliasing the tensors: they must not be written to before the frame has left.
-      nbytes: length on the wire.
     """
 
     frame: Frame
     head: bytes
     body: tuple[bytes | memoryview, ...]
+
+    @property
+    def body_nbytes(self) -> int:
+        """Length of the body."""
+        return self.frame.body_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Length on the wire, without the preambles of chunks."""
+        return PREAMBLE.size + len(self.head) + self.body_nbytes
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it must be sent as an `OutgoingStream` and not as a `whole_part`."""
+        return self.body_nbytes > CHUNK_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a link sends in one go.
+
+    Attributes:
+      pieces: its bytes in order, preamble included. Large ones alias the tensors.
+      nbytes: their total.
+      frame: the frame that this part completes, None if more of it is to come: what a simulated link delivers.
+    """
+
+    pieces: tuple[bytes | memoryview, ...]
     nbytes: int
+    frame: Frame | None
 
 
 def encode_frame(
-    header: dict[str, Any], tensors: Sequence[Tensor] = (), *, max_body_bytes: int = MAX_BODY_BYTES
+    header: dict[str, Any], tensors: Sequence[Outgoing] = (), *, max_body_bytes: int = MAX_BODY_BYTES
 ) -> EncodedFrame:
-    """Lay out a frame; the tensors' bytes are not copied.
+    """Lay out a frame; the bytes of tensors that are not to be compressed are not copied.
 
     Raises:
       LocalProtocolError: the header is not encodable or too large, a tensor cannot be sent, or the body
@@ -89,111 +139,64 @@ def encode_frame(
     body_nbytes = sum(len(buffer) for buffer in body)
     if body_nbytes > max_body_bytes:
         raise LocalProtocolError(f"tensors take {body_nbytes} bytes, a message carries at most {max_body_bytes}")
-    return EncodedFrame(
-        frame=Frame(header=header, tensors=tuple(tensors)),
-        head=_PREAMBLE.pack(MAGIC, VERSION, len(head), body_nbytes) + head,
-        body=body,
-        nbytes=_PREAMBLE.size + len(head) + body_nbytes,
-    )
+    frame = Frame(header=header, tensors=tuple(tensors), body_nbytes=body_nbytes)
+    return EncodedFrame(frame=frame, head=head, body=body)
 
 
-class FrameReader:
-    """Incremental parser of one incoming byte stream.
+def whole_part(encoded: EncodedFrame) -> Part:
+    """The one part of a frame that is not large."""
+    assert not encoded.is_large
+    head = _preamble(PartKind.WHOLE, len(encoded.head), encoded.body_nbytes) + encoded.head
+    return Part(pieces=(head, *encoded.body), nbytes=len(head) + encoded.body_nbytes, frame=encoded.frame)
 
-    Use: receive into `buffer()`, report with `received(n)`, then call `next_frame_untrusted()` until it returns None.
-    Nothing is allocated for a length that a peer merely claims: a header grows the scratch buffer by at most 64 KiB,
-    and a body's buffer is allocated (pages untouched) once the header's tensor table agrees with the body length.
+
+class OutgoingStream:
+    """A large frame on its way, part by part.
+
+    Args:
+      encoded: a large frame.
+      number: how many streams were opened on this link before, modulo `NUM_STREAMS`.
     """
 
-    def __init__(self, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        self._max_body_bytes = max_body_bytes
-        self._scratch = bytearray(_SCRATCH_BYTES)
-        self._start = 0  # first byte of scratch not parsed yet
-        self._end = 0  # first byte of scratch not received yet
-        self._header: dict[str, Any] | None = None  # parsed, while its body is under way
-        self._table: list[Any] = []
-        self._body = memoryview(b"")
-        self._filled = 0  # bytes of the body received so far
+    def __init__(self, encoded: EncodedFrame, number: int) -> None:
+        assert encoded.is_large
+        self._encoded = encoded
+        self._number = number
+        self._is_open = False
+        self._index = 0  # the buffer of the body that comes next,
+        self._offset = 0  # and how much of it has left
+        self._left = encoded.body_nbytes
 
     @property
-    def at_boundary(self) -> bool:
-        """Whether all that was received belongs to complete frames: where a stream may end."""
-        return self._header is None and self._start == self._end
+    def is_done(self) -> bool:
+        """All parts have been taken."""
+        return self._left == 0
 
-    def buffer(self) -> memoryview:
-        """Where the next bytes of the stream belong; never empty once `next_frame_untrusted` has returned None.
+    def next_part(self) -> Part:
+        """The next part: first the header, then the body in chunks of `CHUNK_BYTES`."""
+        if not self._is_open:
+            self._is_open = True
+            head = _preamble(PartKind.OPEN, len(self._encoded.head), self._encoded.body_nbytes) + self._encoded.head
+            return Part(pieces=(head,), nbytes=len(head), frame=None)
+        nbytes = min(CHUNK_BYTES, self._left)
+        pieces: list[bytes | memoryview] = [_preamble(PartKind.CHUNK, self._number, nbytes)]
+        wanted = nbytes
+        while wanted:
+            buffer = self._encoded.body[self._index]
+            piece = memoryview(buffer)[self._offset : self._offset + wanted]
+            pieces.append(piece)
+            wanted -= len(piece)
+            self._offset += len(piece)
+            if self._offset == len(buffer):
+                self._index, self._offset = self._index + 1, 0
+        self._left -= nbytes
+        frame = None if self._left else self._encoded.frame
+        return Part(pieces=tuple(pieces), nbytes=PREAMBLE.size + nbytes, frame=frame)
 
-        Valid until the next call of any other method.
-        """
-        if self._header is not None:
-            return self._body[self._filled :]
-        if self._start == self._end:
-            self._start = self._end = 0
-        return memoryview(self._scratch)[self._end :]
+    def reset_part(self) -> Part:
+        """What to send instead of the rest."""
+        return Part(pieces=(_preamble(PartKind.RESET, self._number, 0),), nbytes=PREAMBLE.size, frame=None)
 
-    def received(self, nbytes: int) -> None:
-        """Record that `nbytes` bytes have been written to the front of `buffer()`."""
-        if self._header is not None:
-            self._filled += nbytes
-        else:
-            self._end += nbytes
 
-    def next_frame_untrusted(self) -> Frame | None:
-        """The next complete frame, or None when more bytes are needed.
-
-        Raises:
-          RemoteProtocolError: the stream is not made of frames. It cannot be resumed after that.
-        """
-        if self._header is None and not self._parse_head_untrusted():
-            return None
-        if self._filled < self._body.nbytes:
-            return None
-        assert self._header is not None
-        frame = Frame(header=self._header, tensors=view_untrusted(self._table, self._body))
-        self._header, self._body, self._filled = None, memoryview(b""), 0
-        return frame
-
-    def _parse_head_untrusted(self) -> bool:
-        """Parse preamble and header if they are there, and start the body with what came along with them."""
-        if self._end - self._start < _PREAMBLE.size:
-            self._make_room(_PREAMBLE.size)
-            return False
-        magic, version, header_nbytes, body_nbytes = _PREAMBLE.unpack_from(self._scratch, self._start)
-        if magic != MAGIC or version != VERSION:
-            raise RemoteProtocolError(f"not a frame of version {VERSION}: it starts with {magic + bytes([version])!r}")
-        if header_nbytes > MAX_HEADER_BYTES or body_nbytes > self._max_body_bytes:
-            raise RemoteProtocolError(
-                f"frame announces a header of {header_nbytes} and a body of {body_nbytes} bytes, "
-                f"at most {MAX_HEADER_BYTES} and {self._max_body_bytes} are allowed"
-            )
-        head_end = self._start + _PREAMBLE.size + header_nbytes
-        if self._end < head_end:
-            self._make_room(_PREAMBLE.size + header_nbytes)
-            return False
-        header = decode_untrusted(bytes(memoryview(self._scratch)[self._start + _PREAMBLE.size : head_end]))
-        if type(header) is not dict:
-            raise RemoteProtocolError("a frame's header must be a map")
-        self._table = header.pop("tensors", [])
-        if body_nbytes_untrusted(self._table) != body_nbytes:
-            raise RemoteProtocolError(f"tensor table and body length ({body_nbytes}) disagree")
-        self._header = header
-        self._start = head_end
-        self._start_body(body_nbytes)
-        return True
-
-    def _start_body(self, nbytes: int) -> None:
-        self._body = aligned_buffer(nbytes) if nbytes else memoryview(b"")
-        self._filled = min(nbytes, self._end - self._start)
-        if self._filled:
-            self._body[: self._filled] = memoryview(self._scratch)[self._start : self._start + self._filled]
-            self._start += self._filled
-
-    def _make_room(self, nbytes: int) -> None:
-        """Let scratch hold `nbytes` from the first unparsed byte on: move that to the front, or grow."""
-        if self._start + nbytes <= len(self._scratch):
-            return
-        self._scratch[: self._end - self._start] = self._scratch[self._start : self._end]
-        self._start, self._end = 0, self._end - self._start
-        if nbytes > len(self._scratch):
-            # Not `extend`: somebody may still hold a memoryview of the old one, which must not change its size.
-            self._scratch = self._scratch + bytearray(nbytes - len(self._scratch))
+def _preamble(kind: PartKind, number: int, nbytes: int) -> bytes:
+    return PREAMBLE.pack(MAGIC, VERSION, kind, number, nbytes)

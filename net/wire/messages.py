@@ -3,7 +3,11 @@
 A message travels as a frame whose header is a flat map: `"type"` names the message, the other keys are its fields,
 and the tensors ride in the frame's body. Both ends send `Hello` first. Every call is numbered by its caller, upwards
 from one on each connection; its `CallStart` is answered by at most one `CallReply` or `CallError`, or is called off
-by a `CallCancel`. The two directions of a connection are independent.
+by a `CallCancel`. Since frames arrive in the order in which they were completed, calls do not arrive in the order of
+their ids. The two directions of a connection are independent.
+
+`Credit` gives room in the window back (`net.rpc.outbox`), `Ping` asks for a `Pong` at any time, and `Goodbye` announces
+that its sender places no more calls: once both have said it and all calls are answered, the connection is closed.
 """
 
 import enum
@@ -15,7 +19,7 @@ from typing import Any
 from net.errors import RemoteProtocolError
 from net.identity import PEER_ID_BYTES, PeerId
 from net.wire.frames import EncodedFrame, Frame, encode_frame
-from net.wire.tensors import Tensor
+from net.wire.tensors import Outgoing
 
 MAX_CALL_ID = 2**63 - 1
 MAX_METHOD_CHARACTERS = 128
@@ -23,6 +27,16 @@ MAX_METHOD_CHARACTERS = 128
 
 MAX_ERROR_CHARACTERS = 1000
 """Longer messages are cut: an error must always fit into a header, and into a log line."""
+
+MIN_WINDOW_BYTES = 2**16
+MAX_WINDOW_BYTES = 2**40
+
+INSTANCE_BYTES = 8
+"""Enough that a process started again never draws the same."""
+
+MAX_COMPRESSIONS = 16
+MAX_COMPRESSION_CHARACTERS = 32
+"""Names in a `Hello`: a peer may know compressions that we do not."""
 
 MAX_TIMEOUT_S = 24 * 3600.0
 """A handler of a peer that vanished lives no longer than this."""
@@ -41,12 +55,18 @@ class Hello:
     """Who speaks. The first message in each direction, and never sent again.
 
     Attributes:
-      peer_id: the sender. A claim: nothing proves it on a plain connection.
+      peer_id: the sender. A claim on a plain connection; an encrypted one proves it, and the two must agree.
+      instance: drawn when the sender's process started: tells a second connection from a restart.
       port: where the sender listens, on the host that it calls from; None in client mode.
+      window_bytes: how much the other end may send ahead, see `net.rpc.outbox`.
+      compressions: names of the compressions that the sender can undo.
     """
 
     peer_id: PeerId
+    instance: bytes
     port: int | None
+    window_bytes: int
+    compressions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +74,7 @@ class CallStart:
     """A request.
 
     Attributes:
-      call_id: greater than every earlier one in this direction.
+      call_id: greater than that of every call placed before in this direction.
       method: what is called.
       timeout_s: how long the caller will still wait, seconds; more than 0, at most `MAX_TIMEOUT_S`.
       body: small arguments.
@@ -65,7 +85,7 @@ class CallStart:
     method: str
     timeout_s: float
     body: Mapping[str, Any]
-    tensors: tuple[Tensor, ...] = ()
+    tensors: tuple[Outgoing, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +94,7 @@ class CallReply:
 
     call_id: int
     body: Mapping[str, Any]
-    tensors: tuple[Tensor, ...] = ()
+    tensors: tuple[Outgoing, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +113,29 @@ class CallCancel:
     call_id: int
 
 
-Message = Hello | CallStart | CallReply | CallError | CallCancel
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """Frames that counted for `nbytes` in the window were dealt with: as much may be sent again."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """Are you there?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pong:
+    """The answer to `Ping`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye:
+    """The sender places no more calls on this connection. Sent at most once."""
+
+
+Message = Hello | CallStart | CallReply | CallError | CallCancel | Credit | Ping | Pong | Goodbye
 
 
 def encode_message(message: Message) -> EncodedFrame:
@@ -102,9 +144,18 @@ def encode_message(message: Message) -> EncodedFrame:
     Raises:
       LocalProtocolError: the body or a tensor cannot be sent, or is too large.
     """
+    header: dict[str, Any]
     match message:
         case Hello():
-            return encode_frame({"type": "hello", "peer_id": message.peer_id.raw, "port": message.port})
+            header = {
+                "type": "hello",
+                "peer_id": message.peer_id.raw,
+                "instance": message.instance,
+                "port": message.port,
+                "window": message.window_bytes,
+                "compressions": list(message.compressions),
+            }
+            return encode_frame(header)
         case CallStart():
             header = {
                 "type": "call",
@@ -123,6 +174,14 @@ def encode_message(message: Message) -> EncodedFrame:
             return encode_frame(header)
         case CallCancel():
             return encode_frame({"type": "cancel", "id": message.call_id})
+        case Credit():
+            return encode_frame({"type": "credit", "nbytes": message.nbytes})
+        case Ping():
+            return encode_frame({"type": "ping"})
+        case Pong():
+            return encode_frame({"type": "pong"})
+        case Goodbye():
+            return encode_frame({"type": "goodbye"})
 
 
 def parse_untrusted(frame: Frame) -> Message:
@@ -150,7 +209,30 @@ def _parse_hello(frame: Frame) -> Hello:
         raise RemoteProtocolError(f"peer_id must be {PEER_ID_BYTES} bytes")
     if port is not None and (type(port) is not int or not 1 <= port <= 65535):
         raise RemoteProtocolError("port must be an integer from 1 to 65535, or null")
-    return Hello(peer_id=PeerId(raw), port=port)
+    instance, window_bytes = frame.header["instance"], frame.header["window"]
+    if type(instance) is not bytes or len(instance) != INSTANCE_BYTES:
+        raise RemoteProtocolError(f"instance must be {INSTANCE_BYTES} bytes")
+    if type(window_bytes) is not int or not MIN_WINDOW_BYTES <= window_bytes <= MAX_WINDOW_BYTES:
+        raise RemoteProtocolError(f"window must be an integer from {MIN_WINDOW_BYTES} to {MAX_WINDOW_BYTES}")
+    return Hello(
+        peer_id=PeerId(raw),
+        instance=instance,
+        port=port,
+        window_bytes=window_bytes,
+        compressions=_compressions(frame.header["compressions"]),
+    )
+
+
+def _compressions(names: Any) -> tuple[str, ...]:
+    if (
+        type(names) is not list
+        or len(names) > MAX_COMPRESSIONS
+        or not all(type(name) is str and 1 <= len(name) <= MAX_COMPRESSION_CHARACTERS for name in names)
+    ):
+        raise RemoteProtocolError(
+            f"compressions must be at most {MAX_COMPRESSIONS} names of 1 to {MAX_COMPRESSION_CHARACTERS} characters"
+        )
+    return tuple(names)
 
 
 def _parse_call(frame: Frame) -> CallStart:
@@ -181,6 +263,25 @@ def _parse_cancel(frame: Frame) -> CallCancel:
     return CallCancel(call_id=_call_id(frame))
 
 
+def _parse_credit(frame: Frame) -> Credit:
+    nbytes = frame.header["nbytes"]
+    if type(nbytes) is not int or not 1 <= nbytes <= MAX_WINDOW_BYTES:
+        raise RemoteProtocolError(f"nbytes must be an integer from 1 to {MAX_WINDOW_BYTES}")
+    return Credit(nbytes=nbytes)
+
+
+def _parse_ping(_: Frame) -> Ping:
+    return Ping()
+
+
+def _parse_pong(_: Frame) -> Pong:
+    return Pong()
+
+
+def _parse_goodbye(_: Frame) -> Goodbye:
+    return Goodbye()
+
+
 def _call_id(frame: Frame) -> int:
     call_id = frame.header["id"]
     if type(call_id) is not int or not 1 <= call_id <= MAX_CALL_ID:
@@ -196,10 +297,18 @@ def _body(frame: Frame) -> dict[str, Any]:
 
 
 _PARSERS: dict[str, tuple[frozenset[str], bool, Callable[[Frame], Message]]] = {
-    "hello": (frozenset({"type", "peer_id", "port"}), False, _parse_hello),
+    "hello": (
+        frozenset({"type", "peer_id", "instance", "port", "window", "compressions"}),
+        False,
+        _parse_hello,
+    ),
     "call": (frozenset({"type", "id", "method", "timeout_s", "body"}), True, _parse_call),
     "reply": (frozenset({"type", "id", "body"}), True, _parse_reply),
     "error": (frozenset({"type", "id", "kind", "message"}), False, _parse_error),
     "cancel": (frozenset({"type", "id"}), False, _parse_cancel),
+    "credit": (frozenset({"type", "nbytes"}), False, _parse_credit),
+    "ping": (frozenset({"type"}), False, _parse_ping),
+    "pong": (frozenset({"type"}), False, _parse_pong),
+    "goodbye": (frozenset({"type"}), False, _parse_goodbye),
 }
 """Type on the wire -> (its fields, whether tensors may come with it, its parser)."""

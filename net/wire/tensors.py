@@ -5,20 +5,34 @@ gaps are zero and there is none after the last. Offsets follow from the table, s
 computed cannot be forged. A body is received into one fresh buffer that starts on a multiple of 64 as well, which
 makes every tensor in it aligned, and XLA's CPU client then takes it without a copy.
 
-The only module of `net.wire` that imports NumPy.
+A tensor that its sender wrapped in `Compressed` travels as the payload of `net.wire.compression` in the same place;
+its row names the compression after the dtype and shape, which are those of the decoded tensor. It is decoded into a
+fresh aligned buffer of its own, so that a receiver cannot tell the difference but by the values.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from net.errors import LocalProtocolError, RemoteProtocolError
+from net.wire.compression import (
+    COMPRESSIONS,
+    Compressed,
+    Compression,
+    decode_into_untrusted,
+    encode,
+    encoded_nbytes,
+    is_compressible,
+)
 
 Tensor = np.ndarray[Any, np.dtype[Any]]
 """A NumPy array of one of the dtypes of `DTYPES`."""
+
+Outgoing = Tensor | Compressed
+"""What can be sent: a tensor as it is, or one that may lose exactness to save bytes."""
 
 ALIGNMENT = 64
 """Bytes. XLA's CPU client aliases host buffers with this alignment and copies all others."""
@@ -31,6 +45,10 @@ MAX_RANK = 8
 
 MAX_TENSOR_BYTES = 2**40
 """Where a table stops being believable. Sums stay far inside 64 bits; `frames` sets the real limit."""
+
+MAX_DECODED_BYTES = 256 * 2**20
+"""Of all compressed tensors of a message together, once decoded: as many as a frame could carry as they are. Without
+it, 8-bit tensors would make four bytes of each that a peer sends."""
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "bool": np.dtype(np.bool_),
@@ -63,77 +81,148 @@ def aligned_buffer(nbytes: int) -> memoryview:
     return raw.data[start : start + nbytes]
 
 
-def describe(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    """The table that travels in the header: `[dtype name, [dim, ...]]` for each tensor.
+def plain(outgoing: Outgoing) -> Tensor:
+    """The tensor itself, whichever way it is to travel."""
+    return outgoing.tensor if isinstance(outgoing, Compressed) else outgoing
+
+
+def as_outgoing(tensor: Tensor, compression: Compression) -> Outgoing:
+    """`tensor` wrapped so as to travel compressed if it can be; itself if it cannot (not float32) or need not be.
+
+    For activations and gradients, whose integer and boolean companions travel exactly. Not for parameters.
+    """
+    if compression is Compression.NONE or not is_compressible(tensor):
+        return tensor
+    return Compressed(tensor, compression)
+
+
+def as_received(outgoing: Outgoing) -> Tensor:
+    """What the receiver of `outgoing` gets: read-only, C-contiguous, little-endian, compression's losses included.
+
+    For networks that hand over tensors and no bytes. Nothing is copied if the tensor is all that already.
 
     Raises:
-      LocalProtocolError: too many tensors, too many dimensions, a dtype outside `DTYPES`, or not an array at
-        all (a JAX array is turned into a NumPy one above `net`).
+      LocalProtocolError: it cannot be sent.
+    """
+    _describe_one(outgoing)
+    tensor = plain(outgoing)
+    dtype, flags = DTYPES[tensor.dtype.name], tensor.flags
+    is_plain = not isinstance(outgoing, Compressed)
+    if is_plain and tensor.dtype == dtype and flags.c_contiguous and not flags.writeable:
+        return tensor
+    if not tensor.size:
+        return _empty(tensor.shape, dtype)
+    buffer = aligned_buffer(tensor.nbytes)
+    received = np.ndarray(tensor.shape, dtype, buffer=buffer)
+    if isinstance(outgoing, Compressed):
+        decode_into_untrusted(encode(outgoing), outgoing.compression, received)
+    else:
+        np.copyto(received, tensor)
+    return np.ndarray(tensor.shape, dtype, buffer=buffer.toreadonly())
+
+
+def describe(tensors: Sequence[Outgoing], *, max_decoded_bytes: int = MAX_DECODED_BYTES) -> list[list[Any]]:
+    """The table that travels in the header: for each tensor `[dtype name, [dim, ...]]`, or
+    `[dtype name, [dim, ...], compression]`.
+
+    Raises:
+      LocalProtocolError: too many tensors, too many dimensions, a dtype outside `DTYPES`, not an array at all (a
+        JAX array is turned into a NumPy one above `net`), or more than `max_decoded_bytes` of compressed tensors.
     """
     if len(tensors) > MAX_TENSORS:
         raise LocalProtocolError(f"{len(tensors)} tensors, a message carries at most {MAX_TENSORS}")
-    return [_describe_one(tensor) for tensor in tensors]
+    table = [_describe_one(tensor) for tensor in tensors]
+    decoded = sum(outgoing.tensor.nbytes for outgoing in tensors if isinstance(outgoing, Compressed))
+    if decoded > max_decoded_bytes:
+        raise LocalProtocolError(
+            f"{decoded} bytes of tensors to be compressed, a message carries at most {max_decoded_bytes}"
+        )
+    return table
 
 
-def buffers_of(tensors: Sequence[Tensor]) -> tuple[bytes | memoryview, ...]:
+def buffers_of(tensors: Sequence[Outgoing]) -> tuple[bytes | memoryview, ...]:
     """The body as a sequence of byte buffers, gaps included; they alias the tensors unless a copy is unavoidable.
 
-    A copy is made of a tensor that is not C-contiguous or not little-endian. The others must not be written to until
-    the message has left.
+    A copy is made of a tensor that is not C-contiguous or not little-endian, and compression writes to a buffer of its
+    own. The others must not be written to until the message has left.
     """
     buffers: list[bytes | memoryview] = []
     end = 0
-    for tensor in tensors:
-        if tensor.nbytes == 0:
+    for outgoing in tensors:
+        if plain(outgoing).nbytes == 0:
             continue
         gap = -end % ALIGNMENT
         if gap:
             buffers.append(_BYTE_GAPS[gap])
-        buffers.append(_bytes_of(tensor))
-        end += gap + tensor.nbytes
+        buffer = encode(outgoing) if isinstance(outgoing, Compressed) else _bytes_of(outgoing)
+        buffers.append(buffer)
+        end += gap + buffer.nbytes
     return tuple(buffers)
 
 
-def body_nbytes_untrusted(table: Any) -> int:
+def body_nbytes_untrusted(table: Any, *, max_decoded_bytes: int = MAX_DECODED_BYTES) -> int:
     """Length in bytes of the body that `table` describes. Allocates nothing.
 
     Raises:
-      RemoteProtocolError: the table is malformed, or the total is beyond `MAX_TENSOR_BYTES`.
+      RemoteProtocolError: the table is malformed, its total is beyond `MAX_TENSOR_BYTES`, or its compressed tensors
+        would take more than `max_decoded_bytes` once decoded.
     """
     end = 0
-    for _, _, start, nbytes in _layout_untrusted(table):
-        end = start + nbytes
+    for row in _layout_untrusted(table, max_decoded_bytes):
+        end = row.start + row.nbytes
     return end
 
 
-def view_untrusted(table: Any, body: memoryview) -> tuple[Tensor, ...]:
-    """Read-only arrays that view `body`, one for each row of `table`; no copy.
+def view_untrusted(table: Any, body: memoryview, *, max_decoded_bytes: int = MAX_DECODED_BYTES) -> tuple[Tensor, ...]:
+    """Read-only arrays, one for each row of `table`: views of `body`, or decoded into aligned buffers of their own.
 
     Args:
       table: what `describe` made, after its journey.
       body: the bytes, best in an `aligned_buffer`. Nobody may write to them again: JAX may alias the arrays.
 
     Raises:
-      RemoteProtocolError: the table is malformed or does not describe exactly `body.nbytes` bytes.
+      RemoteProtocolError: the table is malformed, does not describe exactly `body.nbytes` bytes, or asks for more
+        than `max_decoded_bytes` to be allocated.
     """
-    described = body_nbytes_untrusted(table)
+    # All of the table is checked before anything is allocated for its first row.
+    described = body_nbytes_untrusted(table, max_decoded_bytes=max_decoded_bytes)
     if described != body.nbytes:
         raise RemoteProtocolError(f"tensor table describes {described} bytes, body has {body.nbytes}")
     frozen = body.toreadonly()
-    return tuple(
-        np.ndarray(shape, dtype, buffer=frozen, offset=start) if nbytes else _empty(shape, dtype)
-        for dtype, shape, start, nbytes in _layout_untrusted(table)
-    )
+    return tuple(_tensor_untrusted(row, frozen) for row in _layout_untrusted(table, max_decoded_bytes))
 
 
-def _describe_one(tensor: Tensor) -> list[Any]:
+class _Placed(NamedTuple):
+    """A row of the table and where its bytes are in the body. `dtype` and `shape` are those of the decoded tensor."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    compression: Compression
+    start: int
+    nbytes: int
+
+
+def _tensor_untrusted(row: _Placed, body: memoryview) -> Tensor:
+    if not row.nbytes:
+        return _empty(row.shape, row.dtype)
+    if row.compression is Compression.NONE:
+        return np.ndarray(row.shape, row.dtype, buffer=body, offset=row.start)
+    buffer = aligned_buffer(math.prod(row.shape) * row.dtype.itemsize)
+    payload = body[row.start : row.start + row.nbytes]
+    decode_into_untrusted(payload, row.compression, np.ndarray(row.shape, row.dtype, buffer=buffer))
+    return np.ndarray(row.shape, row.dtype, buffer=buffer.toreadonly())
+
+
+def _describe_one(outgoing: Outgoing) -> list[Any]:
+    tensor = plain(outgoing)
     if not isinstance(tensor, np.ndarray):
         raise LocalProtocolError(f"a tensor is a NumPy array, got {type(tensor).__name__}")
     if DTYPES.get(tensor.dtype.name) != tensor.dtype.newbyteorder("<"):
         raise LocalProtocolError(f"dtype {tensor.dtype} cannot be sent; these can: {', '.join(DTYPES)}")
     if tensor.ndim > MAX_RANK:
         raise LocalProtocolError(f"tensor of rank {tensor.ndim}, at most {MAX_RANK} dimensions are allowed")
-    return [tensor.dtype.name, list(tensor.shape)]
+    row: list[Any] = [tensor.dtype.name, list(tensor.shape)]
+    return [*row, outgoing.compression.value] if isinstance(outgoing, Compressed) else row
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -149,25 +238,30 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
     return empty
 
 
-def _layout_untrusted(table: Any) -> Iterator[tuple[np.dtype[Any], tuple[int, ...], int, int]]:
-    """(dtype, shape, first byte, number of bytes) of each tensor."""
+def _layout_untrusted(table: Any, max_decoded_bytes: int) -> Iterator[_Placed]:
     if type(table) is not list or len(table) > MAX_TENSORS:
         raise RemoteProtocolError(f"tensor table must be a list of at most {MAX_TENSORS} rows")
-    end = 0
+    end = decoded = 0
     for row in table:
-        dtype, shape = _row_untrusted(row)
-        nbytes = math.prod(shape) * dtype.itemsize  # Python integers: no overflow
+        dtype, shape, compression = _row_untrusted(row)
+        size = math.prod(shape)  # Python integers: no overflow
+        nbytes = size * dtype.itemsize
+        if compression is not Compression.NONE:
+            decoded += nbytes
+            nbytes = encoded_nbytes(compression, size)
         start = end + -end % ALIGNMENT if nbytes else end
         end = start + nbytes
         if end > MAX_TENSOR_BYTES:
             raise RemoteProtocolError(f"tensor table describes more than {MAX_TENSOR_BYTES} bytes")
-        yield dtype, shape, start, nbytes
+        if decoded > max_decoded_bytes:
+            raise RemoteProtocolError(f"tensor table describes more than {max_decoded_bytes} bytes once decoded")
+        yield _Placed(dtype, shape, compression, start, nbytes)
 
 
-def _row_untrusted(row: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    if type(row) is not list or len(row) != 2 or type(row[0]) is not str or type(row[1]) is not list:
-        raise RemoteProtocolError("a row of the tensor table must be [dtype, [dim, ...]]")
-    name, shape = row
+def _row_untrusted(row: Any) -> tuple[np.dtype[Any], tuple[int, ...], Compression]:
+    if type(row) is not list or len(row) not in (2, 3) or type(row[0]) is not str or type(row[1]) is not list:
+        raise RemoteProtocolError("a row of the tensor table must be [dtype, [dim, ...]], a compression may follow")
+    name, shape = row[:2]
     if name not in DTYPES:
         raise RemoteProtocolError(f"unknown dtype {name[:32]!r}")
     if len(shape) > MAX_RANK:
@@ -176,4 +270,14 @@ def _row_untrusted(row: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
         # The bound holds for each dimension too, or [2**62, 0] would pass with its product of zero.
         if type(dim) is not int or not 0 <= dim <= MAX_TENSOR_BYTES:
             raise RemoteProtocolError(f"a dimension must be an integer from 0 to {MAX_TENSOR_BYTES}")
-    return DTYPES[name], tuple(shape)
+    compression = _compression_untrusted(name, row[2]) if len(row) == 3 else Compression.NONE
+    return DTYPES[name], tuple(shape), compression
+
+
+def _compression_untrusted(dtype: str, name: Any) -> Compression:
+    compression = COMPRESSIONS.get(name) if type(name) is str else None
+    if compression is None:
+        raise RemoteProtocolError(f"unknown compression {str(name)[:32]!r} of a tensor")
+    if dtype != "float32":
+        raise RemoteProtocolError(f"only float32 tensors are compressed, got {dtype}")
+    return compression

@@ -8,21 +8,29 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from net.errors import LocalProtocolError, RemoteProtocolError
+from net.wire.compression import Compressed, Compression, encode, encoded_nbytes
 from net.wire.tensors import (
     ALIGNMENT,
     DTYPES,
+    MAX_DECODED_BYTES,
     MAX_RANK,
     MAX_TENSORS,
+    Outgoing,
     Tensor,
     aligned_buffer,
+    as_outgoing,
+    as_received,
     body_nbytes_untrusted,
     buffers_of,
     describe,
+    plain,
     view_untrusted,
 )
 
+KINDS = [kind for kind in Compression if kind is not Compression.NONE]
 
-def travel(*tensors: Tensor) -> tuple[Tensor, ...]:
+
+def travel(*tensors: Outgoing) -> tuple[Tensor, ...]:
     """Through the table and an aligned body, as on the wire."""
     content = b"".join(buffers_of(tensors))
     body = aligned_buffer(len(content))
@@ -149,6 +157,18 @@ def test_number_of_tensors_is_bounded() -> None:
         [[]],
         [["int8"]],
         [["int8", [1], 0]],
+        [["int8", [1], "float16"]],
+        [["float32", [1], "none"]],
+        [["float32", [1], ""]],
+        [["float32", [1], "zstd"]],
+        [["float32", [1], "FLOAT16"]],
+        [["float32", [1], None]],
+        [["float32", [1], ["float16"]]],
+        [["float32", [1], "float16", 0]],
+        [["float64", [1], "float16"]],
+        [["bfloat16", [1], "blockwise8"]],
+        [["float32", [-1], "blockwise8"]],
+        [["float32", [2**40] * 8, "blockwise8"]],
         [["int8", 1]],
         [[8, [1]]],
         [["complex64", [1]]],
@@ -186,3 +206,187 @@ def test_aligned_buffers(nbytes: int) -> None:
     buffer = aligned_buffer(nbytes)
     assert (buffer.nbytes, buffer.readonly, buffer.format) == (nbytes, False, "B")
     assert nbytes == 0 or np.frombuffer(buffer, np.uint8).ctypes.data % ALIGNMENT == 0
+
+
+def outgoing_tensors() -> st.SearchStrategy[Outgoing]:
+    """Tensors as they are, and float32 ones that ask for each compression, some without elements."""
+
+    def wrap(kind: Compression, shape: tuple[int, ...], seed: int) -> Outgoing:
+        return Compressed(np.random.default_rng(seed).normal(size=shape).astype(np.float32), kind)
+
+    shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=9)
+    return random_tensors() | st.builds(wrap, st.sampled_from(KINDS), shapes, st.integers(0, 2**32))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(outgoing_tensors(), max_size=5))
+def test_compressed_among_plain_tensors(tensors: list[Outgoing]) -> None:
+    """Every tensor arrives with its dtype and shape, aligned, read-only, and in the values that `as_received` gives."""
+    arrived = travel(*tensors)
+    assert len(arrived) == len(tensors)
+    for outgoing, got in zip(tensors, arrived, strict=True):
+        foretold = as_received(outgoing)
+        for tensor in (got, foretold):
+            assert (tensor.dtype, tensor.shape) == (plain(outgoing).dtype, plain(outgoing).shape)
+            assert tensor.flags.c_contiguous
+            assert not tensor.flags.writeable
+            assert not isinstance(outgoing, Compressed) or not tensor.size or tensor.ctypes.data % ALIGNMENT == 0
+        assert got.tobytes() == foretold.tobytes()
+
+
+def test_rows_of_compressed_tensors_by_hand() -> None:
+    """A third entry names the compression; dtype and shape are the decoded tensor's, lengths the payload's."""
+    x = np.zeros((2, 3), np.float32)
+    tensors = [
+        Compressed(x, Compression.FLOAT16),
+        x,
+        Compressed(x.astype(">f4"), Compression.BFLOAT16),
+        Compressed(x, Compression.BLOCKWISE_8BIT),
+        Compressed(np.array(1, np.float32), Compression.FLOAT16),
+        Compressed(np.zeros((0, 7), np.float32), Compression.BLOCKWISE_8BIT),
+    ]
+    table = describe(tensors)
+    assert table == [
+        ["float32", [2, 3], "float16"],
+        ["float32", [2, 3]],
+        ["float32", [2, 3], "bfloat16"],
+        ["float32", [2, 3], "blockwise8"],
+        ["float32", [], "float16"],
+        ["float32", [0, 7], "blockwise8"],
+    ]
+    assert all(type(row[2]) is str for row in table if len(row) == 3)  # the header's codec knows no enumerations
+    assert body_nbytes_untrusted(table) == 4 * 64 + 2  # payloads of 12, 24, 12, 10 and 2 bytes
+    assert sum(len(buffer) for buffer in buffers_of(tensors)) == 4 * 64 + 2
+
+
+def test_layout_of_compressed_tensors_by_hand() -> None:
+    """Payloads stand at multiples of 64 like any tensor: 1.0 is 0x3c00 in float16; one value at scale 1.0 is 127."""
+    one = np.ones(1, np.float32)
+    body = b"".join(
+        buffers_of([Compressed(one, Compression.FLOAT16), one, Compressed(one, Compression.BLOCKWISE_8BIT)])
+    )
+    assert body == b"\x00\x3c" + bytes(62) + b"\x00\x00\x80\x3f" + bytes(60) + b"\x00\x00\x80\x3f\x7f"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoded_tensors_do_not_keep_the_body(kind: Compression) -> None:
+    """What is decoded lives in memory of its own, aligned even where its payload is not the first."""
+    tensors = [np.arange(3, dtype=np.int8), Compressed(np.arange(50, dtype=np.float32), kind)]
+    content = b"".join(buffers_of(tensors))
+    body = aligned_buffer(len(content))
+    body[:] = content
+    as_is, arrived = view_untrusted(describe(tensors), body)
+    assert np.shares_memory(as_is, np.frombuffer(body, np.uint8))
+    assert not np.shares_memory(arrived, np.frombuffer(body, np.uint8))
+    assert arrived.ctypes.data % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoded_bytes_are_bounded(kind: Compression) -> None:
+    """The sum of what compressed rows decode to is checked on both sides; plain rows do not count."""
+    wrapped = Compressed(np.ones(1000, np.float32), kind)
+    tensors = [wrapped, np.ones(5000, np.float32), wrapped]
+    table = describe(tensors, max_decoded_bytes=8000)
+    body = aligned_buffer(body_nbytes_untrusted(table, max_decoded_bytes=8000))
+    body[:] = b"".join(buffers_of(tensors))
+    assert len(view_untrusted(table, body, max_decoded_bytes=8000)) == 3
+    with pytest.raises(LocalProtocolError, match="8000 bytes of tensors to be compressed"):
+        describe(tensors, max_decoded_bytes=7999)
+    with pytest.raises(RemoteProtocolError, match="more than 7999 bytes once decoded"):
+        body_nbytes_untrusted(table, max_decoded_bytes=7999)
+    with pytest.raises(RemoteProtocolError, match="more than 7999 bytes once decoded"):
+        view_untrusted(table, body, max_decoded_bytes=7999)
+
+
+def test_decoded_bytes_are_bounded_unasked() -> None:
+    """Without a word from the caller the bound is `MAX_DECODED_BYTES`: what frames could carry uncompressed."""
+    size = MAX_DECODED_BYTES // 4
+    table = [["float32", [size], "blockwise8"]]
+    assert body_nbytes_untrusted(table) == encoded_nbytes(Compression.BLOCKWISE_8BIT, size)
+    with pytest.raises(RemoteProtocolError, match="once decoded"):
+        body_nbytes_untrusted([*table, ["float32", [1], "bfloat16"]])
+    huge = np.broadcast_to(np.float32(1), (size + 1,))  # no memory behind it
+    with pytest.raises(LocalProtocolError, match="to be compressed"):
+        describe([Compressed(huge, Compression.FLOAT16)])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(KINDS), st.integers(0, 50), st.binary(max_size=128))
+def test_hostile_payloads(kind: Compression, size: int, content: bytes) -> None:
+    """Random bodies either decode to a tensor of the table's shape or are RemoteProtocolErrors; NumPy never warns."""
+    table = [["float32", [size], kind.value]]
+    body = aligned_buffer(len(content))
+    body[:] = content
+    if len(content) == encoded_nbytes(kind, size):
+        assert view_untrusted(table, body)[0].shape == (size,)
+    else:
+        with pytest.raises(RemoteProtocolError, match="tensor table describes"):
+            view_untrusted(table, body)
+
+
+def test_as_outgoing_wraps_float32_only() -> None:
+    """Integers, booleans and other floating-point types travel as they are, and everything does without compression."""
+    x = np.ones(3, np.float32)
+    wrapped = as_outgoing(x, Compression.BFLOAT16)
+    assert isinstance(wrapped, Compressed)
+    assert wrapped.tensor is x
+    assert wrapped.compression is Compression.BFLOAT16
+    assert as_outgoing(x, Compression.NONE) is x
+    for dtype in set(DTYPES) - {"float32"}:
+        other = np.ones(3, DTYPES[dtype])
+        assert as_outgoing(other, Compression.BLOCKWISE_8BIT) is other
+
+
+def test_plain_unwraps() -> None:
+    """The tensor that was wrapped, or the one that was not, and no copy of either."""
+    x = np.ones(3, np.float32)
+    assert plain(x) is x
+    assert plain(Compressed(x, Compression.FLOAT16)) is x
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        np.arange(12, dtype=np.int32).reshape(3, 4).T,
+        np.arange(5, dtype=">i4"),
+        np.broadcast_to(np.float64(2.5), (2, 3)),  # read-only as it is
+        np.arange(6, dtype=np.float32),
+        np.zeros((0, 2), np.int8),
+        np.array(3, np.int8),
+    ],
+    ids=["transposed", "big-endian", "broadcast", "writeable", "empty", "scalar"],
+)
+def test_as_received_copies_what_would_not_arrive_so(tensor: Tensor) -> None:
+    """A tensor that its owner could still write to, or that lies otherwise in memory, arrives as a copy."""
+    is_in_order = tensor.flags.c_contiguous and tensor.dtype.isnative
+    tensor.flags.writeable = is_in_order  # one reason at a time
+    received = as_received(tensor)
+    assert not np.shares_memory(received, tensor)
+    assert (received.dtype, received.shape) == (tensor.dtype.newbyteorder("<"), tensor.shape)
+    assert received.flags.c_contiguous
+    assert not received.flags.writeable
+    assert np.array_equal(received, tensor)
+
+
+def test_as_received_copies_no_received_tensor() -> None:
+    """What came over a network, read-only and in order, is handed on as it is."""
+    received = as_received(np.arange(6, dtype=np.float32))
+    assert as_received(received) is received
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_received_loses_what_compression_loses(kind: Compression) -> None:
+    """The values differ from the original's, and are those of the payload."""
+    tensor = np.random.default_rng(0).normal(size=(30, 7)).astype(np.float32)
+    tensor.flags.writeable = False  # which would do for a plain one
+    received = as_received(Compressed(tensor, kind))
+    assert not np.array_equal(received, tensor)
+    assert bytes(encode(Compressed(received, kind))) == bytes(encode(Compressed(tensor, kind)))
+
+
+def test_as_received_refuses_what_cannot_be_sent() -> None:
+    """A network without bytes takes no more than one with them."""
+    with pytest.raises(LocalProtocolError):
+        as_received(np.zeros(2, np.complex64))
+    with pytest.raises(LocalProtocolError):
+        as_received(Compressed(np.zeros((1,) * (MAX_RANK + 1), np.float32), Compression.FLOAT16))

@@ -1,0 +1,218 @@
+"""The parser of one incoming byte stream, without the stream.
+
+The shell asks `FrameReader` where to receive, tells it how much came, and takes frames out. Small frames are parsed
+out of one scratch buffer, all that a `recv` brought; a body that has not arrived whole is received straight into the
+fresh aligned buffer in which its tensors will live.
+
+Memory. Nothing is allocated for a length that a peer merely claims: a header grows the scratch buffer by at most
+64 KiB, and a body's buffer is allocated, its pages untouched, once the header's tensor table agrees with the body
+length. Frames under way together may take `window_bytes`, where a frame counts for at most half of it (the rule of
+`net.rpc.flow`): two frames of the largest size, or many small ones.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from net.errors import RemoteProtocolError
+from net.wire.codec import decode_untrusted
+from net.wire.frames import (
+    CHUNK_BYTES,
+    MAGIC,
+    MAX_BODY_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_HEADER_BYTES,
+    NUM_STREAMS,
+    PREAMBLE,
+    VERSION,
+    Frame,
+    PartKind,
+)
+from net.wire.tensors import aligned_buffer, body_nbytes_untrusted, view_untrusted
+
+WINDOW_BYTES = 64 * 2**20
+"""Bodies under way on one connection in one direction. At 100 ms between the peers it allows 640 MB/s."""
+
+_SCRATCH_BYTES = 32 * 1024
+"""Where small frames land. 150 small calls fit; with a thousand connections it is 32 MB in all. It grows once, to at
+most a preamble and the largest header, if such a header comes."""
+
+
+def window_cost(body_nbytes: int, window_bytes: int) -> int:
+    """What a frame counts for in a window: its body, but at most half of the window, so that every frame can pass."""
+    return min(body_nbytes, window_bytes // 2)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Assembly:
+    """A frame whose body is coming in."""
+
+    header: dict[str, Any]
+    table: list[Any]
+    body: memoryview
+    filled: int = 0
+    stream: int | None = None
+
+    def finish_untrusted(self) -> Frame:
+        tensors = view_untrusted(self.table, self.body)
+        return Frame(header=self.header, tensors=tensors, body_nbytes=self.body.nbytes)
+
+
+class FrameReader:
+    """Incremental parser of one incoming byte stream.
+
+    Use: receive into `buffer()`, report with `received(n)`, then call `next_frame_untrusted()` until it returns None.
+
+    Args:
+      max_body_bytes: frames with larger bodies are refused.
+      window_bytes: see the head of this file.
+    """
+
+    def __init__(self, *, max_body_bytes: int = MAX_BODY_BYTES, window_bytes: int = WINDOW_BYTES) -> None:
+        self._max_body_bytes = max_body_bytes
+        self._window_bytes = window_bytes
+        self._scratch = bytearray(_SCRATCH_BYTES)
+        self._start = 0  # first byte of scratch not parsed yet
+        self._end = 0  # first byte of scratch not received yet
+        self._streams: dict[int, _Assembly] = {}
+        self._num_opened = 0
+        self._under_way = 0  # window cost of all streams
+        self._target: _Assembly | None = None  # the frame to which the bytes that come next belong,
+        self._target_end = 0  # and up to where in its body
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether all that was received belongs to complete frames: where a stream may end."""
+        return self._target is None and not self._streams and self._start == self._end
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes of the stream belong; never empty once `next_frame_untrusted` has returned None.
+
+        Valid until the next call of any other method.
+        """
+        if self._target is not None:
+            return self._target.body[self._target.filled : self._target_end]
+        if self._start == self._end:
+            self._start = self._end = 0
+        return memoryview(self._scratch)[self._end :]
+
+    def received(self, nbytes: int) -> None:
+        """Record that `nbytes` bytes have been written to the front of `buffer()`."""
+        if self._target is not None:
+            self._target.filled += nbytes
+        else:
+            self._end += nbytes
+
+    def next_frame_untrusted(self) -> Frame | None:
+        """The next complete frame, or None when more bytes are needed.
+
+        Raises:
+          RemoteProtocolError: the stream is not made of frames. It cannot be resumed after that.
+        """
+        while True:
+            target = self._target
+            if target is None:
+                if not self._parse_part_untrusted():
+                    return None
+                continue
+            if target.filled < self._target_end:
+                return None
+            self._target = None
+            if target.filled == target.body.nbytes:
+                self._forget(target)
+                return target.finish_untrusted()
+
+    def _parse_part_untrusted(self) -> bool:
+        """Parse a part's preamble and header if they are there; False if more bytes are needed."""
+        if self._end - self._start < PREAMBLE.size:
+            self._make_room(PREAMBLE.size)
+            return False
+        magic, version, kind, number, nbytes = PREAMBLE.unpack_from(self._scratch, self._start)
+        if magic != MAGIC or version != VERSION:
+            start = bytes(self._scratch[self._start : self._start + 4])
+            raise RemoteProtocolError(f"not a part of a frame of version {VERSION}: it starts with {start!r}")
+        if kind == PartKind.WHOLE or kind == PartKind.OPEN:
+            return self._parse_head_untrusted(kind, number, nbytes)
+        if kind != PartKind.CHUNK and kind != PartKind.RESET:
+            raise RemoteProtocolError(f"unknown kind of part {kind}")
+        assembly = self._streams.get(number)
+        if assembly is None:
+            raise RemoteProtocolError(f"a part of stream {number}, which is not open")
+        left = assembly.body.nbytes - assembly.filled
+        if kind == PartKind.RESET:
+            if nbytes:
+                raise RemoteProtocolError(f"the end of stream {number} announces {nbytes} bytes, expected none")
+            self._start += PREAMBLE.size
+            self._forget(assembly)
+            return True
+        if not 1 <= nbytes <= min(left, MAX_CHUNK_BYTES):
+            raise RemoteProtocolError(
+                f"a chunk of {nbytes} bytes, expected 1 to {MAX_CHUNK_BYTES} and no more than the {left} that are left"
+            )
+        self._start += PREAMBLE.size
+        self._fill(assembly, nbytes)
+        return True
+
+    def _parse_head_untrusted(self, kind: int, header_nbytes: int, body_nbytes: int) -> bool:
+        if header_nbytes > MAX_HEADER_BYTES or body_nbytes > self._max_body_bytes:
+            raise RemoteProtocolError(
+                f"frame announces a header of {header_nbytes} and a body of {body_nbytes} bytes, "
+                f"at most {MAX_HEADER_BYTES} and {self._max_body_bytes} are allowed"
+            )
+        if (kind == PartKind.OPEN) != (body_nbytes > CHUNK_BYTES):
+            raise RemoteProtocolError(f"a body of {body_nbytes} bytes comes in chunks if it exceeds {CHUNK_BYTES}")
+        stream = self._num_opened % NUM_STREAMS
+        if kind == PartKind.OPEN and stream in self._streams:
+            raise RemoteProtocolError(f"stream {stream} is opened and is still open since {NUM_STREAMS} streams ago")
+        cost = window_cost(body_nbytes, self._window_bytes)
+        if kind == PartKind.OPEN and self._under_way + cost > self._window_bytes:
+            raise RemoteProtocolError(f"frames of more than {self._window_bytes} bytes are under way together")
+        head_end = self._start + PREAMBLE.size + header_nbytes
+        if self._end < head_end:
+            self._make_room(PREAMBLE.size + header_nbytes)
+            return False
+        header = decode_untrusted(bytes(memoryview(self._scratch)[self._start + PREAMBLE.size : head_end]))
+        if type(header) is not dict:
+            raise RemoteProtocolError("a frame's header must be a map")
+        if header.get("tensors") == []:
+            raise RemoteProtocolError("a header's key 'tensors' must be absent when there are none")
+        table = header.pop("tensors", [])
+        if body_nbytes_untrusted(table) != body_nbytes:
+            raise RemoteProtocolError(f"tensor table and body length ({body_nbytes}) disagree")
+        self._start = head_end
+        body = aligned_buffer(body_nbytes) if body_nbytes else memoryview(b"")
+        assembly = _Assembly(header=header, table=table, body=body)
+        if kind == PartKind.WHOLE:
+            self._fill(assembly, body_nbytes)
+        else:
+            assembly.stream = stream
+            self._num_opened += 1
+            self._streams[stream] = assembly
+            self._under_way += cost
+        return True
+
+    def _fill(self, assembly: _Assembly, nbytes: int) -> None:
+        """The next `nbytes` bytes belong to `assembly`; those that came along already are moved there."""
+        self._target = assembly
+        self._target_end = assembly.filled + nbytes
+        here = min(nbytes, self._end - self._start)
+        if here:
+            assembly.body[assembly.filled : assembly.filled + here] = memoryview(self._scratch)[
+                self._start : self._start + here
+            ]
+            assembly.filled += here
+            self._start += here
+
+    def _forget(self, assembly: _Assembly) -> None:
+        if assembly.stream is not None:
+            del self._streams[assembly.stream]
+            self._under_way -= window_cost(assembly.body.nbytes, self._window_bytes)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Let scratch hold `nbytes` from the first unparsed byte on: move that to the front, or grow."""
+        if self._start + nbytes <= len(self._scratch):
+            return
+        self._scratch[: self._end - self._start] = self._scratch[self._start : self._end]
+        self._start, self._end = 0, self._end - self._start
+        if nbytes > len(self._scratch):
+            # Not `extend`: somebody may still hold a memoryview of the old one, which must not change its size.
+            self._scratch = self._scratch + bytearray(nbytes - len(self._scratch))
