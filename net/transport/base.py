@@ -6,12 +6,12 @@ say otherwise, and raise only errors of `net.errors` (besides `trio.Cancelled`).
 
 from typing import Protocol
 
-from net.identity import Address
-from net.wire.frames import EncodedFrame, Frame
+from net.identity import Address, PeerId
+from net.wire.frames import Frame, Part
 
 
 class Link(Protocol):
-    """An ordered, reliable, two-way connection that carries frames. One task sends, one receives."""
+    """An ordered, reliable, two-way connection that carries frames in parts. One task sends, one receives."""
 
     @property
     def remote_address(self) -> Address:
@@ -19,12 +19,28 @@ class Link(Protocol):
         listens)."""
         ...
 
-    async def send(self, *frames: EncodedFrame) -> None:
-        """Send frames in order, in as few writes as the network allows.
+    @property
+    def remote_peer_id(self) -> PeerId | None:
+        """Who is at the other end, as the handshake proved it; None before that, and on a network that proves
+        nothing (plain TCP)."""
+        ...
+
+    async def handshake(self) -> None:
+        """Finish the handshake of an accepted link, before anything else is done with it. On a dialled link, and on a
+        network without a handshake, nothing is left to do. If cancelled, `abort` the link.
+
+        Raises:
+          ConnectionLost: the link went down meanwhile.
+          HandshakeFailed: the other end is not admitted, or does not speak our protocol.
+        """
+        ...
+
+    async def send(self, *parts: Part) -> None:
+        """Send parts of frames in order, in as few writes as the network allows.
 
         Returns once the network took them over, not once they arrived; waits while it takes no more (back-pressure).
-        The frames' tensors must not change before. If cancelled, a frame may have left in
-        part: nothing more can be sent, and `abort` is the only sensible thing left to do.
+        The frames' tensors must not change before. If cancelled, a part may have left incompletely: nothing more
+        can be sent, and `abort` is the only sensible thing left to do.
 
         Raises:
           ConnectionLost: the link is down.
@@ -61,7 +77,7 @@ class Listener(Protocol):
         ...
 
     async def accept(self) -> Link:
-        """The next link that a peer dialled. If cancelled, no link is lost.
+        """The next link that a peer dialled, its handshake still to be finished. If cancelled, no link is lost.
 
         Raises:
           ListenFailed: the listener is closed or broken.
@@ -74,14 +90,22 @@ class Listener(Protocol):
 
 
 class Transport(Protocol):
-    """A network: plain TCP, an encrypted one, a simulated one."""
+    """One peer's access to a network: plain TCP, an encrypted one, a simulated one."""
 
-    async def dial(self, address: Address) -> Link:
+    @property
+    def peer_id(self) -> PeerId | None:
+        """Whom this network proves us to be; None where it proves nothing (plain TCP)."""
+        ...
+
+    async def dial(self, address: Address, *, peer_id: PeerId | None = None) -> Link:
         """Connect. Waits as long as the caller lets it; if cancelled, nothing is left open.
 
+        Args:
+          peer_id: who must be there, on a network that can tell; None takes whoever answers.
+
         Raises:
-          DialFailed: nobody listens there, it cannot be reached, or the handshake failed; the message is one
-            line.
+          DialFailed: nobody listens there, it cannot be reached, somebody else answers, or the handshake failed; the
+            message is one line.
         """
         ...
 

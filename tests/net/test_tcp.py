@@ -4,15 +4,17 @@ import errno
 import os
 import socket
 
-import numpy as np
 import pytest
 import trio
 import trio.testing
 
 from net.errors import ConnectionLost, DialFailed, ListenFailed, RemoteProtocolError
 from net.identity import Address
+from net.keys import Identity
+from net.transport.sockets import BATCH_BYTES, batches
 from net.transport.tcp import TcpLink, TcpListener, TcpTransport
-from net.wire.frames import EncodedFrame, encode_frame
+from net.wire.frames import Frame, Part
+from tests.net.link_frames import assert_same, bytes_of, exchange, numbered, parts_of
 
 ANY_PORT = Address("127.0.0.1", 0)
 
@@ -36,36 +38,56 @@ async def raw_pair() -> tuple[trio.SocketStream, TcpLink]:
     return stream, link
 
 
-def numbered(index: int, *sizes: int) -> EncodedFrame:
-    return encode_frame({"n": index}, [np.full(size, index % 251, np.uint8) for size in sizes])
-
-
 async def test_frames_of_all_sizes_arrive_in_order() -> None:
-    """Small, coalesced, large and mixed frames, sent one by one and together, both ways."""
+    """Small, coalesced, large and mixed frames, sent together and one by one, both ways."""
     frames = [
         numbered(index, *sizes)
         for index, sizes in enumerate([(), (1,), (100, 0, 3), (65_536,), (70_000, 5), (3_000_000,), (64,) * 60, ()])
     ]
     dialled, accepted = await link_pair()
     for source, target in ((dialled, accepted), (accepted, dialled)):
-        async with trio.open_nursery() as nursery:
-
-            async def send(source: TcpLink = source) -> None:
-                await source.send(*frames)
-                for frame in frames:
-                    await source.send(frame)
-
-            nursery.start_soon(send)
-            for frame in frames + frames:
-                got = await target.receive()
-                assert got is not None
-                assert got.header == frame.frame.header
-                assert len(got.tensors) == len(frame.frame.tensors)
-                assert all(map(np.array_equal, got.tensors, frame.frame.tensors))
-                assert all(t.size == 0 or t.ctypes.data % 64 == 0 for t in got.tensors)
+        await exchange(source, target, *frames)
+        for frame in frames:
+            await exchange(source, target, frame, num_opened=1)
     await dialled.aclose()
     assert await accepted.receive() is None
     await accepted.aclose()
+
+
+async def test_nobody_is_proven() -> None:
+    """Plain TCP takes whoever answers, says so, and has no handshake to fail."""
+    transport = TcpTransport()
+    listener = await transport.listen(ANY_PORT)
+    dialled = await transport.dial(listener.address, peer_id=Identity.from_seed(bytes(32)).peer_id)
+    accepted = await listener.accept()
+    await accepted.handshake()
+    await dialled.handshake()
+    assert (transport.peer_id, dialled.remote_peer_id, accepted.remote_peer_id) == (None, None, None)
+    for resource in (dialled, accepted, listener):
+        await resource.aclose()
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1,), (0, 0), (5, 0, 7), (16_384,), (20, 300_000), (300_000, 20, 20_000), (3,) * 500]
+)
+def test_batches_keep_the_bytes(sizes: tuple[int, ...]) -> None:
+    """Whatever the pieces, batches hold their bytes in order, none empty, none larger than twice the usual."""
+    pieces = tuple(bytes([index % 251]) * size for index, size in enumerate(sizes))
+    part = Part(pieces=pieces, nbytes=sum(sizes), frame=Frame(header={}))
+    found = list(batches([part, part]))
+    assert b"".join(piece for batch in found for piece in batch) == b"".join(pieces * 2)
+    for batch in found:
+        assert 0 < sum(map(len, batch)) < 2 * BATCH_BYTES
+        assert all(map(len, batch))
+
+
+def test_small_pieces_make_one_write_and_large_ones_are_not_copied() -> None:
+    """A hundred small calls leave in one system call; a tensor leaves from where it lies."""
+    (batch,) = batches(parts_of(*(numbered(index, 100) for index in range(100))))
+    assert len(batch) == 1
+    large = memoryview(bytearray(BATCH_BYTES))
+    (batch,) = batches([Part(pieces=(b"head", large), nbytes=4 + len(large), frame=None)])
+    assert batch[1] is large
 
 
 async def test_a_send_waits_for_a_slow_receiver() -> None:
@@ -74,7 +96,7 @@ async def test_a_send_waits_for_a_slow_receiver() -> None:
     sent = trio.Event()
 
     async def send() -> None:
-        await dialled.send(numbered(1, 64 * 2**20))
+        await dialled.send(*parts_of(numbered(1, 64 * 2**20)))
         sent.set()
 
     async with trio.open_nursery() as nursery:
@@ -91,7 +113,7 @@ async def test_a_cancelled_receive_loses_nothing() -> None:
     """Half a frame stays with the link; the next receive completes it."""
     stream, link = await raw_pair()
     frame = numbered(1, 1000)
-    data = b"".join((frame.head, *frame.body))
+    data = bytes_of(frame)
     await stream.send_all(data[:500])
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
@@ -99,9 +121,7 @@ async def test_a_cancelled_receive_loses_nothing() -> None:
             await trio.testing.wait_all_tasks_blocked(0.01)
             scope.cancel()
     await stream.send_all(data[500:])
-    got = await link.receive()
-    assert got is not None
-    assert np.array_equal(got.tensors[0], frame.frame.tensors[0])
+    assert_same(await link.receive(), frame)
     await stream.aclose()
     link.abort()
 
@@ -111,11 +131,11 @@ async def test_a_cancelled_send_ends_the_link() -> None:
     dialled, accepted = await link_pair()
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(dialled.send, numbered(1, 64 * 2**20))
+            nursery.start_soon(dialled.send, *parts_of(numbered(1, 64 * 2**20)))
             await trio.testing.wait_all_tasks_blocked()
             scope.cancel()
     with pytest.raises(trio.BusyResourceError):
-        await dialled.send(numbered(2))
+        await dialled.send(*parts_of(numbered(2)))
     dialled.abort()
     accepted.abort()
 
@@ -124,7 +144,7 @@ async def test_the_end_of_a_link() -> None:
     """Between frames the end is None, inside one it is ConnectionLost; own closing is ConnectionLost too."""
     stream, link = await raw_pair()
     frame = numbered(1, 1000)
-    await stream.send_all(frame.head)
+    await stream.send_all(bytes_of(frame)[:100])
     await stream.aclose()
     with pytest.raises(ConnectionLost, match="inside a frame"):
         await link.receive()
@@ -134,7 +154,7 @@ async def test_the_end_of_a_link() -> None:
     with pytest.raises(ConnectionLost):
         await link.receive()
     with pytest.raises(ConnectionLost):
-        await link.send(frame)
+        await link.send(*parts_of(frame))
 
 
 async def test_a_reset_is_connection_lost() -> None:
@@ -146,11 +166,30 @@ async def test_a_reset_is_connection_lost() -> None:
     accepted.abort()
 
 
+async def test_closing_ends_a_receive() -> None:
+    """A task that waits for a frame learns at once that another has closed the link."""
+    for how in ("aclose", "abort"):
+        dialled, accepted = await link_pair()
+        async with trio.open_nursery() as nursery:
+
+            async def receive(link: TcpLink = dialled) -> None:
+                with pytest.raises(ConnectionLost, match="closed on this side"):
+                    await link.receive()
+
+            nursery.start_soon(receive)
+            await trio.testing.wait_all_tasks_blocked()
+            if how == "aclose":
+                await dialled.aclose()
+            else:
+                dialled.abort()
+        accepted.abort()
+
+
 async def test_garbage_is_a_remote_protocol_error() -> None:
     """Something that speaks HTTP is recognised by its first bytes."""
     stream, link = await raw_pair()
     await stream.send_all(b"GET / HTTP/1.1\r\n\r\n")
-    with pytest.raises(RemoteProtocolError, match="not a frame"):
+    with pytest.raises(RemoteProtocolError, match="not a part of a frame"):
         await link.receive()
     await stream.aclose()
     link.abort()
@@ -159,7 +198,7 @@ async def test_garbage_is_a_remote_protocol_error() -> None:
 async def test_the_transports_bound_on_bodies_is_kept() -> None:
     """A link of a transport with a bound of 1000 bytes refuses 1001."""
     dialled, accepted = await link_pair(max_body_bytes=1000)
-    await dialled.send(numbered(1, 1000), numbered(2, 1001))
+    await dialled.send(*parts_of(numbered(1, 1000), numbered(2, 1001)))
     assert await accepted.receive() is not None
     with pytest.raises(RemoteProtocolError, match="1001"):
         await accepted.receive()

@@ -1,0 +1,269 @@
+"""Frames over TLS 1.3, both ends proven: the network of a real swarm.
+
+What a link has been through before it carries a frame, in either direction:
+- TLS refuses a peer whose certificate the swarm's key has not signed, or whose certificate's key it does not hold;
+- the certificate must be a leaf of our format, and the peer that it names on our allow-list, and not ourselves;
+- a dialled peer must be the one that was asked for.
+A dialling end judges before it shows its own certificate, an accepting one before it sends any data: nobody learns
+more of a swarm than the certificate of the listener that it dials.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import trio
+
+from net.errors import ConnectionLost, DialFailed, HandshakeFailed, LocalProtocolError, RemoteProtocolError
+from net.identity import Address, PeerId
+from net.keys import Identity, Membership, certificate_chain, peer_id_of_certificate_untrusted
+from net.transport.sockets import BATCH_BYTES, ByteStream, accept, batches, connect, listen
+from net.transport.tls_engine import REFUSED, TlsEngine, client_context, server_context
+from net.wire.frame_reader import FrameReader
+from net.wire.frames import MAX_BODY_BYTES, Frame, Part
+
+_MAX_HANDSHAKE_BYTES = 64 * 1024
+"""What a peer may send before it is known. Ours send less than 2 KiB; a first frame may come along with the rest."""
+
+_HANDSHAKE_RECEIVE_BYTES = 16 * 1024
+
+
+class TlsLink:
+    """TLS on a stream of bytes as a `net.transport.base.Link`.
+
+    Args:
+      stream: fresh; the link closes it.
+      engine: before its handshake.
+      admit: raises HandshakeFailed for a peer that must not be talked to.
+      scratch: where ciphertext is received; all links of a transport share it.
+      max_body_bytes: frames with larger bodies are refused.
+    """
+
+    def __init__(
+        self,
+        stream: ByteStream,
+        engine: TlsEngine,
+        *,
+        admit: Callable[[PeerId], None],
+        scratch: memoryview,
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
+        self._stream = stream
+        self._engine = engine
+        self._admit = admit
+        self._scratch = scratch
+        self._reader = FrameReader(max_body_bytes=max_body_bytes)
+        self._remote_peer_id: PeerId | None = None  # set only once the peer is proven and admitted
+
+    @property
+    def remote_address(self) -> Address:
+        """See `Link.remote_address`."""
+        return self._stream.remote_address
+
+    @property
+    def remote_peer_id(self) -> PeerId | None:
+        """See `Link.remote_peer_id`."""
+        return self._remote_peer_id
+
+    async def handshake(self) -> None:
+        """See `Link.handshake`. After a failure the link is closed."""
+        if self._remote_peer_id is not None:
+            await trio.lowlevel.checkpoint()
+            return
+        try:
+            await self._negotiate()
+            try:
+                peer_id = peer_id_of_certificate_untrusted(self._engine.peer_certificate())
+            except RemoteProtocolError as exc:
+                raise HandshakeFailed(f"{self.remote_address} shows no certificate of a peer: {exc}") from exc
+            self._admit(peer_id)
+            # A dialling end's certificate leaves only here, when it knows whom it tells.
+            await self._flush()
+        except (HandshakeFailed, ConnectionLost):
+            self._stream.reset()
+            raise
+        self._remote_peer_id = peer_id
+
+    async def _negotiate(self) -> None:
+        received = 0
+        while True:
+            try:
+                if self._engine.handshake():
+                    return
+            except HandshakeFailed:
+                # The alert says why, if it gets through. Closing and not resetting, which would drop it.
+                self._stream.send_now(self._engine.take_ciphertext())
+                self._stream.close()
+                raise
+            await self._flush()
+            if received > _MAX_HANDSHAKE_BYTES:
+                raise HandshakeFailed(f"{self.remote_address} sent {received} bytes and no end of a handshake")
+            nbytes = await self._stream.receive_into(self._scratch[:_HANDSHAKE_RECEIVE_BYTES])
+            if nbytes == 0:
+                raise ConnectionLost(f"{self.remote_address} went away during the handshake")
+            received += nbytes
+            self._engine.feed(self._scratch[:nbytes])
+
+    async def _flush(self) -> None:
+        ciphertext = self._engine.take_ciphertext()
+        if ciphertext:
+            await self._stream.send_all([ciphertext])
+
+    async def send(self, *parts: Part) -> None:
+        """See `Link.send`. After a failed or cancelled send nothing more can be sent.
+
+        Raises:
+          trio.BusyResourceError: another task is sending, or nothing more can be sent.
+        """
+        self._check_usable()
+        with self._stream.sending():
+            for batch in batches(parts):
+                for piece in batch:
+                    self._engine.encrypt(piece)
+                await self._flush()
+
+    async def receive(self) -> Frame | None:
+        """See `Link.receive`.
+
+        Raises:
+          HandshakeFailed: the peer that was dialled does not admit us, which it could not say before.
+        """
+        self._check_usable()
+        while True:
+            frame = self._reader.next_frame_untrusted()
+            if frame is not None:
+                return frame
+            nbytes = self._engine.decrypt_into(self._reader.buffer())
+            if nbytes:
+                self._reader.received(nbytes)
+            elif self._engine.is_closed_by_peer:
+                if self._reader.at_boundary:
+                    return None
+                raise ConnectionLost(f"connection to {self.remote_address} ended inside a frame")
+            else:
+                await self._receive_ciphertext()
+
+    async def _receive_ciphertext(self) -> None:
+        try:
+            nbytes = await self._stream.receive_into(self._scratch)
+            if nbytes == 0:  # anybody on the way can forge this end, and cut off what should have come before it
+                raise ConnectionLost(f"connection to {self.remote_address} lost: it ended without a farewell")
+        except ConnectionLost as exc:
+            if self._engine.awaits_verdict and not self._stream.is_closed:
+                raise HandshakeFailed(f"{self.remote_address} went down, or {REFUSED}") from exc
+            raise
+        self._engine.feed(self._scratch[:nbytes])
+
+    def _check_usable(self) -> None:
+        if self._stream.is_closed:
+            raise ConnectionLost(f"connection to {self.remote_address} lost: it was closed on this side")
+        # OpenSSL would finish the handshake by itself, and nobody would look at who it is.
+        if self._remote_peer_id is None:
+            raise LocalProtocolError(f"the link with {self.remote_address} needs its handshake first")
+
+    async def aclose(self) -> None:
+        """See `Link.aclose`. Says farewell (close_notify) and does not wait for the peer's."""
+        try:
+            # Inside a record, or of somebody unknown, there is no farewell.
+            if self._remote_peer_id is None or self._stream.is_sending or self._stream.is_closed:
+                await trio.lowlevel.checkpoint()
+            else:
+                self._engine.close()
+                with suppress(ConnectionLost), self._stream.sending():
+                    await self._flush()
+        finally:
+            self._stream.close()
+
+    def abort(self) -> None:
+        """See `Link.abort`."""
+        self._stream.reset()
+
+
+class TlsListener:
+    """A listening socket as a `net.transport.base.Listener`."""
+
+    def __init__(
+        self, sock: trio.socket.SocketType, address: Address, make_link: Callable[[ByteStream], TlsLink]
+    ) -> None:
+        self._sock = sock
+        self._address = address
+        self._make_link = make_link
+
+    @property
+    def address(self) -> Address:
+        """See `Listener.address`."""
+        return self._address
+
+    async def accept(self) -> TlsLink:
+        """See `Listener.accept`."""
+        return self._make_link(await accept(self._sock, self._address))
+
+    async def aclose(self) -> None:
+        """See `Listener.aclose`."""
+        self._sock.close()
+        await trio.lowlevel.checkpoint()
+
+
+class TlsTransport:
+    """TLS as a `net.transport.base.Transport`: one peer's access to one swarm, within one run of trio.
+
+    Args:
+      identity: who we are.
+      membership: who else may be.
+      max_body_bytes: frames with larger bodies are refused from the network.
+    """
+
+    def __init__(
+        self, identity: Identity, *, membership: Membership | None = None, max_body_bytes: int = MAX_BODY_BYTES
+    ) -> None:
+        self._peer_id = identity.peer_id
+        self._membership = Membership() if membership is None else membership
+        self._max_body_bytes = max_body_bytes
+        chain = certificate_chain(identity, self._membership)
+        self._server_context = server_context(chain)
+        self._client_context = client_context(chain)
+        # Shared by all links: each moves what it received here to its engine before another task runs.
+        self._scratch = memoryview(bytearray(BATCH_BYTES))
+
+    @property
+    def peer_id(self) -> PeerId | None:
+        """See `Transport.peer_id`."""
+        return self._peer_id
+
+    async def dial(self, address: Address, *, peer_id: PeerId | None = None) -> TlsLink:
+        """See `Transport.dial`. A host name's addresses are tried in turn, until one takes the connection."""
+
+        def admit(remote: PeerId) -> None:
+            if remote == self._peer_id:
+                raise HandshakeFailed(f"{address}: that is this peer itself")
+            if peer_id is not None and remote != peer_id:
+                raise HandshakeFailed(f"{address} is peer {remote}, expected {peer_id}")
+            self._admit(remote)
+
+        stream = await connect(address)
+        try:
+            engine = TlsEngine(self._client_context, remote=str(address))
+            link = self._link(stream, engine, admit)
+            await link.handshake()
+        except (HandshakeFailed, ConnectionLost) as exc:
+            raise DialFailed(str(exc)) from exc
+        except BaseException:
+            stream.reset()
+            raise
+        return link
+
+    async def listen(self, address: Address) -> TlsListener:
+        """See `Transport.listen`. Any address of this machine; a host name means the first of its addresses."""
+        sock = await listen(address)
+        return TlsListener(sock, Address(address.host, sock.getsockname()[1]), self._accepted_link)
+
+    def _accepted_link(self, stream: ByteStream) -> TlsLink:
+        return self._link(stream, TlsEngine(self._server_context, remote=str(stream.remote_address)), self._admit)
+
+    def _link(self, stream: ByteStream, engine: TlsEngine, admit: Callable[[PeerId], None]) -> TlsLink:
+        return TlsLink(stream, engine, admit=admit, scratch=self._scratch, max_body_bytes=self._max_body_bytes)
+
+    def _admit(self, remote: PeerId) -> None:
+        if remote == self._peer_id:
+            raise HandshakeFailed(f"{remote} has our own identity: is its file in use twice?")
+        if not self._membership.admits(remote):
+            raise HandshakeFailed(f"{remote} is not on our allow-list")
