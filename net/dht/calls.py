@@ -59,12 +59,12 @@ class DhtCalls:
         """The latest expiration that a record may have now."""
         return self._clock.now() + self._config.max_lifetime_s
 
-    async def ping(self, address: Address) -> Contact:
-        """Who listens at `address`? The answer goes into the book; a failure does not (nobody is known to fail)."""
+    async def ping(self, target: Contact | Address) -> Contact:
+        """Who listens there? The answer goes into the book; a failure does not (nobody is known to fail)."""
         sent = self._clock.now()
-        body = await self._call(address, messages.PING, messages.ping_body(client=self._is_client))
+        body = await self._call(target, messages.PING, messages.ping_body(client=self._is_client))
         peer_id, their_now = messages.parse_ping_reply_untrusted(body)
-        contact = Contact(peer_id, address)
+        contact = Contact(peer_id, target.address if isinstance(target, Contact) else target)
         self._note_answer(contact)
         self.clock_skew_s = their_now - (sent + self._clock.now()) / 2
         return contact
@@ -72,7 +72,7 @@ class DhtCalls:
     async def check(self, contact: Contact) -> None:
         """Ping a contact; if it does not answer, or another peer does, the contact goes."""
         try:
-            answerer = await self.ping(contact.address)
+            answerer = await self.ping(contact)
         except PEER_ERRORS as error:
             self._note_failure(contact, error)
             raise
@@ -103,7 +103,7 @@ class DhtCalls:
         for batch in messages.batches(entries):
             body = messages.store_body(target, batch, client=self._is_client)
             try:
-                answer = await self._call(contact.address, messages.STORE, body)
+                answer = await self._call(contact, messages.STORE, body)
                 peer_id, verdicts = messages.parse_store_reply_untrusted(answer, count=len(batch))
                 self._expect(contact, peer_id)
             except PEER_ERRORS as error:
@@ -116,7 +116,7 @@ class DhtCalls:
     async def _find_page(self, contact: Contact, target: NodeId, *, record: bool, after: str | None) -> FindReply:
         body = messages.find_body(target, client=self._is_client, record=record, after=after)
         try:
-            answer = await self._call(contact.address, messages.FIND, body)
+            answer = await self._call(contact, messages.FIND, body)
             reply = messages.parse_find_reply_untrusted(answer, latest_expiration=self.latest_expiration)
             self._expect(contact, reply.peer_id)
             if reply.more and (not reply.entries or (after is not None and (reply.entries[-1][0] or "") <= after)):
@@ -127,8 +127,8 @@ class DhtCalls:
         self._note_answer(contact)
         return reply
 
-    async def _call(self, address: Address, method: str, body: Body) -> Body:
-        reply = await self._caller.call(address, method, body, timeout_s=self._config.rpc_timeout_s)
+    async def _call(self, target: Contact | Address, method: str, body: Body) -> Body:
+        reply = await self._caller.call(target, method, body, timeout_s=self._config.rpc_timeout_s)
         return reply.body
 
     def _expect(self, contact: Contact, peer_id: PeerId) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from net.identity import Address, PeerId
-from net.wire.tensors import Tensor
+from net.identity import Address, Contact, PeerId
+from net.wire.tensors import Outgoing, Tensor
 
 Body = Mapping[str, Any]
 """A CBOR map with string keys; values are None, bool, int, float, str, bytes, lists and maps of these."""
@@ -39,10 +39,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The answer to a call: a small body and the large results."""
+    """The answer to a call: a small body and the large results.
+
+    A handler may wrap tensors in `net.wire.compression.Compressed`; the caller gets plain arrays.
+    """
 
     body: Body = field(default_factory=dict)
-    tensors: tuple[Tensor, ...] = ()
+    tensors: tuple[Outgoing, ...] = ()
 
 
 Handler = Callable[[Request], Awaitable[Reply]]
@@ -72,12 +75,20 @@ class Caller(Protocol):
         ...
 
     async def call(
-        self, address: Address, method: str, body: Body, tensors: Sequence[Tensor] = (), *, timeout_s: float
+        self,
+        target: Contact | Address,
+        method: str,
+        body: Body,
+        tensors: Sequence[Outgoing] = (),
+        *,
+        timeout_s: float,
     ) -> Reply:
-        """Call `method` at `address` and wait for the answer.
+        """Call `method` at `target` and wait for the answer.
 
-        The deadline travels with the call and the handler is cancelled when it passes. Cancelling this function
-        cancels the handler too (best effort: a message is sent, nobody waits for it).
+        A `Contact` is called on any connection with that peer, and dialling it checks that it is who answers; an
+        `Address` is whoever answers there, for joining a swarm. The deadline travels with the call and the handler is
+        cancelled when it passes. Cancelling this function cancels the handler too (best effort: a message is sent,
+        nobody waits for it).
 
         Raises:
           PeerUnavailable: `DialFailed`, `PeerTimeout` or `ConnectionLost`.

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -17,11 +17,14 @@ from net.errors import (
 )
 from net.identity import Address, PeerId
 from net.rpc.base import Body, Reply, Request
+from net.rpc.fault_acts import act_before, act_instead_of_reply
+from net.rpc.faults import FaultInjector
 from net.rpc.service import Service
 from net.rpc.session import Action, CancelRun, FinishCall, RpcSession, RunCall
 from net.transport.base import Link
-from net.wire.messages import CallError, CallReply, CallStart, ErrorKind
-from net.wire.tensors import Tensor
+from net.wire.frames import Part
+from net.wire.messages import CallError, CallReply, CallStart, ErrorKind, Hello
+from net.wire.tensors import Outgoing, plain
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +35,15 @@ _CLOSE_TIMEOUT_S = 1.0
 """For the transport's farewell; then the link is aborted."""
 
 _WRITE_BYTES = 256 * 1024
-"""Frames written in one go. Small calls placed meanwhile leave together; larger batches gain nothing."""
+"""Parts written in one go, at least. Small calls placed meanwhile leave together; larger batches gain nothing and make
+small calls wait."""
+
+SILENCE_S = 15.0
+"""Of a peer while calls are under way; then it is pinged, and after as long again it is taken for gone. TCP alone would
+wait a quarter of an hour for a peer that vanished without a word."""
+
+LEAVE_S = 10.0
+"""For what is under way after one end wants to part."""
 
 _MIN_TIMEOUT_S = 0.001
 """What a call says on the wire when its caller's deadline is here already."""
@@ -59,35 +70,96 @@ class Connection:
 
     Args:
       link: fresh from a transport; the connection closes it.
-      peer_id, port: who we are and where we listen, for the peer.
+      is_outgoing: whether we dialled it.
+      peer_id, instance, port: who we are and where we listen, for the peer.
       service: what the other end may call.
+      on_hello: called once, when the other end has said who it is, and that is true as far as the network can tell.
+      faults: what is to go wrong with our answers; None for nothing.
     """
 
-    def __init__(self, link: Link, *, peer_id: PeerId, port: int | None, service: Service) -> None:
-        self._link = link
+    def __init__(
+        self,
+        link: Link,
+        *,
+        is_outgoing: bool,
+        peer_id: PeerId,
+        instance: bytes,
+        port: int | None,
+        service: Service,
+        on_hello: Callable[["Connection"], None],
+        faults: FaultInjector | None = None,
+    ) -> None:
+        self.link = link
+        self.is_outgoing = is_outgoing
         self._service = service
-        self._session = RpcSession(peer_id=peer_id, port=port)
+        self._on_hello = on_hello
+        self._faults = faults
+        self._session = RpcSession(peer_id=peer_id, instance=instance, port=port)
         self._pending: dict[int, _PendingCall] = {}
         self._handler_scopes: dict[int, trio.CancelScope] = {}
         self._scope = trio.CancelScope()
         self._wake = trio.Event()
         self._cause: NetError | None = None  # why it ended; None while it lives
-        self.last_used = trio.current_time()
-        """When the last call was placed here or the last frame came in, seconds of trio's clock."""
+        self._last_part: Part | None = None
+        self._pinged_at = -math.inf
+        self._leaving_since = math.inf
+        self.last_heard = self.last_used = trio.current_time()
+        """When the last frame came in, and when the last call was placed or served, seconds of trio's clock."""
+
+    @property
+    def remote(self) -> Hello | None:
+        """Who is at the other end; None until it has said so."""
+        return self._session.remote
 
     @property
     def is_open(self) -> bool:
-        """Calls can be placed."""
+        """It has not ended."""
         return self._cause is None
+
+    @property
+    def takes_calls(self) -> bool:
+        """Calls can be placed."""
+        return self._cause is None and not self._session.is_leaving
 
     @property
     def is_idle(self) -> bool:
         """No call is under way in either direction."""
         return self._session.is_idle
 
+    @property
+    def cause(self) -> NetError | None:
+        """Why it ended; None while it lives."""
+        return self._cause
+
     def close(self, reason: str) -> None:
         """End the connection: `run` returns soon, calls under way fail with `ConnectionLost`. Idempotent."""
         self._end(ConnectionLost(reason))
+
+    def leave(self) -> None:
+        """Place no more calls here; the connection ends when both sides are done with theirs. Idempotent."""
+        if not self._session.is_leaving:
+            self._session.leave()
+            self._wake.set()
+
+    def check(self, now: float, *, idle_s: float) -> None:
+        """What time brings: part from a peer without calls for `idle_s`, ping a silent one, give up a dead one.
+
+        To be called every few seconds.
+        """
+        if self._session.is_leaving:
+            self._leaving_since = min(self._leaving_since, now)
+            if now - self._leaving_since >= LEAVE_S:
+                self.close("parting took too long")
+        elif self.is_idle:
+            if now - max(self.last_used, self.last_heard) >= idle_s:
+                self.leave()
+        elif now - self.last_heard >= SILENCE_S:
+            if self._pinged_at <= self.last_heard:
+                self._pinged_at = now
+                self._session.ping()
+                self._wake.set()
+            elif now - self._pinged_at >= SILENCE_S:
+                self.close(f"{self.link.remote_address} was silent for {now - self.last_heard:.0f} s")
 
     async def run(self) -> None:
         """Serve until the connection ends, for whatever reason; then nothing is left open or running.
@@ -97,20 +169,24 @@ class Connection:
         """
         try:
             with self._scope:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._write)
-                    await self._read(nursery)
+                if await self._handshake():
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(self._write)
+                        await self._read(nursery)
         except Exception:
-            _log.exception("connection with %s failed", self._link.remote_address)
+            _log.exception("connection with %s failed", self.link.remote_address)
         finally:
             is_clean = self._cause is None or not isinstance(self._cause, RemoteProtocolError)
-            self._end(ConnectionLost("this peer was closed"))
+            is_mute = self._scope.cancelled_caught and self.remote is None
+            self._end(
+                ConnectionLost(f"{self.link.remote_address} did not say hello" if is_mute else "this peer was closed")
+            )
             if is_clean:
                 with trio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
-                    await self._link.aclose()
-            self._link.abort()
+                    await self.link.aclose()
+            self.link.abort()
 
-    async def call(self, method: str, body: Body, tensors: Sequence[Tensor], *, deadline: float) -> Reply:
+    async def call(self, method: str, body: Body, tensors: Sequence[Outgoing], *, deadline: float) -> Reply:
         """Call the peer and wait. If cancelled, the call is taken back or called off; nobody waits for that.
 
         Args:
@@ -128,9 +204,9 @@ class Connection:
             await pending.done.wait()
         finally:
             # A no-op when the call has been answered. Synchronous: a cancelled task could not wait here.
-            self._pending.pop(call_id, None)
-            self._session.abandon_call(call_id)
-            self._wake.set()
+            if self._pending.pop(call_id, None) is not None:
+                self._session.abandon_call(call_id)
+                self._wake.set()
         match pending.answer:
             case None:
                 raise self._lost()
@@ -154,13 +230,31 @@ class Connection:
         for pending in self._pending.values():
             pending.done.set()
 
+    async def _handshake(self) -> bool:
+        """Whether the other end may talk to us. Whoever does not say who it is keeps no place for longer."""
+        try:
+            with trio.move_on_after(HELLO_TIMEOUT_S):
+                await self.link.handshake()
+                self._scope.deadline = trio.current_time() + HELLO_TIMEOUT_S
+                return True
+            self._end(ConnectionLost(f"{self.link.remote_address} did not finish the handshake"))
+        except NetError as exc:
+            _log.info("refused %s: %s", self.link.remote_address, exc)
+            self._end(exc)
+        return False
+
     async def _write(self) -> None:
-        """The only task that sends: frames leave whole and in order, whoever is cancelled meanwhile."""
+        """The only task that sends: parts leave whole and in order, whoever is cancelled meanwhile."""
         try:
             while True:
-                frames = self._session.take_frames(_WRITE_BYTES)
-                if frames:
-                    await self._link.send(*frames)
+                if self._last_part is not None:
+                    await self.link.send(self._last_part)
+                    return self._end(ConnectionLost("ended on purpose"))
+                parts = self._session.take_parts(_WRITE_BYTES)
+                if parts:
+                    await self.link.send(*parts)
+                elif self._session.is_over:
+                    return self._end(ConnectionLost("both ends were done"))
                 else:
                     self._wake = trio.Event()
                     await self._wake.wait()
@@ -168,23 +262,30 @@ class Connection:
             self._end(exc)
 
     async def _read(self, nursery: trio.Nursery) -> None:
+        link, session = self.link, self._session
         try:
-            with trio.move_on_after(HELLO_TIMEOUT_S) as hello:
-                while (frame := await self._link.receive()) is not None:
-                    self._session.receive_untrusted(frame)
-                    hello.deadline = math.inf
-                    self.last_used = trio.current_time()
-                    for action in self._session.take_actions():
-                        self._carry_out(action, nursery)
-                    self._wake.set()
-            if hello.cancelled_caught:
-                self._end(ConnectionLost(f"{self._link.remote_address} did not say hello"))
-            else:
-                self._end(ConnectionLost(f"{self._link.remote_address} closed the connection"))
+            while (frame := await link.receive()) is not None:
+                session.receive_untrusted(frame)
+                self.last_heard = trio.current_time()
+                if self._scope.deadline != math.inf:
+                    self._greet_untrusted()
+                for action in session.take_actions():
+                    self._carry_out(action, nursery)
+                self._wake.set()
+            self._end(ConnectionLost(f"{link.remote_address} closed the connection"))
         except NetError as exc:
             if isinstance(exc, RemoteProtocolError):
-                _log.warning("dropping the connection with %s: %s", self._link.remote_address, exc)
+                _log.warning("dropping the connection with %s: %s", link.remote_address, exc)
             self._end(exc)
+
+    def _greet_untrusted(self) -> None:
+        """The other end has just said who it is."""
+        self._scope.deadline = math.inf
+        remote, proven = self._session.remote, self.link.remote_peer_id
+        assert remote is not None
+        if proven is not None and remote.peer_id != proven:
+            raise RemoteProtocolError(f"{proven.short} says that it is {remote.peer_id.short}")
+        self._on_hello(self)
 
     def _carry_out(self, action: Action, nursery: trio.Nursery) -> None:
         match action:
@@ -195,6 +296,7 @@ class Connection:
             case CancelRun(call_id=call_id):
                 self._handler_scopes[call_id].cancel()
             case RunCall(start=start):
+                self.last_used = self.last_heard
                 try:
                     self._service.admit(start.method)
                 except CallFailed as exc:
@@ -212,7 +314,7 @@ class Connection:
         try:
             with scope:
                 try:
-                    reply = await self._service.run(self._request(start))
+                    reply = await self._reply(self._request(start))
                     self._session.reply(start.call_id, reply.body, reply.tensors)
                 except CallFailed as exc:  # the handler's own words for its caller
                     self._fail(start.call_id, exc)
@@ -220,13 +322,26 @@ class Connection:
                 self._session.forget(start.call_id)
         except Exception:
             # Around the scope: a handler that fails while it is cancelled raises a group with both in it.
-            _log.exception("serving %r to %s failed", start.method, self._link.remote_address)
+            _log.exception("serving %r to %s failed", start.method, self.link.remote_address)
             text = f"the handler of {start.method!r} failed; the peer's log says why"
             self._fail(start.call_id, RemoteFailure(text))
         finally:
             del self._handler_scopes[start.call_id]
             self._service.release(start.method)
             self._wake.set()
+
+    async def _reply(self, request: Request) -> Reply:
+        fate = None if self._faults is None else self._faults.draw(request.peer_id, request.method)
+        if fate is None:
+            return await self._service.run(request)
+        fault, late_s = fate
+        await act_before(fault, late_s)
+        return await act_instead_of_reply(fault, await self._service.run(request), self._send_last)
+
+    def _send_last(self, part: Part) -> None:
+        """For faults: send one more part, whatever else waits, and end the connection."""
+        self._last_part = part
+        self._wake.set()
 
     def _fail(self, call_id: int, error: CallFailed) -> None:
         kind = next(kind for kind, error_type in _ERRORS.items() if isinstance(error, error_type))
@@ -235,11 +350,11 @@ class Connection:
     def _request(self, start: CallStart) -> Request:
         remote = self._session.remote
         assert remote is not None  # the session lets no call through before Hello
-        host = self._link.remote_address.host
+        host = self.link.remote_address.host
         return Request(
             method=start.method,
             body=start.body,
-            tensors=start.tensors,
+            tensors=tuple(plain(tensor) for tensor in start.tensors),
             peer_id=remote.peer_id,
             peer_address=None if remote.port is None else Address(host, remote.port),
         )

@@ -1,19 +1,23 @@
 """A process on the network: serves calls, places calls, and owns every connection that either needs."""
 
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+import secrets
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import trio
 
-from net.errors import ConnectionLost, DialFailed, PeerTimeout
-from net.identity import Address, PeerId
-from net.rpc.base import Body, Handler, Reply
+from net.errors import ConnectionLost, DialFailed, HandshakeFailed, PeerTimeout
+from net.identity import Address, Contact, PeerId
+from net.rpc.backoff import Backoff
+from net.rpc.base import Body, Handler, Reply, Request
 from net.rpc.connection import Connection
+from net.rpc.connections import ConnectionTable
+from net.rpc.faults import FaultInjector
 from net.rpc.service import Service
 from net.transport.base import Link, Listener, Transport
-from net.wire.messages import MAX_TIMEOUT_S
-from net.wire.tensors import Tensor
+from net.wire.messages import INSTANCE_BYTES, MAX_TIMEOUT_S
+from net.wire.tensors import Outgoing, as_received
 
 _log = logging.getLogger(__name__)
 
@@ -21,6 +25,12 @@ MAX_OUTGOING_CONNECTIONS = 384
 MAX_INCOMING_CONNECTIONS = 512
 """Together they stay below the 1024 descriptors that most systems give a process. At either bound the connection that
 has been idle for longest makes room; its peer dials again when it next needs to."""
+
+IDLE_S = 120.0
+"""A connection without calls for so long is closed. Trainers call every few seconds, DHT peers every minute or so."""
+
+CHECK_PERIOD_S = 5.0
+"""How often all connections are looked at: one timer for each peer, not for each connection."""
 
 
 class _Dial:
@@ -40,6 +50,9 @@ async def open_rpc_peer(
     *,
     peer_id: PeerId,
     listen: Address | None = None,
+    announce: str | None = None,
+    faults: FaultInjector | None = None,
+    idle_s: float = IDLE_S,
     max_outgoing_connections: int = MAX_OUTGOING_CONNECTIONS,
     max_incoming_connections: int = MAX_INCOMING_CONNECTIONS,
 ) -> AsyncIterator["RpcPeer"]:
@@ -51,27 +64,39 @@ async def open_rpc_peer(
 
     Args:
       transport: the network.
-      peer_id: who this is.
+      peer_id: who this is; on a network that proves identities, the one that it proves.
       listen: where to be called; port 0 lets the network choose. None: client mode, it only calls.
+      announce: the host under which others reach this peer, if it is not the one that it listens on.
+      faults: what is to go wrong with this peer's answers, on purpose.
+      idle_s: connections without calls for so long are closed.
       max_outgoing_connections, max_incoming_connections: see `MAX_INCOMING_CONNECTIONS`.
 
     Raises:
       ListenFailed: on entry.
+      ValueError: on entry; the transport proves another peer id.
     """
+    if transport.peer_id not in (None, peer_id):
+        raise ValueError(f"the transport proves us to be {transport.peer_id}, not {peer_id}")
     listener = None if listen is None else await transport.listen(listen)
     block_error: Exception | None = None
     try:
         async with trio.open_nursery() as nursery:
+            address = None if listener is None else listener.address
+            if address is not None and announce is not None:
+                address = Address(announce, address.port)
             peer = RpcPeer(
                 transport,
                 nursery,
                 peer_id=peer_id,
-                address=None if listener is None else listener.address,
+                address=address,
+                faults=faults,
+                idle_s=idle_s,
                 max_outgoing_connections=max_outgoing_connections,
                 max_incoming_connections=max_incoming_connections,
             )
             if listener is not None:
                 nursery.start_soon(peer._accept, listener)
+            nursery.start_soon(peer._look_after_connections)
             try:
                 yield peer
             except Exception as exc:
@@ -93,9 +118,9 @@ async def open_rpc_peer(
 class RpcPeer:
     """Implements `net.rpc.base.Caller` on a real or simulated network. Made by `open_rpc_peer`.
 
-    One connection for each address called: dialled when first needed, shared by all callers, dropped when anything
-    goes wrong with it, dialled again at the next call. A call is never repeated by itself: only its caller knows
-    whether that would be safe.
+    One connection for each peer, whoever dialled it: made when first needed, shared by all callers, dropped when
+    anything goes wrong with it, dialled again at the next call (at growing intervals if that fails). A call is never
+    repeated by itself: only its caller knows whether that would be safe.
     """
 
     def __init__(
@@ -105,6 +130,8 @@ class RpcPeer:
         *,
         peer_id: PeerId,
         address: Address | None,
+        faults: FaultInjector | None,
+        idle_s: float,
         max_outgoing_connections: int,
         max_incoming_connections: int,
     ) -> None:
@@ -112,12 +139,17 @@ class RpcPeer:
         self._nursery = nursery
         self._peer_id = peer_id
         self._address = address
+        self._contact = None if address is None else Contact(peer_id, address)
+        self._faults = faults
+        self._idle_s = idle_s
         self._max_outgoing = max_outgoing_connections
         self._max_incoming = max_incoming_connections
+        # Chance that changes nothing: it is only ever compared with itself.
+        self._instance = secrets.token_bytes(INSTANCE_BYTES)
         self._service = Service()
-        self._dials: dict[Address, _Dial] = {}
-        self._outgoing: dict[Address, Connection] = {}
-        self._incoming: set[Connection] = set()
+        self._backoff = Backoff()
+        self._dials: dict[Contact | Address, _Dial] = {}
+        self._connections = ConnectionTable(peer_id)
         self._is_closed = False
 
     @property
@@ -127,7 +159,7 @@ class RpcPeer:
 
     @property
     def address(self) -> Address | None:
-        """Where this process listens; None in client mode."""
+        """Where this process is reached; None in client mode."""
         return self._address
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
@@ -139,7 +171,13 @@ class RpcPeer:
         self._service.add(method, handler, max_concurrent=max_concurrent)
 
     async def call(
-        self, address: Address, method: str, body: Body, tensors: Sequence[Tensor] = (), *, timeout_s: float
+        self,
+        target: Contact | Address,
+        method: str,
+        body: Body,
+        tensors: Sequence[Outgoing] = (),
+        *,
+        timeout_s: float,
     ) -> Reply:
         """See `Caller.call`. The tensors are sent from where they lie: until this returns, and a moment longer if it
         is cancelled, nobody may write to them.
@@ -154,27 +192,46 @@ class RpcPeer:
             raise ValueError(f"timeout_s must be at most {MAX_TIMEOUT_S:g} s, got {timeout_s!r}")
         if timeout_s <= 0:  # what is left of somebody's time may be nothing: then nothing is sent
             await trio.lowlevel.checkpoint()
-            raise PeerTimeout(f"no time left to call {method!r} at {address}")
+            raise PeerTimeout(f"no time left to call {method!r} at {target}")
         connection: Connection | None = None
+        is_own = target in (self._address, self._contact)
         with trio.move_on_after(timeout_s) as scope:
-            connection = await self._connection_to(address)
+            if is_own:
+                return await self._call_own(method, body, tensors)
+            connection = await self._connection_to(target)
             return await connection.call(method, body, tensors, deadline=scope.deadline)
-        if connection is None:
-            raise DialFailed(f"cannot connect to {address} within {timeout_s:g} s")
-        raise PeerTimeout(f"{address} did not answer {method!r} within {timeout_s:g} s")
+        if connection is None and not is_own:
+            raise DialFailed(f"cannot connect to {target} within {timeout_s:g} s")
+        raise PeerTimeout(f"{target} did not answer {method!r} within {timeout_s:g} s")
 
-    async def _connection_to(self, address: Address) -> Connection:
+    async def _call_own(self, method: str, body: Body, tensors: Sequence[Outgoing]) -> Reply:
+        """A trainer and the experts that it calls may live in one process."""
+        if self._is_closed:
+            raise ConnectionLost("this peer was closed")
+        request = Request(
+            method=method,
+            body=body,
+            tensors=tuple(map(as_received, tensors)),
+            peer_id=self._peer_id,
+            peer_address=self._address,
+        )
+        reply = await self._service.run_own(request)
+        return Reply(body=reply.body, tensors=tuple(map(as_received, reply.tensors)))
+
+    async def _connection_to(self, target: Contact | Address) -> Connection:
         """The open connection, or a new one; callers that come meanwhile wait for the same dial."""
         if self._is_closed:
             raise ConnectionLost("this peer was closed")
-        connection = self._outgoing.get(address)
-        if connection is not None and connection.is_open:
+        connection = (
+            self._connections.find(target.peer_id) if isinstance(target, Contact) else self._connections.find_at(target)
+        )
+        if connection is not None:
             return connection
-        dial = self._dials.get(address)
+        dial = self._dials.get(target)
         if dial is None:
-            self._make_room()
-            dial = self._dials[address] = _Dial()
-            self._nursery.start_soon(self._dial, address, dial)
+            self._check_may_dial(target)
+            dial = self._dials[target] = _Dial()
+            self._nursery.start_soon(self._dial, target, dial)
         dial.num_waiting += 1
         try:
             await dial.done.wait()
@@ -183,69 +240,112 @@ class RpcPeer:
             if dial.num_waiting == 0 and not dial.done.is_set():
                 # Nobody waits any more. Out of the table at once: the next caller must start afresh.
                 dial.scope.cancel()
-                self._dials.pop(address)
+                self._dials.pop(target)
         if dial.connection is None:
             # A fresh error for each caller: raising one object in several tasks would mix their tracebacks.
             raise DialFailed(str(dial.error or "this peer was closed")) from dial.error
         return dial.connection
 
-    async def _dial(self, address: Address, dial: _Dial) -> None:
-        """Connect for all who wait, then run the connection for its whole life."""
-        link: Link | None = None
-        try:
-            with dial.scope:
-                link = await self._transport.dial(address)
-        except DialFailed as exc:
-            dial.error = exc
-        finally:
-            if self._dials.get(address) is dial:
-                del self._dials[address]
-                if link is not None:
-                    dial.connection = self._outgoing[address] = self._connection(link)
-            elif link is not None:
-                link.abort()  # it came up in the very moment in which the last caller left
-            dial.done.set()
-        if dial.connection is None:
-            return
-        try:
-            await dial.connection.run()
-        finally:
-            if self._outgoing.get(address) is dial.connection:
-                del self._outgoing[address]
-
-    def _make_room(self) -> None:
-        if len(self._outgoing) + len(self._dials) < self._max_outgoing:
-            return
-        if not _close_longest_idle(self._outgoing.values()):
+    def _check_may_dial(self, target: Contact | Address) -> None:
+        if isinstance(target, Contact) and target.peer_id == self._peer_id:
+            raise DialFailed(f"{target} is this peer itself")
+        why_not = self._backoff.why_not(_address_of(target), trio.current_time())
+        if why_not is not None:
+            raise DialFailed(why_not)
+        if self._connections.num_open(outgoing=True) + len(
+            self._dials
+        ) >= self._max_outgoing and not self._connections.close_longest_idle(outgoing=True):
             raise DialFailed(f"all {self._max_outgoing} connections of this peer are in use")
+
+    async def _dial(self, target: Contact | Address, dial: _Dial) -> None:
+        """Connect for all who wait, then run the connection for its whole life."""
+        expected = target.peer_id if isinstance(target, Contact) else None
+        try:
+            try:
+                with dial.scope:
+                    link = await self._transport.dial(_address_of(target), peer_id=expected)
+            except DialFailed as exc:
+                dial.error = exc
+                return
+            if dial.scope.cancelled_caught:
+                dial.error = DialFailed(f"{target} did not answer in time")
+                return
+            await self._run_dialled(link, target, dial, expected)
+        finally:
+            if not dial.done.is_set():
+                if self._dials.get(target) is dial:
+                    del self._dials[target]
+                if dial.error is not None:
+                    self._backoff.failed(_address_of(target), str(dial.error), trio.current_time())
+                dial.done.set()
+
+    async def _run_dialled(self, link: Link, target: Contact | Address, dial: _Dial, expected: PeerId | None) -> None:
+        connection = self._connection(link, is_outgoing=True, dial=dial, expected=expected)
+        try:
+            await connection.run()
+        finally:
+            self._connections.remove(connection)
+            if isinstance(connection.cause, HandshakeFailed):
+                dial.error = DialFailed(str(connection.cause))
+            elif connection.cause is not None:
+                dial.error = DialFailed(f"cannot connect to {target}: {connection.cause}")
 
     async def _accept(self, listener: Listener) -> None:
         while True:
             link = await listener.accept()
-            open_now = [connection for connection in self._incoming if connection.is_open]
-            if len(open_now) >= self._max_incoming and not _close_longest_idle(open_now):
+            if self._connections.num_open(
+                outgoing=False
+            ) >= self._max_incoming and not self._connections.close_longest_idle(outgoing=False):
                 _log.warning("turning %s away: all places are in use", link.remote_address)
                 link.abort()
                 continue
-            connection = self._connection(link)
-            self._incoming.add(connection)
-            self._nursery.start_soon(self._run_incoming, connection)
+            self._nursery.start_soon(self._run_incoming, self._connection(link, is_outgoing=False))
 
     async def _run_incoming(self, connection: Connection) -> None:
         try:
             await connection.run()
         finally:
-            self._incoming.discard(connection)
+            self._connections.remove(connection)
 
-    def _connection(self, link: Link) -> Connection:
-        port = None if self._address is None else self._address.port
-        return Connection(link, peer_id=self._peer_id, port=port, service=self._service)
+    def _connection(
+        self, link: Link, *, is_outgoing: bool, dial: _Dial | None = None, expected: PeerId | None = None
+    ) -> Connection:
+        def on_hello(connection: Connection) -> None:
+            remote = connection.remote
+            assert remote is not None
+            if expected not in (None, remote.peer_id):
+                raise HandshakeFailed(f"{remote.peer_id.short} answers at {link.remote_address}, not {expected}")
+            self._connections.greeted_untrusted(connection)
+            if remote.port is not None:
+                self._backoff.succeeded(Address(link.remote_address.host, remote.port))
+            if dial is not None:
+                self._backoff.succeeded(link.remote_address)
+                dial.connection = connection
+                for target in [target for target, known in self._dials.items() if known is dial]:
+                    del self._dials[target]
+                dial.done.set()
+
+        connection = Connection(
+            link,
+            is_outgoing=is_outgoing,
+            peer_id=self._peer_id,
+            instance=self._instance,
+            port=None if self._address is None else self._address.port,
+            service=self._service,
+            on_hello=on_hello,
+            faults=self._faults,
+        )
+        self._connections.add(connection)
+        return connection
+
+    async def _look_after_connections(self) -> None:
+        """Close idle connections and notice dead ones."""
+        while True:
+            await trio.sleep(CHECK_PERIOD_S)
+            now = trio.current_time()
+            for connection in self._connections:
+                connection.check(now, idle_s=self._idle_s)
 
 
-def _close_longest_idle(connections: Collection[Connection]) -> bool:
-    """Close the connection without calls that was used least recently; False if all are in use."""
-    idle = [connection for connection in connections if connection.is_open and connection.is_idle]
-    longest = min(idle, key=lambda connection: connection.last_used, default=None)
-    if longest is not None:
-        longest.close("closed to make room for another connection")
-    return longest is not None
+def _address_of(target: Contact | Address) -> Address:
+    return target.address if isinstance(target, Contact) else target

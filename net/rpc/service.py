@@ -1,10 +1,13 @@
 """The methods that a peer serves: handlers by name, and how many calls of each may run at once."""
 
+import logging
 from dataclasses import dataclass
 
-from net.errors import CallRefused, PeerBusy
+from net.errors import CallFailed, CallRefused, PeerBusy, RemoteFailure
 from net.rpc.base import Handler, Reply, Request
 from net.wire.messages import MAX_METHOD_CHARACTERS
+
+_log = logging.getLogger(__name__)
 
 PING = "rpc.ping"
 """Served by every peer: answers `{}` to anything. It tells whether a peer lives, and how far it is."""
@@ -60,6 +63,23 @@ class Service:
     def release(self, method: str) -> None:
         """Give back what `admit` took."""
         self._methods[method].num_running -= 1
+
+    async def run_own(self, request: Request) -> Reply:
+        """Serve a call of this very peer, without a connection.
+
+        Raises:
+          CallFailed: as a caller elsewhere would get it.
+        """
+        self.admit(request.method)
+        try:
+            return await self.run(request)
+        except CallFailed:
+            raise
+        except Exception as exc:
+            _log.exception("serving %r to this peer itself failed", request.method)
+            raise RemoteFailure(f"the handler of {request.method!r} failed; the log says why") from exc
+        finally:
+            self.release(request.method)
 
     async def run(self, request: Request) -> Reply:
         """Run the handler; its exceptions come out as they are. `admit` must have taken a place for it.

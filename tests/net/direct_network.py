@@ -1,9 +1,11 @@
 """A network without a network: a call awaits the target's handler directly, after one sleep, in virtual time.
 
-Nothing is encoded or decoded. Peers can be taken down, and the network can be cut in two; both look like silence.
+Nothing is encoded or decoded, but tensors lose what compression would lose. Peers can be taken down, and the network
+can be cut in two; both look like silence.
 """
 
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -16,9 +18,9 @@ from net.dht.node import DhtNode, open_dht_node
 from net.dht.records import Entry
 from net.dht.routing_table import key_id, node_id
 from net.errors import CallFailed, CallRefused, DialFailed, PeerBusy, PeerTimeout, RemoteFailure
-from net.identity import Address, PeerId
+from net.identity import Address, Contact, PeerId
 from net.rpc.base import Body, Handler, Reply, Request
-from net.wire.tensors import Tensor
+from net.wire.tensors import Outgoing, Tensor, as_received, body_nbytes_untrusted, describe
 
 
 class DirectNetwork:
@@ -35,6 +37,8 @@ class DirectNetwork:
         self._island: set[Address] = set()
         self.calls: list[tuple[Address | None, Address, str]] = []
         """Every call placed: from where, to where, method."""
+        self.tensor_bytes: Counter[str] = Counter()
+        """By method, the bytes that the tensors of requests and replies would have taken on a wire."""
 
     def caller(self, address: Address | None, peer_id: PeerId) -> "DirectCaller":
         """A new caller; it can be called if it has an address. A second one at an address replaces the first."""
@@ -58,6 +62,11 @@ class DirectNetwork:
     def latency(self) -> float:
         """The delay of the next call, seconds."""
         return self._latency_s if isinstance(self._latency_s, float) else self._latency_s()
+
+    def hand_over(self, method: str, tensors: Sequence[Outgoing]) -> tuple[Tensor, ...]:
+        """The tensors of a request or reply as they arrive at the other end."""
+        self.tensor_bytes[method] += body_nbytes_untrusted(describe(tensors))
+        return tuple(map(as_received, tensors))
 
     def target(self, source: Address | None, address: Address) -> "DirectCaller | None":
         """Who gets a call, or None if it is lost in silence.
@@ -100,17 +109,24 @@ class DirectCaller:
         self._handlers[method] = limited
 
     async def call(
-        self, address: Address, method: str, body: Body, tensors: Sequence[Tensor] = (), *, timeout_s: float
+        self,
+        target: Contact | Address,
+        method: str,
+        body: Body,
+        tensors: Sequence[Outgoing] = (),
+        *,
+        timeout_s: float,
     ) -> Reply:
-        """Sleep once, then run the target's handler."""
+        """Sleep once, then run the target's handler. Whoever sits at a contact's address is called: nothing is proven."""
+        address = target.address if isinstance(target, Contact) else target
         self._network.calls.append((self.address, address, method))
         with trio.move_on_after(timeout_s):
             await trio.sleep(self._network.latency())
-            target = self._network.target(self.address, address)
-            if target is None:
+            callee = self._network.target(self.address, address)
+            if callee is None:
                 await trio.sleep_forever()
-            assert target is not None
-            return await target.serve(method, body, tuple(tensors), self)
+            assert callee is not None
+            return await callee.serve(method, body, self._network.hand_over(method, tensors), self)
         raise PeerTimeout(f"{address} did not answer {method} within {timeout_s} s")
 
     async def serve(self, method: str, body: Body, tensors: tuple[Tensor, ...], source: "DirectCaller") -> Reply:
@@ -121,7 +137,8 @@ class DirectCaller:
             method=method, body=body, tensors=tensors, peer_id=source.peer_id, peer_address=source.address
         )
         try:
-            return await self._handlers[method](request)
+            reply = await self._handlers[method](request)
+            return Reply(body=reply.body, tensors=self._network.hand_over(method, reply.tensors))
         except CallFailed:
             raise
         except Exception as error:

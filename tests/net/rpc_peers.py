@@ -10,10 +10,23 @@ from net.identity import Address, PeerId
 from net.rpc.base import Reply, Request
 from net.rpc.peer import RpcPeer, open_rpc_peer
 from net.transport.tcp import TcpTransport
+from net.wire.frame_reader import WINDOW_BYTES
+from net.wire.frames import Part, whole_part
+from net.wire.messages import Hello, Message, encode_message
 
 ANY_PORT = Address("127.0.0.1", 0)
 SERVER, CLIENT = PeerId(b"s" * 32), PeerId(b"c" * 32)
 LONG_S = 60.0
+
+
+def hello(peer_id: PeerId = CLIENT, *, port: int | None = None) -> Part:
+    """What a peer says first."""
+    return part(Hello(peer_id=peer_id, instance=bytes(8), port=port, window_bytes=WINDOW_BYTES))
+
+
+def part(message: Message) -> Part:
+    """A message on its way."""
+    return whole_part(encode_message(message))
 
 
 @asynccontextmanager

@@ -23,9 +23,9 @@ from net.rpc.connection import HELLO_TIMEOUT_S
 from net.rpc.peer import open_rpc_peer
 from net.transport.base import Link, Listener
 from net.transport.tcp import TcpTransport
-from net.wire.frames import EncodedFrame, Frame, encode_frame
-from net.wire.messages import CallReply, Hello, encode_message
-from tests.net.rpc_peers import ANY_PORT, CLIENT, LONG_S, SERVER, Stuck, echo, peers
+from net.wire.frames import Frame, Part, encode_frame, whole_part
+from net.wire.messages import CallReply
+from tests.net.rpc_peers import ANY_PORT, CLIENT, LONG_S, SERVER, Stuck, echo, hello, part, peers
 
 
 async def test_a_taken_port_fails_on_entry() -> None:
@@ -83,7 +83,7 @@ async def test_incoming_connections_are_bounded_and_idle_ones_make_room() -> Non
             opening = open_rpc_peer(TcpTransport(), peer_id=PeerId(bytes([index]) * 32))
             other = await stack.enter_async_context(opening)
             await other.call(address, "rpc.ping", {}, timeout_s=LONG_S)
-        while client._outgoing:
+        while client._connections.num_open(outgoing=True):
             await trio.lowlevel.checkpoint()
         await client.call(address, "rpc.ping", {}, timeout_s=LONG_S)  # dialled again
 
@@ -142,9 +142,9 @@ async def test_nothing_is_left_after_100_connections() -> None:
             async with open_rpc_peer(TcpTransport(), peer_id=CLIENT) as client:
                 await client.call(server.address, "rpc.ping", {}, timeout_s=LONG_S)
             stream = await trio.open_tcp_stream(server.address.host, server.address.port)
-            await stream.send_all(encode_message(Hello(peer_id=CLIENT, port=None)).head[: 5 + index % 20])
+            await stream.send_all(hello().pieces[0][: 5 + index % 20])
             await stream.aclose()
-        while server._incoming:
+        while list(server._connections):
             await trio.lowlevel.checkpoint()
     assert trio.lowlevel.current_statistics().tasks_living == num_tasks
     assert len(os.listdir("/proc/self/fd")) == num_fds
@@ -153,8 +153,8 @@ async def test_nothing_is_left_after_100_connections() -> None:
 GARBAGE = {
     "noise": random.Random(0).randbytes(5000),
     "HTTP": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "no hello": b"".join([encode_message(CallReply(call_id=1, body={})).head]),
-    "unknown message": encode_frame({"type": "shutdown"}).head,
+    "no hello": part(CallReply(call_id=1, body={})).pieces[0],
+    "unknown message": whole_part(encode_frame({"type": "shutdown"})).pieces[0],
 }
 
 
@@ -184,9 +184,9 @@ async def test_a_server_that_answers_garbage() -> None:
     async def serve() -> None:
         link = await listener.accept()
         await link.receive()
-        await link.send(encode_message(Hello(peer_id=SERVER, port=None)))
-        await link.send(encode_frame({"type": "reply", "id": 99, "body": {}}))
+        await link.send(hello(SERVER))
         await link.receive()  # the client's call
+        await link.send(part(CallReply(call_id=99, body={})))
         with pytest.raises(ConnectionLost):
             await link.receive()
         await link.aclose()
@@ -210,7 +210,9 @@ class SlowTransport:
         self.num_cancelled = 0
         self.open = trio.Event()
 
-    async def dial(self, address: Address) -> Link:
+    peer_id = None
+
+    async def dial(self, address: Address, *, peer_id: PeerId | None = None) -> Link:
         self.num_dials += 1
         try:
             await self.open.wait()
@@ -226,20 +228,27 @@ class SlowTransport:
 
 
 class SilentLink:
-    """A link to somebody who neither reads nor writes."""
+    """A link to somebody who does not read, and writes nothing but what is given."""
 
     remote_address = Address("10.0.0.1", 9)
+    remote_peer_id = None
 
-    def __init__(self) -> None:
-        self.sent: list[EncodedFrame] = []
+    def __init__(self, *received: Frame) -> None:
+        self.received = list(received)
+        self.sent: list[Part] = []
         self.may_send = trio.Event()
         self.is_closed = False
 
-    async def send(self, *frames: EncodedFrame) -> None:
+    async def handshake(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def send(self, *parts: Part) -> None:
         await self.may_send.wait()
-        self.sent += frames
+        self.sent += parts
 
     async def receive(self) -> Frame | None:
+        if self.received:
+            return self.received.pop(0)
         await trio.sleep_forever()
         return None
 
@@ -306,7 +315,7 @@ async def test_a_peer_that_never_says_hello_is_dropped(autojump_clock: trio.test
     transport.open.set()
     async with open_rpc_peer(transport, peer_id=CLIENT) as client:
         start = trio.current_time()
-        with pytest.raises(ConnectionLost, match="hello"):
+        with pytest.raises(DialFailed, match="hello"):
             await client.call(ELSEWHERE, "m", {}, timeout_s=10 * HELLO_TIMEOUT_S)
         assert trio.current_time() - start == HELLO_TIMEOUT_S
     assert link.is_closed
@@ -314,7 +323,9 @@ async def test_a_peer_that_never_says_hello_is_dropped(autojump_clock: trio.test
 
 async def test_calls_given_up_before_they_could_be_sent(autojump_clock: trio.testing.MockClock) -> None:
     """While the peer takes nothing, given-up calls leave the queue; what is sent later is whole and in order."""
-    link = SilentLink()
+    greeting = hello(SERVER).frame
+    assert greeting is not None
+    link = SilentLink(greeting)
     transport = SlowTransport(link)
     transport.open.set()
     async with open_rpc_peer(transport, peer_id=CLIENT) as client, trio.open_nursery() as nursery:
@@ -330,7 +341,7 @@ async def test_calls_given_up_before_they_could_be_sent(autojump_clock: trio.tes
         await trio.testing.wait_all_tasks_blocked()
         link.may_send.set()
         await trio.testing.wait_all_tasks_blocked()
-        headers = [frame.frame.header for frame in link.sent]
+        headers = [part.frame.header for part in link.sent if part.frame is not None]
         methods = [header["method"] for header in headers if header["type"] == "call"]
         # The writer had taken its first batch (hello, perhaps the first call) before it got stuck.
         assert methods in (["kept"], ["given up 0", "kept"])
@@ -338,7 +349,7 @@ async def test_calls_given_up_before_they_could_be_sent(autojump_clock: trio.tes
 
 
 async def test_a_bug_in_a_link_ends_its_connection_only(caplog: pytest.LogCaptureFixture) -> None:
-    """An error that nobody foresaw is logged; the call is ConnectionLost and the peer lives on."""
+    """An error that nobody foresaw is logged; the call fails and the peer lives on."""
 
     class BrokenLink(SilentLink):
         async def receive(self) -> Frame | None:
@@ -348,7 +359,7 @@ async def test_a_bug_in_a_link_ends_its_connection_only(caplog: pytest.LogCaptur
     transport.open.set()
     async with open_rpc_peer(transport, peer_id=CLIENT) as client:
         for _ in range(2):
-            with caplog.at_level(logging.ERROR), pytest.raises(ConnectionLost):
+            with caplog.at_level(logging.ERROR), pytest.raises(DialFailed):
                 await client.call(ELSEWHERE, "m", {}, timeout_s=LONG_S)
     assert "a bug" in caplog.text
 

@@ -23,8 +23,8 @@ from net.identity import Address, PeerId
 from net.rpc.base import Caller, Reply, Request
 from net.rpc.peer import open_rpc_peer
 from net.transport.tcp import TcpTransport
-from net.wire.messages import CallStart, Hello, encode_message
-from tests.net.rpc_peers import ANY_PORT, CLIENT, LONG_S, SERVER, Stuck, echo, peers
+from net.wire.messages import CallStart
+from tests.net.rpc_peers import ANY_PORT, CLIENT, LONG_S, SERVER, Stuck, echo, hello, part, peers
 
 
 class CountingTransport(TcpTransport):
@@ -32,9 +32,9 @@ class CountingTransport(TcpTransport):
 
     num_dials = 0
 
-    async def dial(self, address: Address) -> Any:
+    async def dial(self, address: Address, *, peer_id: PeerId | None = None) -> Any:
         self.num_dials += 1
-        return await super().dial(address)
+        return await super().dial(address, peer_id=peer_id)
 
 
 async def test_a_call_carries_body_and_tensors_both_ways() -> None:
@@ -134,7 +134,7 @@ async def test_the_server_keeps_the_deadline_by_itself() -> None:
         server.add_handler("stuck", stuck)
         link = await TcpTransport().dial(address)
         start = CallStart(call_id=1, method="stuck", timeout_s=0.02, body={})
-        await link.send(encode_message(Hello(peer_id=CLIENT, port=None)), encode_message(start))
+        await link.send(hello(), part(start))
         await stuck.cancelled.wait()
         await link.aclose()
 
@@ -364,7 +364,7 @@ async def test_a_lost_client_cancels_its_handlers() -> None:
         server.add_handler("stuck", stuck)
         link = await TcpTransport().dial(server.address)
         start = CallStart(call_id=1, method="stuck", timeout_s=LONG_S, body={})
-        await link.send(encode_message(Hello(peer_id=CLIENT, port=None)), encode_message(start))
+        await link.send(hello(), part(start))
         await stuck.started.wait()
         link.abort()
         await stuck.cancelled.wait()

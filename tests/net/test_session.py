@@ -3,20 +3,27 @@
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from net.errors import LocalProtocolError, PeerBusy, RemoteProtocolError
 from net.identity import PeerId
 from net.rpc.session import Action, CancelRun, FinishCall, RpcSession, RunCall
+from net.wire.compression import Compressed, Compression
+from net.wire.frame_reader import WINDOW_BYTES
 from net.wire.frames import Frame
 from net.wire.messages import (
     CallCancel,
     CallError,
     CallReply,
     CallStart,
+    Credit,
     ErrorKind,
+    Goodbye,
     Hello,
     Message,
+    Ping,
+    Pong,
     encode_message,
     parse_untrusted,
 )
@@ -25,17 +32,36 @@ ALICE, BOB = PeerId(b"a" * 32), PeerId(b"b" * 32)
 EVERYTHING = 2**40
 
 
+def session_of(peer_id: PeerId, *, port: int | None = None, **bounds: int) -> RpcSession:
+    return RpcSession(peer_id=peer_id, instance=peer_id.raw[:8], port=port, **bounds)
+
+
+def hello_of(peer_id: PeerId, *, port: int | None = None) -> Hello:
+    return Hello(
+        peer_id=peer_id,
+        instance=peer_id.raw[:8],
+        port=port,
+        window_bytes=WINDOW_BYTES,
+        compressions=("float16", "bfloat16", "blockwise8"),
+    )
+
+
+def frames(session: RpcSession, max_nbytes: int = EVERYTHING) -> list[Frame]:
+    """The frames that the next parts of a session complete."""
+    return [part.frame for part in session.take_parts(max_nbytes) if part.frame is not None]
+
+
 def deliver(source: RpcSession, target: RpcSession) -> tuple[Action, ...]:
     """Move every queued frame of `source` to `target`."""
-    for frame in source.take_frames(EVERYTHING):
-        target.receive_untrusted(frame.frame)
+    for frame in frames(source):
+        target.receive_untrusted(frame)
     return target.take_actions()
 
 
 def pair(**bounds: int) -> tuple[RpcSession, RpcSession]:
     """Two sessions that know each other. `bounds` are Bob's."""
-    alice = RpcSession(peer_id=ALICE, port=None)
-    bob = RpcSession(peer_id=BOB, port=4001, **bounds)
+    alice = session_of(ALICE)
+    bob = session_of(BOB, port=4001, **bounds)
     assert deliver(alice, bob) == deliver(bob, alice) == ()
     return alice, bob
 
@@ -50,23 +76,23 @@ def frame_of(message: Message) -> Frame:
 
 def queued(session: RpcSession) -> list[Message]:
     """What a session sends now."""
-    return [parse_untrusted(frame.frame) for frame in session.take_frames(EVERYTHING)]
+    return [parse_untrusted(frame) for frame in frames(session)]
 
 
 def test_hello_comes_first() -> None:
     """A fresh session's first frame introduces it, before any call."""
-    session = RpcSession(peer_id=ALICE, port=7)
+    session = session_of(ALICE, port=7)
     place(session)
     hello, call = queued(session)
-    assert hello == Hello(peer_id=ALICE, port=7)
+    assert hello == hello_of(ALICE, port=7)
     assert isinstance(call, CallStart)
 
 
 def test_sessions_learn_who_the_other_is() -> None:
     """Peer id and port arrive with Hello; in client mode there is no port."""
     alice, bob = pair()
-    assert alice.remote == Hello(peer_id=BOB, port=4001)
-    assert bob.remote == Hello(peer_id=ALICE, port=None)
+    assert alice.remote == hello_of(BOB, port=4001)
+    assert bob.remote == hello_of(ALICE)
 
 
 def test_a_call_and_its_reply() -> None:
@@ -137,9 +163,9 @@ def test_a_reply_that_crossed_the_cancellation_is_dropped() -> None:
     call_id = place(alice)
     deliver(alice, bob)
     bob.reply(call_id, {}, ())
-    crossing = bob.take_frames(EVERYTHING)
+    crossing = frames(bob)
     alice.abandon_call(call_id)
-    alice.receive_untrusted(crossing[0].frame)
+    alice.receive_untrusted(crossing[0])
     assert alice.take_actions() == ()
     assert deliver(alice, bob) == ()
 
@@ -174,7 +200,7 @@ def test_outgoing_calls_are_bounded() -> None:
     place(bob)
     with pytest.raises(PeerBusy, match="2 calls"):
         place(bob)
-    bob.take_frames(EVERYTHING)
+    frames(bob)
     bob.receive_untrusted(frame_of(CallReply(call_id=first, body={})))
     place(bob)
 
@@ -229,19 +255,18 @@ def test_an_answer_that_cannot_be_sent_leaves_the_call_to_be_answered() -> None:
 
 
 def test_frames_are_taken_in_order_and_in_batches() -> None:
-    """A batch holds as much as fits; a frame larger than the batch travels alone."""
-    session = RpcSession(peer_id=ALICE, port=None)
-    session.take_frames(EVERYTHING)
+    """A batch ends with the frame that fills it."""
+    session = session_of(ALICE)
+    frames(session)
     for size in (10, 10, 5000, 10):
         place(session, body={"x": bytes(size)})
-    batches = [session.take_frames(400) for _ in range(4)]
-    sizes = [[len(frame.frame.header["body"]["x"]) for frame in batch] for batch in batches]
-    assert sizes == [[10, 10], [5000], [10], []]
+    sizes = [[len(frame.header["body"]["x"]) for frame in frames(session, 250)] for _ in range(3)]
+    assert sizes == [[10, 10, 5000], [10], []]
 
 
 REPLY = CallReply(call_id=1, body={})
 START = CallStart(call_id=5, method="m", timeout_s=1.0, body={})
-HELLO = Hello(peer_id=ALICE, port=None)
+HELLO = hello_of(ALICE)
 UNSENT = CallReply(call_id=1, body={"to": "a call that is still in the queue"})
 
 
@@ -253,9 +278,9 @@ UNSENT = CallReply(call_id=1, body={"to": "a call that is still in the queue"})
         [CallCancel(call_id=1)],
         [HELLO, HELLO],
         [HELLO, START, START],
-        [HELLO, START, CallStart(call_id=4, method="m", timeout_s=1.0, body={})],
-        [HELLO, CallCancel(call_id=1)],
-        [HELLO, START, CallCancel(call_id=6)],
+        [HELLO, Credit(nbytes=1)],
+        [HELLO, Goodbye(), Goodbye()],
+        [HELLO, Goodbye(), START],
         [HELLO, CallReply(call_id=2, body={})],
         [HELLO, CallError(call_id=9, kind=ErrorKind.BUSY, message="")],
         [HELLO, UNSENT],
@@ -264,7 +289,7 @@ UNSENT = CallReply(call_id=1, body={"to": "a call that is still in the queue"})
 )
 def test_illegal_sequences(messages: list[Message]) -> None:
     """Each sequence is legal up to its last message, which is a RemoteProtocolError."""
-    session = RpcSession(peer_id=BOB, port=None)
+    session = session_of(BOB)
     place(session)
     for message in messages[:-1]:
         session.receive_untrusted(frame_of(message))
@@ -282,8 +307,8 @@ def test_random_traffic_never_breaks_a_rule() -> None:
 
     def settle(source: int, target: int, max_nbytes: int) -> None:
         nonlocal num_answered
-        for frame in sessions[source].take_frames(max_nbytes):
-            sessions[target].receive_untrusted(frame.frame)
+        for frame in frames(sessions[source], max_nbytes):
+            sessions[target].receive_untrusted(frame)
         for action in sessions[target].take_actions():
             match action:
                 case RunCall(start=start):
@@ -318,3 +343,72 @@ def test_random_traffic_never_breaks_a_rule() -> None:
     assert sessions[0].is_idle
     assert sessions[1].is_idle
     assert num_answered > 300
+
+
+def test_calls_arrive_in_any_order() -> None:
+    """Large calls complete later; a cancellation of a call that is not being served changes nothing."""
+    _, bob = pair()
+    for call_id in (5, 4, 9):
+        bob.receive_untrusted(frame_of(CallStart(call_id=call_id, method="m", timeout_s=1.0, body={})))
+    assert [action.start.call_id for action in bob.take_actions() if isinstance(action, RunCall)] == [5, 4, 9]
+    bob.receive_untrusted(frame_of(CallCancel(call_id=7)))
+    assert bob.take_actions() == ()
+
+
+def test_a_ping_is_answered_and_pings_do_not_pile_up() -> None:
+    """However many pings come before we write, one pong leaves."""
+    alice, bob = pair()
+    alice.ping()
+    assert queued(alice) == [Ping()]
+    for _ in range(10):
+        bob.receive_untrusted(frame_of(Ping()))
+    assert queued(bob) == [Pong()]
+    alice.receive_untrusted(frame_of(Pong()))
+    assert alice.take_actions() == ()
+
+
+def test_parting_waits_for_the_calls_under_way() -> None:
+    """Goodbye leaves once our calls are answered; the session is over when both have said it and answered."""
+    alice, bob = pair()
+    mine, theirs = place(alice), place(bob)
+    deliver(alice, bob)
+    deliver(bob, alice)
+    alice.leave()
+    assert alice.is_leaving
+    assert queued(alice) == []
+    bob.reply(mine, {}, ())
+    deliver(bob, alice)
+    assert deliver(alice, bob) == ()  # Goodbye
+    assert bob.is_leaving
+    assert queued(bob) == []  # his own call is not answered yet
+    assert not alice.is_over
+    assert not bob.is_over
+    alice.reply(theirs, {}, ())
+    deliver(alice, bob)
+    assert alice.is_idle
+    assert not alice.is_over
+    deliver(bob, alice)
+    assert alice.is_over
+    assert bob.is_over
+
+
+def test_a_call_given_up_while_parting_lets_goodbye_go() -> None:
+    """The cancellation leaves before it."""
+    alice, bob = pair()
+    call_id = place(alice)
+    deliver(alice, bob)
+    alice.leave()
+    alice.abandon_call(call_id)
+    assert queued(alice) == [CallCancel(call_id=call_id), Goodbye()]
+
+
+def test_compression_that_the_peer_does_not_know_is_not_used() -> None:
+    """The tensor leaves as it is: a choice of ours must not make a peer drop the connection."""
+    array = np.linspace(-1, 1, 64, dtype=np.float32)
+    alice = session_of(ALICE)
+    hello = Hello(peer_id=BOB, instance=b"b" * 8, port=None, window_bytes=WINDOW_BYTES, compressions=("float16", "x"))
+    alice.receive_untrusted(frame_of(hello))
+    tensors = [Compressed(array, Compression.FLOAT16), Compressed(array, Compression.BFLOAT16)]
+    alice.place_call("m", {}, tensors, timeout_s=1.0)
+    (_, call) = frames(alice)
+    assert call.body_nbytes == 128 + 256

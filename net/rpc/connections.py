@@ -1,0 +1,93 @@
+"""All connections of one peer: which of them a call takes, and which have to go.
+
+One connection for each pair of peers, whoever dialled it. If both dial at the same moment there are two; both ends
+prefer the one that the smaller peer id dialled, and part from the other once it is idle. A peer that was started again
+(another `instance`) replaces its old connection at once: nobody is at the other end of that one any more.
+"""
+
+from collections.abc import Collection, Iterator
+
+from net.errors import RemoteProtocolError
+from net.identity import Address, PeerId
+from net.rpc.connection import Connection
+
+
+class ConnectionTable:
+    """The live connections of the peer `peer_id`."""
+
+    def __init__(self, peer_id: PeerId) -> None:
+        self._peer_id = peer_id
+        self._all: dict[Connection, None] = {}  # in the order in which they came; a set's order would be chance
+        self._by_peer: dict[PeerId, Connection] = {}
+        self._peer_at: dict[Address, PeerId] = {}  # of connections that we dialled
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(tuple(self._all))
+
+    def num_open(self, *, outgoing: bool) -> int:
+        """Connections that we dialled, or that others did, and that have not ended."""
+        return sum(connection.is_open and connection.is_outgoing == outgoing for connection in self._all)
+
+    def find(self, peer_id: PeerId) -> Connection | None:
+        """The connection that takes calls to this peer."""
+        connection = self._by_peer.get(peer_id)
+        return connection if connection is not None and connection.takes_calls else None
+
+    def find_at(self, address: Address) -> Connection | None:
+        """The connection that takes calls to whoever answered at this address."""
+        peer_id = self._peer_at.get(address)
+        return None if peer_id is None else self.find(peer_id)
+
+    def add(self, connection: Connection) -> None:
+        """A new connection, whose other end is not known yet."""
+        self._all[connection] = None
+
+    def greeted_untrusted(self, connection: Connection) -> None:
+        """The other end of `connection` has said who it is.
+
+        Raises:
+          RemoteProtocolError: it is this peer itself.
+        """
+        remote = connection.remote
+        assert remote is not None
+        if remote.peer_id == self._peer_id:
+            raise RemoteProtocolError("that is this peer itself")
+        if connection.is_outgoing:
+            self._peer_at[connection.link.remote_address] = remote.peer_id
+        known = self.find(remote.peer_id)
+        if known is not None and known.remote is not None:
+            if known.remote.instance != remote.instance:
+                known.close("the peer was started again")
+            elif known.is_outgoing != connection.is_outgoing and self._is_preferred(known, remote.peer_id):
+                connection.leave()
+                return
+            else:
+                known.leave()
+        self._by_peer[remote.peer_id] = connection
+
+    def remove(self, connection: Connection) -> None:
+        """A connection has ended."""
+        self._all.pop(connection, None)
+        remote = connection.remote
+        if remote is not None and self._by_peer.get(remote.peer_id) is connection:
+            del self._by_peer[remote.peer_id]
+        if connection.is_outgoing and not any(
+            other.is_outgoing and other.link.remote_address == connection.link.remote_address for other in self._all
+        ):
+            self._peer_at.pop(connection.link.remote_address, None)
+
+    def close_longest_idle(self, *, outgoing: bool) -> bool:
+        """Close the connection without calls that was used least recently; False if all are in use."""
+        return _close_longest_idle([connection for connection in self._all if connection.is_outgoing == outgoing])
+
+    def _is_preferred(self, connection: Connection, remote: PeerId) -> bool:
+        dialler = self._peer_id if connection.is_outgoing else remote
+        return dialler == min(self._peer_id, remote)
+
+
+def _close_longest_idle(connections: Collection[Connection]) -> bool:
+    idle = [connection for connection in connections if connection.is_open and connection.is_idle]
+    longest = min(idle, key=lambda connection: connection.last_used, default=None)
+    if longest is not None:
+        longest.close("closed to make room for another connection")
+    return longest is not None

@@ -1,0 +1,109 @@
+"""Peers that misbehave on purpose: which faults there are, and when they strike.
+
+The same vocabulary serves simulations and real nodes: `open_rpc_peer(..., faults=FaultInjector(plan))` makes a peer
+whose answers go wrong, on whatever network it is. Chance is repeatable: the n-th call of a caller meets the same fate
+in every run with the same seed.
+
+    fault        what the peer does               what its caller gets
+    refuse       answers that it will not         CallRefused
+    hang         never answers                    PeerTimeout
+    die          ends the connection inside the   ConnectionLost
+                 answer
+    garbage      answers bytes that are no frame  RemoteProtocolError
+    late         answers after a while            the answer, or PeerTimeout
+    wrong_shape  answers tensors of other shapes  the answer, to be checked by whoever reads it
+"""
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from net.chance import uniform
+from net.identity import PeerId
+
+MAX_CALLERS = 4096
+"""Callers whose calls are counted. Beyond it the counting starts afresh, which costs repeatability and nothing else."""
+
+
+class Fault(enum.StrEnum):
+    """What can go wrong with an answer; the table is at the head of this file."""
+
+    REFUSE = "refuse"
+    HANG = "hang"
+    DIE = "die"
+    GARBAGE = "garbage"
+    LATE = "late"
+    WRONG_SHAPE = "wrong_shape"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultPlan:
+    """How often which fault strikes."""
+
+    rates: Mapping[Fault, float] = field(default_factory=dict)
+    """Share of the calls that meet each fault; together at most 1."""
+    late_mean_s: float = 1.0
+    """Mean of the exponentially distributed delay of a late answer, seconds (Learning@home, section 4.2)."""
+    methods: tuple[str, ...] | None = None
+    """The methods concerned, by name or by prefix with a dot at its end ("expert."); None for all."""
+    seed: int = 0
+    """Of chance."""
+
+    def __post_init__(self) -> None:
+        if not all(0 <= rate <= 1 for rate in self.rates.values()) or sum(self.rates.values()) > 1 + 1e-9:
+            raise ValueError(f"rates of faults must be shares of the calls, together at most 1, got {dict(self.rates)}")
+        if not (math.isfinite(self.late_mean_s) and self.late_mean_s >= 0):
+            raise ValueError(f"late_mean_s must be 0 or more seconds, got {self.late_mean_s!r}")
+
+    @classmethod
+    def parse(cls, texts: tuple[str, ...], *, seed: int = 0) -> "FaultPlan":
+        """Read `FAULT=RATE`, or `late=RATE:MEAN_S`, the form of the command line.
+
+        Raises:
+          ValueError: naming the text that is not one.
+        """
+        rates: dict[Fault, float] = {}
+        late_mean_s = 1.0
+        for text in texts:
+            name, equals, numbers = text.partition("=")
+            rate, colon, mean_s = numbers.partition(":")
+            try:
+                fault = Fault(name)
+                if not equals or fault in rates or (colon and fault is not Fault.LATE):
+                    raise ValueError
+                rates[fault] = float(rate)
+                late_mean_s = float(mean_s) if colon else late_mean_s
+            except ValueError:
+                known = ", ".join(fault.value for fault in Fault)
+                raise ValueError(
+                    f"expected FAULT=RATE or late=RATE:MEAN_S, each fault once, with a fault of {known}; got {text!r}"
+                ) from None
+        return cls(rates=rates, late_mean_s=late_mean_s, seed=seed)
+
+
+class FaultInjector:
+    """Decides the fate of each call that a peer serves."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self._plan = plan
+        self._num_calls: dict[PeerId, int] = {}
+
+    def draw(self, caller: PeerId, method: str) -> tuple[Fault, float] | None:
+        """The fault of the caller's next call, and the delay of a late answer in seconds; None for none."""
+        plan = self._plan
+        if plan.methods is not None and not any(
+            method.startswith(name) if name.endswith(".") else method == name for name in plan.methods
+        ):
+            return None
+        if len(self._num_calls) >= MAX_CALLERS and caller not in self._num_calls:
+            self._num_calls.clear()
+        number = self._num_calls.get(caller, 0)
+        self._num_calls[caller] = number + 1
+        left = uniform(plan.seed, caller.raw, number, "fault")
+        for fault in Fault:  # in the order of the enum, whatever the mapping's
+            left -= plan.rates.get(fault, 0.0)
+            if left < 0:
+                late_s = -plan.late_mean_s * math.log1p(-uniform(plan.seed, caller.raw, number, "late"))
+                return fault, late_s if fault is Fault.LATE else 0.0
+        return None

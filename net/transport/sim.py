@@ -1,0 +1,142 @@
+"""The simulated network: the same peers as on a real one, thousands of them in one process, in virtual time.
+
+    async def main() -> float:
+        async with (
+            simulate(seed=1, latency=LogNormal(median_s=0.08, sigma=0.5)) as network,
+            open_rpc_peer(network.transport("node0", ALICE), peer_id=ALICE, listen=Address("node0", 0)) as alice,
+            open_rpc_peer(network.transport("node1", BOB), peer_id=BOB) as bob,
+        ):
+            await bob.call(alice.address, "rpc.ping", {}, timeout_s=5.0)
+            return trio.current_time()
+
+    seconds = run(main, seed=1)
+
+Links carry frames without encoding them; what each part costs in time follows from latency, bandwidth and loss
+(`net.transport.sim_links`), and what befalls the network meanwhile is a schedule of events
+(`net.transport.sim_events`). Under `run` the same seed gives the same run, to the last bit: time is virtual and jumps
+when every task waits, trio's scheduling is seeded, deliveries are ordered by (time, order of sending), and the
+network's randomness is a function of (seed, link, direction, number of the part). What happens in worker threads is
+not seen by virtual time: do not wait for them in a simulation.
+
+`simulate` also works in a test with pytest-trio's `autojump_clock` (then tasks that are ready at the same time run in
+an order of trio's choosing) and on the real clock, where it delays for real: good to look at, not reproducible.
+"""
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+import trio
+import trio.testing
+
+from net.transport.sim_agenda import Agenda
+from net.transport.sim_endpoints import Topology
+from net.transport.sim_events import NetworkEvent
+from net.transport.sim_flow import Medium
+from net.transport.sim_links import Constant, HostOptions, Latency, Loss
+from net.transport.sim_network import SimNetwork
+
+_T = TypeVar("_T")
+
+_LATENCY = Constant(0.05)
+_HOST = HostOptions()
+
+_STUCK_AFTER_S = 1e9
+"""30 years of virtual time. When every task waits for ever, the clock jumps to this deadline at once."""
+
+
+def run(main: Callable[..., Awaitable[_T]], *args: Any, seed: int = 0) -> _T:
+    """Run `await main(*args)` in virtual time, with deterministic scheduling; the counterpart of `trio.run`.
+
+    Args:
+      seed: of the order in which tasks run that are ready at the same time.
+
+    Raises:
+      RuntimeError: this trio cannot schedule deterministically, or the simulation is stuck: every task waits, and
+        nothing is due.
+    """
+
+    async def until_stuck() -> _T:
+        with trio.move_on_after(_STUCK_AFTER_S):
+            return await main(*args)
+        raise RuntimeError("the simulation is stuck: every task waits, and nothing is due")
+
+    with _deterministic_scheduling(seed):
+        return trio.run(until_stuck, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@contextmanager
+def _deterministic_scheduling(seed: int) -> Iterator[None]:
+    """What trio's own plugin for Hypothesis does, but undone afterwards."""
+    scheduler: Any = getattr(getattr(trio, "_core", None), "_run", None)
+    if not (hasattr(scheduler, "_ALLOW_DETERMINISTIC_SCHEDULING") and hasattr(scheduler, "_r")):
+        raise RuntimeError(
+            f"trio {trio.__version__} has no trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING and ._r; "
+            "reproducible simulations need a version that has them, such as 0.35"
+        )
+    was_allowed, state = scheduler._ALLOW_DETERMINISTIC_SCHEDULING, scheduler._r.getstate()
+    scheduler._ALLOW_DETERMINISTIC_SCHEDULING = True
+    scheduler._r.seed(seed)
+    try:
+        yield
+    finally:
+        scheduler._ALLOW_DETERMINISTIC_SCHEDULING = was_allowed
+        scheduler._r.setstate(state)
+
+
+@asynccontextmanager
+async def simulate(
+    *,
+    seed: int = 0,
+    latency: Latency = _LATENCY,
+    hosts: HostOptions | Callable[[str], HostOptions] = _HOST,
+    loss: float | Loss = 0.0,
+    schedule: Sequence[tuple[float, NetworkEvent]] = (),
+    tick_s: float = 0.001,
+    give_up_s: float = 60.0,
+    check_frames: bool = False,
+) -> AsyncIterator[SimNetwork]:
+    """A network that lives as long as the block. At its end programs are cancelled and all links and listeners closed.
+
+    Args:
+      seed: of latencies and losses.
+      latency: one-way, of every part that is sent. Links within a host take 0.1 ms and no bandwidth.
+      hosts: every host's connection, or a function of its name.
+      loss: probability of losing a part, or all about it.
+      schedule: events and their times, seconds from now.
+      tick_s: deliveries are rounded up to multiples of it, so that many share one turn of the event loop; 0: exact. A
+        line that carries more than `SEND_BUFFER_BYTES` in a tick is not used to the full.
+      give_up_s: a link whose hosts have not been able to reach each other for so long breaks.
+      check_frames: send the frames' bytes through the parser of real links too. Slow, for tests.
+
+    Raises:
+      ValueError: an argument is out of range.
+      Exception: what a program raised (`SimNetwork.start`); what the block raised comes out as it is.
+    """
+    if not 0 <= tick_s < math.inf:
+        raise ValueError(f"tick_s must be a finite number of at least 0, got {tick_s!r}")
+    if not give_up_s > 0:
+        raise ValueError(f"give_up_s must be positive, got {give_up_s!r}")
+    for when_s, _ in schedule:
+        if not 0 <= when_s < math.inf:
+            raise ValueError(f"a scheduled time must be a finite number of at least 0, got {when_s!r}")
+    agenda = Agenda(tick_s=tick_s)
+    medium = Medium(agenda=agenda, loss=loss if isinstance(loss, Loss) else Loss(probability=loss))
+    topology = Topology(medium=medium, seed=seed, latency=latency, check_frames=check_frames)
+    try:
+        async with trio.open_nursery() as nursery:
+            network = SimNetwork(topology, nursery, hosts=hosts, give_up_s=give_up_s)
+            for when_s, event in schedule:
+                agenda.at(trio.current_time() + when_s, network.apply, event)
+            nursery.start_soon(agenda.run)
+            try:
+                yield network
+            finally:
+                nursery.cancel_scope.cancel()
+                network.close()
+    except BaseExceptionGroup as group:
+        # The nursery is ours and not the caller's: a single error comes out as it is.
+        if len(group.exceptions) > 1:
+            raise
+        raise group.exceptions[0] from group.exceptions[0].__cause__

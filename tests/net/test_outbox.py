@@ -1,0 +1,290 @@
+"""What leaves when: small before large, large ones by turns, and never more than the window allows."""
+
+import random
+
+import numpy as np
+import pytest
+
+from net.errors import RemoteProtocolError
+from net.identity import PeerId
+from net.rpc.outbox import MAX_STREAMS, Outbox
+from net.rpc.session import FinishCall, RpcSession, RunCall
+from net.wire.frame_reader import FrameReader, window_cost
+from net.wire.frames import CHUNK_BYTES, EncodedFrame, Part, encode_frame
+from net.wire.messages import CallStart, Hello, encode_message
+from tests.net.wire_parts import KIB, MIB, part_bytes
+
+WRITE_BYTES = 256 * KIB
+WINDOW = 4 * MIB
+
+
+def frame(nbytes: int, name: int = 0) -> EncodedFrame:
+    """A frame with a body of `nbytes` bytes."""
+    return encode_frame({"name": name}, [np.full(nbytes, name % 251, np.uint8)] if nbytes else [])
+
+
+def outbox(window_bytes: int = 64 * MIB) -> Outbox:
+    box = Outbox()
+    box.open_window(window_bytes)
+    return box
+
+
+def completed(parts: list[Part]) -> list[int]:
+    """The names of the frames that these parts complete."""
+    return [part.frame.header["name"] for part in parts if part.frame is not None]
+
+
+def drain(box: Outbox) -> list[list[int]]:
+    """What each write completes, until nothing can leave."""
+    writes = []
+    while parts := box.take(WRITE_BYTES)[0]:
+        writes.append(completed(parts))
+    return writes
+
+
+def test_a_small_frame_waits_for_one_chunk_at_most() -> None:
+    """Placed while 16 MiB are being sent, it is the first part of the next write."""
+    box = outbox()
+    box.put(("call", 1), frame(16 * MIB, 1))
+    for _ in range(5):
+        assert completed(box.take(WRITE_BYTES)[0]) == []
+    box.put(("call", 2), frame(0, 2))
+    box.put(("call", 3), frame(1000, 3))
+    parts, done = box.take(WRITE_BYTES)
+    assert completed(parts[:2]) == [2, 3]
+    assert done == [("call", 2), ("call", 3)]
+    assert sum(part.nbytes for part in parts) <= WRITE_BYTES + CHUNK_BYTES
+
+
+def test_a_flood_of_small_frames_does_not_stop_a_large_one() -> None:
+    """Every write carries a chunk of it, however much waits before."""
+    box = outbox()
+    box.put(("call", 0), frame(1 * MIB, 0))
+    for write in range(4):
+        for index in range(100):
+            box.put(("call", 1 + 100 * write + index), frame(4 * KIB, 1))
+        assert any(part.nbytes > CHUNK_BYTES for part in box.take(WRITE_BYTES)[0])
+
+
+def test_large_frames_take_turns() -> None:
+    """Equal ones that start together end together; one more than may take part waits for a place."""
+    box = outbox()
+    for name in range(MAX_STREAMS + 1):
+        box.put(("call", name), frame(1 * MIB, name))
+    ends = [(write, name) for write, names in enumerate(drain(box)) for name in names]
+    writes = [write for write, _ in ends]
+    assert [name for _, name in ends] == list(range(MAX_STREAMS + 1))
+    assert writes[MAX_STREAMS - 1] - writes[0] <= MAX_STREAMS
+    assert writes[MAX_STREAMS] > writes[MAX_STREAMS - 1]
+
+
+def test_nothing_with_a_body_leaves_before_the_window_is_known() -> None:
+    """The receiver's Hello opens it."""
+    box = Outbox()
+    box.put(("call", 1), frame(10, 1))
+    box.put(("call", 2), frame(1 * MIB, 2))
+    box.put(("call", 3), frame(0, 3))
+    assert drain(box) == [[3]]
+    box.open_window(WINDOW)
+    assert [name for names in drain(box) for name in names] == [1, 2]
+
+
+def test_the_window_is_kept_and_a_part_of_it_is_for_small_frames() -> None:
+    """Large frames leave an eighth free; what the receiver gives back lets the next one start."""
+    box = outbox(WINDOW)
+    for name in range(4):
+        box.put(("call", name), frame(1 * MIB, name))
+    assert [name for names in drain(box) for name in names] == [0, 1, 2]  # a fourth would leave nothing
+    box.put(("call", 9), frame(200 * KIB, 9))
+    assert drain(box) == [[9]]
+    assert drain(box) == []
+    box.grant_untrusted(1 * MIB)
+    assert [name for names in drain(box) for name in names] == [3]
+
+
+def test_a_frame_larger_than_the_window_still_passes() -> None:
+    """It counts for half of it."""
+    box = outbox(MIB)
+    box.put(("call", 1), frame(16 * MIB, 1))
+    assert [name for names in drain(box) for name in names] == [1]
+    box.grant_untrusted(window_cost(16 * MIB, MIB))
+    with pytest.raises(RemoteProtocolError, match="more than was sent"):
+        box.grant_untrusted(1)
+
+
+@pytest.mark.parametrize("num_writes", [0, 1, 3])
+def test_a_frame_that_is_taken_back_is_never_seen(num_writes: int) -> None:
+    """Whether it has left in part or not; its room in the window is free again, the next frame arrives whole."""
+    box = outbox(WINDOW)
+    reader = FrameReader(window_bytes=WINDOW)
+    data = b""
+    box.put(("call", 1), frame(2 * MIB, 1))
+    for _ in range(num_writes):
+        data += b"".join(part_bytes(part) for part in box.take(WRITE_BYTES)[0])
+    assert box.discard(("call", 1))
+    assert not box.discard(("call", 1))
+    assert box.body_bytes == 0
+    box.put(("call", 2), frame(2 * MIB, 2))
+    while parts := box.take(WRITE_BYTES)[0]:
+        data += b"".join(part_bytes(part) for part in parts)
+    assert [name for name, _ in received(reader, data)] == [2]
+    assert reader.at_boundary
+    assert len(box) == 0
+
+
+def test_a_frame_that_has_left_cannot_be_taken_back() -> None:
+    """Then its sender must say so in another way."""
+    box = outbox()
+    box.put(("call", 1), frame(10, 1))
+    drain(box)
+    assert not box.discard(("call", 1))
+
+
+def received(reader: FrameReader, data: bytes) -> list[tuple[int, int]]:
+    """(name, body length) of all frames in `data`, the tensors checked."""
+    found = []
+    while True:
+        buffer = reader.buffer()
+        nbytes = min(len(buffer), len(data))
+        buffer[:nbytes] = data[:nbytes]
+        reader.received(nbytes)
+        data = data[nbytes:]
+        while (frame := reader.next_frame_untrusted()) is not None:
+            name = frame.header["name"]
+            assert all((tensor == name % 251).all() for tensor in frame.tensors)
+            found.append((name, frame.body_nbytes))
+        if not data:
+            return found
+
+
+def test_a_peer_that_ignores_the_window_is_dropped() -> None:
+    """Requests that were not answered hold their share."""
+    bob = RpcSession(peer_id=PeerId(b"b" * 32), instance=b"b" * 8, port=None, window_bytes=MIB)
+    hello = Hello(peer_id=PeerId(b"a" * 32), instance=b"a" * 8, port=None, window_bytes=MIB)
+    bob.receive_untrusted(encode_message(hello).frame)
+    starts = [
+        encode_message(
+            CallStart(call_id=i, method="m", timeout_s=1.0, body={}, tensors=(np.zeros(200 * KIB, np.uint8),))
+        ).frame
+        for i in range(1, 7)
+    ]
+    for start in starts[:5]:
+        bob.receive_untrusted(start)
+    with pytest.raises(RemoteProtocolError, match="window"):
+        bob.receive_untrusted(starts[5])
+
+
+def test_calls_are_turned_away_while_answers_wait() -> None:
+    """A peer that calls and does not read costs a bounded amount of memory."""
+    bob = RpcSession(peer_id=PeerId(b"b" * 32), instance=b"b" * 8, port=None, max_answer_bytes=MIB)
+    hello = Hello(peer_id=PeerId(b"a" * 32), instance=b"a" * 8, port=None, window_bytes=64 * MIB)
+    bob.receive_untrusted(encode_message(hello).frame)
+    ran = []
+    for call_id in range(1, 5):
+        bob.receive_untrusted(
+            encode_message(CallStart(call_id=call_id, method="m", timeout_s=1.0, body={})).frame
+        )
+        for action in bob.take_actions():
+            assert isinstance(action, RunCall)
+            ran.append(action.start.call_id)
+            bob.reply(action.start.call_id, {}, (np.zeros(800 * KIB, np.uint8),))
+    assert ran == [1, 2]
+
+
+@pytest.mark.parametrize("window_bytes", [64 * KIB, MIB, 5 * MIB])
+def test_traffic_of_all_sizes_gets_through_and_keeps_the_window(window_bytes: int) -> None:
+    """Both sides call, answer and give up at random, joined by bytes: the reader and the session, which enforce the
+    window, never complain; nothing deadlocks; every call that was kept is answered."""
+    rng = random.Random(window_bytes)
+    sizes = (0, 0, 100, 50 * KIB, 256 * KIB, 257 * KIB, 700 * KIB, 3 * MIB)
+    arrays = {size: np.zeros(size, np.uint8) for size in sizes}
+    sessions = [
+        RpcSession(peer_id=PeerId(bytes([i]) * 32), instance=bytes(8), port=None, window_bytes=window_bytes)
+        for i in (0, 1)
+    ]
+    readers = [FrameReader(window_bytes=window_bytes) for _ in sessions]
+    waiting: tuple[set[int], set[int]] = (set(), set())
+    serving: tuple[list[int], list[int]] = ([], [])
+    num_answered = 0
+
+    def move(source: int) -> bool:
+        nonlocal num_answered
+        parts = sessions[source].take_parts(WRITE_BYTES)
+        reader, session = readers[source], sessions[1 - source]
+        for part in parts:
+            for piece in part.pieces:
+                start = 0
+                while start < len(piece):
+                    buffer = reader.buffer()
+                    nbytes = min(len(buffer), len(piece) - start)
+                    buffer[:nbytes] = piece[start : start + nbytes]
+                    reader.received(nbytes)
+                    start += nbytes
+                    while (frame := reader.next_frame_untrusted()) is not None:
+                        session.receive_untrusted(frame)
+        for action in session.take_actions():
+            match action:
+                case RunCall(start=start_of_call):
+                    serving[1 - source].append(start_of_call.call_id)
+                case FinishCall(answer=answer):
+                    waiting[1 - source].remove(answer.call_id)
+                    num_answered += 1
+                case _:
+                    serving[1 - source].remove(action.call_id)
+        return bool(parts)
+
+    def answer(side: int) -> None:
+        call_id = serving[side].pop(rng.randrange(len(serving[side])))
+        sessions[side].reply(call_id, {}, (arrays[rng.choice(sizes)],))
+
+    for _ in range(400):
+        side = rng.randrange(2)
+        step = rng.choice(["place", "abandon", "answer", "move", "move", "move"])
+        if step == "place" and len(waiting[side]) < 20:
+            waiting[side].add(sessions[side].place_call("m", {}, (arrays[rng.choice(sizes)],), timeout_s=1.0))
+        elif step == "abandon" and waiting[side] and rng.random() < 0.3:
+            call_id = rng.choice(sorted(waiting[side]))
+            waiting[side].remove(call_id)
+            sessions[side].abandon_call(call_id)
+        elif step == "answer" and serving[side]:
+            answer(side)
+        elif step == "move":
+            move(side)
+    while True:
+        is_moving = [move(0), move(1)]
+        for side in (0, 1):
+            while serving[side]:
+                answer(side)
+                is_moving.append(True)
+        if not any(is_moving):
+            break
+    assert waiting == (set(), set())
+    assert all(session.is_idle for session in sessions)
+    assert all(reader.at_boundary for reader in readers)
+    assert num_answered > 30
+
+
+def test_credit_is_not_sent_for_every_small_tensor() -> None:
+    """Up to an eighth of the window is given back together."""
+    alice, bob = (
+        RpcSession(peer_id=PeerId(bytes([i]) * 32), instance=bytes(8), port=None, window_bytes=MIB) for i in (0, 1)
+    )
+
+    def pass_on(source: RpcSession, target: RpcSession) -> list[str]:
+        kinds = []
+        for part in source.take_parts(WRITE_BYTES):
+            if part.frame is not None:
+                target.receive_untrusted(part.frame)
+                kinds.append(part.frame.header["type"])
+        return kinds
+
+    pass_on(alice, bob)
+    pass_on(bob, alice)
+    kinds: list[str] = []
+    for _ in range(27):
+        call_id = alice.place_call("m", {}, (np.zeros(10 * KIB, np.uint8),), timeout_s=1.0)
+        pass_on(alice, bob)
+        bob.take_actions()
+        bob.reply(call_id, {}, ())
+        kinds += pass_on(bob, alice)
+    assert kinds.count("credit") == 2

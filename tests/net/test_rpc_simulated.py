@@ -1,0 +1,342 @@
+"""What peers do about each other over minutes and hours, in virtual time on the simulated network."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from net.errors import ConnectionLost, DialFailed, NetError, PeerTimeout
+from net.identity import Address, Contact, PeerId
+from net.rpc.base import Reply, Request
+from net.rpc.connection import LEAVE_S, SILENCE_S
+from net.rpc.peer import CHECK_PERIOD_S, IDLE_S, RpcPeer, open_rpc_peer
+from net.transport.sim import run, simulate
+from net.transport.sim_events import Heal, HostDown, HostUp, Partition
+from net.transport.sim_links import Constant, HostOptions
+from net.transport.sim_network import SimNetwork
+from net.wire.messages import CallStart
+from tests.net.rpc_peers import Stuck, echo, hello, part
+
+ALICE, BOB, EVE = (PeerId(bytes([letter]) * 32) for letter in b"abe")
+MIB = 2**20
+
+
+def simulated(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    """Run the test in virtual time."""
+
+    def run_it() -> None:
+        run(test)
+
+    run_it.__name__, run_it.__doc__ = test.__name__, test.__doc__
+    return run_it
+
+
+@asynccontextmanager
+async def pair(**options: Any) -> AsyncIterator[tuple[SimNetwork, RpcPeer, RpcPeer]]:
+    """Alice and Bob, both listening, 50 ms apart."""
+    async with (
+        simulate(latency=Constant(0.05), **options) as network,
+        open_peer(network, "a", ALICE) as alice,
+        open_peer(network, "b", BOB) as bob,
+    ):
+        yield network, alice, bob
+
+
+@asynccontextmanager
+async def open_peer(network: SimNetwork, host: str, peer_id: PeerId, **options: Any) -> AsyncIterator[RpcPeer]:
+    transport = network.transport(host, peer_id)
+    async with open_rpc_peer(transport, peer_id=peer_id, listen=Address(host, 7), **options) as peer:
+        peer.add_handler("echo", echo)
+        yield peer
+
+
+def contact(peer: RpcPeer) -> Contact:
+    assert peer.address is not None
+    return Contact(peer.peer_id, peer.address)
+
+
+async def ping(peer: RpcPeer, target: Contact | Address, timeout_s: float = 10.0) -> None:
+    await peer.call(target, "rpc.ping", {}, timeout_s=timeout_s)
+
+
+@simulated
+async def test_one_connection_serves_both_directions() -> None:
+    """Who was called calls back on the same connection; by contact, whatever address that names."""
+    async with pair() as (network, alice, bob):
+        await ping(alice, Address("b", 7))
+        await ping(alice, contact(bob))
+        await ping(bob, contact(alice))
+        await ping(bob, Contact(ALICE, Address("elsewhere", 1)))
+        assert network.statistics().dials == 1
+
+
+@simulated
+async def test_a_peer_in_client_mode_can_be_called_back() -> None:
+    """It listens nowhere, but there is a connection."""
+    async with (
+        pair() as (network, _, bob),
+        open_rpc_peer(network.transport("e", EVE), peer_id=EVE) as eve,
+    ):
+        eve.add_handler("echo", echo)
+        await ping(eve, contact(bob))
+        reply = await bob.call(Contact(EVE, Address("e", 1)), "echo", {"x": 1}, timeout_s=1.0)
+        assert reply.body == {"x": 1}
+
+
+@simulated
+async def test_two_that_dial_each_other_at_once_end_with_one_connection() -> None:
+    """No call is lost on the way there, and both agree on which one stays."""
+    async with pair() as (network, alice, bob):
+        for turn in range(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ping, alice, contact(bob))
+                nursery.start_soon(ping, bob, contact(alice))
+            if turn == 0:
+                assert network.statistics().dials == 2
+            await trio.sleep(1.0)
+        assert network.statistics().links == 1
+        assert network.statistics().dials == 2
+
+
+@simulated
+async def test_calls_of_this_very_peer_need_no_connection() -> None:
+    """A trainer and its experts may live in one process; the tensors are copies, as from elsewhere."""
+    async with pair() as (network, alice, _):
+        tensor = np.ones(3)
+        reply = await alice.call(contact(alice), "echo", {}, [tensor], timeout_s=1.0)
+        assert np.array_equal(reply.tensors[0], tensor)
+        assert not np.shares_memory(reply.tensors[0], tensor)
+        alice.add_handler("stuck", Stuck())
+        with pytest.raises(PeerTimeout):
+            await alice.call(contact(alice), "stuck", {}, timeout_s=1.0)
+        assert network.statistics().dials == 0
+
+
+@simulated
+async def test_who_answers_must_be_who_was_meant() -> None:
+    """The error names both."""
+    async with pair() as (_, alice, _):
+        with pytest.raises(DialFailed, match=f"{EVE}.*{BOB}"):
+            await ping(alice, Contact(EVE, Address("b", 7)))
+
+
+@simulated
+async def test_an_idle_connection_is_closed_and_no_call_is_lost_by_that() -> None:
+    """Both sides call again in the very seconds in which the connection ends; all calls are answered."""
+    async with pair() as (network, alice, bob):
+        await ping(alice, contact(bob))
+        await trio.sleep(IDLE_S + 2 * CHECK_PERIOD_S)
+        assert network.statistics().links == 0
+        for turn in range(100):
+            await trio.sleep(IDLE_S + CHECK_PERIOD_S * (turn - 10) / 50)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ping, alice, contact(bob))
+                nursery.start_soon(ping, bob, contact(alice))
+        assert network.statistics().dials > 20
+
+
+@simulated
+async def test_a_peer_that_vanishes_is_noticed() -> None:
+    """Unplugged in the middle of calls: the caller learns it long before its deadline, the callee stops working."""
+    stuck = Stuck()
+    async with pair() as (network, alice, bob), trio.open_nursery() as nursery:
+        bob.add_handler("stuck", stuck)
+        noticed_at: list[float] = []
+
+        async def call() -> None:
+            with pytest.raises(ConnectionLost, match="silent"):
+                await alice.call(contact(bob), "stuck", {}, timeout_s=3600.0)
+            noticed_at.append(trio.current_time())
+
+        nursery.start_soon(call)
+        await stuck.started.wait()
+        unplugged_at = trio.current_time()
+        network.apply(Partition(groups=(frozenset({"a"}),)))
+        await stuck.cancelled.wait()
+        await trio.sleep(CHECK_PERIOD_S)
+        assert noticed_at[0] - unplugged_at <= 2 * SILENCE_S + 2 * CHECK_PERIOD_S
+
+
+@simulated
+async def test_long_work_of_a_living_peer_is_not_cut_short() -> None:
+    """Its answers to pings are enough."""
+    async with pair() as (_, alice, bob):
+
+        async def think(_: Request) -> Reply:
+            await trio.sleep(20 * SILENCE_S)
+            return Reply(body={"answer": 42})
+
+        bob.add_handler("think", think)
+        reply = await alice.call(contact(bob), "think", {}, timeout_s=3600.0)
+        assert reply.body == {"answer": 42}
+
+
+@simulated
+async def test_a_peer_that_was_started_again_is_reached_at_once() -> None:
+    """Its old connection, of which nobody told the other side, is not waited for."""
+    async with simulate(latency=Constant(0.05)) as network, open_peer(network, "a", ALICE) as alice:
+        starts = 0
+
+        async def program() -> None:
+            nonlocal starts
+            async with open_peer(network, "b", BOB) as bob:
+                starts += 1
+                await ping(bob, contact(alice))
+                await trio.sleep_forever()
+
+        network.start("b", program)
+        await trio.sleep(1.0)
+        await ping(alice, Contact(BOB, Address("b", 7)))
+        network.apply(HostDown("b", silent=True))
+        network.apply(HostUp("b"))
+        await trio.sleep(0.5)
+        assert starts == 2
+        await ping(alice, Contact(BOB, Address("b", 7)), timeout_s=0.2)
+
+
+@simulated
+async def test_an_address_that_fails_is_dialled_less_and_less() -> None:
+    """600 calls in a minute are about ten dials; when a peer is there it is found within half a minute, another
+    address of the same host at once, and by its own call the first one too."""
+    async with simulate(latency=Constant(0.05)) as network, open_peer(network, "a", ALICE) as alice:
+        network.transport("b", BOB)
+        dead = Address("b", 7)
+
+        async def call_in_vain(seconds: int) -> None:
+            for _ in range(10 * seconds):
+                with pytest.raises(DialFailed, match="refused"):
+                    await ping(alice, dead)
+                await trio.sleep(0.1)
+
+        await call_in_vain(60)
+        assert 6 <= network.statistics().dials <= 12
+        transport = network.transport("b", EVE)
+        async with open_rpc_peer(transport, peer_id=EVE, listen=Address("b", 9)) as eve:
+            await ping(alice, contact(eve))
+        async with open_peer(network, "b", BOB):
+            found_after = trio.current_time() + 30.0
+            while trio.current_time() < found_after:
+                try:
+                    await ping(alice, dead)
+                    break
+                except DialFailed:
+                    await trio.sleep(0.1)
+            await ping(alice, dead)
+        await trio.sleep(1.0)
+        await call_in_vain(60)
+        async with open_peer(network, "b", BOB) as bob:
+            await ping(bob, contact(alice))
+            await ping(alice, dead)
+
+
+@simulated
+async def test_calls_go_on_after_a_short_partition() -> None:
+    """What was under way arrives late, as TCP sends it again; nothing is lost."""
+    async with pair() as (network, alice, bob):
+        await ping(alice, contact(bob))
+        network.apply(Partition(groups=(frozenset({"a"}),)))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ping, alice, contact(bob))
+            await trio.sleep(5.0)
+            network.apply(Heal())
+        assert network.statistics().dials == 1
+
+
+@simulated
+async def test_a_small_call_overtakes_a_large_one() -> None:
+    """16 MiB take 1.7 s on a line of 80 Mbit/s; a call placed meanwhile takes a fraction of that."""
+    options = HostOptions(up_bps=80e6)
+    async with pair(hosts=options) as (_, alice, bob), trio.open_nursery() as nursery:
+        await ping(alice, contact(bob))
+        ended: dict[str, float] = {}
+
+        async def call(name: str, tensor: np.ndarray) -> None:
+            await alice.call(contact(bob), "echo", {}, [tensor], timeout_s=60.0)
+            ended[name] = trio.current_time() - started
+
+        started = trio.current_time()
+        nursery.start_soon(call, "large", np.zeros(16 * MIB, np.uint8))
+        await trio.sleep(0.3)
+        asked = trio.current_time() - started
+        await call("small", np.zeros(100, np.uint8))
+        assert ended["small"] - asked < 0.3
+        assert "large" not in ended
+
+
+@simulated
+async def test_a_large_call_that_is_given_up_is_not_sent_to_the_end() -> None:
+    """Its handler never runs, the line is free for the next call, and the connection stays."""
+    options = HostOptions(up_bps=80e6)
+    async with pair(hosts=options) as (network, alice, bob):
+        with pytest.raises(PeerTimeout):
+            await alice.call(contact(bob), "echo", {}, [np.zeros(16 * MIB, np.uint8)], timeout_s=0.5)
+        await ping(alice, contact(bob), timeout_s=0.3)
+        assert network.statistics("b").nbytes < 6 * MIB
+        assert network.statistics().dials == 1
+
+
+@simulated
+async def test_a_peer_that_does_not_read_blocks_only_itself() -> None:
+    """It asks for 1000 MiB and reads nothing: others are served, and it is turned away when enough waits for it."""
+    async with pair() as (network, alice, bob):
+        num_made = 0
+
+        async def give(_: Request) -> Reply:
+            nonlocal num_made
+            num_made += 1
+            return Reply(tensors=(np.zeros(1 * MIB, np.uint8),))
+
+        bob.add_handler("give", give)
+        link = await network.transport("e", EVE).dial(Address("b", 7))
+        await link.send(hello(EVE))
+        for call_id in range(1, 1001):
+            await link.send(part(CallStart(call_id=call_id, method="give", timeout_s=1000.0, body={})))
+            if call_id % 20 == 0:
+                await ping(alice, contact(bob), timeout_s=0.5)
+        assert 64 <= num_made <= 64 + 64 + 8  # what may be under way, what may wait
+        link.abort()
+
+
+@simulated
+async def test_a_parting_that_never_ends_is_ended() -> None:
+    """A peer that was told goodbye and says nothing loses the connection soon."""
+    async with pair() as (network, _, bob):
+        link = await network.transport("e", EVE).dial(Address("b", 7))
+        await link.send(hello(EVE))
+        started = trio.current_time()
+        while await link.receive() is not None:
+            pass
+        assert trio.current_time() - started <= IDLE_S + LEAVE_S + 3 * CHECK_PERIOD_S
+        await ping(bob, contact(bob))
+
+
+@simulated
+async def test_errors_reach_every_caller_of_a_lost_connection() -> None:
+    """64 callers of a peer that crashes: each gets one error, none waits on."""
+    async with simulate(latency=Constant(0.05)) as network, open_peer(network, "a", ALICE) as alice:
+        errors: list[NetError] = []
+
+        async def program() -> None:
+            async with open_peer(network, "b", BOB) as bob:
+                bob.add_handler("stuck", Stuck(), max_concurrent=64)
+                await trio.sleep_forever()
+
+        async def call() -> None:
+            try:
+                await alice.call(Contact(BOB, Address("b", 7)), "stuck", {}, timeout_s=1000.0)
+            except NetError as error:
+                errors.append(error)
+
+        network.start("b", program)
+        await trio.sleep(0.1)
+        async with trio.open_nursery() as nursery:
+            for _ in range(64):
+                nursery.start_soon(call)
+            await trio.sleep(1.0)
+            network.apply(HostDown("b"))
+            lost_at = trio.current_time()
+        assert [type(error) for error in errors] == [ConnectionLost] * 64
+        assert trio.current_time() - lost_at < 1.0
