@@ -3,6 +3,9 @@
 Every process is started with a pipe as its standard input and told to end when that closes, so that none outlives the
 one that started it, even if that is killed. Each runs in a session of its own: Ctrl-C in a terminal reaches only the
 supervisor, which ends the others in order.
+
+Links are encrypted, and every process joins through a peer that proves to be the one that was started. The swarm has
+no secret: it listens on loopback only, and lives as long as its supervisor.
 """
 
 import os
@@ -16,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import trio
+
+from dmoe_jax.cli.network import SECRET_VARIABLE
 
 _TERMINATE_GRACE_S = 4.0
 """A node withdraws its experts within two seconds of SIGTERM; twice that, then SIGKILL."""
@@ -35,13 +40,18 @@ class SwarmProcess:
       name: what logs and tables call it.
       process: the trio process.
       log: file with everything that it printed.
-      address: HOST:PORT to join it at; "" until it printed one.
+      contact: PEERID@HOST:PORT to join it at; "" until it printed one.
     """
 
     name: str
     process: trio.Process
     log: Path
-    address: str = ""
+    contact: str = ""
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of its contact."""
+        return self.contact.rpartition("@")[2]
 
     @property
     def is_running(self) -> bool:
@@ -52,10 +62,14 @@ class SwarmProcess:
 class LocalSwarm:
     """Starts `dmoe` processes and ends them all. Made by `open_local_swarm`."""
 
-    def __init__(self, nursery: trio.Nursery, log_folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, nursery: trio.Nursery, log_folder: Path, environment: Mapping[str, str], network_flags: Sequence[str]
+    ) -> None:
         self._nursery = nursery
         self._log_folder = log_folder
-        self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
+        # Empty: the secret of somebody's real swarm is not for this one.
+        self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", SECRET_VARIABLE: "", **environment}
+        self._network_flags = tuple(network_flags)
         self.processes: list[SwarmProcess] = []
         """Every process started, in order."""
 
@@ -70,7 +84,7 @@ class LocalSwarm:
         self._nursery.start_soon(_copy_output, started, ready)
         with trio.move_on_after(ready_timeout_s):
             await ready.wait()
-        if not started.address:
+        if not started.contact:
             raise ProcessFailed(f"{name} did not start: {_last_lines(started.log)}")
         return started
 
@@ -82,7 +96,7 @@ class LocalSwarm:
         log = self._log_folder / f"{name}.log"
         with log.open("w") as errors:
             process = await trio.lowlevel.open_process(
-                [sys.executable, "-m", "dmoe_jax.cli", *command, "--exit-on-stdin-eof"],
+                [sys.executable, "-m", "dmoe_jax.cli", *command, *self._network_flags, "--exit-on-stdin-eof"],
                 stdin=subprocess.PIPE,
                 stdout=stdout,
                 stderr=errors if stdout is not None else None,
@@ -105,15 +119,18 @@ class LocalSwarm:
 
 
 @asynccontextmanager
-async def open_local_swarm(log_folder: Path, environment: Mapping[str, str] | None = None) -> AsyncIterator[LocalSwarm]:
+async def open_local_swarm(
+    log_folder: Path, environment: Mapping[str, str] | None = None, *, network_flags: Sequence[str] = ()
+) -> AsyncIterator[LocalSwarm]:
     """A swarm whose processes are all gone when the context ends, however it ends.
 
     Args:
       log_folder: existing folder for one log file a process.
       environment: variables to set for every process, beside this one's own.
+      network_flags: for every process, such as `--insecure-loopback`; see `dmoe_jax.cli.network.NetworkOptions`.
     """
     async with trio.open_nursery() as nursery:
-        swarm = LocalSwarm(nursery, log_folder, environment or {})
+        swarm = LocalSwarm(nursery, log_folder, environment or {}, network_flags)
         try:
             yield swarm
         finally:
@@ -129,7 +146,7 @@ async def open_local_swarm(log_folder: Path, environment: Mapping[str, str] | No
 
 
 async def _copy_output(process: SwarmProcess, ready: trio.Event) -> None:
-    """Copy standard output to the log, where standard error goes too, and look for the address."""
+    """Copy standard output to the log, where standard error goes too, and look for the contact."""
     stdout = process.process.stdout
     assert stdout is not None
     text = ""
@@ -137,12 +154,12 @@ async def _copy_output(process: SwarmProcess, ready: trio.Event) -> None:
         async for chunk in stdout:
             log.write(chunk.decode(errors="replace"))
             log.flush()
-            if not process.address:
+            if not process.contact:
                 text += chunk.decode(errors="replace")
                 found = _JOIN_LINE.search(text)
-                # The line must be whole: an address cut in two would still match.
+                # The line must be whole: a contact cut in two would still match.
                 if found is not None and "\n" in text[found.end() :]:
-                    process.address = found[1]
+                    process.contact = found[1]
                     ready.set()
     ready.set()
 

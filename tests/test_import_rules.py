@@ -12,10 +12,14 @@ SOURCES = sorted(path for package in ("net", "dmoe_jax") for path in (ROOT / pac
 # Async modules: they own nurseries, sockets, clocks or devices. Everything else is a core.
 SHELLS = {
     "net.clock",
+    "net.key_files",
     "net.transport.base",
+    "net.transport.sockets",
     "net.transport.tcp",
+    "net.transport.tls",
     "net.rpc.base",
     "net.rpc.connection",
+    "net.rpc.fault_acts",
     "net.rpc.peer",
     "net.rpc.service",
     "net.dht.calls",
@@ -47,7 +51,7 @@ LAYERS = [
     {"dmoe_jax.cli"},
 ]
 NET_LAYERS = [
-    {"net.errors", "net.identity", "net.clock"},
+    {"net.errors", "net.identity", "net.clock", "net.chance", "net.keys", "net.key_files"},
     {"net.wire"},
     {"net.transport"},
     {"net.rpc"},
@@ -58,9 +62,10 @@ IMPURE = {"trio", "time", "secrets", "socket", "ssl", "os", "threading", "loggin
 ONLY_IN = {
     "cbor2": {"net.wire.codec"},
     "orbax": {"dmoe_jax.checkpoints"},
-    "numpy": {"net.wire.tensors"},
-    "socket": {"net.transport.tcp"},
-    "ssl": {"net.transport.tcp"},
+    "cryptography": {"net.keys"},
+    "numpy": {"net.wire.tensors", "net.wire.compression"},
+    "socket": {"net.transport.sockets"},
+    "ssl": {"net.transport.tls_engine"},
     "pickle": set(),
 }
 

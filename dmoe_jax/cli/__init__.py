@@ -1,4 +1,4 @@
-"""The `dmoe` command: run a DHT peer or an expert node, train over a swarm, look at one.
+"""The `dmoe` command: run a DHT peer or an expert node, train over a swarm, look at one, name a key.
 
 Each subcommand is a frozen dataclass whose fields are its flags; `tyro` reads them from the command line. Modules that
 need JAX are imported by the command that uses them, so that `dmoe --help` answers at once.
@@ -12,6 +12,7 @@ import tyro
 
 from dmoe_jax.cli.common import UsageError, fail, parse_command_line
 from dmoe_jax.cli.dht import DhtCommand
+from dmoe_jax.cli.identity import IdentityCommand
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.status import StatusCommand
 from dmoe_jax.cli.train import TrainCommand
@@ -21,6 +22,7 @@ Command = (
     | Annotated[NodeCommand, tyro.conf.subcommand("node")]
     | Annotated[TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[StatusCommand, tyro.conf.subcommand("status")]
+    | Annotated[IdentityCommand, tyro.conf.subcommand("identity")]
 )
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.cli.common import SwarmPeer, UsageError
+from dmoe_jax.cli.common import UsageError
+from dmoe_jax.cli.swarm import SwarmPeer
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.data.corpora import Corpus
@@ -152,7 +153,7 @@ async def wait_for_experts(
         uids = all_uids(layer_prefix(layer), parts.config.grid_size)
         living = await _living_experts(peer, directory, layer, uids)
         uid, contact = next(iter(living.items()))
-        reply = await peer.rpc.call(contact.address, "expert.info", {"uid": str(uid)}, timeout_s=10.0)
+        reply = await peer.rpc.call(contact, "expert.info", {"uid": str(uid)}, timeout_s=10.0)
         theirs = [*reply.body.get("inputs", []), reply.body.get("output")]
         if theirs != ours:
             raise UsageError(

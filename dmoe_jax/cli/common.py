@@ -1,39 +1,18 @@
-"""What every subcommand shares: addresses, joining a swarm, signals, one-line errors."""
+"""What every subcommand shares: reading the command line, one-line errors, setting up JAX."""
 
 import contextlib
 import io
 import os
-import random
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import tyro
 
-from net.clock import SwarmClock
-from net.dht.node import DhtNode, open_dht_node
-from net.identity import Address, PeerId
-from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.tcp import TcpTransport
-
 
 class UsageError(Exception):
     """A mistake of the user's; the message is the one line that is printed."""
-
-
-@dataclass(frozen=True, slots=True)
-class SwarmPeer:
-    """This process's place in a swarm."""
-
-    rpc: RpcPeer
-    """Places and serves calls."""
-    dht: DhtNode
-    """Finds things."""
-    clock: SwarmClock
-    """The swarm's time."""
 
 
 def parse_command_line(command: Any, *, prog: str, description: str | None = None, args: Sequence[str] | None) -> Any:
@@ -55,6 +34,8 @@ def parse_command_line(command: Any, *, prog: str, description: str | None = Non
         if not exit_.code:
             raise
         fail(f"{_first_paragraph(errors.getvalue())}; see {prog} --help", status=2, prog=prog)
+    except ValueError as error:  # a dataclass did not take its fields
+        fail(str(error), status=2, prog=prog)
 
 
 def _first_paragraph(box: str) -> str:
@@ -73,37 +54,6 @@ def fail(message: str, *, status: int = 1, prog: str = "dmoe") -> NoReturn:
     """Print one line to standard error and exit."""
     print(f"{prog}: error: {message}", file=sys.stderr)
     sys.exit(status)
-
-
-def parse_addresses(texts: Sequence[str]) -> list[Address]:
-    """Addresses from the command line.
-
-    Raises:
-      UsageError: naming the text that is not one.
-    """
-    try:
-        return [Address.parse(text) for text in texts]
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-@asynccontextmanager
-async def join_swarm(*, listen: str | None, join: Sequence[str]) -> AsyncIterator[SwarmPeer]:
-    """Open this process's peer and DHT node over TCP, joining the swarm at `join`; `listen` None is client mode.
-
-    Raises:
-      UsageError: for an address that is none.
-      NetError: when the port is taken, or nobody answers at `join`.
-    """
-    listen_address = parse_addresses([listen])[0] if listen is not None else None
-    initial_peers = parse_addresses(join)
-    rng = random.SystemRandom()
-    async with open_rpc_peer(TcpTransport(), peer_id=PeerId.draw(rng), listen=listen_address) as rpc:
-        clock = SwarmClock.wall()
-        async with open_dht_node(
-            rpc, clock=clock, rng=rng, initial_peers=initial_peers, client_mode=listen is None
-        ) as dht:
-            yield SwarmPeer(rpc, dht, clock)
 
 
 def set_up_jax() -> None:

@@ -1,21 +1,26 @@
 """`dmoe dht`: a peer that keeps records and lets others in."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import trio
+import tyro
 
-from dmoe_jax.cli.common import join_swarm
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
+from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
+from dmoe_jax.cli.swarm import join_line, join_swarm
 
 
 @dataclass(frozen=True, kw_only=True)
 class DhtCommand:
     """Run a DHT peer: the meeting point of a swarm. Nodes and trainers join through it or through each other."""
 
-    listen: str = "127.0.0.1:0"
-    """Address to listen on, as HOST:PORT; port 0 lets the system choose. Plain TCP listens on loopback only."""
-    join: tuple[str, ...] = ()
-    """Addresses of peers to join through, each as HOST:PORT. None starts a new swarm."""
+    join: JoinTexts = ()
+    """Peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there. None starts a new swarm."""
+    listen: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
+    """Where it is called."""
+    network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
+    """Who this process is and which swarm it belongs to."""
     exit_on_stdin_eof: bool = False
     """End when standard input closes (set by a process that starts this one and may be killed)."""
 
@@ -24,9 +29,9 @@ class DhtCommand:
         return run_until_done(self._serve, exit_on_stdin_eof=self.exit_on_stdin_eof)
 
     async def _serve(self, stop: Stop) -> int:
-        async with join_swarm(listen=self.listen, join=self.join) as peer:
+        async with join_swarm(self.network, join=self.join, listen=self.listen) as peer:
             print(f"DHT peer {peer.rpc.peer_id.short} listens on {peer.rpc.address}")
-            print(f"Join it with:  dmoe node --join {peer.rpc.address}", flush=True)
+            print(join_line("node", self.network, peer.rpc), flush=True)
             with stop.body():
                 await trio.sleep_forever()
         return EXIT_INTERRUPTED

@@ -1,17 +1,20 @@
 """`dmoe node`: serve experts."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import trio
 import tyro
 
-from dmoe_jax.cli.common import UsageError, join_swarm, set_up_jax
+from dmoe_jax.cli.common import UsageError, set_up_jax
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
+from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
 from dmoe_jax.cli.options import ExpertOptions
+from dmoe_jax.cli.swarm import join_line, join_swarm
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
+from net.rpc.faults import FaultInjector, FaultPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +23,12 @@ class NodeCommand:
 
     experts: tuple[str, ...] = ("layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]")
     """Experts to serve: uids such as layer0.3.1, or patterns such as layer0.[0:2].[0:4]."""
-    join: tuple[str, ...] = ()
-    """Addresses of peers to join through, each as HOST:PORT. None starts a new swarm."""
-    listen: str = "127.0.0.1:0"
-    """Address to listen on, as HOST:PORT; port 0 lets the system choose. Plain TCP listens on loopback only."""
+    join: JoinTexts = ()
+    """Peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there. None starts a new swarm."""
+    listen: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
+    """Where it is called."""
+    network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
+    """Who this process is and which swarm it belongs to."""
     swarm: str = "dmoe"
     """Name under which the node is listed."""
     expert: Annotated[ExpertOptions, tyro.conf.arg(name="")] = field(default_factory=ExpertOptions)
@@ -35,7 +40,8 @@ class NodeCommand:
     freeze_experts: bool = False
     """Answer backward requests without learning from them: the control run that shows what experts contribute."""
     seed: int = 0
-    """Seed of the experts' initial parameters; with the uid it decides them, on whichever node they live."""
+    """Seed of the experts' initial parameters; with the uid it decides them, on whichever node they live. And of
+    --faults."""
     checkpoint_dir: Path | None = None
     """Folder for the experts' checkpoints. If it holds some already, the experts go on from the latest."""
     checkpoint_period_s: float = 60.0
@@ -46,6 +52,8 @@ class NodeCommand:
     """Most samples of one XLA call."""
     announce_period_s: float = 10.0
     """Seconds between announcements in the DHT; they are valid three times as long."""
+    faults: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FAULT=RATE [FAULT=RATE ...]")] = ()
+    """Misbehave on purpose in a share of expert calls: refuse, hang, die, garbage, wrong_shape, late=RATE:MEAN_S."""
     exit_on_stdin_eof: bool = False
     """End when standard input closes (set by a process that starts this one and may be killed)."""
 
@@ -60,7 +68,7 @@ class NodeCommand:
         for name in ("announce_period_s", "checkpoint_period_s"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
-        uids = self._uids()
+        uids, faults = self._uids(), self._fault_injector()
         set_up_jax()
         device = ThreadDevice()
         try:
@@ -72,7 +80,7 @@ class NodeCommand:
             )
         except ValueError as error:
             raise UsageError(str(error)) from error
-        async with join_swarm(listen=self.listen, join=self.join) as peer:
+        async with join_swarm(self.network, join=self.join, listen=self.listen, faults=faults) as peer:
             # Joined first: a taken port or an unreachable swarm is reported before minutes of compilation.
             started = time.perf_counter()
             backends = await device.run(self._make_backends, uids)
@@ -80,7 +88,9 @@ class NodeCommand:
             print(f"{len(uids)} experts ready after {time.perf_counter() - started:.1f} s", flush=True)
             async with open_expert_node(peer.rpc, peer.dht, backends, device=device, config=config):
                 print(f"Node {peer.rpc.peer_id.short} serves {len(uids)} experts on {peer.rpc.address}")
-                print(f"Join it with:  dmoe train --join {peer.rpc.address}", flush=True)
+                if faults is not None:
+                    print(f"It misbehaves on purpose: --faults {' '.join(self.faults)}")
+                print(join_line("train", self.network, peer.rpc), flush=True)
                 with stop.body():
                     if saver is None:
                         await trio.sleep_forever()
@@ -114,6 +124,16 @@ class NodeCommand:
         if not uids or len(set(uids)) != len(uids):
             raise UsageError(f"--experts must name at least one expert and none twice, got {' '.join(self.experts)}")
         return uids
+
+    def _fault_injector(self) -> FaultInjector | None:
+        if not self.faults:
+            return None
+        try:
+            plan = FaultPlan.parse(self.faults, seed=self.seed)
+        except ValueError as error:
+            raise UsageError(f"--faults: {error}") from error
+        # The DHT and the status stay honest: what is studied is a swarm whose experts fail.
+        return FaultInjector(replace(plan, methods=("expert.",)))
 
     def _make_backends(self, uids: list[ExpertUid]) -> dict[str, Any]:
         """A warm `dmoe_jax.node.backend.ExpertBackend` for each uid."""

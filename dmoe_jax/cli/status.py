@@ -1,14 +1,16 @@
 """`dmoe status`: a live table of the swarm."""
 
 import json
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import trio
+import tyro
 
-from dmoe_jax import directory
-from dmoe_jax.cli.common import SwarmPeer, UsageError, join_swarm
+from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
+from dmoe_jax.cli.network import JoinTexts, NetworkOptions
+from dmoe_jax.cli.swarm import SwarmPeer, join_swarm
 from net.errors import NetError
 from net.identity import Contact
 
@@ -28,8 +30,10 @@ class NodeReading:
 class StatusCommand:
     """Show the nodes of a swarm: experts, calls a second, queue, updates. Refreshes until interrupted."""
 
-    join: tuple[str, ...]
-    """Addresses of peers to join through, each as HOST:PORT."""
+    join: JoinTexts
+    """Peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there."""
+    network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
+    """Who this process is and which swarm it belongs to."""
     swarm: str = "dmoe"
     """Name under which the nodes are listed."""
     interval_s: float = 2.0
@@ -49,7 +53,7 @@ class StatusCommand:
             raise UsageError("--join needs at least one HOST:PORT")
         if not self.interval_s > 0:
             raise UsageError(f"--interval-s must be positive, got {self.interval_s}")
-        async with join_swarm(listen=None, join=self.join) as peer:
+        async with join_swarm(self.network, join=self.join) as peer:
             readings = await read_nodes(peer, self.swarm)
             if self.json:
                 print(json.dumps({"swarm": self.swarm, "nodes": [_as_json(reading) for reading in readings]}))
@@ -75,13 +79,15 @@ class StatusCommand:
 
 async def read_nodes(peer: SwarmPeer, swarm: str) -> list[NodeReading]:
     """Every listed node's counters, asked for at once; a node that does not answer within two seconds has none."""
-    contacts = [node.contact for node in await directory.list_nodes(peer.dht, swarm)]
+    from dmoe_jax.directory import list_nodes
+
+    contacts = [node.contact for node in await list_nodes(peer.dht, swarm)]
     readings: dict[Contact, NodeReading] = {}
 
     async def read(contact: Contact) -> None:
         status: dict[str, Any] | None
         try:
-            reply = await peer.rpc.call(contact.address, "node.status", {}, timeout_s=_STATUS_TIMEOUT_S)
+            reply = await peer.rpc.call(contact, "node.status", {}, timeout_s=_STATUS_TIMEOUT_S)
             status = dict(reply.body)
         except NetError:
             status = None
@@ -99,7 +105,7 @@ def status_table(swarm: str, before: list[NodeReading], now: list[NodeReading]) 
     from rich.table import Table
 
     title = f"swarm {swarm!r}: {len(now)} nodes, {sum(_experts(reading) for reading in now)} experts"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("node", "address", "experts", "calls/s", "queued", "busy", "updates", "up"):
         table.add_column(column, no_wrap=True, justify="left" if column in ("node", "address") else "right")
     earlier = {reading.contact: reading for reading in before}

@@ -6,9 +6,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dmoe_jax.cli.common import UsageError, join_swarm, set_up_jax
+from dmoe_jax.cli.common import UsageError, set_up_jax
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
+from dmoe_jax.cli.network import JoinTexts, NetworkOptions
 from dmoe_jax.cli.options import ExpertOptions
+from dmoe_jax.cli.swarm import join_swarm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +20,10 @@ class TrainCommand:
     The run folder holds config.json, metrics.jsonl, figure.png and report.md, also after Ctrl-C.
     """
 
-    join: tuple[str, ...]
-    """Addresses of peers to join through, each as HOST:PORT."""
+    join: JoinTexts
+    """Peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there."""
+    network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
+    """Who this process is and which swarm it belongs to."""
     out: Path | None = None
     """Run folder; must be new or empty unless --resume. Default: runs/ and the time."""
     resume: bool = False
@@ -83,7 +87,7 @@ class TrainCommand:
         set_up_jax()
         from dmoe_jax.cli.training import run_training
 
-        async with join_swarm(listen=None, join=self.join) as peer:
+        async with join_swarm(self.network, join=self.join) as peer:
             return await run_training(self, peer)
 
     def _check(self) -> None:

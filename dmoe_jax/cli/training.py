@@ -10,10 +10,11 @@ from typing import Any
 import trio
 
 from dmoe_jax.cli.assembly import TrainingParts, assemble, wait_for_experts
-from dmoe_jax.cli.common import SwarmPeer, UsageError
+from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED
 from dmoe_jax.cli.progress import TrainingProgress
 from dmoe_jax.cli.saving import RunSaver, RunTotals
+from dmoe_jax.cli.swarm import SwarmPeer
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.data.batches import evaluation_segments
 from dmoe_jax.data.corpora import load_corpus

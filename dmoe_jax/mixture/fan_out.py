@@ -19,6 +19,8 @@ from dmoe_jax.mixture.quorum import Quorum
 from net.errors import ConnectionLost, NetError, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact
 from net.rpc.base import Body, Caller, Reply
+from net.wire.compression import Compression
+from net.wire.tensors import Outgoing, as_outgoing, plain
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ _MAX_LATE_PEERS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPolicy:
-    """How long a mixture waits for its experts."""
+    """How a mixture speaks with its experts, and how long it waits for them."""
 
     k_min: int = 1
     """Answers that each sample needs."""
@@ -42,8 +44,13 @@ class CallPolicy:
     """Seconds to wait for stragglers once every sample has `k_min` answers. Infinity waits for all."""
     timeout_s: float = 10.0
     """Seconds after which a call is given up."""
+    compression: Compression = Compression.NONE
+    """How activations and gradients travel, there and back: float32 ones, with the losses that `net.wire.compression`
+    states; those of other types travel as they are."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.compression, Compression):
+            raise ValueError(f"expected a Compression, got {self.compression!r}")
         if self.k_min < 0 or not self.grace_s >= 0 or not self.timeout_s > 0:
             raise ValueError(f"expected k_min >= 0, grace_s >= 0 and timeout_s > 0, got {self}")
 
@@ -127,17 +134,21 @@ class ExpertCaller:
 
         def fault_in(call: ExpertCall, reply: Reply) -> str | None:
             expected = [((len(call.rows), *shape), np.dtype(dtype)) for shape in reply_shapes]
-            if [(tensor.shape, tensor.dtype) for tensor in reply.tensors] != expected:
+            tensors = [plain(tensor) for tensor in reply.tensors]
+            if [(tensor.shape, tensor.dtype) for tensor in tensors] != expected:
                 return "tensors of another shape or type"
-            return None if all(np.isfinite(tensor).all() for tensor in reply.tensors) else "NaN or infinity"
+            return None if all(np.isfinite(tensor).all() for tensor in tensors) else "NaN or infinity"
 
         quorum = Quorum([call.rows for call in calls], num_samples=num_samples, k_min=policy.k_min)
         replies: list[Reply | None] = [None] * len(calls)
         finished = [False] * len(calls)
 
         async def place(index: int) -> None:
-            body: Body = {"uid": calls[index].uid, "request_id": secrets.token_bytes(16)}
-            reply = await self._call(method, calls[index], body, tensors[index], policy, fault_in, retry=retry)
+            body: dict[str, Any] = {"uid": calls[index].uid, "request_id": secrets.token_bytes(16)}
+            if policy.compression is not Compression.NONE:
+                body["compression"] = policy.compression.value
+            outgoing = [as_outgoing(tensor, policy.compression) for tensor in tensors[index]]
+            reply = await self._call(method, calls[index], body, outgoing, policy, fault_in, retry=retry)
             finished[index] = True
             replies[index] = reply
             if reply is None:
@@ -161,7 +172,7 @@ class ExpertCaller:
         method: str,
         call: ExpertCall,
         body: Body,
-        tensors: Sequence[Array],
+        tensors: Sequence[Outgoing],
         policy: CallPolicy,
         fault_in: Callable[[ExpertCall, Reply], str | None],
         *,
@@ -170,7 +181,7 @@ class ExpertCaller:
         attempts = 2 if retry else 1
         for attempt in range(attempts):
             try:
-                reply = await self._caller.call(call.contact.address, method, body, tensors, timeout_s=policy.timeout_s)
+                reply = await self._caller.call(call.contact, method, body, tensors, timeout_s=policy.timeout_s)
             except ConnectionLost as error:
                 if attempt + 1 == attempts:
                     self._note_failure(call, error)

@@ -43,7 +43,7 @@ class MixtureConfig:
     k_best: int = 4
     """Experts asked for each sample."""
     policy: CallPolicy = field(default_factory=CallPolicy)
-    """Quorum and deadlines, forward and backward."""
+    """Quorum, deadlines and compression, forward and backward."""
     on_shortfall: str = "skip"
     """What happens to a sample with fewer than `k_min` answers: "skip" mixes what there is (with nothing, the sample
     passes unchanged), "raise" gives the step up with `NoQuorum`."""

@@ -7,6 +7,7 @@ cost to the clock instead.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -40,21 +41,53 @@ class ThreadDevice:
         return await trio.to_thread.run_sync(_run_ready, function, args, limiter=self._limiter)
 
 
-class InlineDevice:
-    """The calling task itself; for virtual time and tests.
+Cost = Callable[[str, int], float]
+"""Called with a function's name and the rows of its first array: the virtual seconds that the call takes."""
 
-    Args:
-      cost_s: cost model, called with the function's name; seconds of virtual time that a call takes.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """How long a simulated device takes: so much for a call, so much for each row, all of it times a slowdown.
+
+    Measure both for the device that is to be simulated; a trainer's calls are its waits for what XLA has computed since
+    the last one.
     """
 
-    def __init__(self, cost_s: Callable[[str], float] = lambda _name: 0.0) -> None:
-        self._cost_s = cost_s
+    call_s: float = 0.0
+    """For every call, seconds: dispatch and the work that does not depend on the batch."""
+    row_s: float = 0.0
+    """For every row of the batch, seconds."""
+    slowdown: float = 1.0
+    """Of this device; 10 is a peer ten times as slow as the others."""
+
+    def __post_init__(self) -> None:
+        if not (self.call_s >= 0 and self.row_s >= 0 and self.slowdown > 0):
+            raise ValueError(f"expected call_s >= 0, row_s >= 0 and slowdown > 0, got {self}")
+
+    def __call__(self, name: str, rows: int) -> float:
+        """See `Cost`."""
+        return self.slowdown * (self.call_s + self.row_s * rows)
+
+
+def _no_cost(name: str, rows: int) -> float:
+    return 0.0
+
+
+class InlineDevice:
+    """The calling task itself; for virtual time and tests. One call at a time, in the order in which they were made.
+
+    Args:
+      cost: what a call costs in virtual time: a `CostModel`, or a function of your own.
+    """
+
+    def __init__(self, cost: Cost = _no_cost) -> None:
+        self._cost = cost
         self._turn = trio.Lock()
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """See `Device.run`."""
         async with self._turn:
-            await trio.sleep(self._cost_s(getattr(function, "__name__", "")))
+            await trio.sleep(self._cost(getattr(function, "__name__", ""), _rows_of(args)))
             return _run_ready(function, args)
 
 
@@ -65,6 +98,11 @@ async def to_host(device: Device, tree: Any) -> Any:
 
 def _to_host(tree: Any) -> Any:
     return jax.tree.map(np.asarray, tree)
+
+
+def _rows_of(args: Any) -> int:
+    """Length of the first array among the arguments; 0 if there is none."""
+    return next((leaf.shape[0] for leaf in jax.tree.leaves(args) if getattr(leaf, "shape", ())), 0)
 
 
 def _run_ready(function: Callable[..., T], args: tuple[Any, ...]) -> T:

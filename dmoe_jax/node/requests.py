@@ -14,6 +14,7 @@ from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.node.replay import MAX_REQUEST_ID_BYTES
 from net.errors import CallRefused
 from net.rpc.base import Request
+from net.wire.compression import COMPRESSIONS, Compression
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -27,12 +28,14 @@ class ExpertRequest:
       inputs: one array per input specification, [rows, ...].
       output_grads: gradient of the output, [rows, ...]; None in a forward request.
       request_id: names a backward request across retries; None in a forward request.
+      compression: how the float32 tensors of the answer shall travel.
     """
 
     uid: str
     inputs: tuple[Array, ...]
     output_grads: Array | None = None
     request_id: bytes | None = None
+    compression: Compression = Compression.NONE
 
     @property
     def rows(self) -> int:
@@ -73,7 +76,7 @@ def parse_forward(request: Request, uid: str, expert: Expert, *, max_rows: int) 
     """
     _check_count(uid, request.tensors, [spec.name for spec in expert.inputs])
     inputs = _check_inputs(uid, expert, request.tensors, max_rows)
-    return ExpertRequest(uid=uid, inputs=inputs)
+    return ExpertRequest(uid=uid, inputs=inputs, compression=_compression_of(uid, request))
 
 
 def parse_backward(request: Request, uid: str, expert: Expert, *, max_rows: int) -> ExpertRequest:
@@ -92,7 +95,25 @@ def parse_backward(request: Request, uid: str, expert: Expert, *, max_rows: int)
         raise CallRefused(
             f"expert {uid}: expected a request_id of 1 to {MAX_REQUEST_ID_BYTES} bytes in a backward request"
         )
-    return ExpertRequest(uid=uid, inputs=inputs, output_grads=output_grads, request_id=request_id)
+    return ExpertRequest(
+        uid=uid,
+        inputs=inputs,
+        output_grads=output_grads,
+        request_id=request_id,
+        compression=_compression_of(uid, request),
+    )
+
+
+def _compression_of(uid: str, request: Request) -> Compression:
+    """What the request's body names under "compression"; `NONE` if it names nothing."""
+    if "compression" not in request.body:
+        return Compression.NONE
+    name = request.body["compression"]
+    if not isinstance(name, str) or name not in COMPRESSIONS:
+        raise CallRefused(
+            f"expert {uid}: expected a compression among {', '.join(COMPRESSIONS)}, or none at all, got {name!r:.80}"
+        )
+    return COMPRESSIONS[name]
 
 
 def _check_count(uid: str, tensors: Sequence[Array], names: Sequence[str]) -> None:

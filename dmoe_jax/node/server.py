@@ -5,10 +5,14 @@ on the device, off the event loop. While a batch runs, further requests gather, 
 itself. A second task announces the experts in the DHT and withdraws them at the end. Jobs whose caller has given up
 leave the queue before they cost anything.
 
-RPC methods (body; tensors -> body; tensors):
+Tensors arrive decoded, however their trainer chose to send them; those of the answer are compressed only if the
+request names a compression. They are activations and gradients: no method sends an expert's parameters.
+
+RPC methods (body; tensors -> body; tensors), of which "compression" is optional:
   expert.info      {uid}              -> {kind, inputs, output, updates, max_rows}
-  expert.forward   {uid}; inputs      -> {updates}; output
-  expert.backward  {uid, request_id}; inputs, output gradient -> {updates}; gradients of the differentiable inputs
+  expert.forward   {uid, compression}; inputs -> {updates}; output
+  expert.backward  {uid, request_id, compression}; inputs, output gradient
+                                      -> {updates}; gradients of the differentiable inputs
   node.status      {}                 -> counters, see `ExpertNode.status`
 """
 
@@ -33,6 +37,8 @@ from net.dht.node import DhtNode
 from net.errors import NetError, PeerBusy, RemoteFailure
 from net.identity import Contact
 from net.rpc.base import Caller, Reply, Request
+from net.wire.compression import Compression
+from net.wire.tensors import as_outgoing
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +151,7 @@ class ExpertNode:
         uid = requests.uid_of(request, self._uids)
         parsed = requests.parse_forward(request, uid, self._backends[uid].expert, max_rows=self._config.max_batch_rows)
         job = _Job(parsed)
-        return await self._finish(job, self._submit("forward", job))
+        return await self._finish(job, self._submit("forward", job), parsed.compression)
 
     async def _backward(self, request: Request) -> Reply:
         uid = requests.uid_of(request, self._uids)
@@ -156,11 +162,11 @@ class ExpertNode:
         known = self._replays.find(replay_key)
         if known is not None:
             self._counts["replayed"] += 1
-            return await self._finish(*known, replay_key=replay_key)
+            return await self._finish(*known, parsed.compression, replay_key=replay_key)
         job = _Job(parsed)
         ticket = self._submit("backward", job)
         self._replays.remember(replay_key, (job, ticket), nbytes=sum(array.nbytes for array in parsed.inputs))
-        return await self._finish(job, ticket, replay_key=replay_key)
+        return await self._finish(job, ticket, parsed.compression, replay_key=replay_key)
 
     def _submit(self, kind: str, job: _Job) -> Ticket[_Job]:
         try:
@@ -172,7 +178,9 @@ class ExpertNode:
         self._work_arrived.set()
         return ticket
 
-    async def _finish(self, job: _Job, ticket: Ticket[_Job], *, replay_key: bytes | None = None) -> Reply:
+    async def _finish(
+        self, job: _Job, ticket: Ticket[_Job], compression: Compression, *, replay_key: bytes | None = None
+    ) -> Reply:
         """Wait for a job. If cancelled while it still waits in the queue, and nobody else wants it, it is dropped."""
         job.waiters += 1
         try:
@@ -183,7 +191,8 @@ class ExpertNode:
                 self._replays.forget(replay_key)
         if job.error is not None:
             raise job.error
-        return Reply(body={"updates": job.updates}, tensors=job.results)
+        tensors = tuple(as_outgoing(result, compression) for result in job.results)
+        return Reply(body={"updates": job.updates}, tensors=tensors)
 
     async def _run_batch(self, jobs: list[_Job]) -> None:
         backend = self._backends[jobs[0].request.uid]

@@ -1,4 +1,4 @@
-"""One DHT peer, four expert nodes and a trainer process over TCP; one node is killed in the middle."""
+"""One DHT peer, four expert nodes and a trainer process over TLS; one node is killed in the middle."""
 
 import json
 import signal
@@ -47,6 +47,8 @@ class DemoSettings:
     """Let every node live, instead of killing one with SIGKILL after half of the training."""
     freeze_experts: bool = False
     """Control run: experts answer but do not learn."""
+    insecure_loopback: bool = False
+    """Plain TCP without encryption: what does TLS cost?"""
 
     def __post_init__(self) -> None:
         if self.num_nodes < 3:
@@ -107,7 +109,9 @@ async def run_demo(settings: DemoSettings) -> int:
     logs = out.parent / f"{out.name}.logs"
     logs.mkdir(parents=True, exist_ok=True)
     steps, max_minutes = (160, 1.0) if settings.quick else (settings.steps, settings.max_minutes)
-    async with open_local_swarm(logs, {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}) as swarm:
+    flags = ["--insecure-loopback"] if settings.insecure_loopback else []
+    environment = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+    async with open_local_swarm(logs, environment, network_flags=flags) as swarm:
         nodes = await _start_nodes(swarm, settings, console)
         trainer = await swarm.start_in_foreground(
             "trainer", _trainer_command(settings, nodes, out, steps=steps, max_minutes=max_minutes)
@@ -126,7 +130,7 @@ async def run_demo(settings: DemoSettings) -> int:
         headline,
         title=f"Demonstration: DMoE Transformer-XL on {headline['corpus']}",
         summary=f"One DHT peer, {settings.num_nodes} expert nodes, {settings.num_trainers} asynchronous trainers, "
-        "all over TCP on one machine.",
+        f"all over {'plain TCP' if settings.insecure_loopback else 'TLS 1.3'} on one machine.",
         command=_own_command(settings),
     )
     console.print(headline_table(headline))
@@ -157,7 +161,7 @@ async def _start_nodes(swarm: LocalSwarm, settings: DemoSettings, console: Conso
         command = [
             "node",
             "--join",
-            dht.address,
+            dht.contact,
             *learning,
             "--announce-period-s",
             "5",
@@ -191,7 +195,7 @@ def _trainer_command(
         *(
             "train",
             "--join",
-            *[node.address for node in nodes[:2]],
+            *[node.contact for node in nodes[:2]],
             "--out",
             str(out),
             "--data",

@@ -33,11 +33,11 @@ from dmoe_jax.trainer import SharedTrunk, SwarmModel, Trainer
 from experiments.overlap.figure import overlap_figure
 from net.clock import SwarmClock
 from net.dht.node import DhtNode, open_dht_node
-from net.identity import Address, PeerId
+from net.identity import Address, Contact, PeerId
 from net.rpc.base import Body, Caller, Handler, Reply, Request
 from net.rpc.peer import open_rpc_peer
 from net.transport.tcp import TcpTransport
-from net.wire.tensors import Tensor
+from net.wire.tensors import Outgoing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +95,16 @@ class DelayedCaller:
         self._caller.add_handler(method, delayed if serves_experts else handler, max_concurrent=max_concurrent)
 
     async def call(
-        self, address: Address, method: str, body: Body, tensors: Sequence[Tensor] = (), *, timeout_s: float
+        self,
+        target: Contact | Address,
+        method: str,
+        body: Body,
+        tensors: Sequence[Outgoing] = (),
+        *,
+        timeout_s: float,
     ) -> Reply:
         """See `Caller.call`."""
-        return await self._caller.call(address, method, body, tensors, timeout_s=timeout_s)
+        return await self._caller.call(target, method, body, tensors, timeout_s=timeout_s)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -20,6 +21,8 @@ from dmoe_jax.routing.product_key import product_key
 from net.errors import CallRefused, ConnectionLost, NoQuorum
 from net.identity import Address
 from net.rpc.base import Reply, Request
+from net.wire.compression import Compression
+from net.wire.tensors import Outgoing, Tensor, plain
 from tests.dmoe_jax.small_swarm import SmallSwarm, close, direct_callers, open_small_swarm, tcp_callers
 from tests.net.direct_network import DirectCaller, DirectNetwork
 
@@ -234,3 +237,145 @@ async def test_a_lost_reply_is_asked_for_again_and_trains_once(autojump_clock: t
         await check_equals_local(swarm)
         assert flaky.lost == 1
         assert sum(node.status()["replayed"] for node in swarm.nodes) == 1
+
+
+# Of each value: the documented bounds, for blocks in units of the tensor's root mean square, of which the largest of
+# the few dozen values of a block here is at most four times.
+LOSSES = {
+    Compression.FLOAT16: 2.0**-11,
+    Compression.BFLOAT16: 2.0**-8,
+    Compression.BLOCKWISE_8BIT: 4 / 254,
+}
+each_compression = pytest.mark.parametrize("compression", LOSSES)
+
+
+async def steps_with_and_without(swarm: SmallSwarm, compression: Compression) -> tuple[Any, Any]:
+    """(loss, gradients) of one step uncompressed, then compressed. The swarm's experts must not learn."""
+    params, targets, _ = make_problem()
+    plainly = remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST))
+    policy = CallPolicy(compression=compression)
+    compressed = remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST, policy=policy))
+    return await plainly(params, targets), await compressed(params, targets)
+
+
+def check_loss_of_compression(exact: Any, lossy: Any, compression: Compression) -> None:
+    """The step differs, and by no more than roundings of inputs, outputs and their gradients explain.
+
+    Four roundings on the way, each within the bound for every value, through experts and a loss whose gain is near
+    one: eight times the bound leaves room.
+    """
+    (exact_loss, exact_grads), (lossy_loss, lossy_grads) = exact, lossy
+    bound = 8 * LOSSES[compression]
+    assert lossy_loss != exact_loss
+    np.testing.assert_allclose(lossy_loss, exact_loss, rtol=bound)
+    for name in ("x", "out", "gate"):
+        exact_leaves, lossy_leaves = (jax.tree.leaves(grads[name]) for grads in (exact_grads, lossy_grads))
+        for leaf, lossy_leaf in zip(exact_leaves, lossy_leaves, strict=True):
+            assert 0 < np.linalg.norm(lossy_leaf - leaf) < bound * np.linalg.norm(leaf), name
+
+
+@each_compression
+async def test_compression_costs_little_accuracy(
+    autojump_clock: trio.testing.MockClock, compression: Compression
+) -> None:
+    """Loss and gradients differ from those of an uncompressed step by less than the bound, in fewer bytes."""
+    network = DirectNetwork(latency_s=0.1)
+    async with open_small_swarm(direct_callers(network, 3), EXPERT, None, prefixes=["ffn"], grid_size=GRID) as swarm:
+        exact, lossy = await steps_with_and_without(swarm, compression)
+        check_loss_of_compression(exact, lossy, compression)
+        assert swarm.statistics.failed == swarm.statistics.late == 0
+
+
+@each_compression
+async def test_compressed_calls_take_fewer_bytes(
+    autojump_clock: trio.testing.MockClock, compression: Compression
+) -> None:
+    """Inputs and outputs of [n, 8] take 2 bytes a value instead of 4, or 1 and a scale, in both directions."""
+    network = DirectNetwork(latency_s=0.1)
+    async with open_small_swarm(direct_callers(network, 3), EXPERT, None, prefixes=["ffn"], grid_size=GRID) as swarm:
+        params, targets, _ = make_problem()
+        taken = []
+        for kind in (Compression.NONE, compression):
+            network.tensor_bytes.clear()
+            network.calls.clear()
+            policy = CallPolicy(compression=kind)
+            await remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST, policy=policy))(params, targets)
+            taken.append(dict(network.tensor_bytes))
+        num_calls = sum(method == "expert.forward" for _, _, method in network.calls)
+        num_values = 2 * 8 * 5 * K_BEST  # in and out, for each pair of a sample and an expert
+        is_cast = compression is not Compression.BLOCKWISE_8BIT
+        assert taken[0]["expert.forward"] == 4 * num_values
+        assert taken[1]["expert.forward"] == (2 * num_values if is_cast else num_values + 2 * num_calls * 4)
+        assert taken[1]["expert.backward"] < taken[0]["expert.backward"]
+
+
+class Eavesdropper:
+    """A caller that notes what it is asked to send to experts, and what came back."""
+
+    def __init__(self, caller: DirectCaller) -> None:
+        self._caller = caller
+        self.peer_id, self.address, self.add_handler = caller.peer_id, caller.address, caller.add_handler
+        self.sent: list[tuple[str, dict[str, Any], list[Outgoing]]] = []
+        self.received: list[Tensor] = []
+
+    async def call(self, target: Any, method: str, body: Any, tensors: Any = (), *, timeout_s: float) -> Reply:
+        reply = await self._caller.call(target, method, body, tensors, timeout_s=timeout_s)
+        if method.startswith("expert."):
+            self.sent.append((method, dict(body), list(tensors)))
+            self.received.extend(map(plain, reply.tensors))
+        return reply
+
+
+async def test_the_wish_for_compression_travels_with_each_call(autojump_clock: trio.testing.MockClock) -> None:
+    """Every float32 tensor is sent compressed and comes back so, by name in the body; without the wish nothing is."""
+    *nodes, trainer = direct_callers(DirectNetwork(latency_s=0.1), 3)
+    spy = Eavesdropper(trainer)
+
+    def fits_bfloat16(tensor: Tensor) -> bool:
+        return bool((np.ascontiguousarray(tensor).view(np.uint32) & 0xFFFF == 0).all())
+
+    async with open_small_swarm([*nodes, spy], EXPERT, None, prefixes=["ffn"], grid_size=GRID) as swarm:
+        await steps_with_and_without(swarm, Compression.BFLOAT16)
+        half = len(spy.sent) // 2
+        assert [method for method, _, _ in spy.sent[:half]] == [method for method, _, _ in spy.sent[half:]]
+        assert {method for method, _, _ in spy.sent} == {"expert.forward", "expert.backward"}
+        for _, body, tensors in spy.sent[:half]:
+            assert "compression" not in body
+            assert all(isinstance(tensor, np.ndarray) for tensor in tensors)
+        for _, body, tensors in spy.sent[half:]:
+            assert body["compression"] == "bfloat16"
+            assert type(body["compression"]) is str
+            assert [tensor.compression for tensor in tensors] == [Compression.BFLOAT16] * len(tensors)
+        num_tensors = len(spy.received) // 2
+        assert not any(fits_bfloat16(tensor) for tensor in spy.received[:num_tensors])
+        assert all(fits_bfloat16(tensor) for tensor in spy.received[num_tensors:])
+
+
+async def test_compression_over_tcp() -> None:
+    """The same bounds where the tensors really are bytes in between."""
+    async with (
+        tcp_callers(3) as callers,
+        open_small_swarm(callers, EXPERT, None, prefixes=["ffn"], grid_size=GRID) as swarm,
+    ):
+        for compression in LOSSES:
+            exact, lossy = await steps_with_and_without(swarm, compression)
+            check_loss_of_compression(exact, lossy, compression)
+        assert swarm.statistics.failed == swarm.statistics.late == 0
+
+
+async def test_learning_goes_on_with_compressed_calls(autojump_clock: trio.testing.MockClock) -> None:
+    """Experts step once a call, and the loss falls."""
+    async with direct_swarm() as (swarm, _, _):
+        params, targets, _ = make_problem()
+        policy = CallPolicy(compression=Compression.BLOCKWISE_8BIT)
+        step = remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=6, policy=policy))
+        losses = [float((await step(params, targets))[0]) for _ in range(4)]
+        assert losses[-1] < losses[0]
+        assert {backend.update_count for backend in swarm.backends.values()} == {4}
+
+
+def test_compression_must_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name alone is refused where the policy is made and not in the midst of a step, without type checks too."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match="expected a Compression, got 'bfloat16'"):
+        CallPolicy(compression="bfloat16")  # type: ignore[arg-type]

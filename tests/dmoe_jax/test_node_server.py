@@ -17,18 +17,23 @@ from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.device import InlineDevice
+from dmoe_jax.node.device import CostModel, InlineDevice
 from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
 from net.clock import SwarmClock
 from net.dht.node import open_dht_node
 from net.errors import CallRefused, PeerBusy, PeerTimeout, RemoteFailure
 from net.identity import Address, PeerId
 from net.rpc.base import Reply
+from net.wire.compression import Compressed, Compression
+from net.wire.tensors import as_received
 from tests.net.direct_network import DirectCaller, DirectNetwork
 
 HOST = Address("node", 1)
 EXPERT = feedforward(d_model=4)
 XL = transformer_xl_layer(d_model=4, num_heads=2, d_ff=8, seq_len=3, mem_len=2)
+
+
+KNOWN_COMPRESSIONS = "expected a compression among float16, bfloat16, blockwise8, or none at all, got "
 
 
 class Rig:
@@ -50,7 +55,7 @@ class Rig:
 
 @asynccontextmanager
 async def open_rig(
-    *, cost_s: Callable[[str], float] = lambda _: 0.0, config: NodeConfig | None = None
+    *, cost: CostModel = CostModel(), config: NodeConfig | None = None
 ) -> AsyncIterator[Rig]:
     network = DirectNetwork(latency_s=0.01)
     host = network.caller(HOST, PeerId.draw(random.Random(1)))
@@ -63,7 +68,7 @@ async def open_rig(
     clock = SwarmClock(start_s=50.0)
     async with (
         open_dht_node(host, clock=clock, rng=random.Random(3)) as host_dht,
-        open_expert_node(host, host_dht, backends, device=InlineDevice(cost_s), config=config or NodeConfig()) as node,
+        open_expert_node(host, host_dht, backends, device=InlineDevice(cost), config=config or NodeConfig()) as node,
     ):
         yield Rig(node, backends, trainer)
 
@@ -74,7 +79,7 @@ def rows(count: int, width: int = 4, seed: int = 0) -> np.ndarray:
 
 async def test_requests_that_meet_share_one_batch(autojump_clock: trio.testing.MockClock) -> None:
     """While the device is busy the others' requests gather: five calls make two batches, each answer its own."""
-    async with open_rig(cost_s=lambda _: 1.0) as rig:
+    async with open_rig(cost=CostModel(call_s=1.0)) as rig:
         answers: dict[int, np.ndarray] = {}
 
         async def ask(index: int) -> None:
@@ -97,7 +102,7 @@ async def test_backwards_that_meet_are_one_update_on_the_summed_gradient(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """Two trainers' gradients in one batch step the expert once, by their sum."""
-    async with open_rig(cost_s=lambda _: 1.0) as rig:
+    async with open_rig(cost=CostModel(call_s=1.0)) as rig:
         params = jax.tree.map(jnp.copy, rig.backends["ffn.0.1"].params)
         x, grads = rows(4), rows(4, seed=9)
 
@@ -118,7 +123,7 @@ async def test_backwards_that_meet_are_one_update_on_the_summed_gradient(
 
 async def test_a_retry_never_trains_twice(autojump_clock: trio.testing.MockClock) -> None:
     """The same request id gets the same gradients and no second update, while in flight and afterwards."""
-    async with open_rig(cost_s=lambda _: 1.0) as rig:
+    async with open_rig(cost=CostModel(call_s=1.0)) as rig:
         x, grads = rows(2), rows(2, seed=5)
         with pytest.raises(PeerTimeout):
             await rig.backward("ffn.0.1", b"id", x, grads, timeout_s=0.5)  # the device works for 1 s
@@ -131,9 +136,44 @@ async def test_a_retry_never_trains_twice(autojump_clock: trio.testing.MockClock
         assert rig.backends["ffn.0.1"].update_count == 2
 
 
+@pytest.mark.parametrize("compression", [kind for kind in Compression if kind is not Compression.NONE])
+async def test_answers_are_compressed_on_request(
+    autojump_clock: trio.testing.MockClock, compression: Compression
+) -> None:
+    """Output and gradients lose what compression loses, no more; without the wish they are exact, however the request
+    came. Boolean inputs travel beside compressed ones."""
+    async with open_rig() as rig:
+
+        def lossy(array: np.ndarray) -> np.ndarray:
+            return as_received(Compressed(np.asarray(array), compression))
+
+        body = {"uid": "xl.0", "compression": compression.value}
+        rng = np.random.default_rng(1)
+        hidden, memory, grads = (rng.normal(size=(2, n, 4)).astype(np.float32) for n in (3, 2, 3))
+        mask = np.ones((2, 2), bool)
+        wrapped = [Compressed(array, compression) for array in (hidden, memory, grads)]
+        params = jax.tree.map(jnp.copy, rig.backends["xl.0"].params)
+        heard, seen = jnp.asarray(lossy(hidden)), jnp.asarray(lossy(memory))
+        output, pull = jax.vjp(lambda x: XL.apply(params, x, seen, jnp.asarray(mask)), heard)
+
+        exact = (await rig.forward("xl.0", wrapped[0], wrapped[1], mask)).tensors[0]
+        np.testing.assert_allclose(exact, output, atol=1e-5)
+        reply = await rig.call("expert.forward", body, wrapped[0], wrapped[1], mask)
+        np.testing.assert_array_equal(reply.tensors[0], lossy(exact))
+        assert not np.array_equal(reply.tensors[0], exact)
+
+        tensors = [wrapped[0], wrapped[1], mask, wrapped[2]]
+        reply = await rig.call("expert.backward", {**body, "request_id": b"id"}, *tensors)
+        again = await rig.backward("xl.0", b"id", *tensors)  # the same work, and this time as it is
+        np.testing.assert_allclose(again.tensors[0], pull(jnp.asarray(lossy(grads)))[0], atol=1e-5)
+        np.testing.assert_array_equal(reply.tensors[0], lossy(again.tensors[0]))
+        assert not np.array_equal(reply.tensors[0], again.tensors[0])
+        assert rig.backends["xl.0"].update_count == 1
+
+
 async def test_a_caller_that_gave_up_costs_no_batch(autojump_clock: trio.testing.MockClock) -> None:
     """A request whose deadline passes while it waits leaves the queue; its id can be asked again."""
-    async with open_rig(cost_s=lambda _: 1.0) as rig:
+    async with open_rig(cost=CostModel(call_s=1.0)) as rig:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(rig.forward, "ffn.2.3", rows(1))
             await trio.sleep(0.1)
@@ -149,7 +189,7 @@ async def test_a_caller_that_gave_up_costs_no_batch(autojump_clock: trio.testing
 async def test_a_full_queue_says_busy(autojump_clock: trio.testing.MockClock) -> None:
     """Rows beyond the bound are turned away at once while those that fit are served."""
     config = NodeConfig(max_batch_rows=4, max_waiting_rows=8)
-    async with open_rig(cost_s=lambda _: 1.0, config=config) as rig:
+    async with open_rig(cost=CostModel(call_s=1.0), config=config) as rig:
         outcomes: list[str] = []
 
         async def ask() -> None:
@@ -184,6 +224,11 @@ async def test_a_full_queue_says_busy(autojump_clock: trio.testing.MockClock) ->
         ("expert.backward", {"uid": "ffn.0.1", "request_id": b"x"}, [rows(1)], "x, gradient of output"),
         ("expert.backward", {"uid": "ffn.0.1", "request_id": b"x"}, [rows(2), rows(1)], "with 2 rows, got"),
         ("expert.backward", {"uid": "ffn.0.1"}, [rows(1), rows(1)], "expected a request_id of 1 to 32 bytes"),
+        *(
+            (method, {"uid": "ffn.0.1", "request_id": b"x", "compression": name}, tensors, KNOWN_COMPRESSIONS)
+            for method, tensors in (("expert.forward", [rows(1)]), ("expert.backward", [rows(1), rows(1)]))
+            for name in ("zstd", "none", "BFLOAT16", 8, None)
+        ),
         ("expert.backward", {"uid": "ffn.0.1", "request_id": b"x" * 33}, [rows(1), rows(1)], "1 to 32 bytes"),
         (
             "expert.forward",

@@ -1,0 +1,27 @@
+"""`dmoe identity`: the name of a private key."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from dmoe_jax.cli.common import UsageError
+from net.key_files import load_or_create_identity
+from net.keys import IdentityError
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdentityCommand:
+    """Print the peer id of a private key, for allow-lists and --join. Makes the key if the file is missing."""
+
+    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
+    """File of the private key, as for --identity."""
+
+    def run(self) -> int:
+        """Print it; the exit status."""
+        try:
+            print(load_or_create_identity(self.file).peer_id)
+        except IdentityError as error:
+            raise UsageError(str(error)) from error
+        return 0

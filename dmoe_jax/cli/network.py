@@ -1,0 +1,153 @@
+"""How a process takes part in a network: who it is, which swarm it belongs to, where it is called."""
+
+import ipaddress
+import os
+import random
+import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from dmoe_jax.cli.common import UsageError
+from net.identity import Address, PeerId
+from net.key_files import hold_identity, load_allow_list, load_swarm_secret
+from net.keys import Identity, IdentityError, Membership
+from net.transport.base import Transport
+from net.transport.tcp import TcpTransport
+from net.transport.tls import TlsTransport
+
+SECRET_VARIABLE = "DMOE_SWARM_SECRET_FILE"
+"""Environment variable that stands for `--swarm-secret-file` where that is not given; empty means none."""
+
+JoinTexts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PEER [PEER ...]")]
+"""Peers to join through, as the command line takes them; `dmoe_jax.cli.swarm.parse_targets` reads them."""
+
+_File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkOptions:
+    """Who this process is and which swarm it belongs to. Links are encrypted, and both ends prove who they are."""
+
+    identity: _File = None
+    """This peer's private key; made if missing. One process at a time. Without it, a fresh identity each time."""
+    swarm_secret_file: _File = None
+    """The secret that all peers of the swarm share. Default: DMOE_SWARM_SECRET_FILE, else a swarm open to everybody."""
+    allow_list: _File = None
+    """The only peers to talk to, a peer id a line (see `dmoe identity`). Default: all who know the secret."""
+    insecure_loopback: bool = False
+    """Plain TCP without encryption or proof, on this machine only. All peers of the swarm must use it."""
+
+    def __post_init__(self) -> None:
+        idle = [
+            flag
+            for flag, file in (
+                ("--identity", self.identity),
+                ("--swarm-secret-file", self.swarm_secret_file),
+                ("--allow-list", self.allow_list),
+            )
+            if file is not None
+        ]
+        if self.insecure_loopback and idle:
+            raise ValueError(f"--insecure-loopback proves nothing: {' and '.join(idle)} would have no effect")
+
+    @property
+    def secret_file(self) -> Path | None:
+        """Where the swarm's secret is: the flag, else the environment; None for an open swarm."""
+        if self.swarm_secret_file is not None:
+            return self.swarm_secret_file
+        named = os.environ.get(SECRET_VARIABLE)
+        return Path(named) if named else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether everybody may join who finds us."""
+        return self.secret_file is None and self.allow_list is None
+
+    @property
+    def terms(self) -> str:
+        """How we knock at a swarm's door, for messages."""
+        if self.insecure_loopback:
+            return "over plain TCP"
+        file = self.secret_file
+        return "over TLS without a secret" if file is None else f"over TLS with the secret in {file}"
+
+    @contextmanager
+    def open_transport(self) -> Iterator[tuple[Transport, PeerId]]:
+        """The network as these options describe it, and who we are on it. Holds the identity's file for the block.
+
+        Raises:
+          UsageError: a file cannot be used; the message names it.
+        """
+        if self.insecure_loopback:
+            if self.secret_file is not None:
+                # Rather than ignored: somebody meant this machine's peers to be protected.
+                raise UsageError(f"--insecure-loopback does not go with {SECRET_VARIABLE}={self.secret_file}: unset it")
+            yield TcpTransport(), PeerId.draw(random.SystemRandom())
+            return
+        with ExitStack() as stack:
+            try:
+                identity = (
+                    Identity.generate() if self.identity is None else stack.enter_context(hold_identity(self.identity))
+                )
+                membership = Membership(
+                    secret=b"" if self.secret_file is None else load_swarm_secret(self.secret_file),
+                    allowed=None if self.allow_list is None else load_allow_list(self.allow_list),
+                )
+            except IdentityError as error:
+                raise UsageError(str(error)) from error
+            yield TlsTransport(identity, membership=membership), identity.peer_id
+
+    def flags_for_others(self) -> str:
+        """What the peers of the same swarm must give too, as words of a command line, with a space before each."""
+        if self.insecure_loopback:
+            return " --insecure-loopback"
+        return "" if self.secret_file is None else f" --swarm-secret-file {shlex.quote(str(self.secret_file))}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenOptions:
+    """Where a process that serves is called."""
+
+    listen: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:0"
+    """Address to listen on; port 0 lets the system choose. 0.0.0.0 is all of this machine's and needs --announce."""
+    announce: Annotated[str | None, tyro.conf.arg(metavar="HOST")] = None
+    """Name or address under which others reach this peer, if it is not the one to listen on."""
+
+    def __post_init__(self) -> None:
+        address = self.address
+        if self.announce is None and _is_ip_address(address.host, "unspecified"):
+            raise ValueError(
+                f"--listen {self.listen} is every address of this machine: --announce must say under which name or "
+                "address others reach it"
+            )
+        if self.announce is not None and (
+            not self.announce
+            or _is_ip_address(self.announce, "unspecified")
+            or any(sign in self.announce for sign in "@[]/ ")
+            or (":" in self.announce and not _is_ip_address(self.announce))
+        ):
+            raise ValueError(f"--announce must be a host name or an address, without a port, got {self.announce!r}")
+
+    @property
+    def address(self) -> Address:
+        """Where to listen."""
+        return Address.parse(self.listen)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.address.host == "localhost" or _is_ip_address(self.address.host, "loopback")
+
+
+def _is_ip_address(host: str, kind: str | None = None) -> bool:
+    """Whether the text is an IP address, or one of a kind (`unspecified`, `loopback`)."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return kind is None or bool(getattr(address, f"is_{kind}"))

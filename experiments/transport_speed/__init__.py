@@ -1,0 +1,1 @@
+"""How fast is our network layer beside blocking sockets?"""

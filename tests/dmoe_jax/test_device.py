@@ -1,0 +1,61 @@
+"""Simulated devices: what work costs in virtual time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import trio
+import trio.testing
+
+from dmoe_jax.node.device import CostModel, InlineDevice, ThreadDevice, to_host
+
+
+async def test_work_takes_its_cost_and_waits_its_turn(autojump_clock: trio.testing.MockClock) -> None:
+    """Two calls of 3 and 5 rows on one device: 2 * (1 + 3 * 0.5) s, then 2 * (1 + 5 * 0.5) s more."""
+    device = InlineDevice(CostModel(call_s=1.0, row_s=0.5, slowdown=2.0))
+    ended: list[tuple[int, float]] = []
+    started = trio.current_time()
+
+    async def call(rows: int) -> None:
+        total = await device.run(jnp.sum, jnp.ones((rows, 4)))
+        assert total == 4 * rows
+        ended.append((rows, trio.current_time() - started))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(call, 3)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(call, 5)
+    assert ended == [(3, 5.0), (5, 12.0)]
+
+
+async def test_a_cost_of_ones_own(autojump_clock: trio.testing.MockClock) -> None:
+    """It is told the function's name and the rows of the first array in the arguments, however deep; 0 without one."""
+    seen: list[tuple[str, int]] = []
+
+    def cost(name: str, rows: int) -> float:
+        seen.append((name, rows))
+        return 0.0
+
+    def work(*args: object) -> int:
+        return 1
+
+    device = InlineDevice(cost)
+    await device.run(work, {"a": np.ones((7, 2))}, np.ones(3))
+    await device.run(work, 5.0, np.float32(1))
+    assert seen == [("work", 7), ("work", 0)]
+
+
+async def test_devices_agree() -> None:
+    """A thread and the calling task give the same arrays; NumPy arrays of a tree come back for JAX ones."""
+    tree = {"a": jax.random.normal(jax.random.key(0), (3,)), "b": (jnp.arange(4),)}
+    for device in (InlineDevice(), ThreadDevice()):
+        host = await to_host(device, tree)
+        assert isinstance(host["a"], np.ndarray)
+        jax.tree.map(np.testing.assert_array_equal, host, tree)
+
+
+def test_costs_are_checked() -> None:
+    """A negative cost would turn time back."""
+    for wrong in ({"call_s": -1.0}, {"row_s": -1.0}, {"slowdown": 0.0}):
+        with pytest.raises(ValueError, match="slowdown > 0"):
+            CostModel(**wrong)

@@ -1,0 +1,118 @@
+"""Hostile bytes have one error: 200,000 damaged streams through reader, message parser and session.
+
+Each stream is legal at first: small and large frames, every message, every compression, into a session that is in the
+middle of things. Then it is damaged. That the damage reaches every layer is measured: each place in the wire modules
+that refuses something must have done so, or this test would prove nothing.
+"""
+
+import ast
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from net.errors import RemoteProtocolError
+from net.identity import PeerId
+from net.rpc.session import RpcSession, RunCall
+from net.wire import codec, frame_reader, messages, tensors
+from net.wire.frame_reader import FrameReader
+from tests.net.wire_damage import FLOATS, damaged_stream
+
+NUM_INPUTS = 20_000
+WINDOW_BYTES = 2**19
+MAX_INPUT_S = 1.0
+"""Of processor time, for one input: a hundred times what the slowest takes, and noise does not reach it."""
+
+
+def busy_session() -> RpcSession:
+    """A call of ours has left, a second one will after Hello: answers to both are legal, and so is some credit."""
+    session = RpcSession(peer_id=PeerId(b"\x01" * 32), instance=bytes(8), port=None, window_bytes=WINDOW_BYTES)
+    session.place_call("m", {}, (), timeout_s=1.0)
+    session.take_parts(2**20)
+    session.place_call("m", {}, (FLOATS,), timeout_s=1.0)
+    return session
+
+
+def feed(data: bytes, cut: int) -> int:
+    """What a connection does with bytes; answers calls at once. How many frames went through."""
+    reader, session = FrameReader(window_bytes=WINDOW_BYTES), busy_session()
+    num_frames = start = 0
+    while start < len(data):
+        buffer = reader.buffer()
+        nbytes = min(buffer.nbytes, len(data) - start, cut)
+        buffer[:nbytes] = data[start : start + nbytes]
+        reader.received(nbytes)
+        start += nbytes
+        while (frame := reader.next_frame_untrusted()) is not None:
+            session.receive_untrusted(frame)
+            num_frames += 1
+            for action in session.take_actions():
+                if isinstance(action, RunCall):
+                    session.reply(action.start.call_id, {}, action.start.tensors)
+            session.take_parts(2**20)
+    return num_frames
+
+
+def refusal_site(error: BaseException) -> str:
+    """Where an error was raised: "module:line"."""
+    traceback = error.__traceback__
+    assert traceback is not None
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return f"{Path(traceback.tb_frame.f_code.co_filename).stem}:{traceback.tb_lineno}"
+
+
+def run(rng: random.Random) -> tuple[Counter[str], float]:
+    """Feed `NUM_INPUTS` damaged streams.
+
+    Returns:
+      how many were accepted or refused where, and the longest time that one took, in seconds of processor time.
+    """
+    outcomes: Counter[str] = Counter()
+    slowest_s = 0.0
+    for _ in range(NUM_INPUTS):
+        data = damaged_stream(rng)
+        cut = 1 + rng.randrange(300) if len(data) < 5000 and rng.random() < 0.2 else 2**20
+        started_s = time.thread_time()
+        try:
+            num_frames = feed(data, cut)
+            outcomes["accepted" if num_frames > 1 else "silence"] += 1
+        except RemoteProtocolError as error:
+            outcomes[refusal_site(error)] += 1
+        slowest_s = max(slowest_s, time.thread_time() - started_s)
+    return outcomes, slowest_s
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 10))])
+def test_damaged_streams_have_one_error(block: int) -> None:
+    """Frames, silence, or RemoteProtocolError, never for long; damage gets to every layer and every refusal in it."""
+    outcomes, slowest_s = run(random.Random(block))
+    assert slowest_s < MAX_INPUT_S
+    layers = Counter({"accepted": 0, "frame_reader": 0, "codec": 0, "tensors": 0, "messages": 0, "session": 0})
+    for site, count in outcomes.items():
+        layers[site.split(":")[0]] += count
+    for layer in ("accepted", "frame_reader", "codec", "tensors", "messages", "session"):
+        assert layers[layer] > 0.02 * NUM_INPUTS, layers
+    assert refusals() - outcomes.keys() == set()
+
+
+OUT_OF_REACH = (
+    "CBOR item of",  # the reader has checked the length of the header already,
+    "body has {body.nbytes}",  # and that of the body;
+    "still open since",  # this one would need 2**32 streams
+)
+
+
+def refusals() -> set[str]:
+    """Every `raise RemoteProtocolError` on the way of a frame that damage can reach, as "module:line"."""
+    sites = set()
+    for module in (frame_reader, codec, tensors, messages):
+        assert module.__file__ is not None
+        path = Path(module.__file__)
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.unparse(node)
+            if isinstance(node, ast.Raise) and "RemoteProtocolError" in text and not any(map(text.count, OUT_OF_REACH)):
+                sites.add(f"{path.stem}:{node.lineno}")
+    return sites
