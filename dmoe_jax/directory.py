@@ -102,7 +102,7 @@ async def withdraw_experts(dht: DhtNode, uids: Sequence[ExpertUid], contact: Con
     Entries of rows (`ffn.` -> `3`) stay until they end, since others may serve experts there; readers cope
     with rows that have no living child. Announcements of other hosts stay.
     """
-    found = await dht.get_many({prefixes(uid)[-1] for uid in uids})
+    found = await dht.get_many(dict.fromkeys(prefixes(uid)[-1] for uid in uids))
     items: list[StoreItem] = []
     for uid in uids:
         key, subkey = prefixes(uid)[-1], str(uid.coordinates[-1])

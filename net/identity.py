@@ -1,7 +1,7 @@
 """Who a peer is, and where it listens.
 
-A `PeerId` is 32 bytes. Today they are drawn at random when a process starts; the encrypted transport will derive them
-from an Ed25519 public key. The same 256 bits, read as an integer, are the peer's place in the DHT's key space.
+A `PeerId` is 32 bytes: the hash of the peer's public key (`net.keys`), or drawn at random on a network that proves
+nothing. The same 256 bits, read as an integer, are the peer's place in the DHT's key space.
 """
 
 import random
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Self
 
 PEER_ID_BYTES = 32
+
+_HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -25,6 +27,18 @@ class PeerId:
     def draw(cls, rng: random.Random) -> Self:
         """A random id. Pass `random.SystemRandom()` on a real node, a seeded generator in a simulation."""
         return cls(rng.randbytes(PEER_ID_BYTES))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read 64 hexadecimal digits, the form that `str` prints.
+
+        Raises:
+          ValueError: naming the text, when it is anything else.
+        """
+        # Not `fromhex` alone, which skips white space.
+        if len(text) != 2 * PEER_ID_BYTES or not set(text) <= _HEX_DIGITS:
+            raise ValueError(f"expected a peer id of {2 * PEER_ID_BYTES} hexadecimal digits, got {text!r}")
+        return cls(bytes.fromhex(text))
 
     @property
     def short(self) -> str:
@@ -74,6 +88,26 @@ class Contact:
 
     peer_id: PeerId
     address: Address
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `peerid@host:port`, the form of `full`.
+
+        Raises:
+          ValueError: naming the text, when it is anything else.
+        """
+        peer_id, at, address = text.strip().partition("@")
+        try:
+            if not at:
+                raise ValueError("there is no @")
+            return cls(PeerId.parse(peer_id), Address.parse(address))
+        except ValueError as exc:
+            raise ValueError(f"expected a peer as PEERID@HOST:PORT, got {text!r}: {exc}") from exc
+
+    @property
+    def full(self) -> str:
+        """The whole id and the address: what `parse` and the command line take."""
+        return f"{self.peer_id}@{self.address}"
 
     def __str__(self) -> str:
         return f"{self.peer_id.short}@{self.address}"

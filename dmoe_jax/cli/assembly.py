@@ -1,7 +1,7 @@
 """Putting a training run together: model, trunk, mixtures, trainers; and making sure that the swarm fits them."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +25,18 @@ from dmoe_jax.node.requests import describe_spec
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trainer import SharedTrunk, SwarmModel, Trainer
-from net.errors import NoQuorum
+from net.errors import CallFailed, NetError, NoQuorum, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact
+from net.rpc.base import Body
 
 _WAIT_FOR_EXPERTS_S = 60.0
 """A node that was started together with us may still be compiling."""
 
 _TOLERABLE_SKEW_S = 3.0
 """Clocks that differ by more are worth a word when nothing is found."""
+
+_INFO_TIMEOUT_S = 3.0
+"""For an expert to say what it is; then the next one is asked."""
 
 _ASK_PERIOD_S = 0.5
 """Between two looks for experts while there are none."""
@@ -144,7 +148,7 @@ async def wait_for_experts(
     """Wait until every layer has a living expert, and check that its shapes are the model's.
 
     Raises:
-      NoQuorum: naming the layer, when there is none within a minute.
+      NoQuorum: naming the layer, when there is none within a minute; or none of those announced answers.
       UsageError: when the swarm's experts have other shapes.
     """
     expert = parts.config.expert()
@@ -152,13 +156,12 @@ async def wait_for_experts(
     for layer in range(parts.config.num_layers):
         uids = all_uids(layer_prefix(layer), parts.config.grid_size)
         living = await _living_experts(peer, directory, layer, uids)
-        uid, contact = next(iter(living.items()))
-        reply = await peer.rpc.call(contact, "expert.info", {"uid": str(uid)}, timeout_s=10.0)
-        theirs = [*reply.body.get("inputs", []), reply.body.get("output")]
+        uid, info = await _first_info(peer, living)
+        theirs = [*info.get("inputs", []), info.get("output")]
         if theirs != ours:
             raise UsageError(
-                f"the experts of this swarm have other shapes: expert {uid} at {contact} is a "
-                f"{reply.body.get('kind')} with {_shapes(theirs)}, this model needs {_shapes(ours)}; "
+                f"the experts of this swarm have other shapes: expert {uid} at {living[uid]} is a "
+                f"{info.get('kind')} with {_shapes(theirs)}, this model needs {_shapes(ours)}; "
                 "give --d-model, --seq-len and --mem-len as on the nodes"
             )
         say(f"{layer_prefix(layer)}: {len(living)} of {len(uids)} experts alive")
@@ -177,6 +180,24 @@ async def _living_experts(
     # Announcements carry absolute times: to a clock that is fast by more than their life they are all over.
     clocks = f"; the swarm's clock and this one differ by {skew_s:+.0f} s" if abs(skew_s) > _TOLERABLE_SKEW_S else ""
     raise NoQuorum(f"no expert of {layer_prefix(layer)!r} was announced within {_WAIT_FOR_EXPERTS_S:.0f} s{clocks}")
+
+
+async def _first_info(peer: SwarmPeer, living: Mapping[ExpertUid, Contact]) -> tuple[ExpertUid, Body]:
+    """What the first expert that answers says of itself. A node that was just killed is listed for a while longer, and
+    others may be meant to fail now and then.
+
+    Raises:
+      NoQuorum: none answers.
+    """
+    failure: NetError | None = None
+    for uid, contact in living.items():
+        try:
+            reply = await peer.rpc.call(contact, "expert.info", {"uid": str(uid)}, timeout_s=_INFO_TIMEOUT_S)
+        except (PeerUnavailable, CallFailed, RemoteProtocolError) as error:
+            failure = error
+        else:
+            return uid, reply.body
+    raise NoQuorum(f"experts are announced, but none of {len(living)} answers; the last one: {failure}")
 
 
 def _shapes(specs: list[Any]) -> str:

@@ -88,9 +88,9 @@ class NodeCommand:
             print(f"{len(uids)} experts ready after {time.perf_counter() - started:.1f} s", flush=True)
             async with open_expert_node(peer.rpc, peer.dht, backends, device=device, config=config):
                 print(f"Node {peer.rpc.peer_id.short} serves {len(uids)} experts on {peer.rpc.address}")
-                if faults is not None:
-                    print(f"It misbehaves on purpose: --faults {' '.join(self.faults)}")
                 print(join_line("train", self.network, peer.rpc), flush=True)
+                if faults is not None:
+                    print(f"This node misbehaves on purpose: --faults {' '.join(self.faults)}", flush=True)
                 with stop.body():
                     if saver is None:
                         await trio.sleep_forever()

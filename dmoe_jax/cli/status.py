@@ -104,7 +104,8 @@ def status_table(swarm: str, before: list[NodeReading], now: list[NodeReading]) 
     from rich import box
     from rich.table import Table
 
-    title = f"swarm {swarm!r}: {len(now)} nodes, {sum(_experts(reading) for reading in now)} experts"
+    nodes = f"{len(now)} node{'' if len(now) == 1 else 's'}"
+    title = f"swarm {swarm!r}: {nodes}, {sum(_experts(reading) for reading in now)} experts"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("node", "address", "experts", "calls/s", "queued", "busy", "updates", "up"):
         table.add_column(column, no_wrap=True, justify="left" if column in ("node", "address") else "right")

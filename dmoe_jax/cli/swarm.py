@@ -74,8 +74,6 @@ async def join_swarm(
       NetError: when the port is taken, or nobody answers.
     """
     targets = parse_targets(join)
-    if listen is not None and network.is_open and not listen.is_loopback:
-        _log.warning("without --swarm-secret-file everybody who reaches %s may join this swarm", listen.listen)
     rng = random.SystemRandom()
     with network.open_transport() as (transport, peer_id):
         async with open_rpc_peer(
@@ -85,6 +83,8 @@ async def join_swarm(
             announce=None if listen is None else listen.announce,
             faults=faults,
         ) as rpc:
+            if listen is not None and network.is_open and not listen.is_loopback:
+                _log.warning("without --swarm-secret-file everybody who reaches %s may join this swarm", rpc.address)
             initial_peers = await find_entrances(rpc, targets, network)
             clock = SwarmClock.wall()
             async with open_dht_node(
@@ -114,15 +114,18 @@ async def find_entrances(
     async def ask(target: Contact | Address, scope: trio.CancelScope) -> None:
         deadline = trio.current_time() + _ANSWER_TIMEOUT_S
         failure = await _why_no_answer(caller, target, deadline)
-        if failure is None:
+        # Not there, or somebody else there? Only the first is forgiven.
+        if failure and isinstance(target, Contact) and not await _why_no_answer(caller, target.address, deadline):
+            # Once more: it may be the right one, which has only just come up.
+            failure = await _why_no_answer(caller, target, deadline)
+            if failure:
+                impostors.append(failure)
+                scope.cancel()
+        if failure:
+            failures[target] = failure
+        else:
             answered.add(target)
             scope.deadline = min(scope.deadline, trio.current_time() + _GRACE_S)
-            return
-        failures[target] = failure
-        # Not there, or somebody else there? Only the first is forgiven.
-        if isinstance(target, Contact) and await _why_no_answer(caller, target.address, deadline) is None:
-            impostors.append(failure)
-            scope.cancel()
 
     async with trio.open_nursery() as nursery:
         for target in others:

@@ -259,16 +259,21 @@ async def open_expert_node(
     node = ExpertNode(backends, device, config)
     node.register(caller)
     announcer = _Announcer(dht, [parse_uid(uid) for uid in backends], Contact(caller.peer_id, caller.address), config)
+    failure: Exception | None = None
     async with trio.open_nursery() as nursery:
         nursery.start_soon(node.run_batches)
         await announcer.announce()
         nursery.start_soon(announcer.run)
         try:
             yield node
+        except Exception as error:
+            failure = error  # raised below as it is: the nursery would wrap it into an ExceptionGroup
         finally:
             nursery.cancel_scope.cancel()
             with trio.move_on_after(2.0, shield=True):
                 await announcer.withdraw()
+    if failure is not None:
+        raise failure
 
 
 class _Announcer:

@@ -14,9 +14,9 @@ from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress
 from experiments.transport_speed.ratios import FIGURES, Figure, ratios_of_rounds
 
 _PANELS = (
-    ("Small calls", {"small_calls_ratio": "64 callers, TLS"}),
-    ("16 MiB over TLS", {"tls_ratio": "sending", "tls_receive_ratio": "receiving"}),
-    ("16 MiB, plain", {"plain_ratio": "sending", "plain_receive_ratio": "receiving"}),
+    ("Small calls", {"small_calls_ratio": "over TLS"}),
+    ("Tensors over TLS", {"tls_ratio": "sending", "tls_receive_ratio": "receiving"}),
+    ("Tensors, plain", {"plain_ratio": "sending", "plain_receive_ratio": "receiving"}),
     ("Small-call p99 under load", {"head_of_line_ratio": "sending", "head_of_line_receive_ratio": "receiving"}),
 )
 

@@ -13,7 +13,7 @@ from net.rpc.base import Reply, Request
 from net.rpc.peer import RpcPeer, open_rpc_peer
 from net.transport.tcp import TcpTransport
 from net.transport.tls import TlsTransport
-from net.wire.tensors import Tensor
+from net.wire.tensors import Tensor, plain
 
 ECHO, TAKE, GIVE = "echo", "take", "give"
 _ANY_PORT = Address("127.0.0.1", 0)
@@ -150,7 +150,7 @@ def _transfer(peer: RpcPeer, address: Address, method: str, tensor: Tensor) -> C
 
     async def receive() -> None:
         reply = await peer.call(address, GIVE, {}, timeout_s=_TIMEOUT_S)
-        if reply.tensors[0].shape != tensor.shape:
+        if plain(reply.tensors[0]).nbytes != tensor.nbytes:
             raise ConnectionError("the tensor did not come")
 
     return send if method == TAKE else receive

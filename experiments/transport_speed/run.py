@@ -4,26 +4,24 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy as np
-import trio
 from rich.console import Console
 from rich.table import Table
 
 from dmoe_jax.cli.common import fail, parse_command_line
 from dmoe_jax.runs.report import write_report
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
-from experiments.transport_speed import blocking_side, rpc_side
+from experiments.transport_speed import blocking_side
 from experiments.transport_speed.figure import speed_figure
-from experiments.transport_speed.ratios import FIGURES, Slice, headline_of
-from experiments.transport_speed.server_process import ServerFailed, ServerProcess, open_server
-from experiments.transport_speed.stopwatch import Pace, Stopwatch
+from experiments.transport_speed.measurements import Bench, measurements_of
+from experiments.transport_speed.ratios import FIGURES, headline_of
+from experiments.transport_speed.server_process import ServerFailed, open_server
 
 _EXIT_INTERRUPTED = 130
 _TITLE = "The network layer beside blocking sockets"
@@ -52,7 +50,7 @@ class SpeedSettings:
     tensor_mib: float = 16.0
     """Size of a tensor."""
     latency_calls: int = 1000
-    """Least number of small calls behind a 99th percentile of the idle connection; 400 if less do under load."""
+    """Small calls behind the p99 of the idle connection, at least; under load 400 are enough."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "slice_s", "callers", "small_bytes", "tensor_mib", "latency_calls"):
@@ -66,13 +64,6 @@ class SpeedSettings:
 
 
 _QUICK_ROUNDS, _QUICK_SLICE_S = 3, 0.8
-_LOADED_CALLS = 400
-"""Small calls under load, at least: one takes milliseconds there."""
-
-_WARM_UP_CALLS, _WARM_UP_TRANSFERS = 100, 3
-"""On each fresh connection, before the clock starts: buffers have grown and memory has been touched by then."""
-
-Measurement = Callable[[], dict[str, Slice]]
 
 
 def main() -> None:
@@ -85,11 +76,8 @@ def main() -> None:
     console = Console(stderr=True)
     try:
         headline = _measure(settings, folder, console)
-    except ServerFailed as error:
-        fail(str(error), prog="transport_speed")
-    except KeyboardInterrupt:
-        print("transport_speed: interrupted", file=sys.stderr)
-        sys.exit(_EXIT_INTERRUPTED)
+    except (KeyboardInterrupt, ServerFailed, BaseExceptionGroup) as error:
+        _exit_after(error)
     speed_figure(_slices(folder), folder.path / FIGURE)
     write_report(folder, headline, title=_TITLE)
     console.print(_table(headline))
@@ -98,26 +86,39 @@ def main() -> None:
         print(json.dumps(headline))
 
 
+def _exit_after(error: BaseException) -> NoReturn:
+    """One line after Ctrl-C or the early end of a server, which trio may have put into groups."""
+    errors = BaseExceptionGroup("", [error])
+    if errors.subgroup(KeyboardInterrupt) is not None:
+        print("transport_speed: interrupted", file=sys.stderr)
+        sys.exit(_EXIT_INTERRUPTED)
+    if errors.subgroup(ServerFailed) is not None:
+        fail("a server process ended too early", prog="transport_speed")
+    raise error
+
+
 def _measure(settings: SpeedSettings, folder: RunFolder, console: Console) -> dict[str, Any]:
     rounds = _QUICK_ROUNDS if settings.quick else settings.rounds
-    with _open_servers(settings) as (rpc, blocking, certificate):
-        measurements = _measurements(settings, rpc, blocking, certificate)
+    with _open_bench(settings) as bench:
+        measurements = measurements_of(bench)
         for number in range(rounds + 1):
             # Every other round backwards: whatever drifts does not always favour the same side.
             for measure in measurements if number % 2 == 0 else reversed(measurements):
                 for name, measured in measure().items():
                     folder.log("slice", round=number, name=name, **measured.record())
-            console.print(f"round {number}/{rounds}" + (" (warm-up)" if number == 0 else _progress(folder, number)))
+            progress = " (warm-up)" if number == 0 else _progress(folder, number)
+            console.print(f"round {number}/{rounds}{progress}", soft_wrap=True)
         peaks = {
             f"{name}_server_peak_growth_mib": server.peak_growth_mib()
-            for name, server in (("rpc", rpc), ("blocking", blocking))
+            for name, server in (("rpc", bench.rpc), ("blocking", bench.blocking))
         }
     return {"rounds": rounds, **headline_of(_slices(folder)), **peaks}
 
 
 @contextmanager
-def _open_servers(settings: SpeedSettings) -> Iterator[tuple[ServerProcess, ServerProcess, Path]]:
-    """Ours, the baseline's, and the certificate by which its clients know it."""
+def _open_bench(settings: SpeedSettings) -> Iterator[Bench]:
+    """Both servers, for the block."""
+    rng = random.Random(settings.seed)
     with tempfile.TemporaryDirectory() as folder:
         certificate = Path(folder) / "certificate.pem"
         blocking_side.write_certificate(certificate)
@@ -129,93 +130,16 @@ def _open_servers(settings: SpeedSettings) -> Iterator[tuple[ServerProcess, Serv
             seed=settings.seed,
         )
         with start("rpc") as rpc, start("blocking") as blocking:
-            yield rpc, blocking, certificate
-
-
-def _measurements(
-    settings: SpeedSettings, rpc: ServerProcess, blocking: ServerProcess, certificate: Path
-) -> list[Measurement]:
-    """What a round consists of; the two sides of a ratio stand beside each other."""
-    slice_s = _QUICK_SLICE_S if settings.quick else settings.slice_s
-    calls = Pace(slice_s=slice_s, warm_up_calls=_WARM_UP_CALLS)
-    idle = Pace(slice_s=slice_s, warm_up_calls=_WARM_UP_CALLS, min_calls=settings.latency_calls)
-    loaded = Pace(slice_s=slice_s, warm_up_calls=1, min_calls=min(settings.latency_calls, _LOADED_CALLS))
-    transfers = Pace(slice_s=slice_s, warm_up_calls=_WARM_UP_TRANSFERS)
-    rng = random.Random(settings.seed)
-    message, tensor = rng.randbytes(settings.small_bytes), rng.randbytes(settings.tensor_bytes)
-    array = np.frombuffer(tensor, np.uint8)
-
-    def blocking_calls() -> dict[str, Slice]:
-        watch = Stopwatch(blocking.cpu_s)
-        return {
-            "blocking_calls": blocking_side.measure_calls(blocking.plain, message=message, pace=calls, stopwatch=watch)
-        }
-
-    def rpc_calls(*, encrypted: bool, callers: int, name: str) -> dict[str, Slice]:
-        measure = partial(
-            rpc_side.measure_calls,
-            rpc.encrypted if encrypted else rpc.plain,
-            encrypted=encrypted,
-            callers=callers,
-            message=message,
-            pace=calls,
-            stopwatch=Stopwatch(rpc.cpu_s),
-        )
-        return {name: trio.run(measure)}
-
-    def blocking_transfer(*, encrypted: bool, kind: bytes, name: str) -> dict[str, Slice]:
-        measured = blocking_side.measure_transfer(
-            blocking.encrypted if encrypted else blocking.plain,
-            kind,
-            tensor=tensor,
-            certificate=certificate if encrypted else None,
-            pace=transfers,
-            stopwatch=Stopwatch(blocking.cpu_s),
-        )
-        return {name: measured}
-
-    def rpc_transfer(*, encrypted: bool, method: str, name: str) -> dict[str, Slice]:
-        measure = partial(
-            rpc_side.measure_transfer,
-            rpc.encrypted if encrypted else rpc.plain,
-            method,
-            encrypted=encrypted,
-            tensor=array,
-            pace=transfers,
-            stopwatch=Stopwatch(rpc.cpu_s),
-        )
-        return {name: trio.run(measure)}
-
-    def head_of_line() -> dict[str, Slice]:
-        measure = partial(
-            rpc_side.measure_head_of_line,
-            rpc.encrypted,
-            message=message,
-            tensor=array,
-            idle=idle,
-            loaded=loaded,
-            stopwatch=Stopwatch(rpc.cpu_s),
-        )
-        names = ("rpc_tls_one_caller", "rpc_tls_calls_while_sending", "rpc_tls_calls_while_receiving")
-        return dict(zip(names, trio.run(measure), strict=True))
-
-    measurements: list[Measurement] = [
-        partial(rpc_calls, encrypted=False, callers=settings.callers, name="rpc_plain_calls"),
-        blocking_calls,
-        partial(rpc_calls, encrypted=True, callers=settings.callers, name="rpc_tls_calls"),
-        partial(rpc_calls, encrypted=False, callers=1, name="rpc_plain_one_caller"),
-        head_of_line,
-    ]
-    for encrypted, network in ((True, "tls"), (False, "plain")):
-        for kind, method, direction in (
-            (blocking_side.TAKE, rpc_side.TAKE, "send"),
-            (blocking_side.GIVE, rpc_side.GIVE, "receive"),
-        ):
-            measurements += [
-                partial(blocking_transfer, encrypted=encrypted, kind=kind, name=f"blocking_{network}_{direction}"),
-                partial(rpc_transfer, encrypted=encrypted, method=method, name=f"rpc_{network}_{direction}"),
-            ]
-    return measurements
+            yield Bench(
+                rpc=rpc,
+                blocking=blocking,
+                certificate=certificate,
+                message=rng.randbytes(settings.small_bytes),
+                tensor=rng.randbytes(settings.tensor_bytes),
+                callers=settings.callers,
+                slice_s=_QUICK_SLICE_S if settings.quick else settings.slice_s,
+                latency_calls=settings.latency_calls,
+            )
 
 
 def _slices(folder: RunFolder) -> list[dict[str, Any]]:

@@ -122,6 +122,11 @@ class Connection:
         return self._cause is None and not self._session.is_leaving
 
     @property
+    def is_parting(self) -> bool:
+        """It lives, but takes no more calls."""
+        return self._cause is None and self._session.is_leaving
+
+    @property
     def is_idle(self) -> bool:
         """No call is under way in either direction."""
         return self._session.is_idle
@@ -271,7 +276,8 @@ class Connection:
                     self._greet_untrusted()
                 for action in session.take_actions():
                     self._carry_out(action, nursery)
-                self._wake.set()
+                if session.wants_to_write:
+                    self._wake.set()
             self._end(ConnectionLost(f"{link.remote_address} closed the connection"))
         except NetError as exc:
             if isinstance(exc, RemoteProtocolError):

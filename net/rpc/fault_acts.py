@@ -7,11 +7,12 @@ import trio
 from net.errors import CallRefused
 from net.rpc.base import Reply
 from net.rpc.faults import Fault
-from net.wire.frames import Frame, Part
+from net.wire.frames import MAGIC, PREAMBLE, VERSION, Frame, Part, PartKind
 from net.wire.tensors import plain
 
 _GARBAGE = b"HTTP/1.1 400 Bad Request\r\n\r\n"
-_CUT_SHORT = Part(pieces=(b"DX",), nbytes=2, frame=None)
+_HEAD = PREAMBLE.pack(MAGIC, VERSION, PartKind.WHOLE, 100, 0)  # of a header of 100 bytes, which never come
+_CUT_SHORT = Part(pieces=(_HEAD,), nbytes=len(_HEAD), frame=None)
 _NO_FRAME = Part(pieces=(_GARBAGE,), nbytes=len(_GARBAGE), frame=Frame(header={"type": "garbage"}))
 """The frame is for a simulated link, which carries no bytes: one that is no message."""
 

@@ -42,6 +42,9 @@ class Outbox:
         """Frames that wait or have left in part."""
         return len(self._plain) + len(self._small) + len(self._large) + len(self._streams) + len(self._resets)
 
+    def __bool__(self) -> bool:
+        return bool(self._plain or self._small or self._large or self._streams or self._resets)
+
     def __contains__(self, key: Key) -> bool:
         return any(key in queue for queue in (self._plain, self._small, self._large, self._streams))
 

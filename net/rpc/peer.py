@@ -222,11 +222,19 @@ class RpcPeer:
         """The open connection, or a new one; callers that come meanwhile wait for the same dial."""
         if self._is_closed:
             raise ConnectionLost("this peer was closed")
-        connection = (
-            self._connections.find(target.peer_id) if isinstance(target, Contact) else self._connections.find_at(target)
-        )
-        if connection is not None:
-            return connection
+        while True:
+            connection = (
+                self._connections.find(target.peer_id)
+                if isinstance(target, Contact)
+                else self._connections.find_at(target)
+            )
+            if connection is None:
+                connection = await self._dialled(target)
+            if not connection.is_parting:
+                return connection
+            # It gave way to another one in the moment between: both ends had dialled.
+
+    async def _dialled(self, target: Contact | Address) -> Connection:
         dial = self._dials.get(target)
         if dial is None:
             self._check_may_dial(target)

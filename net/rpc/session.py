@@ -32,7 +32,7 @@ from net.errors import PeerBusy, RemoteProtocolError
 from net.identity import PeerId
 from net.rpc.base import Body
 from net.rpc.outbox import Key, Outbox
-from net.wire.compression import Compressed, Compression
+from net.wire.compression import COMPRESSIONS, Compressed
 from net.wire.frame_reader import WINDOW_BYTES, window_cost
 from net.wire.frames import Frame, Part
 from net.wire.messages import (
@@ -63,6 +63,9 @@ MAX_QUEUED_FRAMES = 4 * MAX_OUTGOING_CALLS
 
 MAX_ANSWER_BYTES = WINDOW_BYTES
 """Answers that wait for one peer: as much as it may have under way towards us."""
+
+
+_COMPRESSIONS = tuple(COMPRESSIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +132,7 @@ class RpcSession:
         self._outbox = Outbox()
         self._actions: list[Action] = []
         hello = Hello(
-            peer_id=peer_id,
-            instance=instance,
-            port=port,
-            window_bytes=window_bytes,
-            compressions=tuple(kind.value for kind in Compression if kind is not Compression.NONE),
+            peer_id=peer_id, instance=instance, port=port, window_bytes=window_bytes, compressions=_COMPRESSIONS
         )
         self._enqueue("hello", 0, hello)
 
@@ -155,7 +154,12 @@ class RpcSession:
     @property
     def is_over(self) -> bool:
         """Both said goodbye, and nothing is left to be done."""
-        return self._said_goodbye and self._heard_goodbye and self.is_idle and not len(self._outbox)
+        return self._said_goodbye and self._heard_goodbye and self.is_idle and not self._outbox
+
+    @property
+    def wants_to_write(self) -> bool:
+        """`take_parts` may have something, or the session has become over: wake the writer."""
+        return bool(self._outbox) or self._owes_credit or self.is_over
 
     def place_call(self, method: str, body: Body, tensors: Sequence[Outgoing], *, timeout_s: float) -> int:
         """Queue a call; its id is what `FinishCall` will carry. Tensors leave uncompressed if the peer could not undo
@@ -218,13 +222,17 @@ class RpcSession:
         self._is_leaving = True
         self._say_goodbye_if_done()
 
+    @property
+    def _owes_credit(self) -> bool:
+        # An eighth: see the sum in `net.rpc.outbox`.
+        return self._owed_bytes >= max(1, self._window_bytes // 8)
+
     def take_parts(self, max_nbytes: int) -> list[Part]:
         """The next parts to write, in order: about `max_nbytes`, but at least one if anything can leave.
 
         Once taken, they must be written: they cannot be called back.
         """
-        # An eighth: see the sum in `net.rpc.outbox`.
-        if self._owed_bytes and self._owed_bytes >= self._window_bytes // 8:
+        if self._owes_credit:
             self._enqueue("credit", 0, Credit(nbytes=self._owed_bytes))
             self._held_bytes -= self._owed_bytes
             self._owed_bytes = 0

@@ -219,7 +219,7 @@ class SimLink:
 
     def deliver(self, nbytes: int, payload: Payload) -> None:
         """Take what arrived; called by the other end's flow."""
-        if payload is not None and not isinstance(payload, Frame):
+        if not (payload is None or isinstance(payload, Frame)):
             self._take_signal(payload)
             return
         if self._cause is not None:

@@ -130,10 +130,8 @@ class Flow:
 
     def has_room(self) -> bool:
         """Whether less than `SEND_BUFFER_BYTES` are held back."""
-        if self._num_buffered < SEND_BUFFER_BYTES:
-            return True
-        while self._on_uplink and self._medium.agenda.has_come(self._on_uplink[0][0]):
-            self._num_buffered -= self._on_uplink.popleft()[1]
+        if self._num_buffered >= SEND_BUFFER_BYTES:
+            self._count_passed()
         return self._num_buffered < SEND_BUFFER_BYTES
 
     def when_passed(self, action: Callable[[], None]) -> None:
@@ -193,6 +191,7 @@ class Flow:
         if leaves > now and nbytes:
             if self._on_uplink is None:
                 self._on_uplink = deque()
+            self._count_passed()
             self._on_uplink.append((leaves, nbytes))
             self._num_buffered += nbytes
         sequence, latency_s = self._sequence, self._latency_s()
@@ -206,6 +205,11 @@ class Flow:
         # In order, also when this part's latency happens to be shorter.
         self._last_arrival = max(arrives, self._last_arrival)
         medium.agenda.at(self._last_arrival, self._arrive, nbytes, payload)
+
+    def _count_passed(self) -> None:
+        """Take those off the account that the uplink has passed meanwhile."""
+        while self._on_uplink and self._medium.agenda.has_come(self._on_uplink[0][0]):
+            self._num_buffered -= self._on_uplink.popleft()[1]
 
     def _latency_s(self) -> float:
         if self._is_loopback:

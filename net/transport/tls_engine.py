@@ -53,7 +53,7 @@ def _private_file(content: bytes) -> Iterator[str]:
         descriptor = os.memfd_create("key")
         path = f"/proc/self/fd/{descriptor}"
         try:
-            if os.path.exists(path):  # not where /proc is not mounted
+            if os.access(path, os.R_OK):  # not where /proc is not mounted
                 os.write(descriptor, content)
                 yield path
                 return

@@ -24,6 +24,9 @@ MAX_ENCODED_BYTES = 64 * 1024
 MAX_DEPTH = 16
 """Containers inside containers. Ours nest about five deep, and recursion stays far from its limits."""
 
+_MAX_REASON = 200
+"""Characters of a reason, which may repeat what the peer sent: 64 KiB of it are not for a log."""
+
 _INT_MIN = -(2**63)
 _INT_MAX = 2**64 - 1
 
@@ -73,7 +76,7 @@ def decode_untrusted(data: bytes | bytearray | memoryview) -> Any:
         _check(value, MAX_DEPTH)
         again = cbor2.dumps(value, canonical=True)
     except (cbor2.CBORError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as exc:
-        raise RemoteProtocolError(f"malformed CBOR: {exc}") from exc
+        raise RemoteProtocolError(f"malformed CBOR: {str(exc)[:_MAX_REASON]}") from exc
     if again != raw:
         raise RemoteProtocolError("CBOR is not canonical, or something follows it")
     return value

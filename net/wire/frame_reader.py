@@ -7,7 +7,8 @@ fresh aligned buffer in which its tensors will live.
 Memory. Nothing is allocated for a length that a peer merely claims: a header grows the scratch buffer by at most
 64 KiB, and a body's buffer is allocated, its pages untouched, once the header's tensor table agrees with the body
 length. Frames under way together may take `window_bytes`, where a frame counts for at most half of it (the rule of
-`net.rpc.flow`): two frames of the largest size, or many small ones.
+`net.rpc.outbox`): two frames of the largest size, or many small ones. The session allows as much again for complete
+frames that are being worked on: half a gigabyte from the most hostile peer, 128 MiB from all others.
 """
 
 from dataclasses import dataclass

@@ -38,7 +38,7 @@ VERSION = 2
 """Version 1 had no parts."""
 
 MAX_HEADER_BYTES = MAX_ENCODED_BYTES
-MAX_BODY_BYTES = 256 * 2**20
+MAX_BODY_BYTES = 128 * 2**20
 """Of one frame. The largest message is an expert's state (tens of MB); the rest travels in several messages."""
 
 CHUNK_BYTES = 256 * 1024

@@ -206,6 +206,8 @@ def _tensor_untrusted(row: _Placed, body: memoryview) -> Tensor:
     if not row.nbytes:
         return _empty(row.shape, row.dtype)
     if row.compression is Compression.NONE:
+        if row.dtype == np.bool_ and np.frombuffer(body, np.uint8, row.nbytes, row.start).max() > 1:
+            raise RemoteProtocolError("a truth value is 0 or 1")  # NumPy would count another byte as true, or as two
         return np.ndarray(row.shape, row.dtype, buffer=body, offset=row.start)
     buffer = aligned_buffer(math.prod(row.shape) * row.dtype.itemsize)
     payload = body[row.start : row.start + row.nbytes]
@@ -270,6 +272,9 @@ def _row_untrusted(row: Any) -> tuple[np.dtype[Any], tuple[int, ...], Compressio
         # The bound holds for each dimension too, or [2**62, 0] would pass with its product of zero.
         if type(dim) is not int or not 0 <= dim <= MAX_TENSOR_BYTES:
             raise RemoteProtocolError(f"a dimension must be an integer from 0 to {MAX_TENSOR_BYTES}")
+    if math.prod(dim or 1 for dim in shape) > MAX_TENSOR_BYTES:
+        # NumPy refuses such a shape even where a dimension of 0 leaves no elements.
+        raise RemoteProtocolError(f"the dimensions of a tensor, those of 0 aside, exceed {MAX_TENSOR_BYTES} together")
     compression = _compression_untrusted(name, row[2]) if len(row) == 3 else Compression.NONE
     return DTYPES[name], tuple(shape), compression
 

@@ -1,4 +1,5 @@
-"""The `dmoe` command: one clear line and a status for every mistake, lines to paste, tables that are right."""
+"""The `dmoe` command: one clear line and a status for every mistake, lines to paste, swarms that keep strangers out,
+tables that are right."""
 
 import json
 import os
@@ -8,14 +9,32 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from dmoe_jax.cli import main
+from dmoe_jax.cli.network import SECRET_VARIABLE, ListenOptions, NetworkOptions
 from dmoe_jax.cli.status import NodeReading, status_table
+from dmoe_jax.cli.swarm import join_line, join_swarm
+from net.errors import CallRefused
 from net.identity import Address, Contact, PeerId
+
+STRANGER = "ab" * 32
+
+
+@pytest.fixture(autouse=True)
+def _no_secret_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+
+
+def private(path: Path, text: str) -> str:
+    """A file that only its owner can read."""
+    path.touch(0o600)
+    path.write_text(text)
+    return str(path)
 
 
 def outcome(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -25,9 +44,15 @@ def outcome(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
     return int(exit_.value.code or 0), capsys.readouterr().err
 
 
+TINY_NODE = [
+    *("--experts", "layer0.[0:2]", "--warm-up-rows", "1"),
+    *("--d-model", "8", "--num-heads", "2", "--d-ff", "8", "--seq-len", "2", "--mem-len", "2"),
+]
+
+
 @contextmanager
 def running(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A `dmoe` process and the address that it asks others to join; ended with SIGTERM if it still runs."""
+    """A `dmoe` process and the contact that it asks others to join; ended with SIGTERM if it still runs."""
     command = [sys.executable, "-m", "dmoe_jax.cli", *args]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
@@ -35,13 +60,13 @@ def running(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     ) as process:
         try:
             assert process.stdout is not None
-            address = ""
-            while not address:
+            contact = ""
+            while not contact:
                 line = process.stdout.readline()
-                assert line, "the process ended before it printed an address"
+                assert line, "the process ended before it printed how to join it"
                 found = re.search(r"--join (\S+)", line)
-                address = found[1] if found else ""
-            yield process, address
+                contact = found[1] if found else ""
+            yield process, contact
         finally:
             process.terminate()
             process.wait(timeout=20)
@@ -50,7 +75,7 @@ def running(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 @pytest.mark.parametrize(
     ("args", "status", "line"),
     [
-        ([], 2, "Expected one of {dht, node, train, status}"),
+        ([], 2, "Expected one of {dht, node, train, status, identity}"),
         (["dht", "--bogus", "3"], 2, "Unrecognized options: --bogus, 3"),
         (["node", "--d-model", "x"], 2, "Error parsing --d-model: .*'x'"),
         (["train"], 2, "Missing from dmoe train: --join"),
@@ -58,13 +83,30 @@ def running(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         (["train", "--join", "127.0.0.1:1", "--k-min", "9"], 1, "--k-min must not exceed --k-best, got 9 and 4"),
         (["train", "--join", "127.0.0.1:1", "--steps", "0"], 1, "--steps must be at least 1, got 0"),
         (["train", "--join", "127.0.0.1:1", "--resume"], 1, "--resume needs --out"),
-        (["train", "--join", "127.0.0.1:1"], 1, "none of the initial peers answered: 127.0.0.1:1"),
+        (["train", "--join", "127.0.0.1:1"], 1, "cannot join the swarm: cannot connect to 127.0.0.1:1: .*refused"),
         (["node", "--experts", "layer0.[4:2]"], 1, r"expected \[START:STOP\] with START < STOP"),
         (["node", "--experts", "a.1", "a.[0:2]"], 1, "--experts must name .* none twice"),
         (["node", "--announce-period-s", "-1"], 1, "--announce-period-s must be positive, got -1.0"),
         (["status", "--join", "nowhere"], 1, "expected an address as HOST:PORT, got 'nowhere'"),
-        (["status", "--join", "127.0.0.1:1"], 1, "none of the initial peers answered: 127.0.0.1:1"),
-        (["dht", "--listen", "203.0.113.1:0"], 1, "plain TCP listens on loopback only"),
+        (["node", "--faults", "late"], 1, "--faults: expected FAULT=RATE or late=RATE:MEAN_S, .* got 'late'"),
+        (["node", "--faults", "late=0.6", "die=0.6"], 1, "--faults: .*together at most 1"),
+        (["status", "--join", "127.0.0.1:1"], 1, "cannot join the swarm: cannot connect to 127.0.0.1:1: .*refused"),
+        (["status", "--join", f"{STRANGER}@127.0.0.1:1"], 1, "cannot join the swarm: cannot connect to .*refused"),
+        (["status", "--join", "ab@127.0.0.1:1"], 1, "expected a peer as PEERID@HOST:PORT, got 'ab@127.0.0.1:1'"),
+        (["status", "--join", "127.0.0.1:1", "--insecure-loopback"], 1, "cannot join the swarm over plain TCP: "),
+        (
+            ["status", "--join", "127.0.0.1:1", "--insecure-loopback", "--identity", "f", "--allow-list", "f"],
+            2,
+            "--insecure-loopback proves nothing: --identity and --allow-list would have no effect",
+        ),
+        (["dht", "--listen", "203.0.113.1:0"], 1, "cannot listen at 203.0.113.1:0: "),
+        (["dht", "--listen", "203.0.113.1:0", "--insecure-loopback"], 1, ".*loopback only"),
+        (["dht", "--listen", "203.0.113.1"], 2, "expected an address as HOST:PORT, got '203.0.113.1'"),
+        (["dht", "--listen", "0.0.0.0:0"], 2, "--listen 0.0.0.0:0 .*--announce must say"),
+        (["node", "--listen", "[::]:0"], 2, r"--listen \[::\]:0 .*--announce must say"),
+        (["dht", "--announce", "host:4000"], 2, "--announce must be .* without a port, got 'host:4000'"),
+        (["identity"], 2, "Missing from dmoe identity: FILE"),
+        (["identity", "/nowhere/key"], 1, "cannot write the identity /nowhere/key: No such file or directory"),
     ],
 )
 def test_a_mistake_gets_one_line(args: list[str], status: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +117,50 @@ def test_a_mistake_gets_one_line(args: list[str], status: int, line: str, capsys
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("flag", "content", "mode", "line"),
+    [
+        ("--identity", "", 0o644, "open to others .mode 644.*chmod 600"),
+        ("--identity", "not a key", 0o600, "expected an unencrypted Ed25519 private key"),
+        ("--swarm-secret-file", "0123456789abcdef", 0o640, "open to others .mode 640"),
+        ("--swarm-secret-file", "short", 0o600, "holds 5 bytes, expected .* at least 16 .*openssl rand"),
+        ("--swarm-secret-file", None, 0o600, "No such file or directory"),
+        ("--allow-list", "bob", 0o600, "line 1: expected a peer id of 64 hexadecimal digits, got 'bob'"),
+    ],
+)
+def test_a_file_that_will_not_do_gets_one_line(
+    flag: str, content: str | None, mode: int, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is sent: the line names the file and what was expected."""
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_text(content)
+        file.chmod(mode)
+    status, error = outcome(["status", "--join", "127.0.0.1:1", flag, str(file)], capsys)
+    assert status == 1
+    assert re.match(rf"dmoe: error: .*{re.escape(str(file))}.*{line}", error)
+    assert len(error.splitlines()) == 1
+
+
+def test_an_identity_is_made_once_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first call makes a private file; each prints the same 64 digits and nothing else."""
+    file, printed = tmp_path / "key", []
+    for _ in range(2):
+        with pytest.raises(SystemExit) as exit_:
+            main(["identity", str(file)])
+        assert exit_.value.code == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert re.fullmatch(r"[0-9a-f]{64}\n", printed[0])
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_help_needs_no_jax() -> None:
+    """Neither `--help` nor a DHT peer waits for JAX, or pays for it in memory."""
+    code = "import dmoe_jax.cli, sys; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 @pytest.mark.parametrize("command", ["dht", "node", "train", "status"])
 def test_help_describes_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`--help` succeeds and no flag is without a sentence."""
@@ -82,7 +168,7 @@ def test_help_describes_every_flag(command: str, capsys: pytest.CaptureFixture[s
         main([command, "--help"])
     assert exit_.value.code == 0
     text = capsys.readouterr().out
-    flags = re.split(r"\n[│ ]+(?=--)", text)[1:]
+    flags = re.split(r"\n[│ ]{2}(?=--)", text)[1:]
     assert len(flags) >= 3
     for flag in flags:
         assert len(re.sub(r"[│╭╮╰╯─\s]+", " ", flag).split("(default")[0].split()) > 4, flag
@@ -90,36 +176,102 @@ def test_help_describes_every_flag(command: str, capsys: pytest.CaptureFixture[s
 
 def test_a_peer_can_be_joined_and_its_port_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     """The printed line joins; listening on the same port fails in one line; SIGTERM ends the peer."""
-    with running("dht") as (process, address):
+    with running("dht", "--insecure-loopback") as (process, contact):
+        address = str(Contact.parse(contact).address)
         status, error = outcome(["dht", "--listen", address], capsys)
         assert (status, len(error.splitlines())) == (1, 1)
         assert f"cannot listen at {address}" in error
-        with pytest.raises(SystemExit) as exit_:
-            main(["status", "--join", address, "--json"])
-        assert exit_.value.code == 0
-        assert json.loads(capsys.readouterr().out) == {"swarm": "dmoe", "nodes": []}
+        assert nodes_of(capsys, contact, "--insecure-loopback") == []
+        status, error = outcome(["status", "--join", contact], capsys)
+        assert (status, len(error.splitlines())) == (1, 1)
+        assert f"cannot join the swarm over TLS without a secret: {address} does not speak our TLS" in error
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 130
 
 
-def nodes_of(address: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def nodes_of(capsys: pytest.CaptureFixture[str], *join: str) -> list[dict[str, Any]]:
     """What `dmoe status --json` lists."""
-    with pytest.raises(SystemExit):
-        main(["status", "--join", address, "--json"])
+    with pytest.raises(SystemExit) as exit_:
+        main(["status", "--json", "--join", *join])
+    assert exit_.value.code == 0, capsys.readouterr().err
     nodes: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["nodes"]
     return nodes
 
 
+def test_a_secret_keeps_strangers_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the secret the peer can be joined, by flag or environment; everybody else gets one line that says why."""
+    secret, other = private(tmp_path / "secret", "0123456789abcdef"), private(tmp_path / "other", "fedcba9876543210")
+    key = str(tmp_path / "key")
+    with running("dht", "--swarm-secret-file", secret, "--identity", key) as (_, contact):
+        address = contact.partition("@")[2]
+        member = [contact, "--swarm-secret-file", secret]
+        assert nodes_of(capsys, *member) == []
+        # A peer that is down, or was asked for under another address, does not matter beside one that answers.
+        assert nodes_of(capsys, f"{STRANGER}@127.0.0.1:1", *member) == []
+        for join, line in [
+            ([contact], f"over TLS without a secret: {address} is not of our swarm"),
+            ([address, "--swarm-secret-file", other], f"over TLS with the secret in {other}: {address} is not of our"),
+            ([contact, "--insecure-loopback"], f"over plain TCP: cannot connect to .*{address}: "),
+            ([f"{STRANGER}@{address}", *member], f"{address} is peer .*, expected {STRANGER} "),
+            ([*member, "--identity", key], f"the identity {key} is in use by another process"),
+        ]:
+            status, error = outcome(["status", "--join", *join], capsys)
+            assert status == 1
+            assert re.match(rf"dmoe: error: .*{line}", error)
+            assert len(error.splitlines()) == 1
+        monkeypatch.setenv(SECRET_VARIABLE, secret)
+        assert nodes_of(capsys, contact) == []
+        status, error = outcome(["status", "--join", contact, "--insecure-loopback"], capsys)
+        assert (status, len(error.splitlines())) == (1, 1)
+        assert f"--insecure-loopback does not go with {SECRET_VARIABLE}={secret}" in error
+
+
+async def test_who_announces_a_name_is_joined_by_it(caplog: pytest.LogCaptureFixture) -> None:
+    """A peer on every address of its machine hands out the announced one, and warns if its swarm is open."""
+    everywhere = ListenOptions(listen="0.0.0.0:0", announce="localhost")
+    async with join_swarm(NetworkOptions(), join=[], listen=everywhere) as peer:
+        assert f"everybody who reaches {peer.rpc.address} may join" in caplog.text
+        line = join_line("node", NetworkOptions(swarm_secret_file=Path("a b")), peer.rpc)
+        found = re.fullmatch(r"Join it with:  dmoe node --join (\S+@localhost:\d+) --swarm-secret-file 'a b'", line)
+        assert found is not None
+        async with join_swarm(NetworkOptions(), join=[found[1]]) as client:
+            assert client.dht.statistics().contacts == 1
+
+
+async def test_all_peers_may_be_started_with_one_list(tmp_path: Path) -> None:
+    """A peer that finds itself among those to join through leaves itself out; the first one starts the swarm."""
+    seed = NetworkOptions(identity=tmp_path / "key")
+    async with join_swarm(seed, join=[], listen=ListenOptions()) as peer:
+        own = Contact(peer.rpc.peer_id, peer.rpc.address or Address("", 0))
+    async with join_swarm(seed, join=[own.full], listen=ListenOptions(listen=str(own.address))) as peer:
+        assert peer.dht.statistics().contacts == 0
+
+
 def test_a_stopped_node_is_gone_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     """SIGTERM lets a node withdraw: it is listed while it serves and not a moment longer."""
-    tiny = ["--d-model", "8", "--num-heads", "2", "--d-ff", "8", "--seq-len", "2", "--mem-len", "2"]
-    with running("dht") as (_, address):
-        with running("node", "--join", address, "--experts", "layer0.[0:2]", "--warm-up-rows", "1", *tiny) as (node, _):
-            (listed,) = nodes_of(address, capsys)
+    with running("dht") as (_, contact):
+        with running("node", "--join", contact, *TINY_NODE) as (node, _):
+            (listed,) = nodes_of(capsys, contact)
             assert listed["status"]["updates"] == {"layer0.0": 0, "layer0.1": 0}
             node.terminate()
             assert node.wait(timeout=20) == 130
-        assert nodes_of(address, capsys) == []
+        assert nodes_of(capsys, contact) == []
+
+
+async def test_a_node_fails_on_purpose_where_it_is_told_to() -> None:
+    """Every expert call meets the fault; the status stays honest; and the node says so."""
+    with running("node", *TINY_NODE, "--faults", "refuse=1") as (node, contact):
+        assert node.stdout is not None
+        assert node.stdout.readline() == "This node misbehaves on purpose: --faults refuse=1\n"
+        async with join_swarm(NetworkOptions(), join=[contact]) as peer:
+            target = Contact.parse(contact)
+            assert (await peer.rpc.call(target, "node.status", {}, timeout_s=5)).body["updates"]
+            with pytest.raises(CallRefused, match="on purpose"):
+                await peer.rpc.call(target, "expert.info", {"uid": "layer0.0"}, timeout_s=5)
+        node.terminate()
+        assert node.wait(timeout=20) == 130
 
 
 def test_a_peer_ends_with_the_process_that_started_it() -> None:

@@ -9,12 +9,15 @@ from typing import Any
 import optax
 import pytest
 
-from dmoe_jax.cli.common import SwarmPeer, UsageError, join_swarm
+from dmoe_jax.cli.common import UsageError
+from dmoe_jax.cli.network import NetworkOptions
 from dmoe_jax.cli.options import ExpertOptions
+from dmoe_jax.cli.swarm import SwarmPeer, join_swarm
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.training import run_training
 from dmoe_jax.runs.run_folder import read_metrics
 from net.clock import SwarmClock
+from net.errors import NoQuorum, PeerTimeout
 from tests.dmoe_jax.small_swarm import SmallSwarm, open_small_swarm, tcp_callers
 
 SIZES = ExpertOptions(d_model=16, num_heads=2, d_ff=24, seq_len=8, mem_len=8)
@@ -28,7 +31,7 @@ async def swarm_and_peer() -> AsyncIterator[tuple[SmallSwarm, SwarmPeer, str]]:
     async with (
         tcp_callers(3) as callers,
         open_small_swarm(callers, expert, optimizer, prefixes=["layer0"], grid_size=(2, 2), clock=clock) as swarm,
-        join_swarm(listen=None, join=[str(callers[0].address)]) as peer,
+        join_swarm(NetworkOptions(insecure_loopback=True), join=[str(callers[0].address)]) as peer,
     ):
         yield swarm, peer, str(callers[0].address)
 
@@ -78,6 +81,28 @@ async def test_a_run_its_folder_and_its_resumption(tmp_path: Path, capsys: pytes
         assert (headline["steps"], headline["training_tokens"]) == (12, 12 * 2 * 8)
         steps = [record["step"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "train"]
         assert sorted(steps) == list(range(1, 13))
+
+
+async def test_one_living_expert_is_enough_to_know_the_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts whose node has just died are asked in vain, and the next one says what all are; if none does, a line."""
+    async with swarm_and_peer() as (_, peer, address):
+        wider = ExpertOptions(d_model=32, num_heads=2, d_ff=24, seq_len=8, mem_len=8)
+        call = peer.rpc.call
+        num_lost = 0
+
+        async def lossy_call(target: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+            nonlocal num_lost
+            if method == "expert.info" and num_lost > 0:
+                num_lost -= 1
+                raise PeerTimeout("silence")
+            return await call(target, method, *args, **kwargs)
+
+        monkeypatch.setattr(peer.rpc, "call", lossy_call)
+        for lose, error, line in [(3, UsageError, "other shapes"), (4, NoQuorum, "none of 4 answers; .*silence")]:
+            num_lost = lose
+            with pytest.raises(error, match=line):
+                await run_training(command(address, tmp_path, expert=wider), peer)
+            assert num_lost == 0
 
 
 async def test_what_does_not_fit_the_swarm_is_refused_before_anything_is_written(tmp_path: Path) -> None:

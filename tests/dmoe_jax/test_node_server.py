@@ -1,7 +1,7 @@
 """The expert node: batches what arrives together, refuses what does not fit, trains once, announces and withdraws."""
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -54,9 +54,7 @@ class Rig:
 
 
 @asynccontextmanager
-async def open_rig(
-    *, cost: CostModel = CostModel(), config: NodeConfig | None = None
-) -> AsyncIterator[Rig]:
+async def open_rig(*, cost: CostModel = CostModel(), config: NodeConfig | None = None) -> AsyncIterator[Rig]:
     network = DirectNetwork(latency_s=0.01)
     host = network.caller(HOST, PeerId.draw(random.Random(1)))
     trainer = network.caller(None, PeerId.draw(random.Random(2)))

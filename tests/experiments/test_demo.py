@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from dmoe_jax.cli.network import SECRET_VARIABLE
 from dmoe_jax.grid import all_uids
 from experiments.demo.run import GRID, NUM_LAYERS, experts_by_node, headline_of
+from experiments.local_swarm import open_local_swarm
+from net.identity import Contact
 
 
 @pytest.mark.parametrize("num_nodes", [3, 4, 5])
@@ -38,6 +41,20 @@ def test_failures_are_counted_from_the_kill_on() -> None:
     assert headline["validation_perplexity"] == 500.0
     assert (headline["calls_after_kill"], headline["failed_calls_after_kill"]) == (80, 20)
     assert headline["failed_share_after_kill"] == 0.25
+
+
+@pytest.mark.parametrize("network_flags", [(), ("--insecure-loopback",)])
+async def test_local_swarms_peers_prove_who_they_are(
+    network_flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process gives its id with its address; neither kind of network needs the secret of the user's real swarm."""
+    monkeypatch.setenv(SECRET_VARIABLE, str(tmp_path / "nothing here"))
+    async with open_local_swarm(tmp_path, network_flags=network_flags) as swarm:
+        first = await swarm.start("first", ["dht"])
+        second = await swarm.start("second", ["dht", "--join", first.contact])
+        assert str(Contact.parse(second.contact).address) == second.address
+    assert not first.is_running
+    assert not second.is_running
 
 
 def processes_of(marker: str) -> list[int]:

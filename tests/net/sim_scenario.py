@@ -38,7 +38,9 @@ def links_trace(seed: int) -> list[str]:
 
 async def _links(seed: int) -> list[str]:
     trace: list[str] = []
-    async with simulate(seed=seed, latency=LogNormal(0.08, 0.8), loss=0.02, schedule=SCHEDULE, give_up_s=5.0) as network:
+    async with simulate(
+        seed=seed, latency=LogNormal(0.08, 0.8), loss=0.02, schedule=SCHEDULE, give_up_s=5.0
+    ) as network:
         for index in range(NUM_HOSTS):
             network.start(f"host{index}", _host, network, index, seed, trace)
         await trio.sleep(20.0)

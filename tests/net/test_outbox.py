@@ -181,9 +181,7 @@ def test_calls_are_turned_away_while_answers_wait() -> None:
     bob.receive_untrusted(encode_message(hello).frame)
     ran = []
     for call_id in range(1, 5):
-        bob.receive_untrusted(
-            encode_message(CallStart(call_id=call_id, method="m", timeout_s=1.0, body={})).frame
-        )
+        bob.receive_untrusted(encode_message(CallStart(call_id=call_id, method="m", timeout_s=1.0, body={})).frame)
         for action in bob.take_actions():
             assert isinstance(action, RunCall)
             ran.append(action.start.call_id)

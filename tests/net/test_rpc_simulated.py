@@ -340,3 +340,18 @@ async def test_errors_reach_every_caller_of_a_lost_connection() -> None:
             lost_at = trio.current_time()
         assert [type(error) for error in errors] == [ConnectionLost] * 64
         assert trio.current_time() - lost_at < 1.0
+
+
+@simulated
+async def test_the_window_never_runs_dry() -> None:
+    """Many times the window in each direction, two calls at a time: the shares that are used come back."""
+    async with pair() as (_, alice, bob), trio.open_nursery() as nursery:
+
+        async def calls() -> None:
+            tensor = np.zeros(8 * MIB, np.uint8)
+            tensor.flags.writeable = False  # spares the simulation a copy
+            for _ in range(15):
+                await alice.call(contact(bob), "echo", {}, [tensor], timeout_s=60.0)
+
+        nursery.start_soon(calls)
+        nursery.start_soon(calls)

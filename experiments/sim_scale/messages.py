@@ -1,0 +1,95 @@
+"""A thousand peers that call each other: how many messages a second of real time the simulation carries."""
+
+import random
+import time
+from dataclasses import dataclass
+
+import trio
+
+from net.identity import Address, PeerId
+from net.rpc.base import Reply, Request
+from net.rpc.peer import RpcPeer, open_rpc_peer
+from net.transport.sim import run, simulate
+from net.transport.sim_links import LogNormal
+from net.transport.sim_network import SimNetwork
+
+METHOD = "gossip"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagesResult:
+    """What it took.
+
+    Attributes:
+      messages: requests and replies; neither greetings nor what opens a connection.
+      frames: all that the network delivered.
+      dials: connections made.
+      wall_s: real time from the first call to the last answer, dialling included.
+      virtual_s: the same in the simulation.
+    """
+
+    messages: int
+    frames: int
+    dials: int
+    wall_s: float
+    virtual_s: float
+
+
+def measure_messages(*, peers: int, messages: int, neighbours: int, seed: int) -> MessagesResult:
+    """Let every peer call its neighbours in turn, one call after the other, until all messages are exchanged.
+
+    Args:
+      peers: each on a host of its own, with the RPC layer of a real one.
+      messages: in all, half of them replies.
+      neighbours: that a peer calls, drawn at random; connections are made at the first call.
+      seed: of everything.
+    """
+    return run(_exchange, peers, messages // 2 // peers, neighbours, seed, seed=seed)
+
+
+async def _exchange(num_peers: int, calls_each: int, neighbours: int, seed: int) -> MessagesResult:
+    rng = random.Random(seed)
+    peers: list[RpcPeer] = []
+    all_live = trio.Event()
+    num_served = 0
+
+    async def serve(request: Request) -> Reply:
+        nonlocal num_served
+        num_served += 1
+        return Reply(body={"number": request.body["number"]})
+
+    async def live(host: str, network: SimNetwork) -> None:
+        peer_id = PeerId.draw(random.Random(f"{seed}/{host}"))
+        async with open_rpc_peer(network.transport(host, peer_id), peer_id=peer_id, listen=Address(host, 1)) as peer:
+            peer.add_handler(METHOD, serve)
+            peers.append(peer)
+            if len(peers) == num_peers:
+                all_live.set()
+            await trio.sleep_forever()
+
+    async def talk(peer: RpcPeer, targets: list[Address]) -> None:
+        for number in range(calls_each):
+            body = {"number": number, "text": "x" * 150}
+            reply = await peer.call(targets[number % len(targets)], METHOD, body, timeout_s=600.0)
+            assert reply.body == {"number": number}
+
+    async with simulate(seed=seed, latency=LogNormal(median_s=0.05, sigma=0.5)) as network:
+        for index in range(num_peers):
+            network.start(f"peer{index}", live, f"peer{index}", network)
+        await all_live.wait()
+        everybody = [Address(f"peer{index}", 1) for index in range(num_peers)]
+        started, started_virtual = time.perf_counter(), trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for peer in peers:
+                others = rng.sample([address for address in everybody if address != peer.address], neighbours)
+                nursery.start_soon(talk, peer, others)
+        wall_s = time.perf_counter() - started
+        statistics = network.statistics()
+        assert num_served == calls_each * num_peers
+        return MessagesResult(
+            messages=2 * num_served,
+            frames=statistics.frames,
+            dials=statistics.dials,
+            wall_s=wall_s,
+            virtual_s=trio.current_time() - started_virtual,
+        )

@@ -1,0 +1,168 @@
+"""A swarm to which everything happens, written down: is it the same the second time?
+
+    python -m experiments.sim_scale.scenario --seed 1 --out metrics.jsonl
+
+Eight trainers train a small Transformer-XL with experts on six nodes, over slow lines that lose parts, while a node
+crashes and comes back, the network falls apart and heals, a peer becomes slow, and experts refuse, hang, die, answer
+garbage, late or in a wrong shape. Every step goes into the metrics with its virtual time and its loss to the last bit.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import trio
+
+from dmoe_jax.cli.common import parse_command_line
+from dmoe_jax.data.batches import SegmentStream
+from dmoe_jax.grid import layer_prefix
+from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
+from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.node.device import CostModel, InlineDevice
+from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.runs.run_folder import append_metric
+from dmoe_jax.trainer import SharedTrunk, StepRecord, SwarmModel, Trainer
+from experiments.sim_scale.trainers import make_backends
+from experiments.simulated_swarm import open_simulated_trainer, start_simulated_nodes
+from net.identity import Address
+from net.rpc.faults import Fault, FaultPlan
+from net.transport.sim import run, simulate
+from net.transport.sim_events import Heal, HostDown, HostUp, Partition, SetHost
+from net.transport.sim_links import HostOptions, LogNormal
+from net.transport.sim_network import SimNetwork
+from net.wire.compression import Compression
+
+NUM_NODES = 6
+NUM_TRAINERS = 8
+
+FAULTS = {
+    Fault.REFUSE: 0.02,
+    Fault.HANG: 0.01,
+    Fault.DIE: 0.01,
+    Fault.GARBAGE: 0.01,
+    Fault.LATE: 0.1,
+    Fault.WRONG_SHAPE: 0.02,
+}
+
+SCHEDULE = (
+    (4.0, SetHost("node1", HostOptions(up_bps=2e6, down_bps=2e6, extra_latency_s=0.2))),
+    (6.0, HostDown("node2")),
+    (9.0, Partition(groups=(frozenset({"node3", "trainer0", "trainer1"}),))),
+    (14.0, Heal()),
+    (16.0, HostUp("node2")),
+    (18.0, HostDown("node4", silent=True)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScenarioSettings:
+    """Simulate a small swarm with all kinds of trouble and write its metrics."""
+
+    out: Path
+    """The metrics file."""
+    seed: int = 0
+    """Of parameters, text, latencies, losses, faults and scheduling."""
+    steps: int = 48
+    """Of all trainers together."""
+
+
+CONFIG = txl.TransformerXLConfig(
+    vocab_size=200,
+    d_model=16,
+    num_layers=2,
+    num_heads=2,
+    d_ff=32,
+    seq_len=8,
+    mem_len=8,
+    grid_size=(4, 4),
+    k_best=2,
+)
+
+
+def write_metrics(settings: ScenarioSettings) -> None:
+    """Run the scenario from the beginning; `settings.out` gets a line for each step, lost step and total."""
+    settings.out.unlink(missing_ok=True)
+    run(_simulate, settings, seed=settings.seed)
+
+
+async def _simulate(settings: ScenarioSettings) -> None:
+    seed = settings.seed
+    router = product_key(CONFIG.grid_size)
+    backends = make_backends(CONFIG, seed=seed)
+    trunk_params = txl.init_trunk(jax.random.key(seed), CONFIG, router)
+    trunk = SharedTrunk(trunk_params, optax.adam(1e-3), InlineDevice(CostModel(call_s=0.02)))
+    text = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, 5000)
+    statistics = CallStatistics()
+    async with simulate(
+        seed=seed,
+        latency=LogNormal(median_s=0.06, sigma=0.6, floor_s=0.01),
+        hosts=HostOptions(up_bps=20e6, down_bps=100e6),
+        loss=0.01,
+        schedule=SCHEDULE,
+        give_up_s=20.0,
+    ) as network:
+        join = await start_simulated_nodes(
+            network,
+            backends,
+            num_nodes=NUM_NODES,
+            seed=seed,
+            device=lambda _: InlineDevice(CostModel(call_s=0.004, row_s=0.001)),
+            faults=FaultPlan(rates=FAULTS, late_mean_s=0.5, methods=("expert.",), seed=seed),
+            config=NodeConfig(announce_period_s=3.0, record_lifetime_s=9.0),
+        )
+        async with trio.open_nursery() as nursery:
+            for index in range(NUM_TRAINERS):
+                stream = SegmentStream(
+                    text, batch_size=2, seq_len=CONFIG.seq_len, shard=index, num_shards=NUM_TRAINERS, seed=seed
+                )
+                nursery.start_soon(_train, network, index, join, trunk, stream, statistics, settings)
+        append_metric(settings.out, kind="network", **asdict(network.statistics()))
+    totals = asdict(statistics)
+    del totals["host"]
+    append_metric(settings.out, kind="calls", virtual_s=trio.current_time(), **totals)
+
+
+async def _train(
+    network: SimNetwork,
+    index: int,
+    join: Address,
+    trunk: SharedTrunk,
+    stream: SegmentStream,
+    statistics: CallStatistics,
+    settings: ScenarioSettings,
+) -> None:
+    """A trainer, in a process of its own but for the trunk."""
+
+    def on_step(record: StepRecord) -> None:
+        append_metric(settings.out, kind="step", virtual_s=trio.current_time(), **asdict(record))
+
+    def on_lost(trainer: int, error: Exception) -> None:
+        fields = {"trainer": trainer, "error": type(error).__name__, "detail": str(error)}
+        append_metric(settings.out, kind="lost", virtual_s=trio.current_time(), **fields)
+
+    router, device = product_key(CONFIG.grid_size), InlineDevice(CostModel(call_s=0.005, slowdown=1.0 + index % 3))
+    policy = CallPolicy(grace_s=0.5, timeout_s=4.0, compression=list(Compression)[index % len(Compression)])
+    async with open_simulated_trainer(
+        network, f"trainer{index}", seed=settings.seed, join=join, statistics=statistics
+    ) as place:
+        mixtures = [
+            RemoteMixture(
+                expert=CONFIG.expert(),
+                router=router,
+                directory=place.directory,
+                caller=place.caller,
+                device=device,
+                config=MixtureConfig(prefix=layer_prefix(layer), k_best=CONFIG.k_best, policy=policy),
+            )
+            for layer in range(CONFIG.num_layers)
+        ]
+        model = SwarmModel(CONFIG, txl.segments(CONFIG, router), mixtures)
+        await Trainer(index, model, trunk, stream).run(settings.steps, on_step, on_lost)
+
+
+if __name__ == "__main__":
+    write_metrics(parse_command_line(ScenarioSettings, prog="python -m experiments.sim_scale.scenario", args=None))

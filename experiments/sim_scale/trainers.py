@@ -1,0 +1,218 @@
+"""Sixty-four trainers that wait a second for each remote call: what the simulation costs beside the computing.
+
+Both sides are the same XLA calls. First a step of every trainer runs in the simulated swarm, where each of them waits
+in virtual time; then the calls that this made, in the order in which it made them, with the arrays that it passed,
+are made again with nothing around them.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import optax
+import trio
+
+from dmoe_jax import autodiff
+from dmoe_jax.data.batches import SegmentStream
+from dmoe_jax.directory import DirectoryConfig
+from dmoe_jax.grid import all_uids, layer_prefix
+from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
+from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.device import InlineDevice
+from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.trainer import SharedTrunk, SwarmModel, Trainer
+from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
+from net.rpc.faults import Fault, FaultPlan
+from net.transport.sim import run, simulate
+from net.transport.sim_links import Constant
+
+GRID = (4, 4)
+K_BEST = 2
+NUM_NODES = 8
+BATCH_SIZE = 4
+
+# Nodes that stay: announced every minute and looked up as often, not every few seconds as on a volunteer's machine.
+NODE_CONFIG = NodeConfig(announce_period_s=60.0, record_lifetime_s=300.0)
+DIRECTORY_CONFIG = DirectoryConfig(ttl_s=120.0, idle_s=600.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainersResult:
+    """What a step of every trainer took.
+
+    Attributes:
+      wall_s: real seconds in the simulated swarm.
+      compute_s: real seconds of the same XLA calls alone.
+      virtual_s: seconds in the simulation.
+      calls: expert calls placed and answered.
+      xla_calls: that were replayed.
+      loss: mean over the trainers, nats.
+    """
+
+    wall_s: float
+    compute_s: float
+    virtual_s: float
+    calls: int
+    xla_calls: int
+    loss: float
+
+    @property
+    def ratio(self) -> float:
+        """The simulation's time over the computing's."""
+        return self.wall_s / self.compute_s
+
+
+def model_config(num_layers: int) -> txl.TransformerXLConfig:
+    """The demonstration's model, with as many layers as are asked for."""
+    return txl.TransformerXLConfig(
+        vocab_size=2000,
+        d_model=128,
+        num_layers=num_layers,
+        num_heads=4,
+        d_ff=512,
+        seq_len=32,
+        mem_len=32,
+        grid_size=GRID,
+        k_best=K_BEST,
+        cutoffs=(500,),
+    )
+
+
+@dataclass(slots=True)
+class WorkTape:
+    """The XLA calls of a run, in order."""
+
+    calls: list[Callable[[], object]] = field(default_factory=list)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note every call of a trainer's segments and of the experts while the block runs."""
+
+        def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                self.calls.append(lambda: jax.block_until_ready(function(*args)))
+                return function(*args)
+
+            return call
+
+        with (
+            mock.patch.object(autodiff, "_run", noted(autodiff._run)),
+            mock.patch.object(autodiff, "_pull_back", noted(autodiff._pull_back)),
+            mock.patch.object(ExpertBackend, "forward", noted(ExpertBackend.forward)),
+            mock.patch.object(ExpertBackend, "backward", noted(ExpertBackend.backward)),
+        ):
+            yield
+
+    def replay(self) -> float:
+        """Make the calls again, one after the other; seconds of real time. Experts take their updates once more."""
+        started = time.perf_counter()
+        for call in self.calls:
+            call()
+        return time.perf_counter() - started
+
+
+def measure_trainers(*, trainers: int, calls_in_a_row: int, delay_s: float, steps: int, seed: int) -> TrainersResult:
+    """Let every trainer take `steps` steps in virtual time, then make the same XLA calls alone.
+
+    Args:
+      trainers: each on a host of its own.
+      calls_in_a_row: remote calls on the critical path of a step: two for each layer, forward and backward.
+      delay_s: mean of the exponentially distributed delay of each expert call, seconds.
+    """
+    return run(_train, trainers, calls_in_a_row // 2, delay_s, steps, seed, seed=seed)
+
+
+async def _train(num_trainers: int, num_layers: int, delay_s: float, steps: int, seed: int) -> TrainersResult:
+    config = model_config(num_layers)
+    router, device = product_key(GRID), InlineDevice()
+    backends = make_backends(config, seed=seed)
+    # A round brings at most all sequences of all trainers to one expert.
+    next(iter(backends.values())).warm_up(num_trainers * BATCH_SIZE)
+    trunk = SharedTrunk(txl.init_trunk(jax.random.key(seed), config, router), optax.adam(1e-3), device)
+    statistics = CallStatistics()
+    text = np.random.default_rng(seed).integers(0, config.vocab_size, 200_000)
+    late = FaultPlan(rates={Fault.LATE: 1.0}, late_mean_s=delay_s, methods=("expert.",), seed=seed)
+    async with simulate(seed=seed, latency=Constant(0.001)) as network:
+        join = await start_simulated_nodes(
+            network, backends, num_nodes=NUM_NODES, seed=seed, faults=late, config=NODE_CONFIG
+        )
+        trainers: list[Trainer] = []
+        all_ready = trio.Event()
+
+        async def live(index: int) -> None:
+            async with open_simulated_trainer(
+                network, f"trainer{index}", seed=seed, join=join, statistics=statistics, config=DIRECTORY_CONFIG
+            ) as place:
+                stream = SegmentStream(
+                    text, batch_size=BATCH_SIZE, seq_len=config.seq_len, shard=index, num_shards=num_trainers, seed=seed
+                )
+                trainers.append(Trainer(index, _model(config, place), trunk, stream))
+                if len(trainers) == num_trainers:
+                    all_ready.set()
+                await trio.sleep_forever()
+
+        for index in range(num_trainers):
+            network.start(f"trainer{index}", live, index)
+        await all_ready.wait()
+        for trainer in trainers:  # compiles, and fills the directories
+            await trainer.step()
+        return await _measure(trainers, steps, statistics)
+
+
+def _model(config: txl.TransformerXLConfig, place: SimulatedTrainer) -> SwarmModel:
+    router = product_key(GRID)
+    mixtures = [
+        RemoteMixture(
+            expert=config.expert(),
+            router=router,
+            directory=place.directory,
+            caller=place.caller,
+            device=InlineDevice(),
+            config=MixtureConfig(
+                prefix=layer_prefix(layer), k_best=K_BEST, policy=CallPolicy(grace_s=math.inf, timeout_s=600.0)
+            ),
+        )
+        for layer in range(config.num_layers)
+    ]
+    return SwarmModel(config, txl.segments(config, router), mixtures)
+
+
+async def _measure(trainers: list[Trainer], steps: int, statistics: CallStatistics) -> TrainersResult:
+    tape, losses = WorkTape(), []
+    calls_before = statistics.ok
+
+    async def work(trainer: Trainer) -> None:
+        for _ in range(steps):
+            losses.append((await trainer.step()).loss)
+
+    with tape.recording():
+        started, started_virtual = time.perf_counter(), trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for trainer in trainers:
+                nursery.start_soon(work, trainer)
+        wall_s, virtual_s = time.perf_counter() - started, trio.current_time() - started_virtual
+    return TrainersResult(
+        wall_s=wall_s,
+        compute_s=tape.replay(),
+        virtual_s=virtual_s,
+        calls=statistics.ok - calls_before,
+        xla_calls=len(tape.calls),
+        loss=float(np.mean(losses)),
+    )
+
+
+def make_backends(config: txl.TransformerXLConfig, *, seed: int) -> dict[str, ExpertBackend]:
+    """Every expert of every layer."""
+    expert, optimizer = config.expert(), optax.adam(1e-3)
+    uids = [str(uid) for layer in range(config.num_layers) for uid in all_uids(layer_prefix(layer), GRID)]
+    keys = jax.random.split(jax.random.key(seed), len(uids))
+    return {uid: ExpertBackend(expert, optimizer, expert.init(key)) for uid, key in zip(uids, keys, strict=True)}

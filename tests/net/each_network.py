@@ -1,0 +1,135 @@
+"""Every network there is, to run one test body over all of them.
+
+The real ones run in real time over loopback, the simulated one in virtual time. It is there twice: as it is, and with
+`check_frames`, which sends every byte through the parser of the real ones.
+"""
+
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+import trio
+import trio.testing
+
+from net.identity import Address, PeerId
+from net.keys import Identity
+from net.transport.base import Link, Transport
+from net.transport.sim import run, simulate
+from net.transport.tcp import TcpTransport
+from net.transport.tls import TlsTransport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """What a test gets: two peers of one network.
+
+    Attributes:
+      client, server: their transports.
+      any_port: where the server may listen.
+      client_host: where the server sees the client.
+      settle: waits until nothing happens any more.
+    """
+
+    client: Transport
+    server: Transport
+    any_port: Address
+    client_host: str
+    settle: Callable[[], Awaitable[None]]
+
+    async def pair(self) -> tuple[Link, Link]:
+        """A link: (dialled, accepted)."""
+        listener = await self.server.listen(self.any_port)
+        links: list[Link] = []
+        async with trio.open_nursery() as nursery:
+
+            async def dial() -> None:
+                links.append(await self.client.dial(listener.address, peer_id=self.server.peer_id))
+
+            nursery.start_soon(dial)
+            accepted = await listener.accept()
+            await accepted.handshake()
+        await listener.aclose()
+        return links[0], accepted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """A way to run the suite."""
+
+    name: str
+    run: Callable[[Callable[[], Awaitable[None]]], None]
+    open: Callable[[], AbstractAsyncContextManager[Ends]]
+    num_connects: int = 1000
+
+
+async def _quiet() -> None:
+    await trio.testing.wait_all_tasks_blocked(0.03)
+
+
+async def _one_minute() -> None:
+    await trio.sleep(60.0)
+
+
+@asynccontextmanager
+async def _tcp() -> AsyncIterator[Ends]:
+    yield Ends(
+        client=TcpTransport(),
+        server=TcpTransport(),
+        any_port=Address("127.0.0.1", 0),
+        client_host="127.0.0.1",
+        settle=_quiet,
+    )
+
+
+@asynccontextmanager
+async def _tls() -> AsyncIterator[Ends]:
+    yield Ends(
+        client=TlsTransport(Identity.from_seed(b"c" * 32)),
+        server=TlsTransport(Identity.from_seed(b"s" * 32)),
+        any_port=Address("127.0.0.1", 0),
+        client_host="127.0.0.1",
+        settle=_quiet,
+    )
+
+
+@asynccontextmanager
+async def _sim(check_frames: bool) -> AsyncIterator[Ends]:
+    async with simulate(check_frames=check_frames) as network:
+        yield Ends(
+            client=network.transport("laptop", PeerId(b"c" * 32)),
+            server=network.transport("server", PeerId(b"s" * 32)),
+            any_port=Address("server", 0),
+            client_host="laptop",
+            settle=_one_minute,
+        )
+
+
+NETWORKS = [
+    Network(name="tcp", run=trio.run, open=_tcp),
+    Network(name="tls", run=trio.run, open=_tls, num_connects=300),  # two handshakes of 1.5 ms each
+    Network(name="sim", run=run, open=functools.partial(_sim, check_frames=False)),
+    Network(name="sim-checked", run=run, open=functools.partial(_sim, check_frames=True)),
+]
+
+
+def on_every_network(body: Callable[[Ends], Awaitable[None]]) -> Callable[[Network], None]:
+    """A test for each network out of one body."""
+
+    @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)
+    def test(network: Network) -> None:
+        async def main() -> None:
+            async with network.open() as ends:
+                with trio.fail_after(600.0 if network.run is run else 60.0):
+                    await body(ends)
+
+        network.run(main)
+
+    test.__name__, test.__doc__ = body.__name__, body.__doc__
+    return test
+
+
+def drop(*links: Link) -> None:
+    for link in links:
+        link.abort()
