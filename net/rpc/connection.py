@@ -15,14 +15,14 @@ from net.errors import (
     RemoteFailure,
     RemoteProtocolError,
 )
-from net.identity import Address, PeerId
+from net.identity import Address
 from net.rpc.base import Body, Reply, Request
 from net.rpc.fault_acts import act_before, act_instead_of_reply
 from net.rpc.faults import FaultInjector
 from net.rpc.service import Service
 from net.rpc.session import Action, CancelRun, FinishCall, RpcSession, RunCall
 from net.transport.base import Link
-from net.wire.frames import Part
+from net.wire.frames import EncodedFrame, Part
 from net.wire.messages import CallError, CallReply, CallStart, ErrorKind, Hello
 from net.wire.tensors import Outgoing, plain
 
@@ -71,7 +71,7 @@ class Connection:
     Args:
       link: fresh from a transport; the connection closes it.
       is_outgoing: whether we dialled it.
-      peer_id, instance, port: who we are and where we listen, for the peer.
+      hello: who we are and where we listen, for the peer; see `hello_of`.
       service: what the other end may call.
       on_hello: called once, when the other end has said who it is, and that is true as far as the network can tell.
       faults: what is to go wrong with our answers; None for nothing.
@@ -82,9 +82,7 @@ class Connection:
         link: Link,
         *,
         is_outgoing: bool,
-        peer_id: PeerId,
-        instance: bytes,
-        port: int | None,
+        hello: EncodedFrame,
         service: Service,
         on_hello: Callable[["Connection"], None],
         faults: FaultInjector | None = None,
@@ -94,7 +92,7 @@ class Connection:
         self._service = service
         self._on_hello = on_hello
         self._faults = faults
-        self._session = RpcSession(peer_id=peer_id, instance=instance, port=port)
+        self._session = RpcSession(hello)
         self._pending: dict[int, _PendingCall] = {}
         self._handler_scopes: dict[int, trio.CancelScope] = {}
         self._scope = trio.CancelScope()
@@ -122,9 +120,9 @@ class Connection:
         return self._cause is None and not self._session.is_leaving
 
     @property
-    def is_parting(self) -> bool:
-        """It lives, but takes no more calls."""
-        return self._cause is None and self._session.is_leaving
+    def has_parted(self) -> bool:
+        """One of its ends has had enough of it: it takes no more calls, and is over or will be soon."""
+        return self._session.is_leaving
 
     @property
     def is_idle(self) -> bool:
@@ -172,6 +170,8 @@ class Connection:
         Does not raise (besides `trio.Cancelled`): a connection's trouble is its own. Its end cancels the handlers
         that serve it and fails the calls that wait on it.
         """
+        # For the handshake and the greeting; whoever does not say who it is keeps no place for longer.
+        self._scope.deadline = trio.current_time() + HELLO_TIMEOUT_S
         try:
             with self._scope:
                 if await self._handshake():
@@ -184,7 +184,9 @@ class Connection:
             is_clean = self._cause is None or not isinstance(self._cause, RemoteProtocolError)
             is_mute = self._scope.cancelled_caught and self.remote is None
             self._end(
-                ConnectionLost(f"{self.link.remote_address} did not say hello" if is_mute else "this peer was closed")
+                ConnectionLost(
+                    f"{self.link.remote_address} did not say who it is" if is_mute else "this peer was closed"
+                )
             )
             if is_clean:
                 with trio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
@@ -236,17 +238,13 @@ class Connection:
             pending.done.set()
 
     async def _handshake(self) -> bool:
-        """Whether the other end may talk to us. Whoever does not say who it is keeps no place for longer."""
+        """Whether the other end may talk to us."""
         try:
-            with trio.move_on_after(HELLO_TIMEOUT_S):
-                await self.link.handshake()
-                self._scope.deadline = trio.current_time() + HELLO_TIMEOUT_S
-                return True
-            self._end(ConnectionLost(f"{self.link.remote_address} did not finish the handshake"))
+            await self.link.handshake()
         except NetError as exc:
             _log.info("refused %s: %s", self.link.remote_address, exc)
             self._end(exc)
-        return False
+        return self._cause is None
 
     async def _write(self) -> None:
         """The only task that sends: parts leave whole and in order, whoever is cancelled meanwhile."""

@@ -15,6 +15,7 @@ from net.rpc.connection import Connection
 from net.rpc.connections import ConnectionTable
 from net.rpc.faults import FaultInjector
 from net.rpc.service import Service
+from net.rpc.session import hello_of
 from net.transport.base import Link, Listener, Transport
 from net.wire.messages import INSTANCE_BYTES, MAX_TIMEOUT_S
 from net.wire.tensors import Outgoing, as_received
@@ -144,8 +145,9 @@ class RpcPeer:
         self._idle_s = idle_s
         self._max_outgoing = max_outgoing_connections
         self._max_incoming = max_incoming_connections
-        # Chance that changes nothing: it is only ever compared with itself.
-        self._instance = secrets.token_bytes(INSTANCE_BYTES)
+        # Chance that changes nothing, not even in a simulation: an instance is only ever compared with another.
+        instance = secrets.token_bytes(INSTANCE_BYTES)
+        self._hello = hello_of(peer_id, instance=instance, port=None if address is None else address.port)
         self._service = Service()
         self._backoff = Backoff()
         self._dials: dict[Contact | Address, _Dial] = {}
@@ -230,7 +232,7 @@ class RpcPeer:
             )
             if connection is None:
                 connection = await self._dialled(target)
-            if not connection.is_parting:
+            if not connection.has_parted:
                 return connection
             # It gave way to another one in the moment between: both ends had dialled.
 
@@ -336,9 +338,7 @@ class RpcPeer:
         connection = Connection(
             link,
             is_outgoing=is_outgoing,
-            peer_id=self._peer_id,
-            instance=self._instance,
-            port=None if self._address is None else self._address.port,
+            hello=self._hello,
             service=self._service,
             on_hello=on_hello,
             faults=self._faults,

@@ -34,7 +34,7 @@ from net.rpc.base import Body
 from net.rpc.outbox import Key, Outbox
 from net.wire.compression import COMPRESSIONS, Compressed
 from net.wire.frame_reader import WINDOW_BYTES, window_cost
-from net.wire.frames import Frame, Part
+from net.wire.frames import EncodedFrame, Frame, Part
 from net.wire.messages import (
     CallCancel,
     CallError,
@@ -92,23 +92,32 @@ class FinishCall:
 Action = RunCall | CancelRun | FinishCall
 
 
-class RpcSession:
-    """State of one connection: calls placed, calls being served, frames to send.
+def hello_of(peer_id: PeerId, *, instance: bytes, port: int | None, window_bytes: int = WINDOW_BYTES) -> EncodedFrame:
+    """The greeting of a peer.
 
     Args:
       peer_id: who we are.
       instance: drawn once for each process.
       port: where we listen; None in client mode.
-      window_bytes: what the peer may send ahead.
+      window_bytes: what the other end may send ahead.
+    """
+    hello = Hello(peer_id=peer_id, instance=instance, port=port, window_bytes=window_bytes, compressions=_COMPRESSIONS)
+    return encode_message(hello)
+
+
+class RpcSession:
+    """State of one connection: calls placed, calls being served, frames to send.
+
+    Args:
+      hello: what we say first, see `hello_of`; one serves all sessions of a peer.
+      window_bytes: what the peer may send ahead, as `hello` says.
       max_outgoing, max_incoming, max_queued, max_answer_bytes: the bounds above; smaller in tests.
     """
 
     def __init__(
         self,
+        hello: EncodedFrame,
         *,
-        peer_id: PeerId,
-        instance: bytes,
-        port: int | None,
         window_bytes: int = WINDOW_BYTES,
         max_outgoing: int = MAX_OUTGOING_CALLS,
         max_incoming: int = MAX_INCOMING_CALLS,
@@ -131,10 +140,7 @@ class RpcSession:
         self._heard_goodbye = False
         self._outbox = Outbox()
         self._actions: list[Action] = []
-        hello = Hello(
-            peer_id=peer_id, instance=instance, port=port, window_bytes=window_bytes, compressions=_COMPRESSIONS
-        )
-        self._enqueue("hello", 0, hello)
+        self._outbox.put(("hello", 0), hello)
 
     @property
     def remote(self) -> Hello | None:

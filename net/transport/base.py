@@ -39,6 +39,7 @@ class Link(Protocol):
         """Send parts of frames in order, in as few writes as the network allows.
 
         Returns once the network took them over, not once they arrived; waits while it takes no more (back-pressure).
+        May return without a checkpoint when it takes them at once.
         The frames' tensors must not change before. If cancelled, a part may have left incompletely: nothing more
         can be sent, and `abort` is the only sensible thing left to do.
 
@@ -55,6 +56,8 @@ class Link(Protocol):
 
         Raises:
           ConnectionLost: the link went down, or ended inside a frame.
+          HandshakeFailed: nothing has come yet, and the end that was dialled refuses us: a dialling end learns that no
+            sooner in TLS 1.3.
           RemoteProtocolError: what arrived is not made of frames; the link is of no further use.
         """
         ...

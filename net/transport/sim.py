@@ -52,7 +52,7 @@ _HOST = HostOptions()
 _STUCK_AFTER_S = 1e9
 """30 years of virtual time. When every task waits for ever, the clock jumps to this deadline at once."""
 
-_COLLECT_AFTER = 50_000
+_COLLECT_AFTER = 250_000
 """New objects. What is in flight between a thousand hosts is looked at again and again, and is no garbage: at Python's
 own 700 this takes 40 % of the time, at 50,000 next to nothing, for some 10 MB of garbage that lives longer."""
 

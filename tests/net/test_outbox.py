@@ -8,7 +8,7 @@ import pytest
 from net.errors import RemoteProtocolError
 from net.identity import PeerId
 from net.rpc.outbox import MAX_STREAMS, Outbox
-from net.rpc.session import FinishCall, RpcSession, RunCall
+from net.rpc.session import FinishCall, RpcSession, RunCall, hello_of
 from net.wire.frame_reader import FrameReader, window_cost
 from net.wire.frames import CHUNK_BYTES, EncodedFrame, Part, encode_frame
 from net.wire.messages import CallStart, Hello, encode_message
@@ -21,6 +21,11 @@ WINDOW = 4 * MIB
 def frame(nbytes: int, name: int = 0) -> EncodedFrame:
     """A frame with a body of `nbytes` bytes."""
     return encode_frame({"name": name}, [np.full(nbytes, name % 251, np.uint8)] if nbytes else [])
+
+
+def session(raw_id: bytes, *, window_bytes: int = 64 * MIB, **bounds: int) -> RpcSession:
+    hello = hello_of(PeerId(raw_id), instance=bytes(8), port=None, window_bytes=window_bytes)
+    return RpcSession(hello, window_bytes=window_bytes, **bounds)
 
 
 def outbox(window_bytes: int = 64 * MIB) -> Outbox:
@@ -159,7 +164,7 @@ def received(reader: FrameReader, data: bytes) -> list[tuple[int, int]]:
 
 def test_a_peer_that_ignores_the_window_is_dropped() -> None:
     """Requests that were not answered hold their share."""
-    bob = RpcSession(peer_id=PeerId(b"b" * 32), instance=b"b" * 8, port=None, window_bytes=MIB)
+    bob = session(b"b" * 32, window_bytes=MIB)
     hello = Hello(peer_id=PeerId(b"a" * 32), instance=b"a" * 8, port=None, window_bytes=MIB)
     bob.receive_untrusted(encode_message(hello).frame)
     starts = [
@@ -176,7 +181,7 @@ def test_a_peer_that_ignores_the_window_is_dropped() -> None:
 
 def test_calls_are_turned_away_while_answers_wait() -> None:
     """A peer that calls and does not read costs a bounded amount of memory."""
-    bob = RpcSession(peer_id=PeerId(b"b" * 32), instance=b"b" * 8, port=None, max_answer_bytes=MIB)
+    bob = session(b"b" * 32, max_answer_bytes=MIB)
     hello = Hello(peer_id=PeerId(b"a" * 32), instance=b"a" * 8, port=None, window_bytes=64 * MIB)
     bob.receive_untrusted(encode_message(hello).frame)
     ran = []
@@ -196,10 +201,7 @@ def test_traffic_of_all_sizes_gets_through_and_keeps_the_window(window_bytes: in
     rng = random.Random(window_bytes)
     sizes = (0, 0, 100, 50 * KIB, 256 * KIB, 257 * KIB, 700 * KIB, 3 * MIB)
     arrays = {size: np.zeros(size, np.uint8) for size in sizes}
-    sessions = [
-        RpcSession(peer_id=PeerId(bytes([i]) * 32), instance=bytes(8), port=None, window_bytes=window_bytes)
-        for i in (0, 1)
-    ]
+    sessions = [session(bytes([i]) * 32, window_bytes=window_bytes) for i in (0, 1)]
     readers = [FrameReader(window_bytes=window_bytes) for _ in sessions]
     waiting: tuple[set[int], set[int]] = (set(), set())
     serving: tuple[list[int], list[int]] = ([], [])
@@ -264,9 +266,7 @@ def test_traffic_of_all_sizes_gets_through_and_keeps_the_window(window_bytes: in
 
 def test_credit_is_not_sent_for_every_small_tensor() -> None:
     """Up to an eighth of the window is given back together."""
-    alice, bob = (
-        RpcSession(peer_id=PeerId(bytes([i]) * 32), instance=bytes(8), port=None, window_bytes=MIB) for i in (0, 1)
-    )
+    alice, bob = (session(bytes([i]) * 32, window_bytes=MIB) for i in (0, 1))
 
     def pass_on(source: RpcSession, target: RpcSession) -> list[str]:
         kinds = []

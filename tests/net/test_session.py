@@ -9,6 +9,7 @@ import pytest
 from net.errors import LocalProtocolError, PeerBusy, RemoteProtocolError
 from net.identity import PeerId
 from net.rpc.session import Action, CancelRun, FinishCall, RpcSession, RunCall
+from net.rpc.session import hello_of as hello_of_session
 from net.wire.compression import Compressed, Compression
 from net.wire.frame_reader import WINDOW_BYTES
 from net.wire.frames import Frame
@@ -33,7 +34,7 @@ EVERYTHING = 2**40
 
 
 def session_of(peer_id: PeerId, *, port: int | None = None, **bounds: int) -> RpcSession:
-    return RpcSession(peer_id=peer_id, instance=peer_id.raw[:8], port=port, **bounds)
+    return RpcSession(hello_of_session(peer_id, instance=peer_id.raw[:8], port=port), **bounds)
 
 
 def hello_of(peer_id: PeerId, *, port: int | None = None) -> Hello:

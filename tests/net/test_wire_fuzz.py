@@ -15,7 +15,7 @@ import pytest
 
 from net.errors import RemoteProtocolError
 from net.identity import PeerId
-from net.rpc.session import RpcSession, RunCall
+from net.rpc.session import RpcSession, RunCall, hello_of
 from net.wire import codec, frame_reader, messages, tensors
 from net.wire.frame_reader import FrameReader
 from tests.net.wire_damage import FLOATS, damaged_stream
@@ -28,7 +28,7 @@ MAX_INPUT_S = 1.0
 
 def busy_session() -> RpcSession:
     """A call of ours has left, a second one will after Hello: answers to both are legal, and so is some credit."""
-    session = RpcSession(peer_id=PeerId(b"\x01" * 32), instance=bytes(8), port=None, window_bytes=WINDOW_BYTES)
+    session = RpcSession(hello_of(PeerId(b"\x01" * 32), instance=bytes(8), port=None))
     session.place_call("m", {}, (), timeout_s=1.0)
     session.take_parts(2**20)
     session.place_call("m", {}, (FLOATS,), timeout_s=1.0)
