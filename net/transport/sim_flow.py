@@ -19,7 +19,7 @@ from net.transport.sim_events import Reachability
 from net.transport.sim_links import Constant, LatencyModel, Loss, SimHost
 from net.wire.frames import Frame
 
-SEND_BUFFER_BYTES = 256 * 1024
+SEND_BUFFER_BYTES = 512 * 1024
 """What a flow holds back before its sender has to wait: about a socket's buffer, and one part of a large frame."""
 
 RECEIVE_BUFFER_BYTES = 4 * 2**20

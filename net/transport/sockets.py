@@ -22,13 +22,16 @@ from net.wire.frames import Part
 
 _log = logging.getLogger(__name__)
 
-BATCH_BYTES = 256 * 1024
+BATCH_BYTES = 512 * 1024
 """What is handed to the network in one go, about: the system call then costs little beside the copy or the cipher, and
 it is what an encrypted link holds in memory while the socket takes no more."""
 
 _JOIN_BYTES = 16 * 1024
 """Neighbouring pieces below this are copied together; larger ones are sent from where they lie. Such a copy costs less
 than a microsecond, about as much as one more piece, and it is the most that one TLS record holds."""
+
+_TURN_BYTES = 2**20
+"""Received from one connection, or sent on it, before other tasks get a turn: a millisecond's work or less."""
 
 _MAX_PIECES = 64
 """In one system call: well below every system's limit (POSIX promises 16, all that matter have 1024), which only
@@ -42,7 +45,7 @@ _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.E
 
 _ACCEPT_RETRY_S = 0.1
 _LINGER_ZERO = struct.pack("ii", 1, 0)  # struct linger: on, 0 s; closing then resets the connection
-_CAN_GATHER = hasattr(socket.socket, "sendmsg")  # not on Windows
+_CAN_GATHER = hasattr(socket.socket, "sendmsg") and hasattr(socket.socket, "recvmsg_into")  # not on Windows
 
 
 class ByteStream:
@@ -62,6 +65,7 @@ class ByteStream:
         self._sock = socket.socket(fileno=sock.detach())
         self._sock.setblocking(False)
         self._is_sending = False
+        self._turn_bytes = self._sent_turn_bytes = 0  # received and sent since others had a turn
         self._unyielded = 0  # bytes received since other tasks could last run
         self.remote_address = remote_address
 
@@ -90,37 +94,39 @@ class ByteStream:
         self._is_sending = False
 
     async def send_all(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Send the pieces, one after the other, in as few system calls as it takes. None of them is empty.
+        """Send the pieces, one after the other, in as few system calls as it takes. None of them is empty. No
+        checkpoint while the system takes them at once, but one for every `_TURN_BYTES` at least.
 
         Raises:
           ConnectionLost: the connection is down or closed.
         """
-        await trio.lowlevel.checkpoint_if_cancelled()
         left = pieces if _CAN_GATHER else [b"".join(pieces)]
         try:
-            while True:
+            while left:
+                if self._sent_turn_bytes >= _TURN_BYTES:
+                    self._sent_turn_bytes = 0
+                    await trio.lowlevel.checkpoint()
                 try:
                     sent = self._sock.sendmsg(left) if len(left) > 1 else self._sock.send(left[0])
                 except BlockingIOError:
+                    self._sent_turn_bytes = 0
                     await trio.lowlevel.wait_writable(self._sock)
                     continue
+                self._sent_turn_bytes += sent
                 left = _rest(left, sent)
-                if not left:
-                    break
         except (OSError, trio.ClosedResourceError) as exc:
             raise self._lost(exc) from exc
-        await trio.lowlevel.cancel_shielded_checkpoint()
 
     def send_now(self, data: bytes) -> None:
         """Send what the socket takes at once: for a last word to a peer that is not worth waiting for."""
         with suppress(OSError):
             self._sock.send(data)
 
-    async def receive_into(self, buffer: memoryview) -> int:
-        """Fill the front of `buffer` with what is there, or with what comes first.
+    async def receive_into(self, *buffers: memoryview) -> int:
+        """Fill the buffers, one after the other, with what is there, or with what comes first.
 
-        The buffer is not touched before the last moment: no other task runs between that and the return. Of data
-        that are there already, up to `BATCH_BYTES` are received without a checkpoint.
+        The buffers are not touched before the last moment: no other task runs between that and the return. No
+        checkpoint while there is something to read, but one for every `_TURN_BYTES` at least.
 
         Returns:
           how many bytes; 0 once the peer has ended its side of the connection.
@@ -132,19 +138,23 @@ class ByteStream:
             while True:
                 if self.is_closed:
                     raise trio.ClosedResourceError("it was closed on this side")
-                if not 0 < self._unyielded < BATCH_BYTES:
-                    self._unyielded = 0
-                    await trio.lowlevel.wait_readable(self._sock)
-                try:
-                    nbytes = self._sock.recv_into(buffer)
-                except BlockingIOError:
-                    self._unyielded = 0
-                    continue
-                # After a full buffer there is probably more, and asking costs less than waiting.
-                self._unyielded = self._unyielded + nbytes if nbytes == len(buffer) else 0
-                return nbytes
+                if self._turn_bytes < _TURN_BYTES:
+                    try:
+                        nbytes = self._recv(buffers)
+                    except BlockingIOError:
+                        pass
+                    else:
+                        self._turn_bytes += nbytes
+                        return nbytes
+                self._turn_bytes = 0
+                await trio.lowlevel.wait_readable(self._sock)
         except (OSError, trio.ClosedResourceError) as exc:
             raise self._lost(exc) from exc
+
+    def _recv(self, buffers: tuple[memoryview, ...]) -> int:
+        if len(buffers) == 1 or not _CAN_GATHER:
+            return self._sock.recv_into(buffers[0])
+        return self._sock.recvmsg_into(buffers)[0]
 
     def close(self) -> None:
         """Close; what was sent still leaves. Idempotent; wakes the tasks that wait here."""

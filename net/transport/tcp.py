@@ -52,7 +52,7 @@ class TcpLink:
             frame = self._reader.next_frame_untrusted()
             if frame is not None:
                 return frame
-            nbytes = await self._stream.receive_into(self._reader.buffer())
+            nbytes = await self._stream.receive_into(*self._reader.buffers())
             if nbytes == 0:
                 if self._reader.at_boundary:
                     return None

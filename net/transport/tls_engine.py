@@ -1,6 +1,6 @@
 """TLS 1.3 without the network: ciphertext in and out of memory, plaintext in and out of the caller's buffers.
 
-OpenSSL works in records of 16 KiB. Fed through a socket, each costs two system calls to read; here 256 KiB of
+OpenSSL works in records of 16 KiB. Fed through a socket, each costs two system calls to read; here 512 KiB of
 ciphertext come in at once, and each record is decrypted into the place where its plaintext belongs.
 """
 
@@ -154,8 +154,9 @@ class TlsEngine:
             raise ConnectionLost(f"connection to {self._remote} lost: its encryption has failed before")
         filled = 0
         try:
-            while filled < len(buffer) and (self._incoming.pending or self._ssl.pending()):
-                nbytes = self._read_into(len(buffer) - filled, buffer[filled:])
+            size = len(buffer)
+            while filled < size:  # until it wants more: to ask beforehand would take longer than the exception
+                nbytes = self._read_into(size - filled, buffer[filled:])
                 if nbytes == 0:
                     self.is_closed_by_peer = True
                     break

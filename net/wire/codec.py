@@ -67,7 +67,7 @@ def decode_untrusted(data: bytes | bytearray | memoryview) -> Any:
         value = cbor2.loads(
             raw,
             tag_hook=_refuse_tag,
-            semantic_decoders=dict.fromkeys(_KNOWN_TAGS, _refuse_tag),
+            semantic_decoders=_DECODERS,
             max_depth=MAX_DEPTH,
             allow_indefinite=False,
             allow_duplicate_keys=False,
@@ -84,6 +84,9 @@ def decode_untrusted(data: bytes | bytearray | memoryview) -> Any:
 
 def _refuse_tag(*_: Any) -> NoReturn:
     raise ValueError("tags are not allowed")
+
+
+_DECODERS = dict.fromkeys(_KNOWN_TAGS, _refuse_tag)
 
 
 def _check(value: Any, depth: int) -> None:

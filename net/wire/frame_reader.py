@@ -38,6 +38,11 @@ _SCRATCH_BYTES = 32 * 1024
 most a preamble and the largest header, if such a header comes."""
 
 
+_NEXT_HEAD_BYTES = 4096
+"""Received beyond the end of a chunk: the next preamble, and perhaps some small frames. What belongs to the next chunk
+has to be copied, so not more."""
+
+
 def window_cost(body_nbytes: int, window_bytes: int) -> int:
     """What a frame counts for in a window: its body, but at most half of the window, so that every frame can pass."""
     return min(body_nbytes, window_bytes // 2)
@@ -96,12 +101,22 @@ class FrameReader:
             self._start = self._end = 0
         return memoryview(self._scratch)[self._end :]
 
+    def buffers(self) -> tuple[memoryview, ...]:
+        """`buffer()`, and where what follows it belongs: the head of the next part, for one system call less."""
+        first = self.buffer()
+        if self._target is None or self._end > len(self._scratch) - _NEXT_HEAD_BYTES:
+            return (first,)
+        if self._start == self._end:
+            self._start = self._end = 0
+        return (first, memoryview(self._scratch)[self._end : self._end + _NEXT_HEAD_BYTES])
+
     def received(self, nbytes: int) -> None:
-        """Record that `nbytes` bytes have been written to the front of `buffer()`."""
+        """Record that `nbytes` bytes have been written to the front of `buffer()`, or of `buffers()` together."""
         if self._target is not None:
-            self._target.filled += nbytes
-        else:
-            self._end += nbytes
+            here = min(nbytes, self._target_end - self._target.filled)
+            self._target.filled += here
+            nbytes -= here
+        self._end += nbytes
 
     def next_frame_untrusted(self) -> Frame | None:
         """The next complete frame, or None when more bytes are needed.

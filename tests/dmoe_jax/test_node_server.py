@@ -54,7 +54,7 @@ class Rig:
 
 
 @asynccontextmanager
-async def open_rig(*, cost: CostModel = CostModel(), config: NodeConfig | None = None) -> AsyncIterator[Rig]:
+async def open_rig(*, cost: CostModel | None = None, config: NodeConfig | None = None) -> AsyncIterator[Rig]:
     network = DirectNetwork(latency_s=0.01)
     host = network.caller(HOST, PeerId.draw(random.Random(1)))
     trainer = network.caller(None, PeerId.draw(random.Random(2)))
@@ -66,7 +66,9 @@ async def open_rig(*, cost: CostModel = CostModel(), config: NodeConfig | None =
     clock = SwarmClock(start_s=50.0)
     async with (
         open_dht_node(host, clock=clock, rng=random.Random(3)) as host_dht,
-        open_expert_node(host, host_dht, backends, device=InlineDevice(cost), config=config or NodeConfig()) as node,
+        open_expert_node(
+            host, host_dht, backends, device=InlineDevice(cost or CostModel()), config=config or NodeConfig()
+        ) as node,
     ):
         yield Rig(node, backends, trainer)
 

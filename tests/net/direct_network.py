@@ -117,7 +117,7 @@ class DirectCaller:
         *,
         timeout_s: float,
     ) -> Reply:
-        """Sleep once, then run the target's handler. Whoever sits at a contact's address is called: nothing is proven."""
+        """Sleep once, then run the target's handler: of whoever sits at a contact's address, for nothing is proven."""
         address = target.address if isinstance(target, Contact) else target
         self._network.calls.append((self.address, address, method))
         with trio.move_on_after(timeout_s):

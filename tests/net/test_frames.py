@@ -224,14 +224,14 @@ VIOLATIONS: list[tuple[str, bytes, str]] = [
     ("chunk above 1 MiB", opening(4 * MIB) + preamble(CHUNK, 0, MIB + 1), "a chunk of 1048577"),
     ("chunk beyond the body", OPENED + preamble(CHUNK, 0, LARGE + 1), "a chunk of"),
     ("second chunk beyond the body", OPENED + chunk(0, b"ab") + preamble(CHUNK, 0, LARGE - 1), "a chunk of"),
-    ("many frames under way", 256 * OPENED, "under way together"),
+    ("many frames under way", 128 * OPENED, "under way together"),
 ]
 
 
 @pytest.mark.parametrize(("data", "message"), [row[1:] for row in VIOLATIONS], ids=[row[0] for row in VIOLATIONS])
 def test_preambles_are_judged_before_anything_else_arrives(data: bytes, message: str) -> None:
     """Each rule about parts can be broken by a preamble alone, and is enforced when its last byte is there."""
-    last = 16 if data != 256 * OPENED else len(OPENED)
+    last = 16 if data != 128 * OPENED else len(OPENED)
     reader = FrameReader()
     read(data[:-last], reader=reader)
     read(data[-last:][:15], sizes=(1,), reader=reader)

@@ -14,7 +14,7 @@ from net.wire.frames import CHUNK_BYTES, EncodedFrame, Part, encode_frame
 from net.wire.messages import CallStart, Hello, encode_message
 from tests.net.wire_parts import KIB, MIB, part_bytes
 
-WRITE_BYTES = 256 * KIB
+WRITE_BYTES = 512 * KIB
 WINDOW = 4 * MIB
 
 
@@ -64,10 +64,10 @@ def test_a_small_frame_waits_for_one_chunk_at_most() -> None:
 def test_a_flood_of_small_frames_does_not_stop_a_large_one() -> None:
     """Every write carries a chunk of it, however much waits before."""
     box = outbox()
-    box.put(("call", 0), frame(1 * MIB, 0))
+    box.put(("call", 0), frame(2 * MIB, 0))
     for write in range(4):
-        for index in range(100):
-            box.put(("call", 1 + 100 * write + index), frame(4 * KIB, 1))
+        for index in range(150):
+            box.put(("call", 1 + 150 * write + index), frame(4 * KIB, 1))
         assert any(part.nbytes > CHUNK_BYTES for part in box.take(WRITE_BYTES)[0])
 
 
@@ -199,7 +199,7 @@ def test_traffic_of_all_sizes_gets_through_and_keeps_the_window(window_bytes: in
     """Both sides call, answer and give up at random, joined by bytes: the reader and the session, which enforce the
     window, never complain; nothing deadlocks; every call that was kept is answered."""
     rng = random.Random(window_bytes)
-    sizes = (0, 0, 100, 50 * KIB, 256 * KIB, 257 * KIB, 700 * KIB, 3 * MIB)
+    sizes = (0, 0, 100, 50 * KIB, 512 * KIB, 513 * KIB, 1100 * KIB, 3 * MIB)
     arrays = {size: np.zeros(size, np.uint8) for size in sizes}
     sessions = [session(bytes([i]) * 32, window_bytes=window_bytes) for i in (0, 1)]
     readers = [FrameReader(window_bytes=window_bytes) for _ in sessions]

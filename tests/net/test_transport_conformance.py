@@ -52,7 +52,7 @@ async def test_frames_of_all_sizes_arrive_in_order(ends: Ends) -> None:
 async def test_streams_interleave_and_arrive_when_complete(ends: Ends) -> None:
     """Two large frames in turns, a small one between, and one that is given up: order of completion, no trace of it."""
     dialled, accepted = await ends.pair()
-    frames = [numbered(0, 700_000), numbered(1, 500_000), numbered(2, 900_000), numbered(3, 10)]
+    frames = [numbered(0, 1_400_000), numbered(1, 1_000_000), numbered(2, 1_800_000), numbered(3, 10)]
     slow, quick, lost = (OutgoingStream(frame, index) for index, frame in enumerate(frames[:3]))
     parts = [stream.next_part() for _ in range(2) for stream in (slow, quick, lost)]
     parts += [whole_part(frames[3]), lost.reset_part()]

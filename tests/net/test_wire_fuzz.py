@@ -21,7 +21,7 @@ from net.wire.frame_reader import FrameReader
 from tests.net.wire_damage import FLOATS, damaged_stream
 
 NUM_INPUTS = 20_000
-WINDOW_BYTES = 2**19
+WINDOW_BYTES = 2**20
 MAX_INPUT_S = 1.0
 """Of processor time, for one input: a hundred times what the slowest takes, and noise does not reach it."""
 

@@ -41,7 +41,7 @@ BOUNDARIES = [
     65536,
     65537,
     262143,
-    262144,
+    524288,
     262145,
     2**20,
     2**20 + 1,
@@ -64,7 +64,7 @@ TENSORS = (
     np.ones(3, ml_dtypes.bfloat16),
 )
 COMPRESSED = tuple(Compressed(FLOATS[:4100], kind) for kind in Compression if kind is not Compression.NONE)
-LARGE = np.zeros(300_000, np.uint8)
+LARGE = np.zeros(600_000, np.uint8)
 
 MESSAGES: list[Message] = [
     CallStart(call_id=1, method="forward", timeout_s=2.5, body={"uid": "ffn.3.17"}, tensors=TENSORS),
@@ -99,13 +99,13 @@ class RawPart:
 
 
 def raw_parts(message: Message) -> list[RawPart]:
-    """A message as it would be sent alone; a large one in chunks of 200,000 bytes as stream 0."""
+    """A message as it would be sent alone; a large one in chunks of 400,000 bytes as stream 0."""
     encoded = encode_message(message)
     body = b"".join(encoded.body)
     header = codec.decode_untrusted(encoded.head)
     if not encoded.is_large:
         return [RawPart(WHOLE, len(encoded.head), len(body), header, body)]
-    chunks = [body[start : start + 200_000] for start in range(0, len(body), 200_000)]
+    chunks = [body[start : start + 400_000] for start in range(0, len(body), 400_000)]
     parts = [RawPart(OPEN, len(encoded.head), len(body), header, b"")]
     return parts + [RawPart(CHUNK, 0, len(chunk), None, chunk) for chunk in chunks]
 

@@ -12,7 +12,7 @@ from net.wire.frames import EncodedFrame, Frame, OutgoingStream, Part, whole_par
 PREAMBLE = struct.Struct("!2sBBIQ")
 WHOLE, OPEN, CHUNK, RESET = range(4)
 KIB, MIB = 2**10, 2**20
-WHOLE_BYTES = 256 * KIB
+WHOLE_BYTES = 512 * KIB
 """The largest body of a WHOLE part."""
 
 

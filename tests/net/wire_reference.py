@@ -60,7 +60,7 @@ def decode_stream(data: bytes) -> list[Message]:
         need(magic == b"DX" and version == 2 and kind <= 3, "preamble")
         at += 16
         if kind <= 1:
-            need(number <= 65536 and length <= 2**28 and (kind == 1) == (length > 262144), "lengths of a frame")
+            need(number <= 65536 and length <= 2**28 and (kind == 1) == (length > 524288), "lengths of a frame")
             message = decode_header(data[at : at + number])
             need(body_length(message.table) == length, "table and body")
             at += number
