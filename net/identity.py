@@ -111,3 +111,8 @@ class Contact:
 
     def __str__(self) -> str:
         return f"{self.peer_id.short}@{self.address}"
+
+
+def address_of(target: Contact | Address) -> Address:
+    """Where a contact listens; an address is that itself."""
+    return target.address if isinstance(target, Contact) else target

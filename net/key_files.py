@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from net.identity import PEER_ID_BYTES, PeerId
+from net.identity import PeerId
 from net.keys import MIN_SECRET_BYTES, Identity, IdentityError
 
 if sys.platform != "win32":
@@ -124,10 +124,10 @@ def load_allow_list(path: str | Path) -> frozenset[PeerId]:
         digits = line.partition("#")[0].strip()
         if not digits:
             continue
-        # Not `fromhex` alone, which skips white space.
-        if len(digits) != 2 * PEER_ID_BYTES or not set(digits) <= set("0123456789abcdefABCDEF"):
-            raise IdentityError(f"{path} line {number}: expected a peer id of 64 hexadecimal digits, got {digits!r}")
-        allowed.add(PeerId(bytes.fromhex(digits)))
+        try:
+            allowed.add(PeerId.parse(digits))
+        except ValueError as exc:
+            raise IdentityError(f"{path} line {number}: {exc}") from exc
     if not allowed:
         raise IdentityError(f"{path} names nobody, expected a peer id of 64 hexadecimal digits a line")
     return frozenset(allowed)

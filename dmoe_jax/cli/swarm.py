@@ -95,11 +95,11 @@ async def join_swarm(
 
 async def find_entrances(
     caller: Caller, targets: Sequence[Contact | Address], network: NetworkOptions
-) -> tuple[Address, ...]:
+) -> tuple[Contact | Address, ...]:
     """Ask everybody to join through at once; wait for every answer, but only half a second after the first.
 
     Returns:
-      the addresses to hand to the DHT. One that was named with its peer is among them only if that peer has answered
+      whom to hand to the DHT. One that was named with its peer is among them only if that peer has answered
       there; of the others, those that are down too, for the DHT tries them again later.
 
     Raises:
@@ -139,8 +139,7 @@ async def find_entrances(
         raise DialFailed(f"cannot join the swarm{f' {network.terms}' if is_about_trust else ''}: {reasons}")
     for failure in filter(_is_about_trust, failures.values()):
         _log.warning("not joined through all peers: %s", failure)
-    wanted = [target for target in others if target in answered or isinstance(target, Address)]
-    return tuple(target.address if isinstance(target, Contact) else target for target in wanted)
+    return tuple(target for target in others if target in answered or isinstance(target, Address))
 
 
 def _is_ourselves(caller: Caller, target: Contact | Address) -> bool:

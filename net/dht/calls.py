@@ -13,7 +13,7 @@ from net.dht.peer_book import Met, PeerBook
 from net.dht.records import Record, SubkeyEntry, merge_entries
 from net.dht.routing_table import NodeId
 from net.errors import CallFailed, PeerBusy, PeerUnavailable, RemoteProtocolError
-from net.identity import Address, Contact, PeerId
+from net.identity import Address, Contact, PeerId, address_of
 from net.rpc.base import Body, Caller
 
 PEER_ERRORS = (PeerUnavailable, CallFailed, RemoteProtocolError)
@@ -64,7 +64,7 @@ class DhtCalls:
         sent = self._clock.now()
         body = await self._call(target, messages.PING, messages.ping_body(client=self._is_client))
         peer_id, their_now = messages.parse_ping_reply_untrusted(body)
-        contact = Contact(peer_id, target.address if isinstance(target, Contact) else target)
+        contact = Contact(peer_id, address_of(target))
         self._note_answer(contact)
         self.clock_skew_s = their_now - (sent + self._clock.now()) / 2
         return contact
@@ -143,22 +143,24 @@ class DhtCalls:
             self._book.failed(contact, self._clock.now())
 
 
-async def first_answers(calls: DhtCalls, addresses: Sequence[Address], *, grace_s: float) -> tuple[Contact, ...]:
-    """Ping addresses all at once; wait for every answer, but only `grace_s` after the first.
+async def first_answers(
+    calls: DhtCalls, targets: Sequence[Contact | Address], *, grace_s: float
+) -> tuple[Contact, ...]:
+    """Ping contacts or addresses all at once; wait for every answer, but only `grace_s` after the first.
 
     Returns:
       who answered, in the order of answers; empty if nobody did.
     """
     answered: list[Contact] = []
 
-    async def ping(address: Address, scope: trio.CancelScope) -> None:
+    async def ping(target: Contact | Address, scope: trio.CancelScope) -> None:
         try:
-            answered.append(await calls.ping(address))
+            answered.append(await calls.ping(target))
         except PEER_ERRORS:
             return
         scope.deadline = min(scope.deadline, trio.current_time() + grace_s)
 
     async with trio.open_nursery() as nursery:
-        for address in addresses:
-            nursery.start_soon(ping, address, nursery.cancel_scope)
+        for target in targets:
+            nursery.start_soon(ping, target, nursery.cancel_scope)
     return tuple(answered)

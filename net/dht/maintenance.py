@@ -13,7 +13,7 @@ from net.dht.peer_book import Met, PeerBook
 from net.dht.records import as_updates
 from net.dht.routing_table import NodeId
 from net.dht.storage import RecordStorage
-from net.identity import Address, Contact, PeerId
+from net.identity import Address, Contact, PeerId, address_of
 
 MAX_JOBS = 256
 """Most jobs waiting. Further ones are dropped: a peer that is met again makes the same job again."""
@@ -92,7 +92,7 @@ class Maintenance:
         self,
         *,
         own_address: Address | None,
-        initial_peers: Sequence[Address],
+        initial_peers: Sequence[Contact | Address],
         book: PeerBook,
         storages: Sequence[RecordStorage],
         jobs: JobQueue,
@@ -102,7 +102,7 @@ class Maintenance:
         config: DhtConfig,
         rng: random.Random,
     ) -> None:
-        self._initial_peers = tuple(dict.fromkeys(a for a in initial_peers if a != own_address))
+        self._initial_peers = tuple(dict.fromkeys(peer for peer in initial_peers if address_of(peer) != own_address))
         self._book = book
         self._storages = storages
         self._jobs = jobs
@@ -113,7 +113,7 @@ class Maintenance:
         # A stream of its own for each task: what one draws does not depend on when the others run.
         self._refresh_rng, self._rejoin_rng, self._sweep_rng = (random.Random(rng.getrandbits(64)) for _ in range(3))
 
-    async def join(self) -> tuple[Address, ...]:
+    async def join(self) -> tuple[Contact | Address, ...]:
         """Meet the swarm through the initial peers.
 
         Returns:
@@ -179,9 +179,9 @@ class Maintenance:
             due = trio.current_time() + jitter(self._config.rejoin_period_s, self._rejoin_rng)
             known = {contact.address for contact in self._book.table.contacts()}
             lost = self._book.draw_lost(LOST_DRAWS, self._rejoin_rng)
-            wanted = [*self._initial_peers, *(contact.address for contact in lost)]
-            addresses = tuple(dict.fromkeys(address for address in wanted if address not in known))
-            if await first_answers(self._calls, addresses, grace_s=self._config.rpc_timeout_s):
+            wanted = dict.fromkeys((*self._initial_peers, *lost))
+            unknown = [target for target in wanted if address_of(target) not in known]
+            if await first_answers(self._calls, unknown, grace_s=self._config.rpc_timeout_s):
                 await self._lookup(self._book.table.local_id)
 
     async def _sweep(self) -> None:

@@ -97,7 +97,7 @@ class DhtNode:
         *,
         clock: SwarmClock,
         rng: random.Random,
-        initial_peers: Sequence[Address],
+        initial_peers: Sequence[Contact | Address],
         is_client: bool,
         config: DhtConfig,
     ) -> None:
@@ -336,7 +336,7 @@ async def open_dht_node(
     *,
     clock: SwarmClock,
     rng: random.Random,
-    initial_peers: Sequence[Address] = (),
+    initial_peers: Sequence[Contact | Address] = (),
     client_mode: bool = False,
     config: DhtConfig = DhtConfig(),  # noqa: B008 (frozen)
 ) -> AsyncIterator[DhtNode]:
@@ -348,6 +348,7 @@ async def open_dht_node(
 
     Args:
       caller: places and serves the calls. Register a DHT node on it once: handlers cannot be taken back.
+      initial_peers: through whom to join; a contact must be who it says, an address may be anybody.
       client_mode: only ask, never serve; implied when `caller` listens nowhere.
 
     Raises:

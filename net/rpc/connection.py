@@ -362,7 +362,7 @@ class Connection:
     def _request(self, start: CallStart) -> Request:
         remote = self._session.remote
         assert remote is not None  # the session lets no call through before Hello
-        host = self.link.remote_address.host
+        host = remote.host or self.link.remote_address.host
         return Request(
             method=start.method,
             body=start.body,

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from net.errors import ConnectionLost, DialFailed, HandshakeFailed, PeerTimeout
-from net.identity import Address, Contact, PeerId
+from net.identity import Address, Contact, PeerId, address_of
 from net.rpc.backoff import Backoff
 from net.rpc.base import Body, Handler, Reply, Request
 from net.rpc.connection import Connection
@@ -90,6 +90,7 @@ async def open_rpc_peer(
                 nursery,
                 peer_id=peer_id,
                 address=address,
+                announced_host=announce,
                 faults=faults,
                 idle_s=idle_s,
                 max_outgoing_connections=max_outgoing_connections,
@@ -131,6 +132,7 @@ class RpcPeer:
         *,
         peer_id: PeerId,
         address: Address | None,
+        announced_host: str | None,
         faults: FaultInjector | None,
         idle_s: float,
         max_outgoing_connections: int,
@@ -147,7 +149,8 @@ class RpcPeer:
         self._max_incoming = max_incoming_connections
         # Chance that changes nothing, not even in a simulation: an instance is only ever compared with another.
         instance = secrets.token_bytes(INSTANCE_BYTES)
-        self._hello = hello_of(peer_id, instance=instance, port=None if address is None else address.port)
+        port = None if address is None else address.port
+        self._hello = hello_of(peer_id, instance=instance, port=port, host=announced_host)
         self._service = Service()
         self._backoff = Backoff()
         self._dials: dict[Contact | Address, _Dial] = {}
@@ -259,7 +262,7 @@ class RpcPeer:
     def _check_may_dial(self, target: Contact | Address) -> None:
         if isinstance(target, Contact) and target.peer_id == self._peer_id:
             raise DialFailed(f"{target} is this peer itself")
-        why_not = self._backoff.why_not(_address_of(target), trio.current_time())
+        why_not = self._backoff.why_not(address_of(target), trio.current_time())
         if why_not is not None:
             raise DialFailed(why_not)
         if self._connections.num_open(outgoing=True) + len(
@@ -273,7 +276,7 @@ class RpcPeer:
         try:
             try:
                 with dial.scope:
-                    link = await self._transport.dial(_address_of(target), peer_id=expected)
+                    link = await self._transport.dial(address_of(target), peer_id=expected)
             except DialFailed as exc:
                 dial.error = exc
                 return
@@ -286,7 +289,7 @@ class RpcPeer:
                 if self._dials.get(target) is dial:
                     del self._dials[target]
                 if dial.error is not None:
-                    self._backoff.failed(_address_of(target), str(dial.error), trio.current_time())
+                    self._backoff.failed(address_of(target), str(dial.error), trio.current_time())
                 dial.done.set()
 
     async def _run_dialled(self, link: Link, target: Contact | Address, dial: _Dial, expected: PeerId | None) -> None:
@@ -295,10 +298,10 @@ class RpcPeer:
             await connection.run()
         finally:
             self._connections.remove(connection)
-            if isinstance(connection.cause, HandshakeFailed):
-                dial.error = DialFailed(str(connection.cause))
-            elif connection.cause is not None:
-                dial.error = DialFailed(f"cannot connect to {target}: {connection.cause}")
+            cause = connection.cause
+            is_refusal = isinstance(cause, HandshakeFailed)
+            dial.error = DialFailed(str(cause) if is_refusal else f"cannot connect to {target}: {cause}")
+            dial.error.__cause__ = cause
 
     async def _accept(self, listener: Listener) -> None:
         while True:
@@ -353,7 +356,3 @@ class RpcPeer:
             now = trio.current_time()
             for connection in self._connections:
                 connection.check(now, idle_s=self._idle_s)
-
-
-def _address_of(target: Contact | Address) -> Address:
-    return target.address if isinstance(target, Contact) else target

@@ -92,16 +92,26 @@ class FinishCall:
 Action = RunCall | CancelRun | FinishCall
 
 
-def hello_of(peer_id: PeerId, *, instance: bytes, port: int | None, window_bytes: int = WINDOW_BYTES) -> EncodedFrame:
+def hello_of(
+    peer_id: PeerId, *, instance: bytes, port: int | None, host: str | None = None, window_bytes: int = WINDOW_BYTES
+) -> EncodedFrame:
     """The greeting of a peer.
 
     Args:
       peer_id: who we are.
       instance: drawn once for each process.
       port: where we listen; None in client mode.
+      host: where we are reached, if not on the host that we call from.
       window_bytes: what the other end may send ahead.
     """
-    hello = Hello(peer_id=peer_id, instance=instance, port=port, window_bytes=window_bytes, compressions=_COMPRESSIONS)
+    hello = Hello(
+        peer_id=peer_id,
+        instance=instance,
+        port=port,
+        host=host,
+        window_bytes=window_bytes,
+        compressions=_COMPRESSIONS,
+    )
     return encode_message(hello)
 
 

@@ -109,7 +109,8 @@ class TlsEngine:
         except ssl.SSLWantReadError:
             return False
         except ssl.SSLCertVerificationError as exc:
-            raise HandshakeFailed(f"{self._remote} is not of our swarm: {exc.verify_message}") from exc
+            why = f"it has another swarm secret, or none ({exc.verify_message})"
+            raise HandshakeFailed(f"{self._remote} is not of our swarm: {why}") from exc
         except ssl.SSLError as exc:
             raise HandshakeFailed(f"{self._remote} {_explain(exc)}") from exc
         return True
@@ -186,4 +187,7 @@ class TlsEngine:
 def _explain(exc: ssl.SSLError) -> str:
     if "ALERT" in (exc.reason or ""):
         return REFUSED
-    return f"does not speak our TLS: {(exc.reason or str(exc)).lower().replace('_', ' ')}"
+    text = (exc.reason or str(exc)).lower().replace("_", " ")
+    # What OpenSSL says of plain frames, or of any other protocol.
+    hint = " (is it run with --insecure-loopback?)" if exc.reason == "WRONG_VERSION_NUMBER" else ""
+    return f"does not speak our TLS: {text}{hint}"

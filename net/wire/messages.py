@@ -34,6 +34,9 @@ MAX_WINDOW_BYTES = 2**40
 INSTANCE_BYTES = 8
 """Enough that a process started again never draws the same."""
 
+MAX_HOST_CHARACTERS = 255
+"""RFC 1035 section 2.3.4."""
+
 MAX_COMPRESSIONS = 16
 MAX_COMPRESSION_CHARACTERS = 32
 """Names in a `Hello`: a peer may know compressions that we do not."""
@@ -57,7 +60,9 @@ class Hello:
     Attributes:
       peer_id: the sender. A claim on a plain connection; an encrypted one proves it, and the two must agree.
       instance: drawn when the sender's process started: tells a second connection from a restart.
-      port: where the sender listens, on the host that it calls from; None in client mode.
+      port: where the sender listens; None in client mode.
+      host: where the sender is reached, if not on the host that it calls from: it knows better behind a router that
+        forwards ports, or in a container's network. A claim; who dials it checks who answers.
       window_bytes: how much the other end may send ahead, see `net.rpc.outbox`.
       compressions: names of the compressions that the sender can undo.
     """
@@ -66,6 +71,7 @@ class Hello:
     instance: bytes
     port: int | None
     window_bytes: int
+    host: str | None = None
     compressions: tuple[str, ...] = ()
 
 
@@ -151,6 +157,7 @@ def encode_message(message: Message) -> EncodedFrame:
                 "type": "hello",
                 "peer_id": message.peer_id.raw,
                 "instance": message.instance,
+                "host": message.host,
                 "port": message.port,
                 "window": message.window_bytes,
                 "compressions": list(message.compressions),
@@ -209,6 +216,9 @@ def _parse_hello(frame: Frame) -> Hello:
         raise RemoteProtocolError(f"peer_id must be {PEER_ID_BYTES} bytes")
     if port is not None and (type(port) is not int or not 1 <= port <= 65535):
         raise RemoteProtocolError("port must be an integer from 1 to 65535, or null")
+    host = frame.header["host"]
+    if host is not None and (type(host) is not str or not 1 <= len(host) <= MAX_HOST_CHARACTERS):
+        raise RemoteProtocolError(f"host must be a string of 1 to {MAX_HOST_CHARACTERS} characters, or null")
     instance, window_bytes = frame.header["instance"], frame.header["window"]
     if type(instance) is not bytes or len(instance) != INSTANCE_BYTES:
         raise RemoteProtocolError(f"instance must be {INSTANCE_BYTES} bytes")
@@ -218,6 +228,7 @@ def _parse_hello(frame: Frame) -> Hello:
         peer_id=PeerId(raw),
         instance=instance,
         port=port,
+        host=host,
         window_bytes=window_bytes,
         compressions=_compressions(frame.header["compressions"]),
     )
@@ -298,7 +309,7 @@ def _body(frame: Frame) -> dict[str, Any]:
 
 _PARSERS: dict[str, tuple[frozenset[str], bool, Callable[[Frame], Message]]] = {
     "hello": (
-        frozenset({"type", "peer_id", "instance", "port", "window", "compressions"}),
+        frozenset({"type", "peer_id", "instance", "host", "port", "window", "compressions"}),
         False,
         _parse_hello,
     ),

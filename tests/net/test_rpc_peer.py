@@ -72,6 +72,25 @@ async def test_the_handler_knows_its_caller() -> None:
         assert isinstance(client, Caller)
 
 
+async def test_a_peer_may_say_where_it_is_reached() -> None:
+    """Behind a router or in a container it knows better than the address that its calls come from."""
+    seen: list[Address | None] = []
+
+    async def remember(request: Request) -> Reply:
+        seen.append(request.peer_address)
+        return Reply()
+
+    async with (
+        peers() as (server, _, address),
+        open_rpc_peer(TcpTransport(), peer_id=PeerId(b"x" * 32), listen=ANY_PORT, announce="localhost") as other,
+    ):
+        server.add_handler("remember", remember)
+        await other.call(address, "remember", {}, timeout_s=LONG_S)
+        assert seen == [other.address]
+        assert other.address is not None
+        assert other.address.host == "localhost"
+
+
 async def test_every_peer_answers_ping_and_can_call_itself() -> None:
     """rpc.ping needs no handler, and a peer is reachable at its own address."""
     async with peers() as (server, client, address):

@@ -70,6 +70,7 @@ MESSAGES: dict[str, Message] = {
         peer_id=PeerId(bytes(range(32))),
         instance=bytes(range(0xA0, 0xA8)),
         port=4001,
+        host="a.example",
         window_bytes=2**26,
         compressions=("float16", "bfloat16", "blockwise8"),
     ),

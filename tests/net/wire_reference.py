@@ -23,7 +23,7 @@ NUMPY = {
 }  # fmt: skip
 BLOCK = 4096
 FIELDS = {
-    "hello": {"type", "peer_id", "instance", "port", "window", "compressions"},
+    "hello": {"type", "peer_id", "instance", "host", "port", "window", "compressions"},
     "call": {"type", "id", "method", "timeout_s", "body"},
     "reply": {"type", "id", "body"},
     "error": {"type", "id", "kind", "message"},
