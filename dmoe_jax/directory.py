@@ -25,6 +25,7 @@ from net.dht.node import DhtNode, StoreItem
 from net.dht.records import Dictionary, Entry, Record, Value, live, merge
 from net.errors import RemoteProtocolError
 from net.identity import Contact, PeerId
+from net.nursery import background_nursery
 
 MAX_CACHED_PREFIXES = 16_384
 """Most prefixes that a directory remembers; the least recently used go first. A 4-D grid of 16^4 experts has
@@ -297,17 +298,10 @@ async def open_expert_directory(
     config: DirectoryConfig = DirectoryConfig(),
 ) -> AsyncIterator[ExpertDirectory]:
     """A directory that keeps itself fresh until the block ends."""
-    failure: Exception | None = None
-    async with trio.open_nursery() as nursery:
+    async with background_nursery() as nursery:
         directory = ExpertDirectory(dht, nursery, config=config)
         nursery.start_soon(directory.run)
-        try:
-            yield directory
-        except Exception as error:
-            failure = error  # raised below as it is: the nursery would wrap it into an ExceptionGroup
-        nursery.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
+        yield directory
 
 
 def _parse_children(record: Record | None) -> dict[int, _Child]:

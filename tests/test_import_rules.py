@@ -13,6 +13,7 @@ SOURCES = sorted(path for package in ("net", "dmoe_jax") for path in (ROOT / pac
 SHELLS = {
     "net.clock",
     "net.key_files",
+    "net.nursery",
     "net.transport.base",
     "net.transport.sim",
     "net.transport.sim_agenda",
@@ -58,7 +59,7 @@ LAYERS = [
     {"dmoe_jax.cli"},
 ]
 NET_LAYERS = [
-    {"net.errors", "net.identity", "net.clock", "net.chance", "net.keys", "net.key_files"},
+    {"net.errors", "net.identity", "net.clock", "net.chance", "net.keys", "net.key_files", "net.nursery"},
     {"net.wire"},
     {"net.transport"},
     {"net.rpc"},

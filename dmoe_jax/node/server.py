@@ -36,6 +36,7 @@ from dmoe_jax.node.requests import ExpertRequest
 from net.dht.node import DhtNode
 from net.errors import NetError, PeerBusy, RemoteFailure
 from net.identity import Contact
+from net.nursery import background_nursery
 from net.rpc.base import Caller, Reply, Request
 from net.wire.compression import Compression
 from net.wire.tensors import as_outgoing
@@ -259,21 +260,16 @@ async def open_expert_node(
     node = ExpertNode(backends, device, config)
     node.register(caller)
     announcer = _Announcer(dht, [parse_uid(uid) for uid in backends], Contact(caller.peer_id, caller.address), config)
-    failure: Exception | None = None
-    async with trio.open_nursery() as nursery:
+    async with background_nursery() as nursery:
         nursery.start_soon(node.run_batches)
         await announcer.announce()
         nursery.start_soon(announcer.run)
         try:
             yield node
-        except Exception as error:
-            failure = error  # raised below as it is: the nursery would wrap it into an ExceptionGroup
         finally:
             nursery.cancel_scope.cancel()
             with trio.move_on_after(2.0, shield=True):
                 await announcer.withdraw()
-    if failure is not None:
-        raise failure
 
 
 class _Announcer:

@@ -35,6 +35,7 @@ from net.dht.service import DhtService
 from net.dht.storage import RecordStorage
 from net.errors import DialFailed
 from net.identity import Address, Contact, PeerId
+from net.nursery import background_nursery
 from net.rpc.base import Caller
 
 Found = Record
@@ -356,22 +357,13 @@ async def open_dht_node(
     """
     is_client = client_mode or caller.address is None
     node = DhtNode(caller, clock=clock, rng=rng, initial_peers=initial_peers, is_client=is_client, config=config)
-    failure: Exception | None = None
     try:
         await node.join()
-        async with trio.open_nursery() as nursery:
+        async with background_nursery() as nursery:
             nursery.start_soon(node.run)
-            try:
-                yield node
-            except Exception as error:
-                # Taken around the nursery, which would wrap it: the block's own error should come out as it is, and
-                # not once more inside an ExceptionGroup for each node that happens to be open.
-                failure = error
-            nursery.cancel_scope.cancel()
+            yield node
     finally:
         node.close()
-    if failure is not None:
-        raise failure
 
 
 def _check_key(key: str) -> str:

@@ -9,6 +9,7 @@ import trio
 
 from net.errors import ConnectionLost, DialFailed, HandshakeFailed, PeerTimeout
 from net.identity import Address, Contact, PeerId, address_of
+from net.nursery import background_nursery
 from net.rpc.backoff import Backoff
 from net.rpc.base import Body, Handler, Reply, Request
 from net.rpc.connection import Connection
@@ -79,9 +80,8 @@ async def open_rpc_peer(
     if transport.peer_id not in (None, peer_id):
         raise ValueError(f"the transport proves us to be {transport.peer_id}, not {peer_id}")
     listener = None if listen is None else await transport.listen(listen)
-    block_error: Exception | None = None
     try:
-        async with trio.open_nursery() as nursery:
+        async with background_nursery() as nursery:
             address = None if listener is None else listener.address
             if address is not None and announce is not None:
                 address = Address(announce, address.port)
@@ -101,16 +101,8 @@ async def open_rpc_peer(
             nursery.start_soon(peer._look_after_connections)
             try:
                 yield peer
-            except Exception as exc:
-                block_error = exc
-                raise
             finally:
                 peer._is_closed = True
-                nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        if block_error is not None and group.exceptions == (block_error,):
-            raise block_error from block_error.__cause__
-        raise
     finally:
         if listener is not None:
             with trio.CancelScope(shield=True):
