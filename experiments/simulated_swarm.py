@@ -98,22 +98,37 @@ async def start_simulated_nodes(
 ) -> Address:
     """Start expert nodes as programs of the hosts node0, node1, ...; experts are dealt out in turn.
 
-    They live as long as the network. A node whose host goes down and comes up again serves its experts as they were.
+    They live as long as the network. A node whose host goes down and comes up again serves its experts as they were,
+    and finds the swarm again through whichever of the other nodes is there.
 
     Args:
-      device: the device of a host; None: work takes no virtual time.
+      network: where they live; none of these hosts may be down yet.
+      backends: the experts by uid. Warm, or what is compiled at the first call takes real time, but no virtual time.
+      num_nodes: at most one for each expert.
+      seed: of the nodes' identities and choices.
+      device: the device of a host, asked for at each of its starts; None: work takes no virtual time.
       faults: what goes wrong with their calls.
+      config: of all nodes.
 
     Returns:
       where to join, once all of them serve.
+
+    Raises:
+      ValueError: there are more nodes than experts, or no nodes.
     """
-    first = Address("node0", PORT)
+    if not 1 <= num_nodes <= len(backends):
+        raise ValueError(f"num_nodes must be from 1 to the {len(backends)} experts, got {num_nodes}")
+    addresses = [Address(f"node{index}", PORT) for index in range(num_nodes)]
+    first = addresses[0]
     all_serve = trio.Event()
-    num_serving = 0
+    have_served: dict[str, None] = {}  # hosts
 
     async def serve(host: str, own: Mapping[str, ExpertBackend]) -> None:
-        nonlocal num_serving
-        join = [] if host == first.host else [first]
+        # At first they come one after the other to the first; later the first itself may be who is missing.
+        if host in have_served:
+            join = [address for address in addresses if address.host != host]
+        else:
+            join = [] if host == first.host else [first]
         while True:
             try:
                 async with (
@@ -126,16 +141,16 @@ async def start_simulated_nodes(
                         config=NodeConfig() if config is None else config,
                     ),
                 ):
-                    num_serving += 1
-                    if num_serving == num_nodes:
+                    have_served[host] = None
+                    if len(have_served) == num_nodes:
                         all_serve.set()
                     await trio.sleep_forever()
             except DialFailed:  # nobody to join yet
                 await trio.sleep(_JOIN_AGAIN_S)
 
-    for index in range(num_nodes):
+    for index, address in enumerate(addresses):
         own = {uid: backends[uid] for uid in list(backends)[index::num_nodes]}
-        network.start(f"node{index}", serve, f"node{index}", own)
+        network.start(address.host, serve, address.host, own)
     await all_serve.wait()
     return first
 
@@ -150,7 +165,19 @@ async def open_simulated_trainer(
     statistics: CallStatistics | None = None,
     config: DirectoryConfig | None = None,
 ) -> AsyncIterator[SimulatedTrainer]:
-    """A trainer's process: in client mode, as behind a router that lets nobody in."""
+    """A trainer's process: in client mode, as behind a router that lets nobody in.
+
+    Args:
+      network: where it lives.
+      host: its host, with nothing else on it.
+      seed: of its identity and choices.
+      join: what `start_simulated_nodes` returned.
+      statistics: of its expert calls; several trainers may share one.
+      config: how often it looks for experts.
+
+    Raises:
+      DialFailed: nobody is there to join.
+    """
     async with (
         open_simulated_peer(network, host, seed=seed, join=[join], client_mode=True) as peer,
         open_expert_directory(peer.dht, config=DirectoryConfig() if config is None else config) as directory,

@@ -17,6 +17,7 @@ def write_report(
     title: str = "Training run",
     summary: str = "",
     command: str | None = None,
+    figure_text: str = "Perplexity, load of the experts, throughput and failed calls of this run",
 ) -> Path:
     """Write report.md: headline, figure if there is one, what happened, settings, how to do it again.
 
@@ -26,6 +27,7 @@ def write_report(
       title: the first line.
       summary: a paragraph under it, for instance which corpus was used.
       command: what to type to get this run again; default: the command line that made the folder.
+      figure_text: what the figure shows, for those who cannot see it.
 
     Returns:
       Path of the report.
@@ -39,7 +41,7 @@ def write_report(
         _table(("figure", "value"), [(_words(name), value) for name, value in headline.items()]),
     ]
     if (run_folder.path / FIGURE).exists():
-        parts.append(f"![Perplexity, load of the experts, throughput and failed calls of this run]({FIGURE})")
+        parts.append(f"![{figure_text}]({FIGURE})")
     parts += ["## What happened", _events(run_folder.metrics())]
     parts += ["## Settings", _table(("setting", "value"), _flatten(config.get("settings", {})))]
     parts += [

@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import trio
 from rich.console import Console
 from rich.table import Table
 
-from dmoe_jax.cli.common import parse_command_line
+from dmoe_jax.cli.common import fail, parse_command_line
 from dmoe_jax.runs.report import write_report
 from dmoe_jax.runs.run_folder import RunFolder, append_metric, read_metrics
 from experiments.local_swarm import LocalSwarm, ProcessFailed, SwarmProcess, open_local_swarm
@@ -65,10 +65,27 @@ def main() -> None:
     """Entry point."""
     settings = parse_command_line(DemoSettings, prog="python -m experiments.demo", args=None)
     try:
-        sys.exit(trio.run(_supervised, settings))
-    except* (ProcessFailed, ValueError) as group:
-        print(f"demo: error: {_first_leaf(group)}", file=sys.stderr)
-        sys.exit(1)
+        status = trio.run(_supervised, settings)
+    except (KeyboardInterrupt, ProcessFailed, ValueError, BaseExceptionGroup) as error:
+        _exit_after(error)
+    sys.exit(status)
+
+
+def _exit_after(error: BaseException) -> NoReturn:
+    """One line after an early or second Ctrl-C, a process that failed or a wrong value.
+
+    Not in an `except*` clause: what that raises comes out in a group, with a traceback and status 1, if anything was
+    left to raise beside it, and before Python 3.11.4 always.
+    """
+    errors = BaseExceptionGroup("", [error])
+    if errors.subgroup(KeyboardInterrupt) is not None:
+        print("demo: interrupted", file=sys.stderr)
+        sys.exit(_EXIT_INTERRUPTED)
+    wrong_values, others = errors.split(ValueError)
+    explanation = errors.subgroup(ProcessFailed) or (None if others else wrong_values)
+    if explanation is not None:
+        fail(str(_first_leaf(explanation)), prog="demo")
+    raise error
 
 
 def _first_leaf(error: BaseException) -> BaseException:

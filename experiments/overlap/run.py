@@ -118,7 +118,12 @@ def main() -> None:
     headline = trio.run(_measure, settings, folder, console)
     rounds = [record["wall_s"] for record in folder.metrics() if record["kind"] == "round"]
     overlap_figure(rounds, headline["critical_path_s"], BAR, settings.trainers, folder.path / FIGURE)
-    write_report(folder, headline, title="Overlap of asynchronous trainers")
+    write_report(
+        folder,
+        headline,
+        title="Overlap of asynchronous trainers",
+        figure_text="Wall time of each round beside the waits on its critical path",
+    )
     table = Table(title="Overlap of asynchronous trainers", show_header=False, title_justify="left")
     for name, value in headline.items():
         table.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))

@@ -4,61 +4,109 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from dmoe_jax.runs.run_folder import read_metrics, replaced_file
-from dmoe_jax.runs.style import GREY, KILLED, VALID, dress
-
-EVENTS = {
-    "SetHost": "slow peer",
-    "HostDown": "node down",
-    "Partition": "partition",
-    "Heal": "heal",
-    "HostUp": "node up",
-}
+from dmoe_jax.runs.style import FAINT, GREY, INK, KILLED, VALID, dress
+from net.transport.sim_events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost, SetLatency
 
 
-def scale_figure(headline: Mapping[str, Any], records: Sequence[Mapping[str, Any]], path: Path) -> Path:
+def scale_figure(
+    headline: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    path: Path,
+    *,
+    trainers: int,
+    bars: tuple[float, float],
+) -> Path:
     """Draw figure.png.
 
     Args:
       headline: the figures of the run.
       records: its metrics.
       path: where the picture goes; the scenario's metrics lie beside it.
+      trainers: that took a step.
+      bars: of the time of that step, as a multiple of its computing, and of the messages a second.
     """
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    figure = Figure(figsize=(12, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    cost, rate, story = figure.subplots(1, 3, width_ratios=(1, 1, 2))
-    bars = [headline["trainers_compute_s"], headline["trainers_wall_s"]]
-    cost.bar(["XLA alone", "swarm"], bars, color=[GREY, VALID], width=0.6)
-    cost.axhline(3.0 * bars[0], color=KILLED, linestyle="--", linewidth=1.2)
-    cost.set_ylim(0, 3.4 * bars[0])
-    dress(cost, f"A step of 64 trainers (s): {headline['trainers_ratio']:.2f}x", "")
+    cost, rate, story = figure.subplots(1, 3, width_ratios=(3, 3, 7))
+    _draw_cost(cost, [record for record in records if record["kind"] == "step"], bars[0])
+    dress(cost, f"A step of {trainers} trainers (s)", "measurement")
     rates = [record["messages_per_s"] for record in records if record["kind"] == "messages"]
-    rate.bar(range(1, len(rates) + 1), rates, color=VALID, width=0.6)
-    rate.axhline(5000.0, color=KILLED, linestyle="--", linewidth=1.2)
-    rate.set_xticks(range(1, len(rates) + 1))
-    rate.set_ylim(0, 1.2 * max(5000.0, *rates))
-    dress(rate, f"Messages/s, {headline['peers']} peers", "run")
+    places = range(1, len(rates) + 1)
+    rate.bar(places, rates, color=VALID, width=0.6)
+    for place, value in zip(places, rates, strict=True):
+        rate.text(place, value, f"{value:,.0f}", ha="center", va="bottom", fontsize=9, color=INK)
+    rate.axhline(bars[1], color=KILLED, linestyle="--", linewidth=1.2, label=f"bar {bars[1]:,.0f}")
+    _fit(rate, len(rates), max(bars[1], *rates))
+    dress(rate, f"Messages/s, {headline['peers']:,} peers", "measurement")
     _draw_story(story, path.parent)
     with replaced_file(path) as temporary:
         figure.savefig(temporary, dpi=130)
     return path
 
 
-def _draw_story(axes: Any, folder: Path) -> None:
-    """Steps of the scenario over virtual time, one line for each process: they coincide."""
-    from experiments.sim_scale.scenario import SCHEDULE
+def _draw_cost(axes: Axes, steps: Sequence[Mapping[str, Any]], bar: float) -> None:
+    """For each measurement the XLA calls alone, and beside them the same in the swarm."""
+    for place, step in enumerate(steps, start=1):
+        alone, swarm = step["compute_s"], step["wall_s"]
+        axes.bar(place - 0.2, alone, color=GREY, width=0.36, label="XLA calls alone" if place == 1 else None)
+        axes.bar(place + 0.2, swarm, color=VALID, width=0.36, label="in the swarm" if place == 1 else None)
+        axes.text(place + 0.2, swarm, f"{swarm / alone:.2f}x", ha="center", va="bottom", fontsize=9, color=INK)
+        # The bar is a multiple of each measurement's own computing.
+        text = f"bar {bar:g}x" if place == 1 else None
+        ends = [place - 0.4, place + 0.4]
+        axes.plot(ends, [bar * alone] * 2, color=KILLED, linestyle="--", linewidth=1.2, label=text)
+    _fit(axes, len(steps), max((max(bar * step["compute_s"], step["wall_s"]) for step in steps), default=1.0))
 
-    for number, metrics in enumerate(sorted(folder.glob("scenario-*.jsonl"))):
-        records = [record for record in read_metrics(metrics) if record["kind"] == "step"]
-        times = [record["virtual_s"] for record in records]
-        style = {"color": GREY, "linewidth": 5} if number == 0 else {"color": VALID, "linewidth": 1.4}
-        axes.step(times, [record["step"] for record in records], where="post", **style)
-    for when_s, event in SCHEDULE:
-        if when_s <= axes.get_xlim()[1]:
-            axes.axvline(when_s, color=KILLED, linestyle=":", linewidth=1)
-            label = EVENTS[type(event).__name__]
-            axes.text(when_s, axes.get_ylim()[1], f" {label}", rotation=90, va="top", fontsize=7, color=KILLED)
-    dress(axes, "Steps of the troubled swarm, each process one line", "virtual time (s)")
+
+def _fit(axes: Axes, num_places: int, greatest: float) -> None:
+    """Room above for the legend; a single measurement is not as wide as the panel."""
+    margin = 0.5 if num_places > 1 else 1.0
+    axes.set_xlim(1 - margin, num_places + margin)
+    axes.set_xticks(range(1, num_places + 1))
+    axes.set_ylim(0, 1.4 * greatest)
+    axes.legend(fontsize=8, frameon=False, loc="upper left")
+
+
+def _draw_story(axes: Axes, folder: Path) -> None:
+    """Steps of the scenario over virtual time, one line for each process: they coincide."""
+    from experiments.sim_scale.scenario import SCHEDULE  # imports JAX
+
+    runs = [read_metrics(path) for path in sorted(folder.glob("scenario-*.jsonl"))]
+    last_s = last_step = 1.0
+    for number, records in enumerate(runs):
+        steps = [record for record in records if record["kind"] == "step"]
+        times = [0.0, *(record["virtual_s"] for record in steps)]
+        style: dict[str, Any] = {"color": GREY, "linewidth": 6} if number == 0 else {"color": VALID, "linewidth": 1.4}
+        axes.step(times, [0, *(record["step"] for record in steps)], where="post", **style)
+        last_s, last_step = max(last_s, *times), max(last_step, float(len(steps)))
+    axes.set_xlim(0, 1.03 * last_s)
+    axes.set_ylim(0, 1.5 * last_step)
+    cut_s: float | None = None
+    for when_s, event in (entry for entry in SCHEDULE if entry[0] <= last_s):
+        if isinstance(event, Heal) and cut_s is not None:
+            axes.axvspan(cut_s, when_s, color=FAINT, zorder=0)
+        cut_s = when_s if isinstance(event, Partition) else cut_s
+        axes.axvline(when_s, color=KILLED, linestyle=":", linewidth=1)
+        axes.text(when_s, 1.48 * last_step, f" {_words(event)}", rotation=90, va="top", fontsize=8, color=KILLED)
+    dress(axes, f"Steps of the troubled swarm in {len(runs)} processes, a line each", "virtual time (s)")
+
+
+def _words(event: NetworkEvent) -> str:
+    match event:
+        case SetHost(host=host):
+            return f"{host} slow"
+        case HostDown(host=host, silent=silent):
+            return f"{host} {'unplugged' if silent else 'down'}"
+        case HostUp(host=host):
+            return f"{host} up"
+        case Partition():
+            return "partition"
+        case Heal():
+            return "healed"
+        case SetLatency():
+            return "other latencies"

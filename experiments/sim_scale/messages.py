@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import trio
 
-from net.identity import Address, PeerId
+from net.identity import Address, Contact, PeerId
 from net.rpc.base import Reply, Request
 from net.rpc.peer import RpcPeer, open_rpc_peer
 from net.transport.sim import run, simulate
@@ -40,7 +40,7 @@ def measure_messages(*, peers: int, messages: int, neighbours: int, seed: int) -
 
     Args:
       peers: each on a host of its own, with the RPC layer of a real one.
-      messages: in all, half of them replies.
+      messages: in all, half of them replies; rounded down to as many calls for every peer.
       neighbours: that a peer calls, drawn at random; connections are made at the first call.
       seed: of everything.
     """
@@ -67,7 +67,7 @@ async def _exchange(num_peers: int, calls_each: int, neighbours: int, seed: int)
                 all_live.set()
             await trio.sleep_forever()
 
-    async def talk(peer: RpcPeer, targets: list[Address]) -> None:
+    async def talk(peer: RpcPeer, targets: list[Contact]) -> None:
         for number in range(calls_each):
             body = {"number": number, "text": "x" * 150}
             reply = await peer.call(targets[number % len(targets)], METHOD, body, timeout_s=600.0)
@@ -77,11 +77,11 @@ async def _exchange(num_peers: int, calls_each: int, neighbours: int, seed: int)
         for index in range(num_peers):
             network.start(f"peer{index}", live, f"peer{index}", network)
         await all_live.wait()
-        everybody = [Address(f"peer{index}", 1) for index in range(num_peers)]
+        everybody = [Contact(peer.peer_id, peer.address) for peer in peers if peer.address is not None]
         started, started_virtual = time.perf_counter(), trio.current_time()
         async with trio.open_nursery() as nursery:
             for peer in peers:
-                others = rng.sample([address for address in everybody if address != peer.address], neighbours)
+                others = rng.sample([contact for contact in everybody if contact.peer_id != peer.peer_id], neighbours)
                 nursery.start_soon(talk, peer, others)
         wall_s = time.perf_counter() - started
         statistics = network.statistics()

@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +18,11 @@ from dmoe_jax.cli.common import fail, parse_command_line
 from dmoe_jax.runs.report import write_report
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
 from experiments.sim_scale.figure import scale_figure
+
+_EXIT_INTERRUPTED = 130
+_TITLE = "What a simulated swarm costs"
+_FIGURE_TEXT = "Time of a step beside its XLA calls, messages a second, and the steps of the scenario over virtual time"
+_MAX_DELAY_S = 30.0  # a call is given up after 600 s; no exponential delay of this mean comes near that
 
 TRAINERS_BAR = 3.0
 """A step in the simulated swarm may take this multiple of its computing."""
@@ -57,8 +63,12 @@ class ScaleSettings:
             raise ValueError(f"neighbours must be from 1 to peers - 1, got {self.neighbours}")
         if self.messages < 2 * self.peers:
             raise ValueError(f"messages must be at least 2 for each peer, got {self.messages}")
-        if self.trainers < 1 or not self.delay_s > 0:
-            raise ValueError(f"expected trainers >= 1 and delay_s > 0, got {self.trainers} and {self.delay_s}")
+        if self.trainers < 1:
+            raise ValueError(f"trainers must be at least 1, got {self.trainers}")
+        if not 0 < self.delay_s <= _MAX_DELAY_S:
+            raise ValueError(f"delay_s must be above 0 and at most {_MAX_DELAY_S:g} s, got {self.delay_s}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
 
 
 def main() -> None:
@@ -71,18 +81,33 @@ def main() -> None:
     console = Console(stderr=settings.json)
     try:
         headline = _measure(settings, folder, console)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except RuntimeError as error:
-        fail(str(error), prog="sim_scale")
-    scale_figure(headline, folder.metrics(), folder.path / FIGURE)
-    write_report(folder, headline, title="What a simulated swarm costs")
-    table = Table(title="What a simulated swarm costs", show_header=False, title_justify="left")
+        scale_figure(
+            headline,
+            folder.metrics(),
+            folder.path / FIGURE,
+            trainers=settings.trainers,
+            bars=(TRAINERS_BAR, MESSAGES_BAR),
+        )
+        write_report(folder, headline, title=_TITLE, figure_text=_FIGURE_TEXT)
+    except (KeyboardInterrupt, RuntimeError, BaseExceptionGroup) as error:
+        _exit_after(error)
+    table = Table(title=_TITLE, show_header=False, title_justify="left")
     for name, value in headline.items():
         table.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
     console.print(table)
+    console.print(f"run folder: {folder.path}", soft_wrap=True)
     if settings.json:
         print(json.dumps(headline))
+
+
+def _exit_after(error: BaseException) -> NoReturn:
+    """One line after Ctrl-C, which the simulation's nurseries may have put into groups, or after a failed check."""
+    if BaseExceptionGroup("", [error]).subgroup(KeyboardInterrupt) is not None:
+        print("sim_scale: interrupted", file=sys.stderr)
+        sys.exit(_EXIT_INTERRUPTED)
+    if isinstance(error, RuntimeError):
+        fail(str(error), prog="sim_scale")
+    raise error
 
 
 def _measure(settings: ScaleSettings, folder: RunFolder, console: Console) -> dict[str, Any]:
@@ -91,7 +116,7 @@ def _measure(settings: ScaleSettings, folder: RunFolder, console: Console) -> di
     digests = _scenario_digests(settings, folder.path, hash_seeds=range(1, 3 if settings.quick else 5))
     folder.log("scenario", digests=digests)
     from experiments.sim_scale.messages import measure_messages
-    from experiments.sim_scale.trainers import measure_trainers  # imports JAX, the processes above must not
+    from experiments.sim_scale.trainers import measure_trainers  # JAX: not beside the processes above, nor for --help
 
     exchanges = []
     for number in range(times):
@@ -146,26 +171,30 @@ def _scenario_digests(settings: ScaleSettings, folder: Path, *, hash_seeds: Sequ
     """
     digests = []
     for first in range(0, len(hash_seeds), 2):
-        running = []
-        for hash_seed in hash_seeds[first : first + 2]:
-            metrics = folder / f"scenario-{hash_seed}.jsonl"
-            command = [sys.executable, "-m", "experiments.sim_scale.scenario", "--out", str(metrics)]
-            process = subprocess.Popen(
-                [*command, "--seed", str(settings.seed)],
-                env=os.environ | {"PYTHONHASHSEED": str(hash_seed)},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            running.append((process, metrics))
-        try:
+        with ExitStack() as stack:
+            running = [_start_scenario(stack, settings, folder, seed) for seed in hash_seeds[first : first + 2]]
             for process, metrics in running:
                 _, errors = process.communicate()
                 if process.returncode:
-                    raise RuntimeError(f"the scenario failed: {errors.strip().splitlines()[-1]}")
+                    last_words = errors.strip().splitlines() or [f"status {process.returncode}"]
+                    raise RuntimeError(f"the scenario failed: {last_words[-1]}")
                 digests.append(hashlib.sha256(metrics.read_bytes()).hexdigest())
-        finally:
-            for process, _ in running:
-                process.kill()
-                process.wait()
     return digests
+
+
+def _start_scenario(
+    stack: ExitStack, settings: ScaleSettings, folder: Path, hash_seed: int
+) -> tuple["subprocess.Popen[str]", Path]:
+    """A process that simulates the scenario, killed when the stack unwinds, and the file that it writes."""
+    metrics = folder / f"scenario-{hash_seed}.jsonl"
+    command = [sys.executable, "-m", "experiments.sim_scale.scenario", "--out", str(metrics)]
+    process = subprocess.Popen(
+        [*command, "--seed", str(settings.seed)],
+        env=os.environ | {"PYTHONHASHSEED": str(hash_seed)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    stack.enter_context(process)
+    stack.callback(process.kill)
+    return process, metrics

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.cli.common import parse_command_line
+from dmoe_jax.cli.common import fail, parse_command_line
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.grid import layer_prefix
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
@@ -68,6 +68,10 @@ class ScenarioSettings:
     """Of parameters, text, latencies, losses, faults and scheduling."""
     steps: int = 48
     """Of all trainers together."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.seed < 0:
+            raise ValueError(f"expected steps >= 1 and seed >= 0, got {self.steps} and {self.seed}")
 
 
 CONFIG = txl.TransformerXLConfig(
@@ -164,5 +168,16 @@ async def _train(
         await Trainer(index, model, trunk, stream).run(settings.steps, on_step, on_lost)
 
 
+def main() -> None:
+    """Entry point."""
+    settings = parse_command_line(ScenarioSettings, prog="python -m experiments.sim_scale.scenario", args=None)
+    try:
+        settings.out.unlink(missing_ok=True)
+        settings.out.touch()
+    except OSError as error:
+        fail(f"cannot write {settings.out}: {error.strerror}", prog="scenario")
+    write_metrics(settings)
+
+
 if __name__ == "__main__":
-    write_metrics(parse_command_line(ScenarioSettings, prog="python -m experiments.sim_scale.scenario", args=None))
+    main()

@@ -152,7 +152,7 @@ async def _train(
     next(iter(backends.values())).warm_up(NODE_CONFIG.max_batch_rows)
     trunk = SharedTrunk(txl.init_trunk(jax.random.key(seed), config, router), optax.adam(1e-3), device)
     statistics = CallStatistics()
-    text = np.random.default_rng(seed).integers(0, config.vocab_size, 200_000)
+    text = np.random.default_rng(seed).integers(0, config.vocab_size, max(200_000, 200 * num_trainers))
     late = FaultPlan(rates={Fault.LATE: 1.0}, late_mean_s=delay_s, methods=("expert.",), seed=seed)
     async with simulate(seed=seed, latency=Constant(0.001)) as network:
         join = await start_simulated_nodes(

@@ -79,7 +79,9 @@ def main() -> None:
     except (KeyboardInterrupt, ServerFailed, BaseExceptionGroup) as error:
         _exit_after(error)
     speed_figure(_slices(folder), folder.path / FIGURE)
-    write_report(folder, headline, title=_TITLE)
+    write_report(
+        folder, headline, title=_TITLE, figure_text="Each ratio to blocking sockets, round by round, beside its bar"
+    )
     console.print(_table(headline))
     console.print(f"run folder: {folder.path}")
     if settings.json:

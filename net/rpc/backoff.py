@@ -1,9 +1,9 @@
-"""How long an address that could not be reached is left alone."""
+"""How long an address that could not be reached, or a contact that was not there, is left alone."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from net.identity import Address
+from net.identity import Address, Contact
 
 FIRST_S = 0.2
 LONGEST_S = 30.0
@@ -22,26 +22,26 @@ class _Failures:
 
 
 class Backoff:
-    """Failures in a row by address."""
+    """Failures in a row by address or contact."""
 
     def __init__(self) -> None:
-        self._failures: OrderedDict[Address, _Failures] = OrderedDict()
+        self._failures: OrderedDict[Contact | Address, _Failures] = OrderedDict()
 
-    def failed(self, address: Address, reason: str, now: float) -> None:
+    def failed(self, target: Contact | Address, reason: str, now: float) -> None:
         """An attempt has failed."""
-        in_a_row = 1 + (self._failures.pop(address).in_a_row if address in self._failures else 0)
+        in_a_row = 1 + (self._failures.pop(target).in_a_row if target in self._failures else 0)
         pause_s = 0.0 if in_a_row == 1 else min(FIRST_S * 2.0 ** min(in_a_row - 2, 30), LONGEST_S)
-        self._failures[address] = _Failures(in_a_row, now + pause_s, reason)
+        self._failures[target] = _Failures(in_a_row, now + pause_s, reason)
         if len(self._failures) > MAX_ADDRESSES:
             self._failures.popitem(last=False)
 
-    def succeeded(self, address: Address) -> None:
+    def succeeded(self, target: Contact | Address) -> None:
         """Somebody answers there."""
-        self._failures.pop(address, None)
+        self._failures.pop(target, None)
 
-    def why_not(self, address: Address, now: float) -> str | None:
-        """Why the address should not be dialled yet; None if it may be."""
-        failures = self._failures.get(address)
+    def why_not(self, target: Contact | Address, now: float) -> str | None:
+        """Why it should not be dialled yet; None if it may be."""
+        failures = self._failures.get(target)
         if failures is None or now >= failures.retry_at:
             return None
         return f"{failures.reason} ({failures.in_a_row} times in a row; not tried for {failures.retry_at - now:.1f} s)"

@@ -47,7 +47,7 @@ SILENCE_S = 15.0
 wait a quarter of an hour for a peer that vanished without a word."""
 
 LEAVE_S = 10.0
-"""For what is under way after one end wants to part."""
+"""For the other end's goodbye, once nothing else is under way."""
 
 _MIN_TIMEOUT_S = 0.001
 """What a call says on the wire when its caller's deadline is here already."""
@@ -103,6 +103,7 @@ class Connection:
         self._wake = trio.Event()
         self._cause: NetError | None = None  # why it ended; None while it lives
         self._last_part: Part | None = None
+        self._num_moved = 0  # of the link when it was looked at last
         self._pinged_at = -math.inf
         self._leaving_since = math.inf
         self.last_heard = self.last_used = trio.current_time()
@@ -153,7 +154,10 @@ class Connection:
 
         To be called every few seconds.
         """
-        if self._session.is_leaving:
+        if self.link.num_moved != self._num_moved:
+            # Not only frames: a large one takes its time on a slow line, in either direction.
+            self._num_moved, self.last_heard = self.link.num_moved, now
+        if self.is_idle and self._session.is_leaving:
             self._leaving_since = min(self._leaving_since, now)
             if now - self._leaving_since >= LEAVE_S:
                 self.close("parting took too long")
@@ -333,14 +337,24 @@ class Connection:
             if scope.cancelled_caught:
                 self._session.forget(start.call_id)
         except Exception:
-            # Around the scope: a handler that fails while it is cancelled raises a group with both in it.
-            _log.exception("serving %r to %s failed", start.method, self.link.remote_address)
-            text = f"the handler of {start.method!r} failed; the peer's log says why"
-            self._fail(start.call_id, RemoteFailure(text))
+            self._handler_failed(start)
+        except BaseExceptionGroup as group:
+            # The handler failed while all was being cancelled: its trouble is logged here, the rest goes on its way.
+            cancelled, failed = group.split(trio.Cancelled)
+            if failed is not None:
+                self._handler_failed(start)
+            if cancelled is not None:
+                raise cancelled from None
         finally:
             del self._handler_scopes[start.call_id]
             self._service.release(start.method)
             self._wake.set()
+
+    def _handler_failed(self, start: CallStart) -> None:
+        """In an except clause: what a handler raised is for our log only."""
+        _log.exception("serving %r to %s failed", start.method, self.link.remote_address)
+        text = f"the handler of {start.method!r} failed; the peer's log says why"
+        self._fail(start.call_id, RemoteFailure(text))
 
     async def _reply(self, request: Request) -> Reply:
         fate = None if self._faults is None else self._faults.draw(request.peer_id, request.method)

@@ -5,7 +5,7 @@ prefer the one that the smaller peer id dialled, and part from the other once it
 (another `instance`) replaces its old connection at once: nobody is at the other end of that one any more.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from net.errors import RemoteProtocolError
 from net.identity import Address, PeerId
@@ -69,25 +69,31 @@ class ConnectionTable:
         """A connection has ended."""
         self._all.pop(connection, None)
         remote = connection.remote
-        if remote is not None and self._by_peer.get(remote.peer_id) is connection:
+        if remote is None:
+            return
+        if self._by_peer.get(remote.peer_id) is connection:
             del self._by_peer[remote.peer_id]
-        if connection.is_outgoing and not any(
-            other.is_outgoing and other.link.remote_address == connection.link.remote_address for other in self._all
-        ):
-            self._peer_at.pop(connection.link.remote_address, None)
+        # What an address leads to is remembered as long as there is a connection with who answered there: it may be
+        # another one, if both had dialled.
+        if remote.peer_id not in self._by_peer:
+            for address in [address for address, peer_id in self._peer_at.items() if peer_id == remote.peer_id]:
+                del self._peer_at[address]
 
     def close_longest_idle(self, *, outgoing: bool) -> bool:
-        """Close the connection without calls that was used least recently; False if all are in use."""
-        return _close_longest_idle([connection for connection in self._all if connection.is_outgoing == outgoing])
+        """Close the connection without calls that was used least recently; False if all are in use. Incoming ones
+        whose other end has not said who it is come first: strangers do not take the places of peers. Outgoing ones of
+        that kind stay, for somebody waits for them."""
+        candidates = [
+            connection
+            for connection in self._all
+            if connection.is_outgoing == outgoing and connection.is_open and connection.is_idle
+            if connection.remote is not None or not outgoing
+        ]
+        longest = min(candidates, key=lambda each: (each.remote is not None, each.last_used), default=None)
+        if longest is not None:
+            longest.close("closed to make room for another connection")
+        return longest is not None
 
     def _is_preferred(self, connection: Connection, remote: PeerId) -> bool:
         dialler = self._peer_id if connection.is_outgoing else remote
         return dialler == min(self._peer_id, remote)
-
-
-def _close_longest_idle(connections: Collection[Connection]) -> bool:
-    idle = [connection for connection in connections if connection.is_open and connection.is_idle]
-    longest = min(idle, key=lambda connection: connection.last_used, default=None)
-    if longest is not None:
-        longest.close("closed to make room for another connection")
-    return longest is not None

@@ -4,14 +4,19 @@ Theory of operation. Frames without tensors leave at once; then those with small
 chunks of large frames, `MAX_STREAMS` of which take turns. So a small call waits for at most one chunk, whatever else
 is under way, and large ones share what is left fairly.
 
-The window. The receiver's `Hello` says how many bytes of tensors may be under way or in work at its end. A frame
-counts for its body, but at most for half of the window (`window_cost`); it starts when as much is free, and the
-receiver gives that back (`Credit`) once it is done with the frame: a reply when its caller has it, a request when it is
-answered. An eighth of the window is kept for small frames, so that large ones never lock them out; and the receiver
-may hold back up to an eighth before it says so. Since 1/2 + 1/8 + 1/8 < 1, whatever waits can start in the end.
+The window. The receiver's `Hello` says how many bytes of tensors in calls may be under way or in work at its end. A
+call counts for its body, but at most for half of the window, and for nothing if that is small (`window_cost`); it
+starts when as much is free, and the receiver gives that back (`Credit`) once it has answered. An eighth of the window
+is kept for calls that fit one part, so that large ones never lock them out; and the receiver may hold back up to an
+eighth before it says so. Since 1/2 + 1/8 + 1/8 < 1, whatever waits can start in the end.
+
+Answers do not count: whoever placed the calls has chosen how much will come back, and an answer that waited for calls
+to be dealt with could be the one that they wait for. All frames that come in chunks at one time, calls and answers,
+together stay within the window too, so that the receiver's reader can tell a flood.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from net.errors import RemoteProtocolError
 from net.wire.frame_reader import window_cost
@@ -22,6 +27,9 @@ MAX_STREAMS = 8
 
 Key = tuple[str, int]
 """Kind of message and call id: names a frame while it waits."""
+
+CALL, ANSWER = "call", "answer"
+"""Kinds of message that mean something here."""
 
 
 class Outbox:
@@ -36,7 +44,8 @@ class Outbox:
         self._num_opened = 0
         self._window_bytes = 0
         self._free_bytes = 0
-        self._body_bytes = 0
+        self._stream_bytes = 0  # window cost of the streams
+        self._answer_bytes = 0
 
     def __len__(self) -> int:
         """Frames that wait or have left in part."""
@@ -49,9 +58,9 @@ class Outbox:
         return any(key in queue for queue in (self._plain, self._small, self._large, self._streams))
 
     @property
-    def body_bytes(self) -> int:
-        """Tensors of the frames that wait or have left in part, bytes."""
-        return self._body_bytes
+    def answer_bytes(self) -> int:
+        """Tensors of the answers that wait or have left in part, bytes."""
+        return self._answer_bytes
 
     def open_window(self, window_bytes: int) -> None:
         """The receiver said how large its window is; before that, nothing with a body leaves."""
@@ -73,7 +82,7 @@ class Outbox:
             self._plain[key] = encoded
             return
         (self._large if encoded.is_large else self._small)[key] = encoded
-        self._body_bytes += encoded.body_nbytes
+        self._count(key, encoded.body_nbytes)
 
     def discard(self, key: Key) -> bool:
         """Take a frame back; False if it has left completely, or never came. The rest of one that has left in part is
@@ -86,8 +95,9 @@ class Outbox:
                 return False
             stream, encoded = self._streams.pop(key)
             self._resets.append(stream.reset_part())
-            self._free_bytes += self._cost(encoded)
-        self._body_bytes -= encoded.body_nbytes
+            self._free_bytes += self._cost(key, encoded)
+            self._stream_bytes -= window_cost(encoded.body_nbytes, self._window_bytes)
+        self._count(key, -encoded.body_nbytes)
         return True
 
     def take(self, max_nbytes: int) -> tuple[list[Part], list[Key]]:
@@ -102,14 +112,12 @@ class Outbox:
         while self._plain and nbytes < max_nbytes:
             key, encoded = self._plain.popitem(last=False)
             nbytes += self._append(parts, done, key, whole_part(encoded))
-        while self._small and self._window_bytes and nbytes < max_nbytes:
-            key, encoded = next(iter(self._small.items()))
-            cost = self._cost(encoded)
-            if cost > self._free_bytes:
+        for key, encoded in self._startable(self._small, reserve=0):
+            if nbytes >= max_nbytes:
                 break
             del self._small[key]
-            self._free_bytes -= cost
-            self._body_bytes -= encoded.body_nbytes
+            self._free_bytes -= self._cost(key, encoded)
+            self._count(key, -encoded.body_nbytes)
             nbytes += self._append(parts, done, key, whole_part(encoded))
         nbytes += self._open_streams(parts)
         is_first = True
@@ -121,13 +129,13 @@ class Outbox:
     def _open_streams(self, parts: list[Part]) -> int:
         """Let large frames take part in the turns, as far as the window allows; each begins with its header."""
         nbytes = 0
-        while self._large and self._window_bytes and len(self._streams) < MAX_STREAMS:
-            key, encoded = next(iter(self._large.items()))
-            cost = self._cost(encoded)
-            if cost + self._window_bytes // 8 > self._free_bytes:
+        for key, encoded in self._startable(self._large, reserve=self._window_bytes // 8):
+            stream_bytes = self._stream_bytes + window_cost(encoded.body_nbytes, self._window_bytes)
+            if len(self._streams) >= MAX_STREAMS or stream_bytes > self._window_bytes:
                 break
             del self._large[key]
-            self._free_bytes -= cost
+            self._free_bytes -= self._cost(key, encoded)
+            self._stream_bytes = stream_bytes
             stream = OutgoingStream(encoded, self._num_opened % NUM_STREAMS)
             self._num_opened += 1
             self._streams[key] = (stream, encoded)
@@ -135,12 +143,25 @@ class Outbox:
             nbytes += parts[-1].nbytes
         return nbytes
 
+    def _startable(self, queue: OrderedDict[Key, EncodedFrame], *, reserve: int) -> Iterator[tuple[Key, EncodedFrame]]:
+        """The frames of a queue that the window lets start now, one after the other. Calls keep their order."""
+        if not self._window_bytes:
+            return
+        is_closed_to_calls = False
+        for key, encoded in tuple(queue.items()):
+            cost = self._cost(key, encoded)
+            if cost and (is_closed_to_calls or cost + reserve > self._free_bytes):
+                is_closed_to_calls = True
+                continue
+            yield key, encoded
+
     def _take_chunk(self, parts: list[Part], done: list[Key]) -> int:
         """A chunk of the stream whose turn it is."""
         key, (stream, encoded) = self._streams.popitem(last=False)
         part = stream.next_part()
         if stream.is_done:
-            self._body_bytes -= encoded.body_nbytes
+            self._count(key, -encoded.body_nbytes)
+            self._stream_bytes -= window_cost(encoded.body_nbytes, self._window_bytes)
         else:
             self._streams[key] = (stream, encoded)  # at the end of the queue
         return self._append(parts, done, key, part)
@@ -151,5 +172,10 @@ class Outbox:
             done.append(key)
         return part.nbytes
 
-    def _cost(self, encoded: EncodedFrame) -> int:
-        return window_cost(encoded.body_nbytes, self._window_bytes)
+    def _cost(self, key: Key, encoded: EncodedFrame) -> int:
+        """What the frame takes of the receiver's window."""
+        return window_cost(encoded.body_nbytes, self._window_bytes) if key[0] == CALL else 0
+
+    def _count(self, key: Key, nbytes: int) -> None:
+        if key[0] == ANSWER:
+            self._answer_bytes += nbytes

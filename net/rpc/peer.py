@@ -18,6 +18,7 @@ from net.rpc.faults import FaultInjector
 from net.rpc.service import Service
 from net.rpc.session import hello_of
 from net.transport.base import Link, Listener, Transport
+from net.wire.codec import decode_untrusted, encode
 from net.wire.messages import INSTANCE_BYTES, MAX_TIMEOUT_S
 from net.wire.tensors import Outgoing, as_received
 
@@ -31,6 +32,9 @@ has been idle for longest makes room; its peer dials again when it next needs to
 IDLE_S = 120.0
 """A connection without calls for so long is closed. Trainers call every few seconds, DHT peers every minute or so."""
 
+_PATIENCE_S = 3.0
+"""A dial that its callers gave up sooner says nothing about the address."""
+
 CHECK_PERIOD_S = 5.0
 """How often all connections are looked at: one timer for each peer, not for each connection."""
 
@@ -42,6 +46,7 @@ class _Dial:
         self.scope = trio.CancelScope()
         self.done = trio.Event()
         self.num_waiting = 0
+        self.is_connected = False
         self.connection: Connection | None = None
         self.error: DialFailed | None = None
 
@@ -102,7 +107,7 @@ async def open_rpc_peer(
             try:
                 yield peer
             finally:
-                peer._is_closed = True
+                peer._close()
     finally:
         if listener is not None:
             with trio.CancelScope(shield=True):
@@ -135,6 +140,7 @@ class RpcPeer:
         self._peer_id = peer_id
         self._address = address
         self._contact = None if address is None else Contact(peer_id, address)
+        self._own_calls: dict[trio.CancelScope, None] = {}
         self._faults = faults
         self._idle_s = idle_s
         self._max_outgoing = max_outgoing_connections
@@ -207,29 +213,46 @@ class RpcPeer:
             raise ConnectionLost("this peer was closed")
         request = Request(
             method=method,
-            body=body,
+            body=_copied(body),
             tensors=tuple(map(as_received, tensors)),
             peer_id=self._peer_id,
             peer_address=self._address,
         )
-        reply = await self._service.run_own(request)
-        return Reply(body=reply.body, tensors=tuple(map(as_received, reply.tensors)))
+        with trio.CancelScope() as scope:
+            self._own_calls[scope] = None
+            try:
+                reply = await self._service.run_own(request)
+            finally:
+                del self._own_calls[scope]
+            return Reply(body=_copied(reply.body), tensors=tuple(map(as_received, reply.tensors)))
+        raise ConnectionLost("this peer was closed")
+
+    def _close(self) -> None:
+        """Place no more calls; end those of this peer to itself, which no connection ends."""
+        self._is_closed = True
+        for scope in self._own_calls:
+            scope.cancel()
 
     async def _connection_to(self, target: Contact | Address) -> Connection:
         """The open connection, or a new one; callers that come meanwhile wait for the same dial."""
         if self._is_closed:
             raise ConnectionLost("this peer was closed")
-        while True:
-            connection = (
-                self._connections.find(target.peer_id)
-                if isinstance(target, Contact)
-                else self._connections.find_at(target)
-            )
-            if connection is None:
-                connection = await self._dialled(target)
-            if not connection.has_parted:
-                return connection
-            # It gave way to another one in the moment between: both ends had dialled.
+        connection = (
+            self._connections.find(target.peer_id) if isinstance(target, Contact) else self._connections.find_at(target)
+        )
+        if connection is not None:
+            return connection
+        connection = await self._dialled(target)
+        if not connection.has_parted:
+            return connection
+        # Both ends had dialled, and it gave way to the other connection in the moment between.
+        assert connection.remote is not None
+        other = self._connections.find(connection.remote.peer_id)
+        if other is None:
+            why = f"{target} parted as soon as it had said hello"
+            self._backoff.failed(target, why, trio.current_time())
+            raise DialFailed(why)
+        return other
 
     async def _dialled(self, target: Contact | Address) -> Connection:
         dial = self._dials.get(target)
@@ -254,17 +277,19 @@ class RpcPeer:
     def _check_may_dial(self, target: Contact | Address) -> None:
         if isinstance(target, Contact) and target.peer_id == self._peer_id:
             raise DialFailed(f"{target} is this peer itself")
-        why_not = self._backoff.why_not(address_of(target), trio.current_time())
+        now = trio.current_time()
+        why_not = self._backoff.why_not(address_of(target), now) or self._backoff.why_not(target, now)
         if why_not is not None:
             raise DialFailed(why_not)
-        if self._connections.num_open(outgoing=True) + len(
-            self._dials
-        ) >= self._max_outgoing and not self._connections.close_longest_idle(outgoing=True):
+        num_dials = sum(not dial.is_connected for dial in self._dials.values())
+        is_full = self._connections.num_open(outgoing=True) + num_dials >= self._max_outgoing
+        if is_full and not self._connections.close_longest_idle(outgoing=True):
             raise DialFailed(f"all {self._max_outgoing} connections of this peer are in use")
 
     async def _dial(self, target: Contact | Address, dial: _Dial) -> None:
         """Connect for all who wait, then run the connection for its whole life."""
         expected = target.peer_id if isinstance(target, Contact) else None
+        started = trio.current_time()
         try:
             try:
                 with dial.scope:
@@ -273,15 +298,20 @@ class RpcPeer:
                 dial.error = exc
                 return
             if dial.scope.cancelled_caught:
-                dial.error = DialFailed(f"{target} did not answer in time")
+                if trio.current_time() - started >= _PATIENCE_S:
+                    dial.error = DialFailed(f"{target} did not answer in time")
                 return
+            dial.is_connected = True
             await self._run_dialled(link, target, dial, expected)
         finally:
             if not dial.done.is_set():
                 if self._dials.get(target) is dial:
                     del self._dials[target]
                 if dial.error is not None:
-                    self._backoff.failed(address_of(target), str(dial.error), trio.current_time())
+                    # Somebody else answers there: no reason to leave that one alone, only not to look for this one.
+                    is_another = isinstance(dial.error.__cause__, HandshakeFailed)
+                    failed = target if is_another else address_of(target)
+                    self._backoff.failed(failed, str(dial.error), trio.current_time())
                 dial.done.set()
 
     async def _run_dialled(self, link: Link, target: Contact | Address, dial: _Dial, expected: PeerId | None) -> None:
@@ -348,3 +378,9 @@ class RpcPeer:
             now = trio.current_time()
             for connection in self._connections:
                 connection.check(now, idle_s=self._idle_s)
+
+
+def _copied(body: Body) -> Body:
+    """A body as it comes out of a connection: nothing shared, and nothing in it that could not travel."""
+    copied: Body = decode_untrusted(encode(dict(body)))
+    return copied

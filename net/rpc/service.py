@@ -3,6 +3,8 @@
 import logging
 from dataclasses import dataclass
 
+import trio
+
 from net.errors import CallFailed, CallRefused, PeerBusy, RemoteFailure
 from net.rpc.base import Handler, Reply, Request
 from net.wire.messages import MAX_METHOD_CHARACTERS
@@ -76,8 +78,15 @@ class Service:
         except CallFailed:
             raise
         except Exception as exc:
-            _log.exception("serving %r to this peer itself failed", request.method)
-            raise RemoteFailure(f"the handler of {request.method!r} failed; the log says why") from exc
+            raise _failed(request) from exc
+        except BaseExceptionGroup as group:
+            # The handler failed while it was being cancelled: its trouble is logged here, the rest goes on its way.
+            cancelled, failed = group.split(trio.Cancelled)
+            if failed is not None:
+                _failed(request)
+            if cancelled is not None:
+                raise cancelled from None
+            raise
         finally:
             self.release(request.method)
 
@@ -91,3 +100,9 @@ class Service:
         if not isinstance(reply, Reply):
             raise TypeError(f"a handler must return a Reply, got {type(reply).__name__}")
         return reply
+
+
+def _failed(request: Request) -> RemoteFailure:
+    """In an except clause: log what a handler raised."""
+    _log.exception("serving %r to this peer itself failed", request.method)
+    return RemoteFailure(f"the handler of {request.method!r} failed; the log says why")

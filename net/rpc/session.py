@@ -8,15 +8,15 @@ at any moment without leaving half a message behind, and its size is bounded by 
 - calls placed and not given up: at most `max_outgoing`; giving up an unsent call takes it out again, and of one that
   has left in part the rest is not sent;
 - cancellations: one for each call that was sent and given up;
-- answers: at most `max_incoming`, since an answered call counts as running until its answer has been taken; further
-  calls are turned away ("busy") while answers of more than `max_answer_bytes` wait for a peer that does not read;
+- answers: at most `max_incoming`, since an answered call counts as running until its answer has been taken; while
+  answers of more than `max_answer_bytes` wait for a peer that does not read, further calls are turned away and further
+  answers are replaced by errors ("busy");
 - "busy" errors: one for each call that the peer places beyond that. An honest peer has at most `max_outgoing`
   calls under way; one that goes on without reading the errors runs into `max_queued` and is dropped;
 - one each of hello, credit, ping, pong and goodbye.
 
-What comes in is bounded by the window that our `Hello` grants (`net.rpc.outbox` says how it works). A request holds its
-share until it is answered, not until the answer has left: then answers in one direction would wait for answers in the
-other, for ever.
+What comes in is bounded by the window that our `Hello` grants (`net.rpc.outbox` says how it works). A call holds its
+share and its place until its handler is done, also if it was called off meanwhile: the handler still has the tensors.
 
 Legal sequences. `Hello` comes first and once. A call's id must not be one that is being served; beyond that ids arrive
 in any order, since large calls complete later. An answer to a call that was never placed is an error; to one that was
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from net.errors import PeerBusy, RemoteProtocolError
 from net.identity import PeerId
 from net.rpc.base import Body
-from net.rpc.outbox import Key, Outbox
+from net.rpc.outbox import ANSWER, CALL, Key, Outbox
 from net.wire.compression import COMPRESSIONS, Compressed
 from net.wire.frame_reader import WINDOW_BYTES, window_cost
 from net.wire.frames import EncodedFrame, Frame, Part
@@ -65,6 +65,7 @@ MAX_ANSWER_BYTES = WINDOW_BYTES
 """Answers that wait for one peer: as much as it may have under way towards us."""
 
 
+_CREDIT: Key = ("credit", 0)
 _COMPRESSIONS = tuple(COMPRESSIONS)
 
 
@@ -143,6 +144,7 @@ class RpcSession:
         self._last_placed = 0  # highest id that we used
         self._placed: set[int] = set()  # calls of ours without an answer
         self._running: dict[int, int] = {}  # calls of the peer's whose answer has not left, and their window cost
+        self._called_off: set[int] = set()  # of these, those that want no answer, while their handler ends
         self._held_bytes = 0  # window cost of all that we have not dealt with
         self._owed_bytes = 0  # what we have dealt with and not said so yet
         self._is_leaving = False
@@ -191,7 +193,7 @@ class RpcSession:
         start = CallStart(
             call_id=call_id, method=method, timeout_s=timeout_s, body=body, tensors=self._understood(tensors)
         )
-        self._enqueue("call", call_id, start)
+        self._enqueue(CALL, call_id, start)
         self._last_placed = call_id
         self._placed.add(call_id)
         return call_id
@@ -201,7 +203,7 @@ class RpcSession:
         if call_id not in self._placed:
             return
         self._placed.remove(call_id)
-        if not self._outbox.discard(("call", call_id)):
+        if not self._outbox.discard((CALL, call_id)):
             self._enqueue("cancel", call_id, CallCancel(call_id=call_id))
         self._say_goodbye_if_done()
 
@@ -211,20 +213,25 @@ class RpcSession:
         Raises:
           LocalProtocolError: the answer cannot be sent; the call is still to be answered.
         """
-        if call_id in self._running:
+        if self._wants_answer(call_id):
             answer = CallReply(call_id=call_id, body=body, tensors=self._understood(tensors))
-            self._enqueue("answer", call_id, answer)
+            encoded = encode_message(answer)
+            if encoded.body_nbytes and self._outbox.answer_bytes > self._max_answer_bytes:
+                self.fail(call_id, ErrorKind.BUSY, self._unread())
+                return
+            self._outbox.put((ANSWER, call_id), encoded)
             self._release(call_id)
 
     def fail(self, call_id: int, kind: ErrorKind, message: str) -> None:
         """Answer a call of the peer's with an error; nothing happens if it was given up meanwhile."""
-        if call_id in self._running:
-            self._enqueue("answer", call_id, CallError(call_id=call_id, kind=kind, message=message))
+        if self._wants_answer(call_id):
+            self._enqueue(ANSWER, call_id, CallError(call_id=call_id, kind=kind, message=message))
             self._release(call_id)
 
     def forget(self, call_id: int) -> None:
-        """End a call of the peer's without an answer: its deadline passed, nobody waits."""
-        self._outbox.discard(("answer", call_id))
+        """End a call of the peer's without an answer: its handler is done, and nobody waits."""
+        self._outbox.discard((ANSWER, call_id))
+        self._called_off.discard(call_id)
         if call_id in self._running:
             self._release(call_id)
             del self._running[call_id]
@@ -241,7 +248,8 @@ class RpcSession:
     @property
     def _owes_credit(self) -> bool:
         # An eighth: see the sum in `net.rpc.outbox`.
-        return self._owed_bytes >= max(1, self._window_bytes // 8)
+        # One credit at a time: the next one in the queue would take the place of the first.
+        return self._owed_bytes >= max(1, self._window_bytes // 8) and _CREDIT not in self._outbox
 
     def take_parts(self, max_nbytes: int) -> list[Part]:
         """The next parts to write, in order: about `max_nbytes`, but at least one if anything can leave.
@@ -249,12 +257,12 @@ class RpcSession:
         Once taken, they must be written: they cannot be called back.
         """
         if self._owes_credit:
-            self._enqueue("credit", 0, Credit(nbytes=self._owed_bytes))
+            self._outbox.put(_CREDIT, encode_message(Credit(nbytes=self._owed_bytes)))
             self._held_bytes -= self._owed_bytes
             self._owed_bytes = 0
         parts, done = self._outbox.take(max_nbytes)
         for kind, call_id in done:
-            if kind == "answer":
+            if kind == ANSWER:
                 self._running.pop(call_id, None)
         return parts
 
@@ -285,7 +293,6 @@ class RpcSession:
             case CallCancel():
                 self._receive_cancel(message.call_id)
             case CallReply() | CallError():
-                self._owed_bytes += self._hold_untrusted(frame)  # its caller has it at once, or nobody
                 self._receive_answer_untrusted(message)
             case Credit():
                 self._outbox.grant_untrusted(message.nbytes)
@@ -306,8 +313,8 @@ class RpcSession:
             raise RemoteProtocolError("a call after Goodbye")
         if len(self._running) >= self._max_incoming:
             busy = f"{self._max_incoming} of your calls are under way already"
-        elif self._outbox.body_bytes > self._max_answer_bytes:
-            busy = f"answers of {self._outbox.body_bytes} bytes wait for you to read them"
+        elif self._outbox.answer_bytes > self._max_answer_bytes:
+            busy = self._unread()
         else:
             self._running[start.call_id] = cost
             self._actions.append(RunCall(start=start))
@@ -318,16 +325,18 @@ class RpcSession:
         self._enqueue("busy", start.call_id, CallError(call_id=start.call_id, kind=ErrorKind.BUSY, message=busy))
 
     def _receive_cancel(self, call_id: int) -> None:
-        if call_id in self._running:
-            is_answered = ("answer", call_id) in self._outbox
+        if call_id not in self._running or call_id in self._called_off:
+            return
+        if (ANSWER, call_id) in self._outbox:
             self.forget(call_id)
-            if not is_answered:
-                self._actions.append(CancelRun(call_id=call_id))
+        else:
+            self._called_off.add(call_id)
+            self._actions.append(CancelRun(call_id=call_id))
 
     def _receive_answer_untrusted(self, answer: CallReply | CallError) -> None:
         if answer.call_id > self._last_placed:
             raise RemoteProtocolError(f"answer to call {answer.call_id}, which was never placed")
-        if ("call", answer.call_id) in self._outbox:
+        if (CALL, answer.call_id) in self._outbox:
             raise RemoteProtocolError(f"answer to call {answer.call_id}, which has not been sent yet")
         if answer.call_id in self._placed:
             self._placed.remove(answer.call_id)
@@ -341,6 +350,15 @@ class RpcSession:
             raise RemoteProtocolError(f"more than the {self._window_bytes} bytes that the window allows")
         self._held_bytes += cost
         return cost
+
+    def _wants_answer(self, call_id: int) -> bool:
+        """Whether somebody waits for this call; if not, it is over now."""
+        if call_id in self._called_off:
+            self.forget(call_id)
+        return call_id in self._running
+
+    def _unread(self) -> str:
+        return f"answers of {self._outbox.answer_bytes} bytes wait for you to read them"
 
     def _release(self, call_id: int) -> None:
         """The request of a running call is dealt with."""

@@ -25,6 +25,12 @@ class Link(Protocol):
         nothing (plain TCP)."""
         ...
 
+    @property
+    def num_moved(self) -> int:
+        """Bytes received so far, and sent as far as that shows that the other end takes them: while it grows, the
+        other end lives."""
+        ...
+
     async def handshake(self) -> None:
         """Finish the handshake of an accepted link, before anything else is done with it. On a dialled link, and on a
         network without a handshake, nothing is left to do. If cancelled, `abort` the link.

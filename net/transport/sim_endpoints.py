@@ -71,9 +71,9 @@ class SimLink:
     """
 
     __slots__ = (
-        "_at_boundary", "_cause", "_inbox", "_is_closed", "_is_established", "_is_proved", "_is_sending", "_number",
-        "_own_id", "_passage", "_receiver", "_remote_address", "_sender", "_topology", "cut_number", "flow", "host",
-        "other",
+        "_at_boundary", "_cause", "_inbox", "_is_closed", "_is_established", "_is_proved", "_is_sending", "_num_moved",
+        "_number", "_own_id", "_passage", "_receiver", "_remote_address", "_sender", "_topology", "cut_number", "flow",
+        "host", "other",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +90,7 @@ class SimLink:
         self._passage = CheckedPassage() if topology.check_frames else FramePassage()
         self._sender = Waiter()
         self._is_sending = False
+        self._num_moved = 0
         self._receiver = Waiter()
         self._inbox: deque[tuple[int, Frame | None]] | None = None  # None instead of empty, see `Flow`
         self._at_boundary: bool | None = None  # where the other end's frames ended; None: they have not
@@ -112,6 +113,11 @@ class SimLink:
     def cause(self) -> str | None:
         """Why this end is of no more use; None while it is open."""
         return self._cause
+
+    @property
+    def num_moved(self) -> int:
+        """See `Link.num_moved`."""
+        return self._num_moved
 
     async def connect(self) -> None:
         """Reach the other host: a round trip, or as long as the network is cut. If cancelled, `abort` the link.
@@ -228,6 +234,9 @@ class SimLink:
                 self.flow.transmit(0, Reset("closed by the other end"))
             return
         host = self.host
+        # Counted at both ends: the sender would see its system's buffer empty itself.
+        self._num_moved += nbytes
+        self.other._num_moved += nbytes
         host.num_parts += 1
         host.num_bytes += nbytes
         if payload is None and self._receiver.is_waiting:  # it waits for frames, but reads what comes meanwhile

@@ -5,7 +5,7 @@ from collections import deque
 
 import trio
 
-from net.errors import ConnectionLost, DialFailed, ListenFailed
+from net.errors import ConnectionLost, DialFailed, HandshakeFailed, ListenFailed
 from net.identity import Address, PeerId
 from net.transport.sim_agenda import Waiter
 from net.transport.sim_endpoints import SimLink, Topology, new_link
@@ -121,7 +121,8 @@ class SimTransport:
             raise DialFailed(f"cannot connect to {address}: that is this peer itself")
         if peer_id is not None and found != peer_id:
             link.abort()
-            raise DialFailed(f"expected {peer_id} at {address}, found {found}")
+            why = f"expected {peer_id} at {address}, found {found}"
+            raise DialFailed(why) from HandshakeFailed(why)
         return link
 
     async def listen(self, address: Address) -> SimListener:

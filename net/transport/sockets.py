@@ -33,6 +33,9 @@ than a microsecond, about as much as one more piece, and it is the most that one
 _TURN_BYTES = 2**20
 """Received from one connection, or sent on it, before other tasks get a turn: a millisecond's work or less."""
 
+_TELLING_BYTES = 4096
+"""What is sent in smaller pieces (a ping) always finds room in the system's buffer, also on the way to a dead peer."""
+
 _MAX_PIECES = 64
 """In one system call: well below every system's limit (POSIX promises 16, all that matter have 1024), which only
 pieces from 16 KiB on count towards."""
@@ -67,6 +70,8 @@ class ByteStream:
         self._is_sending = False
         self._turn_bytes = self._sent_turn_bytes = 0  # received and sent since others had a turn
         self._unyielded = 0  # bytes received since other tasks could last run
+        self.num_moved = 0
+        """Bytes received so far, and sent in pieces that are not too small to say anything."""
         self.remote_address = remote_address
 
     @property
@@ -113,6 +118,8 @@ class ByteStream:
                     await trio.lowlevel.wait_writable(self._sock)
                     continue
                 self._sent_turn_bytes += sent
+                if sent >= _TELLING_BYTES:
+                    self.num_moved += sent
                 left = _rest(left, sent)
         except (OSError, trio.ClosedResourceError) as exc:
             raise self._lost(exc) from exc
@@ -145,6 +152,7 @@ class ByteStream:
                         pass
                     else:
                         self._turn_bytes += nbytes
+                        self.num_moved += nbytes
                         return nbytes
                 self._turn_bytes = 0
                 await trio.lowlevel.wait_readable(self._sock)
@@ -214,7 +222,7 @@ async def connect(address: Address) -> ByteStream:
     """
     try:
         found = await trio.socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as exc:  # UnicodeError: not a name that IDNA can express
+    except (OSError, ValueError) as exc:  # ValueError: not a name that IDNA can express, or a NUL in it
         raise DialFailed(f"cannot resolve {address}: {reason(exc)}") from exc
     reasons = []
     for family, kind, protocol, _, sockaddr in found:
@@ -247,7 +255,7 @@ async def listen(address: Address) -> trio.socket.SocketType:
         )
         family, kind, protocol, _, sockaddr = found[0]
         sock = trio.socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as exc:
+    except (OSError, ValueError) as exc:
         raise ListenFailed(f"cannot listen at {address}: {reason(exc)}") from exc
     try:
         if os.name == "posix":  # elsewhere the option would let two processes share a port

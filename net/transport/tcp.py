@@ -32,6 +32,11 @@ class TcpLink:
         """None: nothing is proven here."""
         return None
 
+    @property
+    def num_moved(self) -> int:
+        """See `Link.num_moved`."""
+        return self._stream.num_moved
+
     async def handshake(self) -> None:
         """A checkpoint: there is no handshake."""
         await trio.lowlevel.checkpoint()

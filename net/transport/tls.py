@@ -64,6 +64,11 @@ class TlsLink:
         """See `Link.remote_peer_id`."""
         return self._remote_peer_id
 
+    @property
+    def num_moved(self) -> int:
+        """See `Link.num_moved`."""
+        return self._stream.num_moved
+
     async def handshake(self) -> None:
         """See `Link.handshake`. After a failure the link is closed."""
         if self._remote_peer_id is not None:

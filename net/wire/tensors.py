@@ -108,7 +108,7 @@ def as_received(outgoing: Outgoing) -> Tensor:
     tensor = plain(outgoing)
     dtype, flags = DTYPES[tensor.dtype.name], tensor.flags
     is_plain = not isinstance(outgoing, Compressed)
-    if is_plain and tensor.dtype == dtype and flags.c_contiguous and not flags.writeable:
+    if is_plain and tensor.dtype == dtype and flags.c_contiguous and _is_frozen(tensor):
         return tensor
     if not tensor.size:
         return _empty(tensor.shape, dtype)
@@ -118,7 +118,7 @@ def as_received(outgoing: Outgoing) -> Tensor:
         decode_into_untrusted(encode(outgoing), outgoing.compression, received)
     else:
         np.copyto(received, tensor)
-    return np.ndarray(tensor.shape, dtype, buffer=buffer.toreadonly())
+    return np.ndarray(tensor.shape, dtype, buffer=_frozen(buffer))
 
 
 def describe(tensors: Sequence[Outgoing], *, max_decoded_bytes: int = MAX_DECODED_BYTES) -> list[list[Any]]:
@@ -188,7 +188,7 @@ def view_untrusted(table: Any, body: memoryview, *, max_decoded_bytes: int = MAX
     described = body_nbytes_untrusted(table, max_decoded_bytes=max_decoded_bytes)
     if described != body.nbytes:
         raise RemoteProtocolError(f"tensor table describes {described} bytes, body has {body.nbytes}")
-    frozen = body.toreadonly()
+    frozen = _frozen(body)
     return tuple(_tensor_untrusted(row, frozen) for row in _layout_untrusted(table, max_decoded_bytes))
 
 
@@ -212,7 +212,24 @@ def _tensor_untrusted(row: _Placed, body: memoryview) -> Tensor:
     buffer = aligned_buffer(math.prod(row.shape) * row.dtype.itemsize)
     payload = body[row.start : row.start + row.nbytes]
     decode_into_untrusted(payload, row.compression, np.ndarray(row.shape, row.dtype, buffer=buffer))
-    return np.ndarray(row.shape, row.dtype, buffer=buffer.toreadonly())
+    return np.ndarray(row.shape, row.dtype, buffer=_frozen(buffer))
+
+
+def _frozen(buffer: memoryview) -> memoryview:
+    """The buffer, which nobody writes to any more: `as_received` then knows that of the arrays in it."""
+    if isinstance(buffer.obj, np.ndarray):
+        buffer.obj.flags.writeable = False
+    return buffer.toreadonly()
+
+
+def _is_frozen(tensor: Tensor) -> bool:
+    """Nobody can write to it through a NumPy array: neither it nor one that it is a view of is writeable."""
+    array: Any = tensor
+    while isinstance(array, np.ndarray):
+        if array.flags.writeable:
+            return False
+        array = array.base
+    return True
 
 
 def _describe_one(outgoing: Outgoing) -> list[Any]:

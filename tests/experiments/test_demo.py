@@ -12,8 +12,9 @@ import pytest
 
 from dmoe_jax.cli.network import SECRET_VARIABLE
 from dmoe_jax.grid import all_uids
+from experiments.demo import run
 from experiments.demo.run import GRID, NUM_LAYERS, experts_by_node, headline_of
-from experiments.local_swarm import open_local_swarm
+from experiments.local_swarm import ProcessFailed, open_local_swarm
 from net.identity import Contact
 
 
@@ -41,6 +42,43 @@ def test_failures_are_counted_from_the_kill_on() -> None:
     assert headline["validation_perplexity"] == 500.0
     assert (headline["calls_after_kill"], headline["failed_calls_after_kill"]) == (80, 20)
     assert headline["failed_share_after_kill"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (ExceptionGroup("", [ValueError("not empty")]), 1, "demo: error: not empty"),
+        (ExceptionGroup("", [ProcessFailed("node1 ended"), OSError("its pipe")]), 1, "demo: error: node1 ended"),
+        (BaseExceptionGroup("", [KeyboardInterrupt()]), 130, "demo: interrupted"),
+        (ProcessFailed("node1 ended"), 1, "demo: error: node1 ended"),
+    ],
+)
+def test_a_failed_demo_ends_in_one_line(
+    error: BaseException, status: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever else the nursery put into the group beside the reason."""
+
+    async def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(run, "_supervised", fail)
+    monkeypatch.setattr(sys, "argv", ["demo"])
+    with pytest.raises(SystemExit) as exit_:
+        run.main()
+    assert exit_.value.code == status
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+def test_a_bug_in_the_demo_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong value beside something else does not hide it."""
+
+    async def fail(_: object) -> int:
+        raise ExceptionGroup("", [ValueError("wrong"), KeyError("bug")])
+
+    monkeypatch.setattr(run, "_supervised", fail)
+    monkeypatch.setattr(sys, "argv", ["demo"])
+    with pytest.raises(ExceptionGroup):
+        run.main()
 
 
 @pytest.mark.parametrize("network_flags", [(), ("--insecure-loopback",)])

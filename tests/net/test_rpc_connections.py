@@ -232,6 +232,7 @@ class SilentLink:
 
     remote_address = Address("10.0.0.1", 9)
     remote_peer_id = None
+    num_moved = 0
 
     def __init__(self, *received: Frame) -> None:
         self.received = list(received)

@@ -316,6 +316,7 @@ def test_random_traffic_never_breaks_a_rule() -> None:
                     serving[target].append(start.call_id)
                 case CancelRun(call_id=call_id):
                     serving[target].remove(call_id)
+                    sessions[target].forget(call_id)  # its handler is done
                 case FinishCall(answer=answer):
                     waiting[target].remove(answer.call_id)  # KeyError if answered twice or given up
                     num_answered += 1

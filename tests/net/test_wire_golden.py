@@ -252,7 +252,7 @@ def test_the_example_in_the_readme() -> None:
 def test_the_limits_in_the_readme() -> None:
     """Each row of its table of limits names a constant and its value."""
     rows = re.findall(r"^\| [^|]* \| ([\d,]+) [^|]*\| `(net\.[\w.]+)\.(\w+)` \|$", README.read_text(), re.MULTILINE)
-    assert len(rows) == 21
+    assert len(rows) == 22
     for value, module, name in rows:
         assert int(value.replace(",", "")) == getattr(importlib.import_module(module), name), name
 

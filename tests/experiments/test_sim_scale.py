@@ -1,0 +1,299 @@
+"""The price of a simulated swarm: arithmetic, settings, the tape, and that runs repeat themselves and end cleanly."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from dmoe_jax import autodiff
+from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.runs.run_folder import RunFolder, read_metrics
+from experiments.sim_scale import messages, run, scenario, trainers
+from experiments.sim_scale.figure import scale_figure
+from experiments.sim_scale.messages import MessagesResult, measure_messages
+from experiments.sim_scale.run import ScaleSettings
+from experiments.sim_scale.scenario import ScenarioSettings
+from experiments.sim_scale.trainers import TrainersResult, WorkTape
+
+ROOT = Path(__file__).parents[2]
+STEP = TrainersResult(wall_s=3.0, compute_s=2.0, virtual_s=30.0, calls=7, xla_calls=9, loss=5.0)
+EXCHANGE = MessagesResult(messages=100, frames=120, dials=16, wall_s=0.01, virtual_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"calls_in_a_row": 7}, "calls_in_a_row.*7"),
+        ({"calls_in_a_row": 0}, "calls_in_a_row.*0"),
+        ({"neighbours": 0}, "neighbours.*0"),
+        ({"peers": 8}, "neighbours.*8"),
+        ({"messages": 1999}, "messages.*1999"),
+        ({"trainers": 0}, "trainers.*0"),
+        ({"delay_s": 0.0}, "delay_s.*0"),
+        ({"delay_s": float("nan")}, "delay_s.*nan"),
+        ({"delay_s": 31.0}, "delay_s.*31"),
+        ({"seed": -1}, "seed.*-1"),
+    ],
+)
+def test_settings_are_checked(wrong: dict[str, Any], message: str) -> None:
+    """Whatever would fail later fails at once, with its name and value."""
+    with pytest.raises(ValueError, match=message):
+        ScaleSettings(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"seed": -1}])
+def test_settings_of_the_scenario_are_checked(wrong: dict[str, Any], tmp_path: Path) -> None:
+    """Likewise."""
+    with pytest.raises(ValueError, match="steps >= 1 and seed >= 0"):
+        ScenarioSettings(out=tmp_path / "metrics.jsonl", **wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--neighbours", "1000"], 2, "neighbours"),
+        (["--trainer", "1", "--fast"], 2, "--fast"),
+        (["--out", "FULL"], 1, "not empty"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str],
+    status: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A wrong value, an unknown flag and a folder that is in use end the command before it starts."""
+    (tmp_path / "something").touch()
+    monkeypatch.setattr(sys, "argv", ["sim_scale", *(str(tmp_path) if word == "FULL" else word for word in arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        run.main()
+    captured = capsys.readouterr()
+    assert exit_.value.code == status
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert not captured.out
+
+
+def test_scenario_says_where_it_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, before it simulates anything."""
+    monkeypatch.setattr(sys, "argv", ["scenario", "--out", str(tmp_path / "nowhere" / "metrics.jsonl")])
+    with pytest.raises(SystemExit) as exit_:
+        scenario.main()
+    assert exit_.value.code == 1
+    assert capsys.readouterr().err.startswith("scenario: error: cannot write")
+
+
+@pytest.mark.parametrize(("quick", "times"), [(False, 3), (True, 1)])
+def test_headline_is_of_medians(quick: bool, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ratios 1.5, 4 and 3 have the median 3; 100 messages in 0.01, 0.1 and 0.02 s are 5000 a second in the middle."""
+    walls, exchange_walls = iter([3.0, 8.0, 6.0]), iter([0.01, 0.1, 0.02])
+    monkeypatch.setattr(trainers, "measure_trainers", lambda **_: replace(STEP, wall_s=next(walls)))
+    monkeypatch.setattr(messages, "measure_messages", lambda **_: replace(EXCHANGE, wall_s=next(exchange_walls)))
+    monkeypatch.setattr(run, "_scenario_digests", lambda *_, hash_seeds: ["a"] * (len(hash_seeds) - 1) + ["b"])
+    folder = RunFolder.create(tmp_path / "run", ScaleSettings())
+    headline = run._measure(ScaleSettings(quick=quick), folder, Console(file=io.StringIO()))
+    assert headline["trainers_ratio"] == (1.5 if quick else 3.0)
+    assert headline["messages_per_s"] == pytest.approx(10_000.0 if quick else 5000.0)
+    assert headline["trainers_wall_s"] == (3.0 if quick else 6.0)
+    assert headline["reproducible"] is False
+    assert headline["missed_bars"] == ["reproducible"]  # exactly the bar meets it
+    assert [record["kind"] for record in folder.metrics()] == ["scenario"] + ["messages"] * times + ["step"] * times
+    figure = scale_figure(headline, folder.metrics(), tmp_path / "figure.png", trainers=64, bars=(3.0, 5000.0))
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ratio_is_the_swarm_over_the_computing() -> None:
+    """3 s for 2 s of XLA calls are 1.5."""
+    assert STEP.ratio == 1.5
+
+
+def test_messages_are_counted_and_repeat_themselves() -> None:
+    """405 messages of 20 peers are ten calls of each; two runs differ in their real time alone."""
+    first, second = (measure_messages(peers=20, messages=405, neighbours=3, seed=1) for _ in range(2))
+    assert first.messages == 400
+    assert 20 < first.dials <= 60  # at most one for each neighbour: later calls take the connection that is there
+    assert first.frames >= first.messages + first.dials
+    assert 0.5 < first.virtual_s < 60.0
+    assert first.wall_s > 0
+    assert replace(first, wall_s=second.wall_s) == second
+    other = measure_messages(peers=20, messages=405, neighbours=3, seed=2)
+    assert other.virtual_s != first.virtual_s
+
+
+def test_tape_records_and_replays_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of segments and experts within the block, with their arguments; afterwards everything is as it was."""
+    made: list[tuple[Any, ...]] = []
+
+    def noting(name: str) -> Any:
+        def call(*args: Any) -> str:
+            made.append((name, *args))
+            return name
+
+        return call
+
+    places = [
+        (autodiff, "_run"),
+        (autodiff, "_pull_back"),
+        (ExpertBackend, "forward"),
+        (ExpertBackend, "backward"),
+    ]
+    for owner, name in places:
+        monkeypatch.setattr(owner, name, noting(name))
+    originals = [getattr(owner, name) for owner, name in places]
+    expert = object.__new__(ExpertBackend)
+    tape = WorkTape()
+    autodiff._run("before")
+    with tape.recording():
+        assert autodiff._run("segment", 1) == "_run"
+        assert expert.forward([np.ones(2)]) == "forward"
+        expert.backward([], 2)
+        autodiff._pull_back("segment", 3)
+        autodiff._run("segment", 4)
+    autodiff._run("after")
+    assert [getattr(owner, name) for owner, name in places] == originals
+    recorded = made[1:-1]
+    assert [name for name, *_ in recorded] == ["_run", "forward", "backward", "_pull_back", "_run"]
+    made.clear()
+    assert tape.replay() >= 0.0
+    assert made == recorded
+
+
+def test_failed_scenario_is_said_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last line of the process that failed; the other one, which would take for ever, is ended."""
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!/bin/sh\necho $$ >> {tmp_path}/pids\n"
+        '[ "$PYTHONHASHSEED" = 1 ] && { echo first >&2; echo the reason >&2; exit 3; }\nexec sleep 1000\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(RuntimeError, match="the scenario failed: the reason"):
+        run._scenario_digests(ScaleSettings(), tmp_path, hash_seeds=range(1, 3))
+    for pid in (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []:
+        assert not Path("/proc", pid).exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (KeyboardInterrupt(), 130, "sim_scale: interrupted"),
+        (BaseExceptionGroup("", [BaseExceptionGroup("", [KeyboardInterrupt()])]), 130, "sim_scale: interrupted"),
+        (RuntimeError("two runs differ"), 1, "sim_scale: error: two runs differ"),
+    ],
+)
+def test_how_it_ends(error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C in the midst of a simulation comes in groups, and ends in one line like any other."""
+    with pytest.raises(SystemExit) as exit_:
+        run._exit_after(error)
+    assert exit_.value.code == status
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    """What is neither is not hidden."""
+    with pytest.raises(ExceptionGroup):
+        run._exit_after(ExceptionGroup("", [KeyError("bug")]))
+
+
+@pytest.mark.slow
+def test_scenario_is_the_same_in_two_processes(tmp_path: Path) -> None:
+    """With different hash seeds, through crash, partition and faults of all kinds; another seed is another story."""
+    settings = ((0, "1"), (0, "2"), (1, "1"))
+    files = [tmp_path / f"{seed}-{hash_seed}.jsonl" for seed, hash_seed in settings]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", scenario.__name__, "--out", str(file), "--seed", str(seed), "--steps", "30"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            stderr=subprocess.DEVNULL,
+        )
+        for (seed, hash_seed), file in zip(settings, files, strict=True)
+    ]
+    assert [process.wait(timeout=110) for process in running] == [0, 0, 0]
+    first, second, other = (file.read_bytes() for file in files)
+    assert first == second
+    assert first != other
+    records = read_metrics(files[0])
+    assert [record["step"] for record in records if record["kind"] == "step"] == list(range(1, 31))
+    assert records[-1]["failed"] > 0
+    assert records[-1]["virtual_s"] > 9.0  # past the first half of the schedule
+
+
+def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "experiments.sim_scale", "--quick", "--json", "--out", str(out), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "DMOE_TEST_MARKER": str(out)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def processes_of(marker: str) -> list[int]:
+    """Processes whose environment carries the marker: the measurement and all that it started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if marker.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_tiny_run_reports_every_figure(tmp_path: Path) -> None:
+    """Few trainers and peers: all figures and files are there, and the report says what the picture shows."""
+    out = tmp_path / "run"
+    sizes = ("--trainers", "2", "--calls-in-a-row", "2", "--peers", "30", "--messages", "600", "--neighbours", "4")
+    measurement = start(out, *sizes)
+    stdout, stderr = measurement.communicate(timeout=190)
+    assert measurement.returncode == 0, stderr
+    headline = json.loads(stdout.splitlines()[-1])
+    assert headline["reproducible"] is True
+    assert headline["messages"] == 600
+    assert headline["messages_per_s"] > 0
+    assert headline["trainers_ratio"] == pytest.approx(headline["trainers_wall_s"] / headline["trainers_compute_s"])
+    assert headline["trainers_virtual_s"] > 0.1
+    # Two trainers, four samples, two experts each: from two experts to eight are called, forward and backward.
+    assert 2 * 2 * 2 <= headline["trainers_calls"] <= 2 * 8 * 2
+    expected = {"config.json", "metrics.jsonl", "figure.png", "report.md", "scenario-1.jsonl", "scenario-2.jsonl"}
+    assert expected == {path.name for path in out.iterdir()}
+    assert "![Time of a step beside its XLA calls" in (out / "report.md").read_text()
+    assert processes_of(str(out)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["a swarm to which", "messages between"])
+def test_interrupted_run_leaves_no_process(stage: str, tmp_path: Path) -> None:
+    """Ctrl-C ends the processes of the scenario, and a simulation in this one, with one line."""
+    out = tmp_path / "run"
+    measurement = start(out, "--messages", "1000000")
+    assert measurement.stderr is not None
+    for line in measurement.stderr:
+        if stage in line:
+            break
+    time.sleep(2.0)  # real time: well into it
+    assert len(processes_of(str(out))) == (3 if stage.startswith("a swarm") else 1)
+    measurement.send_signal(signal.SIGINT)
+    _, stderr = measurement.communicate(timeout=30)
+    assert measurement.returncode == 130
+    assert stderr == "sim_scale: interrupted\n"
+    assert processes_of(str(out)) == []

@@ -1,0 +1,200 @@
+"""Simulated nodes and trainers: crashes survived, costs and faults where they belong, the README's example."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import trio
+
+from dmoe_jax.autodiff import Recording, Value, value_and_grad
+from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.grid import all_uids
+from dmoe_jax.mixture.fan_out import CallPolicy
+from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.device import CostModel, Device, InlineDevice
+from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.routing.product_key import product_key
+from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
+from net.rpc.faults import Fault, FaultPlan
+from net.transport.sim import run, simulate
+from net.transport.sim_events import HostDown, HostUp
+from net.transport.sim_links import Constant, LogNormal
+
+ROOT = Path(__file__).parents[2]
+GRID = (2, 3)
+NUM_NODES = 3
+EXPERT = feedforward(d_model=4, expansion=1)
+OPTIMIZER = optax.sgd(0.01)
+ROUTER = product_key(GRID)
+PARAMS = {"gate": ROUTER.init(jax.random.key(0), 4), "x": jnp.ones((1, 4))}
+NODE_CONFIG = NodeConfig(announce_period_s=3.0, record_lifetime_s=9.0)
+
+Step = Callable[[], Any]
+
+
+def mean(mixed: Any) -> Any:
+    return jnp.mean(mixed**2)
+
+
+def make_backends() -> dict[str, ExpertBackend]:
+    uids = [str(uid) for uid in all_uids("ffn", GRID)]
+    return {uid: ExpertBackend(EXPERT, OPTIMIZER, EXPERT.init(jax.random.key(i))) for i, uid in enumerate(uids)}
+
+
+def step_of(place: SimulatedTrainer) -> Step:
+    """A step that calls every living expert, forward and backward; its loss."""
+    mixture = RemoteMixture(
+        expert=EXPERT,
+        router=ROUTER,
+        directory=place.directory,
+        caller=place.caller,
+        device=InlineDevice(),
+        config=MixtureConfig(prefix="ffn", k_best=6, policy=CallPolicy(grace_s=1.0, timeout_s=2.0)),
+    )
+
+    async def forward(run: Recording, params: Any) -> Value:
+        mixed, _ = await mixture(run, run(ROUTER.scores, params["gate"], params["x"]), params["x"])
+        return run(mean, mixed)
+
+    async def step() -> float:
+        loss, _ = await value_and_grad(forward)(PARAMS)
+        return float(loss)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("hosts", "silent"),
+    [(("node0",), False), (("node2",), True), (("node0", "node1", "node2"), False)],
+    ids=["the one to join", "an unplugged one", "all of them"],
+)
+def test_nodes_come_back_and_the_trainer_goes_on(hosts: tuple[str, ...], silent: bool) -> None:
+    """Down at 20 s, up at 40 s: the trainer steps all the time, and the experts go on learning from where they were."""
+    backends = make_backends()
+    uids = list(backends)
+    downed = {uid for index, uid in enumerate(uids) if f"node{index % NUM_NODES}" in hosts}
+    started: list[str] = []
+
+    def device(host: str) -> Device:
+        started.append(host)
+        return InlineDevice()
+
+    async def main() -> list[dict[str, int]]:
+        counts = []
+        schedule = [
+            *((20.0, HostDown(host, silent=silent)) for host in hosts),
+            *((40.0, HostUp(host)) for host in hosts),
+        ]
+        async with simulate(latency=Constant(0.05), schedule=schedule) as network:
+            join = await start_simulated_nodes(
+                network, backends, num_nodes=NUM_NODES, seed=0, device=device, config=NODE_CONFIG
+            )
+            async with open_simulated_trainer(network, "trainer0", seed=0, join=join) as place:
+                step = step_of(place)
+                for until_s in (19.9, 39.9, 80.0, 100.0):
+                    num_steps = 0
+                    while trio.current_time() < until_s:
+                        assert np.isfinite(await step())
+                        await trio.sleep(1.0)
+                        num_steps += 1
+                    assert num_steps >= 3
+                    counts.append({uid: backend.update_count for uid, backend in backends.items()})
+        return counts
+
+    before, during, _, after = run(main)
+    assert all(before[uid] > 0 for uid in uids)
+    for uid in uids:
+        assert (during[uid] - before[uid] <= 1) == (uid in downed)  # a call may just have been under way
+    # The last 20 seconds, so that nobody is left out for good.
+    assert all(after[uid] - during[uid] >= 15 for uid in uids)
+    assert sorted(started) == sorted([f"node{index}" for index in range(NUM_NODES)] + list(hosts))
+
+
+def test_the_same_seed_gives_the_same_training() -> None:
+    """Times and losses to the last bit, with loss of parts, random latencies and faults; another seed differs."""
+
+    async def main(seed: int) -> list[tuple[float, float]]:
+        trace = []
+        faults = FaultPlan(rates={Fault.REFUSE: 0.1, Fault.LATE: 0.2}, methods=("expert.",), seed=seed)
+        async with simulate(seed=seed, latency=LogNormal(median_s=0.05, sigma=0.5), loss=0.02) as network:
+            join = await start_simulated_nodes(network, make_backends(), num_nodes=2, seed=seed, faults=faults)
+            async with open_simulated_trainer(network, "trainer0", seed=seed, join=join) as place:
+                step = step_of(place)
+                for _ in range(8):
+                    trace.append((await step(), trio.current_time()))
+            assert place.caller.statistics.failed > 0
+        return trace
+
+    first = run(main, 1, seed=1)
+    assert run(main, 1, seed=1) == first
+    assert run(main, 2, seed=2) != first
+
+
+def test_device_costs_and_faults_strike_the_experts_alone() -> None:
+    """Calls take the device's virtual time, one after the other; a plan for "expert." leaves the DHT alone."""
+
+    async def main(faults: FaultPlan) -> tuple[float, int, int]:
+        cost = InlineDevice(CostModel(call_s=0.1))
+        async with simulate(latency=Constant(0.001)) as network:
+            join = await start_simulated_nodes(
+                network, make_backends(), num_nodes=1, seed=0, device=lambda host: cost, faults=faults
+            )
+            async with open_simulated_trainer(network, "trainer0", seed=0, join=join) as place:
+                assert len((await place.directory.children(["ffn.0."]))["ffn.0."]) == GRID[1]
+                start_s = trio.current_time()
+                await step_of(place)()
+                statistics = place.caller.statistics
+                return trio.current_time() - start_s, statistics.ok, statistics.failed
+
+    duration_s, ok, failed = run(main, FaultPlan())
+    assert (ok, failed) == (12, 0)
+    assert 1.2 <= duration_s < 1.4  # six calls there and six back, on one device
+    _, ok, failed = run(main, FaultPlan(rates={Fault.REFUSE: 1.0}, methods=("expert.",)))
+    assert (ok, failed) == (0, 6)
+
+
+@pytest.mark.parametrize("num_nodes", [0, 7])
+def test_a_node_needs_an_expert(num_nodes: int) -> None:
+    """Instead of a simulation that is stuck, an error that says how many there are."""
+
+    async def main() -> None:
+        async with simulate() as network:
+            await start_simulated_nodes(network, make_backends(), num_nodes=num_nodes, seed=0)
+
+    with pytest.raises(ValueError, match=f"6 experts, got {num_nodes}"):
+        run(main)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_readme(tmp_path: Path) -> None:
+    """It runs, twice alike with different hash seeds; trainers train on both sides of the ocean, whatever happens."""
+    text = (ROOT / "experiments" / "sim_scale" / "README.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    script = tmp_path / "example.py"
+    script.write_text(code + "\nprint(steps)\n")
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for hash_seed in ("1", "2")
+    ]
+    outputs = [process.communicate(timeout=110)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert outputs[0] == outputs[1]
+    steps = eval(outputs[0].splitlines()[-1])
+    for first_s, last_s in ((0, 20), (20, 30), (30, 40), (40, 50), (50, 60)):
+        trainers = [trainer for when_s, trainer, loss in steps if first_s <= when_s < last_s and np.isfinite(loss)]
+        assert min(trainers.count(0), trainers.count(1)) >= 3
+    assert max(when_s for when_s, _, _ in steps) <= 60.0
