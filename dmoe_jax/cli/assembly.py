@@ -28,6 +28,7 @@ from dmoe_jax.trainer import SharedTrunk, SwarmModel, Trainer
 from net.errors import CallFailed, NetError, NoQuorum, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact
 from net.rpc.base import Body
+from net.wire.compression import Compression
 
 _WAIT_FOR_EXPERTS_S = 60.0
 """A node that was started together with us may still be compiling."""
@@ -114,7 +115,12 @@ def _mixtures(
     directory: ExpertDirectory,
     caller: ExpertCaller,
 ) -> list[RemoteMixture]:
-    policy = CallPolicy(k_min=command.k_min, grace_s=command.grace_s, timeout_s=command.timeout_s)
+    policy = CallPolicy(
+        k_min=command.k_min,
+        grace_s=command.grace_s,
+        timeout_s=command.timeout_s,
+        compression=Compression(command.compression),
+    )
     return [
         RemoteMixture(
             expert=config.expert(),

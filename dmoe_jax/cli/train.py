@@ -56,6 +56,8 @@ class TrainCommand:
     """Seconds to wait for stragglers then."""
     timeout_s: float = 10.0
     """Seconds after which an expert call is given up."""
+    compression: Literal["none", "float16", "bfloat16", "blockwise8"] = "none"
+    """How activations and gradients travel to experts and back. Parameters never travel compressed."""
     learning_rate: float = 2e-3
     """Peak step size of the trunk's Adam."""
     warmup_steps: int = 50
