@@ -19,6 +19,7 @@ from net.keys import Identity, IdentityError, Membership
 from net.transport.base import Transport
 from net.transport.tcp import TcpTransport
 from net.transport.tls import TlsTransport
+from net.wire.messages import is_host
 
 SECRET_VARIABLE = "DMOE_SWARM_SECRET_FILE"
 """Environment variable that stands for `--swarm-secret-file` where that is not given; empty means none."""
@@ -126,7 +127,7 @@ class ListenOptions:
                 "address others reach it"
             )
         if self.announce is not None and (
-            not self.announce
+            not is_host(self.announce)
             or _is_ip_address(self.announce, "unspecified")
             or any(sign in self.announce for sign in "@[]/ ")
             or (":" in self.announce and not _is_ip_address(self.announce))

@@ -7,7 +7,14 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from net.errors import ConnectionLost, DialFailed, HandshakeFailed, PeerTimeout
+from net.errors import (
+    ConnectionLost,
+    DialFailed,
+    HandshakeFailed,
+    LocalProtocolError,
+    PeerTimeout,
+    RemoteFailure,
+)
 from net.identity import Address, Contact, PeerId, address_of
 from net.nursery import background_nursery
 from net.rpc.backoff import Backoff
@@ -19,7 +26,7 @@ from net.rpc.service import Service
 from net.rpc.session import hello_of
 from net.transport.base import Link, Listener, Transport
 from net.wire.codec import decode_untrusted, encode
-from net.wire.messages import INSTANCE_BYTES, MAX_TIMEOUT_S
+from net.wire.messages import INSTANCE_BYTES, MAX_HOST_CHARACTERS, MAX_TIMEOUT_S, is_host
 from net.wire.tensors import Outgoing, as_received
 
 _log = logging.getLogger(__name__)
@@ -80,8 +87,10 @@ async def open_rpc_peer(
 
     Raises:
       ListenFailed: on entry.
-      ValueError: on entry; the transport proves another peer id.
+      ValueError: on entry; the transport proves another peer id, or `announce` cannot be a host.
     """
+    if announce is not None and not is_host(announce):
+        raise ValueError(f"announce must be 1 to {MAX_HOST_CHARACTERS} ASCII characters, got {announce!r}")
     if transport.peer_id not in (None, peer_id):
         raise ValueError(f"the transport proves us to be {transport.peer_id}, not {peer_id}")
     listener = None if listen is None else await transport.listen(listen)
@@ -224,7 +233,11 @@ class RpcPeer:
                 reply = await self._service.run_own(request)
             finally:
                 del self._own_calls[scope]
-            return Reply(body=_copied(reply.body), tensors=tuple(map(as_received, reply.tensors)))
+            try:
+                return Reply(body=_copied(reply.body), tensors=tuple(map(as_received, reply.tensors)))
+            except LocalProtocolError as exc:
+                _log.error("the answer of %r to this peer itself could not travel: %s", method, exc)
+                raise RemoteFailure(f"the handler of {method!r} failed; the log says why") from exc
         raise ConnectionLost("this peer was closed")
 
     def _close(self) -> None:
@@ -351,10 +364,12 @@ class RpcPeer:
             if expected not in (None, remote.peer_id):
                 raise HandshakeFailed(f"{remote.peer_id.short} answers at {link.remote_address}, not {expected}")
             self._connections.greeted_untrusted(connection)
-            if remote.port is not None:
-                self._backoff.succeeded(Address(link.remote_address.host, remote.port))
+            port = link.remote_address.port if is_outgoing else remote.port
+            if port is not None:
+                address = Address(link.remote_address.host, port)
+                self._backoff.succeeded(address)
+                self._backoff.succeeded(Contact(remote.peer_id, address))
             if dial is not None:
-                self._backoff.succeeded(link.remote_address)
                 dial.connection = connection
                 for target in [target for target, known in self._dials.items() if known is dial]:
                     del self._dials[target]

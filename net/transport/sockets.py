@@ -33,9 +33,6 @@ than a microsecond, about as much as one more piece, and it is the most that one
 _TURN_BYTES = 2**20
 """Received from one connection, or sent on it, before other tasks get a turn: a millisecond's work or less."""
 
-_TELLING_BYTES = 4096
-"""What is sent in smaller pieces (a ping) always finds room in the system's buffer, also on the way to a dead peer."""
-
 _MAX_PIECES = 64
 """In one system call: well below every system's limit (POSIX promises 16, all that matter have 1024), which only
 pieces from 16 KiB on count towards."""
@@ -71,7 +68,7 @@ class ByteStream:
         self._turn_bytes = self._sent_turn_bytes = 0  # received and sent since others had a turn
         self._unyielded = 0  # bytes received since other tasks could last run
         self.num_moved = 0
-        """Bytes received so far, and sent in pieces that are not too small to say anything."""
+        """Bytes received so far, and sent after the system's buffer had been full."""
         self.remote_address = remote_address
 
     @property
@@ -106,6 +103,7 @@ class ByteStream:
           ConnectionLost: the connection is down or closed.
         """
         left = pieces if _CAN_GATHER else [b"".join(pieces)]
+        was_full = False  # the system's buffer; then there is room again only if the other end takes something
         try:
             while left:
                 if self._sent_turn_bytes >= _TURN_BYTES:
@@ -116,9 +114,10 @@ class ByteStream:
                 except BlockingIOError:
                     self._sent_turn_bytes = 0
                     await trio.lowlevel.wait_writable(self._sock)
+                    was_full = True
                     continue
                 self._sent_turn_bytes += sent
-                if sent >= _TELLING_BYTES:
+                if was_full:
                     self.num_moved += sent
                 left = _rest(left, sent)
         except (OSError, trio.ClosedResourceError) as exc:

@@ -144,6 +144,12 @@ class Goodbye:
 Message = Hello | CallStart | CallReply | CallError | CallCancel | Credit | Ping | Pong | Goodbye
 
 
+def is_host(value: Any) -> bool:
+    """Whether this may stand for a host: what DHT records may say of one too, or an honest peer that passes it on
+    would break their rules."""
+    return type(value) is str and 1 <= len(value) <= MAX_HOST_CHARACTERS and value.isascii()
+
+
 def encode_message(message: Message) -> EncodedFrame:
     """The frame that carries `message`.
 
@@ -217,8 +223,8 @@ def _parse_hello(frame: Frame) -> Hello:
     if port is not None and (type(port) is not int or not 1 <= port <= 65535):
         raise RemoteProtocolError("port must be an integer from 1 to 65535, or null")
     host = frame.header["host"]
-    if host is not None and (type(host) is not str or not 1 <= len(host) <= MAX_HOST_CHARACTERS):
-        raise RemoteProtocolError(f"host must be a string of 1 to {MAX_HOST_CHARACTERS} characters, or null")
+    if host is not None and not is_host(host):
+        raise RemoteProtocolError(f"host must be a string of 1 to {MAX_HOST_CHARACTERS} ASCII characters, or null")
     instance, window_bytes = frame.header["instance"], frame.header["window"]
     if type(instance) is not bytes or len(instance) != INSTANCE_BYTES:
         raise RemoteProtocolError(f"instance must be {INSTANCE_BYTES} bytes")

@@ -76,7 +76,10 @@ async def test_a_run_its_folder_and_its_resumption(tmp_path: Path, capsys: pytes
         with pytest.raises(UsageError, match="not empty"):
             await run_training(command(address, out), peer)
 
-        assert await run_training(command(address, out, steps=12, resume=True, json=True, compression="bfloat16"), peer) == 0
+        assert (
+            await run_training(command(address, out, steps=12, resume=True, json=True, compression="bfloat16"), peer)
+            == 0
+        )
         headline = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert (headline["steps"], headline["training_tokens"]) == (12, 12 * 2 * 8)
         steps = [record["step"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "train"]

@@ -144,6 +144,7 @@ def test_what_the_malformed_ones_differ_from(header: dict[str, Any]) -> None:
         GREETING | {"host": ""},
         GREETING | {"host": "h" * 256},
         GREETING | {"host": 7},
+        GREETING | {"host": "b\u00fccher.example"},
         GREETING | {"port": 0},
         GREETING | {"port": 65536},
         GREETING | {"port": True},
