@@ -242,7 +242,9 @@ def test_traffic_of_all_sizes_gets_through_and_keeps_the_window(window_bytes: in
         side = rng.randrange(2)
         step = rng.choice(["place", "abandon", "answer", "move", "move", "move"])
         if step == "place" and len(waiting[side]) < 20:
-            waiting[side].add(sessions[side].place_call("m", {}, (arrays[rng.choice(sizes)],), timeout_s=1.0))
+            # Some with a large header: credits must find their way past a queue of those.
+            body = {"x": bytes(rng.choice([0, 60_000]))}
+            waiting[side].add(sessions[side].place_call("m", body, (arrays[rng.choice(sizes)],), timeout_s=1.0))
         elif step == "abandon" and waiting[side] and rng.random() < 0.3:
             call_id = rng.choice(sorted(waiting[side]))
             waiting[side].remove(call_id)
@@ -263,6 +265,10 @@ def test_traffic_of_all_sizes_gets_through_and_keeps_the_window(window_bytes: in
     assert all(session.is_idle for session in sessions)
     assert all(reader.at_boundary for reader in readers)
     assert num_answered > 30
+    for side in (0, 1):  # nothing of the window is lost
+        held, owed = sessions[side]._held_bytes, sessions[side]._owed_bytes
+        assert sessions[1 - side]._outbox._free_bytes == window_bytes - held
+        assert held == owed
 
 
 def test_credit_is_not_sent_for_every_small_tensor() -> None:
