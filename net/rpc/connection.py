@@ -42,7 +42,7 @@ _READ_FRAMES = 8
 """Frames read before others get a turn. Answers to the first calls of a batch then leave while the rest of it is read,
 and both ends work at the same time instead of by turns."""
 
-SILENCE_S = 15.0
+SILENCE_S = 30.0
 """Of a peer while calls are under way; then it is pinged, and after as long again it is taken for gone. TCP alone would
 wait a quarter of an hour for a peer that vanished without a word."""
 

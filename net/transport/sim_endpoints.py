@@ -14,6 +14,8 @@ from net.transport.sim_frames import CheckedPassage, FramePassage
 from net.transport.sim_links import Latency, SimHost, model_between, stream_key
 from net.wire.frames import Frame, Part
 
+_TELLING_BYTES = 4096
+
 
 class Acceptor(Protocol):
     """What a link needs of a listener."""
@@ -234,9 +236,9 @@ class SimLink:
                 self.flow.transmit(0, Reset("closed by the other end"))
             return
         host = self.host
-        # Counted at both ends: the sender would see its system's buffer empty itself.
         self._num_moved += nbytes
-        self.other._num_moved += nbytes
+        if nbytes >= _TELLING_BYTES:  # the sender sees the system's buffer empty itself, but not of a ping
+            self.other._num_moved += nbytes
         host.num_parts += 1
         host.num_bytes += nbytes
         if payload is None and self._receiver.is_waiting:  # it waits for frames, but reads what comes meanwhile

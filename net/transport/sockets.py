@@ -24,14 +24,15 @@ _log = logging.getLogger(__name__)
 
 BATCH_BYTES = 512 * 1024
 """What is handed to the network in one go, about: the system call then costs little beside the copy or the cipher, and
-it is what an encrypted link holds in memory while the socket takes no more."""
+it is what an encrypted link holds in memory while the socket takes no more. It is also what the system may hold of
+what it has not sent, where it can be told so: the rest waits here, where a small call overtakes it."""
 
 _JOIN_BYTES = 16 * 1024
 """Neighbouring pieces below this are copied together; larger ones are sent from where they lie. Such a copy costs less
 than a microsecond, about as much as one more piece, and it is the most that one TLS record holds."""
 
-_TURN_BYTES = 2**20
-"""Received from one connection, or sent on it, before other tasks get a turn: a millisecond's work or less."""
+_TURN_BYTES = 2**18
+"""Received from one connection, or sent on it, before other tasks get a turn: a quarter of a millisecond's work."""
 
 _MAX_PIECES = 64
 """In one system call: well below every system's limit (POSIX promises 16, all that matter have 1024), which only
@@ -60,6 +61,8 @@ class ByteStream:
         # Writes are gathered above; what is written should leave at once.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # Linux and macOS
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, BATCH_BYTES)
         # Trio's `recv_into` lets other tasks run between filling the buffer and returning. Here nothing runs in
         # between, and that is why all links of a transport can share one buffer for what they receive encrypted.
         self._sock = socket.socket(fileno=sock.detach())

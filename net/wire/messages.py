@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from net.errors import RemoteProtocolError
+from net.errors import LocalProtocolError, RemoteProtocolError
 from net.identity import PEER_ID_BYTES, PeerId
 from net.wire.frames import EncodedFrame, Frame, encode_frame
 from net.wire.tensors import Outgoing
@@ -170,6 +170,10 @@ def encode_message(message: Message) -> EncodedFrame:
             }
             return encode_frame(header)
         case CallStart():
+            if not 1 <= len(message.method) <= MAX_METHOD_CHARACTERS:
+                raise LocalProtocolError(
+                    f"a method has 1 to {MAX_METHOD_CHARACTERS} characters, got {message.method!r:.200}"
+                )
             header = {
                 "type": "call",
                 "id": message.call_id,

@@ -142,7 +142,7 @@ async def test_an_idle_connection_is_closed_and_no_call_is_lost_by_that() -> Non
 async def test_a_peer_that_vanishes_is_noticed() -> None:
     """Unplugged in the middle of calls: the caller learns it long before its deadline, the callee stops working."""
     stuck = Stuck()
-    async with pair() as (network, alice, bob), trio.open_nursery() as nursery:
+    async with pair(give_up_s=1000.0) as (network, alice, bob), trio.open_nursery() as nursery:
         bob.add_handler("stuck", stuck)
         noticed_at: list[float] = []
 
