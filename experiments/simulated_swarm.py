@@ -125,21 +125,14 @@ async def start_simulated_nodes(
 
     async def serve(host: str, own: Mapping[str, ExpertBackend]) -> None:
         # At first they come one after the other to the first; later the first itself may be who is missing.
-        if host in have_served:
-            join = [address for address in addresses if address.host != host]
-        else:
-            join = [] if host == first.host else [first]
+        others = [address for address in addresses if address.host != host]
+        join = others if host in have_served else [first] if host != first.host else []
+        own_device = InlineDevice() if device is None else device(host)
         while True:
             try:
                 async with (
                     open_simulated_peer(network, host, seed=seed, join=join, faults=faults) as peer,
-                    open_expert_node(
-                        peer.rpc,
-                        peer.dht,
-                        own,
-                        device=InlineDevice() if device is None else device(host),
-                        config=NodeConfig() if config is None else config,
-                    ),
+                    open_expert_node(peer.rpc, peer.dht, own, device=own_device, config=config or NodeConfig()),
                 ):
                     have_served[host] = None
                     if len(have_served) == num_nodes:

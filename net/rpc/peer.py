@@ -96,14 +96,11 @@ async def open_rpc_peer(
     listener = None if listen is None else await transport.listen(listen)
     try:
         async with background_nursery() as nursery:
-            address = None if listener is None else listener.address
-            if address is not None and announce is not None:
-                address = Address(announce, address.port)
             peer = RpcPeer(
                 transport,
                 nursery,
                 peer_id=peer_id,
-                address=address,
+                address=None if listener is None else listener.address,
                 announced_host=announce,
                 faults=faults,
                 idle_s=idle_s,
@@ -144,6 +141,8 @@ class RpcPeer:
         max_outgoing_connections: int,
         max_incoming_connections: int,
     ) -> None:
+        if address is not None and announced_host is not None:
+            address = Address(announced_host, address.port)
         self._transport = transport
         self._nursery = nursery
         self._peer_id = peer_id
