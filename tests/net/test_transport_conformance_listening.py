@@ -13,6 +13,8 @@ from net.transport.base import Link, Listener
 from tests.net.each_network import NETWORKS, Ends, Network, drop, on_every_network
 from tests.net.link_frames import exchange, numbered
 
+NUM_CONNECTS = 1000
+
 
 @on_every_network
 async def test_a_cancelled_accept_loses_no_link(ends: Ends) -> None:
@@ -175,7 +177,7 @@ def test_connecting_and_dropping_leaves_nothing_open(network: Network) -> None:
             listener = await ends.server.listen(ends.any_port)
             await connect_and_drop(ends, listener, 4)  # whatever is made once, is made now
             before = resources()
-            await connect_and_drop(ends, listener, network.num_connects)
+            await connect_and_drop(ends, listener, NUM_CONNECTS)
             await ends.settle()
             assert resources() == before
             await listener.aclose()
