@@ -67,7 +67,7 @@ class DirectoryConfig:
     idle_s: float = 60.0
     """A prefix that nobody asked for during this time is no longer refreshed, seconds."""
     backoff_base_s: float = 1.0
-    """First pause after a host failed, seconds; doubles with each failure in a row."""
+    """First pause after a host failed, seconds; doubles with each failure in a row. 0: no host is ever avoided."""
     backoff_cap_s: float = 60.0
     """Longest pause, seconds."""
 
@@ -194,6 +194,29 @@ class ExpertDirectory:
         """Who serves these experts; None for those that are not alive."""
         found = await self.children(prefixes(uid)[-1] for uid in uids)
         return {uid: found[prefixes(uid)[-1]].get(uid.coordinates[-1]) for uid in uids}
+
+    async def living(self, prefix: str, grid_size: Sequence[int]) -> dict[Coordinates, Contact]:
+        """Every living expert of a grid, and who serves it, in the order of coordinates.
+
+        Asks for all prefixes of the grid that lead somewhere; see `beam_search` for the few that matter to a sample.
+
+        Raises:
+          ValueError: if the prefix is malformed.
+        """
+        check_prefix(prefix)
+        paths: dict[Coordinates, Contact | None] = {(): None}
+        for dim, size in enumerate(grid_size):
+            names = {path: key_prefix(prefix, path) for path in paths}
+            found = await self.children(names.values())
+            is_leaf = dim == len(grid_size) - 1
+            paths = {
+                (*path, child): who
+                for path, name in names.items()
+                for child, who in found[name].items()
+                # A row where an expert should be, or the reverse, belongs to a grid of another depth.
+                if child < size and (who is not None) == is_leaf
+            }
+        return {path: who for path, who in sorted(paths.items()) if who is not None}
 
     async def beam_search(
         self, prefix: str, scores: Sequence[np.ndarray], k: int, *, beam_size: int | None = None

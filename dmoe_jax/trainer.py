@@ -32,8 +32,10 @@ from dmoe_jax.models.transformer_xl import (
     Segments,
     TransformerXLConfig,
     empty_memory,
+    expert_inputs,
     forget,
 )
+from dmoe_jax.models.trunk import StepKeys, step_keys
 from dmoe_jax.node.device import Device
 from net.errors import NetError
 
@@ -94,13 +96,7 @@ class SharedTrunk:
         self._claimed = 0
         self._device = device
         self._turn = trio.Lock()
-
-        # Parameters are not donated: trainers in the middle of a step still hold the version that they started with.
-        def update(params: PyTree, opt_state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        self._update = jax.jit(update, donate_argnums=1)
+        self._update = _trunk_update(optimizer)
 
     @property
     def state(self) -> dict[str, PyTree]:
@@ -138,6 +134,18 @@ class SharedTrunk:
             return self.step
 
 
+@functools.cache
+def _trunk_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[PyTree, PyTree]]:
+    """The compiled (params, opt_state, grads) -> (params, opt_state) of this optimiser."""
+
+    # Parameters are not donated: trainers in the middle of a step still hold the version that they started with.
+    def update(params: PyTree, opt_state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return jax.jit(update, donate_argnums=1)
+
+
 class SwarmModel:
     """The Transformer-XL language model with remote mixtures: forward, training step and evaluation.
 
@@ -154,34 +162,47 @@ class SwarmModel:
         self._segments = segments
         self._mixtures = tuple(mixtures)
         self.loss_and_grads = value_and_grad(self._forward, has_aux=True)
-        """async (params, batch, memory) -> ((total, (loss, next memory)), grads)."""
+        """async (params, batch, memory, keys) -> ((total, (loss, next memory)), grads); without keys nothing is random."""
 
     def empty_memory(self, batch_size: int) -> Memory:
         """The memory before the first segment of text."""
         return empty_memory(self._config, batch_size)
 
+    def step_keys(self, stream: SegmentStream, *, seed: int, trainer: int) -> StepKeys:
+        """The random keys of the step on the stream's next batch: a step has its own, whatever came before it."""
+        return step_keys(
+            num_layers=self._config.num_layers,
+            batch=stream.batch_size,
+            seed=seed,
+            trainer=trainer,
+            step=stream.position,
+        )
+
     async def _hidden(
-        self, run: Recording, params: PyTree, batch: Batch, memory: Memory
+        self, run: Recording, params: PyTree, batch: Batch, memory: Memory, keys: StepKeys | None
     ) -> tuple[Value, list[Value], Memory]:
         """The last layer's hidden states, the routers' auxiliary losses, and the memory for the next segment."""
-        hidden = run(self._segments.embed, params["embed"], batch.tokens)
+        hidden = run(self._segments.embed, params["embed"], batch.tokens, None if keys is None else keys.embed)
         if batch.is_first.any():
             memory = forget(memory, jnp.asarray(batch.is_first))
         memories, penalties = [], []
         for layer, mixture in enumerate(self._mixtures):
-            states, filled = memory[layer]
-            scores = run(self._segments.gate, params["gates"][layer], hidden, memory[layer])
+            gate_key, dropout_key = (None, None) if keys is None else (keys.gates[layer], keys.experts[layer])
+            ids = batch.tokens[:, 0]
+            scores = run(self._segments.gate, params["gates"][layer], hidden, memory[layer], ids, gate_key)
             # Off the tape: memory is a constant to the gradient, in this segment of text and in the next.
             memories.append(_next_memory(self._segments.next_memory, memory[layer], hidden.value))
-            hidden, penalty = await mixture(run, scores, hidden, states, filled)
+            inputs = expert_inputs(self._config, hidden, memory[layer], dropout_key)
+            hidden, penalty = await mixture(run, scores, *inputs)
             penalties.append(penalty)
         return hidden, penalties, tuple(memories)
 
     async def _forward(
-        self, run: Recording, params: PyTree, batch: Batch, memory: Memory
+        self, run: Recording, params: PyTree, batch: Batch, memory: Memory, keys: StepKeys | None
     ) -> tuple[Value, tuple[Value, Memory]]:
-        hidden, penalties, memory = await self._hidden(run, params, batch, memory)
-        loss = run(self._segments.loss_head, params["embed"], params["head"], hidden, batch.targets)
+        hidden, penalties, memory = await self._hidden(run, params, batch, memory, keys)
+        head_key = None if keys is None else keys.head
+        loss = run(self._segments.loss_head, params["embed"], params["head"], hidden, batch.targets, head_key)
         return run(_total, loss, penalties), (loss, memory)
 
     async def evaluate(
@@ -202,8 +223,8 @@ class SwarmModel:
         for batch in batches:
             memory = memory if memory is not None else self.empty_memory(batch.tokens.shape[0])
             run = Recording(differentiate=False)
-            hidden, _, memory = await self._hidden(run, params, batch, memory)
-            nll = run(self._segments.token_nll, params["embed"], params["head"], hidden, batch.targets)
+            hidden, _, memory = await self._hidden(run, params, batch, memory, None)
+            nll = run(self._segments.token_nll, params["embed"], params["head"], hidden, batch.targets, None)
             total += float(np.asarray(nll.value)[batch.mask].sum(dtype=np.float64))
             counted.append(batch.targets[batch.mask])
             on_batch()
@@ -220,14 +241,19 @@ class Trainer:
       index: number of the trainer in its process.
       model: the model, shared. trunk: the parameters, shared.
       stream: this trainer's part of the text.
+      seed: of the run. Dropout and the router's noise follow from it, the trainer's number and its place in the text.
     """
 
-    def __init__(self, index: int, model: SwarmModel, trunk: SharedTrunk, stream: SegmentStream) -> None:
+    def __init__(
+        self, index: int, model: SwarmModel, trunk: SharedTrunk, stream: SegmentStream, *, seed: int = 0
+    ) -> None:
         self._index = index
         self._model = model
         self._trunk = trunk
+        self._seed = seed
         self.stream = stream
-        self._memory: Memory | None = None
+        self.memory: Memory | None = None
+        """What this trainer remembers of the text; None before its first step."""
 
     async def step(self) -> StepRecord:
         """Take one step.
@@ -238,15 +264,16 @@ class Trainer:
           NetError: when the swarm could not carry the step; the trainer can go on with the next one.
           FloatingPointError: when the loss or a gradient is not finite; the trunk is untouched.
         """
+        keys = self._model.step_keys(self.stream, seed=self._seed, trainer=self._index)
         batch = next(self.stream)
-        if self._memory is None:
-            self._memory = self._model.empty_memory(batch.tokens.shape[0])
+        if self.memory is None:
+            self.memory = self._model.empty_memory(batch.tokens.shape[0])
         started_at = self._trunk.step
-        (_, (loss, memory)), grads = await self._model.loss_and_grads(self._trunk.params, batch, self._memory)
+        (_, (loss, memory)), grads = await self._model.loss_and_grads(self._trunk.params, batch, self.memory, keys)
         if not _all_finite(loss, grads):
             raise FloatingPointError(f"trainer {self._index}: loss {float(loss)} or its gradient is not finite")
         step = await self._trunk.apply(grads)
-        self._memory = memory
+        self.memory = memory
         return StepRecord(
             step=step,
             trainer=self._index,

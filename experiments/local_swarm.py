@@ -13,7 +13,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from pathlib import Path
 import trio
 
 from dmoe_jax.cli.network import SECRET_VARIABLE
+from dmoe_jax.grid import all_uids, layer_prefix
 
 _TERMINATE_GRACE_S = 4.0
 """A node withdraws its experts within two seconds of SIGTERM; twice that, then SIGKILL."""
@@ -107,11 +108,11 @@ class LocalSwarm:
         self.processes.append(started)
         return started
 
-    async def end(self, process: SwarmProcess) -> None:
-        """SIGTERM, then SIGKILL after four seconds. Returns when the process is gone."""
+    async def end(self, process: SwarmProcess, *, grace_s: float = _TERMINATE_GRACE_S) -> None:
+        """SIGTERM, then SIGKILL after `grace_s`. Returns when the process is gone."""
         if process.is_running:
             process.process.terminate()
-            with trio.move_on_after(_TERMINATE_GRACE_S):
+            with trio.move_on_after(grace_s):
                 await process.process.wait()
         if process.is_running:
             process.process.kill()
@@ -143,6 +144,42 @@ async def open_local_swarm(
                     for process in swarm.processes:
                         ending.start_soon(swarm.end, process)
             nursery.cancel_scope.cancel()
+
+
+def deal_experts(num_nodes: int, *, num_layers: int, grid_size: tuple[int, ...]) -> list[list[str]]:
+    """The experts of each node, dealt out in turn, so that every layer and grid row loses a few when one dies."""
+    uids = [str(uid) for layer in range(num_layers) for uid in all_uids(layer_prefix(layer), grid_size)]
+    # A step of one more per row keeps a node's experts from forming a column of the grid.
+    hands: list[list[str]] = [[] for _ in range(num_nodes)]
+    for index, uid in enumerate(uids):
+        hands[(index + index // grid_size[-1]) % num_nodes].append(uid)
+    return hands
+
+
+async def start_nodes(
+    swarm: LocalSwarm, hands: Sequence[Sequence[str]], flags_of: Callable[[int], Sequence[str]]
+) -> list[SwarmProcess]:
+    """Start one DHT peer, then a node for each hand of experts, all at once; returns the nodes when all are ready.
+
+    Args:
+      swarm: where they run.
+      hands: the experts of each node.
+      flags_of: further flags of `dmoe node`, by the node's index.
+
+    Raises:
+      ProcessFailed: one of them did not start.
+    """
+    dht = await swarm.start("dht", ["dht"])
+    nodes: dict[int, SwarmProcess] = {}
+
+    async def start(index: int) -> None:
+        command = ["node", "--join", dht.contact, *flags_of(index), "--experts", *hands[index]]
+        nodes[index] = await swarm.start(f"node{index}", command)
+
+    async with trio.open_nursery() as nursery:
+        for index in range(len(hands)):
+            nursery.start_soon(start, index)
+    return [nodes[index] for index in range(len(hands))]
 
 
 async def _copy_output(process: SwarmProcess, ready: trio.Event) -> None:

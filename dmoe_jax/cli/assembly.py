@@ -1,8 +1,8 @@
 """Putting a training run together: model, trunk, mixtures, trainers; and making sure that the swarm fits them."""
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.cli.common import UsageError
+from dmoe_jax.cli.common import UsageError, one_line
 from dmoe_jax.cli.swarm import SwarmPeer
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.data.batches import SegmentStream
@@ -23,7 +23,8 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.device import Device, ThreadDevice
 from dmoe_jax.node.requests import describe_spec
 from dmoe_jax.routing.base import Router
-from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.routing.check import check_router
+from dmoe_jax.routing.registry import make_router
 from dmoe_jax.trainer import SharedTrunk, SwarmModel, Trainer
 from net.errors import CallFailed, NetError, NoQuorum, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact
@@ -42,6 +43,9 @@ _INFO_TIMEOUT_S = 3.0
 _ASK_PERIOD_S = 0.5
 """Between two looks for experts while there are none."""
 
+_DROPOUT_KEY = "dropout_key"
+"""The input that an expert has only if it drops anything."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingParts:
@@ -51,6 +55,8 @@ class TrainingParts:
     """The text."""
     config: txl.TransformerXLConfig
     """Sizes of the model."""
+    router: Router
+    """The router of every layer."""
     model: SwarmModel
     """The model with its remote mixtures."""
     trunk: SharedTrunk
@@ -61,14 +67,37 @@ class TrainingParts:
     """Totals of their expert calls."""
 
 
-def assemble(command: TrainCommand, peer: SwarmPeer, corpus: Corpus, directory: ExpertDirectory) -> TrainingParts:
-    """Everything that the command's flags describe.
+@contextlib.contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """What a wrong setting, a damaged file or a full folder raises while a run is set up is the user's to mend."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UsageError(one_line(error)) from error
+
+
+def checked_router(command: TrainCommand) -> Router:
+    """The router that the command names, after a trial: before the swarm hears of us.
+
+    Raises:
+      UsageError: there is no such router, or it does not keep to its contract. The message names it.
+    """
+    with mistakes_in_one_line():
+        router = make_router(command.router, command.grid_size)
+        check_router(router, command.grid_size, command.expert.d_model)
+    return router
+
+
+def assemble(
+    command: TrainCommand, peer: SwarmPeer, router: Router, corpus: Corpus, directory: ExpertDirectory
+) -> TrainingParts:
+    """Everything that the command's flags describe, with the router that `checked_router` made of them.
 
     Raises:
       ValueError: for sizes that do not fit each other or the text.
     """
-    config = _model_config(command, len(corpus.vocabulary))
-    router, device = product_key(config.grid_size), ThreadDevice()
+    config = model_config(command, len(corpus.vocabulary))
+    device = ThreadDevice()
     caller = ExpertCaller(peer.rpc, directory, CallStatistics())
     mixtures = _mixtures(command, config, router, device, directory, caller)
     model = SwarmModel(config, txl.segments(config, router), mixtures)
@@ -84,22 +113,31 @@ def assemble(command: TrainCommand, peer: SwarmPeer, corpus: Corpus, directory: 
         )
         for shard in range(command.num_trainers)
     ]
-    trainers = tuple(Trainer(index, model, trunk, stream) for index, stream in enumerate(streams))
+    trainers = tuple(Trainer(index, model, trunk, stream, seed=command.seed) for index, stream in enumerate(streams))
     return TrainingParts(
-        corpus=corpus, config=config, model=model, trunk=trunk, trainers=trainers, statistics=caller.statistics
+        corpus=corpus,
+        config=config,
+        router=router,
+        model=model,
+        trunk=trunk,
+        trainers=trainers,
+        statistics=caller.statistics,
     )
 
 
-def _model_config(command: TrainCommand, vocab_size: int) -> txl.TransformerXLConfig:
-    sizes = command.expert
+def model_config(command: TrainCommand, vocab_size: int) -> txl.TransformerXLConfig:
+    """Sizes and rates of the command's model over this vocabulary.
+
+    Raises:
+      ValueError: they do not fit each other.
+    """
     return txl.TransformerXLConfig(
+        **asdict(command.expert),
         vocab_size=vocab_size,
-        d_model=sizes.d_model,
         num_layers=command.num_layers,
-        num_heads=sizes.num_heads,
-        d_ff=sizes.d_ff,
-        seq_len=sizes.seq_len,
-        mem_len=sizes.mem_len,
+        embedding_dropout=command.embedding_dropout,
+        input_dropout=command.input_dropout,
+        output_dropout=command.output_dropout,
         grid_size=command.grid_size,
         k_best=command.k_best,
         # A small vocabulary has no words beyond the later cutoffs.
@@ -140,9 +178,14 @@ def _trunk(
     # A short run keeps most of its steps for learning; Optax would refuse a warm-up longer than the run.
     warmup_steps = min(command.warmup_steps, command.steps // 4)
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, command.learning_rate, warmup_steps, command.steps, end_value=0.1 * command.learning_rate
+        0.0,
+        command.learning_rate,
+        warmup_steps,
+        command.steps,
+        end_value=command.learning_rate_floor * command.learning_rate,
     )
-    optimizer = optax.chain(optax.clip_by_global_norm(command.grad_clip), optax.adam(schedule))
+    decay = [optax.add_decayed_weights(command.weight_decay)] if command.weight_decay else []
+    optimizer = optax.chain(optax.clip_by_global_norm(command.grad_clip), *decay, optax.adam(schedule))
     counts = np.bincount(corpus.train, minlength=config.vocab_size)
     params = txl.init_trunk(jax.random.key(command.seed), config, router, word_counts=counts)
     return SharedTrunk(params, optimizer, device)
@@ -168,7 +211,7 @@ async def wait_for_experts(
             raise UsageError(
                 f"the experts of this swarm have other shapes: expert {uid} at {living[uid]} is a "
                 f"{info.get('kind')} with {_shapes(theirs)}, this model needs {_shapes(ours)}; "
-                "give --d-model, --seq-len and --mem-len as on the nodes"
+                f"give {_flags_to_mend(theirs, ours)}"
             )
         say(f"{layer_prefix(layer)}: {len(living)} of {len(uids)} experts alive")
 
@@ -210,3 +253,17 @@ def _shapes(specs: list[Any]) -> str:
     with contextlib.suppress(TypeError, KeyError):
         return ", ".join(f"{spec['name']} {spec['dtype']}{spec['shape']}" for spec in specs)
     return repr(specs)[:200]
+
+
+def _flags_to_mend(theirs: list[Any], ours: list[Any]) -> str:
+    """Which flags make our model fit their experts."""
+    we_drop, they_drop = (any(_name(spec) == _DROPOUT_KEY for spec in specs) for specs in (ours, theirs))
+    if we_drop == they_drop:
+        return "--d-model, --seq-len and --mem-len as on the nodes"
+    if they_drop:
+        return "--dropout, --attention-dropout or --position-dropout above 0: the nodes' experts take dropout keys"
+    return "no --dropout, --attention-dropout or --position-dropout: the nodes' experts take no dropout keys"
+
+
+def _name(spec: Any) -> Any:
+    return spec.get("name") if isinstance(spec, Mapping) else None

@@ -50,6 +50,11 @@ def _first_paragraph(box: str) -> str:
     return " ".join(words).rstrip(".") or "unusable arguments"
 
 
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message; libraries follow it with advice that fills a screen."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def fail(message: str, *, status: int = 1, prog: str = "dmoe") -> NoReturn:
     """Print one line to standard error and exit."""
     print(f"{prog}: error: {message}", file=sys.stderr)

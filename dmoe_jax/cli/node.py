@@ -35,6 +35,10 @@ class NodeCommand:
     """Shape of one expert."""
     learning_rate: float = 1e-3
     """Step size of each expert's Adam."""
+    warmup_steps: int = 0
+    """Updates of an expert in which its step size rises from 0."""
+    weight_decay: float = 0.0
+    """L2 penalty on an expert's parameters, added to their gradients before Adam."""
     grad_clip: float = 1.0
     """Bound on the norm of an expert's gradient in one update."""
     freeze_experts: bool = False
@@ -68,6 +72,9 @@ class NodeCommand:
         for name in ("announce_period_s", "checkpoint_period_s"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
+        for name in ("warmup_steps", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise UsageError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
         uids, faults = self._uids(), self._fault_injector()
         set_up_jax()
         device = ThreadDevice()
@@ -144,7 +151,11 @@ class NodeCommand:
         from dmoe_jax.node.backend import ExpertBackend
 
         expert = self.expert.make_expert()
-        optimizer = optax.chain(optax.clip_by_global_norm(self.grad_clip), optax.adam(self.learning_rate))
+        rate: Any = self.learning_rate
+        if self.warmup_steps:
+            rate = optax.linear_schedule(0.0, self.learning_rate, self.warmup_steps)
+        decay = [optax.add_decayed_weights(self.weight_decay)] if self.weight_decay else []
+        optimizer = optax.chain(optax.clip_by_global_norm(self.grad_clip), *decay, optax.adam(rate))
         base = jax.random.key(self.seed)
         backends = {
             str(uid): ExpertBackend(

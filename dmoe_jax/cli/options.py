@@ -1,7 +1,7 @@
 """Flags that nodes and trainers must agree on."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from dmoe_jax.cli.common import UsageError
 
@@ -20,6 +20,17 @@ class ExpertOptions:
     """Tokens of one segment of text."""
     mem_len: int = 32
     """Hidden states of earlier segments that a layer attends to."""
+    dropout: float = 0.0
+    """Locked dropout inside an expert: one mask per sequence and feature, the same at every position."""
+    attention_dropout: float = 0.0
+    """Dropout of attention probabilities."""
+    position_dropout: float = 0.0
+    """Locked dropout of the positional encodings. Nodes and trainers may differ in a rate, but not in whether all three
+    are 0: only then do experts take no keys."""
+    clamp_len: int | None = None
+    """Distances above it count as this one; None for no such limit."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of an expert's matrix products; parameters, normalisations and what travels stay float32."""
 
     def make_expert(self) -> Any:
         """The `dmoe_jax.experts.base.Expert` that these flags describe (its type would import JAX here).
@@ -30,13 +41,6 @@ class ExpertOptions:
         from dmoe_jax.experts import make_expert
 
         try:
-            return make_expert(
-                "transformer_xl",
-                d_model=self.d_model,
-                num_heads=self.num_heads,
-                d_ff=self.d_ff,
-                seq_len=self.seq_len,
-                mem_len=self.mem_len,
-            )
+            return make_expert("transformer_xl", **asdict(self))
         except ValueError as error:
             raise UsageError(str(error)) from error

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+import trio
 import tyro
 
 from dmoe_jax.cli.common import UsageError, set_up_jax
@@ -42,10 +43,20 @@ class TrainCommand:
     """Stop after this many minutes even if there are steps left; 0 for no limit."""
     expert: Annotated[ExpertOptions, tyro.conf.arg(name="")] = field(default_factory=ExpertOptions)
     """Shape of one expert."""
+    embedding_dropout: float = 0.0
+    """Share of words whose input embedding is dropped in a step, at all their places."""
+    input_dropout: float = 0.0
+    """Locked dropout of the word vectors."""
+    output_dropout: float = 0.0
+    """Locked dropout before the softmax. (--dropout also acts on the last layer's output.)"""
     num_layers: int = 2
     """DMoE layers; layer i calls the experts under "layer<i>."."""
     grid_size: tuple[int, ...] = (4, 4)
     """Extents of each layer's expert grid."""
+    router: str = "product_key"
+    """Chooses the experts of each sequence: product_key, flat_top_k, noisy_top_k, switch, expert_choice, hash,
+    frozen_random, peer or uniform_random. Or my_file.py:my_router: a router of your own, or a function that makes one
+    for a grid size."""
     cutoffs: tuple[int, ...] = (2000, 10000)
     """Adaptive softmax: ids where a new cluster of rarer words begins. None for a plain softmax."""
     k_best: int = 4
@@ -61,9 +72,13 @@ class TrainCommand:
     learning_rate: float = 2e-3
     """Peak step size of the trunk's Adam."""
     warmup_steps: int = 50
-    """Trunk updates of linear warm-up, at most a quarter of --steps; cosine decay to a tenth of the peak follows."""
+    """Trunk updates of linear warm-up, at most a quarter of --steps; cosine decay follows."""
+    learning_rate_floor: float = 0.1
+    """Where the decay ends, as a share of the peak; 0 to 1."""
     grad_clip: float = 0.5
     """Bound on the norm of the trunk's gradient."""
+    weight_decay: float = 0.0
+    """L2 penalty on the trunk's parameters, added to their gradients before Adam."""
     eval_every: int = 100
     """Trunk updates between evaluations on validation text."""
     eval_tokens: int = 16384
@@ -87,10 +102,14 @@ class TrainCommand:
         del stop  # a cancelled run writes its report by itself
         self._check()
         set_up_jax()
+        from dmoe_jax.cli.assembly import checked_router
         from dmoe_jax.cli.training import run_training
 
+        self.expert.make_expert()
+        # In a thread: a file of the user's may import anything.
+        router = await trio.to_thread.run_sync(checked_router, self, abandon_on_cancel=True)
         async with join_swarm(self.network, join=self.join) as peer:
-            return await run_training(self, peer)
+            return await run_training(self, peer, router)
 
     def _check(self) -> None:
         positive = (
@@ -100,13 +119,16 @@ class TrainCommand:
             "num_layers",
             "k_best",
             "eval_every",
-            "eval_tokens",
         )
         for name in positive:
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.eval_tokens < 0 or self.final_eval_tokens < 0:
             raise UsageError("--eval-tokens and --final-eval-tokens must not be negative")
+        if not 0 <= self.learning_rate_floor <= 1:
+            raise UsageError(f"--learning-rate-floor must be from 0 to 1, got {self.learning_rate_floor}")
+        if not self.weight_decay >= 0:
+            raise UsageError(f"--weight-decay must not be negative, got {self.weight_decay}")
         if not self.join:
             raise UsageError("--join needs at least one HOST:PORT")
         if self.resume and self.out is None:

@@ -3,15 +3,13 @@
 import itertools
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import trio
 
-from dmoe_jax.cli.assembly import TrainingParts, assemble, wait_for_experts
-from dmoe_jax.cli.common import UsageError
-from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED
+from dmoe_jax.cli.assembly import TrainingParts, assemble, mistakes_in_one_line, wait_for_experts
+from dmoe_jax.cli.balance_log import BalanceLog
+from dmoe_jax.cli.common import UsageError, one_line
 from dmoe_jax.cli.progress import TrainingProgress
 from dmoe_jax.cli.saving import RunSaver, RunTotals
 from dmoe_jax.cli.swarm import SwarmPeer
@@ -20,6 +18,7 @@ from dmoe_jax.data.batches import evaluation_segments
 from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.data.vocabulary import unigram_perplexity
 from dmoe_jax.directory import open_expert_directory
+from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.report import write_report
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
@@ -33,36 +32,29 @@ _EVAL_BATCH = 16
 """Rows of an evaluation batch, each from another place of the text: enough places for a part to stand for the whole."""
 
 
-async def run_training(command: TrainCommand, peer: SwarmPeer) -> int:
-    """Train as the command says; returns the exit status.
+async def run_training(command: TrainCommand, peer: SwarmPeer, router: Router) -> int:
+    """Train as the command says, with the router that `checked_router` made of it; returns the exit status.
 
     If cancelled, the run folder still gets its figure, report and a checkpoint of what was reached.
 
     Raises:
-      UsageError: for a corpus, folder, checkpoint or setting that will not do. NetError: no experts, or no swarm.
+      UsageError: for a corpus, folder, checkpoint or setting that will not do, or when the router's scores are no
+        numbers any more: then after the report. NetError: no experts, or no swarm.
     """
     progress = TrainingProgress(command.steps)
-    with _mistakes_in_one_line():
+    with mistakes_in_one_line():
         corpus = await trio.to_thread.run_sync(lambda: load_corpus(source=command.data), abandon_on_cancel=True)
     progress.say(f"corpus: {corpus.description}")
     async with open_expert_directory(peer.dht) as directory:
-        with _mistakes_in_one_line():
-            parts = assemble(command, peer, corpus, directory)
+        with mistakes_in_one_line():
+            parts = assemble(command, peer, router, corpus, directory)
         await wait_for_experts(parts, peer, directory, progress.say)
-        with _mistakes_in_one_line():
+        with mistakes_in_one_line():
+            settings = command.settings() | {"router_name": router.name}
             # The folder comes last: a run that could not begin leaves nothing in the way of the next one.
-            folder = RunFolder.create(command.out, command.settings(), name="train", resume=command.resume)
+            folder = RunFolder.create(command.out, settings, name="train", resume=command.resume)
             run = TrainingRun(command, parts, folder, progress)
         return await run.run()
-
-
-@contextmanager
-def _mistakes_in_one_line() -> Iterator[None]:
-    """What a wrong setting, a damaged file or a full folder raises while a run is set up is the user's to mend."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from error
 
 
 class TrainingRun:
@@ -84,24 +76,35 @@ class TrainingRun:
             self._saver.restore()
             progress.say(f"continuing from step {parts.trunk.step}")
         self._resumed_at = trio.current_time() - self._totals.time_s
+        self._balance = BalanceLog(folder, parts.statistics, parts.config)
 
     async def run(self) -> int:
-        """The whole run; the exit status."""
+        """The whole run; the exit status.
+
+        Raises:
+          UsageError: the router's scores, or the very first loss, are no numbers; the report is written.
+        """
         self._progress.say(f"run folder: {self._folder.path}")
         corpus = self._parts.corpus
         baseline = unigram_perplexity(corpus.train, corpus.valid, self._parts.config.vocab_size)
         self._folder.log("baseline", unigram_perplexity=baseline)
-        status = EXIT_INTERRUPTED
+        is_complete, failure = False, None
         try:
-            with self._progress:
-                await self._compile()
-                await self._train()
-                await self._evaluate(self._command.final_eval_tokens, show_progress=True)
-            status = 0
+            try:
+                with self._progress:
+                    await self._compile()
+                    await self._train()
+                    await self._evaluate(self._command.final_eval_tokens, show_progress=True)
+                is_complete = True
+            # Scores that are no numbers stay so: dropping step after step would not end.
+            except* (RouterError, FloatingPointError) as errors:
+                failure = _first_leaf(errors)
         finally:
             # Also after Ctrl-C: what was reached is worth its report. Nothing here waits for the network.
-            self._finish(baseline, is_complete=status == 0)
-        return status
+            self._finish(baseline, is_complete=is_complete, failure=failure)
+        if failure is not None:
+            raise UsageError(f"{one_line(failure)}; stopped at step {self._parts.trunk.step}") from failure
+        return 0
 
     async def _compile(self) -> None:
         """One evaluation and one step alone, which compile everything that the run will use.
@@ -177,7 +180,7 @@ class TrainingRun:
 
         The text is read from several places at once, evenly spaced, so that a part of it stands for the whole.
         """
-        step, seq_len = self._parts.trunk.step, self._parts.config.seq_len
+        step, tokens_seen, seq_len = self._parts.trunk.step, self._totals.tokens, self._parts.config.seq_len
         batches = evaluation_segments(self._parts.corpus.valid, batch_size=_EVAL_BATCH, seq_len=seq_len)
         tokens = min(num_tokens, self._parts.corpus.valid.size) or self._parts.corpus.valid.size
         num_batches = math.ceil(tokens / (_EVAL_BATCH * seq_len))
@@ -190,9 +193,11 @@ class TrainingRun:
             step=step,
             perplexity=evaluation.perplexity,
             tokens=evaluation.targets.size,
+            tokens_seen=tokens_seen,
             split="valid",
             time_s=self._now(),
         )
+        self._balance.log(step)
         self._progress.say(f"step {step}: validation perplexity {evaluation.perplexity:.1f}")
 
     async def _log_calls(self) -> None:
@@ -219,8 +224,10 @@ class TrainingRun:
     def _now(self) -> float:
         return trio.current_time() - self._resumed_at
 
-    def _finish(self, baseline: float, *, is_complete: bool) -> None:
-        if not is_complete:
+    def _finish(self, baseline: float, *, is_complete: bool, failure: BaseException | None) -> None:
+        if failure is not None:
+            self._event("failed", one_line(failure))
+        elif not is_complete:
             self._event("interrupted", f"at step {self._parts.trunk.step}; continue with --resume")
         self._saver.save_now()
         headline = self._headline(baseline)
@@ -238,6 +245,7 @@ class TrainingRun:
         statistics, evaluation, totals = self._parts.statistics, self._evaluation, self._totals
         return {
             "corpus": self._parts.corpus.name,
+            "router": self._parts.router.name,
             "validation_perplexity": evaluation.perplexity if evaluation else None,
             "unigram_perplexity": unigram,
             "perplexity_over_unigram": evaluation.perplexity / unigram if evaluation else None,
@@ -251,6 +259,7 @@ class TrainingRun:
             "calls_failed": self._failed_calls,
             "calls_late": statistics.late,
             "steps_lost": totals.steps_lost,
+            **self._balance.headline(),
             "samples_without_experts": statistics.skipped_samples,
             "mean_trunk_staleness": totals.staleness / max(1, self._parts.trunk.step),
             "mean_expert_staleness": statistics.staleness_total / max(1, statistics.staleness_calls),
@@ -259,3 +268,9 @@ class TrainingRun:
     def _unigram_of(self, evaluation: Evaluation) -> float:
         """The unigram baseline over the very words that were evaluated."""
         return unigram_perplexity(self._parts.corpus.train, evaluation.targets, self._parts.config.vocab_size)
+
+
+def _first_leaf(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -88,6 +88,8 @@ class SegmentStream:
         self._seq_len = seq_len
         self._num_segments = num_segments
         self._num_rows = num_rows
+        self.batch_size = batch_size
+        """Rows of this trainer."""
         self.seek(position)
 
     @property

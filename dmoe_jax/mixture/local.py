@@ -17,8 +17,12 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dmoe_jax.experts.base import Expert, init_by_uid
+from dmoe_jax.routing.base import cell_numbers
 
 PyTree = Any
+
+ROUNDING = 1e-5
+"""Weights that sum to 1 within this leave nothing over."""
 
 
 def init_experts(key: PRNGKeyArray, expert: Expert, prefix: str, grid_size: tuple[int, ...]) -> PyTree:
@@ -36,23 +40,11 @@ def init_opt_states(optimizer: optax.GradientTransformation, params: PyTree) -> 
     return jax.vmap(optimizer.init)(params)
 
 
-def flat_indices(indices: Int[Array, "*batch dims"], grid_size: tuple[int, ...]) -> Int[Array, "*batch"]:
-    """Row-major index of each expert from its coordinates.
-
-    Raises:
-      ValueError: if the number of coordinates is not that of the grid's dimensions.
-    """
-    if indices.shape[-1] != len(grid_size):
-        raise ValueError(f"grid {grid_size} needs {len(grid_size)} coordinates, got {indices.shape[-1]}")
-    strides = [math.prod(grid_size[i + 1 :]) for i in range(len(grid_size))]
-    return jnp.sum(indices * jnp.asarray(strides, indices.dtype), axis=-1)
-
-
 def expert_load(
     indices: Int[Array, "batch k dims"], mask: Bool[Array, "batch k"], grid_size: tuple[int, ...]
 ) -> Int[Array, " num_experts"]:
     """How many samples each expert serves."""
-    flat = flat_indices(indices, grid_size)
+    flat = cell_numbers(indices, grid_size)
     return jnp.zeros(math.prod(grid_size), jnp.int32).at[flat].add(mask.astype(jnp.int32))
 
 
@@ -65,10 +57,11 @@ def local_mixture(
     weights: Float[Array, "batch k"],
     *inputs: Array,
 ) -> Float[Array, "batch ..."]:
-    """output[b] = sum_k weights[b, k] * f_{indices[b, k]}(inputs[b])   (Learning@home, section 3.2).
+    """x[b] + sum_k weights[b, k] * (f_{indices[b, k]}(inputs[b]) - x[b]), x the first input.
 
-    A sample without any expert passes its first input through unchanged: experts carry their residual connection, so
-    that this is what an expert with nothing to add would return. What a masked expert would have computed has no
+    Learning@home section 3.2, where weights sum to 1 and only the f remain. What the weights leave over passes the
+    first input through: experts carry their residual connection, so that this is what an expert with nothing to add
+    would return; a sample without any expert passes unchanged. What a masked expert would have computed has no
     influence, on the value or on a gradient.
 
     The parameters of the chosen experts are gathered into [B, K, ...]: right for any expert, but memory grows with
@@ -95,14 +88,30 @@ def local_mixture(
         output: Array = expert.apply(chosen, *(part[None] for part in sample))
         return output[0]
 
-    flat = flat_indices(indices, grid_size)
+    flat = cell_numbers(indices, grid_size)
     # The inner vmap maps the K experts over one sample, the outer one the samples.
     per_sample = jax.vmap(call, in_axes=(0,) + (None,) * len(inputs))
     outputs = jax.vmap(per_sample)(flat, *inputs)  # [B, K, ...]
+    return combine_outputs(weights, mask, outputs, inputs[0])
+
+
+def combine_outputs(
+    weights: Float[Array, "batch k"], mask: Bool[Array, "batch k"], outputs: Array, x: Array
+) -> Float[Array, "batch ..."]:
+    """x + sum_k weights_k (outputs_k - x); see `local_mixture`, whose last step it is, and `mixture.remote`'s.
+
+    Args:
+      weights: combine weights, 0 where the mask is False; at most 1 in sum.
+      mask: which outputs there are. What stands in the others has no influence.
+      outputs: [batch, k, ...], of the experts.
+      x: [batch, ...], their first input.
+    """
     cell = (...,) + (None,) * (outputs.ndim - 2)
-    mixed = jnp.sum(weights[cell] * jnp.where(mask[cell], outputs, 0), axis=1)
-    served = jnp.any(mask, axis=1)[(...,) + (None,) * (mixed.ndim - 1)]
-    return jnp.where(served, mixed, inputs[0])
+    mixed = jnp.sum(weights[cell].astype(outputs.dtype) * jnp.where(mask[cell], outputs, 0), axis=1)
+    # Weights that sum to 1 up to rounding leave nothing over: an exact 0 keeps x (and its gradient) out of the mixture.
+    left = 1 - jnp.sum(weights, axis=1)
+    left = jnp.where(left > ROUNDING, left, 0)[(...,) + (None,) * (mixed.ndim - 1)]
+    return mixed + left.astype(mixed.dtype) * x
 
 
 def update_experts(

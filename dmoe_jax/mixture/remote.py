@@ -3,9 +3,10 @@
 One layer of one step:
 
     scores  = router.scores(gate, features)                      jitted segment of the model
-    choices = beam search for the k_best live experts            DHT, cached
+    choices = beam search for the k_best live experts, or        DHT, cached
+              router.select over all that are alive
     outputs = one call per distinct expert, not per sample       network, k_min and grace
-    mixed   = sum_k softmax(logits of those that answered)_k * outputs_k     jitted segment
+    mixed   = x + sum_k weights_k (outputs_k - x), weights of those that answered       jitted segment
 
 Learning@home section 3.1 and 3.3; hivemind sends one request per (sample, expert) pair instead. An expert that does
 not answer is masked and the weights renormalised over the others; in the backward pass an expert that is lost is a
@@ -14,19 +15,22 @@ own residual connection), and no row is ever NaN.
 """
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from dmoe_jax.autodiff import Recording, Value
 from dmoe_jax.directory import ExpertDirectory
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.grid import format_uid
+from dmoe_jax.grid import ExpertUid, format_uid
 from dmoe_jax.mixture.fan_out import CallPolicy, ExpertCall, ExpertCaller
+from dmoe_jax.mixture.local import combine_outputs
 from dmoe_jax.node.device import Device, to_host
-from dmoe_jax.routing.base import Router, gather_logits
+from dmoe_jax.routing.base import Router, RouterError, Scores, gather_logits
+from dmoe_jax.routing.check import check_finite
 from net.errors import NoQuorum
 from net.identity import Contact
 from net.rpc.base import Reply
@@ -81,55 +85,88 @@ class RemoteMixture:
         self._device = device
         self._config = config
 
-    async def __call__(self, run: Recording, scores: tuple[Value, ...], *inputs: Value | Any) -> tuple[Value, Value]:
+    async def __call__(
+        self, run: Recording, scores: Scores | tuple[Value, ...], *inputs: Value | Any
+    ) -> tuple[Value, Value]:
         """Mix the experts' outputs for a batch of samples.
 
         Args:
           run: the step's recording.
-          scores: the router's scores, [batch, grid_i] for each grid dimension, on the tape.
+          scores: the router's, see `dmoe_jax.routing.base.score`, on the tape.
           inputs: the experts' inputs, each [batch, ...]; the first is what a sample without experts returns.
         Returns: (mixed [batch, ...], the router's auxiliary loss, a scalar).
-        Raises: NoQuorum, with `on_shortfall="raise"`, when some sample has fewer than `k_min` answers.
+        Raises:
+          NoQuorum: with `on_shortfall="raise"`, when some sample has fewer than `k_min` answers.
+          RouterError: the router's scores are not numbers, or it selected no expert that exists.
         """
-        host_scores = await to_host(self._device, tuple(score.value for score in scores))
-        indices, calls, slots = await self._choose(host_scores)
-        layer_call = _LayerCall(self, calls, slots, k_best=self._config.k_best)
+        taped = scores if isinstance(scores, Scores) else Scores(tuple(scores))
+        on_host = await to_host(self._device, jax.tree.map(lambda value: value.value, taped))
+        check_finite(self._router, on_host.logits, self._config.prefix)
+        indices, calls, slots = await self._choose(on_host)
+        layer_call = _LayerCall(self, calls, slots, num_slots=indices.shape[1])
         outputs = await run.call(layer_call, *inputs)
-        return run(mix_segment(self._router), scores, indices, layer_call.answered, outputs, inputs[0])
+        return run(mix_segment(self._router), taped, indices, layer_call.answered, outputs, inputs[0])
 
-    async def _choose(self, scores: tuple[Array, ...]) -> tuple[Array, list[ExpertCall], list[Array]]:
-        """Chosen experts of each sample as [batch, k, dims] indices, and the calls that serve them.
+    async def _choose(self, scores: Scores) -> tuple[Array, list[ExpertCall], list[Array]]:
+        """Chosen experts of each sample as [batch, slots, dims] indices, and the calls that serve them.
 
-        `slots[c]` says in which of a sample's k places call c stands, for each of the call's rows.
+        `slots[c]` says in which of a sample's places call c stands, for each of the call's rows.
         """
-        batch, k = scores[0].shape[0], self._config.k_best
-        found = await self._directory.beam_search(self._config.prefix, scores, k)
-        indices = np.zeros((batch, k, len(scores)), np.int32)
-        members: dict[tuple[str, Contact], list[tuple[int, int]]] = {}
+        if self._router.whole_grid:
+            return await self._choose_from_all(scores)
+        batch, k = scores.logits[0].shape[0], self._config.k_best
+        found = await self._directory.beam_search(self._config.prefix, scores.logits, k)
+        indices = np.zeros((batch, k, len(self._router.grid_size)), np.int32)
+        places = []
         for row, choices in enumerate(found):
             for slot, choice in enumerate(choices):
                 indices[row, slot] = choice.uid.coordinates
-                members.setdefault((format_uid(choice.uid), choice.contact), []).append((row, slot))
-        calls = [
-            ExpertCall(uid=uid, contact=contact, rows=np.array([row for row, _ in places]))
-            for (uid, contact), places in members.items()
-        ]
-        return indices, calls, [np.array([slot for _, slot in places]) for places in members.values()]
+                places.append((row, slot, choice.uid, choice.contact))
+        return indices, *_grouped(places)
+
+    async def _choose_from_all(self, scores: Scores) -> tuple[Array, list[ExpertCall], list[Array]]:
+        """The same by `router.select` over all living experts, for routers that must see them all."""
+        router, prefix = self._router, self._config.prefix
+        contacts = await self._directory.living(prefix, router.grid_size)
+        alive = np.zeros(router.grid_size, bool)
+        for coordinates in contacts:
+            alive[coordinates] = True
+        chosen = await self._device.run(select_program(router, self._config.k_best), scores, alive)
+        indices, mask = await to_host(self._device, chosen)
+        places = []
+        for row, slot in np.argwhere(mask).tolist():
+            coordinates = tuple(indices[row, slot].tolist())
+            if coordinates not in contacts:
+                raise RouterError(f"router {router.name!r}: selected {coordinates} of {prefix}, which is not alive")
+            places.append((row, slot, ExpertUid(prefix, coordinates), contacts[coordinates]))
+        return indices, *_grouped(places)
+
+
+def _grouped(places: Iterable[tuple[int, int, ExpertUid, Contact]]) -> tuple[list[ExpertCall], list[Array]]:
+    """One call for each distinct expert of (row, slot, uid, contact), and the slots of each call's rows."""
+    members: dict[tuple[str, Contact], list[tuple[int, int]]] = {}
+    for row, slot, uid, contact in places:
+        members.setdefault((format_uid(uid), contact), []).append((row, slot))
+    calls = [
+        ExpertCall(uid=uid, contact=contact, rows=np.array([row for row, _ in pairs]))
+        for (uid, contact), pairs in members.items()
+    ]
+    return calls, [np.array([slot for _, slot in pairs]) for pairs in members.values()]
 
 
 class _LayerCall:
     """The remote call of one layer in one step: forward to the chosen experts, backward to those that answered."""
 
-    def __init__(self, mixture: RemoteMixture, calls: list[ExpertCall], slots: list[Array], *, k_best: int) -> None:
+    def __init__(self, mixture: RemoteMixture, calls: list[ExpertCall], slots: list[Array], *, num_slots: int) -> None:
         self._mixture = mixture
         self._calls = calls
         self._slots = slots
-        self._k_best = k_best
-        self.answered: Array = np.zeros((0, k_best), bool)
-        """bool [batch, k]: which of a sample's experts answered; set by forward."""
+        self._num_slots = num_slots
+        self.answered: Array = np.zeros((0, num_slots), bool)
+        """bool [batch, slots]: which of a sample's experts answered; set by forward."""
 
     async def forward(self, *inputs: Any) -> tuple[Array, Any]:
-        """Outputs [batch, k, ...], zeros where nobody answered."""
+        """Outputs [batch, slots, ...], zeros where nobody answered."""
         mixture, spec = self._mixture, self._mixture._expert.output
         host = await to_host(mixture._device, inputs)
         batch = host[0].shape[0]
@@ -143,8 +180,8 @@ class _LayerCall:
             num_samples=batch,
             policy=mixture._config.policy,
         )
-        outputs = np.zeros((batch, self._k_best, *spec.shape), spec.dtype)
-        self.answered = np.zeros((batch, self._k_best), bool)
+        outputs = np.zeros((batch, self._num_slots, *spec.shape), spec.dtype)
+        self.answered = np.zeros((batch, self._num_slots), bool)
         for call, slots, reply in zip(self._calls, self._slots, replies, strict=True):
             if reply is not None:
                 outputs[call.rows, slots] = reply.tensors[0]
@@ -207,17 +244,24 @@ class _LayerCall:
 
 @functools.cache
 def mix_segment(router: Router) -> Any:
-    """The segment (scores, indices, answered, outputs, fallback) -> (mixed, aux_loss) for this router, made once.
+    """The segment (scores, indices, answered, outputs, x) -> (mixed, aux_loss) for this router, made once.
 
-    mixed[b] = sum_k weights[b, k] * outputs[b, k], weights = router.combine(logits, answered); where nobody answered,
-    mixed[b] = fallback[b].
+    mixed[b] = x[b] + sum_k weights[b, k] (outputs[b, k] - x[b]), weights = router.combine(logits, answered); where
+    nobody answered, mixed[b] = x[b].
     """
 
-    def mix(scores: Any, indices: Any, answered: Any, outputs: Any, fallback: Any) -> tuple[Any, Any]:
-        weights = router.combine(gather_logits(scores, indices), answered)
-        spread = weights.reshape(weights.shape + (1,) * (outputs.ndim - 2)).astype(outputs.dtype)
-        mixed = jnp.sum(spread * outputs, axis=1)
-        anybody = answered.any(axis=1).reshape((-1,) + (1,) * (mixed.ndim - 1))
-        return jnp.where(anybody, mixed, fallback), router.aux_loss(scores, indices, answered)
+    def mix(scores: Scores, indices: Any, answered: Any, outputs: Any, x: Any) -> tuple[Any, Any]:
+        weights = router.combine(gather_logits(scores, indices, router.grid_size), answered)
+        return combine_outputs(weights, answered, outputs, x), router.aux_loss(scores, indices, answered)
 
     return mix
+
+
+@functools.cache
+def select_program(router: Router, k: int) -> Any:
+    """The compiled (scores, alive) -> (indices, mask) of this router, made once."""
+
+    def select(scores: Scores, alive: Any) -> tuple[Any, Any]:
+        return router.select(scores, k, alive)
+
+    return jax.jit(select)

@@ -9,6 +9,9 @@ from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import layer_prefix
 from dmoe_jax.mixture.local import expert_load, init_experts, local_mixture
 from dmoe_jax.routing.base import Router, Scores, gather_logits
+from dmoe_jax.routing.check import check_router
+
+__all__ = ["ForwardAux", "LayerAux", "check_router", "dmoe_layer", "init_layers", "total_loss"]
 
 PyTree = Any
 
@@ -17,16 +20,16 @@ class LayerAux(NamedTuple):
     """What one DMoE layer did.
 
     Attributes:
-      indices: int32 [batch, k, dims], the chosen experts.
-      mask: bool [batch, k], False where fewer than k experts were alive.
-      weights: [batch, k], the combine weights.
+      indices: int32 [batch, slots, dims], the chosen experts.
+      mask: bool [batch, slots], False for slots without an expert.
+      weights: [batch, slots], the combine weights.
       load: int32 [num_experts], samples that each expert served, by flat index.
       aux_loss: scalar, the router's auxiliary loss.
     """
 
-    indices: Int32[Array, "batch k dims"]
-    mask: Bool[Array, "batch k"]
-    weights: Float[Array, "batch k"]
+    indices: Int32[Array, "batch slots dims"]
+    mask: Bool[Array, "batch slots"]
+    weights: Float[Array, "batch slots"]
     load: Int32[Array, " num_experts"]
     aux_loss: Float[Array, ""]
 
@@ -66,7 +69,7 @@ def dmoe_layer(
       inputs: the expert's inputs.
     """
     indices, mask = router.select(scores, k_best, alive)
-    weights = router.combine(gather_logits(scores, indices), mask)
+    weights = router.combine(gather_logits(scores, indices, router.grid_size), mask)
     output = local_mixture(expert, params, router.grid_size, indices, mask, weights, *inputs)
     load = expert_load(indices, mask, router.grid_size)
     return output, LayerAux(indices, mask, weights, load, router.aux_loss(scores, indices, mask))
@@ -80,9 +83,3 @@ def total_loss(nll: Float[Array, ""], layers: tuple[LayerAux, ...]) -> Float[Arr
 def init_layers(key: PRNGKeyArray, expert: Expert, grid_size: tuple[int, ...], num_layers: int) -> tuple[PyTree, ...]:
     """Stacked expert parameters of each layer: the experts `layer0.…`, `layer1.…` and so on of this key."""
     return tuple(init_experts(key, expert, layer_prefix(i), grid_size) for i in range(num_layers))
-
-
-def check_router(router: Router, grid_size: tuple[int, ...]) -> None:
-    """Raise ValueError unless the router routes on this grid."""
-    if router.grid_size != grid_size:
-        raise ValueError(f"router {router.name!r} is for grid {router.grid_size}, the model's grid is {grid_size}")

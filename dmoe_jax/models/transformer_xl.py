@@ -4,17 +4,18 @@ Each layer is a DMoE layer; each expert is a whole Transformer-XL layer, so that
 with the trainer is the *trunk*: the tied embedding, a gate for each layer, and the head. A step is a chain of pure
 functions, the *segments*, joined by calls to experts that may live elsewhere:
 
-    hidden = embed(trunk["embed"], tokens)
+    hidden = embed(trunk["embed"], tokens, key)
     for each layer:
-        scores = gate(trunk["gates"][layer], hidden, memory[layer])      routing features, then the router
-        (select k_best live experts; call them on hidden, memory, memory_mask; mix their outputs)
-        memory[layer] = next_memory(memory[layer], hidden)               what *entered* this layer
+        scores = gate(trunk["gates"][layer], hidden, memory[layer], ids, key)    routing features, then the router
+        (select k_best live experts; call them on `expert_inputs`; mix their outputs)
+        memory[layer] = next_memory(memory[layer], hidden)                       what *entered* this layer
         hidden = the mixture
-    loss = loss_head(trunk["embed"], trunk["head"], hidden, targets)
+    loss = loss_head(trunk["embed"], trunk["head"], hidden, targets, key)
 
 `segments` makes them; `local_forward` is the same model in one jit. Shapes: tokens and targets [batch, seq], hidden
 [batch, seq, d_model], memory [batch, mem, d_model]. Positions are relative and live in the experts: the trunk has
-none.
+none. Each `key` is key data of the step (see `models.trunk`), or None in evaluation. `ids` are the words at the first
+positions: what a sequence *is* to a router that hashes.
 """
 
 import functools
@@ -28,11 +29,46 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
+from dmoe_jax.data.batches import Batch
 from dmoe_jax.experts.base import Expert, check_positive
-from dmoe_jax.experts.transformer_xl import INIT_STDDEV, transformer_xl_layer
-from dmoe_jax.models.adaptive_softmax import adaptive_softmax_loss, check_cutoffs, unigram_biases
-from dmoe_jax.models.layers import ForwardAux, check_router, dmoe_layer, init_layers, total_loss
-from dmoe_jax.routing.base import Router, Scores, check_grid_size
+from dmoe_jax.experts.dropout import KeyData, RowKeys, check_rates, wrap_key
+from dmoe_jax.experts.transformer_xl import transformer_xl_layer
+from dmoe_jax.models import trunk as trunk_parts
+from dmoe_jax.models.adaptive_softmax import check_cutoffs
+from dmoe_jax.models.layers import ForwardAux, LayerAux, check_router, dmoe_layer, init_layers, total_loss
+from dmoe_jax.models.trunk import (
+    LayerMemory,
+    Memory,
+    StepKeys,
+    TrunkDropout,
+    embed,
+    empty_memory,
+    forget,
+    init_embed_and_head,
+    next_memory,
+    step_keys,
+)
+from dmoe_jax.routing.base import Router, Scores, check_grid_size, score
+
+__all__ = [
+    "LayerMemory",
+    "Memory",
+    "Segments",
+    "StepKeys",
+    "TransformerXLConfig",
+    "TrunkDropout",
+    "embed",
+    "empty_memory",
+    "expert_inputs",
+    "forget",
+    "init_experts",
+    "init_trunk",
+    "local_forward",
+    "next_memory",
+    "routing_features",
+    "segments",
+    "step_keys",
+]
 
 PyTree = Any
 
@@ -61,6 +97,24 @@ class TransformerXLConfig:
     """Experts that each sequence goes to; 4 in the paper."""
     cutoffs: tuple[int, ...] = ()
     """First word of each tail cluster of the adaptive softmax; () for a plain softmax."""
+    dropout: float = 0.0
+    """Rate of the locked dropouts in an expert, and of the ordinary one behind the last layer."""
+    attention_dropout: float = 0.0
+    """Rate of the dropout on an expert's attention weights."""
+    position_dropout: float = 0.0
+    """Rate of the locked dropout on positional encodings, for each sample and layer."""
+    embedding_dropout: float = 0.0
+    """Rate at which words lose their whole embedding; the softmax keeps it."""
+    input_dropout: float = 0.0
+    """Rate of the locked dropout on word vectors."""
+    output_dropout: float = 0.0
+    """Rate of the locked dropout before the softmax."""
+    clamp_len: int | None = None
+    """Attention distances above it count as clamp_len; None: as they are."""
+    same_length: bool = False
+    """Whether every position sees exactly mem_len keys, itself included, and not all that there are."""
+    compute_dtype: str = "float32"
+    """Type of an expert's matrix products: "float32" or "bfloat16"."""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -75,7 +129,22 @@ class TransformerXLConfig:
         object.__setattr__(self, "cutoffs", check_cutoffs(tuple(self.cutoffs), self.vocab_size))
         if self.k_best > math.prod(self.grid_size):
             raise ValueError(f"k_best is at most the number of cells of grid {self.grid_size}, got {self.k_best}")
+        check_rates(
+            embedding_dropout=self.embedding_dropout,
+            input_dropout=self.input_dropout,
+            output_dropout=self.output_dropout,
+        )
         self.expert()
+
+    @property
+    def trunk_dropout(self) -> TrunkDropout:
+        """Rates outside the experts."""
+        return TrunkDropout(
+            embedding=self.embedding_dropout,
+            input=self.input_dropout,
+            output=self.output_dropout,
+            final=self.dropout,
+        )
 
     def expert(self) -> Expert:
         """The network of every expert of this model."""
@@ -85,46 +154,24 @@ class TransformerXLConfig:
             d_ff=self.d_ff,
             seq_len=self.seq_len,
             mem_len=self.mem_len,
+            dropout=self.dropout,
+            attention_dropout=self.attention_dropout,
+            position_dropout=self.position_dropout,
+            clamp_len=self.clamp_len,
+            same_length=self.same_length,
+            compute_dtype=self.compute_dtype,
         )
-
-
-class Batch(NamedTuple):
-    """One segment of `batch` parallel streams of text.
-
-    Attributes:
-      tokens: [batch, seq], the words read.
-      targets: [batch, seq], the words that follow them.
-    """
-
-    tokens: Int[Array, "batch seq"]
-    targets: Int[Array, "batch seq"]
-
-
-class LayerMemory(NamedTuple):
-    """What one layer remembers of earlier segments.
-
-    Attributes:
-      states: [batch, mem, d_model], hidden states that entered the layer, newest last.
-      mask: bool [batch, mem], False for slots not yet filled.
-    """
-
-    states: Float[Array, "batch mem d_model"]
-    mask: Bool[Array, "batch mem"]
-
-
-Memory = tuple[LayerMemory, ...]
-"""One `LayerMemory` for each layer."""
 
 
 class Segments(NamedTuple):
     """The trunk's pure functions, stable objects: equal (config, router) share them and their compiled code.
 
     Attributes:
-      embed: (embed_params, tokens) -> hidden.
-      gate: (gate_params, hidden, memory: LayerMemory) -> scores.
+      embed: (embed_params, tokens, key=None) -> hidden.
+      gate: (gate_params, hidden, memory: LayerMemory, ids=None, key=None) -> scores.
       next_memory: (memory: LayerMemory, hidden) -> LayerMemory.
-      loss_head: (embed_params, head_params, hidden, targets) -> mean nll, nats.
-      token_nll: (embed_params, head_params, hidden, targets) -> nll [batch, seq], nats; for evaluation.
+      loss_head: (embed_params, head_params, hidden, targets, key=None) -> mean nll, nats.
+      token_nll: (embed_params, head_params, hidden, targets, key=None) -> nll [batch, seq], nats; for evaluation.
     """
 
     embed: Callable[..., Float[Array, "batch seq d_model"]]
@@ -149,50 +196,23 @@ def init_trunk(
     Raises:
       ValueError: if the router is for another grid, or word_counts has not one number for each word.
     """
-    check_router(router, config.grid_size)
+    check_router(router, config.grid_size, config.d_model)
     embed_key, head_key, gate_key = jax.random.split(key, 3)
-    shape = (config.vocab_size, config.d_model)
-    n_tail = len(config.cutoffs)
-    if word_counts is None:
-        bias, cluster_b = jnp.zeros(config.vocab_size), jnp.zeros(n_tail)
-    elif word_counts.shape != (config.vocab_size,):
-        raise ValueError(f"word_counts must have shape ({config.vocab_size},), got {word_counts.shape}")
-    else:
-        bias, cluster_b = unigram_biases(word_counts, config.cutoffs)
-    return {
-        "embed": {"table": INIT_STDDEV * jax.random.normal(embed_key, shape)},
-        "gates": [router.init(k, config.d_model) for k in jax.random.split(gate_key, config.num_layers)],
-        "head": {
-            "bias": bias,
-            "cluster_w": INIT_STDDEV * jax.random.normal(head_key, (n_tail, config.d_model)),
-            "cluster_b": cluster_b,
-        },
-    }
+    embed_params, head_params = init_embed_and_head(
+        embed_key,
+        head_key,
+        vocab_size=config.vocab_size,
+        d_model=config.d_model,
+        cutoffs=config.cutoffs,
+        word_counts=word_counts,
+    )
+    gates = [router.init(k, config.d_model) for k in jax.random.split(gate_key, config.num_layers)]
+    return {"embed": embed_params, "gates": gates, "head": head_params}
 
 
 def init_experts(key: PRNGKeyArray, config: TransformerXLConfig) -> tuple[PyTree, ...]:
     """Stacked expert parameters of each layer."""
     return init_layers(key, config.expert(), config.grid_size, config.num_layers)
-
-
-def empty_memory(config: TransformerXLConfig, batch: int) -> Memory:
-    """The memory before the first segment: no slot filled."""
-    shape = (batch, config.mem_len)
-    # Arrays of its own for each layer: a caller may donate them.
-    return tuple(
-        LayerMemory(jnp.zeros((*shape, config.d_model)), jnp.zeros(shape, bool)) for _ in range(config.num_layers)
-    )
-
-
-def forget(memory: Memory, restarted: Bool[Array, " batch"]) -> Memory:
-    """The memory with the streams that begin a new text emptied."""
-    return tuple(LayerMemory(layer.states, layer.mask & ~restarted[:, None]) for layer in memory)
-
-
-def embed(params: PyTree, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq d_model"]:
-    """Word vectors times sqrt(d_model): the table is tied to the softmax, whose vectors must be small."""
-    table: Array = params["table"]
-    return table[tokens] * math.sqrt(table.shape[1])
 
 
 def routing_features(
@@ -213,14 +233,6 @@ def routing_features(
     return total / count.astype(total.dtype)
 
 
-def next_memory(memory: LayerMemory, hidden: Float[Array, "batch seq d_model"]) -> LayerMemory:
-    """The last mem_len of the states that have entered the layer. No gradient flows through memory."""
-    mem_len = memory.states.shape[1]
-    states = jnp.concatenate([memory.states, hidden], axis=1)[:, -mem_len:]
-    mask = jnp.concatenate([memory.mask, jnp.ones(hidden.shape[:2], bool)], axis=1)[:, -mem_len:]
-    return LayerMemory(jax.lax.stop_gradient(states), mask)
-
-
 def segments(config: TransformerXLConfig, router: Router) -> Segments:
     """The trunk's functions for this configuration and router; equal arguments return the same objects.
 
@@ -228,40 +240,62 @@ def segments(config: TransformerXLConfig, router: Router) -> Segments:
       ValueError: if the router is for another grid.
     """
     check_router(router, config.grid_size)
-    return _segments(config.cutoffs, router)
+    return _segments(config.cutoffs, config.trunk_dropout, router)
 
 
 @functools.cache
-def _segments(cutoffs: tuple[int, ...], router: Router) -> Segments:
-    def gate(params: PyTree, hidden: Float[Array, "batch seq d_model"], memory: LayerMemory) -> Scores:
-        return router.scores(params, routing_features(hidden, memory.states, memory.mask))
+def _segments(cutoffs: tuple[int, ...], rates: TrunkDropout, router: Router) -> Segments:
+    def embed(
+        params: PyTree, tokens: Int[Array, "batch seq"], key: KeyData | None = None
+    ) -> Float[Array, "batch seq d_model"]:
+        return trunk_parts.embed(params, tokens, key, rates)
+
+    def gate(
+        params: PyTree,
+        hidden: Float[Array, "batch seq d_model"],
+        memory: LayerMemory,
+        ids: Int[Array, " batch"] | None = None,
+        key: KeyData | None = None,
+    ) -> Scores:
+        features = routing_features(hidden, memory.states, memory.mask)
+        return score(router, params, features, key=None if key is None else wrap_key(key), ids=ids)
 
     def token_nll(
         embed_params: PyTree,
         head_params: PyTree,
         hidden: Float[Array, "batch seq d_model"],
         targets: Int[Array, "batch seq"],
+        key: KeyData | None = None,
     ) -> Float[Array, "batch seq"]:
-        nll = adaptive_softmax_loss(
-            embed_params["table"],
-            head_params["bias"],
-            head_params["cluster_w"],
-            head_params["cluster_b"],
-            hidden.reshape(-1, hidden.shape[-1]),
-            targets.reshape(-1),
-            cutoffs=cutoffs,
-        )
-        return nll.reshape(targets.shape)
+        return trunk_parts.token_nll(embed_params, head_params, hidden, targets, key, rates=rates, cutoffs=cutoffs)
 
     def loss_head(
         embed_params: PyTree,
         head_params: PyTree,
         hidden: Float[Array, "batch seq d_model"],
         targets: Int[Array, "batch seq"],
+        key: KeyData | None = None,
     ) -> Float[Array, ""]:
-        return jnp.mean(token_nll(embed_params, head_params, hidden, targets))
+        return jnp.mean(token_nll(embed_params, head_params, hidden, targets, key))
 
     return Segments(embed, gate, next_memory, loss_head, token_nll)
+
+
+def expert_inputs(
+    config: TransformerXLConfig, hidden: Any, memory: LayerMemory, dropout_key: RowKeys | None = None
+) -> tuple[Any, ...]:
+    """The inputs of a layer's experts, as many as `config.expert().inputs`.
+
+    Args:
+      config: says whether its experts drop anything, and so have a key among their inputs.
+      hidden: [batch, seq, d_model], an array or a value on the tape.
+      memory: of this layer.
+      dropout_key: key data of each sample; None in evaluation.
+    """
+    inputs = (hidden, memory.states, memory.mask)
+    if len(config.expert().inputs) == len(inputs):
+        return inputs
+    return (*inputs, np.zeros((hidden.shape[0], 2), np.uint32) if dropout_key is None else dropout_key)
 
 
 def local_forward(
@@ -273,6 +307,7 @@ def local_forward(
     memory: Memory,
     *,
     alive: Bool[Array, "..."] | None = None,
+    keys: StepKeys | None = None,
 ) -> tuple[Float[Array, ""], ForwardAux]:
     """The whole model on one machine: pure, to be jitted and differentiated by the caller.
 
@@ -284,28 +319,47 @@ def local_forward(
       batch: tokens and targets.
       memory: from `empty_memory` or the previous step's aux.
       alive: bool [num_layers, *grid_size], which experts may be chosen; None for all.
+      keys: chance of this step, see `step_keys`; None: evaluation.
 
     Returns: (loss in nats, aux); aux.memory is the memory for the next segment.
     """
+    token_nll, layers, memory = local_token_nll(
+        trunk, experts, config, router, batch, memory, alive=alive, keys=keys
+    )
+    nll = jnp.mean(token_nll)
+    return total_loss(nll, layers), ForwardAux(nll, layers, memory)
+
+
+def local_token_nll(
+    trunk: PyTree,
+    experts: Sequence[PyTree],
+    config: TransformerXLConfig,
+    router: Router,
+    batch: Batch,
+    memory: Memory,
+    *,
+    alive: Bool[Array, "..."] | None = None,
+    keys: StepKeys | None = None,
+) -> tuple[Float[Array, "batch seq"], tuple[LayerAux, ...], Memory]:
+    """Negative log-likelihood of each target, what each layer did, and the memory for the next segment.
+
+    Args: as of `local_forward`. For evaluation the lengths of `config` and `memory` need not be those of training.
+    """
     parts = segments(config, router)
     expert = config.expert()
-    hidden = parts.embed(trunk["embed"], batch.tokens)
+    # A batch comes from the host as NumPy.
+    tokens, targets = jnp.asarray(batch.tokens), jnp.asarray(batch.targets)
+    hidden = parts.embed(trunk["embed"], tokens, None if keys is None else keys.embed)
     layers, memories = [], []
     for i in range(config.num_layers):
-        scores = parts.gate(trunk["gates"][i], hidden, memory[i])
-        mixed, aux = dmoe_layer(
-            expert,
-            experts[i],
-            router,
-            config.k_best,
-            scores,
-            None if alive is None else alive[i],
-            hidden,
-            memory[i].states,
-            memory[i].mask,
-        )
+        gate_key, expert_keys = (None, None) if keys is None else (keys.gates[i], keys.experts[i])
+        scores = parts.gate(trunk["gates"][i], hidden, memory[i], tokens[:, 0], gate_key)
+        inputs = (jnp.asarray(part) for part in expert_inputs(config, hidden, memory[i], expert_keys))
+        layer_alive = None if alive is None else alive[i]
+        mixed, aux = dmoe_layer(expert, experts[i], router, config.k_best, scores, layer_alive, *inputs)
         memories.append(parts.next_memory(memory[i], hidden))
         layers.append(aux)
         hidden = mixed
-    nll = parts.loss_head(trunk["embed"], trunk["head"], hidden, batch.targets)
-    return total_loss(nll, tuple(layers)), ForwardAux(nll, tuple(layers), tuple(memories))
+    head_key = None if keys is None else keys.head
+    nll = parts.token_nll(trunk["embed"], trunk["head"], hidden, targets, head_key)
+    return nll, tuple(layers), tuple(memories)

@@ -1,8 +1,65 @@
-"""Routers: which experts a sample goes to, and how their outputs are weighed. See `dmoe_jax.routing.base`."""
+"""Routers: which experts a sample goes to, and how their outputs are weighed. See `dmoe_jax.routing.base`.
 
-from dmoe_jax.routing.base import Router, gather_logits, masked_softmax
+make_router("switch", (16, 16))                                        by name
+make_router("my_router.py:router", (16, 16))                           from a file
+chain(product_key((16, 16)), partial(add_noise, stddev=1.0))           put together
+from_linen(lambda: nn.Dense(32), (16, 16))                             from any Flax module
+"""
+
+from dmoe_jax.routing.base import Router, RouterError, Scores, gather_logits, masked_softmax, score, top_k_router
+from dmoe_jax.routing.check import check_router
+from dmoe_jax.routing.combinators import (
+    add_noise,
+    chain,
+    drop_experts,
+    freeze,
+    temperature,
+    with_balancing_loss,
+    with_z_loss,
+)
+from dmoe_jax.routing.expert_choice import expert_choice
+from dmoe_jax.routing.flat_top_k import flat_top_k
+from dmoe_jax.routing.frozen_random import frozen_random
+from dmoe_jax.routing.hash_router import hash_router
 from dmoe_jax.routing.linen_adapter import from_linen
 from dmoe_jax.routing.nnx_adapter import from_nnx
+from dmoe_jax.routing.noisy_top_k import noisy_top_k
+from dmoe_jax.routing.peer import peer
 from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.routing.registry import ROUTERS, make_router
+from dmoe_jax.routing.switch import switch
+from dmoe_jax.routing.uniform_random import uniform_random
+from dmoe_jax.routing.weights import probability_weights, uniform_weights
 
-__all__ = ["Router", "from_linen", "from_nnx", "gather_logits", "masked_softmax", "product_key"]
+__all__ = [
+    "ROUTERS",
+    "Router",
+    "RouterError",
+    "Scores",
+    "add_noise",
+    "chain",
+    "check_router",
+    "drop_experts",
+    "expert_choice",
+    "flat_top_k",
+    "freeze",
+    "from_linen",
+    "from_nnx",
+    "frozen_random",
+    "gather_logits",
+    "hash_router",
+    "make_router",
+    "masked_softmax",
+    "noisy_top_k",
+    "peer",
+    "probability_weights",
+    "product_key",
+    "score",
+    "switch",
+    "temperature",
+    "top_k_router",
+    "uniform_random",
+    "uniform_weights",
+    "with_balancing_loss",
+    "with_z_loss",
+]

@@ -2,53 +2,79 @@
 
 A `Router` is a NamedTuple of pure functions, made by a factory, in the way an Optax transformation is: its
 parameters travel outside it, so a router can be swapped in one line and compared. It never knows whether its
-experts are local or remote. Scores are additive over the dimensions of the expert grid, g(x, f) = sum_i
-g_i(x)[u_i] (Learning@home, section 3.2), because beam search over a DHT can then extend prefixes by their
-partial sums alone.
+experts are local or remote. Its scores come in one of two forms:
+
+- *additive* over the dimensions of the expert grid, g(x, f) = sum_i g_i(x)[u_i] (Learning@home, section 3.2): beam
+  search over a DHT can then extend prefixes by their partial sums alone, and 32 x 32 experts need 64 scores;
+- *flat*, one score for each cell of the grid: any function of expert and sample, for the price of knowing all cells.
 
 Two paths lead from scores to a mixture, and both end in `combine`:
 
-    select (dense grid, inside jit)     indices, mask ─┐
-    beam search (through the DHT)       indices, mask ─┴─> gather_logits -> combine -> weights
+    select (the whole grid, inside jit)  indices, mask ─┐
+    beam search (through the DHT)        indices, mask ─┴─> gather_logits -> combine -> weights
+    mixed = x + sum_k weights_k (f_k(x) - x)
 
-Gradients reach the router through the weights of the experts that answered, and through nothing else.
+Gradients reach the router through the weights of the experts that answered and through its own `aux_loss`, and
+through nothing else.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 PyTree = Any
-Scores = tuple[Float[Array, "batch _"], ...]
-"""One array [batch, grid_i] for each dimension of the expert grid."""
+
+
+class RouterError(ValueError):
+    """A router that does not keep to its contract; the message names the router."""
+
+
+class Scores(NamedTuple):
+    """What a router thinks of the experts, for each sample of a batch.
+
+    Attributes:
+      logits: one [batch, grid_i] for each dimension of the grid (additive), or a single [batch, num_experts] over
+        its cells, row-major (flat). On a grid of one dimension both are the same.
+      extras: whatever the router's own `aux_loss` wants to see beside them, a pytree of arrays.
+    """
+
+    logits: tuple[Float[Array, "batch _"], ...]
+    extras: PyTree = ()
 
 
 class Router(NamedTuple):
-    """A routing function: pure functions and two static facts.
+    """A routing function: pure functions and a few static facts.
 
     Attributes:
-      name: what figures and logs call it.
+      name: what figures, logs and error messages call it.
       grid_size: extent of each dimension of the expert grid.
       init: (key, d_model) -> params.
-      scores: (params, x [batch, d_model], *, key=None) -> tuple of [batch, grid_i]; `key` is for routers that
-        add noise.
-      select: (scores, k, alive=None) -> (indices int32 [batch, k, dims], mask bool [batch, k]); see
-        `select_top_k`.
-      combine: (logits [batch, k], mask [batch, k]) -> weights [batch, k]; zero where the mask is False.
-      aux_loss: (scores, indices, mask) -> scalar, added to the loss (load balancing and the like).
+      scores: (params, x [batch, d_model], *, key=None, ids=None) -> `Scores`, or what `as_scores` makes them of. `key`
+        is a PRNG key in training and None in evaluation, when nothing is random. `ids` is int32 [batch] or None, what
+        each sample is: its token, for a sequence the first one; for routers that hash.
+      select: (scores, k, alive=None) -> (indices int32 [batch, slots, dims], mask bool [batch, slots]); see
+        `select_top_k`. There are k slots, unless the router gives samples different numbers of experts.
+      combine: (logits [batch, slots], mask [batch, slots]) -> weights [batch, slots], not negative, zero where the mask
+        is False, of sum at most 1. What they leave over lets the sample pass unchanged.
+      aux_loss: (scores, indices, mask) -> scalar, added to the loss (load balancing and the like). Here the mask says
+        which of the selected experts answered.
+      whole_grid: whether `select` must see all living experts of the grid at once. If not, it is top-k of additive
+        scores, and beam search finds the same experts with far fewer look-ups.
     """
 
     name: str
     grid_size: tuple[int, ...]
     init: Callable[..., PyTree]
-    scores: Callable[..., Scores]
-    select: Callable[..., tuple[Int32[Array, "batch k dims"], Bool[Array, "batch k"]]]
-    combine: Callable[..., Float[Array, "batch k"]]
+    scores: Callable[..., Any]
+    select: Callable[..., tuple[Int32[Array, "batch slots dims"], Bool[Array, "batch slots"]]]
+    combine: Callable[..., Float[Array, "batch slots"]]
     aux_loss: Callable[..., Float[Array, ""]]
+    whole_grid: bool = False
 
 
 def check_grid_size(grid_size: tuple[int, ...] | list[int]) -> tuple[int, ...]:
@@ -63,8 +89,8 @@ def check_grid_size(grid_size: tuple[int, ...] | list[int]) -> tuple[int, ...]:
     return sizes
 
 
-def split_scores(raw: Any, grid_size: tuple[int, ...]) -> Scores:
-    """Scores in the router's form, from what a scoring network returned.
+def split_scores(raw: Any, grid_size: tuple[int, ...]) -> tuple[Float[Array, "batch _"], ...]:
+    """Additive logits by dimension, from what a scoring network returned.
 
     Args:
       raw: [batch, sum(grid_size)], or already a sequence of [batch, grid_i].
@@ -86,35 +112,80 @@ def split_scores(raw: Any, grid_size: tuple[int, ...]) -> Scores:
     return tuple(jnp.split(raw, edges, axis=-1))
 
 
+def as_scores(raw: Any, grid_size: tuple[int, ...], batch: int) -> Scores:
+    """`Scores` from what a router's function returned: Scores, a sequence of arrays, or one array.
+
+    Raises:
+      ValueError: if it is none of these, or of another shape; the message gives what was expected.
+    """
+    scores = raw if isinstance(raw, Scores) else Scores(tuple(raw) if isinstance(raw, tuple | list) else (raw,))
+    shapes = tuple(getattr(part, "shape", None) for part in scores.logits)
+    additive = tuple((batch, size) for size in grid_size)
+    flat = ((batch, math.prod(grid_size)),)
+    if shapes not in (additive, flat):
+        raise ValueError(
+            f"scores for {batch} samples on grid {grid_size} have the shapes {additive} (one for each dimension) or "
+            f"{flat} (one for each expert), got {shapes if None not in shapes else type(raw).__name__}"
+        )
+    for part in scores.logits:
+        if not jnp.issubdtype(part.dtype, jnp.floating):
+            raise ValueError(f"scores must be floating numbers, got {part.dtype}")
+    return scores
+
+
+def score(
+    router: Router,
+    params: PyTree,
+    x: Float[Array, "batch d_model"],
+    *,
+    key: PRNGKeyArray | None = None,
+    ids: Int32[Array, " batch"] | None = None,
+) -> Scores:
+    """The router's scores in their one form; models call this, never `router.scores` itself.
+
+    Raises:
+      RouterError: naming the router, if what it returned does not fit its grid.
+    """
+    raw = router.scores(params, x, key=key, ids=ids)
+    try:
+        return as_scores(raw, router.grid_size, x.shape[0])
+    except ValueError as error:
+        raise RouterError(f"router {router.name!r}: {error}") from error
+
+
+def is_flat(scores: Scores, grid_size: tuple[int, ...]) -> bool:
+    """Whether the logits are one for each cell instead of one for each coordinate."""
+    return len(scores.logits) != len(grid_size)
+
+
 def dense_logits(scores: Scores) -> Float[Array, "batch num_experts"]:
     """g(x, f) for every cell f of the grid, flattened row-major."""
-    batch = scores[0].shape[0]
-    total = scores[0]
-    for part in scores[1:]:
-        total = (total[:, :, None] + part[:, None, :]).reshape(batch, -1)
+    total = scores.logits[0]
+    for part in scores.logits[1:]:
+        total = (total[:, :, None] + part[:, None, :]).reshape(total.shape[0], -1)
     return total
 
 
 def select_top_k(
-    scores: Scores, k: int, alive: Bool[Array, "..."] | None = None
+    scores: Scores, k: int, alive: Bool[Array, "..."] | None = None, *, grid_size: tuple[int, ...]
 ) -> tuple[Int32[Array, "batch {k} dims"], Bool[Array, "batch {k}"]]:
     """The k live experts of highest g(x, f), by exhaustive search over the dense grid.
 
     Ties go to the lower coordinates. The result is a choice, not a function to differentiate: no gradient flows.
 
     Args:
-      scores: one [batch, grid_i] for each dimension.
+      scores: of the samples.
       k: experts for each sample.
       alive: bool of shape grid_size, or None if every cell holds a live expert.
+      grid_size: extents of the grid.
 
     Returns:
-      indices [batch, k, dims], best first, and mask [batch, k]: False where fewer than k experts are alive. The
-      coordinates under a False are valid but mean nothing.
+      indices [batch, k, dims], best first, and mask [batch, k]: False where fewer than k experts are alive, and for
+      experts of score -inf (never to be chosen). The coordinates under a False are valid but mean nothing.
 
     Raises:
       ValueError: if k is not between 1 and the number of cells, or alive has another shape than the grid.
     """
-    grid_size = tuple(part.shape[-1] for part in scores)
     num_experts = math.prod(grid_size)
     if not 1 <= k <= num_experts:
         raise ValueError(f"k must be between 1 and the {num_experts} cells of grid {grid_size}, got {k}")
@@ -123,18 +194,39 @@ def select_top_k(
     logits = jax.lax.stop_gradient(dense_logits(scores))
     if alive is not None:
         logits = jnp.where(alive.reshape(1, -1), logits, -jnp.inf)
-    _, flat = jax.lax.top_k(logits, k)
-    mask = jnp.ones(flat.shape, bool) if alive is None else alive.reshape(-1)[flat]
-    indices = jnp.stack(jnp.unravel_index(flat, grid_size), axis=-1).astype(jnp.int32)
-    return indices, mask
+    best, flat = jax.lax.top_k(logits, k)
+    return cell_coordinates(flat, grid_size), ~jnp.isneginf(best)
 
 
-def gather_logits(scores: Scores, indices: Int32[Array, "batch k dims"]) -> Float[Array, "batch k"]:
-    """g(x, f) = sum_i g_i(x)[u_i] of the chosen experts (Learning@home, section 3.2). Differentiable in the
-    scores."""
-    if indices.shape[-1] != len(scores):
-        raise ValueError(f"indices name {indices.shape[-1]} coordinates, the scores have {len(scores)} dimensions")
-    parts = [jnp.take_along_axis(part, indices[..., i], axis=-1) for i, part in enumerate(scores)]
+def cell_coordinates(flat: Any, grid_size: tuple[int, ...]) -> Int32[Array, "*cells dims"]:
+    """Coordinates of cells from their row-major numbers."""
+    return jnp.stack(jnp.unravel_index(flat, grid_size), axis=-1).astype(jnp.int32)
+
+
+def cell_numbers(indices: Any, grid_size: tuple[int, ...]) -> Int32[Array, "*cells"]:
+    """Row-major numbers of cells from their coordinates, [..., dims].
+
+    Raises:
+      ValueError: if the number of coordinates is not that of the grid's dimensions.
+    """
+    if indices.shape[-1] != len(grid_size):
+        raise ValueError(f"grid {grid_size} needs {len(grid_size)} coordinates, got {indices.shape[-1]}")
+    strides = [math.prod(grid_size[i + 1 :]) for i in range(len(grid_size))]
+    return jnp.sum(indices * jnp.asarray(strides, indices.dtype), axis=-1)
+
+
+def gather_logits(
+    scores: Scores, indices: Int32[Array, "batch slots dims"], grid_size: tuple[int, ...]
+) -> Float[Array, "batch slots"]:
+    """g(x, f) of the chosen experts: sum_i g_i(x)[u_i] (Learning@home, section 3.2), or their flat scores.
+
+    Differentiable in the scores.
+    """
+    if is_flat(scores, grid_size):
+        return jnp.take_along_axis(scores.logits[0], cell_numbers(indices, grid_size), axis=-1)
+    if indices.shape[-1] != len(grid_size):
+        raise ValueError(f"grid {grid_size} needs {len(grid_size)} coordinates, got {indices.shape[-1]}")
+    parts = [jnp.take_along_axis(part, indices[..., i], axis=-1) for i, part in enumerate(scores.logits)]
     return sum(parts[1:], start=parts[0])
 
 
@@ -153,23 +245,38 @@ def masked_softmax(logits: Float[Array, "*batch k"], mask: Bool[Array, "*batch k
 
 
 def no_aux_loss(
-    scores: Scores, indices: Int32[Array, "batch k dims"], mask: Bool[Array, "batch k"]
+    scores: Scores, indices: Int32[Array, "batch slots dims"], mask: Bool[Array, "batch slots"]
 ) -> Float[Array, ""]:
     """Zero: the auxiliary loss of a router without one."""
     del indices, mask
-    return jnp.zeros((), scores[0].dtype)
+    return jnp.zeros((), scores.logits[0].dtype)
 
 
 def top_k_router(
-    name: str, grid_size: tuple[int, ...], init: Callable[..., PyTree], scores: Callable[..., Scores]
+    name: str,
+    grid_size: tuple[int, ...],
+    init: Callable[..., PyTree],
+    scores: Callable[..., Any],
+    *,
+    flat: bool = False,
+    combine: Callable[..., Float[Array, "batch slots"]] = masked_softmax,
+    aux_loss: Callable[..., Float[Array, ""]] = no_aux_loss,
 ) -> Router:
-    """The usual router around a scoring function: top-k selection, softmax over the chosen, no auxiliary loss."""
+    """The usual router around a scoring function: top-k selection, and softmax over the chosen unless told otherwise.
+
+    Args:
+      name: what figures and logs call it.
+      grid_size: extent of each dimension of the expert grid.
+      init, scores, combine, aux_loss: see `Router`.
+      flat: whether `scores` gives one logit for each cell instead of one for each coordinate.
+    """
     return Router(
         name=name,
         grid_size=grid_size,
         init=init,
         scores=scores,
-        select=select_top_k,
-        combine=masked_softmax,
-        aux_loss=no_aux_loss,
+        select=functools.partial(select_top_k, grid_size=grid_size),
+        combine=combine,
+        aux_loss=aux_loss,
+        whole_grid=flat and len(grid_size) > 1,
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from dmoe_jax.routing.base import PyTree, Router, Scores, check_grid_size, split_scores, top_k_router
 
@@ -37,8 +37,15 @@ def from_linen(make_module: Callable[[], nn.Module], grid_size: tuple[int, ...],
 
     # Jitted here because an eager Linen call costs forty compiled ones; inside a jitted segment this is free.
     @jax.jit
-    def scores(params: PyTree, x: Float[Array, "batch d_model"], *, key: PRNGKeyArray | None = None) -> Scores:
+    def scores(
+        params: PyTree,
+        x: Float[Array, "batch d_model"],
+        *,
+        key: PRNGKeyArray | None = None,
+        ids: Int32[Array, " batch"] | None = None,
+    ) -> Scores:
+        del ids
         rngs = None if key is None else {"router": key}
-        return split_scores(module.apply({"params": params}, x, rngs=rngs), grid)
+        return Scores(split_scores(module.apply({"params": params}, x, rngs=rngs), grid))
 
     return top_k_router(name, grid, init, scores)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from dmoe_jax.routing.base import PyTree, Router, Scores, check_grid_size, split_scores, top_k_router
 
@@ -42,10 +42,16 @@ def from_nnx(
 
     # The graph is made again, abstractly, in each trace: it depends on the width alone, and a router keeps no state.
     @jax.jit
-    def scores(params: PyTree, x: Float[Array, "batch d_model"], *, key: PRNGKeyArray | None = None) -> Scores:
-        del key
+    def scores(
+        params: PyTree,
+        x: Float[Array, "batch d_model"],
+        *,
+        key: PRNGKeyArray | None = None,
+        ids: Int32[Array, " batch"] | None = None,
+    ) -> Scores:
+        del key, ids
         graph, state = nnx.split(nnx.eval_shape(lambda: make_module(x.shape[-1], nnx.Rngs(0))))
         nnx.replace_by_pure_dict(state, params)
-        return split_scores(nnx.merge(graph, state)(x), grid)
+        return Scores(split_scores(nnx.merge(graph, state)(x), grid))
 
     return top_k_router(name, grid, init, scores)

@@ -1,14 +1,19 @@
 """What a run leaves behind: a folder with config.json, metrics.jsonl, figure.png and report.md.
 
 `metrics.jsonl` holds one JSON object a line. These are its kinds, with the fields that the figure and the report
-read; more are welcome. `step` counts trunk updates, `time_s` is seconds since the run began.
+read; more are welcome. `step` counts trunk updates, `time_s` is seconds since the run began. Records of a simulated run
+may have `virtual_s` beside it, and any `train` record `staleness`.
 
     {"kind": "train", "step", "trainer", "loss", "tokens", "time_s"}    one step; loss in nats per token
-    {"kind": "eval", "step", "perplexity", "time_s", "split"}           one evaluation
+    {"kind": "eval", "step", "perplexity", "time_s", "split",           one evaluation, of the "valid" or the
+     "tokens_seen"}                                                     "test" text, after so many tokens
     {"kind": "baseline", "unigram_perplexity"}                          of the validation text
     {"kind": "calls", "step", "time_s", "ok", "failed"}                 remote calls since the run began
     {"kind": "experts", "step", "load": {uid: n}, "peer": {uid: peer}}  samples sent to each expert since
                                                                         the run began, and who serves it
+    {"kind": "balance", "step", "layer", "histogram", "cv", "entropy",  how even the load of a layer's experts
+     "dead", "share_lost"}                                              was since the record before; see
+                                                                        `dmoe_jax.runs.balance`
     {"kind": "event", "name", "step", "time_s", "detail"}               anything worth a line in the report;
                                                                         "node_killed" also has "peer"
 """

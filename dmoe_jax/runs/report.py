@@ -1,6 +1,7 @@
 """A run's report: one Markdown page that a reader without the code can follow, next to the figure."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,27 @@ from dmoe_jax.runs.run_folder import FIGURE, METRICS, REPORT, RunFolder
 
 MAX_EVENTS = 50
 """Events in the report; a run of days has thousands, and metrics.jsonl has them all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportTable:
+    """A table for a report.
+
+    Attributes:
+      title: the heading above it.
+      head: names of the columns.
+      rows: as many cells each; `format_value` writes them.
+      note: a paragraph under it, what the columns are; empty for none.
+    """
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if wrong := [row for row in self.rows if len(row) != len(self.head)]:
+            raise ValueError(f"expected rows of {len(self.head)} cells, {', '.join(self.head)}, got {wrong[0]}")
 
 
 def write_report(
@@ -18,6 +40,7 @@ def write_report(
     summary: str = "",
     command: str | None = None,
     figure_text: str = "Perplexity, load of the experts, throughput and failed calls of this run",
+    tables: Sequence[ReportTable] = (),
 ) -> Path:
     """Write report.md: headline, figure if there is one, what happened, settings, how to do it again.
 
@@ -28,6 +51,7 @@ def write_report(
       summary: a paragraph under it, for instance which corpus was used.
       command: what to type to get this run again; default: the command line that made the folder.
       figure_text: what the figure shows, for those who cannot see it.
+      tables: more figures, after the picture.
 
     Returns:
       Path of the report.
@@ -38,12 +62,14 @@ def write_report(
         parts.append(summary)
     parts += [
         "## Headline",
-        _table(("figure", "value"), [(_words(name), value) for name, value in headline.items()]),
+        markdown_table(("figure", "value"), [(_words(name), value) for name, value in headline.items()]),
     ]
     if (run_folder.path / FIGURE).exists():
         parts.append(f"![{figure_text}]({FIGURE})")
+    for table in tables:
+        parts += [f"## {table.title}", markdown_table(table.head, table.rows), *([table.note] if table.note else [])]
     parts += ["## What happened", _events(run_folder.metrics())]
-    parts += ["## Settings", _table(("setting", "value"), _flatten(config.get("settings", {})))]
+    parts += ["## Settings", markdown_table(("setting", "value"), _flatten(config.get("settings", {})))]
     parts += [
         "## How to reproduce",
         f"```sh\n{command or config.get('command', '')}\n```",
@@ -81,7 +107,7 @@ def _events(metrics: Sequence[Mapping[str, Any]]) -> str:
         )
         for record in events[:MAX_EVENTS]
     ]
-    table = _table(("step", "time", "event", "detail"), rows)
+    table = markdown_table(("step", "time", "event", "detail"), rows)
     left = len(events) - len(rows)
     return f"{table}\n\nand {left:,} more in {METRICS}." if left else table
 
@@ -102,7 +128,7 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, o
     return rows
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table; cells that would break it are escaped."""
     lines = [head, ["---"] * len(head), *([_cell(value) for value in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

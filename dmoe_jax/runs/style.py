@@ -3,10 +3,12 @@
 Colours are from Okabe and Ito's palette (2008), which stays apart under the common kinds of colour blindness.
 """
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 INK = "#222222"
 GREY = "#6b6b6b"
@@ -17,9 +19,16 @@ TRAIN = "#E69F00"
 """Orange: training."""
 KILLED = "#D55E00"
 """Vermilion: what was lost."""
+SERIES = (VALID, KILLED, "#009E73", "#CC79A7", TRAIN, "#56B4E9", INK)
+"""Colours of things side by side. Yellow, the palette's eighth, is hard to see on white."""
+DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+"""Once the colours are used up they come again in these dashes."""
 
-_LABEL_GAP = 0.075
-"""Least distance of two labels beside an axes, as part of its height: one line of 9 point text."""
+Label = tuple[float, str, str]
+"""Text beside an axes: the value that it names, the text, its colour."""
+
+LABEL_GAP = 0.075
+"""Least distance of two labels beside an axes, as part of its height: one line of 9 point text beside two inches."""
 
 
 def dress(axes: Axes, title: str, x_label: str) -> None:
@@ -41,21 +50,63 @@ def say_empty(axes: Axes, text: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=10, color=GREY)
 
 
-def end_labels(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
-    """Write (value, text, colour) beside the axes, each as near to its value's height as room allows."""
+def end_labels(axes: Axes, labels: Sequence[Label], *, gap: float = LABEL_GAP) -> None:
+    """Write (value, text, colour) beside the axes, each as near to its value's height as room allows.
+
+    Args:
+      axes: with its scale and limits set.
+      labels: in any order.
+      gap: least distance of two labels, as part of the axes' height.
+    """
     if not labels:
         return
     ordered = sorted(labels, key=lambda label: label[0])
     to_axes = axes.transData + axes.transAxes.inverted()
     heights = [float(to_axes.transform((0.0, value))[1]) for value, _, _ in ordered]
-    for height, (_, text, colour) in zip(spread(heights, _LABEL_GAP), ordered, strict=True):
+    for height, (_, text, colour) in zip(spread(heights, gap, low=0.0, high=1.0), ordered, strict=True):
         axes.text(1.012, height, text, transform=axes.transAxes, va="center", fontsize=9, color=colour)
 
 
-def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Move sorted heights as little as needed (least squares) for neighbours to be `gap` apart.
+def series_style(index: int) -> tuple[str, Any]:
+    """Colour and dashes of the line with this number, different for the first 28."""
+    return SERIES[index % len(SERIES)], DASHES[index // len(SERIES) % len(DASHES)]
 
-    Subtracting i * gap turns "at least gap apart" into "not falling", which pooling adjacent violators solves.
+
+def baseline(axes: Axes, value: float, name: str) -> Label:
+    """A dashed line across the axes; returns its label."""
+    axes.axhline(value, color=GREY, linewidth=1.1, linestyle=(0, (5, 3)), zorder=1)
+    return value, f"{name} {short(value)}", GREY
+
+
+def cap(axes: Axes, labels: Sequence[Label], top: float) -> None:
+    """End the axes at `top`, unless something that has a label would be cut off."""
+    if max(value for value, _, _ in labels) <= top:
+        axes.set_ylim(top=min(axes.get_ylim()[1], top))
+
+
+def plain_log_ticks(axes: Axes) -> None:
+    """Ticks at 1, 2 and 5 times powers of ten, written out; more of them on a short axis."""
+    low, high = axes.get_ylim()
+    subs = (1.0, 2.0, 5.0) if high / low > 30 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
+    # Between two such ticks a log axis is as good as linear.
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=subs) if high / low > 2 else MaxNLocator(nbins=5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="y", which="minor", length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10], integer=True))
+    axes.grid(axis="y", color=FAINT, linewidth=0.8)
+
+
+def short(value: float) -> str:
+    """Three significant digits, whole numbers from 100 on."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def spread(heights: Sequence[float], gap: float, *, low: float = -math.inf, high: float = math.inf) -> list[float]:
+    """Move sorted heights as little as needed (least squares) for neighbours to be `gap` apart, and in the bounds.
+
+    Subtracting i * gap turns "at least gap apart" into "not falling", which pooling adjacent violators solves; bounds
+    on such a solution are met by clipping it. Where there is no room for all, they start at `low` and go past `high`.
     """
     pools: list[tuple[float, int]] = []
     for index, height in enumerate(heights):
@@ -64,5 +115,6 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
             pool_total, pool_count = pools.pop()
             total, count = total + pool_total, count + pool_count
         pools.append((total, count))
-    levels = np.concatenate([np.full(count, total / count) for total, count in pools]) if pools else np.empty(0)
-    return [float(level) + index * gap for index, level in enumerate(levels)]
+    levels = [total / count for total, count in pools for _ in range(count)]
+    top = max(low, high - (len(heights) - 1) * gap)
+    return [min(max(level, low), top) + index * gap for index, level in enumerate(levels)]

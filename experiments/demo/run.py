@@ -1,24 +1,29 @@
 """One DHT peer, four expert nodes and a trainer process over TLS; one node is killed in the middle."""
 
 import json
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import trio
 from rich.console import Console
 from rich.table import Table
 
-from dmoe_jax.cli.common import fail, parse_command_line
+from dmoe_jax.cli.common import parse_command_line
 from dmoe_jax.runs.report import write_report
 from dmoe_jax.runs.run_folder import RunFolder, append_metric, read_metrics
-from experiments.local_swarm import LocalSwarm, ProcessFailed, SwarmProcess, open_local_swarm
-
-_EXIT_INTERRUPTED = 130
+from experiments.local_swarm import (
+    LocalSwarm,
+    ProcessFailed,
+    SwarmProcess,
+    deal_experts,
+    open_local_swarm,
+    start_nodes,
+)
+from experiments.supervision import run_supervised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,57 +69,7 @@ GRID = (4, 4)
 def main() -> None:
     """Entry point."""
     settings = parse_command_line(DemoSettings, prog="python -m experiments.demo", args=None)
-    try:
-        status = trio.run(_supervised, settings)
-    except (KeyboardInterrupt, ProcessFailed, ValueError, BaseExceptionGroup) as error:
-        _exit_after(error)
-    sys.exit(status)
-
-
-def _exit_after(error: BaseException) -> NoReturn:
-    """One line after an early or second Ctrl-C, a process that failed or a wrong value.
-
-    Not in an `except*` clause: what that raises comes out in a group, with a traceback and status 1, if anything was
-    left to raise beside it, and before Python 3.11.4 always.
-    """
-    errors = BaseExceptionGroup("", [error])
-    if errors.subgroup(KeyboardInterrupt) is not None:
-        print("demo: interrupted", file=sys.stderr)
-        sys.exit(_EXIT_INTERRUPTED)
-    wrong_values, others = errors.split(ValueError)
-    explanation = errors.subgroup(ProcessFailed) or (None if others else wrong_values)
-    if explanation is not None:
-        fail(str(_first_leaf(explanation)), prog="demo")
-    raise error
-
-
-def _first_leaf(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-async def _supervised(settings: DemoSettings) -> int:
-    """Run the demonstration until it is done or a signal arrives."""
-    status = _EXIT_INTERRUPTED
-
-    async def run() -> None:
-        nonlocal status
-        status = await run_demo(settings)
-        nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(_cancel_on_signal, nursery.cancel_scope)
-        nursery.start_soon(run)
-    return status
-
-
-async def _cancel_on_signal(scope: trio.CancelScope) -> None:
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async for _ in signals:
-            print("demo: interrupted, ending all processes", file=sys.stderr)
-            scope.cancel()
-            return
+    sys.exit(run_supervised(lambda: run_demo(settings), prog="demo"))
 
 
 async def run_demo(settings: DemoSettings) -> int:
@@ -170,39 +125,11 @@ def _own_command(settings: DemoSettings) -> str:
 
 async def _start_nodes(swarm: LocalSwarm, settings: DemoSettings, console: Console) -> list[SwarmProcess]:
     console.print(f"starting one DHT peer and {settings.num_nodes} expert nodes; they compile before they announce")
-    dht = await swarm.start("dht", ["dht"])
-    nodes: list[SwarmProcess] = []
-
-    async def start(index: int, experts: Sequence[str]) -> None:
-        learning = ["--seed", str(settings.seed), *(["--freeze-experts"] if settings.freeze_experts else [])]
-        command = [
-            "node",
-            "--join",
-            dht.contact,
-            *learning,
-            "--announce-period-s",
-            "5",
-            "--experts",
-            *experts,
-        ]
-        nodes.append(await swarm.start(f"node{index}", command))
-
-    async with trio.open_nursery() as nursery:
-        for index, experts in enumerate(experts_by_node(settings.num_nodes)):
-            nursery.start_soon(start, index, experts)
-    nodes.sort(key=lambda node: node.name)
-    console.print(f"{len(nodes)} nodes serve {NUM_LAYERS * GRID[0] * GRID[1]} experts in {NUM_LAYERS} layers")
+    learning = ["--seed", str(settings.seed), *(["--freeze-experts"] if settings.freeze_experts else [])]
+    hands = deal_experts(settings.num_nodes, num_layers=NUM_LAYERS, grid_size=GRID)
+    nodes = await start_nodes(swarm, hands, lambda _: [*learning, "--announce-period-s", "5"])
+    console.print(f"{len(nodes)} nodes serve {sum(map(len, hands))} experts in {NUM_LAYERS} layers")
     return nodes
-
-
-def experts_by_node(num_nodes: int) -> list[list[str]]:
-    """The experts of each node, dealt out in turn, so that every layer and grid row loses a few when one dies."""
-    uids = [f"layer{layer}.{i}.{j}" for layer in range(NUM_LAYERS) for i in range(GRID[0]) for j in range(GRID[1])]
-    # A step of one more per row keeps a node's experts from forming a column of the grid.
-    hands: list[list[str]] = [[] for _ in range(num_nodes)]
-    for index, uid in enumerate(uids):
-        hands[(index + index // GRID[1]) % num_nodes].append(uid)
-    return hands
 
 
 def _trainer_command(

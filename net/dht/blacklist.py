@@ -19,14 +19,14 @@ class Blacklist:
     """Back-off by peer: after its n-th failure in a row a peer is left alone for `base_s * 2**(n-1)` seconds.
 
     Args:
-      base_s: the first pause, seconds.
+      base_s: the first pause, seconds; 0: nobody is ever left alone.
       cap_s: the longest pause, seconds.
       max_peers: most peers remembered; beyond it the peer whose pause ends first is forgotten.
     """
 
     def __init__(self, *, base_s: float, cap_s: float, max_peers: int = 1024) -> None:
-        if not 0 < base_s <= cap_s or max_peers < 1:
-            raise ValueError(f"expected 0 < base_s <= cap_s and max_peers >= 1, got {base_s}, {cap_s}, {max_peers}")
+        if not 0 <= base_s <= cap_s or max_peers < 1:
+            raise ValueError(f"expected 0 <= base_s <= cap_s and max_peers >= 1, got {base_s}, {cap_s}, {max_peers}")
         self._base_s = base_s
         self._cap_s = cap_s
         self._max_peers = max_peers

@@ -19,6 +19,7 @@ from dmoe_jax.cli import main
 from dmoe_jax.cli.network import SECRET_VARIABLE, ListenOptions, NetworkOptions
 from dmoe_jax.cli.status import NodeReading, status_table
 from dmoe_jax.cli.swarm import join_line, join_swarm
+from dmoe_jax.routing.registry import ROUTERS
 from net.errors import CallRefused
 from net.identity import Address, Contact, PeerId
 
@@ -83,9 +84,22 @@ def running(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         (["train", "--join", "127.0.0.1:1", "--k-min", "9"], 1, "--k-min must not exceed --k-best, got 9 and 4"),
         (["train", "--join", "127.0.0.1:1", "--steps", "0"], 1, "--steps must be at least 1, got 0"),
         (["train", "--join", "127.0.0.1:1", "--resume"], 1, "--resume needs --out"),
+        (
+            ["train", "--join", "127.0.0.1:1", "--weight-decay", "-1"],
+            1,
+            "--weight-decay must not be negative, got -1.0",
+        ),
+        (["train", "--join", "127.0.0.1:1", "--learning-rate-floor", "2"], 1, "-floor must be from 0 to 1, got 2.0"),
+        (["train", "--join", "127.0.0.1:1", "--eval-tokens", "0", "--d-ff", "0"], 1, "d_ff must be .*, got 0"),
+        (["train", "--join", "127.0.0.1:1", "--dropout", "1"], 1, "dropout must be .* below 1, got 1.0"),
+        (["train", "--join", "127.0.0.1:1", "--compute-dtype", "int8"], 2, "invalid choice 'int8'"),
+        (["train", "--join", "127.0.0.1:1", "--router", "best"], 1, "unknown router 'best'; expected .*product_key"),
+        (["train", "--join", "127.0.0.1:1", "--router", "/nowhere/r.py:mine"], 1, "router '/nowhere/r.py:mine': .* no"),
         (["train", "--join", "127.0.0.1:1"], 1, "cannot join the swarm: cannot connect to 127.0.0.1:1: .*refused"),
         (["node", "--experts", "layer0.[4:2]"], 1, r"expected \[START:STOP\] with START < STOP"),
         (["node", "--experts", "a.1", "a.[0:2]"], 1, "--experts must name .* none twice"),
+        (["node", "--weight-decay", "-0.1"], 1, "--weight-decay must not be negative, got -0.1"),
+        (["node", "--warmup-steps", "-1"], 1, "--warmup-steps must not be negative, got -1"),
         (["node", "--announce-period-s", "-1"], 1, "--announce-period-s must be positive, got -1.0"),
         (["status", "--join", "nowhere"], 1, "expected an address as HOST:PORT, got 'nowhere'"),
         (["node", "--faults", "late"], 1, "--faults: expected FAULT=RATE or late=RATE:MEAN_S, .* got 'late'"),
@@ -140,6 +154,61 @@ def test_a_file_that_will_not_do_gets_one_line(
     assert status == 1
     assert re.match(rf"dmoe: error: .*{re.escape(str(file))}.*{line}", error)
     assert len(error.splitlines()) == 1
+
+
+ROUTER_FILE = """
+import jax.numpy as jnp
+from dmoe_jax.routing.base import top_k_router
+
+def init(key, d_model):
+    return {"w": jnp.ones((d_model, 8))}
+
+def scores(params, x, *, key=None, ids=None):
+    return tuple(jnp.split(x @ params["w"], 2, axis=-1))
+
+def router(name, scores):
+    return lambda grid_size: top_k_router(name, grid_size, init, scores)
+
+narrow = router("narrow", lambda params, x, **_: (x @ params["w"])[:, :3])
+not_finite = router("not_finite", lambda params, x, **_: scores(params, x * jnp.nan))
+for_another_grid = router("elsewhere", scores)((2, 2))
+
+def broken(grid_size):
+    raise KeyError("gone")
+"""
+
+
+@pytest.mark.parametrize(
+    ("attribute", "line"),
+    [
+        ("absent", "defines no 'absent'"),
+        ("broken", "broken.*raised KeyError: 'gone'"),
+        ("for_another_grid", r"'elsewhere' is for grid \(2, 2\), the model's grid is \(4, 4\)"),
+        ("narrow", r"'narrow': .*\(\(3, 4\), \(3, 4\)\).* got \(\(3, 3\),\)"),
+        ("not_finite", "'not_finite': .*NaN"),
+    ],
+)
+def test_a_router_that_will_not_do_gets_one_line(
+    attribute: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the swarm is joined, which would fail too: nobody listens there."""
+    file = tmp_path / "routers.py"
+    file.write_text(ROUTER_FILE)
+    router = ["--router", f"{file}:{attribute}"]
+    status, error = outcome(["train", "--join", "127.0.0.1:1", "--d-model", "16", *router], capsys)
+    assert status == 1
+    assert re.match(rf"dmoe: error: .*{line}", error)
+    assert len(error.splitlines()) == 1
+
+
+def test_help_names_every_router(capsys: pytest.CaptureFixture[str]) -> None:
+    """The names are written down where JAX is not imported; they are those of the registry."""
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    words = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
+    listed = re.search(r"Chooses the experts of each sequence: ([^.]+)\.", words)
+    assert listed is not None
+    assert re.split(r", | or ", listed[1]) == list(ROUTERS)
 
 
 def test_an_identity_is_made_once_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """The Transformer-XL layer against the paper's equations written with explicit loops, and what it may see."""
 
-import math
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmoe_jax.experts import transformer_xl_layer
-from dmoe_jax.experts.transformer_xl import relative_positions, relative_shift
+from dmoe_jax.experts.relative_attention import relative_positions, relative_shift
+from tests.dmoe_jax import numpy_transformer_xl as reference
 
 D_MODEL, HEADS, SEQ, MEM = 8, 2, 4, 3
+ALL_RATES = {"dropout": 0.3, "attention_dropout": 0.3, "position_dropout": 0.3}
 
 
-def make_layer():
+@functools.cache
+def make_layer(**options):
     """A small layer whose weights are large enough that every term of the equation shows."""
-    expert = transformer_xl_layer(d_model=D_MODEL, num_heads=HEADS, d_ff=12, seq_len=SEQ, mem_len=MEM)
+    sizes = {"d_model": D_MODEL, "num_heads": HEADS, "d_ff": 12, "seq_len": SEQ, "mem_len": MEM} | options
+    expert = transformer_xl_layer(**sizes)
     params = expert.init(jax.random.key(0))
     rng = np.random.default_rng(0)
     leaves, treedef = jax.tree.flatten(params)
@@ -25,68 +29,26 @@ def make_layer():
     return expert._replace(apply=jax.jit(expert.apply)), jax.tree.unflatten(treedef, leaves)
 
 
-def make_inputs(batch=2, seed=1, mask=None):
+def make_inputs(batch=2, seed=1, mask=None, d_model=D_MODEL):
     """Random hidden states and memory; the first memory slot of each sample is not filled, unless mask says."""
     rng = np.random.default_rng(seed)
-    hidden = rng.normal(size=(batch, SEQ, D_MODEL)).astype(np.float32)
-    memory = rng.normal(size=(batch, MEM, D_MODEL)).astype(np.float32)
+    hidden = rng.normal(size=(batch, SEQ, d_model)).astype(np.float32)
+    memory = rng.normal(size=(batch, MEM, d_model)).astype(np.float32)
     mask = np.array([[False, True, True]] * batch) if mask is None else mask
     return jnp.asarray(hidden), jnp.asarray(memory), jnp.asarray(mask)
 
 
-def sinusoid(distance: int) -> np.ndarray:
-    """R[distance]: sines of distance / 10000^(2i/d), then cosines (Vaswani et al. 2017 with halves side by side)."""
-    angles = np.array([distance / 10000 ** (2 * i / D_MODEL) for i in range(D_MODEL // 2)])
-    return np.concatenate([np.sin(angles), np.cos(angles)])
-
-
-def layer_norm(x, params):
-    """LayerNorm by its definition, on one vector."""
-    x = x - x.mean()
-    return x / math.sqrt((x**2).mean() + 1e-5) * params["scale"] + params["bias"]
-
-
-def reference_attention(params, x, position):
-    """Dai et al. 2019, section 3.3, for one query: `x` are the visible (position, vector) pairs, the query the
-    last."""
-    query_vector = x[-1][1]
-    result = np.zeros(D_MODEL)
-    for h in range(HEADS):
-        query = query_vector @ params["query"]["kernel"][:, h]
-        logits, values = [], []
-        for j, vector in x:
-            key = vector @ params["key"]["kernel"][:, h]
-            distance_key = sinusoid(position - j) @ params["position"]["kernel"][:, h]
-            content = query @ key + params["content_bias"][h] @ key  # terms (a) and (c)
-            distance = query @ distance_key + params["position_bias"][h] @ distance_key  # terms (b) and (d)
-            logits.append((content + distance) / math.sqrt(D_MODEL // HEADS))
-            values.append(vector @ params["value"]["kernel"][:, h])
-        weights = np.exp(np.array(logits) - max(logits))
-        weights /= weights.sum()
-        head = sum(w * v for w, v in zip(weights, values, strict=True))
-        result += head @ params["output"]["kernel"][h]
-    return result
-
-
-def reference_layer(params, hidden, memory, mask):
-    """The layer in float64, one sample, one position at a time."""
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    outputs = []
-    for t in range(SEQ):
-        visible = [(m, memory[m]) for m in range(MEM) if mask[m]]
-        visible += [(MEM + i, hidden[i]) for i in range(t + 1)]
-        attended = hidden[t] + reference_attention(params, visible, MEM + t)
-        attended = layer_norm(attended, params["attention_norm"])
-        inner = np.maximum(attended @ params["ff_in"]["kernel"] + params["ff_in"]["bias"], 0)
-        outer = inner @ params["ff_out"]["kernel"] + params["ff_out"]["bias"]
-        outputs.append(layer_norm(attended + outer, params["ff_norm"]))
-    return np.stack(outputs)
+def make_keys(rows, seed=0):
+    """Key data for so many samples."""
+    return np.random.default_rng(seed).integers(1, 2**32, (rows, 2), dtype=np.uint32)
 
 
 @pytest.mark.parametrize("slots", ["none", "some", "all"])
-def test_equals_the_papers_equation(slots):
+@pytest.mark.parametrize(("clamp_len", "same_length"), [(None, False), (2, False), (None, True)])
+def test_equals_the_papers_equation(slots, clamp_len, same_length):
     """The layer equals explicit loops over heads, queries and keys, with an empty, partial and full memory."""
-    expert, params = make_layer()
+    options = {"clamp_len": clamp_len, "same_length": same_length}
+    expert, params = make_layer(**options)
     mask = {
         "none": [[False] * MEM] * 2,
         "some": [[False, False, True], [False, True, True]],
@@ -94,8 +56,11 @@ def test_equals_the_papers_equation(slots):
     }
     inputs = make_inputs(mask=np.array(mask[slots]))
     output = expert.apply(params, *inputs)
+    exact = reference.as_float64(params)
     for b in range(2):
-        expected = reference_layer(params, *(np.asarray(part[b]) for part in inputs))
+        segment, memory, filled = (np.asarray(part[b]) for part in inputs)
+        biases = (exact["content_bias"], exact["position_bias"])
+        expected = reference.layer(exact, biases, list(segment), list(memory[filled]), mem_len=MEM, **options)
         np.testing.assert_allclose(output[b], expected, atol=1e-5)
 
 
@@ -115,8 +80,12 @@ def test_relative_shift_equals_the_gather(queries, memory, seed):
 def test_relative_positions_are_sinusoids_of_distances():
     """Row i encodes distance num_distances-1-i; distance 0 is sin 0 and cos 0."""
     encoded = relative_positions(6, D_MODEL)
-    np.testing.assert_allclose(encoded, [sinusoid(distance) for distance in (5, 4, 3, 2, 1, 0)], atol=1e-6)
+    np.testing.assert_allclose(
+        encoded, [reference.sinusoid(distance, D_MODEL) for distance in (5, 4, 3, 2, 1, 0)], atol=1e-6
+    )
     np.testing.assert_array_equal(encoded[-1], [0.0] * (D_MODEL // 2) + [1.0] * (D_MODEL // 2))
+    clamped = relative_positions(6, D_MODEL, clamp_len=2)
+    np.testing.assert_array_equal(clamped, encoded[[3, 3, 3, 3, 4, 5]])
 
 
 @pytest.mark.parametrize("t", range(SEQ))
@@ -188,6 +157,135 @@ def test_initialisation_follows_the_recipe():
     # 4 d^2 for q, k, v, output, d^2 for positions, u, v, the feed-forward network and two norms
     count = 5 * 64**2 + 2 * 64 + 2 * 64 * 128 + 128 + 64 + 4 * 64
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == count
+
+
+def test_same_length_sees_as_many_keys_as_memory_has_slots():
+    """With a full memory, position t depends on exactly mem_len inputs: itself and the mem_len - 1 before it."""
+    expert, params = make_layer(same_length=True)
+    hidden, memory, _ = make_inputs(batch=1, mask=np.ones((1, MEM), bool))
+    before = expert.apply(params, hidden, memory, jnp.ones((1, MEM), bool))
+    for j in range(MEM + SEQ):
+        moved = jnp.concatenate([memory, hidden], axis=1).at[:, j].add(1.0)
+        after = expert.apply(params, moved[:, MEM:], moved[:, :MEM], jnp.ones((1, MEM), bool))
+        changed = np.any(np.asarray(before != after)[0], axis=-1)
+        assert changed.tolist() == [t < j <= t + MEM for t in range(SEQ)]
+
+
+def test_only_a_layer_that_drops_has_a_fourth_input():
+    """Rates of zero leave the three inputs of before; any other adds a key, which is not differentiated."""
+    sizes = {"d_model": 8, "num_heads": 2, "d_ff": 12, "seq_len": 4, "mem_len": 3}
+    assert [spec.name for spec in transformer_xl_layer(**sizes).inputs] == ["hidden", "memory", "memory_mask"]
+    for field in ALL_RATES:
+        key = transformer_xl_layer(**sizes, **{field: 0.1}).inputs[3]
+        assert (key.name, key.shape, key.dtype, key.differentiable) == ("dropout_key", (2,), "uint32", False)
+
+
+def test_equal_arguments_give_the_same_object():
+    """Compiled code is found again: also when a default is spelt out, and never for another rate."""
+    sizes = {"d_model": 8, "num_heads": 2, "d_ff": 12, "seq_len": 4, "mem_len": 3}
+    assert transformer_xl_layer(**sizes) is transformer_xl_layer(**sizes, dropout=0.0, clamp_len=None)
+    assert transformer_xl_layer(**sizes, dropout=0.1) is not transformer_xl_layer(**sizes, dropout=0.2)
+
+
+def test_without_a_key_nothing_is_dropped():
+    """Zero keys give the output of the layer without rates, up to fusion, and random keys another."""
+    plain, params = make_layer()
+    dropping, _ = make_layer(**ALL_RATES)
+    inputs = make_inputs()
+    expected = plain.apply(params, *inputs)
+    np.testing.assert_allclose(dropping.apply(params, *inputs, np.zeros((2, 2), np.uint32)), expected, atol=1e-6)
+    assert not np.allclose(dropping.apply(params, *inputs, make_keys(2)), expected, atol=0.1)
+
+
+def test_dropping_is_decided_by_the_samples_key_alone():
+    """A sample gives the same output and gradient alone, in another order, and beside padding."""
+    expert, params = make_layer(**ALL_RATES)
+    inputs = (*make_inputs(batch=4), make_keys(4))
+    whole = expert.apply(params, *inputs)
+    order = np.array([2, 0, 3, 1])
+    np.testing.assert_allclose(expert.apply(params, *(part[order] for part in inputs)), whole[order], atol=1e-6)
+    np.testing.assert_allclose(expert.apply(params, *(part[2:3] for part in inputs)), whole[2:3], atol=1e-6)
+    padded = [np.pad(part, [(0, 4)] + [(0, 0)] * (part.ndim - 1)) for part in inputs]
+    np.testing.assert_allclose(expert.apply(params, *(jnp.asarray(part) for part in padded))[:4], whole, atol=1e-6)
+
+
+def kernel_gradients(expert, params, *keys):
+    """Absolute gradients of a loss with respect to each kernel, for one sample under each of the keys."""
+    inputs = make_inputs(batch=1, d_model=expert.output.shape[-1])
+
+    @jax.jit
+    @jax.grad
+    def gradient(params, key):
+        # A large bias keeps every ReLU open, so that only dropout can close a unit.
+        params = params | {"ff_in": params["ff_in"] | {"bias": params["ff_in"]["bias"] + 20.0}}
+        output = expert.apply(params, *inputs, key)
+        return jnp.sum(output * (jnp.arange(output.size).reshape(output.shape) % 7))
+
+    return [jax.tree.map(lambda leaf: np.abs(np.asarray(leaf)), gradient(params, key)) for key in keys]
+
+
+def test_every_projection_drops_features_of_its_own():
+    """A dropped output feature of q, k, v, output, ff_in or ff_out leaves its kernel column without gradient."""
+    expert, params = make_layer(d_model=64, d_ff=64, dropout=0.5)
+    grads, evaluated = kernel_gradients(expert, params, make_keys(1), np.zeros((1, 2), np.uint32))
+    closed = {name: grads[name]["kernel"].reshape(64, 64).sum(axis=0) == 0 for name in ("query", "key", "value")}
+    closed["output"] = grads["output"]["kernel"].reshape(64, 64).sum(axis=0) == 0
+    closed |= {name: grads[name]["kernel"].sum(axis=0) == 0 for name in ("ff_in", "ff_out")}
+    for dropped in closed.values():
+        assert 16 <= dropped.sum() <= 48  # 32 expected of 64, 4 standard deviations
+    masks = list(closed.values())
+    assert all((one != other).any() for i, one in enumerate(masks) for other in masks[:i])
+    assert (evaluated["query"]["kernel"] > 0).all()
+
+
+def test_position_dropout_drops_features_of_the_encodings():
+    """A dropped feature leaves its row of the position kernel without gradient; other samples drop others."""
+    expert, params = make_layer(d_model=64, position_dropout=0.5)
+    first, second = (
+        grads["position"]["kernel"].sum(axis=(1, 2)) == 0
+        for grads in kernel_gradients(expert, params, make_keys(1, 1), make_keys(1, 2))
+    )
+    assert 16 <= first.sum() <= 48
+    assert (first != second).any()
+
+
+@pytest.mark.parametrize(("field", "constant"), [("dropout", True), ("attention_dropout", False)])
+def test_locked_masks_are_the_same_at_all_positions(field, constant):
+    """Where all inputs are equal, all outputs are: `dropout` is locked. Attention dropout is not."""
+    expert, params = make_layer(**{field: 0.5})
+    hidden = jnp.broadcast_to(make_inputs(batch=1)[0][:, :1], (1, SEQ, D_MODEL))
+    memory = jnp.broadcast_to(hidden[:, :1], (1, MEM, D_MODEL))
+    output = expert.apply(params, hidden, memory, jnp.ones((1, MEM), bool), make_keys(1))
+    assert np.allclose(output, output[:, :1], atol=1e-5) == constant
+
+
+def test_bfloat16_is_close_to_float32():
+    """Products in bfloat16 change the output by rounding only; what comes out is float32, gradients, too."""
+    exact, params = make_layer(**ALL_RATES)
+    rounded, _ = make_layer(**ALL_RATES, compute_dtype="bfloat16")
+    inputs = (*make_inputs(), make_keys(2))
+    expected, output = exact.apply(params, *inputs), rounded.apply(params, *inputs)
+    assert output.dtype == jnp.float32
+    np.testing.assert_allclose(output, expected, atol=0.1)
+    assert not np.array_equal(output, expected)
+    grads = jax.eval_shape(jax.grad(lambda p: rounded.apply(p, *inputs)[0, 0, 0]), params)
+    assert {leaf.dtype for leaf in jax.tree.leaves((params, grads))} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout": 1.0}, "dropout must be a probability of at least 0 and below 1, got 1.0"),
+        ({"attention_dropout": -0.5}, "attention_dropout must be a probability"),
+        ({"position_dropout": 2.0}, "position_dropout must be a probability"),
+        ({"clamp_len": 0}, "clamp_len must be a positive integer, got 0"),
+        ({"compute_dtype": "float16"}, "compute_dtype must be one of float32, bfloat16, got 'float16'"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, message):
+    """The field and the value are named."""
+    with pytest.raises(ValueError, match=message):
+        transformer_xl_layer(d_model=8, num_heads=2, d_ff=8, seq_len=2, mem_len=2, **options)
 
 
 @pytest.mark.parametrize(("d_model", "num_heads"), [(10, 4), (9, 3)])

@@ -13,13 +13,13 @@ from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.grid import all_uids
 from dmoe_jax.mixture.local import (
     expert_load,
-    flat_indices,
     init_experts,
     init_opt_states,
     local_mixture,
     update_experts,
 )
 from dmoe_jax.routing import gather_logits, product_key
+from dmoe_jax.routing.base import cell_numbers
 
 GRID = (2, 3)
 SPEC = TensorSpec(name="x", shape=(2,), dtype="float32", differentiable=True)
@@ -100,7 +100,7 @@ def test_a_layer_without_any_live_expert_is_the_identity_without_nan():
     def layer(gate, params, x):
         scores = router.scores(gate, x)
         indices, mask = router.select(scores, 2, jnp.zeros(GRID, bool))
-        weights = router.combine(gather_logits(scores, indices), mask)
+        weights = router.combine(gather_logits(scores, indices, router.grid_size), mask)
         return local_mixture(expert, params, GRID, indices, mask, weights, x)
 
     output, pull_back = jax.vjp(jax.jit(layer), gate, params, x)
@@ -137,12 +137,12 @@ def test_a_remote_node_makes_the_same_parameters():
         assert not np.allclose(left, right)
 
 
-def test_flat_indices_are_row_major():
+def test_cell_numbers_are_row_major():
     """(u, v, w) of a 2 x 3 x 4 grid is 12 u + 4 v + w."""
     indices = jnp.array([[0, 0, 1], [0, 1, 0], [1, 0, 0], [1, 2, 3]], jnp.int32)
-    assert flat_indices(indices, (2, 3, 4)).tolist() == [1, 4, 12, 23]
+    assert cell_numbers(indices, (2, 3, 4)).tolist() == [1, 4, 12, 23]
     with pytest.raises(ValueError, match="needs 2 coordinates, got 3"):
-        flat_indices(indices, (2, 3))
+        cell_numbers(indices, (2, 3))
 
 
 def test_load_counts_served_samples():

@@ -60,7 +60,7 @@ def remote_step(mixture: Any) -> Any:
 def local_loss(params: Any, experts: Any, targets: Any) -> tuple[Any, Any]:
     scores = ROUTER.scores(params["gate"], params["x"])
     indices, mask = ROUTER.select(scores, K_BEST)
-    weights = ROUTER.combine(gather_logits(scores, indices), mask)
+    weights = ROUTER.combine(gather_logits(scores, indices, ROUTER.grid_size), mask)
     mixed = local_mixture(EXPERT, experts, GRID, indices, mask, weights, params["x"])
     used = jnp.zeros(GRID, bool).at[indices[..., 0], indices[..., 1]].set(True).reshape(-1)
     return project(params, mixed, targets), used
@@ -168,7 +168,7 @@ async def test_expert_lost_between_forward_and_backward_is_a_constant(
         def constant_experts(params: Any) -> Any:
             scores = ROUTER.scores(params["gate"], params["x"])
             indices, mask = ROUTER.select(scores, K_BEST)
-            weights = ROUTER.combine(gather_logits(scores, indices), mask)
+            weights = ROUTER.combine(gather_logits(scores, indices, ROUTER.grid_size), mask)
             frozen_input = jax.lax.stop_gradient(params["x"])
             mixed = local_mixture(EXPERT, experts, GRID, indices, mask, weights, frozen_input)
             return project(params, mixed, targets)

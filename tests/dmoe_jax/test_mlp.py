@@ -36,7 +36,7 @@ def test_equals_a_loop_over_rows():
         for i in range(CONFIG.num_layers):
             scores = parts.gate(trunk["gates"][i], hidden)
             indices, mask = ROUTER.select(scores, 2)
-            weights = ROUTER.combine(gather_logits(scores, indices), mask)
+            weights = ROUTER.combine(gather_logits(scores, indices, ROUTER.grid_size), mask)
             outputs = [
                 apply(jax.tree.map(lambda leaf, e=int(3 * u + v): leaf[e], experts[i]), hidden) for u, v in indices[0]
             ]

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
 
-from dmoe_jax.runs.figure import columns, draw_run, training_figure
+from dmoe_jax.runs.balance import balance
+from dmoe_jax.runs.balance_panels import balance_lines
+from dmoe_jax.runs.figure import columns, draw_run, new_calls, training_figure
 from dmoe_jax.runs.load_map import load_rows
-from dmoe_jax.runs.style import spread
+from dmoe_jax.runs.style import series_style, spread
+from tests.dmoe_jax.figure_texts import assert_readable, words_of
 
 Record = dict[str, Any]
 
@@ -50,24 +53,20 @@ def without(metrics: list[Record], *kinds: str) -> list[Record]:
     return [record for record in metrics if record["kind"] not in kinds]
 
 
-def texts_of(figure: Figure) -> list[Any]:
-    """Every text with something in it, after layout; figures lay out when they are drawn."""
-    figure.canvas.draw()
-    found = []
-    for axes in figure.axes:
-        found += [
-            axes.title,
-            axes._left_title,
-            axes._right_title,
-            axes.xaxis.label,
-            axes.yaxis.label,
-            *axes.texts,
-        ]
-        for axis in (axes.xaxis, axes.yaxis):
-            low, high = sorted(axis.get_view_interval())
-            ticks = axis.get_major_ticks()
-            found += [tick.label1 for tick in ticks if low - 1e-9 <= tick.get_loc() <= high + 1e-9]
-    return [text for text in [*found, *figure.texts] if text.get_text() and text.get_visible()]
+def balance_metrics(*, layers: int, windows: int = 8, experts: int = 16) -> list[Record]:
+    """Records of a load that becomes more even, each layer at its own pace; the first expert of each gets nothing."""
+    metrics: list[Record] = []
+    for window, layer in itertools.product(range(1, windows + 1), range(layers)):
+        load = {f"layer{layer}.{i}": i * (9 - window) + 10 * layer * (i > 0) for i in range(experts)}
+        figures = asdict(balance(load, list(load), ok=90, failed=10))
+        metrics.append({"kind": "balance", "step": 25 * window, "layer": f"layer{layer}", **figures})
+    return metrics
+
+
+def many_layers() -> list[Record]:
+    """The load of sixteen layers at once."""
+    load = {f"layer{layer}.{i}.{j}": layer + 3 * i + j for layer in range(16) for i in range(4) for j in range(4)}
+    return [*without(run_metrics(), "experts", "event"), {"kind": "experts", "step": 200, "load": load}]
 
 
 CASES = {
@@ -81,6 +80,11 @@ CASES = {
     "one step": run_metrics(num_steps=1),
     "wide grid": run_metrics(grid=9),
     "flat": [{"kind": "eval", "step": step, "perplexity": 500.0 + step, "split": "valid"} for step in range(9)],
+    "balance of a layer": run_metrics() + balance_metrics(layers=1),
+    "balance of two layers": run_metrics(kill_step=None) + balance_metrics(layers=2),
+    "balance of many layers": many_layers() + balance_metrics(layers=16, experts=64),
+    "balance of one window": run_metrics(num_steps=1) + balance_metrics(layers=3, windows=1),
+    "balance without load": [{"kind": "balance", "step": 5, "layer": "layer0", "cv": None, "entropy": None}],
     "empty": [],
 }
 
@@ -88,26 +92,57 @@ CASES = {
 @pytest.mark.parametrize("metrics", CASES.values(), ids=CASES.keys())
 def test_no_text_overlaps_another_or_leaves_the_figure(metrics: list[Record]) -> None:
     """Whatever is missing, the figure is drawn without a warning and all its words can be read."""
-    figure = draw_run(metrics, "A made-up run")
-    boxes = [(text.get_text(), text.get_window_extent()) for text in texts_of(figure)]
-    assert len(boxes) >= 5
-    for text, box in boxes:
-        assert min(box.x0, box.y0) >= 0, text
-        assert box.x1 <= figure.bbox.x1, text
-        assert box.y1 <= figure.bbox.y1, text
-    for (one, box), (other, other_box) in itertools.combinations(boxes, 2):
-        assert not box.padded(-1).overlaps(other_box.padded(-1)), f"{one!r} overlaps {other!r}"
+    assert_readable(draw_run(metrics, "A made-up run"))
 
 
 def test_figure_says_the_numbers() -> None:
     """Baselines, last perplexities, the kill and the failed calls are written where they are drawn."""
-    words = {text.get_text() for text in texts_of(draw_run(CASES["whole"]))}
+    words = words_of(draw_run(CASES["whole"]))
     # exp(5.9 + 4.5 * exp(-5) + 0.02) = 383.8
     assert {"unigram 965", "0.75 × unigram 724", "validation 384", "node3 killed at step 100"} <= words
     assert {"19 of 6,019 calls", "framed: experts of the killed node", "layer1 after"} <= words
-    assert {"no training step and no evaluation yet", "no remote call counted yet"} <= {
-        text.get_text() for text in texts_of(draw_run([]))
-    }
+    assert {"no training step and no evaluation yet", "no remote call counted yet"} <= words_of(draw_run([]))
+
+
+def test_balance_has_panels_only_where_it_was_measured() -> None:
+    """Two panels more, and the figure as much higher; the last window's figures are written beside the lines."""
+    plain, balanced = draw_run(CASES["whole"]), draw_run(CASES["balance of two layers"])
+    assert (len(plain.axes), len(balanced.axes)) == (4, 6)
+    assert balanced.get_figheight() > plain.get_figheight()
+    # Last window: layer0 has 0, 1, ..., 15, layer1 the same + 10 without the first, which is 0 in both.
+    cvs = [np.std(load) / np.mean(load) for load in (np.arange(16), np.array([0, *range(11, 26)]))]
+    words = words_of(balanced)
+    assert {f"mean {np.mean(cvs):.2f}", "layer0", "layer1", "2 of 32 experts idle"} <= words
+    assert not {"layer0", "layer1"} & words_of(draw_run(balance_metrics(layers=16)))
+    assert f"layer0 {cvs[0]:.2f}" in words_of(draw_run(CASES["balance of a layer"]))
+
+
+def test_balance_lines_by_hand() -> None:
+    """In the order of layers and steps, the last record of a step counts, and what is not known is NaN."""
+    metrics: list[Record] = [
+        {"kind": "balance", "step": 20, "layer": "layer10", "cv": 1.0, "entropy": 0.5, "dead": 1, "histogram": [0, 2]},
+        {"kind": "balance", "step": 10, "layer": "layer9", "cv": None, "entropy": None, "dead": 2, "histogram": [0, 0]},
+        {"kind": "balance", "step": 20, "layer": "layer9", "cv": 0.7, "entropy": 0.6, "dead": 2, "histogram": [0, 1]},
+        {"kind": "balance", "step": 20, "layer": "layer9", "cv": 0.8, "entropy": 0.9, "dead": 0, "histogram": [1, 3]},
+    ]
+    lines = balance_lines(metrics)
+    assert lines.layers == ("layer9", "layer10")
+    np.testing.assert_array_equal(lines.steps, [10, 20])
+    np.testing.assert_array_equal(lines.cv, [[np.nan, 0.8], [np.nan, 1.0]])
+    np.testing.assert_array_equal(lines.entropy, [[np.nan, 0.9], [np.nan, 0.5]])
+    assert (lines.dead, lines.experts) == (1, 4)
+    assert balance_lines([]).layers == ()
+
+
+def test_new_calls_by_hand() -> None:
+    """Differences of the cumulative counts in the order of time; a count that falls was begun anew and adds nothing."""
+    counts = [(2.0, 10, 1), (1.0, 4, 1), (3.0, 0, 0), (4.0, 5, 2)]
+    metrics = [{"kind": "calls", "time_s": time_s, "ok": ok, "failed": failed} for time_s, ok, failed in counts]
+    times, ok, failed = new_calls(metrics)
+    np.testing.assert_array_equal(times, [0, 1, 2, 3, 4])
+    np.testing.assert_array_equal(ok, [4, 6, 0, 5])
+    np.testing.assert_array_equal(failed, [1, 0, 0, 2])
+    assert [values.size for values in new_calls([])] == [1, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["whole", "empty"])
@@ -170,6 +205,18 @@ def test_spread_by_hand() -> None:
     assert spread([0.1, 0.5, 0.9], 0.1) == pytest.approx([0.1, 0.5, 0.9])
     assert spread([0.5, 0.5, 0.58], 0.1) == pytest.approx([0.5 + 0.08 / 3 - 0.1, 0.5 + 0.08 / 3, 0.5 + 0.08 / 3 + 0.1])
     assert spread([], 0.1) == []
+
+
+def test_spread_within_bounds_by_hand() -> None:
+    """Labels that would leave the axes stop at its end and push the others; without room for all they pass the top."""
+    assert spread([0.0, 0.0, 0.5], 0.2, low=0.0, high=1.0) == pytest.approx([0.0, 0.2, 0.5])
+    assert spread([0.1, 1.0, 1.0], 0.2, low=0.0, high=1.0) == pytest.approx([0.1, 0.8, 1.0])
+    assert spread([0.5, 0.5, 0.5], 0.6, low=0.0, high=1.0) == pytest.approx([0.0, 0.6, 1.2])
+
+
+def test_series_can_be_told_apart() -> None:
+    """The first 28 lines differ in colour or dashes."""
+    assert len({series_style(index) for index in range(28)}) == 28
 
 
 @settings(deadline=None, max_examples=100)

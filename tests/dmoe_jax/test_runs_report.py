@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dmoe_jax.runs.report import MAX_EVENTS, format_value, write_report
+from dmoe_jax.runs.report import MAX_EVENTS, ReportTable, format_value, write_report
 from dmoe_jax.runs.run_folder import RunFolder
 
 
@@ -70,3 +70,17 @@ def test_report_is_bounded(tmp_path: Path) -> None:
 def test_values_for_readers(value: object, text: str) -> None:
     """Four significant digits, thousands apart."""
     assert format_value(value) == text
+
+
+def test_tables_follow_the_figure(tmp_path: Path) -> None:
+    """Each with its heading and its note; a row of another length is refused at once."""
+    folder = RunFolder.create(tmp_path, {})
+    tables = [
+        ReportTable(title="Routers", head=("router", "perplexity"), rows=[("a|b", 512.345)], note="At the end."),
+        ReportTable(title="Nothing", head=("x",), rows=[]),
+    ]
+    text = write_report(folder, {"calls": 3}, tables=tables).read_text()
+    first = "## Routers\n\n| router | perplexity |\n| --- | --- |\n| a\\|b | 512.3 |\n\nAt the end.\n\n"
+    assert f"| calls | 3 |\n\n{first}## Nothing\n\n| x |\n| --- |\n\n## What happened" in text
+    with pytest.raises(ValueError, match=r"rows of 2 cells, x, y, got \(1,\)"):
+        ReportTable(title="Wrong", head=("x", "y"), rows=[(1, 2), (1,)])

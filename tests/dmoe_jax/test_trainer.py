@@ -1,5 +1,7 @@
 """The Transformer-XL over a swarm: equal to one jit, compiled once, many trainers at once, faults survived."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +16,9 @@ from dmoe_jax.mixture.fan_out import CallPolicy
 from dmoe_jax.mixture.local import init_opt_states, update_experts
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.device import InlineDevice
+from dmoe_jax.routing.combinators import add_noise
 from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.routing.registry import ROUTERS
 from dmoe_jax.trainer import SharedTrunk, StepRecord, SwarmModel, Trainer
 from net.errors import NetError
 from tests.dmoe_jax.small_swarm import SmallSwarm, close, direct_callers, open_small_swarm, tcp_callers
@@ -34,6 +38,16 @@ CONFIG = txl.TransformerXLConfig(
     cutoffs=(20,),
 )
 ROUTER = product_key(GRID, init_scale=1.0)
+DROPPING = dataclasses.replace(
+    CONFIG,
+    dropout=0.2,
+    attention_dropout=0.1,
+    position_dropout=0.3,
+    embedding_dropout=0.1,
+    input_dropout=0.3,
+    output_dropout=0.2,
+)
+NOISY = add_noise(ROUTER, stddev=1.0)
 OPTIMIZER = optax.sgd(0.5)
 LAYERS = ["layer0", "layer1"]
 TEXT = np.random.default_rng(0).integers(0, 40, 400)
@@ -55,29 +69,36 @@ def stream(batch_size: int = 3, **kwargs: Any) -> SegmentStream:
     return SegmentStream(TEXT, batch_size=batch_size, seq_len=CONFIG.seq_len, **kwargs)
 
 
-@jax.jit
-def local_step(trunk: Any, experts: Any, batch: Any, memory: Any) -> Any:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def local_step(config: Any, router: Any, trunk: Any, experts: Any, batch: Any, memory: Any, keys: Any) -> Any:
     def loss(trunk: Any, experts: Any) -> Any:
-        return txl.local_forward(trunk, experts, CONFIG, ROUTER, batch, memory)
+        return txl.local_forward(trunk, experts, config, router, batch, memory, keys=keys)
 
     return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(trunk, experts)
 
 
-async def test_transformer_xl_equals_one_jit_over_tcp() -> None:
-    """Three steps with memory: loss, trunk gradients and expert parameters agree with `local_forward` to 1e-5."""
-    async with tcp_callers(3) as callers, swarm_on(callers) as swarm:
-        model = make_model(swarm)
-        trunk = txl.init_trunk(jax.random.key(1), CONFIG, ROUTER)
+async def check_equals_local(callers: Any, config: Any, router: Any, *, seed: int | None) -> None:
+    """Three steps with memory: loss, trunk gradients and expert parameters agree with `local_forward` to 1e-5.
+
+    Args: seed: of the chance in a step; None: without any.
+    """
+    opened = open_small_swarm(callers, config.expert(), OPTIMIZER, prefixes=LAYERS, grid_size=GRID)
+    async with opened as swarm:
+        mixtures = [swarm.mixture(config.expert(), router, layer, k_best=2) for layer in LAYERS]
+        model = SwarmModel(config, txl.segments(config, router), mixtures)
+        trunk = txl.init_trunk(jax.random.key(1), config, router)
         experts = tuple(swarm.stacked_params(layer, GRID) for layer in LAYERS)
         states = tuple(init_opt_states(OPTIMIZER, params) for params in experts)
-        memory = remote_memory = txl.empty_memory(CONFIG, 3)
+        memory = remote_memory = txl.empty_memory(config, 3)
         text = stream()
         for _ in range(3):
+            keys = None if seed is None else model.step_keys(text, seed=seed, trainer=0)
             batch = next(text)
-            local_batch = txl.Batch(jnp.asarray(batch.tokens), jnp.asarray(batch.targets))
-            (expected_loss, aux), (expected, expert_grads) = local_step(trunk, experts, local_batch, memory)
-            (_, (loss, remote_memory)), grads = await model.loss_and_grads(trunk, batch, remote_memory)
-            np.testing.assert_allclose(loss, expected_loss, atol=1e-5)
+            (expected_total, aux), (expected, expert_grads) = local_step(
+                config, router, trunk, experts, batch, memory, keys
+            )
+            (total, (loss, remote_memory)), grads = await model.loss_and_grads(trunk, batch, remote_memory, keys)
+            np.testing.assert_allclose([total, loss], [expected_total, aux.nll], atol=1e-5)
             close(grads, expected)
             memory = aux.memory
             close(remote_memory, memory)
@@ -88,6 +109,25 @@ async def test_transformer_xl_equals_one_jit_over_tcp() -> None:
             experts, states = tuple(s[0] for s in stepped), tuple(s[1] for s in stepped)
             close(tuple(swarm.stacked_params(layer, GRID) for layer in LAYERS), experts)
             trunk = jax.tree.map(lambda p, g: p - 0.1 * g, trunk, grads)
+
+
+async def test_transformer_xl_equals_one_jit_over_tcp() -> None:
+    """Remote equals local over real sockets."""
+    async with tcp_callers(3) as callers:
+        await check_equals_local(callers, CONFIG, ROUTER, seed=None)
+
+
+async def test_dropout_and_noise_are_those_of_one_jit(autojump_clock: trio.testing.MockClock) -> None:
+    """With every dropout and a noisy router: experts elsewhere drop what one jit drops, forward and backward."""
+    await check_equals_local(direct_callers(DirectNetwork(), 3), DROPPING, NOISY, seed=7)
+
+
+@pytest.mark.parametrize("name", sorted(ROUTERS))
+async def test_every_router_routes_alike_locally_and_remotely(
+    name: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Per sequence: loss, auxiliary loss, gradients and expert updates are those of one jit, whichever the router."""
+    await check_equals_local(direct_callers(DirectNetwork(), 3), CONFIG, ROUTERS[name](GRID), seed=3)
 
 
 async def test_second_training_step_compiles_nothing(compilations: Any) -> None:

@@ -1,6 +1,7 @@
 """The Transformer-XL language model in one jit: what may influence what, memory, and that it learns."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,14 @@ import numpy as np
 import optax
 import pytest
 
+from dmoe_jax.autodiff import value_and_grad
+from dmoe_jax.data.batches import Batch
 from dmoe_jax.mixture.local import init_opt_states, update_experts
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.layers import dmoe_layer
 from dmoe_jax.routing import Router, product_key
+from dmoe_jax.routing.base import top_k_router
+from tests.dmoe_jax import numpy_transformer_xl as reference
 
 CONFIG = txl.TransformerXLConfig(
     vocab_size=20,
@@ -26,6 +31,15 @@ CONFIG = txl.TransformerXLConfig(
     cutoffs=(6, 12),
 )
 ROUTER = product_key(CONFIG.grid_size, init_scale=1.0)
+DROPPING = replace(
+    CONFIG,
+    dropout=0.2,
+    attention_dropout=0.2,
+    position_dropout=0.3,
+    embedding_dropout=0.2,
+    input_dropout=0.3,
+    output_dropout=0.3,
+)
 
 
 local_forward = jax.jit(txl.local_forward, static_argnums=(2, 3))
@@ -43,9 +57,14 @@ def make_params():
     return grown(trunk, 0), grown(txl.init_experts(jax.random.key(1), CONFIG), 1)
 
 
+def as_batch(tokens, targets):
+    """A batch all of whose targets count and that continues the one before."""
+    return Batch(tokens, targets, np.ones(tokens.shape, bool), np.zeros(len(tokens), bool))
+
+
 def make_batch(seed=0, seq_len=CONFIG.seq_len, batch=2):
     text = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (batch, seq_len + 1))
-    return txl.Batch(jnp.asarray(text[:, :-1], jnp.int32), jnp.asarray(text[:, 1:], jnp.int32))
+    return as_batch(jnp.asarray(text[:, :-1], jnp.int32), jnp.asarray(text[:, 1:], jnp.int32))
 
 
 def filled_memory(batch=2):
@@ -128,31 +147,11 @@ def test_segments_joined_by_memory_equal_one_long_segment():
     whole, _ = local_forward(trunk, experts, long, router, batch, txl.empty_memory(long, 2))
     memory, parts = txl.empty_memory(short, 2), []
     for cut in (slice(0, 4), slice(4, 8)):
-        piece = txl.Batch(batch.tokens[:, cut], batch.targets[:, cut])
+        piece = as_batch(batch.tokens[:, cut], batch.targets[:, cut])
         loss, aux = local_forward(trunk, experts, short, router, piece, memory)
         memory = aux.memory
         parts.append(float(loss))
     assert float(whole) == pytest.approx(sum(parts) / 2, abs=1e-5)
-
-
-def test_next_memory_keeps_the_newest_states():
-    """Three slots, two new states: the last old one, then the new; the mask moves along; no gradient flows."""
-    memory = txl.LayerMemory(jnp.array([[[1.0], [2.0], [3.0]]]), jnp.array([[False, False, True]]))
-    new = jnp.array([[[4.0], [5.0]]])
-    states, mask = txl.next_memory(memory, new)
-    assert states[0, :, 0].tolist() == [3.0, 4.0, 5.0]
-    assert mask.tolist() == [[True, True, True]]
-    assert txl.next_memory(memory, new[:, :1]).mask.tolist() == [[False, True, True]]
-    np.testing.assert_array_equal(jax.grad(lambda h: txl.next_memory(memory, h).states.sum())(new), 0)
-    longer = jnp.arange(10.0).reshape(1, 5, 2)[..., :1]
-    assert txl.next_memory(memory, longer).states[0, :, 0].tolist() == [4.0, 6.0, 8.0]
-
-
-def test_forget_empties_the_streams_that_restart():
-    """A restarted stream attends to nothing old; the others keep their memory."""
-    memory = txl.forget(filled_memory(), jnp.array([True, False]))
-    for layer in memory:
-        assert layer.mask.tolist() == [[False, False, False], [False, True, True]]
 
 
 def test_segments_equal_local_forward():
@@ -170,6 +169,122 @@ def test_segments_are_stable_objects():
     again = txl.TransformerXLConfig(**{name: getattr(CONFIG, name) for name in CONFIG.__slots__})
     assert txl.segments(CONFIG, ROUTER) is txl.segments(again, ROUTER)
     assert txl.segments(CONFIG, ROUTER).gate is not txl.segments(CONFIG, product_key(CONFIG.grid_size)).gate
+    # What the experts alone see leaves the trunk's functions as they are.
+    assert txl.segments(CONFIG, ROUTER) is txl.segments(replace(CONFIG, seq_len=9, attention_dropout=0.5), ROUTER)
+    assert txl.segments(CONFIG, ROUTER) is not txl.segments(replace(CONFIG, output_dropout=0.5), ROUTER)
+
+
+def test_without_keys_nothing_is_dropped():
+    """Evaluation does not depend on the rates; training does, on the keys alone."""
+    trunk, experts = make_params()
+    batch, memory = make_batch(), filled_memory()
+    plain, _ = local_forward(trunk, experts, CONFIG, ROUTER, batch, memory)
+    evaluated, _ = local_forward(trunk, experts, DROPPING, ROUTER, batch, memory)
+    np.testing.assert_allclose(evaluated, plain, rtol=1e-5)
+    keys = [txl.step_keys(num_layers=2, batch=2, seed=0, trainer=0, step=step) for step in (0, 0, 1)]
+    first, again, other = (local_forward(trunk, experts, DROPPING, ROUTER, batch, memory, keys=k)[0] for k in keys)
+    assert float(first) == float(again)
+    assert abs(float(first) - float(other)) > 1e-3
+    assert abs(float(first) - float(plain)) > 1e-3
+
+
+def test_expert_inputs_are_those_of_the_expert():
+    """A key is among them only if the experts drop; in evaluation it is zero."""
+    hidden, memory = jnp.ones((2, 4, 8)), filled_memory()[0]
+    assert len(txl.expert_inputs(CONFIG, hidden, memory, np.ones((2, 2), np.uint32))) == 3
+    *_, key = txl.expert_inputs(DROPPING, hidden, memory)
+    np.testing.assert_array_equal(key, np.zeros((2, 2), np.uint32))
+    for inputs in (txl.expert_inputs(DROPPING, hidden, memory), txl.expert_inputs(CONFIG, hidden, memory)):
+        expert = (DROPPING if len(inputs) == 4 else CONFIG).expert()
+        assert [(part.shape[1:], part.dtype) for part in inputs] == [(s.shape, s.dtype) for s in expert.inputs]
+
+
+async def test_gradients_with_keys_are_those_of_the_recomputation():
+    """Segments recomputed one by one in the backward pass, with the same keys, give the gradient of the whole."""
+    config = replace(DROPPING, num_layers=1)
+    trunk, experts = make_params()
+    trunk, experts = trunk | {"gates": trunk["gates"][:1]}, experts[:1]
+    batch, memory = make_batch(), filled_memory()[:1]
+    keys = txl.step_keys(num_layers=1, batch=2, seed=0, trainer=0, step=0)
+    parts = txl.segments(config, ROUTER)
+
+    def layer(params, scores, *inputs):
+        return dmoe_layer(config.expert(), params, ROUTER, config.k_best, scores, None, *inputs)[0]
+
+    async def forward(run, params):
+        trunk, experts = params
+        hidden = run(parts.embed, trunk["embed"], batch.tokens, keys.embed)
+        scores = run(parts.gate, trunk["gates"][0], hidden, memory[0], batch.tokens[:, 0], keys.gates[0])
+        hidden = run(layer, experts[0], scores, *txl.expert_inputs(config, hidden, memory[0], keys.experts[0]))
+        return run(parts.loss_head, trunk["embed"], trunk["head"], hidden, batch.targets, keys.head)
+
+    loss, grads = await value_and_grad(forward)((trunk, experts))
+    whole = jax.jit(
+        jax.value_and_grad(
+            lambda params: txl.local_forward(*params, config, ROUTER, batch, memory, keys=keys)[1].nll,
+        )
+    )
+    expected_loss, expected = whole((trunk, experts))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for grad, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(grad, wanted, atol=1e-5)
+
+
+def test_the_router_sees_first_words_and_a_key():
+    """`ids` are the words at the first positions; the key is a PRNG key in training and None in evaluation."""
+    had_key = []
+
+    def scores(params, x, *, key=None, ids=None):
+        had_key.append(key is not None)
+        shift = 0 if key is None else jax.random.key_data(key)[0] % 4
+        return jax.nn.one_hot((ids + shift) % 4, 4)
+
+    router = top_k_router("curious", (4,), lambda key, d_model: {}, scores)
+    config = replace(CONFIG, grid_size=(4,), num_layers=1)
+    trunk, experts = txl.init_trunk(jax.random.key(0), config, router), txl.init_experts(jax.random.key(1), config)
+    batch, memory = make_batch(batch=5), txl.empty_memory(config, 5)
+    had_key.clear()
+    jax.eval_shape(lambda: txl.local_forward(trunk, experts, config, router, batch, memory))
+    keys = txl.step_keys(num_layers=1, batch=5, seed=0, trainer=0, step=0)
+    _, aux = local_forward(trunk, experts, config, router, batch, memory, keys=keys)
+    expected = (np.asarray(batch.tokens[:, 0]) + int(keys.gates[0, 0])) % 4
+    np.testing.assert_array_equal(aux.layers[0].indices[:, 0, 0], expected)
+    assert had_key == [False, True]
+
+
+def test_a_layer_equals_the_equations():
+    """One DMoE layer: x + sum_k w_k (f_k(x) - x), each f_k written with explicit loops, w_k a softmax of the k best."""
+    trunk, experts = make_params()
+    hidden = jax.random.normal(jax.random.key(3), (2, CONFIG.seq_len, CONFIG.d_model))
+    memory = filled_memory()[0]
+    scores = txl.segments(CONFIG, ROUTER).gate(trunk["gates"][0], hidden, memory)
+    inputs = txl.expert_inputs(CONFIG, hidden, memory)
+    output, _ = dmoe_layer(CONFIG.expert(), experts[0], ROUTER, CONFIG.k_best, scores, None, *inputs)
+    rows, columns = (np.asarray(part, np.float64) for part in scores.logits)
+    for b in range(2):
+        logits = (rows[b][:, None] + columns[b][None, :]).ravel()
+        best = np.argsort(-logits)[: CONFIG.k_best]
+        weights = np.exp(logits[best]) / np.exp(logits[best]).sum()
+        x = np.asarray(hidden[b], np.float64)
+        past = list(np.asarray(memory.states[b])[np.asarray(memory.mask[b])])
+        expected = x.copy()
+        for weight, cell in zip(weights, best, strict=True):
+            params = jax.tree.map(lambda leaf, cell=cell: np.asarray(leaf[cell], np.float64), experts[0])
+            biases = (params["content_bias"], params["position_bias"])
+            expected += weight * (reference.layer(params, biases, list(x), past, mem_len=CONFIG.mem_len) - x)
+        np.testing.assert_allclose(output[b], expected, atol=1e-5)
+
+
+def test_parameters_serve_other_lengths():
+    """Trained with segments of 4, evaluated with 2, a longer memory, clamped: the same parameters fit."""
+    trunk, experts = make_params()
+    other = replace(CONFIG, seq_len=2, mem_len=6, clamp_len=5, same_length=True)
+    shapes = jax.tree.map(jnp.shape, jax.eval_shape(lambda: txl.init_experts(jax.random.key(0), other)))
+    assert shapes == jax.tree.map(jnp.shape, experts)
+    batch = make_batch(seq_len=2)
+    loss, aux = local_forward(trunk, experts, other, ROUTER, batch, txl.empty_memory(other, 2))
+    assert np.isfinite(loss)
+    assert aux.memory[0].states.shape == (2, 6, CONFIG.d_model)
 
 
 def test_dead_experts_are_not_used():
@@ -196,7 +311,7 @@ def test_loss_starts_near_uniform():
         txl.init_trunk(jax.random.key(0), CONFIG, ROUTER),
         txl.init_experts(jax.random.key(1), CONFIG),
     )
-    batch = txl.Batch(jnp.zeros((2, 4), jnp.int32), jnp.array([[0, 1, 7, 15]] * 2, jnp.int32))
+    batch = as_batch(jnp.zeros((2, 4), jnp.int32), jnp.array([[0, 1, 7, 15]] * 2, jnp.int32))
     loss, _ = local_forward(trunk, experts, CONFIG, ROUTER, batch, txl.empty_memory(CONFIG, 2))
     # The head has 6 words and 2 cluster tokens; the clusters have 6 and 8 words.
     expected = np.mean([np.log(8), np.log(8), np.log(8 * 6), np.log(8 * 8)])
@@ -231,7 +346,7 @@ def train(router: Router, steps: int) -> list[float]:
     memory, losses = txl.empty_memory(CONFIG, 2), []
     for i in range(steps):
         text = jnp.array([[sentence[(4 * i + shift + j) % 8] for j in range(5)] for shift in (0, 4)], jnp.int32)
-        batch = txl.Batch(text[:, :-1], text[:, 1:])
+        batch = as_batch(text[:, :-1], text[:, 1:])
         trunk, trunk_state, experts, expert_states, memory, loss = step(
             trunk, trunk_state, experts, expert_states, batch, memory
         )
@@ -259,6 +374,9 @@ def test_a_router_for_another_grid_is_refused():
         ("k_best", 5, r"k_best is at most the number of cells of grid \(2, 2\), got 5"),
         ("cutoffs", (12, 6), "must ascend strictly between 0 and 20"),
         ("d_model", 9, "multiple of num_heads"),
+        ("input_dropout", 1.0, "input_dropout must be a probability of at least 0 and below 1, got 1.0"),
+        ("dropout", -0.5, "dropout must be a probability"),
+        ("clamp_len", 0, "clamp_len must be a positive integer"),
         ("grid_size", (), "grid_size must be one or more positive integers"),
     ],
 )

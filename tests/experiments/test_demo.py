@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.network import SECRET_VARIABLE
 from dmoe_jax.grid import all_uids
-from experiments.demo import run
-from experiments.demo.run import GRID, NUM_LAYERS, experts_by_node, headline_of
-from experiments.local_swarm import ProcessFailed, open_local_swarm
+from experiments.demo.run import GRID, NUM_LAYERS, headline_of
+from experiments.local_swarm import ProcessFailed, deal_experts, open_local_swarm
+from experiments.supervision import run_supervised
 from net.identity import Contact
 
 
 @pytest.mark.parametrize("num_nodes", [3, 4, 5])
 def test_every_expert_has_one_home_and_no_node_owns_a_row(num_nodes: int) -> None:
     """All experts are served once; losing any node leaves every layer and every grid row with living experts."""
-    hands = experts_by_node(num_nodes)
+    hands = deal_experts(num_nodes, num_layers=NUM_LAYERS, grid_size=GRID)
     everything = [str(uid) for layer in range(NUM_LAYERS) for uid in all_uids(f"layer{layer}", GRID)]
     assert sorted(uid for hand in hands for uid in hand) == sorted(everything)
     for hand in hands:
@@ -51,34 +52,31 @@ def test_failures_are_counted_from_the_kill_on() -> None:
         (ExceptionGroup("", [ProcessFailed("node1 ended"), OSError("its pipe")]), 1, "demo: error: node1 ended"),
         (BaseExceptionGroup("", [KeyboardInterrupt()]), 130, "demo: interrupted"),
         (ProcessFailed("node1 ended"), 1, "demo: error: node1 ended"),
+        (UsageError("no such preset"), 1, "demo: error: no such preset"),
     ],
 )
-def test_a_failed_demo_ends_in_one_line(
-    error: BaseException, status: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_failed_ends_in_one_line(
+    error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever else the nursery put into the group beside the reason."""
 
-    async def fail(_: object) -> int:
+    async def fail() -> int:
         raise error
 
-    monkeypatch.setattr(run, "_supervised", fail)
-    monkeypatch.setattr(sys, "argv", ["demo"])
     with pytest.raises(SystemExit) as exit_:
-        run.main()
+        run_supervised(fail, prog="demo")
     assert exit_.value.code == status
     assert capsys.readouterr().err == f"{line}\n"
 
 
-def test_a_bug_in_the_demo_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_keeps_its_traceback() -> None:
     """A wrong value beside something else does not hide it."""
 
-    async def fail(_: object) -> int:
+    async def fail() -> int:
         raise ExceptionGroup("", [ValueError("wrong"), KeyError("bug")])
 
-    monkeypatch.setattr(run, "_supervised", fail)
-    monkeypatch.setattr(sys, "argv", ["demo"])
     with pytest.raises(ExceptionGroup):
-        run.main()
+        run_supervised(fail, prog="demo")
 
 
 @pytest.mark.parametrize("network_flags", [(), ("--insecure-loopback",)])

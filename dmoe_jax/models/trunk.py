@@ -1,0 +1,231 @@
+"""What the Transformer-XL models share around their layers: embedding, memory, head, and the keys of a step.
+
+A step's chance is drawn on the host (`step_keys`) and handed in as raw key data: the same function then serves training
+and evaluation (None: nothing is dropped), and the trunk's segments can be computed again in the backward pass.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray, UInt32
+
+from dmoe_jax.experts.base import PyTree
+from dmoe_jax.experts.dropout import KeyData, check_rates, dropout, locked_dropout, row_keys, wrap_key
+from dmoe_jax.experts.transformer_xl import INIT_STDDEV
+from dmoe_jax.models.adaptive_softmax import adaptive_softmax_loss, unigram_biases
+
+# Sites of dropout, see `dmoe_jax.experts.dropout`. Embedding and head have keys of their own.
+_WORDS, _INPUT, POSITIONS_SITE = 0, 1, 2
+_FINAL, _OUTPUT = 0, 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrunkDropout:
+    """Rates of dropout outside the layers, after the authors' WikiText-2 recipe."""
+
+    embedding: float = 0.0
+    """Of whole rows of the embedding table (dropoute): a word is dropped at all its places. Not of the softmax."""
+    input: float = 0.0
+    """Locked, of the word vectors that enter the first layer (dropouti)."""
+    output: float = 0.0
+    """Locked, of what enters the softmax (dropouto)."""
+    final: float = 0.0
+    """Ordinary, of what leaves the last layer (dropout)."""
+
+    def __post_init__(self) -> None:
+        check_rates(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+
+NO_DROPOUT = TrunkDropout()
+"""Nothing is dropped."""
+
+
+class LayerMemory(NamedTuple):
+    """What one layer remembers of earlier segments.
+
+    Attributes:
+      states: [batch, mem, d_model], hidden states that entered the layer, newest last.
+      mask: bool [batch, mem], False for slots not yet filled.
+    """
+
+    states: Float[Array, "batch mem d_model"]
+    mask: Bool[Array, "batch mem"]
+
+
+Memory = tuple[LayerMemory, ...]
+"""One `LayerMemory` for each layer."""
+
+
+@runtime_checkable
+class MemorySizes(Protocol):
+    """What a configuration says of the memory; those of both models do."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, each with a memory of its own."""
+        ...
+
+    @property
+    def mem_len(self) -> int:
+        """Slots of a layer's memory."""
+        ...
+
+    @property
+    def d_model(self) -> int:
+        """Width of a hidden state."""
+        ...
+
+
+class StepKeys(NamedTuple):
+    """All chance of one training step: raw threefry key data, uint32.
+
+    Attributes:
+      embed: [2], for the dropouts before the first layer.
+      gates: [layers, 2], for the routers.
+      experts: [layers, batch, 2], a `dropout_key` for each sample in each layer.
+      head: [2], for the dropouts behind the last layer.
+    """
+
+    embed: UInt32[np.ndarray, "2"]
+    gates: UInt32[np.ndarray, "layers 2"]
+    experts: UInt32[np.ndarray, "layers batch 2"]
+    head: UInt32[np.ndarray, "2"]
+
+
+def step_keys(*, num_layers: int, batch: int, seed: int, trainer: int, step: int) -> StepKeys:
+    """The keys of one step of one trainer, the same on every machine. None is zero: that would mean evaluation.
+
+    Args:
+      num_layers: layers of the model.
+      batch: samples.
+      seed: of the run; not negative, as the next two.
+      trainer: which of the run's trainers steps.
+      step: which of its steps this is.
+    """
+    count = 2 + num_layers + num_layers * batch
+    # The spawn key keeps (seed, trainer, step) apart whatever their size; a list of the three would not.
+    words = np.random.SeedSequence(seed, spawn_key=(trainer, step)).generate_state(2 * count, np.uint32)
+    keys = words.reshape(count, 2)
+    keys[~keys.any(axis=1), 1] = 1
+    return StepKeys(
+        embed=keys[0],
+        head=keys[1],
+        gates=keys[2 : 2 + num_layers],
+        experts=keys[2 + num_layers :].reshape(num_layers, batch, 2),
+    )
+
+
+def init_embed_and_head(
+    embed_key: PRNGKeyArray,
+    head_key: PRNGKeyArray,
+    *,
+    vocab_size: int,
+    d_model: int,
+    cutoffs: tuple[int, ...],
+    word_counts: Num[np.ndarray, " vocab"] | None = None,
+) -> tuple[PyTree, PyTree]:
+    """Parameters of the tied embedding and of the head.
+
+    Weights are N(0, 0.02), the authors' recipe. Output biases are 0 as theirs, or, given `word_counts` (of the
+    training text), those of a unigram model: see `unigram_biases`.
+
+    Raises:
+      ValueError: if word_counts has not one number for each word.
+    """
+    n_tail = len(cutoffs)
+    if word_counts is None:
+        bias, cluster_b = jnp.zeros(vocab_size), jnp.zeros(n_tail)
+    elif word_counts.shape != (vocab_size,):
+        raise ValueError(f"word_counts must have shape ({vocab_size},), got {word_counts.shape}")
+    else:
+        bias, cluster_b = unigram_biases(word_counts, cutoffs)
+    head = {
+        "bias": bias,
+        "cluster_w": INIT_STDDEV * jax.random.normal(head_key, (n_tail, d_model)),
+        "cluster_b": cluster_b,
+    }
+    return {"table": INIT_STDDEV * jax.random.normal(embed_key, (vocab_size, d_model))}, head
+
+
+def empty_memory(sizes: MemorySizes, batch: int) -> Memory:
+    """The memory before the first segment: no slot filled."""
+    shape = (batch, sizes.mem_len)
+    # Arrays of its own for each layer: a caller may donate them.
+    return tuple(
+        LayerMemory(jnp.zeros((*shape, sizes.d_model)), jnp.zeros(shape, bool)) for _ in range(sizes.num_layers)
+    )
+
+
+def forget(memory: Memory, restarted: Bool[Array, " batch"]) -> Memory:
+    """The memory with the streams that begin a new text emptied."""
+    return tuple(LayerMemory(layer.states, layer.mask & ~restarted[:, None]) for layer in memory)
+
+
+def next_memory(memory: LayerMemory, hidden: Float[Array, "batch seq d_model"]) -> LayerMemory:
+    """The last mem_len of the states that have entered the layer. No gradient flows through memory."""
+    mem_len = memory.states.shape[1]
+    states = jnp.concatenate([memory.states, hidden], axis=1)[:, -mem_len:]
+    mask = jnp.concatenate([memory.mask, jnp.ones(hidden.shape[:2], bool)], axis=1)[:, -mem_len:]
+    return LayerMemory(jax.lax.stop_gradient(states), mask)
+
+
+def embed(
+    params: PyTree, tokens: Int[Array, "batch seq"], key: KeyData | None = None, rates: TrunkDropout = NO_DROPOUT
+) -> Float[Array, "batch seq d_model"]:
+    """Word vectors times sqrt(d_model): the table is tied to the softmax, whose vectors must be small.
+
+    Args:
+      params: {"table"}.
+      tokens: the words.
+      key: of the step; None: nothing is dropped.
+      rates: of which `embedding` and `input` count here.
+    """
+    table: Array = params["table"]
+    vectors = table[tokens] * math.sqrt(table.shape[1])
+    if key is None:
+        return vectors
+    if rates.embedding:
+        own = jax.random.fold_in(wrap_key(key), _WORDS)
+        kept = jax.random.bernoulli(own, 1 - rates.embedding, table.shape[:1])
+        vectors = vectors * (kept[tokens] / (1 - rates.embedding))[..., None]
+    return locked_dropout(vectors, rates.input, row_keys(key, tokens.shape[0]), site=_INPUT)
+
+
+def token_nll(
+    embed_params: PyTree,
+    head_params: PyTree,
+    hidden: Float[Array, "batch seq d_model"],
+    targets: Int[Array, "batch seq"],
+    key: KeyData | None = None,
+    *,
+    rates: TrunkDropout = NO_DROPOUT,
+    cutoffs: tuple[int, ...],
+) -> Float[Array, "batch seq"]:
+    """Negative log-probability of each target, nats.
+
+    Args:
+      embed_params: {"table"}, tied to the softmax.
+      head_params: {"bias", "cluster_w", "cluster_b"}.
+      hidden: what left the last layer.
+      targets: the words to predict.
+      key: of the step; None: nothing is dropped.
+      rates: of which `final` and `output` count here.
+      cutoffs: of the adaptive softmax.
+    """
+    rows = None if key is None else row_keys(key, hidden.shape[0])
+    hidden = dropout(hidden, rates.final, rows, site=_FINAL)
+    hidden = locked_dropout(hidden, rates.output, rows, site=_OUTPUT)
+    nll = adaptive_softmax_loss(
+        embed_params["table"],
+        head_params["bias"],
+        head_params["cluster_w"],
+        head_params["cluster_b"],
+        hidden.reshape(-1, hidden.shape[-1]),
+        targets.reshape(-1),
+        cutoffs=cutoffs,
+    )
+    return nll.reshape(targets.shape)

@@ -1,0 +1,72 @@
+"""The optimiser of the WikiText-2 recipe: Adam under a clipped gradient, with L2, linear warm-up and cosine decay.
+
+As PyTorch's `clip_grad_norm_` followed by `Adam(weight_decay=...)`, with which Transformer-XL was trained:
+
+    g = clip(gradient, norm <= grad_clip) + weight_decay * parameters
+    m, v = moving means of g and g^2 (0.9, 0.999), their bias corrected
+    parameters -= learning_rate(n) * m / (sqrt(v) + 1e-8)
+
+The decay passes through Adam's moments. It is L2, not the decoupled decay of AdamW, under which the recipe's weight of
+1.2e-6 would mean something else.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import optax
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How parameters are trained. The defaults are those of 16 layers of width 400 on WikiText-2."""
+
+    learning_rate: float = 3.5e-4
+    """Peak step size."""
+    warmup_steps: int = 3000
+    """Updates in which it rises from 0, linearly; at most a quarter of total_steps."""
+    total_steps: int | None = 125_000
+    """Updates after which the cosine has brought it down to 0. None: it stays at its peak."""
+    weight_decay: float = 1.2e-6
+    """Times the parameters, is added to their gradient."""
+    grad_clip: float = 0.25
+    """Bound on the norm of the gradient, before the decay; infinite for none."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+        if self.total_steps is not None and self.total_steps < 1:
+            raise ValueError(f"total_steps must be at least 1, or None, got {self.total_steps}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
+        if not self.grad_clip > 0:
+            raise ValueError(f"grad_clip must be positive, got {self.grad_clip}")
+
+
+def learning_rate_schedule(recipe: Recipe) -> optax.Schedule:
+    """Step size by the number of updates made before.
+
+    The cosine begins where the warm-up ends. (The authors' begins at update 0 and is overruled by the warm-up: over
+    their 125,000 updates that differs by 2 % of the peak at most, but a short run would step down by a sixth.)
+    """
+    peak = recipe.learning_rate
+    if recipe.total_steps is None:
+        if not recipe.warmup_steps:
+            return optax.constant_schedule(peak)
+        return optax.linear_schedule(0.0, peak, recipe.warmup_steps)
+    # A short run keeps most of its steps for learning.
+    warmup_steps = min(recipe.warmup_steps, recipe.total_steps // 4)
+    return optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, recipe.total_steps)
+
+
+@functools.cache
+def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """The recipe's optimiser; equal recipes return the same object, and so share compiled code."""
+    parts = [optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8)]
+    if recipe.weight_decay:
+        parts.insert(0, optax.add_decayed_weights(recipe.weight_decay))
+    if math.isfinite(recipe.grad_clip):
+        parts.insert(0, optax.clip_by_global_norm(recipe.grad_clip))
+    return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate_schedule(recipe)))

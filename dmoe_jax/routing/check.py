@@ -1,0 +1,132 @@
+"""Does a router keep to its contract? Asked before a run begins, so that a mistake gets a sentence and not a crash.
+
+A router may be anybody's three lines of Python. Its functions are tried once on a few samples, in training and in
+evaluation, with all experts alive and with some of them dead.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dmoe_jax.routing.base import Router, RouterError, gather_logits, score
+
+_BATCH = 3
+
+
+def check_router(router: Router, grid_size: tuple[int, ...], d_model: int | None = None) -> None:
+    """Make sure that a router routes on this grid.
+
+    Args:
+      router: what is to be checked.
+      grid_size: extents of the experts' grid.
+      d_model: width of the samples; with it the router's functions are tried on a few random samples. None: only its
+        type and grid are looked at.
+
+    Raises:
+      RouterError: naming the router and what is wrong: another grid, a wrong shape or dtype, NaN, weights that are
+        negative or exceed 1, or what one of its functions raised.
+    """
+    if not isinstance(router, Router):
+        raise RouterError(f"expected a Router, got {type(router).__name__}: {router!r}")
+    if router.grid_size != grid_size:
+        raise RouterError(f"router {router.name!r} is for grid {router.grid_size}, the model's grid is {grid_size}")
+    if d_model is not None:
+        _try(router, d_model)
+
+
+def check_finite(router: Router, logits: tuple[np.ndarray, ...], where: str) -> None:
+    """Raise RouterError unless the scores that a router gave are numbers. -inf is one: never choose this expert.
+
+    Args:
+      router: for its name.
+      logits: its scores, on the host.
+      where: for the message, such as "layer0".
+    """
+    for part in logits:
+        bad = np.isnan(part) | np.isposinf(part)
+        if bad.any():
+            what = "NaN" if np.isnan(part).any() else "+inf"
+            raise RouterError(
+                f"router {router.name!r}: {int(bad.sum())} of {part.size} scores in {where} are {what}, expected "
+                "finite numbers or -inf"
+            )
+
+
+@functools.cache
+def _try(router: Router, d_model: int) -> None:
+    num_experts = math.prod(router.grid_size)
+    k = min(2, num_experts)
+    params = _call(router, "init", router.init, jax.random.key(0), d_model)
+    x = jax.random.normal(jax.random.key(1), (_BATCH, d_model))
+    ids = jnp.arange(_BATCH, dtype=jnp.int32)
+    # One dead expert at most: somebody must be left.
+    alive = jnp.ones(num_experts, bool).at[0].set(num_experts == 1).reshape(router.grid_size)
+    for key, living in ((jax.random.key(2), None), (None, alive)):
+        scores = _call(router, "scores", lambda key=key: score(router, params, x, key=key, ids=ids))
+        check_finite(router, tuple(np.asarray(part) for part in scores.logits), "a trial batch")
+        chosen = _call(router, "select", lambda living=living, scores=scores: router.select(scores, k, living))
+        indices, mask = _check_selection(router, chosen, living)
+        logits = _call(
+            router, "select", lambda scores=scores, indices=indices: gather_logits(scores, indices, router.grid_size)
+        )
+        weights = _call(router, "combine", router.combine, logits, mask)
+        _check_weights(router, weights, mask)
+        loss = _call(router, "aux_loss", router.aux_loss, scores, indices, mask)
+        if getattr(loss, "shape", None) != () or not np.isfinite(loss):
+            raise RouterError(f"router {router.name!r}: aux_loss must return a finite scalar, got {loss!r}")
+
+
+def _call(router: Router, name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What one of the router's functions returns; what it raises becomes a RouterError that names it."""
+    try:
+        return function(*args)
+    except RouterError:
+        raise
+    except Exception as error:  # a stranger's code may raise anything
+        raise RouterError(f"router {router.name!r}: {name} raised {type(error).__name__}: {error}") from error
+
+
+def _check_selection(router: Router, chosen: Any, alive: Any) -> tuple[Any, Any]:
+    dims = len(router.grid_size)
+    try:
+        indices, mask = chosen
+        fits = indices.shape[0] == _BATCH and indices.shape[2:] == (dims,) and mask.shape == indices.shape[:2]
+    except (TypeError, ValueError, AttributeError, IndexError):
+        fits, indices, mask = False, None, None
+    if not fits:
+        got = [getattr(part, "shape", type(part).__name__) for part in chosen] if isinstance(chosen, tuple) else chosen
+        raise RouterError(
+            f"router {router.name!r}: select must return indices [{_BATCH}, slots, {dims}] and mask [{_BATCH}, slots] "
+            f"for {_BATCH} samples, got {got}"
+        )
+    if indices.dtype != jnp.int32 or mask.dtype != jnp.bool_:
+        raise RouterError(
+            f"router {router.name!r}: select must return int32 indices and a bool mask, got {indices.dtype} and "
+            f"{mask.dtype}"
+        )
+    places = np.asarray(indices)
+    if (places < 0).any() or (places >= np.array(router.grid_size)).any():
+        raise RouterError(f"router {router.name!r}: select returned indices outside grid {router.grid_size}")
+    if alive is not None and not np.asarray(alive)[tuple(places[np.asarray(mask)].T)].all():
+        raise RouterError(f"router {router.name!r}: select chose an expert that is not alive")
+    return indices, mask
+
+
+def _check_weights(router: Router, weights: Any, mask: Any) -> None:
+    if getattr(weights, "shape", None) != mask.shape:
+        raise RouterError(
+            f"router {router.name!r}: combine must return weights {mask.shape}, one for each expert, got "
+            f"{getattr(weights, 'shape', type(weights).__name__)}"
+        )
+    values = np.asarray(weights)
+    sound = np.isfinite(values).all() and (values >= 0).all() and (values.sum(axis=1) <= 1 + 1e-4).all()
+    if not sound or (values[~np.asarray(mask)] != 0).any():
+        raise RouterError(
+            f"router {router.name!r}: combine must return weights of at least 0 that sum to at most 1, and 0 where the "
+            f"mask is False, got {values.tolist()}"
+        )

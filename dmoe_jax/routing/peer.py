@@ -1,0 +1,66 @@
+"""Product keys with a query network, as in PEER (He 2024, section 2) and product-key memory (Lample et al. 2019).
+
+    q = query(x), one part q_i for each dimension of the grid
+    g(x, f) = sum_i <q_i, sub_key_i[u_i]>       eq. 4, 5; softmax over the top k, eq. 1-3
+
+Unlike `product_key`, where every dimension sees the whole input, a dimension scores its own part of the query. The
+papers normalise queries over the batch, which evens out the use of experts; trainers with batches of one sample have
+no such statistics, so each part is normalised for itself, to mean 0 and variance 1 over its features. That, too, keeps
+a score from growing without bound. One head instead of several: our experts are whole networks, not single neurons.
+"""
+
+import functools
+import math
+
+import jax
+from jaxtyping import Array, Float, Int32, PRNGKeyArray
+
+from dmoe_jax.routing.base import PyTree, Router, Scores, check_grid_size, top_k_router
+from dmoe_jax.routing.normalisation import layer_norm
+
+DEFAULT_PART_DIM = 64
+"""Features of a query's part for one dimension of the grid."""
+
+
+def peer(grid_size: tuple[int, ...], *, part_dim: int = DEFAULT_PART_DIM) -> Router:
+    """The PEER router; equal arguments return the same object, and so share compiled code.
+
+    Args:
+      grid_size: extent of each dimension of the expert grid.
+      part_dim: features of the query's part for one dimension, at least 2: normalising one would leave 0.
+
+    Raises:
+      ValueError: if grid_size is not one or more positive integers, or part_dim is below 2.
+    """
+    if part_dim < 2:
+        raise ValueError(f"part_dim must be at least 2, got {part_dim!r}")
+    return _peer(check_grid_size(grid_size), int(part_dim))
+
+
+@functools.cache
+def _peer(grid_size: tuple[int, ...], part_dim: int) -> Router:
+    query_dim = len(grid_size) * part_dim
+    bound = 1 / math.sqrt(part_dim)  # of sub-keys, as in product-key memory: a score then has a deviation of 0.58
+
+    def init(key: PRNGKeyArray, d_model: int) -> PyTree:
+        query_key, *sub_keys = jax.random.split(key, 1 + len(grid_size))
+        return {
+            "query": jax.random.normal(query_key, (d_model, query_dim)) / math.sqrt(d_model),
+            "sub_keys": [
+                jax.random.uniform(sub_key, (size, part_dim), minval=-bound, maxval=bound)
+                for sub_key, size in zip(sub_keys, grid_size, strict=True)
+            ],
+        }
+
+    def scores(
+        params: PyTree,
+        x: Float[Array, "batch d_model"],
+        *,
+        key: PRNGKeyArray | None = None,
+        ids: Int32[Array, " batch"] | None = None,
+    ) -> Scores:
+        del key, ids
+        query = layer_norm((x @ params["query"]).reshape(x.shape[0], len(grid_size), part_dim))
+        return Scores(tuple(query[:, dim] @ keys.T for dim, keys in enumerate(params["sub_keys"])))
+
+    return top_k_router("peer", grid_size, init, scores)

@@ -1,0 +1,33 @@
+"""How outputs are weighed, beside `base.masked_softmax`: by the router's probabilities, or all alike."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def probability_weights(
+    logits: Float[Array, "*batch slots"], mask: Bool[Array, "*batch slots"]
+) -> Float[Array, "*batch slots"]:
+    """exp(logit) where the mask is True, else 0: for routers whose scores are log-probabilities over all experts.
+
+    The probability of the experts that were not chosen, or did not answer, is not handed to the others: it lets the
+    sample pass unchanged (`base.Router`). Combinators that change the scores look for this very function, and
+    normalise them again.
+    """
+    return jnp.exp(jnp.where(mask, logits, -jnp.inf))
+
+
+def uniform_weights(
+    logits: Float[Array, "*batch slots"], mask: Bool[Array, "*batch slots"]
+) -> Float[Array, "*batch slots"]:
+    """The same weight for every expert that answered; all zeros where none did. No gradient flows."""
+    answered = mask.astype(logits.dtype)
+    return answered / jnp.maximum(jnp.sum(answered, axis=-1, keepdims=True), 1)
+
+
+def log_probabilities(logits: Float[Array, "*batch num_experts"]) -> Float[Array, "*batch num_experts"]:
+    """log softmax(logits), which leaves a row of nothing but -inf as it is instead of making it NaN."""
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    peak = jax.lax.stop_gradient(jnp.where(jnp.isfinite(peak), peak, 0))
+    total = jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True)
+    return logits - peak - jnp.log(jnp.where(total > 0, total, 1))

@@ -1,0 +1,167 @@
+"""The dense layer that a mixture is measured against, and the FLOPs of both.
+
+k experts of H heads and a feed-forward network of width F do, in each product, what k H heads and a width of k F do:
+the heads have the same width and see the same d_model, so that q, k, v and the output of the attention, its scores and
+weighted sums, and both matrices of the feed-forward network are k times as much work. Only what touches single numbers
+(residual, LayerNorm) happens once instead of k times, and there is no router.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from dmoe_jax.data.batches import Batch
+from dmoe_jax.experts.relative_attention import relative_attention, relative_positions, visible_keys
+from dmoe_jax.experts.transformer_xl import INIT_STDDEV
+from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.trunk import embed, empty_memory, forget, init_embed_and_head, next_memory, token_nll
+
+PyTree = Any
+
+
+def layer_flops(*, seq_len: int, mem_len: int, d_model: int, num_heads: int, d_head: int, d_ff: int) -> int:
+    """Multiplications and additions of one layer's forward pass over one sequence, in its matrix products.
+
+    Without the product of the positional encodings, which is the same for every sequence.
+    """
+    keys, inner = mem_len + seq_len, num_heads * d_head
+    projections = 2 * (seq_len + keys) * d_model * inner  # q and output, k and v
+    attention = 3 * seq_len * keys * inner  # scores by content, by distance, weighted sum
+    feedforward = 2 * seq_len * d_model * d_ff
+    return 2 * (projections + attention + feedforward)
+
+
+class WideLayer(nn.Module):
+    """A Transformer-XL layer whose heads may be wider together than the residual stream. Without dropout.
+
+    Attributes:
+      num_heads: attention heads. d_head: width of each.
+      d_ff: width of the feed-forward network.
+      compute_dtype: type of the matrix products.
+    """
+
+    num_heads: int
+    d_head: int
+    d_ff: int
+    compute_dtype: str
+
+    @nn.compact
+    def __call__(
+        self,
+        hidden: Float[Array, "batch seq_len d_model"],
+        memory: Float[Array, "batch mem d_model"],
+        memory_mask: Bool[Array, "batch mem"],
+    ) -> Float[Array, "batch seq_len d_model"]:
+        """The layer's output for each position. No gradient flows into the memory."""
+        d_model, heads = hidden.shape[-1], (self.num_heads, self.d_head)
+        normal = nn.initializers.normal(INIT_STDDEV)
+        dense = functools.partial(
+            nn.DenseGeneral, kernel_init=normal, use_bias=False, dtype=jnp.dtype(self.compute_dtype)
+        )
+        norm = functools.partial(nn.LayerNorm, epsilon=1e-5, dtype=jnp.float32)
+        context = jnp.concatenate([jax.lax.stop_gradient(memory), hidden], axis=1)
+        attended = relative_attention(
+            dense(heads, name="query")(hidden),
+            dense(heads, name="key")(context),
+            dense(heads, name="value")(context),
+            dense(heads, name="position")(jnp.asarray(relative_positions(context.shape[1], d_model))[None]),
+            self.param("content_bias", normal, heads),
+            self.param("position_bias", normal, heads),
+            visible_keys(memory_mask, hidden.shape[1]),
+        )
+        output = dense(d_model, axis=(-2, -1), name="output")(attended)
+        attention = norm(name="attention_norm")(hidden + output.astype(hidden.dtype))
+        inner = nn.relu(dense(self.d_ff, use_bias=True, name="ff_in")(attention))
+        outer = dense(d_model, use_bias=True, name="ff_out")(inner)
+        return cast(Array, norm(name="ff_norm")(attention + outer.astype(hidden.dtype)))
+
+
+def wide_layer(config: txl.TransformerXLConfig) -> WideLayer:
+    """The dense layer with the FLOPs of the `k_best` experts that a sequence goes to."""
+    return WideLayer(
+        num_heads=config.k_best * config.num_heads,
+        d_head=config.d_model // config.num_heads,
+        d_ff=config.k_best * config.d_ff,
+        compute_dtype=config.compute_dtype,
+    )
+
+
+def wide_state(
+    key: PRNGKeyArray,
+    config: txl.TransformerXLConfig,
+    optimizer: optax.GradientTransformation,
+    layer_optimizer: optax.GradientTransformation,
+    batch_size: int,
+) -> dict[str, PyTree]:
+    """The state of the model with dense layers, for `wide_step`."""
+    embed_key, head_key, layer_key = jax.random.split(key, 3)
+    embed_params, head_params = init_embed_and_head(
+        embed_key, head_key, vocab_size=config.vocab_size, d_model=config.d_model, cutoffs=config.cutoffs
+    )
+    trunk = {"embed": embed_params, "head": head_params}
+    sample, filled = jnp.zeros((1, 1, config.d_model)), jnp.ones((1, 1), bool)
+    init = jax.jit(lambda own: wide_layer(config).init(own, sample, sample, filled)["params"])
+    layers = [init(own) for own in jax.random.split(layer_key, config.num_layers)]
+    return {
+        "trunk": trunk,
+        "trunk_opt_state": optimizer.init(trunk),
+        "layers": layers,
+        "layer_opt_states": [layer_optimizer.init(layer) for layer in layers],
+        "memory": empty_memory(config, batch_size),
+    }
+
+
+def wide_step(
+    config: txl.TransformerXLConfig,
+    optimizer: optax.GradientTransformation,
+    layer_optimizer: optax.GradientTransformation,
+) -> Callable[[dict[str, PyTree], Batch], tuple[dict[str, PyTree], Array]]:
+    """The jitted step: (state, batch) -> (state, loss), the state donated.
+
+    As the mixture's: every layer has an optimiser of its own, as every expert has.
+    """
+    layer = wide_layer(config)
+
+    def step(state: dict[str, PyTree], batch: Batch) -> tuple[dict[str, PyTree], Array]:
+        memory = forget(state["memory"], jnp.asarray(batch.is_first))
+        tokens, targets = jnp.asarray(batch.tokens), jnp.asarray(batch.targets)
+
+        def loss(trunk: PyTree, layers: PyTree) -> tuple[Array, Any]:
+            hidden, memories = embed(trunk["embed"], tokens), []
+            for own, past in zip(layers, memory, strict=True):
+                memories.append(next_memory(past, hidden))
+                hidden = cast(Array, layer.apply({"params": own}, hidden, past.states, past.mask))
+            nll = token_nll(trunk["embed"], trunk["head"], hidden, targets, cutoffs=config.cutoffs)
+            return jnp.mean(nll), tuple(memories)
+
+        (nll, memories), (grads, layer_grads) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+            state["trunk"], state["layers"]
+        )
+        trunk, trunk_opt_state = _apply(optimizer, grads, state["trunk_opt_state"], state["trunk"])
+        updated = [
+            _apply(layer_optimizer, own_grads, opt_state, own)
+            for own_grads, opt_state, own in zip(layer_grads, state["layer_opt_states"], state["layers"], strict=True)
+        ]
+        layers, layer_opt_states = (list(part) for part in zip(*updated, strict=True))
+        return {
+            "trunk": trunk,
+            "trunk_opt_state": trunk_opt_state,
+            "layers": layers,
+            "layer_opt_states": layer_opt_states,
+            "memory": memories,
+        }, nll
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def _apply(
+    optimizer: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree
+) -> tuple[PyTree, PyTree]:
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state

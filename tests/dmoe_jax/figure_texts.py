@@ -1,0 +1,43 @@
+"""Whether the words of a figure can be read: for the tests of all figures."""
+
+import itertools
+from typing import Any
+
+from matplotlib.figure import Figure
+
+
+def texts_of(figure: Figure) -> list[Any]:
+    """Every text with something in it, after layout; figures lay out when they are drawn."""
+    figure.canvas.draw()
+    found = []
+    for axes in figure.axes:
+        found += [
+            axes.title,
+            axes._left_title,
+            axes._right_title,
+            axes.xaxis.label,
+            axes.yaxis.label,
+            *axes.texts,
+        ]
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            ticks = axis.get_major_ticks()
+            found += [tick.label1 for tick in ticks if low - 1e-9 <= tick.get_loc() <= high + 1e-9]
+    return [text for text in [*found, *figure.texts] if text.get_text() and text.get_visible()]
+
+
+def words_of(figure: Figure) -> set[str]:
+    """What they say."""
+    return {text.get_text() for text in texts_of(figure)}
+
+
+def assert_readable(figure: Figure) -> None:
+    """No text overlaps another or leaves the figure."""
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts_of(figure)]
+    assert len(boxes) >= 5
+    for text, box in boxes:
+        assert min(box.x0, box.y0) >= 0, text
+        assert box.x1 <= figure.bbox.x1, text
+        assert box.y1 <= figure.bbox.y1, text
+    for (one, box), (other, other_box) in itertools.combinations(boxes, 2):
+        assert not box.padded(-1).overlaps(other_box.padded(-1)), f"{one!r} overlaps {other!r}"

@@ -1,0 +1,255 @@
+"""Training on one device: the jitted step is the step that the equations ask for, and says when it is none."""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dmoe_jax.data.batches import SegmentStream
+from dmoe_jax.models import dense_transformer_xl as dense
+from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.trunk import forget, step_keys
+from dmoe_jax.recipe import Recipe, make_optimizer
+from dmoe_jax.routing.base import Router, RouterError, gather_logits
+from dmoe_jax.routing.noisy_top_k import noisy_top_k
+from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.trainer import StepRecord
+from experiments.moe_overhead.wide_layer import layer_flops
+from experiments.transformer_xl.assembly import make_engine
+from experiments.transformer_xl.engine import Engine
+from experiments.transformer_xl.local import LocalEngine
+from experiments.transformer_xl.presets import (
+    PRESETS,
+    Preset,
+    count_parameters,
+    expert_recipe,
+    model_config,
+    trunk_recipe,
+)
+from tests.experiments.small_runs import DROPOUT, VOCAB_SIZE, small_corpus, small_preset
+
+PyTree = Any
+STEPS = 20
+
+
+def local_engine(preset: Preset, router: Router | None = None, *, seed: int = 0) -> LocalEngine:
+    engine = make_engine(preset, small_corpus(), where="local", steps=STEPS, seed=seed, router=router)
+    assert isinstance(engine, LocalEngine)
+    return engine
+
+
+def advance(engine: LocalEngine, num_steps: int) -> list[StepRecord]:
+    records: list[StepRecord] = []
+    engine.advance(num_steps, records.append)
+    return records
+
+
+def near(found: PyTree, expected: PyTree, atol: float = 1e-5) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=1e-4), found, expected)
+
+
+def step_by_hand(
+    preset: Preset, router: Router, state: PyTree, stream: SegmentStream, step: int
+) -> tuple[PyTree, list[PyTree], float]:
+    """Trunk, experts and loss after one update. Nothing is stacked or gathered: every expert has all samples, and of
+    its outputs those count that were asked for."""
+    config = model_config(preset, VOCAB_SIZE)
+    assert isinstance(config, txl.TransformerXLConfig)
+    batch, parts = next(stream), txl.segments(config, router)
+    keys = step_keys(num_layers=config.num_layers, batch=preset.batch_size, seed=0, trainer=0, step=step)
+
+    @jax.jit
+    def loss(trunk: PyTree, experts: list[list[PyTree]], batch: Any, memory: Any, keys: Any) -> Any:
+        memory = forget(memory, batch.is_first)
+        hidden = parts.embed(trunk["embed"], batch.tokens, keys.embed)
+        penalty, used = 0.0, []
+        for i in range(config.num_layers):
+            scores = parts.gate(trunk["gates"][i], hidden, memory[i], batch.tokens[:, 0], keys.gates[i])
+            inputs = txl.expert_inputs(config, hidden, memory[i], keys.experts[i])
+            indices, mask = router.select(scores, config.k_best, None)
+            weights = router.combine(gather_logits(scores, indices, config.grid_size), mask)
+            penalty += router.aux_loss(scores, indices, mask)
+            mixed = hidden
+            for n, expert in enumerate(experts[i]):
+                is_chosen = (indices[..., 0] == n // 2) & (indices[..., 1] == n % 2)
+                weight = jnp.sum(jnp.where(is_chosen, weights, 0), axis=1)[:, None, None]
+                mixed = mixed + weight * (config.expert().apply(expert, *inputs) - hidden)
+                used.append(is_chosen.any())
+            hidden = mixed
+        nll = parts.loss_head(trunk["embed"], trunk["head"], hidden, batch.targets, keys.head)
+        return nll + penalty, (nll, used)
+
+    def updated(recipe: Recipe, params: PyTree, opt_state: PyTree, grads: PyTree) -> PyTree:
+        updates, _ = make_optimizer(recipe).update(grads, opt_state, params)
+        return optax.apply_updates(params, updates)
+
+    unstacked = [[jax.tree.map(lambda leaf, n=n: leaf[n], layer) for n in range(4)] for layer in state["experts"]]
+    gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (_, (nll, used)), (grads, expert_grads) = gradient(state["trunk"], unstacked, batch, state["memory"], keys)
+    trunk = updated(trunk_recipe(preset, STEPS), state["trunk"], state["trunk_opt_state"], grads)
+    experts = []
+    update = jax.jit(functools.partial(updated, expert_recipe(preset, STEPS)))
+    for i, n in itertools.product(range(config.num_layers), range(4)):
+        opt_state = jax.tree.map(lambda leaf, n=n: leaf[n], state["expert_opt_states"][i])
+        is_used = bool(used[4 * i + n])
+        experts.append(update(unstacked[i][n], opt_state, expert_grads[i][n]) if is_used else unstacked[i][n])
+    return trunk, experts, float(nll)
+
+
+@pytest.mark.parametrize("has_dropout", [False, True])
+def test_the_step_of_a_mixture_is_that_of_the_equations(has_dropout: bool) -> None:
+    """Its second update equals, to 1e-5, one made expert by expert, with all noise and dropout."""
+    preset = small_preset("dmoe", batch_size=2, warmup_steps=0, **(DROPOUT if has_dropout else {}))
+    router = noisy_top_k((2, 2)) if has_dropout else product_key((2, 2))
+    engine = local_engine(preset, router)
+    advance(engine, 1)  # memory and moments are no longer zero
+    stream = SegmentStream(small_corpus().train, batch_size=2, seq_len=6, seed=0, position=1)
+    before = jax.tree.map(jnp.array, engine.state())
+    trunk, experts, nll = step_by_hand(preset, router, before, stream, 1)
+    (record,) = advance(engine, 1)
+    assert record.loss == pytest.approx(nll, abs=1e-5)
+    near(engine.state()["trunk"], trunk)
+    ours = [jax.tree.map(lambda leaf, n=n: leaf[n], layer) for layer in engine.state()["experts"] for n in range(4)]
+    near(ours, experts)
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), engine.state()["trunk"], before["trunk"])
+    assert max(jax.tree.leaves(moved)) > 1e-3
+
+
+def test_a_mixture_of_one_expert_is_the_dense_model() -> None:
+    """With one layer, the same weights and no bound on norms, both take the same updates."""
+    common = {"num_layers": 1, "grad_clip": math.inf, "expert_grad_clip": math.inf, "warmup_steps": 0}
+    mixed = small_preset("dmoe", **common, grid_size=(1,), k_best=1, expert_decays=True)
+    plain = small_preset("small", **common)
+    mixture, single = local_engine(mixed, product_key((1,))), local_engine(plain)
+    layer = jax.tree.map(lambda leaf: leaf[0], mixture.state()["experts"][0])
+    biases = {"content": layer["content_bias"], "position": layer["position_bias"]}
+    trunk = mixture.state()["trunk"]
+    params = {
+        "embed": trunk["embed"],
+        "biases": biases,
+        "layers": [{name: part for name, part in layer.items() if not name.endswith("_bias")}],
+        "head": trunk["head"],
+    }
+    optimizer = make_optimizer(trunk_recipe(plain, STEPS))
+    state = single.state() | {"params": params, "opt_state": optimizer.init(params)}
+    single.load(state, {"step": 0, "tokens": 0, "position": 0})
+    ours, theirs = advance(mixture, 4), advance(single, 4)
+    assert [record.loss for record in ours] == pytest.approx([record.loss for record in theirs], abs=1e-4)
+    assert ours[0].loss != pytest.approx(ours[-1].loss, abs=1e-3)
+    near(mixture.state()["trunk"]["embed"], single.state()["params"]["embed"], atol=1e-4)
+    after = jax.tree.map(lambda leaf: leaf[0], mixture.state()["experts"][0])
+    near(after["ff_in"], single.state()["params"]["layers"][0]["ff_in"], atol=1e-4)
+    text = small_corpus().valid
+    evaluations = [engine.evaluate(text, max_tokens=None).loss for engine in (mixture, single)]
+    assert evaluations[0] == pytest.approx(evaluations[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("model", ["dmoe", "small"])
+def test_every_step_is_reported_once_and_in_order(model: Any) -> None:
+    """The report lags behind the device, but never past the end of a stretch; totals agree with it."""
+    engine = local_engine(small_preset(model), product_key((2, 2)))
+    assert isinstance(engine, Engine)
+    records = advance(engine, 3) + advance(engine, 1) + advance(engine, 2)
+    assert [record.step for record in records] == [1, 2, 3, 4, 5, 6]
+    assert {(record.tokens, record.staleness) for record in records} == {(18, 0)}
+    totals = engine.totals()
+    assert (engine.step, totals.tokens) == (6, 6 * 18)
+    # 6 steps of 3 sequences to 2 experts in each of 2 layers.
+    assert sum(totals.load.values()) == (72 if model == "dmoe" else 0)
+    assert len(totals.load) == (8 if model == "dmoe" else 0)
+
+
+def test_evaluation_changes_nothing_and_repeats_itself() -> None:
+    """Neither the state nor a second evaluation differs after one; `max_tokens` reads part of every row."""
+    engine = local_engine(small_preset("dmoe", **DROPOUT), noisy_top_k((2, 2)))
+    advance(engine, 2)
+    before, facts = jax.tree.map(np.array, engine.state()), engine.facts()
+    text, batches = small_corpus().valid, []
+    first = engine.evaluate(text, max_tokens=None, on_batch=lambda: batches.append(1))
+    assert first.loss == engine.evaluate(text, max_tokens=None).loss
+    assert first.targets.size == text.size - 1
+    assert len(batches) == 25  # 299 targets in 2 rows of 150 words, 6 at a time
+    assert engine.evaluate(text, max_tokens=24).targets.size == 24
+    jax.tree.map(np.testing.assert_array_equal, before, engine.state())
+    assert engine.facts() == facts
+
+
+def test_a_broken_router_is_named() -> None:
+    """Scores of NaN out of sound inputs are the router's fault: its name, the layer, the step and the model."""
+    engine = local_engine(small_preset("dmoe"), product_key((2, 2)))
+    advance(engine, 2)
+    state = jax.tree.map(jnp.array, engine.state())
+    state["trunk"]["gates"][1] = jax.tree.map(lambda leaf: leaf * jnp.nan, state["trunk"]["gates"][1])
+    engine.load(state, engine.facts())
+    with pytest.raises(RouterError, match=r"router 'product_key'.* in layer1 .* in step 3 of dmoe"):
+        advance(engine, 2)
+
+
+@pytest.mark.parametrize("model", ["dmoe", "small"])
+def test_a_loss_that_is_not_finite_names_model_and_step(model: Any) -> None:
+    """NaN out of the embedding is not the router's fault, though its scores are NaN, too."""
+    engine = local_engine(small_preset(model), product_key((2, 2)))
+    state = jax.tree.map(jnp.array, engine.state())
+    params = state["trunk" if model == "dmoe" else "params"]
+    params["embed"]["table"] = params["embed"]["table"] * jnp.nan
+    engine.load(state, engine.facts())
+    with pytest.raises(FloatingPointError, match=rf"{model}: loss nan of step 1"):
+        advance(engine, 1)
+
+
+def test_bfloat16_is_near_float32() -> None:
+    """The compute type reaches the layers: losses differ, a little."""
+    losses = []
+    for compute_dtype in ("float32", "bfloat16"):
+        engine = make_engine(
+            small_preset("small"), small_corpus(), where="local", steps=STEPS, seed=0, compute_dtype=compute_dtype
+        )
+        engine.advance(2, lambda record: losses.append(record.loss))
+    assert losses[0] != losses[2]
+    assert losses[:2] == pytest.approx(losses[2:], rel=0.02)
+
+
+@pytest.mark.parametrize("size", ["tiny", "full"])
+def test_a_layer_of_base_has_the_flops_of_four_experts(size: Any) -> None:
+    """All products but the attention's go with the square of the width; that one goes with the width."""
+    base, dmoe, small = PRESETS["base", size], PRESETS["dmoe", size], PRESETS["small", size]
+
+    def flops(preset: Preset) -> tuple[int, int]:
+        def of(mem_len: int, seq_len: int) -> int:
+            sizes = {"d_model": preset.d_model, "num_heads": preset.num_heads, "d_ff": preset.d_ff}
+            return layer_flops(seq_len=seq_len, mem_len=mem_len, d_head=preset.d_model // preset.num_heads, **sizes)
+
+        return of(0, 1) - 6 * preset.d_model, of(preset.mem_len, preset.seq_len)
+
+    (products, whole), (expert_products, expert_whole) = flops(base), flops(dmoe)
+    assert products == 4 * expert_products
+    assert 0.75 < whole / (4 * expert_whole) < 1
+    assert (dmoe.d_model, dmoe.d_ff, dmoe.num_heads) == (small.d_model, small.d_ff, small.num_heads)
+    assert dmoe.experts_per_layer == 16
+    assert dmoe.k_best == 4
+
+
+def test_the_full_size_has_the_papers_parameters() -> None:
+    """By hand: a layer of width d has 5 d^2 for attention, 2 d f + f + d feeding forward, 4 d for norms."""
+    vocab = 33_278
+    base, small, dmoe = (model_config(PRESETS[model, "full"], vocab) for model in ("base", "small", "dmoe"))
+    assert isinstance(base, dense.DenseConfig)
+    assert base.cutoffs == (20_000,)
+    layer_of_base = 5 * 400**2 + (2 * 400 * 900 + 900 + 400) + 4 * 400
+    layer_of_small = 5 * 200**2 + (2 * 200 * 450 + 450 + 200) + 4 * 200
+    assert (layer_of_base, layer_of_small) == (1_522_900, 381_450)
+    # Tied embedding, biases of the words, one cluster token; u and v.
+    assert count_parameters(base) == 16 * layer_of_base + vocab * 400 + vocab + 401 + 2 * 400
+    assert count_parameters(small) == 16 * layer_of_small + vocab * 200 + vocab + 201 + 2 * 200
+    # Every expert has its own u and v; the router of a 4 x 4 grid has a norm and 8 scores a layer.
+    routers = 16 * (2 * 200 + 8 * 200 + 8)
+    experts = 256 * (layer_of_small + 2 * 200)
+    assert count_parameters(dmoe, product_key((4, 4))) == experts + vocab * 200 + vocab + 201 + routers
+    with pytest.raises(ValueError, match="needs its router"):
+        count_parameters(dmoe)
