@@ -323,9 +323,7 @@ def local_forward(
 
     Returns: (loss in nats, aux); aux.memory is the memory for the next segment.
     """
-    token_nll, layers, memory = local_token_nll(
-        trunk, experts, config, router, batch, memory, alive=alive, keys=keys
-    )
+    token_nll, layers, memory = local_token_nll(trunk, experts, config, router, batch, memory, alive=alive, keys=keys)
     nll = jnp.mean(token_nll)
     return total_loss(nll, layers), ForwardAux(nll, layers, memory)
 

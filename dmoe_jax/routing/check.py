@@ -18,7 +18,7 @@ from dmoe_jax.routing.base import Router, RouterError, gather_logits, score
 _BATCH = 3
 
 
-def check_router(router: Router, grid_size: tuple[int, ...], d_model: int | None = None) -> None:
+def check_router(router: Any, grid_size: tuple[int, ...], d_model: int | None = None) -> None:
     """Make sure that a router routes on this grid.
 
     Args:
@@ -60,25 +60,39 @@ def check_finite(router: Router, logits: tuple[np.ndarray, ...], where: str) -> 
 @functools.cache
 def _try(router: Router, d_model: int) -> None:
     num_experts = math.prod(router.grid_size)
-    k = min(2, num_experts)
     params = _call(router, "init", router.init, jax.random.key(0), d_model)
     x = jax.random.normal(jax.random.key(1), (_BATCH, d_model))
     ids = jnp.arange(_BATCH, dtype=jnp.int32)
     # One dead expert at most: somebody must be left.
     alive = jnp.ones(num_experts, bool).at[0].set(num_experts == 1).reshape(router.grid_size)
+    # Compiled, as in a model: what only works on concrete numbers fails here too.
+    trial = jax.jit(functools.partial(_trial, router, min(2, num_experts)))
     for key, living in ((jax.random.key(2), None), (None, alive)):
-        scores = _call(router, "scores", lambda key=key: score(router, params, x, key=key, ids=ids))
-        check_finite(router, tuple(np.asarray(part) for part in scores.logits), "a trial batch")
-        chosen = _call(router, "select", lambda living=living, scores=scores: router.select(scores, k, living))
-        indices, mask = _check_selection(router, chosen, living)
-        logits = _call(
-            router, "select", lambda scores=scores, indices=indices: gather_logits(scores, indices, router.grid_size)
-        )
-        weights = _call(router, "combine", router.combine, logits, mask)
+        logits, indices, mask, weights, loss = jax.tree.map(np.asarray, trial(params, x, ids, key, living))
+        check_finite(router, logits, "a trial batch")
+        if (indices < 0).any() or (indices >= np.array(router.grid_size)).any():
+            raise RouterError(f"router {router.name!r}: select returned indices outside grid {router.grid_size}")
+        if living is not None and not np.asarray(living)[tuple(indices[mask].T)].all():
+            raise RouterError(f"router {router.name!r}: select chose an expert that is not alive")
         _check_weights(router, weights, mask)
-        loss = _call(router, "aux_loss", router.aux_loss, scores, indices, mask)
-        if getattr(loss, "shape", None) != () or not np.isfinite(loss):
-            raise RouterError(f"router {router.name!r}: aux_loss must return a finite scalar, got {loss!r}")
+        if not np.isfinite(loss):
+            raise RouterError(f"router {router.name!r}: aux_loss must be finite, got {loss}")
+
+
+def _trial(router: Router, k: int, params: Any, x: Any, ids: Any, key: Any, alive: Any) -> Any:
+    """All of a router's functions in a row; what their results' shapes and dtypes say is checked while tracing."""
+    scores = _call(router, "scores", lambda: score(router, params, x, key=key, ids=ids))
+    indices, mask = _check_selection(router, _call(router, "select", router.select, scores, k, alive))
+    weights = _call(router, "combine", router.combine, gather_logits(scores, indices, router.grid_size), mask)
+    if getattr(weights, "shape", None) != mask.shape:
+        raise RouterError(
+            f"router {router.name!r}: combine must return weights {mask.shape}, one for each expert, got "
+            f"{getattr(weights, 'shape', type(weights).__name__)}"
+        )
+    loss = _call(router, "aux_loss", router.aux_loss, scores, indices, mask)
+    if jnp.shape(loss) != ():
+        raise RouterError(f"router {router.name!r}: aux_loss must return a scalar, got shape {jnp.shape(loss)}")
+    return scores.logits, indices, mask, weights, loss
 
 
 def _call(router: Router, name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -88,10 +102,13 @@ def _call(router: Router, name: str, function: Callable[..., Any], *args: Any) -
     except RouterError:
         raise
     except Exception as error:  # a stranger's code may raise anything
-        raise RouterError(f"router {router.name!r}: {name} raised {type(error).__name__}: {error}") from error
+        reason = str(error).strip().splitlines()
+        raise RouterError(
+            f"router {router.name!r}: {name} raised {type(error).__name__}: {reason[0] if reason else 'no message'}"
+        ) from error
 
 
-def _check_selection(router: Router, chosen: Any, alive: Any) -> tuple[Any, Any]:
+def _check_selection(router: Router, chosen: Any) -> tuple[Any, Any]:
     dims = len(router.grid_size)
     try:
         indices, mask = chosen
@@ -99,7 +116,8 @@ def _check_selection(router: Router, chosen: Any, alive: Any) -> tuple[Any, Any]
     except (TypeError, ValueError, AttributeError, IndexError):
         fits, indices, mask = False, None, None
     if not fits:
-        got = [getattr(part, "shape", type(part).__name__) for part in chosen] if isinstance(chosen, tuple) else chosen
+        parts = chosen if isinstance(chosen, tuple) else (chosen,)
+        got = ", ".join(str(getattr(part, "shape", type(part).__name__)) for part in parts)
         raise RouterError(
             f"router {router.name!r}: select must return indices [{_BATCH}, slots, {dims}] and mask [{_BATCH}, slots] "
             f"for {_BATCH} samples, got {got}"
@@ -109,24 +127,13 @@ def _check_selection(router: Router, chosen: Any, alive: Any) -> tuple[Any, Any]
             f"router {router.name!r}: select must return int32 indices and a bool mask, got {indices.dtype} and "
             f"{mask.dtype}"
         )
-    places = np.asarray(indices)
-    if (places < 0).any() or (places >= np.array(router.grid_size)).any():
-        raise RouterError(f"router {router.name!r}: select returned indices outside grid {router.grid_size}")
-    if alive is not None and not np.asarray(alive)[tuple(places[np.asarray(mask)].T)].all():
-        raise RouterError(f"router {router.name!r}: select chose an expert that is not alive")
     return indices, mask
 
 
-def _check_weights(router: Router, weights: Any, mask: Any) -> None:
-    if getattr(weights, "shape", None) != mask.shape:
-        raise RouterError(
-            f"router {router.name!r}: combine must return weights {mask.shape}, one for each expert, got "
-            f"{getattr(weights, 'shape', type(weights).__name__)}"
-        )
-    values = np.asarray(weights)
-    sound = np.isfinite(values).all() and (values >= 0).all() and (values.sum(axis=1) <= 1 + 1e-4).all()
-    if not sound or (values[~np.asarray(mask)] != 0).any():
+def _check_weights(router: Router, weights: np.ndarray, mask: np.ndarray) -> None:
+    sound = np.isfinite(weights).all() and (weights >= 0).all() and (weights.sum(axis=1) <= 1 + 1e-4).all()
+    if not sound or (weights[~mask] != 0).any():
         raise RouterError(
             f"router {router.name!r}: combine must return weights of at least 0 that sum to at most 1, and 0 where the "
-            f"mask is False, got {values.tolist()}"
+            f"mask is False, got {weights.tolist()}"
         )

@@ -1,0 +1,130 @@
+"""A router with a mistake gets an error that names it and says what was expected."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dmoe_jax.routing.base import Router, RouterError, Scores, as_scores, score
+from dmoe_jax.routing.check import check_finite, check_router
+from dmoe_jax.routing.product_key import product_key
+
+GRID = (2, 3)
+SOUND = product_key(GRID)
+
+
+def broken(**functions: Any) -> Router:
+    return SOUND._replace(name="mine", **functions)
+
+
+def constant_scores(*parts: Any) -> Any:
+    return lambda params, x, *, key=None, ids=None: tuple(parts)
+
+
+def select_with(indices: Any, mask: Any) -> Any:
+    return lambda scores, k, alive=None: (indices, mask)
+
+
+THREE = jnp.zeros((3, 2)), jnp.zeros((3, 3))
+MISTAKES: dict[str, tuple[Router, str]] = {
+    "init raises": (broken(init=lambda key, d_model: 1 // 0), "init raised ZeroDivisionError"),
+    "scores too wide": (
+        broken(scores=constant_scores(jnp.zeros((3, 2)), jnp.zeros((3, 4)))),
+        r"got \(\(3, 2\), \(3, 4\)\)",
+    ),
+    "scores of another batch": (broken(scores=constant_scores(jnp.zeros((1, 2)), jnp.zeros((1, 3)))), "for 3 samples"),
+    "scores of integers": (broken(scores=constant_scores(jnp.zeros((3, 6), int))), "floating numbers, got int32"),
+    "no scores": (broken(scores=lambda params, x, *, key=None, ids=None: None), "got NoneType"),
+    "scores are NaN": (
+        broken(scores=constant_scores(THREE[0] * jnp.nan, THREE[1])),
+        "6 of 6 scores in a trial batch are NaN",
+    ),
+    "scores are infinite": (broken(scores=constant_scores(THREE[0] + jnp.inf, THREE[1])), r"are \+inf"),
+    "scores take no key": (broken(scores=lambda params, x: THREE), "scores raised TypeError"),
+    "scores branch on numbers": (
+        broken(scores=lambda params, x, *, key=None, ids=None: THREE if x.sum() > 0 else None),
+        "scores raised TracerBoolConversionError",
+    ),
+    "NaN in training only": (
+        broken(
+            scores=lambda params, x, *, key=None, ids=None: tuple(t * (1 if key is None else jnp.nan) for t in THREE)
+        ),
+        "NaN",
+    ),
+    "select without a mask": (
+        broken(select=lambda scores, k, alive=None: jnp.zeros((3, 2, 2), jnp.int32)),
+        "select must return",
+    ),
+    "select of two dimensions": (
+        broken(select=select_with(jnp.zeros((3, 2), jnp.int32), jnp.ones((3, 2), bool))),
+        r"indices \[3, slots, 2\]",
+    ),
+    "select of floats": (
+        broken(select=select_with(jnp.zeros((3, 2, 2)), jnp.ones((3, 2), bool))),
+        "must return int32 indices",
+    ),
+    "select outside the grid": (
+        broken(select=select_with(jnp.full((3, 2, 2), 2, jnp.int32), jnp.ones((3, 2), bool))),
+        r"outside grid \(2, 3\)",
+    ),
+    "select of the dead": (
+        broken(select=select_with(jnp.zeros((3, 2, 2), jnp.int32), jnp.ones((3, 2), bool))),
+        "chose an expert that is not alive",
+    ),
+    "weights of another shape": (broken(combine=lambda logits, mask: logits[:, :1]), r"weights \(3, 2\)"),
+    "weights above 1": (broken(combine=lambda logits, mask: jnp.ones_like(logits)), "sum to at most 1"),
+    "negative weights": (broken(combine=lambda logits, mask: -jnp.ones_like(logits)), "of at least 0"),
+    "weights of NaN": (broken(combine=lambda logits, mask: logits * jnp.nan), "combine must return weights"),
+    "a vector of losses": (
+        broken(aux_loss=lambda scores, indices, mask: jnp.zeros(3)),
+        "aux_loss must return a scalar",
+    ),
+    "an infinite loss": (broken(aux_loss=lambda scores, indices, mask: jnp.inf), "aux_loss must be finite"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found_and_named(mistake: str) -> None:
+    """Whatever is wrong with a router, the error names the router and the mistake."""
+    router, message = MISTAKES[mistake]
+    with pytest.raises(RouterError, match=message) as caught:
+        check_router(router, GRID, 8)
+    assert "'mine'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sound_router_passes_on_every_grid() -> None:
+    """One expert, one dimension, three dimensions."""
+    for grid in ((1,), (5,), (2, 3), (2, 2, 2)):
+        check_router(product_key(grid), grid, 8)
+
+
+def test_something_else_than_a_router_is_named() -> None:
+    """A factory that was not called is the likely one."""
+    with pytest.raises(RouterError, match="expected a Router, got function"):
+        check_router(product_key, GRID, 8)
+
+
+def test_a_router_for_another_grid_is_refused() -> None:
+    """With both grids in the message."""
+    with pytest.raises(RouterError, match=r"'product_key' is for grid \(2, 3\), the model's grid is \(4, 4\)"):
+        check_router(SOUND, (4, 4))
+
+
+def test_finite_scores_and_minus_infinity_are_numbers() -> None:
+    """-inf means never to choose an expert; NaN anywhere is an error with its place."""
+    check_finite(SOUND, (np.array([[0.0, -np.inf]]),), "layer0")
+    with pytest.raises(RouterError, match="1 of 2 scores in layer3 are NaN"):
+        check_finite(SOUND, (np.array([[0.0, np.nan]]),), "layer3")
+
+
+def test_scores_have_one_form_whatever_a_router_returns() -> None:
+    """A tuple by dimension, one flat array and `Scores` are taken; extras stay."""
+    flat, extras = jnp.zeros((3, 6)), {"noise": jnp.ones(2)}
+    assert as_scores(flat, GRID, 3).logits == (flat,)
+    assert as_scores(list(THREE), GRID, 3).logits == THREE
+    assert as_scores(Scores(THREE, extras), GRID, 3).extras is extras
+    params = SOUND.init(jax.random.key(0), 8)
+    assert isinstance(score(SOUND, params, jnp.ones((3, 8))), Scores)
