@@ -130,7 +130,7 @@ def main(args: list[str] | None = None) -> None:
             sys.exit(run_swarm(command))
         set_up_jax()
         run_models(command)
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         _exit_after(error)
 
 

@@ -202,6 +202,11 @@ def test_dropout_follows_the_keys():
     np.testing.assert_array_equal(first, again)
     assert (first != other).all()
     assert (first != plain).all()
+    # Every layer and either end has a key of its own.
+    keys, others = make_keys(0), make_keys(1)
+    mixed = [np.stack([keys.experts[0], others.experts[1]]), np.stack([others.experts[0], keys.experts[1]])]
+    for moved in ({"embed": others.embed}, {"head": others.head}, *({"experts": own} for own in mixed)):
+        assert (forward(params, DROPPING, batch, memory, keys=keys._replace(**moved))[0] != first).all()
 
 
 def test_position_dropout_has_one_mask_for_all():

@@ -12,7 +12,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmoe_jax.routing import Router, from_linen, from_nnx, gather_logits, masked_softmax, product_key
+from dmoe_jax.routing import Router, Scores, from_linen, from_nnx, gather_logits, masked_softmax, product_key
 from dmoe_jax.routing.base import select_top_k
 
 GRIDS = st.sampled_from([(5,), (3, 4), (2, 3, 2)])
@@ -45,7 +45,7 @@ def test_selection_equals_brute_force(grid, k, share_alive, seed):
     rng = np.random.default_rng(seed)
     alive = rng.random(grid) < share_alive
     scores = random_scores(rng, grid, 3)
-    indices, mask = select_top_k(scores, k, jnp.asarray(alive))
+    indices, mask = select_top_k(Scores(scores), k, jnp.asarray(alive), grid_size=grid)
     for b, expected in enumerate(brute_force(scores, k, alive)):
         assert [tuple(map(int, cell)) for cell in indices[b][mask[b]]] == expected
     np.testing.assert_array_equal(mask.sum(axis=1), min(k, alive.sum()))
@@ -53,7 +53,7 @@ def test_selection_equals_brute_force(grid, k, share_alive, seed):
 
 def test_everything_is_alive_by_default_and_ties_go_to_lower_coordinates():
     """Equal scores select the cells in row-major order."""
-    indices, mask = select_top_k((jnp.zeros((1, 2)), jnp.zeros((1, 3))), 4)
+    indices, mask = select_top_k(Scores((jnp.zeros((1, 2)), jnp.zeros((1, 3)))), 4, grid_size=(2, 3))
     assert indices[0].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0]]
     assert indices.dtype == jnp.int32
     assert bool(mask.all())
@@ -61,8 +61,8 @@ def test_everything_is_alive_by_default_and_ties_go_to_lower_coordinates():
 
 def test_logits_are_sums_over_dimensions():
     """gather_logits adds the scores of an expert's coordinates: 1 + 30 and 2 + 10."""
-    scores = (jnp.array([[1.0, 2.0]]), jnp.array([[10.0, 20.0, 30.0]]))
-    logits = gather_logits(scores, jnp.array([[[0, 2], [1, 0]]], jnp.int32))
+    scores = Scores((jnp.array([[1.0, 2.0]]), jnp.array([[10.0, 20.0, 30.0]])))
+    logits = gather_logits(scores, jnp.array([[[0, 2], [1, 0]]], jnp.int32), (2, 3))
     np.testing.assert_array_equal(logits, [[31.0, 12.0]])
 
 
@@ -96,15 +96,15 @@ def test_masked_softmax_does_not_overflow():
 
 def test_gradient_flows_through_selected_live_experts_only():
     """Scores of coordinates that no selected live expert has get exactly zero gradient; the others do not."""
-    scores = (jnp.array([[3.0, 2.0, 1.0]]), jnp.array([[5.0, 4.0, 0.0]]))
+    scores = Scores((jnp.array([[3.0, 2.0, 1.0]]), jnp.array([[5.0, 4.0, 0.0]])))
     alive = jnp.ones((3, 3), bool).at[0, 0].set(False)
 
     def first_weight(scores):
-        indices, mask = select_top_k(scores, 2, alive)
-        return masked_softmax(gather_logits(scores, indices), mask)[0, 0]
+        indices, mask = select_top_k(scores, 2, alive, grid_size=(3, 3))
+        return masked_softmax(gather_logits(scores, indices, (3, 3)), mask)[0, 0]
 
     # (0, 0) = 8 is dead; (0, 1) = 7 and (1, 0) = 7 remain, tied, and (1, 1) = 6, (2, 0) = 6 are not selected.
-    rows, columns = jax.grad(first_weight)(scores)
+    rows, columns = jax.grad(first_weight)(scores).logits
     np.testing.assert_allclose(rows, [[0.25, -0.25, 0.0]], atol=1e-7)
     np.testing.assert_allclose(columns, [[-0.25, 0.25, 0.0]], atol=1e-7)
 
@@ -113,13 +113,13 @@ def test_gradient_flows_through_selected_live_experts_only():
 def test_impossible_k_is_refused(k):
     """k must be between one and the number of cells."""
     with pytest.raises(ValueError, match=f"between 1 and the 6 cells.*got {k}"):
-        select_top_k((jnp.zeros((1, 2)), jnp.zeros((1, 3))), k)
+        select_top_k(Scores((jnp.zeros((1, 2)), jnp.zeros((1, 3)))), k, grid_size=(2, 3))
 
 
 def test_alive_of_another_shape_is_refused():
     """alive must have the grid's shape."""
     with pytest.raises(ValueError, match=r"\(2, 3\), got \(3, 2\)"):
-        select_top_k((jnp.zeros((1, 2)), jnp.zeros((1, 3))), 1, jnp.ones((3, 2), bool))
+        select_top_k(Scores((jnp.zeros((1, 2)), jnp.zeros((1, 3)))), 1, jnp.ones((3, 2), bool), grid_size=(2, 3))
 
 
 def test_product_key_starts_near_uniform_but_differs_by_sample():
@@ -128,9 +128,9 @@ def test_product_key_starts_near_uniform_but_differs_by_sample():
     params = router.init(jax.random.key(0), 64)
     x = jax.random.normal(jax.random.key(1), (256, 64))
     scores = router.scores(params, x)
-    assert [part.shape for part in scores] == [(256, 4), (256, 8)]
+    assert [part.shape for part in scores.logits] == [(256, 4), (256, 8)]
     # 0.1 is the declared deviation; 256 * 12 samples estimate it, correlated through the 12 key vectors.
-    assert 0.07 < float(jnp.std(jnp.concatenate(scores, axis=1))) < 0.13
+    assert 0.07 < float(jnp.std(jnp.concatenate(scores.logits, axis=1))) < 0.13
     indices, _ = router.select(scores, 1)
     counts = np.bincount(np.asarray(indices[:, 0, 0] * 8 + indices[:, 0, 1]), minlength=32)
     assert np.count_nonzero(counts) >= 24
@@ -149,7 +149,7 @@ def test_product_key_matches_its_definition():
     x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
     normalised = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-6)
     expected = normalised @ np.asarray(params["keys"]["kernel"]) + np.asarray(params["keys"]["bias"])
-    first, second = router.scores(params, jnp.asarray(x))
+    first, second = router.scores(params, jnp.asarray(x)).logits
     np.testing.assert_allclose(first, expected[:, :2], atol=1e-5)
     np.testing.assert_allclose(second, expected[:, 2:], atol=1e-5)
 
@@ -157,7 +157,7 @@ def test_product_key_matches_its_definition():
 def test_aux_loss_of_product_key_is_zero():
     """Product keys have no balancing loss."""
     router = product_key((2, 2))
-    scores = (jnp.ones((1, 2)), jnp.ones((1, 2)))
+    scores = Scores((jnp.ones((1, 2)), jnp.ones((1, 2))))
     assert float(router.aux_loss(scores, *router.select(scores, 1))) == 0.0
 
 
@@ -180,9 +180,9 @@ def test_an_nnx_module_swaps_in():
     x = jax.random.normal(jax.random.key(1), (4, 6))
 
     def total(router: Router, params):
-        return sum(jnp.sum(part**2) for part in router.scores(params, x))
+        return sum(jnp.sum(part**2) for part in router.scores(params, x).logits)
 
-    for left, right in zip(adapted.scores(params, x), linen.scores(params, x), strict=True):
+    for left, right in zip(adapted.scores(params, x).logits, linen.scores(params, x).logits, strict=True):
         np.testing.assert_allclose(left, right, atol=1e-5)
     jax.tree.map(
         lambda left, right: np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-4),
@@ -228,10 +228,10 @@ def test_a_linen_module_may_return_a_tuple_and_use_noise():
     router = from_linen(NoisyPair, (2, 2))
     params = router.init(jax.random.key(0), 3)
     x = jnp.ones((1, 3))
-    once, again = (router.scores(params, x, key=jax.random.key(5)) for _ in range(2))
+    once, again = (router.scores(params, x, key=jax.random.key(5)).logits for _ in range(2))
     np.testing.assert_array_equal(once[0], again[0])
-    assert not np.allclose(once[0], router.scores(params, x, key=jax.random.key(6))[0])
-    assert not np.allclose(once[0], router.scores(params, x)[0])
+    assert not np.allclose(once[0], router.scores(params, x, key=jax.random.key(6)).logits[0])
+    assert not np.allclose(once[0], router.scores(params, x).logits[0])
 
 
 @pytest.mark.parametrize("grid", [(), (0, 3), (2, -1), (True,)])

@@ -179,13 +179,17 @@ def test_without_keys_nothing_is_dropped():
     trunk, experts = make_params()
     batch, memory = make_batch(), filled_memory()
     plain, _ = local_forward(trunk, experts, CONFIG, ROUTER, batch, memory)
-    evaluated, _ = local_forward(trunk, experts, DROPPING, ROUTER, batch, memory)
-    np.testing.assert_allclose(evaluated, plain, rtol=1e-5)
+    args = (trunk, experts, DROPPING, ROUTER, batch, memory)
+    np.testing.assert_allclose(local_forward(*args)[0], plain, rtol=1e-5)
     keys = [txl.step_keys(num_layers=2, batch=2, seed=0, trainer=0, step=step) for step in (0, 0, 1)]
-    first, again, other = (local_forward(trunk, experts, DROPPING, ROUTER, batch, memory, keys=k)[0] for k in keys)
+    first, again, other = (local_forward(*args, keys=k)[0] for k in keys)
     assert float(first) == float(again)
     assert abs(float(first) - float(other)) > 1e-3
     assert abs(float(first) - float(plain)) > 1e-3
+    # Every layer and either end has a key of its own.
+    changed = np.array([keys[0].experts[0], keys[2].experts[1]]), np.array([keys[2].experts[0], keys[0].experts[1]])
+    for moved in ({"embed": keys[2].embed}, {"head": keys[2].head}, *({"experts": mixed} for mixed in changed)):
+        assert abs(float(local_forward(*args, keys=keys[0]._replace(**moved))[0]) - float(first)) > 1e-4
 
 
 def test_expert_inputs_are_those_of_the_expert():
@@ -247,7 +251,7 @@ def test_the_router_sees_first_words_and_a_key():
     jax.eval_shape(lambda: txl.local_forward(trunk, experts, config, router, batch, memory))
     keys = txl.step_keys(num_layers=1, batch=5, seed=0, trainer=0, step=0)
     _, aux = local_forward(trunk, experts, config, router, batch, memory, keys=keys)
-    expected = (np.asarray(batch.tokens[:, 0]) + int(keys.gates[0, 0])) % 4
+    expected = (np.asarray(batch.tokens[:, 0]) + int(keys.gates[0, 0] % 4)) % 4
     np.testing.assert_array_equal(aux.layers[0].indices[:, 0, 0], expected)
     assert had_key == [False, True]
 

@@ -1,0 +1,113 @@
+"""The price of a mixture: what it is measured against has its FLOPs, and the figures are counted right."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dmoe_jax.models.dense_transformer_xl import DenseConfig
+from dmoe_jax.models.trunk import step_keys
+from dmoe_jax.recipe import Recipe, make_optimizer
+from experiments.moe_overhead import measurement
+from experiments.moe_overhead.measurement import Overhead, Round
+from experiments.moe_overhead.run import main
+from experiments.moe_overhead.wide_layer import WideLayer, layer_flops, wide_layer, wide_state, wide_step
+from experiments.transformer_xl.presets import PRESETS, model_config
+from tests.experiments.small_runs import small_corpus, small_preset
+
+
+def test_flops_of_a_layer_by_hand() -> None:
+    """2 positions, 3 memory slots, so 5 keys; width 4, one head of 6, 7 units: each product counted on its own."""
+    products = [
+        2 * 4 * 6,  # q
+        5 * 4 * 6,  # k
+        5 * 4 * 6,  # v
+        2 * 5 * 6,  # scores by content
+        2 * 5 * 6,  # scores by distance
+        2 * 5 * 6,  # weighted sum
+        2 * 6 * 4,  # output
+        2 * 4 * 7,  # feed-forward, in
+        2 * 7 * 4,  # and out
+    ]
+    found = layer_flops(seq_len=2, mem_len=3, d_model=4, num_heads=1, d_head=6, d_ff=7)
+    assert found == 2 * sum(products)
+
+
+def test_the_wide_layer_is_a_transformer_xl_layer() -> None:
+    """With the sizes of an expert and its parameters it computes what the expert computes."""
+    config = model_config(small_preset("dmoe"), 60)
+    assert not isinstance(config, DenseConfig)
+    expert, layer = config.expert(), WideLayer(num_heads=2, d_head=8, d_ff=24, compute_dtype="float32")
+    params = expert.init(jax.random.key(0))
+    hidden, memory = (jax.random.normal(jax.random.key(n), (3, 6, 16)) for n in (1, 2))
+    mask = jnp.arange(6)[None] >= jnp.array([[0], [3], [6]])
+    expected = expert.apply(params, hidden, memory, mask)
+    np.testing.assert_allclose(layer.apply({"params": params}, hidden, memory, mask), expected, atol=1e-5)
+
+
+def test_the_wide_layer_has_k_times_heads_and_units() -> None:
+    """Four experts of the tiny preset: 4 heads of 16 and 144 units each."""
+    config = model_config(PRESETS["dmoe", "tiny"], 60)
+    assert not isinstance(config, DenseConfig)
+    assert wide_layer(config) == WideLayer(num_heads=16, d_head=16, d_ff=576, compute_dtype="float32")
+
+
+def test_the_dense_model_learns() -> None:
+    """Twenty steps on one batch bring its loss down: it is trained, not merely timed."""
+    config = model_config(small_preset("dmoe", num_layers=1), 60)
+    assert not isinstance(config, DenseConfig)
+    optimizer = make_optimizer(Recipe(learning_rate=1e-2, warmup_steps=0, total_steps=None, grad_clip=1.0))
+    state = wide_state(jax.random.key(0), config, optimizer, optimizer, 3)
+    train = wide_step(config, optimizer, optimizer)
+    batch = measurement.SegmentStream(small_corpus().train, batch_size=3, seq_len=6).at(0)
+    losses = []
+    for _ in range(20):
+        state, loss = train(state, batch)
+        losses.append(float(loss))
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_ratio_is_the_median_over_rounds() -> None:
+    """Ratios 1.5, 2 and 1; one round that something else disturbed does not count."""
+    rounds = (Round(dense_s=0.1, moe_s=0.15), Round(dense_s=0.1, moe_s=0.2), Round(dense_s=0.4, moe_s=0.4))
+    measured = Overhead(rounds=rounds, tokens_per_step=100, dense_flops=8, moe_flops=8)
+    assert measured.ratio == pytest.approx(1.5)
+    assert measured.dense_tokens_per_s == pytest.approx(1000)
+    assert measured.moe_tokens_per_s == pytest.approx(500)
+
+
+def test_the_command_measures_and_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both models take turns, equal FLOPs are reported, and the folder has its figure."""
+    monkeypatch.setitem(PRESETS, ("dmoe", "tiny"), small_preset("dmoe", num_layers=1, dropout=0.5))
+    monkeypatch.setattr(measurement, "VOCAB_SIZE", 60)
+    asked: list[int] = []
+
+    def noted(*, step: int, **sizes: int) -> object:
+        asked.append(step)
+        return step_keys(step=step, **sizes)
+
+    monkeypatch.setattr(measurement, "step_keys", noted)
+    main(["--rounds", "2", "--steps-per-round", "3", "--json", "--out", str(tmp_path / "run")])
+    headline = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert headline["moe_overhead"] > 0
+    assert headline["moe_layer_flops_per_sequence"] == headline["dense_layer_flops_per_sequence"]
+    assert headline["missed_bars"] == (["moe_overhead"] if headline["moe_overhead"] > 1.3 else [])
+    assert asked == list(range(2 + 2 * 3))  # two to compile, then three in each round
+    assert {"figure.png", "report.md"} <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--router", "nonesuch"], "unknown router 'nonesuch'"), (["--rounds", "0"], "--rounds must be at least 1")],
+)
+def test_a_mistake_is_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is compiled."""
+    with pytest.raises(SystemExit) as exit_:
+        main(flags)
+    assert exit_.value.code in (1, 2)
+    assert message in capsys.readouterr().err
