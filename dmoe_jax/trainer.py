@@ -162,7 +162,7 @@ class SwarmModel:
         self._segments = segments
         self._mixtures = tuple(mixtures)
         self.loss_and_grads = value_and_grad(self._forward, has_aux=True)
-        """async (params, batch, memory, keys) -> ((total, (loss, next memory)), grads); without keys nothing is random."""
+        """async (params, batch, memory, keys) -> ((total, (loss, next memory)), grads); keys None: nothing random."""
 
     def empty_memory(self, batch_size: int) -> Memory:
         """The memory before the first segment of text."""

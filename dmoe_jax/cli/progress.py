@@ -55,11 +55,11 @@ class TrainingProgress:
         """Print a line above the bar."""
         self._bar.console.print(text, highlight=False)
 
-    def start_evaluation(self, num_batches: int) -> Callable[[], None]:
-        """Show a bar for an evaluation; call the result after each batch."""
-        task = self._bar.add_task("evaluating", total=num_batches, figures="validation text")
+    def start_evaluation(self, num_batches: int, *, text: str = "validation text") -> Callable[[], None]:
+        """Show a bar for an evaluation of this text; call the result after each batch."""
+        task = self._bar.add_task("evaluating", total=num_batches, figures=text)
         if self._bar.disable:
-            self.say(f"evaluating {num_batches} batches of validation text")
+            self.say(f"evaluating {num_batches} batches of {text}")
         return lambda: self._bar.advance(task)
 
     def update(self, step: int, loss: float, tokens_per_s: float, failed_calls: int) -> None:

@@ -17,7 +17,7 @@ own residual connection), and no row is ever NaN.
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -99,9 +99,9 @@ class RemoteMixture:
           NoQuorum: with `on_shortfall="raise"`, when some sample has fewer than `k_min` answers.
           RouterError: the router's scores are not numbers, or it selected no expert that exists.
         """
-        taped = scores if isinstance(scores, Scores) else Scores(tuple(scores))
-        on_host = await to_host(self._device, jax.tree.map(lambda value: value.value, taped))
-        check_finite(self._router, on_host.logits, self._config.prefix)
+        taped: Any = scores if isinstance(scores, Scores) else Scores(cast(Any, scores))
+        on_host: Scores = await to_host(self._device, jax.tree.map(lambda value: value.value, taped))
+        check_finite(self._router, cast(Any, on_host.logits), self._config.prefix)
         indices, calls, slots = await self._choose(on_host)
         layer_call = _LayerCall(self, calls, slots, num_slots=indices.shape[1])
         outputs = await run.call(layer_call, *inputs)
@@ -115,7 +115,7 @@ class RemoteMixture:
         if self._router.whole_grid:
             return await self._choose_from_all(scores)
         batch, k = scores.logits[0].shape[0], self._config.k_best
-        found = await self._directory.beam_search(self._config.prefix, scores.logits, k)
+        found = await self._directory.beam_search(self._config.prefix, cast(Any, scores.logits), k)
         indices = np.zeros((batch, k, len(self._router.grid_size)), np.int32)
         places = []
         for row, choices in enumerate(found):

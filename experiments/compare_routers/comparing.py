@@ -143,7 +143,7 @@ def _checked(step: Callable[[], Any]) -> Any:
 
 def _expected(error: BaseException) -> str:
     """What went wrong with a run, in one line, if it is what may go wrong with a run; raises anything else."""
-    expected, others = BaseExceptionGroup("", [error]).split((FloatingPointError, RouterError, RuntimeError, NetError))
+    expected, others = BaseExceptionGroup("", [error]).split((FloatingPointError, RouterError, NetError))
     if expected is None or others is not None:
         raise error
     leaf: BaseException = expected

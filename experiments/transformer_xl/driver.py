@@ -242,7 +242,8 @@ class _Run:
         ids = self._corpus.valid if split == "valid" else self._corpus.test
         tokens = min(num_tokens, ids.size) or ids.size
         num_batches = math.ceil(tokens / self._plan.eval_batch_tokens)
-        on_batch = self._progress.start_evaluation(num_batches) if show_progress else lambda: None
+        name = {"valid": "validation", "test": "test"}[split]
+        on_batch = self._progress.start_evaluation(num_batches, text=f"{name} text") if show_progress else lambda: None
         evaluation = self._engine.evaluate(ids, max_tokens=num_tokens or None, on_batch=on_batch)
         self._evaluations[split] = evaluation
         self._folder.log(
@@ -256,7 +257,6 @@ class _Run:
             time_s=self._training_s,
             virtual_s=self._totals.virtual_s,
         )
-        name = {"valid": "validation", "test": "test"}[split]
         self._progress.say(
             f"{self._engine.name}, step {self._engine.step}: {name} perplexity {evaluation.perplexity:.1f}"
         )

@@ -37,9 +37,7 @@ class EvaluationConfig:
     def of(self, config: Any) -> Any:
         """The model's configuration with these lengths."""
         chosen = {
-            name: value
-            for name in ("seq_len", "mem_len", "clamp_len")
-            if (value := getattr(self, name)) is not None
+            name: value for name in ("seq_len", "mem_len", "clamp_len") if (value := getattr(self, name)) is not None
         }
         return replace(config, **chosen, same_length=self.same_length or config.same_length)
 
@@ -75,7 +73,8 @@ def dmoe_evaluator(config: txl.TransformerXLConfig, router: Router, evaluation: 
     own: txl.TransformerXLConfig = evaluation.of(config)
 
     def token_nll(params: PyTree, batch: Batch, memory: Memory) -> tuple[Any, Memory]:
-        nll, _, memory = txl.local_token_nll(*params, own, router, batch, memory)
+        trunk, experts = params
+        nll, _, memory = txl.local_token_nll(trunk, experts, own, router, batch, memory)
         return nll, memory
 
     return functools.partial(_evaluate, jax.jit(token_nll), own, evaluation.batch_size)

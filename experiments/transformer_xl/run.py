@@ -59,7 +59,8 @@ class TransformerXLCommand:
     steps: int | None = None
     """Updates of each model. Default: the preset's."""
     batch_size: int | None = None
-    """Sequences of an update. Default: the preset's on one device, 1 for each trainer of a swarm."""
+    """Sequences of an update. Default: the preset's on one device, 1 for each simulated trainer, for each of the four
+    trainers of a swarm of processes a quarter of the preset's."""
     seed: int = 0
     """Seed of everything."""
     bf16: bool = False
@@ -69,9 +70,9 @@ class TransformerXLCommand:
     eval_tokens: int = 16_384
     """Validation words of the evaluation in a pause, 0 for all. At the end all are read, and all of the test text."""
     trainers: int = 32
-    """Trainers of a simulated swarm."""
+    """Trainers, where simulated."""
     delay_s: float = 1.0
-    """Mean of the exponential delay in a simulated swarm, virtual seconds."""
+    """Mean of the exponential delay where simulated, virtual seconds."""
     failure_rate: float = 0.1
     """Share of the expert calls in a simulated swarm that are never answered."""
     nodes: int = 4

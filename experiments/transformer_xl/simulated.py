@@ -40,6 +40,7 @@ from dmoe_jax.trainer import Evaluation, SharedTrunk, StepRecord, SwarmModel, Tr
 from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
 from experiments.transformer_xl.engine import Totals
 from experiments.transformer_xl.evaluation import EvaluationConfig, dense_evaluator, dmoe_evaluator
+from net.errors import NoQuorum
 from net.rpc.faults import Fault, FaultPlan
 from net.transport.sim import run, simulate
 from net.transport.sim_links import Constant
@@ -137,12 +138,12 @@ class _Stretches:
         """A trainer lost a step.
 
         Raises:
-          RuntimeError: so many were lost in a row that nothing will come of it.
+          NoQuorum: so many were lost in a row that nothing will come of it.
         """
         self.counters.steps_lost += 1
         self._lost_in_a_row += 1
         if self._lost_in_a_row > _MAX_LOST_IN_A_ROW:
-            raise RuntimeError(
+            raise NoQuorum(
                 f"{self.name}: {self._lost_in_a_row} steps lost in a row, the last one by trainer {trainer}: {error}"
             ) from error
 

@@ -139,8 +139,8 @@ def test_the_share_of_lost_calls_is_the_failure_rate() -> None:
     totals = engine.totals()
     share = totals.calls_failed / (totals.calls_ok + totals.calls_failed)
     assert share == pytest.approx(0.2, abs=0.06)
-    assert totals.load and max(totals.load.values()) <= 60
-    assert totals.virtual_s is not None and totals.virtual_s > 10
+    assert 0 < max(totals.load.values()) <= 60
+    assert (totals.virtual_s or 0.0) > 10
 
 
 def test_without_delay_and_failures_nothing_is_lost() -> None:
@@ -168,5 +168,5 @@ def test_a_setting_that_makes_no_sense_is_refused() -> None:
     """The message has the values."""
     with pytest.raises(ValueError, match="num_trainers=0"):
         Setting(num_trainers=0)
-    with pytest.raises(ValueError, match="failure_rate=1.0"):
+    with pytest.raises(ValueError, match=r"failure_rate=1\.0"):
         Setting(failure_rate=1.0)
