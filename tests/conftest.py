@@ -1,9 +1,15 @@
 """Fixtures for the whole test run."""
 
+import os
 from collections.abc import Iterator
 
 import jax
 import pytest
+
+# Tests compile much and compute little: unoptimised code is ready in two thirds of the time. Processes that tests start
+# inherit the variable.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] not in ("0", "false"))
 
 
 class CompilationCounter:

@@ -73,7 +73,7 @@ def make_engine(
         return (local_dense if where == "local" else SimulatedDense)(config=config, **common)
     if router is None:
         raise ValueError(f"model {preset.model!r} is a mixture of experts and needs a router")
-    common["expert_optimizer"] = make_optimizer(expert_recipe(preset, _expert_updates(preset, steps, rows)))
+    common["expert_optimizer"] = make_optimizer(expert_recipe(preset, steps))
     return (local_dmoe if where == "local" else SimulatedDmoe)(config=config, router=router, **common)
 
 
@@ -151,8 +151,3 @@ def run_settings(
 def _setting(setting: Setting | None, batch_size: int | None) -> Setting:
     setting = Setting() if setting is None else setting
     return setting if batch_size is None else dataclasses.replace(setting, batch_size=batch_size)
-
-
-def _expert_updates(preset: Preset, steps: int, rows: int) -> int:
-    """About how many updates an expert takes in a run, when load is even: at most one a step."""
-    return max(1, min(steps, steps * rows * preset.k_best // preset.experts_per_layer))
