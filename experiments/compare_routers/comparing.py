@@ -22,7 +22,7 @@ from experiments.transformer_xl.driver import train
 from experiments.transformer_xl.names import Place
 from experiments.transformer_xl.presets import PRESETS
 from experiments.transformer_xl.resuming import finished_headline, open_run
-from experiments.transformer_xl.simulated import Setting
+from experiments.transformer_xl.stretches import Setting
 from net.errors import NetError
 
 _QUICK_ROUTERS = ("product_key", "switch", "uniform_random")

@@ -22,7 +22,9 @@ from experiments.transformer_xl.presets import (
     model_config,
     trunk_recipe,
 )
-from experiments.transformer_xl.simulated import Setting, SimulatedDense, SimulatedDmoe
+from experiments.transformer_xl.simulated import SimulatedDmoe
+from experiments.transformer_xl.simulated_dense import SimulatedDense
+from experiments.transformer_xl.stretches import Setting
 
 
 def make_engine(

@@ -204,7 +204,7 @@ def _train_model(command: TransformerXLCommand, model: Model, corpus: Any, path:
     from experiments.transformer_xl.driver import train
     from experiments.transformer_xl.presets import PRESETS
     from experiments.transformer_xl.resuming import finished_headline, open_run
-    from experiments.transformer_xl.simulated import Setting
+    from experiments.transformer_xl.stretches import Setting
 
     preset, place = PRESETS[model, command.size], command.place
     steps = command.steps or (preset.steps if place == "local" else preset.simulated_steps)

@@ -14,7 +14,9 @@ from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.routing.combinators import add_noise
 from dmoe_jax.routing.product_key import product_key
 from experiments.transformer_xl.evaluation import EvaluationConfig
-from experiments.transformer_xl.simulated import Setting, SimulatedDense, SimulatedDmoe
+from experiments.transformer_xl.simulated import SimulatedDmoe
+from experiments.transformer_xl.simulated_dense import SimulatedDense
+from experiments.transformer_xl.stretches import Setting
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
