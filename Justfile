@@ -9,11 +9,11 @@ demo *ARGS:
 
 # the quick tests (under eight minutes on two cores)
 test *ARGS:
-    python -m pytest {{ARGS}}
+    python -m pytest -n auto --maxprocesses 8 {{ARGS}}
 
 # every test, the slow ones too
 test-all *ARGS:
-    python -m pytest -m '' {{ARGS}}
+    python -m pytest -n auto --maxprocesses 8 -m '' {{ARGS}}
 
 # style and types
 lint:
@@ -31,3 +31,4 @@ bench *ARGS:
     python -m experiments.overlap {{ARGS}}
     python -m experiments.transport_speed {{ARGS}}
     python -m experiments.sim_scale {{ARGS}}
+    python -m experiments.moe_overhead {{ARGS}}

@@ -12,14 +12,16 @@ import numpy as np
 from dmoe_jax.data.batches import Batch, SegmentStream
 from dmoe_jax.data.wikitext2 import VOCAB_SIZE
 from dmoe_jax.models.dense_transformer_xl import DenseConfig
+from dmoe_jax.models.transformer_xl import TransformerXLConfig
 from dmoe_jax.models.trunk import step_keys
 from dmoe_jax.recipe import make_optimizer
+from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.registry import make_router
 from experiments.moe_overhead.wide_layer import layer_flops, wide_state, wide_step
 from experiments.transformer_xl.local import local_dmoe_state
 from experiments.transformer_xl.local_steps import dmoe_step
 from experiments.transformer_xl.names import Size
-from experiments.transformer_xl.presets import PRESETS, expert_recipe, model_config, trunk_recipe
+from experiments.transformer_xl.presets import PRESETS, Preset, expert_recipe, model_config, trunk_recipe
 
 _NO_DROPOUT: dict[str, Any] = dict.fromkeys(
     (
@@ -119,22 +121,8 @@ def measure_overhead(
     config = model_config(preset, VOCAB_SIZE, compute_dtype=compute_dtype)
     assert not isinstance(config, DenseConfig)
     rows = batch_size or preset.batch_size
-    optimizer = make_optimizer(trunk_recipe(preset, _STEPS_OF_A_RUN))
-    expert_optimizer = make_optimizer(expert_recipe(preset, _STEPS_OF_A_RUN))
-    routing = make_router(router, config.grid_size)
-    train_moe = dmoe_step(config, routing, optimizer, expert_optimizer)
-    train_dense = wide_step(config, optimizer, expert_optimizer)
+    moe, dense = _models(preset, config, make_router(router, config.grid_size), rows, seed)
     stream = SegmentStream(_text(rows * config.seq_len, seed), batch_size=rows, seq_len=config.seq_len, seed=seed)
-    moe = _Timed(
-        lambda state, batch, step: train_moe(
-            state, batch, step_keys(num_layers=config.num_layers, batch=rows, seed=seed, trainer=0, step=step)
-        ),
-        local_dmoe_state(config, routing, optimizer, expert_optimizer, batch_size=rows, seed=seed),
-    )
-    dense = _Timed(
-        lambda state, batch, _: train_dense(state, batch),
-        wide_state(jax.random.key(seed), config, optimizer, expert_optimizer, rows),
-    )
     batches = [next(stream) for _ in range(steps_per_round)]
     for model in (moe, dense):
         model.time(batches[:2])  # the first compiles
@@ -152,6 +140,25 @@ def measure_overhead(
         dense_flops=layer_flops(**sizes, num_heads=k * config.num_heads, d_head=d_head, d_ff=k * config.d_ff),
         moe_flops=k * layer_flops(**sizes, num_heads=config.num_heads, d_head=d_head, d_ff=config.d_ff),
     )
+
+
+def _models(preset: Preset, config: TransformerXLConfig, router: Router, rows: int, seed: int) -> tuple[Any, Any]:
+    """The model with mixtures and the one with dense layers, each a `_Timed`."""
+    optimizer = make_optimizer(trunk_recipe(preset, _STEPS_OF_A_RUN))
+    expert_optimizer = make_optimizer(expert_recipe(preset, _STEPS_OF_A_RUN))
+    train_moe = dmoe_step(config, router, optimizer, expert_optimizer)
+    train_dense = wide_step(config, optimizer, expert_optimizer)
+    moe = _Timed(
+        lambda state, batch, step: train_moe(
+            state, batch, step_keys(num_layers=config.num_layers, batch=rows, seed=seed, trainer=0, step=step)
+        ),
+        local_dmoe_state(config, router, optimizer, expert_optimizer, batch_size=rows, seed=seed),
+    )
+    dense = _Timed(
+        lambda state, batch, _: train_dense(state, batch),
+        wide_state(jax.random.key(seed), config, optimizer, expert_optimizer, rows),
+    )
+    return moe, dense
 
 
 class _Timed:

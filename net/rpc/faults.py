@@ -83,11 +83,22 @@ class FaultPlan:
 
 
 class FaultInjector:
-    """Decides the fate of each call that a peer serves."""
+    """Decides the fate of each call that a peer serves.
 
-    def __init__(self, plan: FaultPlan) -> None:
+    Args:
+      plan: how often, and what.
+      server: whose calls these are. Peers under one plan have fates of their own: if the n-th calls of a caller met the
+        same fate everywhere, all experts that it asks at once would fail together. None: of no peer yet, see `of`.
+    """
+
+    def __init__(self, plan: FaultPlan, server: PeerId | None = None) -> None:
         self._plan = plan
+        self._server = b"" if server is None else server.raw
         self._num_calls: dict[PeerId, int] = {}
+
+    def of(self, server: PeerId) -> "FaultInjector":
+        """One for this peer, at its first call, under the same plan."""
+        return FaultInjector(self._plan, server)
 
     def draw(self, caller: PeerId, method: str) -> tuple[Fault, float] | None:
         """The fault of the caller's next call, and the delay of a late answer in seconds; None for none."""
@@ -100,10 +111,10 @@ class FaultInjector:
             self._num_calls.clear()
         number = self._num_calls.get(caller, 0)
         self._num_calls[caller] = number + 1
-        left = uniform(plan.seed, caller.raw, number, "fault")
+        left = uniform(plan.seed, self._server, caller.raw, number, "fault")
         for fault in Fault:  # in the order of the enum, whatever the mapping's
             left -= plan.rates.get(fault, 0.0)
             if left < 0:
-                late_s = -plan.late_mean_s * math.log1p(-uniform(plan.seed, caller.raw, number, "late"))
+                late_s = -plan.late_mean_s * math.log1p(-uniform(plan.seed, self._server, caller.raw, number, "late"))
                 return fault, late_s if fault is Fault.LATE else 0.0
         return None

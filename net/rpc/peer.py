@@ -149,7 +149,7 @@ class RpcPeer:
         self._address = address
         self._contact = None if address is None else Contact(peer_id, address)
         self._own_calls: dict[trio.CancelScope, None] = {}
-        self._faults = faults
+        self._faults = None if faults is None else faults.of(peer_id)
         self._idle_s = idle_s
         self._max_outgoing = max_outgoing_connections
         self._max_incoming = max_incoming_connections

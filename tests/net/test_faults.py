@@ -52,7 +52,7 @@ async def test_a_late_answer() -> None:
     injector = FaultInjector(FaultPlan(rates={Fault.LATE: 1.0}, late_mean_s=0.02))
     async with peers(faults=injector) as (server, client, address):
         server.add_handler("echo", echo)
-        fate = FaultInjector(FaultPlan(rates={Fault.LATE: 1.0}, late_mean_s=0.02)).draw(client.peer_id, "echo")
+        fate = injector.of(server.peer_id).draw(client.peer_id, "echo")
         assert fate is not None
         started = trio.current_time()
         await client.call(address, "echo", {}, timeout_s=LONG_S)
@@ -96,6 +96,20 @@ def test_chance_repeats_itself() -> None:
     first = row(FaultInjector(FaultPlan(rates=rates)), with_others=False)
     assert first == row(FaultInjector(FaultPlan(rates=rates)), with_others=True)
     assert first != row(FaultInjector(FaultPlan(rates=rates, seed=1)), with_others=False)
+
+
+def test_peers_under_one_plan_have_fates_of_their_own() -> None:
+    """What a caller asks of several peers at once does not fail together: as often as chance has it, and no more."""
+    plan = FaultPlan(rates={Fault.HANG: 0.1, Fault.LATE: 0.9})
+    rows = []
+    for number in (1, 2):
+        injector = FaultInjector(plan).of(PeerId(number.to_bytes(32, "big")))
+        rows.append([injector.draw(CALLER, "echo") for _ in range(2000)])
+    both_hang = sum(first == second == (Fault.HANG, 0.0) for first, second in zip(*rows, strict=True))
+    assert both_hang == pytest.approx(20, abs=4 * 20**0.5)
+    late = [(a[1], b[1]) for a, b in zip(*rows, strict=True) if a and b and a[0] is b[0] is Fault.LATE]
+    assert all(first != second for first, second in late)
+    assert abs(np.corrcoef(np.array(late).T)[0, 1]) < 0.1
 
 
 def test_rates_are_kept() -> None:
