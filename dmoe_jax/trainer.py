@@ -42,6 +42,11 @@ from net.errors import NetError
 PyTree = Any
 
 
+MAX_NOT_FINITE = 20
+"""Steps of one trainer in a row that may come out as NaN or infinity. One bad batch, or an expert that recovers, makes
+fewer; parameters that are beyond help would lose steps for ever."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """What one training step did.
@@ -270,7 +275,7 @@ class Trainer:
             self.memory = self._model.empty_memory(batch.tokens.shape[0])
         started_at = self._trunk.step
         (_, (loss, memory)), grads = await self._model.loss_and_grads(self._trunk.params, batch, self.memory, keys)
-        if not _all_finite(loss, grads):
+        if not all_finite(loss, grads):
             raise FloatingPointError(f"trainer {self._index}: loss {float(loss)} or its gradient is not finite")
         step = await self._trunk.apply(grads)
         self.memory = memory
@@ -290,17 +295,24 @@ class Trainer:
         Args:
           on_step: called after each step of this trainer. on_lost: called with the trainer and the error of a step
             that was dropped. A trainer that loses steps waits 0.1 s times the losses in a row (5 s at most).
+
+        Raises:
+          FloatingPointError: so many steps in a row were not finite that the model is beyond help.
+          RouterError: the router's scores are not numbers.
         """
-        lost_in_a_row = 0
+        lost_in_a_row = not_finite_in_a_row = 0
         while self._trunk.claim(num_steps):
             try:
                 record = await self.step()
             except (NetError, FloatingPointError) as error:
+                not_finite_in_a_row = not_finite_in_a_row + 1 if isinstance(error, FloatingPointError) else 0
+                if not_finite_in_a_row > MAX_NOT_FINITE:
+                    raise
                 on_lost(self._index, error)
                 lost_in_a_row += 1
             else:
                 on_step(record)
-                lost_in_a_row = 0
+                lost_in_a_row = not_finite_in_a_row = 0
             finally:
                 self._trunk.release()
             if lost_in_a_row:
@@ -322,5 +334,6 @@ def _next_memory(function: Callable[..., LayerMemory], memory: LayerMemory, hidd
     return function(memory, hidden)
 
 
-def _all_finite(loss: Any, grads: PyTree) -> bool:
+def all_finite(loss: Any, grads: PyTree) -> bool:
+    """Whether a loss and all its gradients are numbers."""
     return bool(np.isfinite(loss) and jnp.isfinite(_squared_norm(grads)))

@@ -22,6 +22,7 @@ from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.device import Device, ThreadDevice
 from dmoe_jax.node.requests import describe_spec
+from dmoe_jax.recipe import decay_learning_weights
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
@@ -184,7 +185,7 @@ def _trunk(
         command.steps,
         end_value=command.learning_rate_floor * command.learning_rate,
     )
-    decay = [optax.add_decayed_weights(command.weight_decay)] if command.weight_decay else []
+    decay = [decay_learning_weights(command.weight_decay)] if command.weight_decay else []
     optimizer = optax.chain(optax.clip_by_global_norm(command.grad_clip), *decay, optax.adam(schedule))
     counts = np.bincount(corpus.train, minlength=config.vocab_size)
     params = txl.init_trunk(jax.random.key(command.seed), config, router, word_counts=counts)

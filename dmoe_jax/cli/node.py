@@ -149,12 +149,13 @@ class NodeCommand:
 
         from dmoe_jax.experts.base import init_by_uid
         from dmoe_jax.node.backend import ExpertBackend
+        from dmoe_jax.recipe import decay_learning_weights
 
         expert = self.expert.make_expert()
         rate: Any = self.learning_rate
         if self.warmup_steps:
             rate = optax.linear_schedule(0.0, self.learning_rate, self.warmup_steps)
-        decay = [optax.add_decayed_weights(self.weight_decay)] if self.weight_decay else []
+        decay = [decay_learning_weights(self.weight_decay)] if self.weight_decay else []
         optimizer = optax.chain(optax.clip_by_global_norm(self.grad_clip), *decay, optax.adam(rate))
         base = jax.random.key(self.seed)
         backends = {

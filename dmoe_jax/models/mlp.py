@@ -21,10 +21,11 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dmoe_jax.experts.base import Expert, check_positive
+from dmoe_jax.experts.dropout import KeyData, wrap_key
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.models.adaptive_softmax import softmax_nll
 from dmoe_jax.models.layers import ForwardAux, check_router, dmoe_layer, init_layers, total_loss
-from dmoe_jax.routing.base import Router, Scores, check_grid_size
+from dmoe_jax.routing.base import Router, Scores, check_grid_size, score
 
 PyTree = Any
 
@@ -82,7 +83,7 @@ class Segments(NamedTuple):
 
     Attributes:
       embed: (embed_params, x) -> hidden [batch, d_model].
-      gate: (gate_params, hidden) -> scores.
+      gate: (gate_params, hidden, key=None) -> scores; key: uint32 [2] key data in training, for a router with noise.
       loss_head: (head_params, hidden, labels) -> mean cross-entropy, nats.
       logits: (head_params, hidden) -> [batch, num_classes], for evaluation.
     """
@@ -135,8 +136,8 @@ def _segments(d_model: int, num_classes: int, router: Router) -> Segments:
     def embed(params: PyTree, x: Float[Array, "batch input_dim"]) -> Float[Array, "batch d_model"]:
         return cast(Array, embed_module.apply({"params": params}, x))
 
-    def gate(params: PyTree, hidden: Float[Array, "batch d_model"]) -> Scores:
-        return router.scores(params, hidden)
+    def gate(params: PyTree, hidden: Float[Array, "batch d_model"], key: KeyData | None = None) -> Scores:
+        return score(router, params, hidden, key=None if key is None else wrap_key(key))
 
     def logits(params: PyTree, hidden: Float[Array, "batch d_model"]) -> Float[Array, "batch num_classes"]:
         return cast(Array, head_module.apply({"params": params}, hidden))
@@ -157,6 +158,7 @@ def local_forward(
     batch: Batch,
     *,
     alive: Bool[Array, "..."] | None = None,
+    gate_keys: Sequence[KeyData] | None = None,
 ) -> tuple[Float[Array, ""], ForwardAux]:
     """The whole model on one machine: pure, to be jitted and differentiated by the caller.
 
@@ -167,6 +169,7 @@ def local_forward(
       router: the router of every layer.
       batch: samples and labels.
       alive: bool [num_layers, *grid_size], which experts may be chosen; None for all.
+      gate_keys: uint32 [2] key data for each layer's router; None: evaluation, nothing is random.
 
     Returns: (loss in nats, aux).
     """
@@ -175,7 +178,7 @@ def local_forward(
     hidden = parts.embed(trunk["embed"], batch.x)
     layers = []
     for i in range(config.num_layers):
-        scores = parts.gate(trunk["gates"][i], hidden)
+        scores = parts.gate(trunk["gates"][i], hidden, None if gate_keys is None else gate_keys[i])
         layer_alive = None if alive is None else alive[i]
         hidden, aux = dmoe_layer(expert, experts[i], router, config.k_best, scores, layer_alive, hidden)
         layers.append(aux)

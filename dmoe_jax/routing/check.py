@@ -35,6 +35,10 @@ def check_router(router: Any, grid_size: tuple[int, ...], d_model: int | None = 
         raise RouterError(f"expected a Router, got {type(router).__name__}: {router!r}")
     if router.grid_size != grid_size:
         raise RouterError(f"router {router.name!r} is for grid {router.grid_size}, the model's grid is {grid_size}")
+    try:
+        hash(router)  # caches of compiled code know a router by its functions
+    except TypeError as error:
+        raise RouterError(f"router {router.name!r}: its functions must be hashable: {error}") from error
     if d_model is not None:
         _try(router, d_model)
 
@@ -68,31 +72,49 @@ def _try(router: Router, d_model: int) -> None:
     # Compiled, as in a model: what only works on concrete numbers fails here too.
     trial = jax.jit(functools.partial(_trial, router, min(2, num_experts)))
     for key, living in ((jax.random.key(2), None), (None, alive)):
-        logits, indices, mask, weights, loss = jax.tree.map(np.asarray, trial(params, x, ids, key, living))
+        logits, indices, mask, answers = jax.tree.map(np.asarray, trial(params, x, ids, key, living))
         check_finite(router, logits, "a trial batch")
         if (indices < 0).any() or (indices >= np.array(router.grid_size)).any():
             raise RouterError(f"router {router.name!r}: select returned indices outside grid {router.grid_size}")
         if living is not None and not np.asarray(living)[tuple(indices[mask].T)].all():
             raise RouterError(f"router {router.name!r}: select chose an expert that is not alive")
-        _check_weights(router, weights, mask)
-        if not np.isfinite(loss):
-            raise RouterError(f"router {router.name!r}: aux_loss must be finite, got {loss}")
+        for answered, weights, loss, grads in answers:
+            _check_weights(router, weights, answered)
+            if not np.isfinite(loss):
+                raise RouterError(f"router {router.name!r}: aux_loss must be finite, got {loss}")
+            if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)):
+                lost = np.count_nonzero(mask & ~answered)
+                raise RouterError(
+                    f"router {router.name!r}: the gradient of its weights and aux_loss is NaN or infinite when {lost} "
+                    f"of {np.count_nonzero(mask)} selected experts are silent"
+                )
 
 
 def _trial(router: Router, k: int, params: Any, x: Any, ids: Any, key: Any, alive: Any) -> Any:
     """All of a router's functions in a row; what their results' shapes and dtypes say is checked while tracing."""
     scores = _call(router, "scores", lambda: score(router, params, x, key=key, ids=ids))
     indices, mask = _check_selection(router, _call(router, "select", router.select, scores, k, alive))
-    weights = _call(router, "combine", router.combine, gather_logits(scores, indices, router.grid_size), mask)
-    if getattr(weights, "shape", None) != mask.shape:
-        raise RouterError(
-            f"router {router.name!r}: combine must return weights {mask.shape}, one for each expert, got "
-            f"{getattr(weights, 'shape', type(weights).__name__)}"
-        )
-    loss = _call(router, "aux_loss", router.aux_loss, scores, indices, mask)
-    if jnp.shape(loss) != ():
-        raise RouterError(f"router {router.name!r}: aux_loss must return a scalar, got shape {jnp.shape(loss)}")
-    return scores.logits, indices, mask, weights, loss
+
+    def outcome(params: Any, x: Any, answered: Any) -> tuple[Any, tuple[Any, Any]]:
+        scores = score(router, params, x, key=key, ids=ids)
+        weights = _call(router, "combine", router.combine, gather_logits(scores, indices, router.grid_size), answered)
+        if getattr(weights, "shape", None) != answered.shape:
+            raise RouterError(
+                f"router {router.name!r}: combine must return weights {answered.shape}, one for each expert, got "
+                f"{getattr(weights, 'shape', type(weights).__name__)}"
+            )
+        loss = _call(router, "aux_loss", router.aux_loss, scores, indices, answered)
+        if jnp.shape(loss) != ():
+            raise RouterError(f"router {router.name!r}: aux_loss must return a scalar, got shape {jnp.shape(loss)}")
+        # Not the plain sum of the weights, which is 1 whatever the scores: each weight counts differently.
+        return jnp.sum(weights * jnp.arange(1.0, weights.size + 1).reshape(weights.shape)) + loss, (weights, loss)
+
+    answers = []
+    # All answer, the best one does not, nobody does.
+    for answered in (mask, mask.at[:, 0].set(False), jnp.zeros_like(mask)):
+        grads, (weights, loss) = jax.grad(outcome, argnums=(0, 1), has_aux=True)(params, x, answered)
+        answers.append((answered, weights, loss, grads))
+    return scores.logits, indices, mask, answers
 
 
 def _call(router: Router, name: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -7,9 +7,10 @@ a fixed pseudo-random number in [0, 1) from (seed, dimension, coordinate, id), a
 its samples move to their next best, and no other sample moves. The numbers are the scores, additive as product keys
 are, so that beam search finds the experts.
 
-Weights are uniform over the experts that answer; the paper has k = 1. Without ids what is hashed are the signs of
-random projections of x (SimHash, Charikar 2002, section 3): samples in similar directions go to the same experts. Those
-signs are stable across processes but for projections within rounding of 0.
+A word goes to the same coordinates in every layer. Weights are uniform over the experts that answer; the paper has
+k = 1. Without ids what is hashed are the signs of random projections of x (SimHash, Charikar 2002, section 3): samples
+in similar directions go to the same experts. Those signs are stable across processes but for projections within
+rounding of 0.
 """
 
 import functools

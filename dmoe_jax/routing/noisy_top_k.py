@@ -1,6 +1,6 @@
 """Noisy top-k gating (Shazeer, Mirhoseini, Maziarz, Davis, Le, Hinton, Dean 2017), the first sparse gate.
 
-    H(x)_i = (x W_g)_i + normal() * softplus((x W_noise)_i)          eq. 4
+    H(x)_i = (x W_g)_i + normal() * (softplus((x W_noise)_i) + 0.01)        eq. 4
     G(x) = softmax(keep_top_k(H(x), k))                              eq. 3, 5
     loss += w_importance CV(Importance)^2 + w_load CV(Load)^2        eq. 6, 7; appendix A, eq. 8 to 11
 
@@ -35,12 +35,17 @@ DEFAULT_LOSS_WEIGHT = 0.1
 """Of either loss; the setting of the paper's table 6 that has both the best perplexity and almost the best balance."""
 
 
+LEAST_STDDEV = 1e-2
+"""Added to the noise, as in the authors' released code: training drives the noise down, and the load loss divides by
+it."""
+
+
 class NoiseExtras(NamedTuple):
     """What the load loss looks at.
 
     Attributes:
       clean_logits: x W_g, [batch, num_experts].
-      noise_stddev: softplus(x W_noise), [batch, num_experts].
+      noise_stddev: softplus(x W_noise) + 0.01, [batch, num_experts].
     """
 
     clean_logits: Float[Array, "batch num_experts"]
@@ -84,7 +89,7 @@ def _noisy_top_k(grid_size: tuple[int, ...], importance_weight: float, load_weig
     ) -> Scores:
         del ids
         x = layer_norm(x)
-        clean, stddev = x @ params["gate"], jax.nn.softplus(x @ params["noise"])
+        clean, stddev = x @ params["gate"], jax.nn.softplus(x @ params["noise"]) + LEAST_STDDEV
         noisy = clean if key is None else clean + stddev * jax.random.normal(key, clean.shape)
         return Scores((noisy,), NoiseExtras(clean, stddev))
 

@@ -57,7 +57,7 @@ def _load_router(path: Path, attribute: str, grid_size: tuple[int, ...]) -> Rout
     if not isinstance(found, Router) and callable(found):
         try:
             found = found(grid_size)
-        except Exception as error:  # a stranger's code may raise anything
+        except (Exception, SystemExit) as error:  # a stranger's code may raise anything
             raise _UserError(f"{attribute}({grid_size}) raised {type(error).__name__}: {error}") from error
     if not isinstance(found, Router):
         raise _UserError(f"expected a Router, got {type(found).__name__}: {found!r}")
@@ -79,7 +79,7 @@ def _run_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses look up their module while it runs
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _UserError(f"importing {path} raised {type(error).__name__}: {error}") from error
     return module

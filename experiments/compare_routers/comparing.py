@@ -14,14 +14,13 @@ from dmoe_jax.data.corpora import Corpus, load_corpus
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import ROUTERS, make_router
-from dmoe_jax.runs.run_folder import RunFolder
 from experiments.compare_routers.report import print_table, report, run_name
 from experiments.compare_routers.run import CompareRoutersCommand
 from experiments.transformer_xl.assembly import headline_facts, make_engine, make_plan, run_settings
 from experiments.transformer_xl.driver import train
 from experiments.transformer_xl.names import Place
 from experiments.transformer_xl.presets import PRESETS
-from experiments.transformer_xl.resuming import finished_headline, open_run
+from experiments.transformer_xl.resuming import finished_headline, open_parent, open_run
 from experiments.transformer_xl.stretches import Setting
 from net.errors import NetError
 
@@ -50,7 +49,11 @@ def compare_routers(command: CompareRoutersCommand) -> dict[str, Any]:
     corpus = _checked(lambda: load_corpus(source=command.data))
     settings = {name: value for name, value in asdict(command).items() if name not in ("out", "resume", "json")}
     settings |= {"routers": [spec for spec, _ in routers.values()], "seeds": command.chosen_seeds}
-    folder = _checked(lambda: RunFolder.create(command.out, settings, name="compare_routers", resume=command.resume))
+    folder = _checked(
+        lambda: open_parent(
+            command.out, "compare_routers", settings, resume=command.resume, may_differ=("routers", "seeds")
+        )
+    )
     console.print(f"corpus: {corpus.description}", highlight=False)
     console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
     failed: list[str] = []

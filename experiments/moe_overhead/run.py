@@ -67,6 +67,7 @@ def main(args: list[str] | None = None) -> None:
 def _run(settings: OverheadSettings) -> dict[str, Any]:
     from rich.console import Console
 
+    from dmoe_jax.routing.check import check_router
     from dmoe_jax.routing.registry import make_router
     from dmoe_jax.runs.report import format_value, write_report
     from dmoe_jax.runs.run_folder import FIGURE, RunFolder
@@ -75,7 +76,8 @@ def _run(settings: OverheadSettings) -> dict[str, Any]:
 
     console = Console(stderr=settings.json)
     try:
-        make_router(settings.router, PRESETS["dmoe", settings.size].grid_size)
+        preset = PRESETS["dmoe", settings.size]
+        check_router(make_router(settings.router, preset.grid_size), preset.grid_size, preset.d_model)
         folder = RunFolder.create(settings.out, settings, name=_PROG)
     except (ValueError, OSError) as error:
         fail(str(error), prog=_PROG)

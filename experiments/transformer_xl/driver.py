@@ -137,6 +137,8 @@ class _Run:
         self._stretch_began = self._timed_from = 0.0
         self._is_warm = False
         self._evaluations: dict[str, Evaluation] = {}
+        self._last_balances: dict[str, Any] = {}
+        """Of the last stretch, where a collapse shows."""
 
     def restore(self) -> None:
         """Go on from the last checkpoint, if there is one; without one, begin."""
@@ -224,7 +226,8 @@ class _Run:
             self._folder.log("event", **now, name="steps_lost", detail=f"{lost} since the pause before")
         if plan.grid_size:
             self._folder.log("experts", **now, load=totals.load, peer={})
-            for layer, figures in self._balances(totals, before).items():
+            self._last_balances = self._balances(totals, before)
+            for layer, figures in self._last_balances.items():
                 self._folder.log("balance", **now, layer=layer, **plain(figures))
 
     def _balances(self, totals: Totals, before: Totals) -> dict[str, Any]:
@@ -272,10 +275,11 @@ class _Run:
     def finish(self, *, is_complete: bool) -> dict[str, Any]:
         """Log the headline, draw the figure and write the report."""
         headline = self._headline(is_complete)
-        self._folder.log("headline", **headline)
         title = f"Transformer-XL on {self._corpus.name}: {self._engine.name}"
         training_figure(self._folder.metrics(), self._folder.path / FIGURE, title=title)
         write_report(self._folder, headline, title=title, summary=f"Corpus: {self._corpus.description}.")
+        # Last: who finds this record need not look for the others.
+        self._folder.log("headline", **headline)
         return headline
 
     def _headline(self, is_complete: bool) -> dict[str, Any]:
@@ -304,7 +308,11 @@ class _Run:
             "calls_failed": totals.calls_failed,
             "failed_call_share": totals.calls_failed / calls if calls else None,
             "steps_lost": totals.steps_lost,
-            **(mean_balance(self._balances(totals, Totals()).values()) if self._plan.grid_size else {}),
+            **(
+                mean_balance((self._last_balances or self._balances(totals, Totals())).values())
+                if self._plan.grid_size
+                else {}
+            ),
             "complete": is_complete,
         }
 

@@ -131,15 +131,15 @@ def _tiny(model: Model, **sizes: Any) -> Preset:
         pauses=10,
         warmup_steps=200,
         weight_decay=0.0,
-        expert_learning_rate=4e-4,
-        expert_warmup_steps=0,
+        expert_learning_rate=6e-4,
+        expert_warmup_steps=200,
         evaluation=EvaluationConfig(batch_size=10, seq_len=64, mem_len=64),
         **sizes,
     )
 
 
 _EXPERTS = {"grid_size": (4, 4), "k_best": 4}
-_TINY_EXPERTS = {"grid_size": (2, 4), "k_best": 4}
+_TINY_EXPERTS = {"grid_size": (2, 3), "k_best": 4}
 _FULL_SMALL, _FULL_BASE = {"d_model": 200, "d_ff": 450}, {"d_model": 400, "d_ff": 900}
 # Step sizes are the best of a few tried: with 32 stale trainers, half or twice the small model's is no better.
 _TINY_SMALL = {"d_model": 64, "d_ff": 144, "learning_rate": 1e-3}

@@ -22,6 +22,9 @@ _QUICK_STEPS: Mapping[Place, int] = {"local": 60, "simulated": 320}
 _QUICK_EVAL_TOKENS = 8192
 """Words of each of its evaluations, the last ones too."""
 
+_MAY_DIFFER = ("model", "nodes", "join", "no_overhead")
+"""Flags that a resumed run may change: each model compares the settings that matter to it."""
+
 _HEADLINE = (
     "validation_perplexity",
     "test_perplexity",
@@ -174,13 +177,14 @@ def run_models(command: TransformerXLCommand) -> dict[str, Any]:
     from rich.console import Console
 
     from dmoe_jax.data.corpora import load_corpus
-    from dmoe_jax.runs.run_folder import RunFolder
+    from experiments.transformer_xl.resuming import open_parent
 
     console = Console(stderr=True)
     with _mistakes_in_one_line():
+        _check_router(command)
         corpus = load_corpus(source=command.data)
         settings = {name: value for name, value in asdict(command).items() if name not in ("out", "resume", "json")}
-        folder = RunFolder.create(command.out, settings, name=_PROG, resume=command.resume)
+        folder = open_parent(command.out, _PROG, settings, resume=command.resume, may_differ=_MAY_DIFFER)
     console.print(f"corpus: {corpus.description}", highlight=False)
     console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
     headlines: dict[str, dict[str, Any]] = {}
@@ -196,8 +200,24 @@ def run_models(command: TransformerXLCommand) -> dict[str, Any]:
     return headline
 
 
+def _check_router(command: TransformerXLCommand) -> None:
+    """Try the router before anything is trained or written, if one of the models has any.
+
+    Raises:
+      ValueError: naming the router.
+    """
+    from dmoe_jax.routing.check import check_router
+    from dmoe_jax.routing.registry import make_router
+    from experiments.transformer_xl.presets import PRESETS
+
+    for preset in (PRESETS[model, command.size] for model in command.models):
+        if preset.grid_size:
+            check_router(make_router(command.router, preset.grid_size), preset.grid_size, preset.d_model)
+
+
 def _train_model(command: TransformerXLCommand, model: Model, corpus: Any, path: Path) -> dict[str, Any]:
     """Train one model in its own run folder, or go on with it; its headline."""
+    from dmoe_jax.checkpoints import CheckpointError
     from dmoe_jax.cli.progress import TrainingProgress
     from dmoe_jax.routing.registry import make_router
     from experiments.transformer_xl.assembly import headline_facts, make_engine, make_plan, run_settings
@@ -238,7 +258,10 @@ def _train_model(command: TransformerXLCommand, model: Model, corpus: Any, path:
         progress.say(f"{model}: {steps} updates, {place}")
         engine = make_engine(preset, corpus, steps=steps, router=router, **common)
         facts = headline_facts(preset, corpus, where=place, seed=command.seed, router=router)
-    return train(engine, folder, plan, corpus, progress, facts=facts)
+    try:
+        return train(engine, folder, plan, corpus, progress, facts=facts)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error
 
 
 def _overhead(command: TransformerXLCommand, console: Any) -> dict[str, Any]:

@@ -16,29 +16,17 @@ import optax
 import trio
 
 from dmoe_jax.data.batches import Batch
-from dmoe_jax.directory import DirectoryConfig
 from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.trunk import Memory, StepKeys, step_keys
 from dmoe_jax.node.device import InlineDevice
-from dmoe_jax.node.server import NodeConfig
-from dmoe_jax.trainer import Evaluation, SharedTrunk, StepRecord
+from dmoe_jax.trainer import Evaluation, SharedTrunk, StepRecord, all_finite
 from experiments.transformer_xl.engine import Totals
 from experiments.transformer_xl.evaluation import EvaluationConfig, dense_evaluator
 from experiments.transformer_xl.stretches import Setting, Stretches
 from net.transport.sim import run
 
 PyTree = Any
-
-# Nodes that stay: announced and looked up every few virtual minutes, not every few seconds as on a volunteer's machine.
-_NODE_CONFIG = NodeConfig(announce_period_s=300.0, record_lifetime_s=1800.0)
-
-_DIRECTORY_CONFIG = DirectoryConfig(
-    ttl_s=900.0,
-    idle_s=3600.0,
-    # A failed call says nothing of the next one in this setting: each fails by itself, with the same probability.
-    backoff_base_s=0.0,
-)
 
 
 class SimulatedDense:
@@ -108,8 +96,8 @@ class SimulatedDense:
         batch = next(stream)
         read_at = self._trunk.step
         (loss, memory), grads = self._loss_and_grads(self._trunk.params, batch, self._memories[index], keys)
-        if not np.isfinite(loss):
-            raise FloatingPointError(f"trainer {index}: loss {float(loss)} is not finite")
+        if not all_finite(loss, grads):
+            raise FloatingPointError(f"trainer {index}: loss {float(loss)} or its gradient is not finite")
         await trio.sleep(random.Random(repr(place)).expovariate(1 / delay_s) if delay_s else 0.0)
         step = await self._trunk.apply(grads)
         self._memories[index] = memory

@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -103,3 +104,17 @@ def test_a_wrong_value_is_named(field: str, value: float) -> None:
     """The message gives the field and what was got."""
     with pytest.raises(ValueError, match=rf"{field} must .*got {value}"):
         Recipe(**{field: value})  # type: ignore[arg-type]
+
+
+def test_what_never_has_a_gradient_does_not_decay() -> None:
+    """A frozen router's gate stays as it was drawn under the full recipe; what learns decays as before."""
+    params = {"frozen": jnp.ones(3), "learns": jnp.ones(3)}
+    optimizer = make_optimizer(Recipe(warmup_steps=0, total_steps=None, weight_decay=0.1))
+    state = optimizer.init(params)
+    for _ in range(10):
+        grads = {"frozen": jnp.zeros(3), "learns": jnp.array([1e-3, 0.0, 0.0])}
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(params["frozen"], np.ones(3))
+    # Two of the three have no gradient of their own, but the array has: they decay, Adam making whole steps of it.
+    np.testing.assert_allclose(params["learns"][1:], 1 - 10 * 3.5e-4, rtol=1e-4)

@@ -27,6 +27,17 @@ def select_with(indices: Any, mask: Any) -> Any:
     return lambda scores, k, alive=None: (indices, mask)
 
 
+class Unhashable:
+    """A callable with an equality of its own, and so without a hash, as a plain dataclass is."""
+
+    def __call__(self, logits: Any, mask: Any) -> Any:
+        return SOUND.combine(logits, mask)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unhashable)
+
+
+UNHASHABLE = Unhashable()
 THREE = jnp.zeros((3, 2)), jnp.zeros((3, 3))
 MISTAKES: dict[str, tuple[Router, str]] = {
     "init raises": (broken(init=lambda key, d_model: 1 // 0), "init raised ZeroDivisionError"),
@@ -77,6 +88,19 @@ MISTAKES: dict[str, tuple[Router, str]] = {
     "weights above 1": (broken(combine=lambda logits, mask: jnp.ones_like(logits)), "sum to at most 1"),
     "negative weights": (broken(combine=lambda logits, mask: -jnp.ones_like(logits)), "of at least 0"),
     "weights of NaN": (broken(combine=lambda logits, mask: logits * jnp.nan), "combine must return weights"),
+    "weights for the silent": (
+        broken(combine=lambda logits, mask: jax.nn.softmax(logits)),
+        "0 where the mask is False",
+    ),
+    "NaN when nobody answers": (
+        broken(combine=lambda logits, mask: jax.nn.softmax(jnp.where(mask, logits, -jnp.inf))),
+        "combine must return weights",
+    ),
+    "an infinite gradient": (
+        broken(aux_loss=lambda scores, indices, mask: jnp.sqrt(jnp.sum(scores.logits[0] * 0))),
+        "gradient of its weights and aux_loss is NaN or infinite",
+    ),
+    "functions that cannot be told apart": (broken(combine=UNHASHABLE), "must be hashable"),
     "a vector of losses": (
         broken(aux_loss=lambda scores, indices, mask: jnp.zeros(3)),
         "aux_loss must return a scalar",
