@@ -14,8 +14,11 @@ from experiments.compare_routers import comparing, run
 from experiments.compare_routers.report import run_name
 from experiments.compare_routers.run import CompareRoutersCommand
 from experiments.transformer_xl.driver import Plan
+from experiments.transformer_xl.presets import PRESETS
 
-MY_ROUTERS = """
+GRID = PRESETS["dmoe", "tiny"].grid_size
+
+MY_ROUTERS = f"""
 from functools import partial
 
 from dmoe_jax.routing.combinators import add_noise, chain
@@ -35,7 +38,7 @@ def broken(grid_size):
     return switch(grid_size)._replace(name="broken", combine=lambda logits, mask: -1.0 * mask)
 
 
-noisy = partial(chain, product_key((2, 4)))(partial(add_noise, stddev=0.1))
+noisy = partial(chain, product_key({GRID}))(partial(add_noise, stddev=0.1))
 """
 
 Train = Callable[..., dict[str, Any]]
@@ -112,7 +115,7 @@ def test_what_is_compared_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every registered router on three seeds; quick: some on two; a tiny model in a simulated swarm."""
     monkeypatch.setattr(comparing, "check_router", lambda *_: None)  # its own tests try every registered router
     command, quick = CompareRoutersCommand(), CompareRoutersCommand(quick=True)
-    assert list(comparing.load_routers(command)) == [ROUTERS[name]((2, 4)).name for name in ROUTERS]
+    assert list(comparing.load_routers(command)) == [ROUTERS[name](GRID).name for name in ROUTERS]
     assert len(comparing.load_routers(quick)) == 3
     assert (command.chosen_seeds, quick.chosen_seeds) == ((0, 1, 2), (0, 1))
     assert CompareRoutersCommand(quick=True, seeds=(7,), routers=("peer",)).chosen_seeds == (7,)
