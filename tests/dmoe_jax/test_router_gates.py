@@ -67,10 +67,10 @@ def test_noisy_top_k_starts_with_no_signal_and_some_noise():
 
 
 def test_noisy_top_k_matches_equation_4():
-    """H = x W_g + normal * softplus(x W_noise), the normal numbers those of the key."""
+    """H = x W_g + normal * (softplus(x W_noise) + 0.01), the normal numbers those of the key."""
     router, params = noisy_top_k(GRID), noisy_params()
     x = normalised(X, 1e-6)
-    clean, stddev = x @ np.asarray(params["gate"]), np.log1p(np.exp(x @ np.asarray(params["noise"])))
+    clean, stddev = x @ np.asarray(params["gate"]), np.log1p(np.exp(x @ np.asarray(params["noise"]))) + 0.01
     noise = np.asarray(jax.random.normal(jax.random.key(2), (4, 6)))
     scores = score(router, params, jnp.asarray(X), key=jax.random.key(2))
     np.testing.assert_allclose(scores.logits[0], clean + noise * stddev, atol=1e-5)

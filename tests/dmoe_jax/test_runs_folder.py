@@ -26,8 +26,9 @@ class Settings:
     inner: Inner = field(default_factory=Inner)
 
 
-def test_config_says_what_ran(tmp_path: Path) -> None:
+def test_config_says_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings as JSON, the versions of what computes, the machine, the command and the time."""
+    monkeypatch.setattr("sys.orig_argv", ["/usr/bin/python", "-m", "pytest", "a test"])
     folder = RunFolder.create(tmp_path / "a" / "b", Settings())
     config = json.loads((tmp_path / "a" / "b" / "config.json").read_text())
     assert config == folder.config()
@@ -35,7 +36,7 @@ def test_config_says_what_ran(tmp_path: Path) -> None:
     assert config["settings"] == {"steps": 10, "grid": [4, 4], "out": "here", "inner": inner}
     assert {"python", "jax", "flax", "optax"} <= config["versions"].keys()
     assert {"system", "machine", "cpu_count"} <= config["platform"].keys()
-    assert "pytest" in config["command"]
+    assert config["command"] == "python -m pytest 'a test'"
     assert config["started"]
 
 

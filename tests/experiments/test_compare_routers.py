@@ -220,7 +220,7 @@ def test_finished_runs_are_not_trained_again(
     assert "not empty" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run.main(arguments(out, "--resume", "--batch-size", "9"))
-    assert "begun with batch_size 1 " in capsys.readouterr().err.splitlines()[-1]
+    assert "begun with batch_size None " in capsys.readouterr().err.splitlines()[-1]
     assert len(trainings.begun) == 5
 
 

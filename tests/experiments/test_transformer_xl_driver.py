@@ -183,18 +183,19 @@ def test_a_run_goes_on_under_its_own_settings_only(tmp_path: Path) -> None:
 
 
 def test_a_line_that_a_killed_process_left_unfinished_is_cut(tmp_path: Path) -> None:
-    """Records after the checkpoint go, events stay, and the file ends with a whole line."""
+    """Records after the checkpoint go, but for the run's own ends, and the file ends with a whole line."""
     folder = open_run(tmp_path, {}, resume=False)
     folder.log("train", step=1)
     size = folder.metrics_path.stat().st_size
     folder.log("train", step=2)
-    folder.log("event", name="node_killed")
+    folder.log("event", name="steps_lost")
+    folder.log("event", name="interrupted")
     with folder.metrics_path.open("ab") as file:
         file.write(b'{"kind":"tra')
     folder = open_run(tmp_path, {}, resume=True)
     cut_metrics(folder, size)
     assert records(tmp_path, "train", "step") == [(1,)]
-    assert records(tmp_path, "event", "name") == [("node_killed",), ("resumed",)]
+    assert records(tmp_path, "event", "name") == [("interrupted",), ("resumed",)]
 
 
 def real_run(
