@@ -19,6 +19,9 @@ _ALL_MODELS: tuple[Model, ...] = ("dmoe", "small", "base")
 _QUICK_STEPS: Mapping[Place, int] = {"local": 60, "simulated": 320}
 """Updates of each model in a quick run."""
 
+_QUICK_PAUSES = 4
+"""Pauses of a quick run."""
+
 _QUICK_EVAL_TOKENS = 8192
 """Words of each of its evaluations, the last ones too."""
 
@@ -236,7 +239,8 @@ def _train_model(command: TransformerXLCommand, model: Model, corpus: Any, path:
         plan = make_plan(
             preset,
             steps=steps,
-            eval_every=command.eval_every,
+            # Few pauses: staleness begins anew after each.
+            eval_every=command.eval_every or (max(1, steps // _QUICK_PAUSES) if command.quick else None),
             eval_tokens=min(command.eval_tokens or _QUICK_EVAL_TOKENS, _QUICK_EVAL_TOKENS)
             if command.quick
             else command.eval_tokens,
