@@ -21,6 +21,9 @@ from dmoe_jax.routing.base import cell_numbers
 
 PyTree = Any
 
+BLOCK_ROWS = 4
+"""Samples that share a gathered copy of their expert's parameters. More pad more: half a block for each expert."""
+
 ROUNDING = 1e-5
 """Weights that sum to 1 within this leave nothing over."""
 
@@ -64,8 +67,8 @@ def local_mixture(
     would return; a sample without any expert passes unchanged. What a masked expert would have computed has no
     influence, on the value or on a gradient.
 
-    The parameters of the chosen experts are gathered into [B, K, ...]: right for any expert, but memory grows with
-    the batch and not with the number of experts.
+    The parameters of the chosen experts are gathered, once for every few samples that go to the same one: right for
+    any expert, but memory grows with the batch and not with the number of experts.
 
     Args:
       expert: the network that all experts share.
@@ -83,16 +86,38 @@ def local_mixture(
         names = ", ".join(spec.name for spec in expert.inputs)
         raise ValueError(f"expert {expert.name!r} takes {len(expert.inputs)} inputs ({names}), got {len(inputs)}")
 
-    def call(index: Int[Array, ""], *sample: Array) -> Array:
-        chosen = jax.tree.map(lambda leaf: leaf[index], params)
-        output: Array = expert.apply(chosen, *(part[None] for part in sample))
-        return output[0]
-
-    flat = cell_numbers(indices, grid_size)
-    # The inner vmap maps the K experts over one sample, the outer one the samples.
-    per_sample = jax.vmap(call, in_axes=(0,) + (None,) * len(inputs))
-    outputs = jax.vmap(per_sample)(flat, *inputs)  # [B, K, ...]
+    outputs = _outputs(expert, params, math.prod(grid_size), cell_numbers(indices, grid_size), inputs)
     return combine_outputs(weights, mask, outputs, inputs[0])
+
+
+def _outputs(
+    expert: Expert, params: PyTree, num_experts: int, chosen: Int[Array, "batch k"], inputs: tuple[Array, ...]
+) -> Array:
+    """What the chosen experts make of each sample, [batch, k, ...].
+
+    The B K pairs of a sample and an expert are sorted by expert and cut into blocks of `BLOCK_ROWS` pairs of one
+    expert, the last block of each expert padded. A block gathers its expert's parameters once and is one call of
+    `apply`.
+    """
+    batch, k = chosen.shape
+    pairs = batch * k
+    # With few pairs for each expert, padding would cost more than gathering.
+    rows = BLOCK_ROWS if pairs >= 4 * num_experts else 1
+    num_blocks = (pairs + num_experts * (rows - 1)) // rows  # as many as there can be, whatever was chosen
+    order = jnp.argsort(chosen.reshape(-1), stable=True)
+    expert_of_pair = chosen.reshape(-1)[order]
+    counts = jnp.zeros(num_experts, jnp.int32).at[expert_of_pair].add(1)
+    blocks = -(-counts // rows)
+    place = jnp.arange(pairs) - (jnp.cumsum(counts) - counts)[expert_of_pair]
+    block = (jnp.cumsum(blocks) - blocks)[expert_of_pair] + place // rows
+    slot = place % rows
+    # What pads is a pair that exists: nobody looks at its output, but an expert that nobody chose may hold anything.
+    sample_of = jnp.full((num_blocks, rows), order[0] // k).at[block, slot].set(order // k)
+    expert_of = jnp.full(num_blocks, expert_of_pair[0]).at[block].set(expert_of_pair)
+    own = jax.tree.map(lambda leaf: leaf[expert_of], params)
+    outputs: Array = jax.vmap(expert.apply)(own, *(part[sample_of] for part in inputs))  # [blocks, rows, ...]
+    back = jnp.zeros((2, pairs), block.dtype).at[:, order].set(jnp.stack([block, slot]))
+    return outputs[back[0], back[1]].reshape(batch, k, *outputs.shape[2:])
 
 
 def combine_outputs(
