@@ -7,7 +7,7 @@ default:
 demo *ARGS:
     python -m experiments.demo {{ARGS}}
 
-# the quick tests (under eight minutes on two cores)
+# the quick tests, a process for each core
 test *ARGS:
     python -m pytest -n auto --maxprocesses 8 {{ARGS}}
 

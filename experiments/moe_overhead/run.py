@@ -103,17 +103,7 @@ def _run(settings: OverheadSettings) -> dict[str, Any]:
         seed=settings.seed,
         on_round=on_round,
     )
-    headline = {
-        "moe_overhead": measured.ratio,
-        "bar": BAR,
-        "missed_bars": ["moe_overhead"] if measured.ratio > BAR else [],
-        "moe_tokens_per_s": measured.moe_tokens_per_s,
-        "dense_tokens_per_s": measured.dense_tokens_per_s,
-        "moe_layer_flops_per_sequence": measured.moe_flops,
-        "dense_layer_flops_per_sequence": measured.dense_flops,
-        "size": settings.size,
-        "rounds": rounds,
-    }
+    headline = _headline(settings, measured)
     _figure([one.ratio for one in done], folder.path / FIGURE)
     write_report(
         folder,
@@ -126,6 +116,21 @@ def _run(settings: OverheadSettings) -> dict[str, Any]:
         console.print(f"{name.replace('_', ' ')}: {format_value(value)}", highlight=False)
     console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
     return headline
+
+
+def _headline(settings: OverheadSettings, measured: Any) -> dict[str, Any]:
+    """What the run came to; `measured` is an `Overhead`."""
+    return {
+        "moe_overhead": measured.ratio,
+        "bar": BAR,
+        "missed_bars": ["moe_overhead"] if measured.ratio > BAR else [],
+        "moe_tokens_per_s": measured.moe_tokens_per_s,
+        "dense_tokens_per_s": measured.dense_tokens_per_s,
+        "moe_layer_flops_per_sequence": measured.moe_flops,
+        "dense_layer_flops_per_sequence": measured.dense_flops,
+        "size": settings.size,
+        "rounds": len(measured.rounds),
+    }
 
 
 def _figure(ratios: Sequence[float], path: Path) -> None:
