@@ -1,0 +1,108 @@
+"""What the members of a group know of each other, the same in each of them: who reduces which part of the vector."""
+
+import enum
+from dataclasses import dataclass
+from functools import cached_property
+
+from net.averaging.group_key import assign_slots
+from net.averaging.load_balance import peer_fractions, split_by_shares
+from net.identity import Address, Contact, PeerId
+
+GROUP_ID_BYTES = 16
+MAX_GROUP_SIZE = 1024
+"""Members. The papers' groups have 4 to 64; the list of them travels in one message."""
+
+
+class Role(enum.StrEnum):
+    """What a member does, by its name on the wire."""
+
+    NODE = "node"  # sends its vector and reduces a part
+    CLIENT = "client"  # cannot be called: sends, and reduces nothing
+    AUXILIARY = "auxiliary"  # has no vector of its own: reduces only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A peer as its group sees it."""
+
+    peer_id: PeerId
+    """Who it is."""
+    address: Address | None
+    """Where it is called; None for a client."""
+    role: Role = Role.NODE
+    """What it does."""
+    wanted_slot: int = 0
+    """Its place along the axis of the round, see `group_key`."""
+    weight: float = 1.0
+    """Of its vector in the mean, above 0; of no meaning for an auxiliary peer."""
+    bandwidth: float | None = None
+    """Bytes a second, for the size of its part; None: unknown."""
+
+    def __post_init__(self) -> None:
+        if (self.address is None) != (self.role is Role.CLIENT):
+            raise ValueError(f"a client has no address and others have one, got {self.role} at {self.address}")
+
+    @property
+    def contact(self) -> Contact:
+        """How it is called. Not for a client."""
+        assert self.address is not None
+        return Contact(self.peer_id, self.address)
+
+    @property
+    def sends(self) -> bool:
+        """Whether it has a vector."""
+        return self.role is not Role.AUXILIARY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """An assembled group. Every member makes the same plan from it.
+
+    Raises:
+      ValueError: two members are one peer, nobody can be called, or a slot is out of range.
+    """
+
+    group_id: bytes
+    """16 bytes, drawn by the leader: names this all-reduce."""
+    members: tuple[Member, ...]
+    """In the leader's order."""
+    side: int
+    """Of the grid."""
+
+    def __post_init__(self) -> None:
+        if len(self.group_id) != GROUP_ID_BYTES:
+            raise ValueError(f"a group id has {GROUP_ID_BYTES} bytes, got {len(self.group_id)}")
+        if not 1 <= len(self.members) <= MAX_GROUP_SIZE:
+            raise ValueError(f"a group has 1 to {MAX_GROUP_SIZE} members, got {len(self.members)}")
+        if len({member.peer_id for member in self.members}) < len(self.members):
+            raise ValueError("a peer is in the group twice")
+        if all(member.role is Role.CLIENT for member in self.members):
+            raise ValueError("all members of the group are clients: nobody can reduce")
+        _ = self.slots
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """The slot that each member takes: its next coordinate."""
+        return tuple(assign_slots([member.wanted_slot for member in self.members], self.side))
+
+    def index(self, peer_id: PeerId) -> int:
+        """The member's place in `members`. Raises `ValueError` for a stranger."""
+        for index, member in enumerate(self.members):
+            if member.peer_id == peer_id:
+                return index
+        raise ValueError(f"peer {peer_id.short} is not in the group")
+
+    def parts(self, size: int) -> tuple[tuple[int, int], ...]:
+        """(start, end) of the part of a vector of `size` numbers that each member reduces, in member order.
+
+        Parts lie in the vector in the order of their owners' slots, and are as long as `load_balance` makes them:
+        nothing for a client.
+        """
+        rates = [0.0 if member.role is Role.CLIENT else member.bandwidth for member in self.members]
+        lengths = split_by_shares(size, peer_fractions(rates))
+        bounds = [(0, 0)] * len(lengths)
+        start = 0
+        for index in sorted(range(len(lengths)), key=self.slots.__getitem__):
+            bounds[index] = (start, start + lengths[index])
+            start += lengths[index]
+        return tuple(bounds)

@@ -1,0 +1,115 @@
+"""Who averages with whom: the rule of Moshpit All-Reduce (Ryabinin et al., NeurIPS 2021, algorithm 1).
+
+Theory of operation. Peers sit on the cells of a grid with `dims` axes of `side` slots each. In round t all peers that
+differ only along axis t mod dims form a group, average, and divide the work of it: the vector is cut into one chunk for
+each member, in the order of their *slots*, their places along that axis. The slot whose chunk a peer reduced is its
+place on that axis from then on: a peer keeps its own if it is free, so that on a grid without collisions nobody ever
+moves, and takes another if somebody sits there already. So those who met in a round differ in its digit and do not
+meet again until that digit is drawn anew, `dims` rounds later; on a full grid everybody has the exact mean after `dims`
+rounds.
+
+The paper's key is made of the `dims` last chunk numbers. The right number is `dims - 1`: with `dims`, from round
+`dims` + 1 on the newest digit tells all members of a group apart, and every group has one member. The paper's key also
+names the round. Ours does not: peers that have lost count of each other's rounds should still find each other, and any
+group's average is a step towards the mean.
+
+The arithmetic works on integers and elementwise on arrays of them, NumPy's or JAX's (also traced): what the network
+does for one peer, a simulation does for thousands at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_CELLS = 2**31 - 1
+"""Cell numbers fit into an int32, the widest integer that JAX has by default."""
+
+Cell = Any
+"""The number of a cell, 0 to num_cells - 1: an int, or an integer array of any shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoshpitGrid:
+    """A grid of side ** dims cells, and how its peers meet round by round."""
+
+    side: int
+    """Slots along each axis: the size of a full group (M in the paper)."""
+    dims: int = 2
+    """Axes (d in the paper). With one there is one group, of everybody."""
+
+    def __post_init__(self) -> None:
+        if self.side < 1 or self.dims < 1:
+            raise ValueError(f"a grid has at least one axis and one slot, got side {self.side} and dims {self.dims}")
+        if self.side**self.dims > MAX_CELLS:
+            raise ValueError(f"a grid has at most {MAX_CELLS} cells, got {self.side}**{self.dims}")
+
+    @property
+    def num_cells(self) -> int:
+        """Peers that the grid seats."""
+        return int(self.side**self.dims)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of each round."""
+        return int(self.side ** (self.dims - 1))
+
+    def slot(self, cell: Cell, round_number: Cell) -> Cell:
+        """A peer's place along the axis of this round: the chunk that it would like to reduce, 0 to side - 1."""
+        return cell // self._stride(round_number) % self.side
+
+    def group(self, cell: Cell, round_number: Cell) -> Cell:
+        """The number of its group in this round, 0 to num_groups - 1: its cell without the digit of the axis."""
+        stride = self._stride(round_number)
+        return cell // (stride * self.side) * stride + cell % stride
+
+    def move(self, cell: Cell, round_number: Cell, slot: Cell) -> Cell:
+        """The cell of a peer that reduced chunk `slot` in this round. Chunks beyond the side wrap around."""
+        stride = self._stride(round_number)
+        return cell + (slot % self.side - self.slot(cell, round_number)) * stride
+
+    def coordinates(self, cell: int, round_number: int) -> tuple[int, ...]:
+        """The dims - 1 digits that members of its group share in this round, from the oldest to the newest."""
+        axis = round_number % self.dims
+        axes = [(axis + offset) % self.dims for offset in range(1, self.dims)]
+        return tuple(cell // self.side**each % self.side for each in axes)
+
+    def _stride(self, round_number: Cell) -> Cell:
+        """Cells between two neighbours along the axis of this round."""
+        axis = round_number % self.dims
+        if isinstance(axis, int):
+            return self.side**axis
+        # A power with a traced exponent would be one of floats.
+        return sum((axis == each) * self.side**each for each in range(self.dims))
+
+
+def group_key(prefix: str, grid: MoshpitGrid, cell: int, round_number: int) -> str:
+    """The DHT key under which a peer looks for its group: `prefix.moshpit.3.0`, the coordinates after the name.
+
+    Args:
+      prefix: what is averaged; peers under one prefix have vectors of one meaning. Without a dot.
+    """
+    return ".".join((prefix, "moshpit", *map(str, grid.coordinates(cell, round_number))))
+
+
+def assign_slots(wanted: Sequence[int], side: int) -> list[int]:
+    """A chunk of its own for each member of a group, in the order of the group.
+
+    The first to want a slot has it; others take the free slots from the lowest up, and past `side` where a group is
+    larger than the side. Every member computes the same from the same list.
+
+    Args:
+      wanted: each member's own slot, 0 to side - 1.
+      side: of the grid.
+
+    Raises:
+      ValueError: naming a slot that is out of range.
+    """
+    for slot in wanted:
+        if not 0 <= slot < side:
+            raise ValueError(f"slots go from 0 to {side - 1}, got {slot}")
+    size = max(side, len(wanted))
+    taken: dict[int, int] = {}
+    for member, slot in enumerate(wanted):
+        taken.setdefault(slot, member)
+    free = (slot for slot in range(size) if slot not in taken)
+    return [slot if taken[slot] == member else next(free) for member, slot in enumerate(wanted)]

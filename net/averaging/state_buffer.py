@@ -1,0 +1,123 @@
+"""A state (many arrays) as one buffer with a table, a digest, and chunks that can be fetched one by one.
+
+The table is that of a message (`net.wire.tensors.describe`), without its bound on the number of arrays: each array lies
+in C order, little-endian, at the next multiple of 64 bytes.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from net.errors import RemoteProtocolError
+from net.wire.tensors import ALIGNMENT, DTYPES, MAX_RANK, Tensor, aligned_buffer
+
+MAX_ARRAYS = 1024
+"""Of a state: parameters and optimiser state of some thirty layers. Its table still fits into one message's body."""
+
+Table = list[list[Any]]
+"""For each array `[dtype name, [dim, ...]]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StateBuffer:
+    """A packed state, which nobody writes to any more."""
+
+    table: Table
+    """What lies in the buffer."""
+    buffer: memoryview
+    """The bytes."""
+    digest: bytes
+    """SHA-256 of table and bytes: two states with one digest are one state."""
+
+    def chunk(self, index: int, chunk_bytes: int) -> np.ndarray:
+        """Chunk number `index` as bytes, a view; the last one may be shorter."""
+        return np.frombuffer(self.buffer[index * chunk_bytes : (index + 1) * chunk_bytes], np.uint8)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The arrays, views of the buffer, read-only."""
+        return tuple(_views(self.table, self.buffer.toreadonly()))
+
+
+def pack(tensors: Sequence[Tensor]) -> StateBuffer:
+    """A copy of the arrays in one buffer.
+
+    Raises:
+      ValueError: too many arrays, too many dimensions, or a dtype that cannot travel.
+    """
+    if len(tensors) > MAX_ARRAYS:
+        raise ValueError(f"a state has at most {MAX_ARRAYS} arrays, got {len(tensors)}")
+    table: Table = []
+    for tensor in tensors:
+        if tensor.dtype.name not in DTYPES or tensor.ndim > MAX_RANK:
+            raise ValueError(f"an array of {tensor.dtype} and {tensor.ndim} dimensions cannot be shared")
+        table.append([tensor.dtype.name, list(tensor.shape)])
+    buffer = aligned_buffer(_nbytes(table))
+    for tensor, view in zip(tensors, _views(table, buffer), strict=True):
+        np.copyto(view, tensor)
+    return StateBuffer(table=table, buffer=buffer, digest=_digest(table, buffer))
+
+
+def receive_untrusted(table: Any, buffer: memoryview, digest: bytes) -> StateBuffer:
+    """What was fetched, if it is what was promised. The table is one that `check_table_untrusted` let pass.
+
+    Raises:
+      RemoteProtocolError: the digest is another.
+    """
+    if _digest(table, buffer) != digest:
+        raise RemoteProtocolError("the state that was downloaded does not have the digest that was announced")
+    for (name, _), view in zip(table, _views(table, buffer), strict=True):
+        if name == "bool" and view.size and view.view(np.uint8).max() > 1:
+            raise RemoteProtocolError("a truth value is 0 or 1")  # NumPy would count another byte as true, or as two
+    return StateBuffer(table=table, buffer=buffer, digest=digest)
+
+
+def check_table_untrusted(table: Any, *, max_bytes: int) -> int:
+    """Bytes of the state that the table describes. Allocates nothing.
+
+    Raises:
+      RemoteProtocolError: the table is malformed, or describes more than `max_bytes`.
+    """
+    if not isinstance(table, list) or len(table) > MAX_ARRAYS:
+        raise RemoteProtocolError(f"the table of a state is a list of at most {MAX_ARRAYS} rows")
+    for row in table:
+        if not (isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) and row[0] in DTYPES):
+            raise RemoteProtocolError(f"a row of a state's table is [dtype, shape], got {row!r:.80}")
+        shape = row[1]
+        if not (isinstance(shape, list) and len(shape) <= MAX_RANK):
+            raise RemoteProtocolError(f"a shape is a list of at most {MAX_RANK} integers, got {shape!r:.80}")
+        if not all(isinstance(dim, int) and not isinstance(dim, bool) and 0 <= dim < 2**40 for dim in shape):
+            raise RemoteProtocolError(f"a dimension is an integer from 0 to 2**40, got {shape!r:.80}")
+    nbytes = _nbytes(table)
+    if nbytes > max_bytes:
+        raise RemoteProtocolError(f"a state of {nbytes} bytes, at most {max_bytes} are accepted")
+    return nbytes
+
+
+def _nbytes(table: Table) -> int:
+    end = 0
+    for name, shape in table:
+        end += -end % ALIGNMENT + math.prod(shape) * DTYPES[name].itemsize
+    return end
+
+
+def _views(table: Table, buffer: memoryview) -> list[Tensor]:
+    views, end = [], 0
+    for name, shape in table:
+        dtype = DTYPES[name]
+        nbytes = math.prod(shape) * dtype.itemsize
+        start = end + -end % ALIGNMENT
+        end = start + nbytes
+        # NumPy refuses an offset at the very end of a buffer.
+        views.append(np.ndarray(shape, dtype, buffer=buffer, offset=start) if nbytes else np.empty(shape, dtype))
+    return views
+
+
+def _digest(table: Table, buffer: memoryview) -> bytes:
+    rows = "\n".join(f"{name} {shape}" for name, shape in table)
+    hashed = hashlib.sha256(f"{len(table)}\n{rows}\n".encode())
+    hashed.update(buffer)
+    return hashed.digest()

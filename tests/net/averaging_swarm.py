@@ -1,0 +1,79 @@
+"""A simulated swarm for the tests of averaging: peers with a DHT, each on a host of its own, in virtual time."""
+
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from net.clock import SwarmClock
+from net.dht.node import DhtNode, open_dht_node
+from net.identity import Address, PeerId
+from net.rpc.peer import RpcPeer, open_rpc_peer
+from net.transport.sim import run, simulate
+from net.transport.sim_links import Constant
+from net.transport.sim_network import SimNetwork
+
+PORT = 1
+ROOT = Address("root", PORT)
+
+
+@dataclass(slots=True)
+class Swarm:
+    """The network and its peers' joint fate."""
+
+    network: SimNetwork
+    seed: int
+    done: dict[str, Any] = field(default_factory=dict)
+    """What `live` functions returned, by host."""
+
+
+@dataclass(slots=True, frozen=True)
+class Place:
+    """A peer's own access to the swarm."""
+
+    name: str
+    rpc: RpcPeer
+    dht: DhtNode
+    rng: random.Random
+
+
+@asynccontextmanager
+async def open_place(swarm: Swarm, name: str, *, client_mode: bool = False) -> AsyncIterator[Place]:
+    """A peer alone on host `name`, joined through the root if that is somebody else."""
+    rng = random.Random(f"{swarm.seed}/{name}")
+    peer_id = PeerId.draw(rng)
+    transport = swarm.network.transport(name, peer_id)
+    listen = None if client_mode else Address(name, PORT)
+    async with (
+        open_rpc_peer(transport, peer_id=peer_id, listen=listen) as rpc,
+        open_dht_node(
+            rpc,
+            clock=SwarmClock.virtual(),
+            rng=rng,
+            initial_peers=() if name == ROOT.host else (ROOT,),
+        ) as dht,
+    ):
+        yield Place(name, rpc, dht, rng)
+
+
+def in_swarm(body: Callable[[Swarm], Awaitable[None]], *, seed: int = 0, latency_s: float = 0.02) -> None:
+    """Run a test's body in a swarm that has a root peer, in virtual time from 0 s on."""
+
+    async def main() -> None:
+        async with simulate(seed=seed, latency=Constant(latency_s)) as network:
+            swarm = Swarm(network, seed)
+            ready = trio.Event()
+
+            async def root() -> None:
+                async with open_place(swarm, ROOT.host):
+                    ready.set()
+                    await trio.sleep_forever()
+
+            network.start(ROOT.host, root)
+            await ready.wait()
+            await body(swarm)
+
+    run(main, seed=seed)

@@ -1,0 +1,75 @@
+"""What the members of a group agree on."""
+
+import random
+
+import pytest
+
+from net.averaging.group import Group, Member, Role
+from net.identity import Address, PeerId
+
+RNG = random.Random(0)
+
+
+def member(slot: int = 0, **facts: object) -> Member:
+    """A member that can be called."""
+    facts = {"peer_id": PeerId.draw(RNG), "address": Address("a", 1), "wanted_slot": slot} | facts
+    return Member(**facts)  # type: ignore[arg-type]
+
+
+def group(*members: Member, side: int = 4) -> Group:
+    """Of these members."""
+    return Group(group_id=bytes(16), members=members, side=side)
+
+
+def test_parts_cover_the_vector_in_the_order_of_slots() -> None:
+    """Slots 2, 0, 1 of a vector of 10: the middle thirds fall to their owners; 10 = 4 + 3 + 3 in member order."""
+    assert group(member(2), member(0), member(1)).parts(10) == ((6, 10), (0, 3), (3, 6))
+
+
+def test_clients_and_collisions() -> None:
+    """A client has an empty part; of two that want one slot, the first has it."""
+    assembled = group(member(1), member(1), member(3, role=Role.CLIENT, address=None))
+    assert assembled.slots == (1, 0, 3)
+    assert assembled.parts(6) == ((3, 6), (0, 3), (6, 6))
+
+
+def test_a_vector_shorter_than_the_group() -> None:
+    """Some parts are empty; together they are the vector."""
+    parts = group(*(member(slot) for slot in range(4))).parts(3)
+    assert sorted(parts) == [(0, 1), (1, 2), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ((), "1 to 1024"),
+        ((member(role=Role.CLIENT, address=None),), "clients"),
+        ((member(7),), "got 7"),
+    ],
+)
+def test_impossible_groups_are_refused(members: tuple[Member, ...], message: str) -> None:
+    """Nobody in it, nobody to reduce, a slot outside the grid."""
+    with pytest.raises(ValueError, match=message):
+        group(*members)
+
+
+def test_a_peer_is_in_a_group_once() -> None:
+    """A group names its members by peer id."""
+    once = member()
+    with pytest.raises(ValueError, match="twice"):
+        group(once, once)
+
+
+def test_a_client_has_no_address() -> None:
+    """And nobody else is without one."""
+    with pytest.raises(ValueError, match="address"):
+        member(role=Role.CLIENT)
+    with pytest.raises(ValueError, match="address"):
+        member(address=None)
+
+
+def test_a_stranger_has_no_place() -> None:
+    """Its name is in the message."""
+    stranger = member()
+    with pytest.raises(ValueError, match=stranger.peer_id.short):
+        group(member()).index(stranger.peer_id)
