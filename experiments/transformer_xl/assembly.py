@@ -75,7 +75,7 @@ def make_engine(
         return (local_dense if where == "local" else SimulatedDense)(config=config, **common)
     if router is None:
         raise ValueError(f"model {preset.model!r} is a mixture of experts and needs a router")
-    common["expert_optimizer"] = make_optimizer(expert_recipe(preset, expert_updates(preset, steps, rows)))
+    common["expert_optimizer"] = make_optimizer(expert_recipe(preset, steps))
     return (local_dmoe if where == "local" else SimulatedDmoe)(config=config, router=router, **common)
 
 
@@ -153,13 +153,3 @@ def run_settings(
 def _setting(setting: Setting | None, batch_size: int | None) -> Setting:
     setting = Setting() if setting is None else setting
     return setting if batch_size is None else dataclasses.replace(setting, batch_size=batch_size)
-
-
-def expert_updates(preset: Preset, steps: int, rows: int) -> int:
-    """About how many updates a well-used expert takes in a run: at most one for each of the trunk's.
-
-    An even share of the samples, and a quarter more, since some experts are preferred and those matter most at the end.
-    The cosine must have brought their step size down by then: left high while the trunk's comes to rest, they would
-    keep the noise of single sequences.
-    """
-    return max(1, min(steps, 5 * steps * rows * preset.k_best // (4 * preset.experts_per_layer)))

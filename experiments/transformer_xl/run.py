@@ -1,6 +1,7 @@
-"""The command: train one model after the other on equal numbers of tokens, then put them side by side."""
+"""The command: train the models on equal numbers of tokens, then compare them."""
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ _PROG = "transformer_xl"
 _EXIT_INTERRUPTED = 130
 _ALL_MODELS: tuple[Model, ...] = ("dmoe", "small", "base")
 
-_QUICK_STEPS: Mapping[Place, int] = {"local": 60, "simulated": 320}
+_QUICK_STEPS: Mapping[Place, int] = {"local": 30, "simulated": 160}
 """Updates of each model in a quick run."""
 
 _QUICK_PAUSES = 4
@@ -25,7 +26,7 @@ _QUICK_PAUSES = 4
 _QUICK_EVAL_TOKENS = 8192
 """Words of each of its evaluations, the last ones too."""
 
-_MAY_DIFFER = ("model", "nodes", "join", "no_overhead")
+_MAY_DIFFER = ("model", "nodes", "join", "jobs", "no_overhead")
 """Flags that a resumed run may change: each model compares the settings that matter to it."""
 
 _HEADLINE = (
@@ -54,7 +55,7 @@ class TransformerXLCommand:
     """Train Transformer-XL language models on WikiText-2: a mixture of small layers, the small model, the large one."""
 
     model: tuple[Model, ...] = ()
-    """Models, trained one after the other: dmoe, small, base. Default: all three (in a swarm of processes: dmoe)."""
+    """Models to train: dmoe, small, base. Default: all three (in a swarm of processes: dmoe)."""
     router: str = "product_key"
     """Router of dmoe: a registered name, or my_file.py:my_router."""
     size: Size = "tiny"
@@ -89,6 +90,9 @@ class TransformerXLCommand:
     """Corpus: auto (DMOE_DATA, cache, download, else the embedded one), wikitext-2, or embedded."""
     out: Path | None = None
     """Run folder; must be new or empty unless --resume. Default: runs/ and the time."""
+    jobs: int | None = None
+    """Models trained at once, each in a process with its share of the cores. Default: two where simulated and there are
+    two cores, else one."""
     resume: bool = False
     """Go on with the run in --out: finished models stay, one that was interrupted goes on from its last pause."""
     quick: bool = False
@@ -99,7 +103,7 @@ class TransformerXLCommand:
     """Leave out the measurement of what the mixture costs over a dense layer of its FLOPs (where dmoe is local)."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "eval_every", "trainers", "nodes"):
+        for name in ("steps", "batch_size", "eval_every", "trainers", "nodes", "jobs"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -124,19 +128,35 @@ class TransformerXLCommand:
             return "simulated" if self.size == "tiny" else "local"
         return cast(Place, self.where)
 
+    @property
+    def num_jobs(self) -> int:
+        """How many models are trained at once."""
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        default = min(2, num_cores) if self.place == "simulated" else 1
+        return min(len(self.models), self.jobs or default)
+
 
 def main(args: list[str] | None = None) -> None:
     """Entry point."""
     command = parse_command_line(TransformerXLCommand, prog=f"python -m experiments.{_PROG}", args=args)
-    # Whoever ends a process from outside wants what Ctrl-C gives: a report, and a run that can be resumed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    with end_with_one_line():
         if command.where == "swarm":
             from experiments.transformer_xl.swarm import run_swarm
 
             sys.exit(run_swarm(command))
         set_up_jax()
         run_models(command)
+
+
+@contextmanager
+def end_with_one_line() -> Iterator[None]:
+    """End this process with one line and the status for it if Ctrl-C, SIGTERM or a user's mistake ends the block.
+
+    Whoever ends a process from outside wants what Ctrl-C gives: a report, and a run that can be resumed.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         _exit_after(error)
 
@@ -190,15 +210,19 @@ def run_models(command: TransformerXLCommand) -> dict[str, Any]:
         folder = open_parent(command.out, _PROG, settings, resume=command.resume, may_differ=_MAY_DIFFER)
     console.print(f"corpus: {corpus.description}", highlight=False)
     console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
-    headlines: dict[str, dict[str, Any]] = {}
     try:
-        for model in command.models:
-            headlines[model] = _train_model(command, model, corpus, folder.path / model)
+        if command.num_jobs > 1:
+            from experiments.transformer_xl.side_by_side import train_side_by_side
+
+            train_side_by_side(command, folder.path, jobs=command.num_jobs, console=console)
+        else:
+            for model in command.models:
+                train_model(command, model, corpus, folder.path / model)
     except BaseException:
-        _compare(command, folder, corpus, headlines, {})
+        _compare(command, folder, corpus, {})
         raise
     overhead = _overhead(command, console)
-    headline = _compare(command, folder, corpus, headlines, overhead)
+    headline = _compare(command, folder, corpus, overhead)
     _print(command, headline, folder.path, console)
     return headline
 
@@ -218,8 +242,8 @@ def _check_router(command: TransformerXLCommand) -> None:
             check_router(make_router(command.router, preset.grid_size), preset.grid_size, preset.d_model)
 
 
-def _train_model(command: TransformerXLCommand, model: Model, corpus: Any, path: Path) -> dict[str, Any]:
-    """Train one model in its own run folder, or go on with it; its headline."""
+def train_model(command: TransformerXLCommand, model: Model, corpus: Any, path: Path) -> None:
+    """Train one model in its own run folder, or go on with it, to its end. Raises as `run_models`."""
     from dmoe_jax.checkpoints import CheckpointError
     from dmoe_jax.cli.progress import TrainingProgress
     from dmoe_jax.routing.registry import make_router
@@ -256,14 +280,14 @@ def _train_model(command: TransformerXLCommand, model: Model, corpus: Any, path:
         folder = open_run(
             path, run_settings(preset, corpus, plan, router=command.router, **common), resume=command.resume
         )
-        if (finished := finished_headline(folder)) is not None:
-            return finished
+        if finished_headline(folder) is not None:
+            return
         progress = TrainingProgress(steps)
         progress.say(f"{model}: {steps} updates, {place}")
         engine = make_engine(preset, corpus, steps=steps, router=router, **common)
         facts = headline_facts(preset, corpus, where=place, seed=command.seed, router=router)
     try:
-        return train(engine, folder, plan, corpus, progress, facts=facts)
+        train(engine, folder, plan, corpus, progress, facts=facts)
     except CheckpointError as error:
         raise UsageError(str(error)) from error
 
@@ -291,13 +315,15 @@ def _compare(
     command: TransformerXLCommand,
     folder: Any,
     corpus: Any,
-    headlines: Mapping[str, Mapping[str, Any]],
     more: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Figure and report of the models that have begun; the headline of those that are done."""
     from dmoe_jax.runs.comparison import comparison_figure, write_comparison_report
     from dmoe_jax.runs.run_folder import FIGURE, RunFolder
+    from experiments.transformer_xl.resuming import finished_headline
 
+    folders = {model: RunFolder(folder.path / model) for model in command.models if (folder.path / model).is_dir()}
+    headlines = {model: finished for model, run in folders.items() if (finished := finished_headline(run)) is not None}
     models = {
         model: {name: figures[name] for name in _HEADLINE if name in figures} for model, figures in headlines.items()
     }
@@ -308,7 +334,7 @@ def _compare(
             ours, theirs = (models[model]["validation_perplexity"] for model in ("dmoe", other))
             headline[f"dmoe_below_{other}"] = ours < theirs
     headline |= more
-    metrics = {model: RunFolder(folder.path / model).metrics() for model in command.models}
+    metrics = {model: run.metrics() for model, run in folders.items()}
     runs: dict[str, list[Any]] = {model: [records] for model, records in metrics.items() if records}
     if runs:
         title = f"Transformer-XL on {corpus.name}, {command.size}, {command.place}"

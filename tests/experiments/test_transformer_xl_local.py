@@ -228,7 +228,7 @@ def test_a_layer_of_base_has_the_products_of_four_experts(size: Any) -> None:
 
     (products, whole), (expert_products, expert_whole) = flops(base), flops(dmoe)
     assert products == 4 * expert_products
-    assert 0.75 < whole / (4 * expert_whole) < 1
+    assert 0.7 < whole / (4 * expert_whole) < 1
     assert (dmoe.d_model, dmoe.d_ff, dmoe.num_heads) == (small.d_model, small.d_ff, small.num_heads)
     assert dmoe.experts_per_layer == {"tiny": 8, "full": 16}[size]
     assert dmoe.k_best == 4
