@@ -62,7 +62,7 @@ def train_side_by_side(command: TransformerXLCommand, path: Path, *, jobs: int, 
             for child in [each for each in running if each.process.poll() is not None]:
                 running.remove(child)
                 free.append(child.cores)
-                child.reader.join()
+                _close(child)
                 _check_end(child)
     finally:
         _end(running)
@@ -73,7 +73,9 @@ def _check_end(child: _Child) -> None:
     if status == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if status:
-        raise UsageError(child.last_line[0].removeprefix("transformer_xl: ") or f"{child.model} ended with {status}")
+        raise UsageError(
+            child.last_line[0].removeprefix("transformer_xl: error: ") or f"{child.model} ended with {status}"
+        )
 
 
 def _shares(jobs: int) -> list[tuple[int, ...]]:
@@ -124,7 +126,16 @@ def _end(children: Sequence[_Child]) -> None:
             child.process.wait(max(0.0, deadline - time.monotonic()))
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             child.process.kill()
-        child.reader.join(1.0)
+            child.process.wait()
+        _close(child)
+
+
+def _close(child: _Child) -> None:
+    """Free what is left of a child that has ended."""
+    child.reader.join()
+    for pipe in (child.process.stdin, child.process.stderr):
+        if pipe is not None:
+            pipe.close()
 
 
 def _interrupt_at_end_of_input() -> None:

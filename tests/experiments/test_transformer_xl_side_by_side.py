@@ -1,0 +1,54 @@
+"""Models that train at once, each in a process of its own."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from experiments.transformer_xl import side_by_side
+from experiments.transformer_xl.run import TransformerXLCommand, main
+
+FLAGS = ["--model", "small", "base", "--quick", "--steps", "2", "--trainers", "2", "--data", "embedded"]
+
+
+def test_cores_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every core goes to one job; where the system does not tell, nothing is asked of it."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 1, 3}, raising=False)
+    assert side_by_side._shares(2) == [(1, 5), (3,)]
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert side_by_side._shares(2) == [(), ()]
+
+
+def test_how_many_train_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two simulated ones if there are two cores, one on a device, and never more than there are models."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert TransformerXLCommand().num_jobs == 2
+    assert TransformerXLCommand(jobs=3).num_jobs == 3
+    assert TransformerXLCommand(model=("dmoe",), jobs=3).num_jobs == 1
+    assert TransformerXLCommand(size="full").num_jobs == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+    assert TransformerXLCommand().num_jobs == 1
+    with pytest.raises(ValueError, match="--jobs"):
+        TransformerXLCommand(jobs=0)
+
+
+@pytest.mark.slow
+def test_side_by_side_is_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same figures; a child's mistake is its parent's one line."""
+    headlines = []
+    for jobs in ("2", "1"):
+        main([*FLAGS, "--jobs", jobs, "--out", str(tmp_path / jobs), "--json"])
+        headlines.append(json.loads(capsys.readouterr().out.splitlines()[-1])["models"])
+    for model in ("small", "base"):
+        ours, theirs = (headline[model] for headline in headlines)
+        assert ours["validation_perplexity"] == pytest.approx(theirs["validation_perplexity"], rel=1e-5)
+        assert ours["complete"]
+    config = tmp_path / "2" / "base" / "config.json"
+    config.write_text(config.read_text().replace('"steps": 2', '"steps": 7'))
+    with pytest.raises(SystemExit) as ended:
+        main([*FLAGS, "--jobs", "2", "--out", str(tmp_path / "2"), "--resume"])
+    assert ended.value.code == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("transformer_xl: error: the run in ")
+    assert "steps" in last
