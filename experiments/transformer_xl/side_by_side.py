@@ -73,9 +73,8 @@ def _check_end(child: _Child) -> None:
     if status == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if status:
-        raise UsageError(
-            child.last_line[0].removeprefix("transformer_xl: error: ") or f"{child.model} ended with {status}"
-        )
+        said = child.last_line[0].removeprefix("transformer_xl: error: ")
+        raise UsageError(said or f"{child.model} ended with status {status}")
 
 
 def _shares(jobs: int) -> list[tuple[int, ...]]:

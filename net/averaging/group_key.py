@@ -24,6 +24,9 @@ from typing import Any
 MAX_CELLS = 2**31 - 1
 """Cell numbers fit into an int32, the widest integer that JAX has by default."""
 
+MAX_PREFIX_LENGTH = 64
+_PREFIX_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
+
 Cell = Any
 """The number of a cell, 0 to num_cells - 1: an int, or an integer array of any shape."""
 
@@ -80,6 +83,17 @@ class MoshpitGrid:
             return self.side**axis
         # A power with a traced exponent would be one of floats.
         return sum((axis == each) * self.side**each for each in range(self.dims))
+
+
+def check_prefix(prefix: str) -> str:
+    """The prefix itself: the name of what is averaged, in DHT keys and methods.
+
+    Raises:
+      ValueError: it is empty, too long, or has other characters than letters, digits, '_' and '-'.
+    """
+    if not 1 <= len(prefix) <= MAX_PREFIX_LENGTH or not set(prefix) <= _PREFIX_CHARACTERS:
+        raise ValueError(f"a prefix is 1 to {MAX_PREFIX_LENGTH} letters, digits, '_' or '-', got {prefix!r:.80}")
+    return prefix
 
 
 def group_key(prefix: str, grid: MoshpitGrid, cell: int, round_number: int) -> str:

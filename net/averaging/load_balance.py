@@ -18,6 +18,9 @@ from scipy.optimize import linprog
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+_SLOWEST = 1e-6
+"""Of the fastest bandwidth: slower peers reduce nothing. The solver needs numbers of like size."""
+
 MIN_SHARE = 1e-3
 """Shares below it are not worth a connection: their owners reduce nothing."""
 
@@ -40,7 +43,7 @@ def peer_fractions(bandwidths: Sequence[float | None]) -> tuple[float, ...]:
     known = [bandwidth for bandwidth in bandwidths if bandwidth]
     assumed = sum(known) / len(known) if known else 1.0
     speeds = np.array([assumed if bandwidth is None else bandwidth for bandwidth in bandwidths])
-    reducers = np.flatnonzero(speeds > 0)
+    reducers = np.flatnonzero(speeds > _SLOWEST * speeds.max(initial=0.0))
     if not reducers.size:
         raise ValueError(f"nobody in a group of {len(bandwidths)} can reduce")
     shares = np.zeros(len(speeds))

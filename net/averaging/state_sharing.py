@@ -8,6 +8,7 @@ offers the same digest, first of all the same one again. Another digest is anoth
 have the digest in the end is thrown away, and its donor not asked again.
 """
 
+import itertools
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -156,12 +157,15 @@ class StateSharing:
             await trio.sleep(config.announce_period_s)
             self._forget_old()
 
-    async def download(self, *, min_version: int = 0, timeout_s: float) -> SharedState | None:
+    async def download(
+        self, *, min_version: int = 0, timeout_s: float, attempts: int | None = None
+    ) -> SharedState | None:
         """The freshest state that a donor gives.
 
         Args:
           min_version: states behind it are of no use.
           timeout_s: after which it is given up.
+          attempts: how often all known donors are asked; None: again and again, for one may come up.
 
         Returns: the state; its arrays are read-only. None: no donor had one, or none was whole in time.
         """
@@ -169,7 +173,7 @@ class StateSharing:
         banned: set[PeerId] = set()
         with trio.move_on_after(timeout_s):
             pause_s = 0.1
-            while True:
+            for _ in itertools.count() if attempts is None else range(attempts):
                 for contact in await self._donors(min_version, banned):
                     try:
                         state = await self._download_from(contact, min_version, partial)

@@ -43,6 +43,12 @@ def test_no_other_shares_end_earlier(bandwidths: list[float], seed: int) -> None
         assert best <= slowest(bandwidths, tuple(shares)) * 1.02
 
 
+def test_peers_that_are_slower_by_orders_reduce_nothing() -> None:
+    """A bandwidth that somebody made up costs the others nothing but its own share."""
+    assert peer_fractions([1e-300, 1e9, 1e9, 1e9]) == pytest.approx((0.0, 1 / 3, 1 / 3, 1 / 3))
+    assert peer_fractions([1e300, 1e9, 1e9]) == (1.0, 0.0, 0.0)
+
+
 @pytest.mark.parametrize("bandwidths", [[-1.0, 2.0], [float("inf"), 1.0], [float("nan"), 1.0], [0.0, 0.0], []])
 def test_impossible_bandwidths_are_refused(bandwidths: list[float]) -> None:
     """Negative, infinite, or nobody who reduces."""

@@ -1,0 +1,311 @@
+"""How peers that look for one group find a leader, without I/O.
+
+Theory of operation. Every peer that can be called declares until when it gathers followers. (expiration, peer id) is a
+total order, the *rank*; a peer only ever asks peers that precede it, and refuses those that precede itself, so two
+peers never wait for each other and there is nothing to lock. The first of a group's seekers asks nobody, and leads.
+
+A search is in one of these states:
+
+- *leading*: it has followers or would have them. Once its group is full it begins; when its window ends it begins
+  with what there is, if that is enough, and else sends its followers away and opens the next window;
+- *following*: a leader has its request. Its own followers were sent there, and whoever asks it is sent there too. Its
+  window stands still; if the leader fails or refuses, it leads again where it left off;
+- *ended*: it has its group, or its time is over.
+
+A peer in client mode cannot lead. It has one window, as long as its search: so it may follow any leader that begins in
+time. Members are counted by who has a vector: a group has `min_group_size` to `side` of these, besides auxiliary
+peers, which must neither take the places of others nor make a group out of one.
+
+The shell feeds in requests (`consider`, `receive`, `leave`), outcomes (`follow`, `on_refused`, `on_failed`, `on_group`)
+and time (`tick`, when `deadline` has come), and carries out `take_actions`.
+"""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from net.averaging.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group, Member, Role
+from net.averaging.join_messages import (
+    MAX_MEMBER_BYTES,
+    MAX_MEMBERS_BYTES,
+    Candidate,
+    JoinRequest,
+    Reason,
+    Refusal,
+    member_bytes,
+)
+from net.identity import PeerId
+
+MAX_WINDOW_S = 3600.0
+"""Calls that wait for a leader stay within what the RPC layer allows, and DHT entries end the same day."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssemblyConfig:
+    """Settings of a search for a group."""
+
+    window_s: float = 5.0
+    """How long a leader gathers followers, seconds; a full group begins at once."""
+    request_timeout_s: float = 3.0
+    """How long a leader may take to say whether it would have us, and to answer after its window, seconds."""
+    grace_s: float = 0.3
+    """Once a leader is willing, how long to wait for the answers of those that precede it, seconds."""
+    poll_s: float = 1.0
+    """How often the key is read again and a leader pinged, and how soon a peer that refused is asked again, seconds."""
+    silence_s: float = 1.5
+    """A leader that has taken us on and leaves a ping unanswered for so long is given up, seconds."""
+    margin_s: float = 0.5
+    """A leader's last window ends so long before its deadline, seconds: its answer takes a moment to arrive."""
+    withdrawal_timeout_s: float = 1.0
+    """Longest time for taking a declaration back after a cancellation, seconds."""
+    min_group_size: int = 2
+    """Fewest members with a vector."""
+    max_questions: int = 4
+    """Most leaders asked at once: dead ones, of which there may be several, then cost one timeout together."""
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not self.request_timeout_s < self.window_s:
+            raise ValueError(
+                f"request_timeout_s must be below window_s, or a dead leader costs a whole window, "
+                f"got {self.request_timeout_s} and {self.window_s}"
+            )
+        if self.window_s > MAX_WINDOW_S:
+            raise ValueError(f"window_s must be at most {MAX_WINDOW_S:g}, got {self.window_s}")
+        if not 2 <= self.min_group_size <= MAX_GROUP_SIZE:
+            raise ValueError(f"min_group_size must be from 2 to {MAX_GROUP_SIZE}, got {self.min_group_size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Answer the `join` call of a follower, which is none any more."""
+
+    peer_id: PeerId
+    """The follower."""
+    answer: Group | Refusal
+    """Its group, or why there is none."""
+
+
+class Matchmaking:
+    """One search for one group.
+
+    Args:
+      me: what the group will know of us.
+      key: of the group.
+      schema: what our vector means.
+      side: of the grid: the size of a full group.
+      deadline: swarm time at which the search ends.
+      rng: draws the group's id.
+      now: swarm time.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        *,
+        key: str,
+        schema: bytes,
+        side: int,
+        deadline: float,
+        config: AssemblyConfig,
+        rng: random.Random,
+        now: float,
+    ) -> None:
+        self.me = me
+        self.key = key
+        self.group: Group | None = None
+        """What was found."""
+        self.is_over = False
+        """Whether the search has ended, with a group or without."""
+        self.leader: Candidate | None = None
+        """Whom we follow."""
+        self.expiration = now
+        """Our declared expiration: the end of our window."""
+        self._schema = schema
+        self._side = side
+        self._deadline = deadline
+        self._config = config
+        self._rng = rng
+        # Full groups begin at once, so this holds at most the two bounds of `_has_room`.
+        self._followers: dict[PeerId, Member] = {}
+        # At most one entry for each question of this search; the deadline bounds them.
+        self._failed: set[PeerId] = set()
+        self._ask_again_at: dict[PeerId, float] = {}
+        self._suggested: Candidate | None = None
+        self._actions: list[Tell] = []
+        self._open_window(now)
+
+    @property
+    def request(self) -> JoinRequest:
+        """What we say to a leader."""
+        return JoinRequest(
+            key=self.key, schema=self._schema, side=self._side, member=self.me, expiration=self.expiration
+        )
+
+    @property
+    def is_client(self) -> bool:
+        """Whether we cannot lead, and need not be declared."""
+        return self.me.role is Role.CLIENT
+
+    def candidates(self, declared: Iterable[Candidate], now: float) -> tuple[Candidate, ...]:
+        """Who is to be asked, first things first: those that precede us, but for those that failed or just refused.
+
+        Args:
+          declared: what the key holds. We may be among them.
+        """
+        found = {candidate.contact.peer_id: candidate for candidate in declared}
+        if self._suggested is not None:
+            found[self._suggested.contact.peer_id] = self._suggested
+        return tuple(
+            sorted(
+                (candidate for candidate in found.values() if self._may_ask(candidate, now)),
+                key=lambda candidate: candidate.rank,
+            )
+        )
+
+    def precedes_us(self, candidate: Candidate) -> bool:
+        """Whether it may lead us."""
+        return candidate.contact.peer_id != self.me.peer_id and candidate.rank < (self.expiration, self.me.peer_id)
+
+    def follow(self, leader: Candidate) -> None:
+        """We ask this willing leader to have us: our followers are better off there."""
+        self.leader = leader
+        self._suggested = None
+        self._send_away(Refusal(reason=Reason.FOLLOWING, leader=leader))
+
+    def on_group(self, group: Group) -> None:
+        """Our leader has begun."""
+        self.group, self.leader, self.is_over = group, None, True
+
+    def on_refused(self, candidate: Candidate, refusal: Refusal, now: float) -> None:
+        """A candidate, or the leader that we followed, will not have us now."""
+        peer_id = candidate.contact.peer_id
+        self._ask_again_at[peer_id] = now + self._config.poll_s
+        if refusal.reason is Reason.WRONG_SCHEMA:
+            self._failed.add(peer_id)
+        self._forget_leader(peer_id)
+        if refusal.leader is not None and refusal.leader.contact.peer_id != peer_id:
+            self._suggested = refusal.leader
+
+    def on_failed(self, candidate: Candidate) -> None:
+        """A candidate, or the leader that we followed, did not answer or answered nonsense: never again."""
+        self._failed.add(candidate.contact.peer_id)
+        self._forget_leader(candidate.contact.peer_id)
+
+    def consider(self, request: JoinRequest) -> float | Refusal:
+        """Whether we would lead this peer, and until when we gather."""
+        reason: Reason | None = None
+        leader: Candidate | None = None
+        if self.is_over or self.is_client or request.member.peer_id == self.me.peer_id:
+            reason = Reason.NOT_LOOKING
+        elif request.key != self.key:
+            reason = Reason.WRONG_KEY
+        elif (request.schema, request.side) != (self._schema, self._side):
+            reason = Reason.WRONG_SCHEMA
+        elif self.leader is not None:
+            reason, leader = Reason.FOLLOWING, self.leader
+        elif request.rank < (self.expiration, self.me.peer_id):
+            reason = Reason.LATER
+        elif not self._has_room(request.member):
+            reason = Reason.FULL
+        return self.expiration if reason is None else Refusal(reason=reason, leader=leader)
+
+    def receive(self, request: JoinRequest) -> Refusal | None:
+        """Take a follower, if we would lead it (None). It must not be one yet. The last one of a full group begins
+        it."""
+        answer = self.consider(request)
+        if isinstance(answer, Refusal):
+            return answer
+        if request.window != self.expiration:  # it was meant for our last window
+            return Refusal(reason=Reason.LATER)
+        self._followers[request.member.peer_id] = request.member
+        if self._is_full():
+            self._begin()
+        return None
+
+    def leave(self, peer_id: PeerId) -> None:
+        """A follower does not wait any more."""
+        self._followers.pop(peer_id, None)
+
+    def deadline(self) -> float | None:
+        """When `tick` is due; None: not before something else happens."""
+        return None if self.is_over or self.leader is not None else self.expiration
+
+    def tick(self, now: float) -> None:
+        """At the end of our window: begin, or open the next one, or end the search."""
+        due = self.deadline()
+        if due is None or now < due:
+            return
+        if not self.is_client and self._num_senders() >= self._config.min_group_size:
+            self._begin()
+            return
+        self._send_away(Refusal(reason=Reason.DISBANDED))
+        if self.is_client or self._deadline - now <= self._config.margin_s:
+            self.is_over = True
+        else:
+            self._open_window(now)
+
+    def stop(self) -> None:
+        """End the search; followers are sent away."""
+        self.is_over = True
+        self._send_away(Refusal(reason=Reason.DISBANDED))
+
+    def take_actions(self) -> tuple[Tell, ...]:
+        """What is to be said, in order. Each is given out once."""
+        actions, self._actions = tuple(self._actions), []
+        return actions
+
+    def _open_window(self, now: float) -> None:
+        # Half of a time shorter than two margins: there is no use in a window without a length.
+        latest = self._deadline - min(self._config.margin_s, (self._deadline - now) / 2)
+        self.expiration = latest if self.is_client else min(latest, now + self._config.window_s)
+
+    def _may_ask(self, candidate: Candidate, now: float) -> bool:
+        peer_id = candidate.contact.peer_id
+        return (
+            self.precedes_us(candidate)
+            and candidate.expiration > now
+            and peer_id not in self._failed
+            and self._ask_again_at.get(peer_id, now) <= now
+        )
+
+    def _forget_leader(self, peer_id: PeerId) -> None:
+        if self.leader is not None and self.leader.contact.peer_id == peer_id:
+            self.leader = None
+        if self._suggested is not None and self._suggested.contact.peer_id == peer_id:
+            self._suggested = None
+
+    def _members(self) -> tuple[Member, ...]:
+        return (self.me, *self._followers.values())
+
+    def _num_senders(self) -> int:
+        return sum(member.sends for member in self._members())
+
+    def _has_room(self, member: Member) -> bool:
+        # As many auxiliary peers as senders at most: more would not find a slot's worth of work each.
+        return sum(other.sends is member.sends for other in self._members()) < self._side
+
+    def _is_full(self) -> bool:
+        members = self._members()
+        return (
+            self._num_senders() >= self._side
+            or len(members) >= MAX_GROUP_SIZE
+            or sum(map(member_bytes, members)) > MAX_MEMBERS_BYTES - MAX_MEMBER_BYTES
+        )
+
+    def _begin(self) -> None:
+        members = tuple(sorted(self._members(), key=_place))
+        self.group = Group(group_id=self._rng.randbytes(GROUP_ID_BYTES), members=members, side=self._side)
+        self.is_over = True
+        self._send_away(self.group)
+
+    def _send_away(self, answer: Group | Refusal) -> None:
+        self._actions += [Tell(peer_id=peer_id, answer=answer) for peer_id in self._followers]
+        self._followers.clear()
+
+
+def _place(member: Member) -> tuple[bool, int, PeerId]:
+    """The order of a group: by wanted slots, auxiliary peers after all others, which so come first to their slots."""
+    return not member.sends, member.wanted_slot, member.peer_id

@@ -1,0 +1,183 @@
+"""Peers that look for groups on a simulated network, for the tests of averaging."""
+
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import trio
+
+from net.averaging.assembly import GroupAssembler
+from net.averaging.group import Group, Member, Role
+from net.averaging.group_key import MoshpitGrid, group_key
+from net.averaging.join_messages import (
+    Candidate,
+    accepted_body,
+    declaration_of,
+)
+from net.averaging.matchmaking import AssemblyConfig
+from net.clock import SwarmClock
+from net.dht.config import DhtConfig
+from net.dht.lookup import LookupConfig
+from net.dht.node import DhtNode, open_dht_node
+from net.identity import Address, PeerId
+from net.rpc.base import Handler, Reply, Request
+from net.rpc.peer import RpcPeer, open_rpc_peer
+from net.transport.sim import run, simulate
+from net.transport.sim_events import HostDown
+from net.transport.sim_links import Constant, Latency
+from net.transport.sim_network import SimNetwork
+
+LATENCY = Constant(0.02)
+LINE = MoshpitGrid(side=8, dims=1)
+"""One group, of everybody: one key."""
+SQUARE = MoshpitGrid(side=8, dims=2)
+SCHEMA = b"a vector of 3"
+CONFIG = AssemblyConfig()
+SMALL_DHT = DhtConfig(bucket_size=6, replicas=3, lookup=LookupConfig(beam_size=6))
+"""Enough for 64 peers, and a third of the calls."""
+
+
+@dataclass(kw_only=True)
+class Peer:
+    """A process that averages."""
+
+    host: str
+    rpc: RpcPeer
+    dht: DhtNode
+    assembler: GroupAssembler
+
+    def member(self, **facts: Any) -> Member:
+        """It, as groups see it."""
+        role = Role.CLIENT if self.rpc.address is None else Role.NODE
+        return Member(**{"peer_id": self.rpc.peer_id, "address": self.rpc.address, "role": role} | facts)
+
+    async def find(self, seconds: float = 20.0, *, cell: int = 0, round_number: int = 0, **facts: Any) -> Group | None:
+        """Search for so long at most; it must have ended by then."""
+        deadline = self.dht.clock.now() + seconds
+        group = await self.assembler.find_group(
+            self.member(**facts), cell=cell, round_number=round_number, deadline=deadline
+        )
+        assert self.dht.clock.now() <= deadline + 1e-6
+        return group
+
+
+class Swarm:
+    """Peers on a simulated network, each a program of a host."""
+
+    def __init__(self, network: SimNetwork) -> None:
+        self.network = network
+        self.peers: list[Peer] = []
+
+    async def add(
+        self,
+        *,
+        grid: MoshpitGrid = LINE,
+        schema: bytes = SCHEMA,
+        client: bool = False,
+        fakes: Mapping[str, Handler] = MappingProxyType({}),
+    ) -> Peer:
+        """One more peer, in the DHT; with `fakes`, handlers by method, it has no searches of its own."""
+        host = f"host{len(self.peers)}"
+        is_ready = trio.Event()
+
+        async def live() -> None:
+            rng = random.Random(host)
+            peer_id = PeerId.draw(rng)
+            listen = None if client else Address(host, 1)
+            joins = [Address("host0", 1)] if self.peers else []
+            transport = self.network.transport(host, peer_id)
+            async with (
+                open_rpc_peer(transport, peer_id=peer_id, listen=listen) as rpc,
+                open_dht_node(rpc, clock=SwarmClock.virtual(), rng=rng, initial_peers=joins, config=SMALL_DHT) as dht,
+            ):
+                for method, handler in fakes.items():
+                    rpc.add_handler(f"averaging.model.{method}", handler)
+                prefix = "unused" if fakes else "model"
+                assembler = GroupAssembler(rpc, dht, prefix=prefix, grid=grid, schema=schema, rng=rng, config=CONFIG)
+                self.peers.append(Peer(host=host, rpc=rpc, dht=dht, assembler=assembler))
+                is_ready.set()
+                await trio.sleep_forever()
+
+        self.network.start(host, live)
+        await is_ready.wait()
+        return self.peers[-1]
+
+    def take_down(self, peer: Peer) -> None:
+        """It dies without a word."""
+        self.network.apply(HostDown(peer.host, silent=True))
+
+
+@asynccontextmanager
+async def swarm(count: int = 0, *, latency: Latency = LATENCY, seed: int = 0, **options: Any) -> AsyncIterator[Swarm]:
+    """So many peers of one kind, and room for others."""
+    async with simulate(latency=latency, seed=seed) as network:
+        peers = Swarm(network)
+        for _ in range(count):
+            await peers.add(**options)
+        yield peers
+
+
+def simulated(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    """Run the test in virtual time."""
+
+    def run_it() -> None:
+        run(test)
+
+    run_it.__name__, run_it.__doc__ = test.__name__, test.__doc__
+    return run_it
+
+
+async def gather(*searches: Callable[[], Awaitable[Group | None]]) -> list[Group | None]:
+    """Their outcomes, all at once."""
+    found: list[Group | None] = [None] * len(searches)
+
+    async def search(index: int) -> None:
+        found[index] = await searches[index]()
+
+    async with trio.open_nursery() as nursery:
+        for index in range(len(searches)):
+            nursery.start_soon(search, index)
+    return found
+
+
+async def find_later(peer: Peer, delay_s: float, seconds: float = 20.0) -> Group | None:
+    """Search after a while."""
+    await trio.sleep(delay_s)
+    return await peer.find(seconds)
+
+
+def ids(group: Group | None) -> set[PeerId]:
+    """Who is in it."""
+    assert group is not None
+    return {member.peer_id for member in group.members}
+
+
+def check_disjoint(peers: Sequence[Peer], found: Sequence[Group | None]) -> None:
+    """Those with one group id have one and the same group, are in it, and nobody is in two."""
+    groups = {group.group_id: group for group in found if group is not None}
+    for peer, group in zip(peers, found, strict=True):
+        assert group is None or (group == groups[group.group_id] and peer.rpc.peer_id in ids(group))
+    counts = Counter(peer_id for group in groups.values() for peer_id in ids(group))
+    assert set(counts.values()) <= {1}
+
+
+def declare(peer: Peer, *, grid: MoshpitGrid = LINE, lives_s: float = 1.0) -> Awaitable[bool]:
+    """Leave a declaration in the DHT as if the peer looked for a group."""
+    expiration = peer.dht.clock.now() + lives_s
+    value = declaration_of(Candidate(contact=peer.member().contact, expiration=expiration))
+    key = group_key("model", grid, 0, 0)
+    return peer.dht.store(key, value, subkey=str(peer.rpc.peer_id), expiration=expiration)
+
+
+def willing_until(end_s: float) -> Handler:
+    """Serve `ask`: we gather until so many seconds from the start of the simulation."""
+
+    async def ask(request: Request) -> Reply:
+        del request
+        return Reply(body=accepted_body(end_s))
+
+    return ask

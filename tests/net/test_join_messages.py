@@ -1,0 +1,192 @@
+"""The messages of peers that assemble a group."""
+
+import random
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from net.averaging.group import Group, Member, Role
+from net.averaging.join_messages import (
+    BANDWIDTHS_BPS,
+    MAX_MEMBER_BYTES,
+    Candidate,
+    JoinRequest,
+    Reason,
+    Refusal,
+    accepted_body,
+    candidates_in_untrusted,
+    declaration_of,
+    group_body,
+    member_bytes,
+    parse_asked_untrusted,
+    parse_joined_untrusted,
+    parse_request_untrusted,
+    refusal_body,
+    request_body,
+)
+from net.averaging.matchmaking import AssemblyConfig, Matchmaking
+from net.dht.records import Dictionary, Entry, make_entry
+from net.errors import RemoteProtocolError
+from net.identity import Address, Contact, PeerId
+from net.wire.codec import decode_untrusted, encode
+
+
+def peer(number: int) -> PeerId:
+    return PeerId(number.to_bytes(32, "big"))
+
+
+def member(number: int, **facts: Any) -> Member:
+    facts = {"peer_id": peer(number), "address": Address(f"host{number}", 1)} | facts
+    if facts.get("role") is Role.CLIENT:
+        facts["address"] = None
+    return Member(**facts)
+
+
+def candidate(number: int, expiration: float) -> Candidate:
+    return Candidate(contact=Contact(peer(number), Address(f"host{number}", 1)), expiration=expiration)
+
+
+def request(number: int, expiration: float = 9.0, *, window: float | None = 5.0, **facts: Any) -> JoinRequest:
+    """Of a peer that would join a search that began at 0 s with a window of 5 s."""
+    return JoinRequest(
+        key="key", schema=b"schema", side=3, member=member(number, **facts), expiration=expiration, window=window
+    )
+
+
+def travelled(body: Any) -> dict[str, Any]:
+    """A body after its way through the codec."""
+    received = decode_untrusted(encode(dict(body)))
+    assert isinstance(received, dict)
+    return received
+
+
+members = st.builds(
+    lambda number, role, slot, weight, bandwidth: member(
+        number, role=role, wanted_slot=slot, weight=weight, bandwidth=bandwidth
+    ),
+    st.integers(0, 2**256 - 1),
+    st.sampled_from(Role),
+    st.integers(0, 2),
+    st.floats(1e-6, 1e6),
+    st.none() | st.floats(*BANDWIDTHS_BPS),
+)
+
+
+@given(members, st.floats(-1e9, 1e9), st.none() | st.floats(0, 1e9))
+def test_requests_arrive_as_they_were(who: Member, expiration: float, window: float | None) -> None:
+    """All facts of a member, by value."""
+    sent = replace(request(1), member=who, expiration=expiration, window=window)
+    assert parse_request_untrusted(travelled(request_body(sent)), who.peer_id) == sent
+
+
+def test_answers_arrive_as_they_were() -> None:
+    """Willingness, refusals with and without a leader, groups."""
+    assert parse_asked_untrusted(travelled(accepted_body(5.5))) == 5.5
+    sent = request(2, bandwidth=1e6)
+    for refusal in (
+        Refusal(reason=Reason.FULL),
+        Refusal(reason=Reason.FOLLOWING, leader=candidate(1, 4.0)),
+    ):
+        body = travelled(refusal_body(refusal))
+        assert parse_asked_untrusted(body) == parse_joined_untrusted(body, sent, peer(1)) == refusal
+    group = Group(group_id=bytes(16), members=(member(1, role=Role.AUXILIARY), sent.member), side=3)
+    assert parse_joined_untrusted(travelled(group_body(group)), sent, peer(1)) == group
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ((member(1), member(3)), "does not have us"),
+        ((member(1), member(2, weight=3.0)), "other facts"),
+        ((member(2), member(3)), "does not have it"),
+        ((member(1, role=Role.CLIENT), member(2)), "does not have it"),
+        ((member(1), member(2), member(2)), "twice"),
+        ((member(1), member(2), member(3, wanted_slot=3)), "slot"),
+        ((member(1, weight=-1.0), member(2)), "weight"),
+        ((member(1, bandwidth=0.0), member(2)), "bandwidth"),
+    ],
+)
+def test_groups_are_checked(members: tuple[Member, ...], message: str) -> None:
+    """A group has us in it as we are, its leader, nobody twice, and nobody that would spoil the plan."""
+    body = {"group_id": bytes(16), "members": [request_body(replace(request(1), member=m))["member"] for m in members]}
+    with pytest.raises(RemoteProtocolError, match=message):
+        parse_joined_untrusted(travelled(body), request(2), peer(1))
+
+
+scalars = st.none() | st.booleans() | st.integers(-5, 70000) | st.floats(allow_nan=False) | st.text() | st.binary()
+values = st.recursive(scalars | st.just(bytes(32)), lambda inner: st.lists(inner, max_size=8), max_leaves=20)
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_garbage_is_only_ever_a_protocol_error(data: st.DataObject) -> None:
+    """Whatever replaces a field of a good body, in a request or an answer, or an item of a member."""
+    who = list(request_body(request(2))["member"])
+    who[data.draw(st.integers(0, 6))] = data.draw(values)
+    group = {"group_id": bytes(16), "members": [who, request_body(request(1))["member"]]}
+    for good in (
+        dict(request_body(request(2))),
+        dict(request_body(request(2))) | {"member": who},
+        group,
+        dict(refusal_body(Refusal(reason=Reason.FOLLOWING, leader=candidate(1, 4.0)))),
+        dict(accepted_body(3.0)),
+    ):
+        body = dict(good)
+        if data.draw(st.booleans()):
+            body[data.draw(st.sampled_from(sorted(body)))] = data.draw(values)
+        for parse in (
+            lambda body: parse_request_untrusted(body, peer(2)),
+            parse_asked_untrusted,
+            lambda body: parse_joined_untrusted(body, request(2), peer(1)),
+        ):
+            with suppress(RemoteProtocolError):
+                parse(body)
+
+
+def test_declarations_are_read_past_rubbish() -> None:
+    """Good ones are found; None, nonsense, and ones that outlive their entry are passed over."""
+    good = candidate(1, 50.0)
+    entries: dict[str, Entry] = {
+        str(peer(1)): make_entry(declaration_of(good), 60.0),
+        str(peer(2)): make_entry(None, 60.0),
+        str(peer(3)): make_entry(declaration_of(candidate(3, 61.0)), 60.0),
+        str(peer(4)): make_entry(["host", 1], 60.0),
+        str(peer(5)): make_entry(["host", 0, 50.0], 60.0),
+        str(peer(6)): make_entry(["host", 1, "soon"], 60.0),
+        "g" * 64: make_entry(declaration_of(good), 60.0),
+        "short": make_entry(declaration_of(good), 60.0),
+    }
+    assert candidates_in_untrusted(Dictionary(entries=entries)) == (good,)
+    assert candidates_in_untrusted(make_entry(1, 60.0)) == candidates_in_untrusted(None) == ()
+
+
+@pytest.mark.parametrize("host_length", [4, 255])
+def test_the_largest_group_fits_a_message(host_length: int) -> None:
+    """With a side of 1024 it begins when no further member is sure to fit: with at least 150 of the longest names."""
+    leader = Matchmaking(
+        member(0, address=Address("h" * host_length, 1), bandwidth=1.5e6),
+        key="key",
+        schema=b"schema",
+        side=1024,
+        deadline=20.0,
+        config=AssemblyConfig(),
+        rng=random.Random(0),
+        now=0.0,
+    )
+    number = 0
+    while leader.group is None:
+        number += 1
+        who = {"address": Address("h" * host_length, 65535), "bandwidth": 1.1e6, "weight": 1.1, "wanted_slot": 1023}
+        assert leader.receive(replace(request(number, **who), side=1024)) is None
+    assert len(leader.group.members) >= (150 if host_length == 255 else 600)
+    assert len(encode(dict(group_body(leader.group)))) < 60 * 1024
+
+
+@given(members)
+def test_the_size_of_a_member_is_an_upper_bound(who: Member) -> None:
+    """Of its encoding."""
+    assert len(encode(request_body(replace(request(1), member=who))["member"])) <= member_bytes(who) <= MAX_MEMBER_BYTES
