@@ -1,0 +1,353 @@
+"""Moshpit over a peer axis: against the rule peer by peer, exact means, failures, weights, gradients, meshes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from dmoe_jax.optim import (
+    all_reduce_round,
+    distortion,
+    gossip_round,
+    group_mean,
+    mixing_factor,
+    moshpit_round,
+    moshpit_rounds,
+    push_sum_round,
+    random_cells,
+    random_groups_round,
+    sharded_moshpit_rounds,
+)
+from net.averaging.group_key import MoshpitGrid, group_key
+
+ROOT = Path(__file__).parents[2]
+GRID = MoshpitGrid(side=4, dims=2)
+CUBE = MoshpitGrid(side=3, dims=3)
+KEY = jax.random.key(0)
+
+# What the process with eight devices runs: every kind of input, against the same on one device.
+EIGHT_DEVICES = """
+import jax, jax.numpy as jnp
+from dmoe_jax.optim import moshpit_rounds, random_cells, sharded_moshpit_rounds
+from net.averaging.group_key import MoshpitGrid
+
+key = jax.random.key(0)
+grid = MoshpitGrid(side=5, dims=2)
+tree = {"a": jax.random.normal(key, (24, 3, 2)), "b": jax.random.normal(key, (24,))}
+alive, weights = jax.random.uniform(key, (3, 24)) > 0.2, jnp.arange(24)
+shared = {"grid": grid, "cells": random_cells(key, grid, 24), "num_rounds": 3, "first_round": 1}
+for kinds, mesh in (("plain", jax.make_mesh((8,), ("peers",))), ("two axes", jax.make_mesh((4, 2), ("peers", "x")))):
+    for given in (
+        {},
+        {"alive": alive},
+        {"alive": alive, "weights": weights, "failure_rule": "group_skips"},
+    ):
+        expected = moshpit_rounds(tree, **shared, **given)
+        found = jax.jit(lambda tree: sharded_moshpit_rounds(tree, mesh=mesh, **shared, **given))(tree)
+        assert {s.data.shape[0] for s in found["b"].addressable_shards} == {24 // mesh.shape["peers"]}
+        found, expected = jax.device_get((found, expected))
+        assert max(abs(found[name] - expected[name]).max() for name in tree) < 1e-6, (kinds, given)
+        print("agrees")
+try:
+    sharded_moshpit_rounds(jnp.ones(25), mesh=mesh, grid=grid, cells=jnp.arange(25), num_rounds=1)
+except ValueError as error:
+    print(error)
+"""
+
+
+def by_keys(
+    values: np.ndarray, grid: MoshpitGrid, cells: Any, round_number: int, alive: Any, rule: str, weights: Any
+) -> np.ndarray:
+    """The slow way: peers find each other under the names of the network averager, and groups average in float64."""
+    groups: dict[str, list[int]] = {}
+    for peer, cell in enumerate(cells):
+        groups.setdefault(group_key("x", grid, int(cell), round_number), []).append(peer)
+    after = values.astype(np.float64)
+    for members in groups.values():
+        there = [peer for peer in members if alive[peer]]
+        if not there or (rule == "group_skips" and there != members) or sum(weights[peer] for peer in there) == 0:
+            continue
+        after[there] = np.average(values[there], axis=0, weights=[weights[peer] for peer in there])
+    return after
+
+
+@pytest.mark.parametrize("rule", ["exclude", "group_skips"])
+@pytest.mark.parametrize(("grid", "num_peers"), [(GRID, 11), (CUBE, 20), (MoshpitGrid(side=9, dims=1), 7)])
+def test_rounds_follow_the_rule_of_the_network(rule: Any, grid: MoshpitGrid, num_peers: int) -> None:
+    """Holes in the grid, absent peers, unequal weights and a traced round number: as peers that meet under keys."""
+    cells = random_cells(KEY, grid, num_peers)
+    alive = jax.random.uniform(jax.random.key(1), (6, num_peers)) > 0.15
+    weights = jnp.arange(num_peers) % 4
+    assert not alive.all()
+
+    @jax.jit
+    def step(values: Any, cells: Any, number: Any) -> Any:
+        return moshpit_round(
+            values, grid=grid, cells=cells, round_number=number, alive=alive[number], weights=weights, failure_rule=rule
+        )
+
+    values = jax.random.normal(jax.random.key(2), (num_peers, 3))
+    for number in range(6):
+        expected = by_keys(np.asarray(values), grid, cells, number, alive[number], rule, weights)
+        values = step(values, cells, number)
+        np.testing.assert_allclose(values, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("grid", [GRID, CUBE, MoshpitGrid(side=5, dims=1)])
+def test_a_full_grid_is_exact_after_one_round_for_each_axis(grid: MoshpitGrid) -> None:
+    """The weighted mean too, wherever the count of rounds begins; one round less is not enough."""
+    tree = {"w": jax.random.normal(KEY, (grid.num_cells, 2, 3)), "b": jax.random.normal(KEY, (grid.num_cells,))}
+    weights = jnp.arange(grid.num_cells)
+    cells = random_cells(KEY, grid, grid.num_cells)
+    for given in (None, weights):
+        after = moshpit_rounds(tree, grid=grid, cells=cells, num_rounds=grid.dims, first_round=2, weights=given)
+        for name, leaf in tree.items():
+            mean = np.average(np.asarray(leaf), axis=0, weights=given)
+            np.testing.assert_allclose(after[name], np.broadcast_to(mean, leaf.shape), atol=1e-6)
+    before = moshpit_rounds(tree, grid=grid, cells=cells, num_rounds=grid.dims - 1, first_round=2)
+    assert distortion(before) > 1e-3
+
+
+def test_weighted_rounds_keep_the_weighted_sum() -> None:
+    """Over any number of rounds with absent peers, values and weights averaged together lose nothing."""
+    values, weights = jax.random.normal(KEY, (13,)), jnp.arange(13.0)
+    shared: dict[str, Any] = {
+        "grid": GRID,
+        "cells": random_cells(KEY, GRID, 13),
+        "num_rounds": 5,
+        "alive": jax.random.uniform(jax.random.key(3), (5, 13)) > 0.3,
+    }
+    after = moshpit_rounds(values, weights=weights, **shared)
+    new_weights = moshpit_rounds(weights, **shared)
+    np.testing.assert_allclose(after @ new_weights, values @ weights, rtol=1e-5)
+    assert distortion(after) < 0.2 * distortion(values)
+
+
+def test_several_rounds_are_rounds_one_by_one() -> None:
+    """Without weights the scan does what a loop does, and no rounds change nothing."""
+    values, alive = jax.random.normal(KEY, (13,)), jax.random.uniform(jax.random.key(3), (4, 13)) > 0.3
+    shared: dict[str, Any] = {"grid": GRID, "cells": random_cells(KEY, GRID, 13), "failure_rule": "group_skips"}
+    expected = values
+    for number in range(4):
+        expected = moshpit_round(expected, round_number=7 + number, alive=alive[number], **shared)
+    found = moshpit_rounds(values, num_rounds=4, first_round=7, alive=alive, **shared)
+    np.testing.assert_allclose(found, expected, atol=1e-7)
+    np.testing.assert_array_equal(moshpit_rounds(values, num_rounds=0, **shared), values)
+
+
+def test_what_absent_and_weightless_peers_hold_stays_out() -> None:
+    """Neither values nor gradients of others become NaN; a weightless peer gets the mean, an absent one does not."""
+    values = jnp.array([1.0, 3.0, jnp.nan, jnp.inf])
+    alive, weights = jnp.array([True, True, False, True]), jnp.array([1.0, 3.0, 1.0, 0.0])
+
+    def average(values: Any) -> Any:
+        return group_mean(values, jnp.zeros(4, int), num_groups=2, alive=alive, weights=weights)
+
+    np.testing.assert_array_equal(average(values), [2.5, 2.5, jnp.nan, 2.5])
+    gradient = jax.grad(lambda values: average(values)[:2].sum())(values)
+    np.testing.assert_allclose(gradient, [0.5, 1.5, 0.0, 0.0])
+
+
+def test_a_group_without_weight_keeps_what_it_has() -> None:
+    """Nothing is divided by zero."""
+    values = jnp.array([1.0, 2.0, 3.0, 5.0])
+    found = group_mean(values, jnp.array([0, 0, 1, 1]), num_groups=2, weights=jnp.array([0.0, -1.0, 1.0, 1.0]))
+    np.testing.assert_array_equal(found, [1.0, 2.0, 4.0, 4.0])
+
+
+def test_gradients_and_vmap() -> None:
+    """Derivatives by values and weights are those of finite differences; many swarms at once are each by itself."""
+    cells = jnp.stack([random_cells(key, GRID, 9) for key in jax.random.split(KEY, 3)])
+    values = jax.random.normal(KEY, (3, 9))
+    alive = jax.random.uniform(KEY, (3, 9)) > 0.2
+    weights = jnp.arange(1.0, 10.0)
+
+    def average(values: Any, weights: Any, cells: Any, alive: Any, number: Any) -> Any:
+        return moshpit_round(values, grid=GRID, cells=cells, round_number=number, alive=alive, weights=weights)
+
+    check_grads(lambda v, w: average(v, w, cells[0], alive[0], 1), (values[0], weights), order=1, modes=["rev", "fwd"])
+    numbers = jnp.arange(3)
+    together = jax.vmap(average, in_axes=(0, None, 0, 0, 0))(values, weights, cells, alive, numbers)
+    for each in range(3):
+        alone = average(values[each], weights, cells[each], alive[each], each)
+        np.testing.assert_allclose(together[each], alone, atol=1e-7)
+
+
+def test_types_are_kept_and_sums_are_wide() -> None:
+    """Of bfloat16 the mean is right to its last bit, which sums in bfloat16 would miss from 256 peers on."""
+    values = jnp.ones((1024, 1), jnp.bfloat16)
+    found = moshpit_round(values, grid=MoshpitGrid(side=1024, dims=1), cells=jnp.arange(1024), round_number=0)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found.astype(jnp.float32), 1.0)
+
+
+def test_random_cells_are_distinct_and_all_are_used() -> None:
+    """Without replacement; a full grid is a permutation, another key another one."""
+    found = random_cells(KEY, GRID, 16)
+    assert sorted(found.tolist()) == list(range(16))
+    assert found.tolist() != random_cells(jax.random.key(1), GRID, 16).tolist()
+    assert len(set(random_cells(KEY, GRID, 7).tolist())) == 7
+    with pytest.raises(ValueError, match=r"4\^2 cells seats up to 16 peers, not 17"):
+        random_cells(KEY, GRID, 17)
+
+
+def test_a_mesh_of_one_device_agrees() -> None:
+    """Also without `jit` around it, with gradients, and under a named vmap instead of a mesh."""
+    values, cells = jax.random.normal(KEY, (12, 2)), random_cells(KEY, GRID, 12)
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("peers",))
+    shared: dict[str, Any] = {"grid": GRID, "num_rounds": 3, "failure_rule": "exclude"}
+    expected = moshpit_rounds(values, cells=cells, **shared)
+    np.testing.assert_allclose(sharded_moshpit_rounds(values, mesh=mesh, cells=cells, **shared), expected, atol=1e-6)
+    gradients = [
+        jax.grad(lambda values, average=average: (average(values, cells=cells, **shared) ** 3).sum())(values)
+        for average in (moshpit_rounds, lambda *a, **k: sharded_moshpit_rounds(*a, mesh=mesh, **k))
+    ]
+    np.testing.assert_allclose(*gradients, atol=1e-6)
+    split = jax.vmap(lambda v, c: moshpit_rounds(v, cells=c, axis_name="devices", **shared), axis_name="devices")
+    found = split(values.reshape(4, 3, 2), cells.reshape(4, 3)).reshape(12, 2)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_eight_devices_agree_with_one() -> None:
+    """Peers split over a mesh of eight, or over one axis of two: the same to 1e-6, and each device has its share."""
+    flags = "--xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", EIGHT_DEVICES],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["agrees"] * 6 + ["25 peers cannot be split evenly over 4 devices"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tree": {"a": jnp.ones(4), "b": jnp.ones((3, 2))}}, r"leaf \['b'\] must begin with the axis of peers \(4\)"),
+        ({"tree": {"a": jnp.ones(())}}, r"leaf \['a'\] must begin with the axis of peers"),
+        ({"tree": jnp.arange(4)}, "floating numbers to have a mean, got int32"),
+        ({"tree": ()}, "at least one array"),
+        ({"cells": jnp.arange(3)}, r"groups must have one entry for each of 4 peers, got shape \(3,\)"),
+        ({"alive": jnp.ones((2, 4), bool)}, "alive must have one entry"),
+        ({"weights": jnp.ones(5)}, "weights must have one entry"),
+    ],
+)
+def test_wrong_arguments_of_a_round(change: dict[str, Any], message: str) -> None:
+    """The message names the argument, what it was and what was expected."""
+    arguments: dict[str, Any] = {"tree": jnp.ones(4), "grid": GRID, "cells": jnp.arange(4), "round_number": 0} | change
+    with pytest.raises(ValueError, match=message):
+        moshpit_round(arguments.pop("tree"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_rounds": -1}, "num_rounds must not be negative, got -1"),
+        ({"alive": jnp.ones(4, bool)}, r"a row for each of 2 rounds, got the shape \(4,\)"),
+        ({"alive": jnp.ones((3, 4), bool)}, r"a row for each of 2 rounds, got the shape \(3, 4\)"),
+    ],
+)
+def test_wrong_arguments_of_several_rounds(change: dict[str, Any], message: str) -> None:
+    """Likewise."""
+    arguments: dict[str, Any] = {"grid": GRID, "cells": jnp.arange(4), "num_rounds": 2} | change
+    with pytest.raises(ValueError, match=message):
+        moshpit_rounds(jnp.ones(4), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mesh_axis": "x"}, "the mesh has the axes peers, not 'x'"),
+        ({"alive": jnp.ones((1, 4), bool)}, r"alive must have the shape \(2, 4\), got \(1, 4\)"),
+    ],
+)
+def test_wrong_arguments_of_a_mesh(change: dict[str, Any], message: str) -> None:
+    """Before anything is placed on a device."""
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("peers",))
+    with pytest.raises(ValueError, match=message):
+        sharded_moshpit_rounds(jnp.ones(4), mesh=mesh, grid=GRID, cells=jnp.arange(4), num_rounds=2, **change)
+
+
+def test_distortion_by_hand() -> None:
+    """(1 + 1)/2 from scalars -1 and 1, and (4 + 9 + 4 + 9)/2 from vectors at the distance (2, 3) from their mean."""
+    assert float(distortion(jnp.array([-1.0, 1.0]))) == pytest.approx(1)
+    assert float(distortion({"a": jnp.array([-1.0, 1.0]), "b": jnp.array([[0.0, 0], [4, 6]])})) == pytest.approx(14)
+
+
+def test_all_reduce_is_all_or_nothing() -> None:
+    """The weighted mean for everybody, and nothing for anybody once one is absent."""
+    values, weights = jnp.array([1.0, 2.0, 6.0]), jnp.array([1.0, 1.0, 2.0])
+    np.testing.assert_allclose(all_reduce_round(values, weights=weights), [3.75] * 3)
+    np.testing.assert_array_equal(all_reduce_round(values, alive=jnp.array([True, True, False])), values)
+
+
+def test_gossip_by_hand() -> None:
+    """On a ring of five, of whom the second is absent: means of two, three or whoever is left."""
+    values, alive = jnp.array([3.0, jnp.nan, 5.0, 7.0, 9.0]), jnp.array([True, False, True, True, True])
+    np.testing.assert_allclose(gossip_round(values, alive=alive), [6.0, jnp.nan, 6.0, 7.0, 19 / 3], rtol=1e-6)
+
+
+def test_push_sum_by_hand() -> None:
+    """Of five peers in round 0 each sends thirds to the next two; with the third absent its senders keep more."""
+    values, ones = jnp.array([1.0, 2.0, 4.0, 8.0, 16.0]), jnp.ones(5)
+    found, weights = push_sum_round(values, ones, round_number=0)
+    np.testing.assert_allclose(found, np.array([25, 19, 7, 14, 28]) / 3, rtol=1e-6)
+    np.testing.assert_allclose(weights, ones, rtol=1e-6)
+    alive = jnp.array([True, True, False, True, True])
+    found, weights = push_sum_round(values, ones, round_number=0, alive=alive)
+    # Shares: 1/2 to self and to the next (0, 1 and its second next, 3), thirds from 3 and 4.
+    np.testing.assert_allclose(
+        weights, [1 / 2 + 1 / 3 + 1 / 3, 1 / 2 + 1 / 2 + 1 / 3, 1, 1 / 2 + 1 / 3, 2 / 3], rtol=1e-6
+    )
+    sums = np.array([1 / 2 + 8 / 3 + 16 / 3, 1 / 2 + 1 + 16 / 3, 4, 1 + 8 / 3, 8 / 3 + 16 / 3])
+    np.testing.assert_allclose(found, sums / weights, rtol=1e-6)
+
+
+def test_push_sum_finds_the_mean_however_peers_fail() -> None:
+    """Sums of values and weights never change, and what is left is the mean of all, not of those who were lucky."""
+    values = jax.random.normal(KEY, (20, 2))
+    tree, weights = {"a": values}, jnp.ones(20)
+    for number in range(60):
+        alive = jax.random.uniform(jax.random.key(number), (20,)) > 0.2
+        tree, weights = push_sum_round(tree, weights, round_number=number, alive=alive)
+        np.testing.assert_allclose((tree["a"] * weights[:, None]).sum(axis=0), values.sum(axis=0), atol=1e-4)
+        assert float(weights.sum()) == pytest.approx(20, rel=1e-5)
+    np.testing.assert_allclose(tree["a"], np.broadcast_to(values.mean(axis=0), (20, 2)), atol=1e-3)
+
+
+def test_random_groups_split_those_who_are_there() -> None:
+    """22 present peers in groups of 5: four groups, the two left over join two of them; absent peers keep theirs."""
+    values, alive = jnp.arange(25.0), jnp.arange(25) >= 3
+    found = random_groups_round(values, key=KEY, group_size=5, alive=alive)
+    np.testing.assert_array_equal(found[:3], values[:3])
+    _, sizes = np.unique(np.asarray(found[3:]).round(4), return_counts=True)
+    assert sorted(sizes) == [5, 5, 6, 6]
+    assert float(found.sum()) == pytest.approx(float(values.sum()), rel=1e-6)
+    other = random_groups_round(values, key=jax.random.key(1), group_size=5, alive=alive)
+    assert not np.allclose(other, found)
+
+
+def test_random_groups_that_skip() -> None:
+    """Of five groups of five with one peer absent, one group keeps its values; fewer peers than a group are one."""
+    values, alive = jnp.arange(25.0), jnp.arange(25) != 7
+    found = random_groups_round(values, key=KEY, group_size=5, alive=alive, failure_rule="group_skips")
+    assert int((found == values).sum()) == 5
+    assert found[7] == 7
+    np.testing.assert_allclose(random_groups_round(values[:3], key=KEY, group_size=5), [1.0] * 3)
+    with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
+        random_groups_round(values, key=KEY, group_size=0)
+
+
+def test_mixing_factor_by_hand() -> None:
+    """(32 - 1)/1024 + 32/1024^2, which is 31/1023 of the exact split to 1 in a million."""
+    assert mixing_factor(1024, 32) == pytest.approx(0.030304, abs=1e-6)
+    assert mixing_factor(1024, 32) == pytest.approx(31 / 1023, rel=1e-4)

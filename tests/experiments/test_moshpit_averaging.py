@@ -1,0 +1,207 @@
+"""The averaging table: near the paper's, exact and theoretical cases, PushSum as published, and the command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dmoe_jax.runs.run_folder import read_metrics
+from experiments.moshpit_averaging import paper, simulation
+from experiments.moshpit_averaging.paper import BARRED, CUBE, SQUARE, TABLE, TARGETS, Setting, paper_rounds
+from experiments.moshpit_averaging.reporting import Result, headline_of, result_of
+from experiments.moshpit_averaging.run import AveragingCommand, main
+from experiments.moshpit_averaging.simulation import Mixing, mean_rounds, measure_mixing, rounds_to, simulate
+from net.averaging.group_key import MoshpitGrid
+
+
+@pytest.mark.parametrize("num_peers", [512, 1024])
+def test_rounds_are_the_papers(num_peers: int) -> None:
+    """Moshpit and random groups at both precisions and all probabilities, within half a round."""
+    for row in (row for row in TABLE if row.num_peers == num_peers and row.grid == SQUARE):
+        if row.failure_rule == "exclude":
+            found = result_of(row, simulate(row, restarts=100, rounds=12, seed=0))
+            assert set(BARRED) <= set(found.paper)
+            assert not found.missed_bars()
+
+
+def test_groups_that_skip_need_the_rounds_of_the_first_simulator() -> None:
+    """17.1 rounds among 1024 peers of whom one in a hundred is absent: three times those that exclude."""
+    row = TABLE[-1]
+    assert paper_rounds(row) == {"moshpit": (17.1, None)}
+    found = mean_rounds(simulate(row, restarts=40, rounds=30, seed=0)["moshpit"])
+    assert found["1e-9"] == pytest.approx(17.1, abs=1)
+
+
+def test_a_full_cube_is_exact_in_three_rounds() -> None:
+    """Not by the targets alone: to the rounding of float32; and All-Reduce in one round."""
+    variances = simulate(Setting(num_peers=512, grid=CUBE, failure=0.0), restarts=3, rounds=4, seed=1)
+    assert (variances["moshpit"][:, 2] > 1e-4).all()
+    assert (variances["moshpit"][:, 3] < 1e-14).all()
+    assert (variances["all_reduce"][:, 1] < 1e-14).all()
+    assert variances["gossip"][:, 4].min() > 1e-2
+
+
+def test_random_groups_mix_as_the_formula_says() -> None:
+    """Within 5 % over 200 runs: each round by itself, and two rounds together."""
+    found = measure_mixing(1024, 32, runs=200, rounds=2, seed=0)
+    assert found.factor == pytest.approx(31 / 1024 + 32 / 1024**2)
+    assert found.factor_ratio == pytest.approx(1, abs=0.05)
+    assert found.kept[0] == 1
+    assert found.kept[1] == pytest.approx(found.factor, rel=0.05)
+    assert found.kept[2] == pytest.approx(found.factor**2, rel=0.05)
+
+
+@pytest.mark.parametrize("num_peers", [5, 16, 23])
+def test_push_sum_is_the_published_one(num_peers: int) -> None:
+    """Against its matrices, written out: halves on the diagonal, and shifted along the flattened matrix."""
+    values = np.random.default_rng(0).normal(size=num_peers).astype(np.float32)
+    alive = np.random.default_rng(1).random(num_peers) > 0.2
+    assert not alive.all()
+    hops = int(np.log2(num_peers - 1))
+    for number in range(4):
+        hop = 2 ** ((number + 1) % hops)
+        diagonal = np.diag(np.full(num_peers, 0.5))
+        matrix = diagonal + np.roll(diagonal, hop) + np.roll(diagonal, 2 * hop)
+        matrix = matrix * alive * alive[:, None]
+        sums = np.maximum(matrix.sum(axis=1), 1e-9)
+        expected = np.where(alive, matrix @ values / sums, values)
+        found = simulation._published_push_sum(jnp.asarray(values), jnp.asarray(number), jnp.asarray(alive))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rounds_to_a_target() -> None:
+    """The first round at or below it, 0 where nothing is to be done, all rounds where it is never reached."""
+    variances = np.array([[1.0, 0.5, 0.1, 0.2], [0.05, 1, 1, 1], [1, 1, 1, 1]])
+    np.testing.assert_array_equal(rounds_to(variances, 0.1), [2, 0, 3])
+
+
+def test_restarts_in_batches_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A swarm too large for one go: the batches give as many restarts as asked for, all different, and all progress."""
+    monkeypatch.setattr(simulation, "_MAX_ABSENCES", 2 * 3 * 6)
+    shares: list[float] = []
+    setting = Setting(num_peers=6, grid=MoshpitGrid(side=3, dims=2), failure=0.1)
+    variances = simulate(setting, restarts=5, rounds=3, seed=0, on_progress=shares.append)
+    for found in variances.values():
+        assert found.shape == (5, 4)
+        assert len(set(found[:, 0].tolist())) == 5
+    assert sum(shares) == pytest.approx(1)
+    assert len(shares) == 3 * 6
+
+
+def test_table_and_paper_fit() -> None:
+    """All rows on the square have the paper's figures, the cube has none, gossip at 1024 only without failures."""
+    for row in TABLE:
+        known = paper_rounds(row)
+        assert bool(known) == (row.grid == SQUARE)
+        if known and row.failure_rule == "exclude":
+            assert ("gossip" in known) == (row.num_peers < 1024 or row.failure == 0)
+    assert paper_rounds(Setting(num_peers=600, grid=SQUARE, failure=0.0)) == {}
+
+
+def test_what_is_off_is_named() -> None:
+    """More than half a round from the paper, either way, under the published rule; and theory off by more than 5 %."""
+    row = Setting(num_peers=512, grid=SQUARE, failure=0.0)
+    assert paper_rounds(row)["moshpit"] == (8.2, 3.6)
+    rounds: Any = {"random_groups": {"1e-9": 6.1, "1e-4": 2.4}, "moshpit": {"1e-9": 8.8, "1e-4": 3.6}}
+    result = Result(setting=row, rounds=rounds, variances={}, paper=paper_rounds(row))
+    assert result.missed_bars() == [
+        "Random groups to 1e-4, 512 peers on 32^2, p = 0: 2.40, paper 3",
+        "Moshpit to 1e-9, 512 peers on 32^2, p = 0: 8.80, paper 8.2",
+    ]
+    off = Mixing(runs=200, factor=0.03, factor_ratio=1.06, kept=(1.0,))
+    headline = headline_of([result], off, wall_s=1.0, restarts=1, rounds=1)
+    assert headline["missed_bars"][2:] == ["mixing of random groups: 1.060 of the formula"]
+
+
+def test_one_setting_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A size that the paper does not have: JSON on the last line, everything in the folder, the same figures twice."""
+    flags = ["--peers", "20", "--grid", "3,3", "--failure", "0.05", "--failure-rule", "group-skips", "--json"]
+    flags += ["--restarts", "4", "--rounds", "6"]
+    found = []
+    for name in ("first", "second"):
+        main([*flags, "--out", str(tmp_path / name)])
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    first, second = found
+    assert (first["peers"], first["grid"], first["failure"]) == (20, [3, 3], 0.05)
+    assert first["failure_rule"] == "group-skips"
+    assert set(first["methods"]) == set(paper.TITLES)
+    for rounds in first["methods"].values():
+        assert set(rounds) == {f"rounds_to_{target}" for target in TARGETS}
+        assert 1 <= rounds["rounds_to_1e-4"] <= rounds["rounds_to_1e-9"] <= 6
+    assert first["methods"] == second["methods"]
+    names = {path.name for path in (tmp_path / "first").iterdir()}
+    assert {"config.json", "metrics.jsonl", "figure.png", "report.md"} <= names
+    (record,) = (each for each in read_metrics(tmp_path / "first" / "metrics.jsonl") if each["kind"] == "setting")
+    assert len(record["variances"]["moshpit"]) == 7
+    assert "True PushSum" in (tmp_path / "first" / "report.md").read_text()
+
+
+def test_the_whole_table_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Several settings: a table in the JSON and a panel with a row for each. Both rules unless one is asked for."""
+    grid = MoshpitGrid(side=2, dims=2)
+    rows = (
+        Setting(num_peers=3, grid=grid, failure=0.0),
+        Setting(num_peers=4, grid=grid, failure=0.1, failure_rule="group_skips"),
+    )
+    monkeypatch.setattr("experiments.moshpit_averaging.run.TABLE", rows)
+    main(["--json", "--restarts", "2", "--rounds", "3", "--out", str(tmp_path / "run")])
+    headline = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(row["peers"], row["failure_rule"]) for row in headline["table"]] == [(3, "exclude"), (4, "group-skips")]
+    assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
+    assert AveragingCommand(failure_rule="exclude").settings() == rows[:1]
+    assert AveragingCommand(failure_rule="group-skips").settings() == rows[1:]
+
+
+def test_defaults_of_the_command() -> None:
+    """Quick rows, a full grid where only the grid is given, and a square that seats more peers than the paper has."""
+    quick = AveragingCommand(quick=True).settings()
+    assert [(row.num_peers, row.failure) for row in quick] == [(n, p) for n in (512, 1024) for p in paper.FAILURES]
+    assert AveragingCommand(grid="8,3").settings() == (Setting(num_peers=512, grid=CUBE, failure=0.0),)
+    assert AveragingCommand(failure=0.1).settings() == (Setting(num_peers=1024, grid=SQUARE, failure=0.1),)
+    assert AveragingCommand(peers=100).settings()[0].grid == SQUARE
+    assert AveragingCommand(peers=1025).settings()[0].grid == MoshpitGrid(side=33, dims=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--peers", "1"], "--peers must be at least 2, got 1"),
+        (["--peers", "65", "--grid", "4,3"], "the grid 4^3 seats from 2 to 64 peers, got 65"),
+        (["--grid", "32x2"], "--grid is side,axes such as 32,2, got '32x2'"),
+        (["--grid", "0,2"], "--grid has sides from 1"),
+        (["--grid", "32,9"], "a grid has at most"),
+        (["--grid", "3000,2"], "simulated grids have at most 4194304 cells, got 3000^2"),
+        (["--failure", "1"], "the probability of failure is from 0 to below 1, got 1"),
+        (["--failure", "nan"], "the probability of failure is from 0 to below 1, got nan"),
+        (["--failure-rule", "retry"], "failure-rule"),
+        (["--restarts", "0"], "--restarts must be at least 1, got 0"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--seed", "-1"], "--seed must not be negative, got -1"),
+        (["--out", "FULL"], "is not empty"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is compiled."""
+    (tmp_path / "something").touch()
+    with pytest.raises(SystemExit) as exit_:
+        main([str(tmp_path) if word == "FULL" else word for word in flags])
+    assert exit_.value.code in (1, 2)
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_all_methods_see_the_same_swarm() -> None:
+    """The variance before the first round is one and the same, and near 1."""
+    variances = simulate(Setting(num_peers=64, grid=MoshpitGrid(side=8), failure=0.0), restarts=2, rounds=1, seed=3)
+    starts = np.stack([found[:, 0] for found in variances.values()])
+    assert (starts == starts[0]).all()
+    assert jax.numpy.all((starts[0] > 0.3) & (starts[0] < 3))
