@@ -1,0 +1,274 @@
+"""Moshpit SGD (Ryabinin et al., NeurIPS 2021, algorithm 2) as an Optax transformation around any optimiser.
+
+Theory of operation. An averaging has three parts: what a peer offers to its group (its parameters, its gradients, or
+how far it came since the last time), what comes back, and what that changes here. Under `jit` nothing waits: the
+outcome arrives as state, and the next update applies it.
+
+    optimizer = moshpit_average(optax.adam(1e-3), every=32)
+    updates, opt_state = optimizer.update(grads, opt_state, params)       # jitted, as ever
+    if averaging_due(opt_state):
+        sent = what_to_send(opt_state, params)
+        averaged = await ...                                              # training may go on meanwhile
+        opt_state = with_average(opt_state, sent, averaged)               # None: the network failed
+
+Parameters have moved by then. So what is applied is the difference between the average and what was sent, and progress
+made meanwhile stays (Moshpit SGD's own implementation, which averages in the background, does the same). To wait for
+the network and go on from the average itself, as in the paper's algorithm, call `apply_average` then.
+
+With `average`, a function in JAX, the transformation averages by itself inside `update`, and nothing is left to the
+host: over an axis of `vmap` or `shard_map`, with `jax.lax.pmean` or `peer_axis.moshpit_round`. The steps are the same.
+(To `shard_map` pass `check_vma=False`: whether an average is due depends on the device for all that JAX can see.)
+
+Groups of gradients and of pseudo-gradients do not draw parameters together that are apart already: with an average that
+is not the same for everybody, average parameters too, or take several rounds.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from dmoe_jax.optim.moshpit_state import (
+    MoshpitState,
+    Sent,
+    check_like,
+    counted,
+    find_state,
+    nothing_yet,
+    receive,
+    typed_like,
+    what_to_send,
+    wide,
+    wide_zeros,
+)
+
+__all__ = [
+    "MoshpitState",
+    "Sent",
+    "apply_average",
+    "averaging_due",
+    "moshpit_average",
+    "what_to_send",
+    "with_average",
+]
+
+PyTree = Any
+
+What = Literal["parameters", "gradients", "pseudo_gradients"]
+"""What peers average; see `moshpit_average`."""
+
+DILOCO_OUTER_RATE, DILOCO_OUTER_MOMENTUM = 0.7, 0.9
+"""Of the Nesterov momentum that DiLoCo found best as the outer optimiser (Douillard et al. 2023, section 3)."""
+
+Average = Callable[..., PyTree]
+"""(tree, round_number) -> tree of the same shapes, traceable; with `weighted`, (tree, round_number, weight)."""
+
+
+def moshpit_average(
+    inner: optax.GradientTransformation,
+    *,
+    every: int = 1,
+    what: What = "parameters",
+    outer: optax.GradientTransformation | None = None,
+    weighted: bool = False,
+    average: Average | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimiser whose parameters, gradients or pseudo-gradients are averaged among peers every `every` updates.
+
+    - "parameters": local SGD with period `every` (Moshpit SGD). Each update is one of `inner`.
+    - "gradients": gradients are accumulated, and updates are zero until their average is there; then `inner` takes one
+      step with it. It sees one step for each averaging, and so do schedules inside. With a lost average the step is
+      made with the peer's own gradients.
+    - "pseudo_gradients": DiLoCo (Douillard et al. 2023). Each update is one of `inner`; the way from the anchor, the
+      parameters after the last averaging, is averaged and taken by `outer` as a gradient at the anchor.
+
+    A lost average leaves the other two where their own updates brought them. `update` wants the parameters.
+
+    Args:
+      inner: any optimiser; arguments of `update` that are not for this transformation go to it.
+      every: updates between two averagings (tau in the paper).
+      what: see above.
+      outer: for pseudo-gradients only; default: SGD with Nesterov momentum, DiLoCo's.
+      weighted: whether a peer counts by its samples: `update` then wants `samples=`, how many the gradient is a mean
+        of. Gradients of a peer count likewise among each other.
+      average: averages inside `update`; None: the host does, between updates. A round whose outcome is not finite is
+        lost. Under `vmap` it runs at every update, and its outcome is taken when it is due.
+
+    Raises:
+      ValueError: every is below 1, an unknown `what`, or an outer optimiser for something else.
+    """
+    if every < 1:
+        raise ValueError(f"every must be at least 1, got {every}")
+    if what not in get_args(What):
+        raise ValueError(f"what is averaged is one of {', '.join(get_args(What))}, got {what!r}")
+    if outer is not None and what != "pseudo_gradients":
+        raise ValueError(f"an outer optimiser is for pseudo_gradients, not for {what}")
+    if outer is None and what == "pseudo_gradients":
+        outer = optax.sgd(DILOCO_OUTER_RATE, momentum=DILOCO_OUTER_MOMENTUM, nesterov=True)
+    setting = _Setting(
+        inner=optax.with_extra_args_support(inner),
+        outer=outer,
+        every=every,
+        what=what,
+        weighted=weighted,
+        average=average,
+    )
+    return optax.GradientTransformationExtraArgs(functools.partial(_init, setting), functools.partial(_update, setting))
+
+
+def averaging_due(opt_state: PyTree) -> bool:
+    """Whether enough updates were made since the last averaging began. Waits for the update that says so.
+
+    It stays true until `with_average`; whether an averaging is under way the host knows.
+
+    Args:
+      opt_state: a `MoshpitState`, or the state of what is composed around it.
+    """
+    return bool(find_state(opt_state).due)
+
+
+def with_average(opt_state: PyTree, sent: Sent, averaged: PyTree | None) -> PyTree:
+    """The state in which the next update applies the outcome. May be jitted.
+
+    Args:
+      opt_state: as it is now, some updates after `what_to_send` perhaps.
+      sent: what was offered.
+      averaged: what came of it, arrays of any floating type; None: nothing. If any of it is not finite it is lost too.
+
+    Raises:
+      ValueError: it has another structure or other shapes than what was sent, or the transformation averages by itself.
+    """
+    state = find_state(opt_state)
+    if state.arrived is None:
+        raise ValueError("this transformation was made with `average` and averages by itself")
+    if averaged is not None:
+        check_like(averaged, sent.tree)
+    incoming, is_there, state = receive(state, sent, averaged)
+    # Copies: later steps may donate the state, and the arrays that were given are the caller's.
+    state = state._replace(incoming=jax.tree.map(jnp.array, incoming), arrived=is_there)
+    return jax.tree.map(
+        lambda each: state if isinstance(each, MoshpitState) else each,
+        opt_state,
+        is_leaf=lambda each: isinstance(each, MoshpitState),
+    )
+
+
+def apply_average(
+    optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree, **extra: Any
+) -> tuple[PyTree, PyTree]:
+    """Apply what arrived at once, before the next gradient. Without it the next update does.
+
+    Around the transformation only what is stateless may be composed, such as clipping: the rest would count a step.
+
+    Args:
+      optimizer: what `opt_state` belongs to.
+      extra: further arguments of its `update`.
+
+    Returns: parameters and state.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, opt_state = optimizer.update(zeros, opt_state, params, without_gradient=True, **extra)
+    return optax.apply_updates(params, updates), opt_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    """Arguments of `moshpit_average`, the outer optimiser filled in."""
+
+    inner: optax.GradientTransformationExtraArgs
+    outer: optax.GradientTransformation | None
+    every: int
+    what: What
+    weighted: bool
+    average: Average | None
+
+
+def _init(setting: _Setting, params: PyTree) -> MoshpitState:
+    outer, by_host = setting.outer, setting.average is None
+    return MoshpitState(
+        inner=setting.inner.init(params),
+        steps=jnp.zeros((), jnp.int32),
+        samples=jnp.zeros(()) if setting.weighted else None,
+        due=jnp.zeros((), bool),
+        rounds=jnp.zeros((), jnp.int32),
+        lost=jnp.zeros((), jnp.int32),
+        arrived=jnp.zeros((), bool) if by_host else None,
+        incoming=nothing_yet(params, pair=outer is not None) if by_host else None,
+        accumulated=jax.tree.map(wide_zeros, params) if setting.what == "gradients" else None,
+        anchor=None if outer is None else jax.tree.map(jnp.array, params),  # a copy: params may be donated
+        outer=None if outer is None else outer.init(params),
+    )
+
+
+def _update(
+    setting: _Setting,
+    updates: PyTree,
+    state: MoshpitState,
+    params: PyTree | None = None,
+    *,
+    samples: ArrayLike | None = None,
+    without_gradient: bool = False,
+    **extra: Any,
+) -> tuple[PyTree, MoshpitState]:
+    """One update; see `apply_average` for one without a gradient."""
+    if params is None:
+        raise ValueError("moshpit_average wants the parameters: update(grads, state, params)")
+    if setting.weighted and samples is None and not without_gradient:
+        raise ValueError("a weighted average wants the number of samples: update(grads, state, params, samples=n)")
+    grads = updates
+
+    def inner_step(gradient: PyTree, state: MoshpitState) -> tuple[PyTree, MoshpitState]:
+        updates, inner_state = setting.inner.update(typed_like(gradient, grads), state.inner, params, **extra)
+        return updates, state._replace(inner=inner_state)
+
+    def apply(incoming: PyTree, updates: PyTree, state: MoshpitState) -> tuple[PyTree, MoshpitState]:
+        if setting.what == "gradients":
+            return inner_step(incoming, state)
+        if setting.outer is not None:
+            incoming, state = _outer_step(setting.outer, incoming, state)
+        return jax.tree.map(lambda own, change: (own + change).astype(own.dtype), updates, incoming), state
+
+    def average_now(updates: PyTree, state: MoshpitState) -> tuple[PyTree, MoshpitState]:
+        sent = what_to_send(state, optax.apply_updates(params, updates))
+        incoming, is_there, state = receive(state, sent, _averaged(setting, sent, state))
+        return jax.lax.cond(is_there, apply, lambda _, *kept: kept, incoming, updates, state)
+
+    if without_gradient or setting.what == "gradients":
+        like = jax.eval_shape(inner_step, grads, state)[0]
+        updates = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    else:
+        updates, state = inner_step(grads, state)
+    if not without_gradient:
+        state = counted(state, grads, samples if setting.weighted else None, setting.every)
+    if setting.average is None:
+        arrived, state = state.arrived, state._replace(arrived=jnp.zeros((), bool))
+        return jax.lax.cond(arrived, apply, lambda _, *kept: kept, state.incoming, updates, state)
+    if setting.every == 1 and not without_gradient:
+        return average_now(updates, state)  # no branch around what may be a collective operation
+    return jax.lax.cond(state.due, average_now, lambda *kept: kept, updates, state)
+
+
+def _averaged(setting: _Setting, sent: Sent, state: MoshpitState) -> PyTree:
+    """What the function `average` makes of it."""
+    assert setting.average is not None
+    averaged = setting.average(sent.tree, state.rounds, *([sent.weight] if setting.weighted else []))
+    check_like(averaged, sent.tree)
+    return averaged
+
+
+def _outer_step(
+    outer: optax.GradientTransformation, incoming: tuple[PyTree, PyTree], state: MoshpitState
+) -> tuple[PyTree, MoshpitState]:
+    """(what parameters change by, the state with the anchor moved) once the averaged pseudo-gradient is there."""
+    averaged, sent = incoming
+    updates, outer_state = outer.update(typed_like(averaged, state.anchor), state.outer, state.anchor)
+    anchor = optax.apply_updates(state.anchor, updates)
+    # From the parameters that were sent, anchor - sent, to the new anchor; what was learnt since stays.
+    change = jax.tree.map(lambda new, old, way: wide(new) - wide(old) + way, anchor, state.anchor, sent)
+    return change, state._replace(anchor=anchor, outer=outer_state)

@@ -1,0 +1,181 @@
+"""The state of `optim.moshpit`: what is counted, what is offered to others, and what becomes of their answer."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+PyTree = Any
+
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+
+
+class MoshpitState(NamedTuple):
+    """State of `moshpit_average`. Fields that a setting does not need are None.
+
+    Attributes:
+      inner: of the optimiser inside.
+      steps: updates since those whose outcome was offered last.
+      samples: that these updates saw; None unless weighted.
+      due: whether enough updates were made for the next averaging.
+      rounds: averagings so far, with lost ones; the number of the next.
+      lost: averagings that came to nothing: the network failed, or gave what is not finite.
+      arrived: whether `incoming` waits for the next update; None where the host has no part.
+      incoming: what arrived. Of parameters: the average less what was sent. Of gradients: their average. Of
+        pseudo-gradients: a pair, their average and what was sent.
+      accumulated: the sum of gradients, each times its samples if weighted; in float32 at least.
+      anchor: the parameters that pseudo-gradients count from.
+      outer: of the outer optimiser.
+    """
+
+    inner: PyTree
+    steps: Int[Array, ""]
+    samples: Float[Array, ""] | None
+    due: Bool[Array, ""]
+    rounds: Int[Array, ""]
+    lost: Int[Array, ""]
+    arrived: Bool[Array, ""] | None
+    incoming: PyTree
+    accumulated: PyTree
+    anchor: PyTree
+    outer: PyTree
+
+
+class Sent(NamedTuple):
+    """What a peer offers to its group.
+
+    Attributes:
+      tree: of the shapes of the parameters, in arrays of its own.
+      weight: in the mean: samples behind it if weighted, else 1.
+      steps: updates behind it.
+      samples: behind it; None unless weighted.
+    """
+
+    tree: PyTree
+    weight: Float[Array, ""]
+    steps: Int[Array, ""]
+    samples: Float[Array, ""] | None
+
+
+def find_state(opt_state: PyTree) -> MoshpitState:
+    """The one in the state of what is composed around it. Raises `ValueError` unless there is exactly one."""
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda each: isinstance(each, MoshpitState))
+    found = [leaf for leaf in leaves if isinstance(leaf, MoshpitState)]
+    if len(found) != 1:
+        raise ValueError(f"expected the state of an optimiser with one moshpit_average in it, found {len(found)}")
+    return found[0]
+
+
+def what_to_send(opt_state: PyTree, params: PyTree) -> Sent:
+    """What this peer offers now; copies, so that later steps may donate their arguments.
+
+    Raises:
+      ValueError: an average that arrived was not applied yet: it would count twice.
+    """
+    state = find_state(opt_state)
+    if state.arrived is not None and not isinstance(state.arrived, jax.core.Tracer) and jnp.any(state.arrived):
+        raise ValueError("an average has arrived and not been applied: call update or apply_average first")
+    if state.accumulated is not None:
+        count = jnp.maximum(wide(state.steps) if state.samples is None else state.samples, _TINY)
+        tree = typed_like(jax.tree.map(lambda total: total / count, state.accumulated), params)
+    elif state.anchor is not None:
+        tree = typed_like(jax.tree.map(lambda anchor, own: wide(anchor) - own, state.anchor, params), params)
+    else:
+        tree = jax.tree.map(jnp.array, params)
+    samples = None if state.samples is None else jnp.array(state.samples)
+    weight = jnp.ones(()) if samples is None else samples
+    return Sent(tree, jnp.array(weight), jnp.array(state.steps), samples)
+
+
+def counted(state: MoshpitState, grads: PyTree, samples: ArrayLike | None, every: int) -> MoshpitState:
+    """After one more gradient."""
+    steps = state.steps + 1
+    state = state._replace(steps=steps, due=steps >= every)
+    if samples is not None:
+        assert state.samples is not None
+        state = state._replace(samples=state.samples + jnp.asarray(samples, jnp.float32))
+    if state.accumulated is not None:
+        amount = jnp.ones(()) if samples is None else jnp.asarray(samples, jnp.float32)
+        added = jax.tree.map(lambda total, new: total + wide(new) * amount, state.accumulated, grads)
+        state = state._replace(accumulated=added)
+    return state
+
+
+def receive(state: MoshpitState, sent: Sent, averaged: PyTree | None) -> tuple[PyTree, Bool[Array, ""], MoshpitState]:
+    """(what the next update is to apply, whether there is anything, the state without what was sent)."""
+    own = jax.tree.map(wide, sent.tree)
+    new = own if averaged is None else jax.tree.map(wide, averaged)
+    is_good = jnp.asarray(averaged is not None) & _all_finite(new)
+    if state.accumulated is not None:
+        # Without an average, the step with the peer's own gradients.
+        incoming, is_there = optax.tree.where(is_good, new, own), jnp.ones((), bool)
+    elif state.anchor is not None:
+        is_good &= _all_finite(own)
+        incoming, is_there = (new, own), is_good
+    else:
+        incoming = jax.tree.map(jnp.subtract, new, own)
+        is_good &= _all_finite(incoming)
+        is_there = is_good
+    state = _without(state, sent)
+    return (
+        incoming,
+        is_there,
+        state._replace(due=jnp.zeros((), bool), rounds=state.rounds + 1, lost=state.lost + ~is_good),
+    )
+
+
+def _without(state: MoshpitState, sent: Sent) -> MoshpitState:
+    """What came after `sent` is for the next averaging."""
+    steps = state.steps - sent.steps
+    samples = None if state.samples is None or sent.samples is None else state.samples - sent.samples
+    if state.accumulated is None:
+        return state._replace(steps=steps, samples=samples)
+    count = wide(sent.steps) if sent.samples is None else sent.samples
+    rest = jax.tree.map(lambda total, mean: total - wide(mean) * count, state.accumulated, sent.tree)
+    # Nothing came: exactly zero, without rounding. A gradient that is no number ends with the averaging it was in.
+    is_kept = (steps > 0) & _all_finite(rest)
+    return state._replace(
+        steps=jnp.where(is_kept, steps, 0),
+        samples=None if samples is None else jnp.where(is_kept, samples, 0),
+        accumulated=optax.tree.where(is_kept, rest, optax.tree.zeros_like(rest)),
+    )
+
+
+def check_like(averaged: PyTree, sent: PyTree) -> None:
+    """The average has the shapes of what it is of."""
+    structure: Any = jax.tree.structure(sent)
+    if jax.tree.structure(averaged) != structure:
+        raise ValueError(f"expected an average of the structure {structure}, got {averaged!r:.200}")
+    named = jax.tree_util.tree_leaves_with_path(averaged)
+    for (path, leaf), own in zip(named, jax.tree.leaves(sent), strict=True):
+        if jnp.shape(leaf) != jnp.shape(own):
+            name = jax.tree_util.keystr(path)
+            raise ValueError(f"the average{name} has the shape {jnp.shape(leaf)}, what was sent {jnp.shape(own)}")
+
+
+def nothing_yet(params: PyTree, *, pair: bool) -> PyTree:
+    """Room for what arrives."""
+    zeros = jax.tree.map(wide_zeros, params)
+    return (zeros, jax.tree.map(wide_zeros, params)) if pair else zeros
+
+
+def _all_finite(tree: PyTree) -> Bool[Array, ""]:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
+
+
+def typed_like(tree: PyTree, like: PyTree) -> PyTree:
+    """The tree in the types of another of its structure."""
+    return jax.tree.map(lambda leaf, own: leaf.astype(jnp.asarray(own).dtype), tree, like)
+
+
+def wide(leaf: ArrayLike) -> Array:
+    """In float32 at least: sums and differences of narrower numbers would be lost in rounding."""
+    return jnp.asarray(leaf).astype(jnp.promote_types(jnp.asarray(leaf).dtype, jnp.float32))
+
+
+def wide_zeros(leaf: ArrayLike) -> Array:
+    """Room for a sum."""
+    return jnp.zeros_like(wide(leaf))

@@ -1,0 +1,1 @@
+"""How soon does data-parallel training get there, when peers are of unequal speed and come and go?"""

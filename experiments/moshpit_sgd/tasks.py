@@ -1,0 +1,148 @@
+"""What the peers train: a small network on MNIST, and a tiny Transformer-XL on WikiText-2."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dmoe_jax.data.batches import SegmentStream, evaluation_segments
+from dmoe_jax.data.corpora import load_corpus
+from dmoe_jax.data.errors import DataError
+from dmoe_jax.data.mnist import NUM_CLASSES, SIDE, read_mnist
+from dmoe_jax.data.vocabulary import UNK
+from dmoe_jax.models import dense_transformer_xl as dense
+from dmoe_jax.models.trunk import Memory, empty_memory, forget
+
+PyTree = Any
+ModelName = Literal["mnist", "transformer_xl"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A model, its data and its optimiser."""
+
+    init: Callable[[jax.Array], PyTree]
+    """key -> parameters."""
+    carry: PyTree
+    """What a peer takes from batch to batch beside its parameters; a model's memory."""
+    loss: Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree]]
+    """(params, batch, carry) -> (mean loss in nats, carry)."""
+    batches: Callable[[int, int, int], Iterator[PyTree]]
+    """(peer, peers, seed) -> batches of NumPy arrays, without end; every peer draws from the same data."""
+    evaluate: Callable[[PyTree], jax.Array]
+    """params -> validation loss in nats. To be jitted."""
+    optimizer: optax.GradientTransformation
+    """Of each peer."""
+    target: float
+    """Validation loss that is to be reached."""
+
+
+def make_task(name: ModelName) -> Task:
+    """Load the data.
+
+    Raises:
+      DataError: it is not there.
+    """
+    return _mnist_task() if name == "mnist" else _transformer_xl_task()
+
+
+_HIDDEN = 64
+_MNIST_BATCH = 32
+_MNIST_VALID = 4000
+
+
+def _mnist_task() -> Task:
+    folder = os.environ.get("DMOE_DATA")
+    if not folder:
+        raise DataError("set DMOE_DATA to a folder that holds mnist/train-images-idx3-ubyte.gz and its companions")
+    images = read_mnist(Path(folder, "mnist")).train
+    count = len(images.labels) - _MNIST_VALID
+    pixels, labels = (jnp.asarray(array) for array in images)
+    valid_pixels, valid_labels = pixels[count:], labels[count:]
+
+    def init(key: jax.Array) -> PyTree:
+        first, second = jax.random.split(key)
+        return {
+            "hidden": jax.random.normal(first, (SIDE * SIDE, _HIDDEN)) / SIDE,
+            "hidden_bias": jnp.zeros(_HIDDEN),
+            "out": jax.random.normal(second, (_HIDDEN, NUM_CLASSES)) / np.sqrt(_HIDDEN),
+            "out_bias": jnp.zeros(NUM_CLASSES),
+        }
+
+    def mean_loss(params: PyTree, pixels: jax.Array, labels: jax.Array) -> jax.Array:
+        x = (pixels.astype(jnp.float32) / 255 - 0.13) / 0.31
+        hidden = jax.nn.relu(x @ params["hidden"] + params["hidden_bias"])
+        logits = hidden @ params["out"] + params["out_bias"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def loss(params: PyTree, batch: PyTree, carry: PyTree) -> tuple[jax.Array, PyTree]:
+        return mean_loss(params, pixels[batch], labels[batch]), carry
+
+    def batches(peer: int, num_peers: int, seed: int) -> Iterator[PyTree]:
+        del num_peers
+        rng = np.random.default_rng([seed, peer])
+        while True:
+            yield rng.integers(0, count, _MNIST_BATCH, dtype=np.int32)
+
+    return Task(
+        init=init,
+        carry=(),
+        loss=loss,
+        batches=batches,
+        evaluate=lambda params: mean_loss(params, valid_pixels, valid_labels),
+        optimizer=optax.sgd(0.05, momentum=0.9),
+        target=0.15,
+    )
+
+
+_WORDS = 1000
+"""The most frequent words; others are <unk>. With all 33,278 a peer's embedding alone would have a million numbers."""
+_TEXT_BATCH = 4
+_VALID_ROWS, _VALID_BATCHES = 32, 4
+
+
+def _transformer_xl_task() -> Task:
+    corpus = load_corpus()
+    unknown = corpus.vocabulary.words.index(UNK)
+    train, valid = (np.where(ids < _WORDS, ids, unknown) for ids in (corpus.train, corpus.valid))
+    config = dense.DenseConfig(
+        vocab_size=_WORDS, d_model=32, num_layers=2, num_heads=2, d_ff=64, seq_len=16, mem_len=16
+    )
+    counts = np.bincount(train, minlength=_WORDS)
+    segments = evaluation_segments(
+        valid, batch_size=_VALID_ROWS, seq_len=config.seq_len, max_tokens=_VALID_ROWS * _VALID_BATCHES * config.seq_len
+    )
+    valid_batches = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *segments)
+
+    def loss(params: PyTree, batch: PyTree, carry: Memory) -> tuple[jax.Array, Memory]:
+        nll, carry = dense.forward(params, config, batch, forget(carry, batch.is_first))
+        return nll.mean(), carry
+
+    def batches(peer: int, num_peers: int, seed: int) -> Iterator[PyTree]:
+        return SegmentStream(
+            train, batch_size=_TEXT_BATCH, seq_len=config.seq_len, shard=peer, num_shards=num_peers, seed=seed
+        )
+
+    def evaluate(params: PyTree) -> jax.Array:
+        def one(memory: Memory, batch: PyTree) -> tuple[Memory, jax.Array]:
+            nll, memory = dense.forward(params, config, batch, memory)
+            return memory, (nll * batch.mask).sum() / batch.mask.sum()
+
+        _, losses = jax.lax.scan(one, empty_memory(config, _VALID_ROWS), valid_batches)
+        return losses.mean()
+
+    return Task(
+        init=lambda key: dense.init(key, config, word_counts=counts),
+        carry=empty_memory(config, _TEXT_BATCH),
+        loss=loss,
+        batches=batches,
+        evaluate=evaluate,
+        optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3)),
+        target=3.7,
+    )

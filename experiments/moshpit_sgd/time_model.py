@@ -1,0 +1,95 @@
+"""How long things take in the simulated swarm, and when peers are there: all constants of the clock are here."""
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeModel:
+    """A swarm like that of the paper's ResNet-50 experiment: unequal GPUs behind 1 Gb/s.
+
+    The model that is trained here is small; the clock is that of a ResNet-50. Random numbers of a peer come from its
+    own generator, so that its speeds and absences are the same whatever method is simulated.
+    """
+
+    step_s: float = 0.7
+    """Median seconds of a step of the median peer: 256 images in float32 on a V100."""
+    speed_sigma: float = 0.35
+    """Of the log-normal factor that a peer has for good. The paper's swarm has V100, 1080Ti and P40: about 1 to 2."""
+    step_sigma: float = 0.2
+    """Of the log-normal factor of each stretch of local steps."""
+    straggling: float = 0.02
+    """Probability that a stretch is a straggler's."""
+    straggler_factor: float = 5.0
+    """By which it is longer then."""
+    vector_bytes: float = 102e6
+    """What is averaged: 25.6 million parameters in float32."""
+    bandwidth_bps: float = 1e9
+    """Bits a second of each peer, up and down."""
+    latency_s: float = 0.05
+    """One way between any two peers."""
+    mean_uptime_s: float = 900.0
+    """Exponentially distributed; with rounds of 5 s a peer vanishes in one of 180. Infinite: nobody leaves."""
+    mean_downtime_s: float = 120.0
+    """Exponentially distributed."""
+    timeout_s: float = 5.0
+    """After which silence counts as death. Then nobody waits for the peer any more until it is back."""
+    patience_s: float = 3.0
+    """How long a Moshpit group stays open for its members, and how long gossip and PushSum wait for a message."""
+
+    def __post_init__(self) -> None:
+        for name in ("step_s", "straggler_factor", "vector_bytes", "bandwidth_bps", "mean_uptime_s", "mean_downtime_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("speed_sigma", "step_sigma", "latency_s", "timeout_s", "patience_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a finite number from 0, got {getattr(self, name)}")
+        if not 0 <= self.straggling <= 1:
+            raise ValueError(f"straggling is a probability, got {self.straggling}")
+
+    @property
+    def vector_s(self) -> float:
+        """Seconds to send a vector."""
+        return 8 * self.vector_bytes / self.bandwidth_bps
+
+    def speed_factor(self, rng: random.Random) -> float:
+        """What a peer's steps take beside the median peer's."""
+        return rng.lognormvariate(0.0, self.speed_sigma)
+
+    def stretch_s(self, rng: random.Random, steps: int, speed_factor: float) -> float:
+        """Seconds of some local steps."""
+        straggles = rng.random() < self.straggling
+        factor = rng.lognormvariate(0.0, self.step_sigma) * (self.straggler_factor if straggles else 1.0)
+        return steps * self.step_s * speed_factor * factor
+
+    def absences(self, rng: random.Random) -> Iterator[tuple[float, float]]:
+        """(when it goes, when it is back) of a peer, without end."""
+        now = 0.0
+        while self.mean_uptime_s < math.inf:
+            down = now + rng.expovariate(1 / self.mean_uptime_s)
+            now = down + rng.expovariate(1 / self.mean_downtime_s)
+            yield down, now
+
+    def all_reduce_s(self, peers: int) -> float:
+        """One all-reduce among all: two vectors less a share each way, and a tree of messages there and back."""
+        if peers == 1:
+            return 0.0
+        return 2 * (1 - 1 / peers) * self.vector_s + 2 * math.ceil(math.log2(peers)) * self.latency_s
+
+    def matchmaking_s(self, peers: int) -> float:
+        """To find the group once it is complete: a look into a DHT of that many peers, and a call to the leader."""
+        return (math.ceil(math.log2(max(peers, 2))) + 2) * self.latency_s
+
+    def group_s(self, members: int) -> float:
+        """Butterfly all-reduce in a group: everybody sends parts to everybody at once, and the means back."""
+        return 2 * (1 - 1 / members) * self.vector_s + 2 * self.latency_s
+
+    def send_s(self, receivers: int) -> float:
+        """The whole vector to some others, through one line."""
+        return receivers * self.vector_s + self.latency_s
+
+    def download_s(self) -> float:
+        """A newcomer's state, from one peer."""
+        return self.vector_s + 2 * self.latency_s

@@ -1,0 +1,68 @@
+"""Reading MNIST: the IDX format, and files that are not what they should be."""
+
+import gzip
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dmoe_jax.data import mnist
+from dmoe_jax.data.errors import DataError
+from dmoe_jax.data.mnist import read_mnist
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three images to train on and two to test: image i is all i, its label i."""
+    monkeypatch.setattr(mnist, "PARTS", {"train": 3, "t10k": 2})
+    for part, count in mnist.PARTS.items():
+        numbers = np.arange(count, dtype=np.uint8)
+        write(tmp_path / f"{part}-images-idx3-ubyte.gz", np.tile(numbers[:, None, None], (1, 28, 28)))
+        write(tmp_path / f"{part}-labels-idx1-ubyte.gz", numbers)
+    return tmp_path
+
+
+def write(path: Path, array: np.ndarray, kind: int = 8) -> None:
+    header = struct.pack(f">HBB{array.ndim}I", 0, kind, array.ndim, *array.shape)
+    path.write_bytes(gzip.compress(header + array.tobytes()))
+
+
+def test_reads_images_row_by_row_and_labels(folder: Path) -> None:
+    """Image i is all i."""
+    data = read_mnist(folder)
+    assert data.train.pixels.shape == (3, 784)
+    assert data.train.pixels[:, [0, 783]].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert data.test.labels.tolist() == [0, 1]
+
+
+def test_wrong_files_are_named(folder: Path) -> None:
+    """Whatever is wrong, the error names the file and what was expected."""
+    path = folder / "t10k-labels-idx1-ubyte.gz"
+    for array, kind, message in (
+        (np.zeros(3, np.uint8), 8, r"expected bytes in the shape \(2,\)"),
+        (np.zeros(2, np.uint8), 13, "got the header 00000d01"),
+        (np.array([1, 10], np.uint8), 8, "labels from 0 to 9, got 10"),
+    ):
+        write(path, array, kind)
+        with pytest.raises(DataError, match=message):
+            read_mnist(folder)
+    path.write_bytes(gzip.compress(b"\0\0\x08\x01\0\0\0\x02" + b"\0" * 9))
+    with pytest.raises(DataError, match="more than 10 bytes"):
+        read_mnist(folder)
+    path.write_bytes(b"no gzip")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_mnist(folder)
+    path.unlink()
+    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte\.gz is missing"):
+        read_mnist(folder)
+
+
+@pytest.mark.skipif("DMOE_DATA" not in os.environ, reason="DMOE_DATA is not set")
+def test_the_published_files() -> None:
+    """Counts of digits as published: 5,923 zeros to train on, 980 to test."""
+    data = read_mnist(Path(os.environ["DMOE_DATA"], "mnist"))
+    assert np.bincount(data.train.labels).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    assert np.bincount(data.test.labels)[0] == 980
+    assert 33 < data.train.pixels.mean() < 34  # 0.1307 of 255, as everybody normalises by

@@ -1,0 +1,347 @@
+"""Data-parallel training in virtual time: who waits for whom, what averages come to, and the command."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments.moshpit_sgd import tasks
+from experiments.moshpit_sgd.learning import PeerLearner, Programs
+from experiments.moshpit_sgd.methods import Moshpit, make_method
+from experiments.moshpit_sgd.report import make_headline
+from experiments.moshpit_sgd.run import main
+from experiments.moshpit_sgd.simulation import Simulation
+from experiments.moshpit_sgd.tasks import Task
+from experiments.moshpit_sgd.time_model import TimeModel
+from net.averaging.group_key import MoshpitGrid
+
+# A stretch takes 1 s, a vector 1 s from peer to peer.
+STEADY = TimeModel(
+    step_s=1.0,
+    speed_sigma=0.0,
+    step_sigma=0.0,
+    straggling=0.0,
+    vector_bytes=125e6,
+    latency_s=0.0,
+    mean_uptime_s=math.inf,
+)
+
+
+class Holders:
+    """Peers that learn nothing: peer i begins with the number i."""
+
+    def __init__(self, num_peers: int) -> None:
+        self.values = np.arange(num_peers, dtype=np.float64)[:, None]
+
+    def begin(self, peer: int) -> None:
+        pass
+
+    def results(self, peers: Sequence[int]) -> np.ndarray:
+        return self.values[list(peers)]
+
+    def put(self, peers: Sequence[int], vectors: np.ndarray) -> None:
+        self.values[list(peers)] = vectors
+
+    def adopt(self, peer: int, donor: int) -> None:
+        self.values[peer] = self.values[donor]
+
+    @property
+    def held(self) -> list[float]:
+        return self.values[:, 0].round(6).tolist()
+
+
+Start = Callable[..., tuple[Simulation, Holders]]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Makes a simulation whose peers have these speed factors and absences."""
+
+    def make(
+        method: Any,
+        num_peers: int,
+        *,
+        slow: Mapping[int, float] = MappingProxyType({}),
+        absent: Mapping[int, list[tuple[float, float]]] = MappingProxyType({}),
+    ) -> tuple[Simulation, Holders]:
+        factors = iter([slow.get(peer, 1.0) for peer in range(num_peers)])
+        absences = iter([absent.get(peer, []) for peer in range(num_peers)])
+        monkeypatch.setattr(TimeModel, "speed_factor", lambda self, rng: next(factors))
+        monkeypatch.setattr(TimeModel, "absences", lambda self, rng: iter(next(absences)))
+        holders = Holders(num_peers)
+        simulation = Simulation(STEADY, holders, num_peers, 1, 0)
+        if method == "moshpit":
+            grid = MoshpitGrid(side=math.isqrt(num_peers), dims=2)
+            simulation.start(Moshpit(simulation, grid, list(range(num_peers))))
+        else:
+            simulation.start(make_method(method, simulation))
+        return simulation, holders
+
+    return make
+
+
+def test_all_reduce_takes_the_slowest(start: Start) -> None:
+    """The slowest is ready after 4 s, 2 (1 - 1/4) vectors take 1.5 s: all have the mean at 5.5 s and not before."""
+    simulation, holders = start("all_reduce", 4, slow={2: 4.0})
+    simulation.run_until(5.4)
+    assert holders.held == [0, 1, 2, 3]
+    simulation.run_until(5.6)
+    assert holders.held == [1.5] * 4
+    simulation.run_until(11.1)
+    assert simulation.counts.averagings == 2
+
+
+def test_all_reduce_is_repeated_without_the_dead(start: Start) -> None:
+    """Gone at 1.2 s in the first all-reduce, noticed at 6.2 s, repeated among three in 4/3 s; back for the next."""
+    simulation, holders = start("all_reduce", 4, absent={3: [(1.2, 6.4)]})
+    simulation.run_until(7.5)
+    assert holders.held == [0, 1, 2, 3]
+    simulation.run_until(7.6)
+    assert holders.held == [1.0] * 4
+    assert (simulation.counts.repeated, simulation.counts.averaged_peers) == (1, 3)
+    simulation.run_until(7.6 + 2.5)
+    assert simulation.counts.averaged_peers == 3 + 4
+
+
+def test_all_reduce_learns_of_a_death_from_the_return(start: Start) -> None:
+    """Back at 5 s, before the timeout was over: the others begin anew at once, and it joins afterwards."""
+    simulation, _ = start("all_reduce", 4, absent={3: [(1.2, 4.0)]})
+    simulation.run_until(5 + 4 / 3 + 0.1)
+    assert simulation.counts.averaged_peers == 3
+
+
+def test_all_reduce_goes_on_after_everybody_was_gone(start: Start) -> None:
+    """Whoever is back first trains alone, and the others join."""
+    simulation, _ = start("all_reduce", 2, absent={0: [(0.5, 10.0)], 1: [(0.6, 12.0)]})
+    simulation.run_until(30.0)
+    assert simulation.counts.averaged_peers > 10
+
+
+def test_moshpit_is_exact_after_two_rounds(start: Start) -> None:
+    """On a full 2 x 2 grid; a round takes 1 s of computing and 2 (1 - 1/2) vectors."""
+    simulation, holders = start("moshpit", 4)
+    simulation.run_until(2.1)
+    assert holders.held == [0.5, 0.5, 2.5, 2.5]
+    simulation.run_until(4.1)
+    assert holders.held == [1.5] * 4
+    assert simulation.counts.averaged_peers == 8
+
+
+def test_moshpit_waits_for_its_own_group_alone_and_not_for_long(start: Start) -> None:
+    """Partners take 10 s: after 3 s of waiting peers 0 and 2 go on alone, and meet in the next round, at 5 s."""
+    simulation, holders = start("moshpit", 4, slow={1: 10.0, 3: 10.0})
+    simulation.run_until(3.9)
+    assert simulation.counts.averagings == 0
+    simulation.run_until(4.1)
+    assert simulation.counts.averagings == 2
+    assert holders.held == [0, 1, 2, 3]
+    simulation.run_until(6.1)
+    assert holders.held == [1, 1, 1, 3]
+
+
+def test_moshpit_peers_of_different_rounds_meet(start: Start) -> None:
+    """Peer 2 waits for slow peer 3 in round 0; peer 1 comes in round 1 under the same key, at 3 s."""
+    simulation, holders = start("moshpit", 4, slow={3: 10.0})
+    simulation.run_until(4.1)
+    assert holders.held == [0.5, 1.25, 1.25, 3]
+
+
+def test_moshpit_leaves_out_the_dead(start: Start) -> None:
+    """Peer 1 dies while its group averages: after the timeout its partner goes on with what is left, others go on."""
+    simulation, holders = start("moshpit", 4, absent={1: [(1.5, 100.0)]})
+    simulation.run_until(6.9)
+    assert holders.held[:2] == [0, 1]
+    assert holders.held[2:] == [2.5, 2.5]
+    simulation.run_until(7.1)
+    assert simulation.counts.repeated == 1
+    simulation.run_until(20.0)
+    assert holders.held[0] > 0.5  # it has met the others since
+
+
+def test_moshpit_forgets_who_died_waiting(start: Start) -> None:
+    """Peer 0 waits for slow peer 1 and dies: at 3 s peer 1 meets peer 2, of the next round, and not a ghost."""
+    simulation, holders = start("moshpit", 4, slow={1: 3.0}, absent={0: [(2.0, 50.0)]})
+    simulation.run_until(4.1)
+    assert holders.held == [0, 1.75, 1.75, 2.5]
+    simulation.run_until(60.0)
+    assert holders.held[0] == holders.held[3]
+
+
+def test_gossip_is_the_mean_of_three(start: Start) -> None:
+    """On a ring of five: sending to two takes 2 s, so at 3 s everybody has the mean of itself and its neighbours."""
+    simulation, holders = start("gossip", 5)
+    simulation.run_until(2.9)
+    assert holders.held == [0, 1, 2, 3, 4]
+    simulation.run_until(3.1)
+    assert holders.held == [round(5 / 3, 6), 1, 2, 3, round(7 / 3, 6)]
+
+
+def test_gossip_goes_on_without_a_late_message(start: Start) -> None:
+    """Neighbours of the slow peer 0 wait 3 s beyond the 3 s that the round takes; others do not."""
+    simulation, holders = start("gossip", 5, slow={0: 20.0})
+    simulation.run_until(5.9)
+    assert holders.held[1] == 1
+    simulation.run_until(6.1)
+    assert holders.held[1] == 1.5
+    assert holders.held[2] == 2
+
+
+def test_pushsum_keeps_the_sum(start: Start) -> None:
+    """Unequal speeds, late messages: in the end everybody has the mean of the beginning all the same."""
+    simulation, holders = start("pushsum", 8, slow={0: 3.0, 5: 7.0})
+    simulation.run_until(300.0)
+    np.testing.assert_allclose(holders.values[:, 0], 3.5, atol=0.02)
+
+
+def test_pushsum_notices_the_dead(start: Start) -> None:
+    """Once silence was noticed nobody waits: a round takes 3 s again, also without the two that are gone."""
+    simulation, _ = start("pushsum", 8, absent={1: [(0.5, 1e6)], 4: [(0.5, 1e6)]})
+    simulation.run_until(30.0)
+    before = simulation.counts.stretches
+    simulation.run_until(60.0)
+    # Six peers; those with one receiver left need 2 s a round instead of 3.
+    assert simulation.counts.stretches - before >= 60
+
+
+def test_one_seed_is_one_run() -> None:
+    """Losses of speed and absences come from the seed alone, and another seed is another run."""
+
+    def run(seed: int) -> tuple[list[float], Any]:
+        holders = Holders(16)
+        simulation = Simulation(TimeModel(mean_uptime_s=50.0), holders, 16, 4, seed)
+        simulation.start(make_method("moshpit", simulation))
+        simulation.run_until(200.0)
+        return holders.held, simulation.counts
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+    assert run(1)[1].departures > 10
+
+
+def point_task() -> Task:
+    """A parameter for each of two numbers, pulled towards points around (1, 2): peer i's are its own."""
+
+    def batches(peer: int, num_peers: int, seed: int) -> Iterator[Any]:
+        del num_peers
+        rng = np.random.default_rng([seed, peer])
+        while True:
+            yield np.array([1, 2], np.float32) + rng.normal(size=2).astype(np.float32)
+
+    def loss(params: Any, batch: Any, carry: Any) -> Any:
+        return 0.5 * jnp.sum((params["w"] - batch) ** 2), carry
+
+    return Task(
+        init=lambda key: {"w": jnp.zeros(2)},
+        carry=(),
+        loss=loss,
+        batches=batches,
+        evaluate=lambda params: jnp.sum((params["w"] - jnp.array([1.0, 2.0])) ** 2),
+        optimizer=optax.sgd(0.1),
+        target=0.3,
+    )
+
+
+def test_all_reduce_of_each_step_is_large_batch_sgd() -> None:
+    """Real training in the simulation: with one local step the parameters are those of SGD on all peers' samples."""
+    task = point_task()
+    learner = PeerLearner(Programs(task, local_steps=1, seed=0), num_peers=5, seed=3)
+    simulation = Simulation(STEADY, learner, 5, 1, 0)
+    simulation.start(make_method("all_reduce", simulation))
+    simulation.run_until(3 * 2.6 + 0.1)
+    samples = [task.batches(peer, 5, 3) for peer in range(5)]
+    expected = np.zeros(2)
+    for _ in range(3):
+        expected -= 0.1 * (expected - np.mean([next(own) for own in samples], axis=0))
+    distance = np.sum((expected - [1, 2]) ** 2)
+    np.testing.assert_allclose(learner.losses(range(5)), distance, rtol=1e-5)
+
+
+def test_a_newcomer_holds_what_its_donor_holds() -> None:
+    """Parameters are copied, and its optimiser begins anew."""
+    learner = PeerLearner(Programs(point_task(), local_steps=2, seed=0), num_peers=3, seed=0)
+    for peer in range(3):
+        learner.begin(peer)
+    results = learner.results([0, 1, 2])
+    learner.put([0, 1], np.array([[1.0, 2.0], [0.0, 0.0]], np.float32))
+    learner.adopt(2, 0)
+    assert learner.losses([0, 1, 2]).tolist() == [0.0, 5.0, 0.0]
+    assert len({tuple(row) for row in results.tolist()}) == 3
+
+
+def test_headline_names_what_was_missed() -> None:
+    """All-Reduce that never gets there is beaten; Moshpit that is not sooner misses the bar."""
+
+    def result(model: str, method: str, reached_s: float | None) -> dict[str, Any]:
+        return {"model": model, "peers": 16, "method": method, "reached_s": reached_s}
+
+    headline = make_headline(
+        [
+            result("mnist", "all_reduce", 300.0),
+            result("mnist", "pushsum", 240.0),
+            result("mnist", "moshpit", 200.0),
+            result("transformer_xl", "all_reduce", None),
+            result("transformer_xl", "moshpit", 500.0),
+        ]
+    )
+    assert headline["mnist_16_all_reduce_over_moshpit"] == 1.5
+    assert headline["mnist_16_pushsum_over_moshpit"] == 1.2
+    assert headline["transformer_xl_16_all_reduce_over_moshpit"] is None
+    assert headline["missed_bars"] == []
+    slow = [result("mnist", "all_reduce", 200.0), result("mnist", "moshpit", 200.0)]
+    assert make_headline(slow)["missed_bars"] == ["mnist_16_all_reduce_over_moshpit"]
+
+
+def test_the_command_trains_and_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every method reaches the target; folder, figure and report are there."""
+    monkeypatch.setattr(tasks, "make_task", lambda name: point_task())
+    main(["--model", "mnist", "--peers", "4", "--json", "--out", str(tmp_path / "run")])
+    headline = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for method in ("all_reduce", "gossip", "pushsum", "moshpit"):
+        assert 10 < headline[f"mnist_4_{method}_s"] < 500
+    text = (tmp_path / "run" / "report.md").read_text()
+    assert "Time to the target" in text
+    assert "patience_s" in text
+    assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
+
+
+def test_an_interrupted_run_leaves_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C in the second method: the first is reported, and the status says so."""
+    monkeypatch.setattr(tasks, "make_task", lambda name: point_task())
+    monkeypatch.setattr("experiments.moshpit_sgd.methods.Moshpit.ready", interrupt)
+    with pytest.raises(SystemExit) as exit_:
+        main(["--quick", "--peers", "4", "--methods", "gossip", "moshpit", "--out", str(tmp_path / "run")])
+    assert exit_.value.code == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert "gossip" in (tmp_path / "run" / "report.md").read_text()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--peers", "1"], "--peers must be at least 2, got 1"),
+        (["--methods", "moshpit", "moshpit"], "--methods must be different ones"),
+        (["--model", "resnet"], "resnet"),
+        (["--straggling", "2"], "straggling is a probability, got 2"),
+    ],
+)
+def test_a_mistake_is_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is loaded."""
+    with pytest.raises(SystemExit) as exit_:
+        main(flags)
+    assert exit_.value.code in (1, 2)
+    assert message in capsys.readouterr().err
