@@ -138,6 +138,20 @@ class SharedTrunk:
             self.step += 1
             return self.step
 
+    async def shift(self, difference: PyTree) -> None:
+        """Add to the parameters, as averaging with other processes does. Not an update: the step stays as it is.
+
+        Args:
+          difference: a tree like the parameters.
+        """
+        async with self._turn:
+            self.params = await self._device.run(_shifted, self.params, difference)
+
+    async def replace(self, step: int, state: dict[str, PyTree]) -> None:
+        """Take up another process's state between two updates. Steps under way are applied to it, as stale ones."""
+        async with self._turn:
+            self.restore(step, state)
+
 
 @functools.cache
 def _trunk_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[PyTree, PyTree]]:
@@ -317,6 +331,11 @@ class Trainer:
                 self._trunk.release()
             if lost_in_a_row:
                 await trio.sleep(min(5.0, 0.1 * lost_in_a_row))
+
+
+@jax.jit
+def _shifted(params: PyTree, difference: PyTree) -> PyTree:
+    return jax.tree.map(jnp.add, params, difference)
 
 
 @jax.jit

@@ -86,12 +86,18 @@ class LocalSwarm:
         with trio.move_on_after(ready_timeout_s):
             await ready.wait()
         if not started.contact:
-            raise ProcessFailed(f"{name} did not start: {_last_lines(started.log)}")
+            raise ProcessFailed(f"{name} did not start: {last_lines(started.log)}")
         return started
 
     async def start_in_foreground(self, name: str, command: Sequence[str]) -> SwarmProcess:
         """Run `dmoe COMMAND` with this process's standard output; do not wait for it."""
         return await self._open(name, command, stdout=None)
+
+    async def start_in_background(self, name: str, command: Sequence[str]) -> SwarmProcess:
+        """Run `dmoe COMMAND` with its output in its log; do not wait for it."""
+        started = await self._open(name, command, stdout=subprocess.PIPE)
+        self._nursery.start_soon(_copy_output, started, trio.Event())
+        return started
 
     async def _open(self, name: str, command: Sequence[str], *, stdout: int | None) -> SwarmProcess:
         log = self._log_folder / f"{name}.log"
@@ -201,6 +207,7 @@ async def _copy_output(process: SwarmProcess, ready: trio.Event) -> None:
     ready.set()
 
 
-def _last_lines(log: Path, count: int = 3) -> str:
+def last_lines(log: Path, count: int = 3) -> str:
+    """The end of a log in one line."""
     lines = log.read_text(errors="replace").strip().splitlines()
     return " / ".join(lines[-count:]) if lines else "it printed nothing"

@@ -66,6 +66,8 @@ class TrainingParts:
     """The asynchronous trainers of this process."""
     statistics: CallStatistics
     """Totals of their expert calls."""
+    device: Device
+    """Runs their XLA work."""
 
 
 @contextlib.contextmanager
@@ -103,6 +105,7 @@ def assemble(
     mixtures = _mixtures(command, config, router, device, directory, caller)
     model = SwarmModel(config, txl.segments(config, router), mixtures)
     trunk = _trunk(command, config, router, device, corpus)
+    seed = command.seed if command.data_seed is None else command.data_seed
     streams = [
         SegmentStream(
             corpus.train,
@@ -110,11 +113,11 @@ def assemble(
             seq_len=config.seq_len,
             shard=shard,
             num_shards=command.num_trainers,
-            seed=command.seed,
+            seed=seed,
         )
         for shard in range(command.num_trainers)
     ]
-    trainers = tuple(Trainer(index, model, trunk, stream, seed=command.seed) for index, stream in enumerate(streams))
+    trainers = tuple(Trainer(index, model, trunk, stream, seed=seed) for index, stream in enumerate(streams))
     return TrainingParts(
         corpus=corpus,
         config=config,
@@ -123,6 +126,7 @@ def assemble(
         trunk=trunk,
         trainers=trainers,
         statistics=caller.statistics,
+        device=device,
     )
 
 

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 import trio
 import tyro
 
+from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.common import UsageError, set_up_jax
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
-from dmoe_jax.cli.network import JoinTexts, NetworkOptions
+from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
 from dmoe_jax.cli.options import ExpertOptions
 from dmoe_jax.cli.swarm import join_swarm
 
@@ -85,8 +86,14 @@ class TrainCommand:
     """Validation tokens of each evaluation, read from evenly spaced places; 0 for the whole text."""
     final_eval_tokens: int = 0
     """Validation tokens of the last evaluation; 0 for the whole text."""
+    averaging: Annotated[AveragingOptions, tyro.conf.arg(name="")] = field(default_factory=AveragingOptions)
+    """Averaging with other trainer processes."""
+    listening: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
+    """Where others call this process, if it averages; one that does not listens nowhere."""
     seed: int = 0
-    """Seed of the trunk's initial parameters and of each trainer's place in the text."""
+    """Seed of the trunk's initial parameters, and of all chance without --data-seed."""
+    data_seed: int | None = None
+    """Seed of the trainers' places in the text, of dropout and of the router's noise. Default: --seed."""
     swarm: str = "dmoe"
     """Name of the swarm."""
     json: bool = False
@@ -108,7 +115,8 @@ class TrainCommand:
         self.expert.make_expert()
         # In a thread: a file of the user's may import anything.
         router = await trio.to_thread.run_sync(checked_router, self, abandon_on_cancel=True)
-        async with join_swarm(self.network, join=self.join) as peer:
+        listen = self.listening if self.averaging.average_every and not self.averaging.average_client else None
+        async with join_swarm(self.network, join=self.join, listen=listen) as peer:
             return await run_training(self, peer, router)
 
     def _check(self) -> None:
@@ -129,6 +137,7 @@ class TrainCommand:
             raise UsageError(f"--learning-rate-floor must be from 0 to 1, got {self.learning_rate_floor}")
         if not self.weight_decay >= 0:
             raise UsageError(f"--weight-decay must not be negative, got {self.weight_decay}")
+        self.averaging.check()
         if not self.join:
             raise UsageError("--join needs at least one HOST:PORT")
         if self.resume and self.out is None:

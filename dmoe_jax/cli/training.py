@@ -8,6 +8,7 @@ from typing import Any
 import trio
 
 from dmoe_jax.cli.assembly import TrainingParts, assemble, mistakes_in_one_line, wait_for_experts
+from dmoe_jax.cli.averaging import open_trunk_averaging
 from dmoe_jax.cli.balance_log import BalanceLog
 from dmoe_jax.cli.common import UsageError, one_line
 from dmoe_jax.cli.progress import TrainingProgress
@@ -18,6 +19,7 @@ from dmoe_jax.data.batches import evaluation_segments
 from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.data.vocabulary import unigram_perplexity
 from dmoe_jax.directory import open_expert_directory
+from dmoe_jax.optim.trunk_averaging import TrunkAveraging
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.report import write_report
@@ -54,7 +56,8 @@ async def run_training(command: TrainCommand, peer: SwarmPeer, router: Router) -
             # The folder comes last: a run that could not begin leaves nothing in the way of the next one.
             folder = RunFolder.create(command.out, settings, name="train", resume=command.resume)
             run = TrainingRun(command, parts, folder, progress)
-        return await run.run()
+        async with open_trunk_averaging(command.averaging, peer, parts.trunk, parts.device, progress.say) as averaging:
+            return await run.run(averaging)
 
 
 class TrainingRun:
@@ -70,6 +73,8 @@ class TrainingRun:
         self._nursery: trio.Nursery | None = None
         self._evaluation: Evaluation | None = None
         self._evaluating = trio.Lock()
+        self._averaging: TrunkAveraging | None = None
+        self._is_averaging = False
         self._totals = RunTotals()
         self._saver = RunSaver(folder.path, parts.trunk, parts.trainers, parts.statistics, self._totals)
         if command.resume:
@@ -78,12 +83,16 @@ class TrainingRun:
         self._resumed_at = trio.current_time() - self._totals.time_s
         self._balance = BalanceLog(folder, parts.statistics, parts.config)
 
-    async def run(self) -> int:
+    async def run(self, averaging: TrunkAveraging | None = None) -> int:
         """The whole run; the exit status.
+
+        Args:
+          averaging: with other processes.
 
         Raises:
           UsageError: the router's scores, or the very first loss, are no numbers; the report is written.
         """
+        self._averaging = averaging
         self._progress.say(f"run folder: {self._folder.path}")
         corpus = self._parts.corpus
         baseline = unigram_perplexity(corpus.train, corpus.valid, self._parts.config.vocab_size)
@@ -154,6 +163,9 @@ class TrainingRun:
         if self._nursery is not None and record.step < self._command.steps:
             if record.step % self._command.eval_every == 0:
                 self._nursery.start_soon(self._evaluate_beside_training)
+            every = self._command.averaging.average_every
+            if self._averaging is not None and record.step % every == 0 and not self._is_averaging:
+                self._nursery.start_soon(self._average_beside_training, self._averaging)
             if record.step % self._command.checkpoint_every == 0:
                 self._totals.time_s = self._now()
                 self._nursery.start_soon(self._saver.save)
@@ -161,6 +173,27 @@ class TrainingRun:
     def _on_lost(self, trainer: int, error: Exception) -> None:
         self._totals.steps_lost += 1
         self._event("step_lost", f"trainer {trainer}: {error}")
+
+    async def _average_beside_training(self, averaging: TrunkAveraging) -> None:
+        """One round of averaging with other processes. If the last is not done, a round is left out."""
+        self._is_averaging = True
+        step, began = self._parts.trunk.step, trio.current_time()
+        try:
+            done = await averaging.average()
+        except NetError as error:
+            self._event("average_lost", str(error))
+        else:
+            self._folder.log(
+                "average",
+                step=step,
+                time_s=self._now(),
+                round=done.round_number,
+                peers=len(done.peers),
+                received=done.received,
+                took_s=trio.current_time() - began,
+            )
+        finally:
+            self._is_averaging = False
 
     async def _evaluate_beside_training(self) -> None:
         """An evaluation of the trunk as it is now. One at a time; if the last is not done, this one is left out."""
@@ -260,6 +293,7 @@ class TrainingRun:
             "calls_late": statistics.late,
             "steps_lost": totals.steps_lost,
             **self._balance.headline(),
+            **(self._averaging.headline() if self._averaging is not None else {}),
             "samples_without_experts": statistics.skipped_samples,
             "mean_trunk_staleness": totals.staleness / max(1, self._parts.trunk.step),
             "mean_expert_staleness": statistics.staleness_total / max(1, statistics.staleness_calls),

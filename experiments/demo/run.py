@@ -1,6 +1,7 @@
-"""One DHT peer, four expert nodes and a trainer process over TLS; one node is killed in the middle."""
+"""One DHT peer, four expert nodes and two trainer processes over TLS; one node is killed in the middle."""
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from experiments.local_swarm import (
     ProcessFailed,
     SwarmProcess,
     deal_experts,
+    last_lines,
     open_local_swarm,
     start_nodes,
 )
@@ -42,12 +44,18 @@ class DemoSettings:
     """Corpus: auto, wikitext-2 or embedded."""
     num_nodes: int = 4
     """Expert node processes; at least three."""
-    num_trainers: int = 4
-    """Asynchronous trainers in the trainer process."""
-    steps: int = 1000
-    """Trunk updates, all trainers together."""
+    num_processes: int = 2
+    """Trainer processes, whose trunks are averaged."""
+    num_trainers: int = 2
+    """Asynchronous trainers in each trainer process."""
+    average_every: int = 10
+    """Trunk updates of a process between two averages."""
+    steps: int = 600
+    """Trunk updates of each process, all its trainers together."""
     max_minutes: float = 2.7
     """The trainer stops after this many minutes even if steps are left."""
+    kill_trainer: bool = False
+    """Kill the second trainer process too, with SIGKILL, after half of the training."""
     spare_nodes: bool = False
     """Let every node live, instead of killing one with SIGKILL after half of the training."""
     freeze_experts: bool = False
@@ -58,9 +66,16 @@ class DemoSettings:
     def __post_init__(self) -> None:
         if self.num_nodes < 3:
             raise ValueError(f"--num-nodes must be at least 3, got {self.num_nodes}")
-        if self.num_trainers < 1 or self.steps < 10:
-            raise ValueError("--num-trainers must be at least 1 and --steps at least 10")
+        if min(self.num_trainers, self.num_processes, self.average_every) < 1 or self.steps < 10:
+            raise ValueError(
+                "--num-trainers, --num-processes and --average-every must be at least 1 and --steps at least 10"
+            )
+        if self.kill_trainer and self.num_processes < 2:
+            raise ValueError("--kill-trainer needs --num-processes of at least 2: one has to go on")
 
+
+_OTHERS_GRACE_S = 60.0
+"""For the other trainer processes once the first is done."""
 
 NUM_LAYERS = 2
 GRID = (4, 4)
@@ -80,28 +95,30 @@ async def run_demo(settings: DemoSettings) -> int:
         raise ValueError(f"--out must be a new or empty folder, {out} is not empty")
     logs = out.parent / f"{out.name}.logs"
     logs.mkdir(parents=True, exist_ok=True)
-    steps, max_minutes = (160, 1.0) if settings.quick else (settings.steps, settings.max_minutes)
+    steps, max_minutes = (100, 1.0) if settings.quick else (settings.steps, settings.max_minutes)
     flags = ["--insecure-loopback"] if settings.insecure_loopback else []
     environment = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
     async with open_local_swarm(logs, environment, network_flags=flags) as swarm:
         nodes = await _start_nodes(swarm, settings, console)
-        trainer = await swarm.start_in_foreground(
-            "trainer", _trainer_command(settings, nodes, out, steps=steps, max_minutes=max_minutes)
-        )
+        trainers = await _start_trainers(swarm, settings, nodes, out, steps=steps, max_minutes=max_minutes)
         async with trio.open_nursery() as nursery:
             if not settings.spare_nodes:
                 nursery.start_soon(_kill_in_the_middle, nodes[-1], out, steps // 2, console)
-            status = await trainer.process.wait()
+            if settings.kill_trainer:
+                nursery.start_soon(_kill_in_the_middle, trainers[1], out, steps // 2, console)
+            status = await trainers[0].process.wait()
             nursery.cancel_scope.cancel()
-    if status != 0:
-        raise ProcessFailed(f"the trainer ended with status {status}")
+        if status != 0:
+            raise ProcessFailed(f"the trainer ended with status {status}")
+        await _wait_for_others(trainers[1:])
     headline = headline_of(read_metrics(out / "metrics.jsonl"))
     # The trainer wrote a report of what it saw; this one adds what was done to it, and the command that does it again.
     write_report(
         RunFolder(out),
         headline,
         title=f"Demonstration: DMoE Transformer-XL on {headline['corpus']}",
-        summary=f"One DHT peer, {settings.num_nodes} expert nodes, {settings.num_trainers} asynchronous trainers, "
+        summary=f"One DHT peer, {settings.num_nodes} expert nodes, {settings.num_processes} trainer processes of "
+        f"{settings.num_trainers} asynchronous trainers each, "
         f"all over {'plain TCP' if settings.insecure_loopback else 'TLS 1.3'} on one machine.",
         command=_own_command(settings),
     )
@@ -132,9 +149,36 @@ async def _start_nodes(swarm: LocalSwarm, settings: DemoSettings, console: Conso
     return nodes
 
 
+async def _start_trainers(
+    swarm: LocalSwarm, settings: DemoSettings, nodes: list[SwarmProcess], out: Path, *, steps: int, max_minutes: float
+) -> list[SwarmProcess]:
+    """All trainer processes; the first has this one's terminal, and the run folder."""
+    trainers = []
+    for index in range(settings.num_processes):
+        folder = out if index == 0 else out.parent / f"{out.name}.trainer{index}"
+        command = _trainer_command(settings, nodes, folder, index, steps=steps, max_minutes=max_minutes)
+        start = swarm.start_in_foreground if index == 0 else swarm.start_in_background
+        trainers.append(await start(f"trainer{index}", command))
+    return trainers
+
+
+async def _wait_for_others(trainers: Sequence[SwarmProcess]) -> None:
+    """Let the other trainer processes finish: they began together with the first.
+
+    Raises:
+      ProcessFailed: one ended with an error of its own.
+    """
+    with trio.move_on_after(_OTHERS_GRACE_S):
+        for trainer in trainers:
+            status = await trainer.process.wait()
+            if status not in (0, -signal.SIGKILL):
+                raise ProcessFailed(f"{trainer.name} ended with status {status}: {last_lines(trainer.log)}")
+
+
 def _trainer_command(
-    settings: DemoSettings, nodes: list[SwarmProcess], out: Path, *, steps: int, max_minutes: float
+    settings: DemoSettings, nodes: list[SwarmProcess], out: Path, index: int, *, steps: int, max_minutes: float
 ) -> list[str]:
+    averaging = ["--average-every", str(settings.average_every), "--average-side", str(settings.num_processes)]
     return [
         *(
             "train",
@@ -155,12 +199,16 @@ def _trainer_command(
         ),
         *("--num-layers", str(NUM_LAYERS), "--grid-size", *[str(extent) for extent in GRID]),
         *("--seed", str(settings.seed), "--eval-every", str(max(20, steps // 8))),
-        *("--final-eval-tokens", "16384" if settings.quick else "0"),
+        # Only the first one's text at the end is read.
+        *("--final-eval-tokens", "16384" if settings.quick or index else "0"),
+        *("--data-seed", str(settings.seed + index)),
+        *(averaging if settings.num_processes > 1 else []),
     ]
 
 
 async def _kill_in_the_middle(node: SwarmProcess, out: Path, kill_step: int, console: Console) -> None:
-    """SIGKILL the node once training has reached `kill_step`, and note it in the run's metrics."""
+    """SIGKILL a process once training has reached `kill_step`, and note it in the run's metrics."""
+    kind = "node" if node.contact else "trainer"
     while True:
         await trio.sleep(0.25)
         latest = _latest_step(out / "metrics.jsonl")
@@ -171,7 +219,7 @@ async def _kill_in_the_middle(node: SwarmProcess, out: Path, kill_step: int, con
     append_metric(
         out / "metrics.jsonl",
         kind="event",
-        name="node_killed",
+        name=f"{kind}_killed",
         step=latest["step"],
         time_s=latest["time_s"],
         detail=f"{node.name} at {node.address}",

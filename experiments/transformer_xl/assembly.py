@@ -129,8 +129,12 @@ def run_settings(
 
     Args: as of `make_engine`; router: how it was asked for.
     """
+    fields = dataclasses.asdict(preset)
+    if not preset.grid_size:
+        # What would train experts decides nothing in a model without any.
+        fields = {name: value for name, value in fields.items() if not name.startswith("expert_")}
     settings: dict[str, object] = {
-        **dataclasses.asdict(preset),
+        **fields,
         "where": where,
         "corpus": corpus.name,
         "vocab_size": len(corpus.vocabulary),

@@ -135,7 +135,7 @@ def _tiny(model: Model, **sizes: Any) -> Preset:
         pauses=10,
         warmup_steps=200,
         weight_decay=0.0,
-        expert_learning_rate=6e-4,
+        expert_learning_rate=8e-4,
         expert_warmup_steps=200,
         evaluation=EvaluationConfig(batch_size=10, seq_len=128, mem_len=128),
         **sizes,
@@ -148,7 +148,7 @@ _FULL_SMALL, _FULL_BASE = {"d_model": 200, "d_ff": 450}, {"d_model": 400, "d_ff"
 # Step sizes are the best of a few tried for each (README): with 32 stale trainers they matter.
 _TINY_SMALL = {"d_model": 64, "d_ff": 144, "learning_rate": 8e-4}
 _TINY_BASE = {"d_model": 128, "d_ff": 288, "learning_rate": 4e-4}
-_TINY_DMOE = {"d_model": 64, "d_ff": 144, "learning_rate": 7e-4}
+_TINY_DMOE = {"d_model": 64, "d_ff": 144, "learning_rate": 1e-3}
 
 PRESETS: dict[tuple[Model, Size], Preset] = {
     ("dmoe", "full"): _full("dmoe", **_FULL_SMALL, **_EXPERTS),

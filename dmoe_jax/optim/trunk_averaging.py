@@ -1,0 +1,127 @@
+"""The trunk parameters of trainers in different processes, kept together by Moshpit averaging.
+
+Every process trains on as before. Now and then one sends its parameters as they are to its group, and when the mean
+comes back, what it differs from what was sent is added to the parameters as they are by then: progress made meanwhile
+is kept (Ryabinin et al. 2021, section 3; hivemind's delayed averaging). The optimiser's statistics stay each process's
+own, but for a newcomer, which takes them with everything else from a donor.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dmoe_jax.node.device import Device
+from dmoe_jax.optim.tree_vectors import TreeLayout
+from dmoe_jax.trainer import SharedTrunk
+from net.averaging.averager import Averager, AveragingStep
+from net.averaging.state_sharing import SharedState, StateSource
+from net.errors import RemoteProtocolError
+
+PyTree = Any
+
+MISSED_BEFORE_CATCHING_UP = 3
+"""Averages in a row that may come to nothing before a process asks whether the others have left it behind."""
+
+_CATCH_UP_TIMEOUT_S = 120.0
+_CATCH_UP_ATTEMPTS = 3
+"""A connection may break; that nobody is ahead is no reason to wait."""
+
+
+@dataclass(slots=True)
+class AveragingTotals:
+    """What a run's averaging came to."""
+
+    done: int = 0
+    """Averages that were applied."""
+    missed: int = 0
+    """Rounds in which nobody was met, or nothing came back."""
+    rejected: int = 0
+    """Averages that were not finite."""
+    peers_met: int = 0
+    """Sum of the others in the groups of those that were applied."""
+    caught_up: int = 0
+    """Whole states taken from others."""
+
+
+def trunk_source(trunk: SharedTrunk) -> StateSource:
+    """The trunk as a donor's state: parameters and optimiser state, of the version that its step says."""
+
+    async def snapshot() -> SharedState:
+        step, state = await trunk.snapshot()
+        return SharedState(version=step, tensors=tuple(np.asarray(leaf) for leaf in jax.tree.leaves(state)))
+
+    return StateSource(lambda: trunk.step, snapshot)
+
+
+class TrunkAveraging:
+    """Averages one process's trunk with others'.
+
+    Args:
+      trunk: shared by the trainers of this process.
+      averager: of this process, for vectors of the layout.
+      layout: of the trunk's parameters.
+      device: runs the copies.
+    """
+
+    def __init__(self, trunk: SharedTrunk, averager: Averager, layout: TreeLayout, device: Device) -> None:
+        self._trunk = trunk
+        self._averager = averager
+        self._layout = layout
+        self._device = device
+        self._missed_in_a_row = 0
+        self.totals = AveragingTotals()
+
+    async def average(self, *, weight: float = 1.0) -> AveragingStep:
+        """One round, beside the training. If cancelled, the trunk has the whole difference or nothing of it.
+
+        After some rounds in a row that came to nothing, a state that is ahead of this one is taken up.
+        """
+        sent = await self._device.run(self._layout.to_vector, self._trunk.params)
+        done = await self._averager.step(sent, weight=weight)
+        if done.received == 0:
+            self.totals.missed += 1
+            self._missed_in_a_row += 1
+            if self._missed_in_a_row >= MISSED_BEFORE_CATCHING_UP:
+                self._missed_in_a_row = 0
+                await self.catch_up(min_lead=1)
+            return done
+        self._missed_in_a_row = 0
+        difference = done.average - sent
+        if not np.isfinite(difference).all():
+            self.totals.rejected += 1
+            return done
+        await self._trunk.shift(await self._device.run(self._layout.to_tree, difference))
+        self.totals.done += 1
+        self.totals.peers_met += len(done.peers) - 1
+        return done
+
+    async def catch_up(self, *, min_lead: int, timeout_s: float = _CATCH_UP_TIMEOUT_S) -> bool:
+        """Take up the state of a peer that is at least `min_lead` updates ahead; whether there was one.
+
+        Not while a trainer is in the middle of an update; steps that are under way end as stale ones.
+        """
+        state = await self._averager.download_state(
+            min_version=self._trunk.step + min_lead, timeout_s=timeout_s, attempts=_CATCH_UP_ATTEMPTS
+        )
+        if state is None:
+            return False
+        own = self._trunk.state
+        leaves, structure = jax.tree.flatten(own)
+        theirs = [(tensor.shape, tensor.dtype) for tensor in state.tensors]
+        if theirs != [(leaf.shape, leaf.dtype) for leaf in leaves]:
+            raise RemoteProtocolError("a peer of this averaging group shares a state of other shapes")
+        tree = jax.tree.unflatten(structure, [jnp.array(tensor) for tensor in state.tensors])
+        await self._trunk.replace(state.version, tree)
+        self.totals.caught_up += 1
+        return True
+
+    def headline(self) -> dict[str, Any]:
+        """Totals for a report."""
+        totals = asdict(self.totals)
+        met = totals.pop("peers_met")
+        named = {f"averages_{name}": value for name, value in totals.items() if name != "caught_up"}
+        mean = 1 + met / self.totals.done if self.totals.done else None
+        return {**named, "mean_group_size": mean, "states_taken": self.totals.caught_up}

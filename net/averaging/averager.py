@@ -1,0 +1,260 @@
+"""One peer's part in Moshpit averaging: find this round's group, average within it, move on.
+
+    async with open_averager(peer, dht, prefix="trunk", size=sent.size, grid=MoshpitGrid(side=8), rng=rng) as averager:
+        done = await averager.step(sent)
+        vector += done.average - sent        # what happened to it meanwhile is kept
+
+Theory of operation. A step ends by its deadline, whatever others do. Until then a peer looks for a group under the key
+of its place on the grid (`group_key`), averages within it (`all_reduce`), and if that gave it nothing at all, looks
+again. Then it moves on: its round counts up whether or not it met anybody, so that peers that began together stay
+together.
+"""
+
+import hashlib
+import math
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import trio
+
+from net.averaging.all_reduce import AllReduce, AllReduceConfig, AllReduceResult
+from net.averaging.assembly import GroupAssembler
+from net.averaging.group import Group, Member, Role
+from net.averaging.group_key import MoshpitGrid, check_prefix
+from net.averaging.matchmaking import AssemblyConfig
+from net.averaging.state_sharing import SharedState, StateSharing, StateSharingConfig, StateSource
+from net.dht.node import DhtNode
+from net.identity import PeerId
+from net.nursery import background_nursery
+from net.rpc.base import Caller
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragerConfig:
+    """Settings of an averager and its parts."""
+
+    step_timeout_s: float = 60.0
+    """Longest that a step takes."""
+    assembly: AssemblyConfig = field(default_factory=AssemblyConfig)
+    """How groups are found."""
+    all_reduce: AllReduceConfig = field(default_factory=AllReduceConfig)
+    """How a group averages."""
+    state: StateSharingConfig = field(default_factory=StateSharingConfig)
+    """How whole states are shared."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.step_timeout_s < math.inf:
+            raise ValueError(f"step_timeout_s must be a positive number of seconds, got {self.step_timeout_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AveragingStep:
+    """What a step came to."""
+
+    average: Array
+    """float32 [size]: the group's mean where its reducers answered, elsewhere the vector as it was."""
+    received: float
+    """Share of the vector that holds a mean, 0 to 1; 0 when nobody was met."""
+    peers: tuple[PeerId, ...]
+    """The group, this peer included; only this peer when nobody was met."""
+    round_number: int
+    """The round that this was, from 0."""
+
+
+class Averager:
+    """Made by `open_averager`. One step at a time."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        *,
+        size: int,
+        grid: MoshpitGrid,
+        cell: int,
+        role: Role,
+        bandwidth: float | None,
+        assembler: GroupAssembler,
+        all_reduce: AllReduce,
+        state: StateSharing,
+        dht: DhtNode,
+        step_timeout_s: float,
+    ) -> None:
+        self._caller = caller
+        self._size = size
+        self._grid = grid
+        self._role = role
+        self._bandwidth = bandwidth
+        self._assembler = assembler
+        self._all_reduce = all_reduce
+        self._state = state
+        self._dht = dht
+        self._step_timeout_s = step_timeout_s
+        self._is_stepping = False
+        self.cell = cell
+        """Where this peer is on the grid."""
+        self.round_number = 0
+        """Rounds so far. May be set to another peer's when joining late."""
+
+    async def step(self, vector: Array | None, *, weight: float = 1.0, timeout_s: float | None = None) -> AveragingStep:
+        """Average with this round's group.
+
+        If cancelled, the group goes on without this peer's part, and the round does not count.
+
+        Args:
+          vector: float32 [size], not to be written to meanwhile; None for an auxiliary peer.
+          weight: of the vector, such as the samples behind it.
+          timeout_s: the longest it may take; None: as configured.
+
+        Raises:
+          ValueError: the vector is not what was announced, or the weight is not positive.
+          RuntimeError: another step is under way.
+        """
+        self._check(vector, weight)
+        if self._is_stepping:
+            raise RuntimeError("an averager takes one step at a time")
+        self._is_stepping = True
+        try:
+            timeout_s = self._step_timeout_s if timeout_s is None else timeout_s
+            done = await self._find_and_average(vector, weight, self._dht.clock.now() + timeout_s)
+        finally:
+            self._is_stepping = False
+        self.round_number += 1
+        return done
+
+    async def download_state(
+        self, *, min_version: int = 0, timeout_s: float = 600.0, attempts: int | None = None
+    ) -> SharedState | None:
+        """See `StateSharing.download`."""
+        return await self._state.download(min_version=min_version, timeout_s=timeout_s, attempts=attempts)
+
+    def _check(self, vector: Array | None, weight: float) -> None:
+        if not 0 < weight < math.inf:
+            raise ValueError(f"a weight is a positive number, got {weight}")
+        if (vector is None) != (self._role is Role.AUXILIARY):
+            raise ValueError(f"an auxiliary peer has no vector, all others have one; this peer's role is {self._role}")
+        if vector is not None and (vector.dtype != np.float32 or vector.shape != (self._size,)):
+            raise ValueError(f"expected float32 [{self._size}], got {vector.dtype} {list(vector.shape)}")
+
+    async def _find_and_average(self, vector: Array | None, weight: float, deadline: float) -> AveragingStep:
+        member = Member(
+            peer_id=self._caller.peer_id,
+            address=None if self._role is Role.CLIENT else self._caller.address,
+            role=self._role,
+            wanted_slot=self._grid.slot(self.cell, self.round_number),
+            weight=weight,
+            bandwidth=self._bandwidth,
+        )
+        while self._dht.clock.now() < deadline:
+            group = await self._assembler.find_group(
+                member, cell=self.cell, round_number=self.round_number, deadline=deadline
+            )
+            if group is None:
+                break
+            result = await self._run(group, vector)
+            if self._has_met_anybody(group, result):
+                self._move(group)
+                return AveragingStep(
+                    average=result.average,
+                    received=result.received,
+                    peers=tuple(each.peer_id for each in group.members),
+                    round_number=self.round_number,
+                )
+        alone = np.zeros(self._size, np.float32) if vector is None else vector
+        return AveragingStep(average=alone, received=0.0, peers=(self._caller.peer_id,), round_number=self.round_number)
+
+    async def _run(self, group: Group, vector: Array | None) -> AllReduceResult:
+        """The all-reduce, while the declaration by which the group was found is taken back."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._assembler.withdraw)
+            return await self._all_reduce.run(group, vector, size=self._size)
+        raise AssertionError  # a nursery does not swallow what it was not told to
+
+    def _has_met_anybody(self, group: Group, result: AllReduceResult) -> bool:
+        """Whether at least one other member did its part, as far as this peer can tell."""
+        lost = {*result.lost_reducers, *result.lost_senders, self._caller.peer_id}
+        return result.received > 0 and any(each.peer_id not in lost for each in group.members)
+
+    def _move(self, group: Group) -> None:
+        slot = group.slots[group.index(self._caller.peer_id)]
+        self.cell = self._grid.move(self.cell, self.round_number, slot)
+
+
+def schema_of(size: int, grid: MoshpitGrid, schema: str) -> bytes:
+    """What peers must agree on to average: digest of the vector's size, the grid, and what its numbers mean."""
+    return hashlib.sha256(f"{size} float32 {grid.side} {grid.dims}\n{schema}".encode()).digest()
+
+
+@asynccontextmanager
+async def open_averager(
+    caller: Caller,
+    dht: DhtNode,
+    *,
+    prefix: str,
+    size: int,
+    grid: MoshpitGrid,
+    rng: random.Random,
+    schema: str = "",
+    cell: int | None = None,
+    role: Role | None = None,
+    bandwidth: float | None = None,
+    state: StateSource | None = None,
+    config: AveragerConfig = AveragerConfig(),
+) -> AsyncIterator[Averager]:
+    """An averager that lives as long as the block.
+
+    Args:
+      caller: places and serves the calls. dht: where groups and donors are found.
+      prefix: what is averaged, 1 to 64 letters, digits, '_' or '-'; one averager for each prefix and caller.
+      size: numbers in the vector.
+      grid: the same for all peers.
+      rng: draws the cell and the ids of groups.
+      schema: what the numbers mean (names and shapes of the parameters): peers of another schema are refused.
+      cell: where on the grid to begin, 0 to `grid.num_cells` - 1; None: anywhere.
+      role: None: a client if the caller cannot be called, else a node.
+      bandwidth: of this machine, bytes a second, for the share that it reduces; None: unknown.
+      state: this peer's whole state, for newcomers; None: it is no donor.
+      config: see there.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+    check_prefix(prefix)
+    if cell is not None and not 0 <= cell < grid.num_cells:
+        raise ValueError(f"cells go from 0 to {grid.num_cells - 1}, got {cell}")
+    if size < 1:
+        raise ValueError(f"a vector has at least one number, got size {size}")
+    if role is None:
+        role = Role.CLIENT if caller.address is None else Role.NODE
+    if caller.address is None and role is not Role.CLIENT:
+        raise ValueError(f"a peer that listens nowhere can only be a client, got role {role}")
+    sharing = StateSharing(caller, dht, prefix=prefix, source=state, rng=rng, config=config.state)
+    averager = Averager(
+        caller,
+        size=size,
+        grid=grid,
+        cell=rng.randrange(grid.num_cells) if cell is None else cell,
+        role=role,
+        bandwidth=bandwidth,
+        assembler=GroupAssembler(
+            caller,
+            dht,
+            prefix=prefix,
+            grid=grid,
+            schema=schema_of(size, grid, schema),
+            rng=rng,
+            config=config.assembly,
+        ),
+        all_reduce=AllReduce(caller, prefix=prefix, config=config.all_reduce),
+        state=sharing,
+        dht=dht,
+        step_timeout_s=config.step_timeout_s,
+    )
+    async with background_nursery() as nursery:
+        nursery.start_soon(sharing.run)
+        yield averager

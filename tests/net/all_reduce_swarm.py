@@ -1,0 +1,144 @@
+"""Peers that average as a group, on the simulated network, for the tests of the all-reduce."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import trio
+
+from net.averaging.all_reduce import AllReduce, AllReduceConfig, AllReduceResult
+from net.averaging.group import Group, Member, Role
+from net.averaging.reduction import Array
+from net.identity import Address, Contact
+from net.rpc.base import Body, Caller, Handler, Reply, Request
+from net.rpc.peer import open_rpc_peer
+from net.transport.sim import simulate
+from net.transport.sim_links import Constant, HostOptions
+from net.wire.tensors import Outgoing
+from tests.net.sim_hosts import peer
+
+T = 2.0
+CONFIG = AllReduceConfig(chunk_bytes=400, window_bytes=3200, sender_timeout_s=T)
+"""100 numbers in a chunk, two of them on the way to each of four others."""
+
+METHOD = "averaging.test.reduce"
+GROUP = b"g" * 16
+
+
+class Watched:
+    """A caller whose calls and answers a test can meddle with."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self.peer_id, self.address = caller.peer_id, caller.address
+        self.before_call: Callable[[], Any] | None = None
+        self.before_serving: Callable[[], Any] | None = None
+        self.num_served = self.most_served = 0
+
+    def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
+        async def handle(request: Request) -> Reply:
+            if self.before_serving is not None:
+                await self.before_serving()
+            self.num_served += 1
+            self.most_served = max(self.most_served, self.num_served)
+            try:
+                return await handler(request)
+            finally:
+                self.num_served -= 1
+
+        self._caller.add_handler(method, handle, max_concurrent=max_concurrent)
+
+    async def call(
+        self,
+        target: Contact | Address,
+        method: str,
+        body: Body,
+        tensors: Sequence[Outgoing] = (),
+        *,
+        timeout_s: float,
+    ) -> Reply:
+        if self.before_call is not None:
+            await self.before_call()
+        return await self._caller.call(target, method, body, tensors, timeout_s=timeout_s)
+
+
+class Swarm:
+    """Peers that can average as one group."""
+
+    def __init__(self, callers: list[Watched], members: list[Member], configs: Sequence[AllReduceConfig]) -> None:
+        self.callers = callers
+        self.group = Group(group_id=GROUP, members=tuple(members), side=len(members))
+        self.all_reduces = [
+            AllReduce(caller, prefix="test", config=config) for caller, config in zip(callers, configs, strict=True)
+        ]
+
+    async def run(
+        self, vectors: Sequence[Array | None], *, delays_s: dict[int, float | None] | None = None
+    ) -> list[AllReduceResult]:
+        """All of them at once; some later, or (None) not at all. What came of it, in member order."""
+        results: dict[int, AllReduceResult] = {}
+        size = next(vector.size for vector in vectors if vector is not None)
+
+        async def one(index: int, delay_s: float) -> None:
+            await trio.sleep(delay_s)
+            results[index] = await self.all_reduces[index].run(self.group, vectors[index], size=size)
+
+        async with trio.open_nursery() as nursery:
+            for index in range(len(vectors)):
+                delay_s = (delays_s or {}).get(index, 0.0)
+                if delay_s is not None:
+                    nursery.start_soon(one, index, delay_s)
+        return [results[index] for index in sorted(results)]
+
+
+@asynccontextmanager
+async def swarm(
+    count: int,
+    *,
+    config: AllReduceConfig | Sequence[AllReduceConfig] = CONFIG,
+    facts: dict[int, dict[str, Any]] | None = None,
+    hosts: HostOptions | Callable[[str], HostOptions] = HostOptions(),  # noqa: B008
+) -> AsyncIterator[Swarm]:
+    """So many peers, 50 ms apart; `facts` are fields of a member that differ."""
+    facts = facts or {}
+    async with AsyncExitStack() as stack:
+        network = await stack.enter_async_context(simulate(latency=Constant(0.05), hosts=hosts))
+        callers, members = [], []
+        for index in range(count):
+            host = f"host{index}"
+            is_client = facts.get(index, {}).get("role") is Role.CLIENT
+            opened = open_rpc_peer(
+                network.transport(host, peer(host)), peer_id=peer(host), listen=None if is_client else Address(host, 7)
+            )
+            callers.append(Watched(await stack.enter_async_context(opened)))
+            member = Member(
+                peer_id=peer(host),
+                address=callers[-1].address,
+                wanted_slot=index,
+                role=Role.CLIENT if is_client else Role.NODE,
+            )
+            members.append(replace(member, **facts.get(index, {})))
+        yield Swarm(callers, members, [config] * count if isinstance(config, AllReduceConfig) else config)
+
+
+def vectors(count: int, size: int = 1234) -> list[Array]:
+    """Each with its own values."""
+    return [np.random.default_rng(index).standard_normal(size).astype(np.float32) for index in range(count)]
+
+
+def mean(values: Sequence[Array], weights: Sequence[float] | None = None) -> Array:
+    """In float64."""
+    stacked = np.stack(values).astype(np.float64)
+    return stacked.mean(axis=0) if weights is None else np.average(stacked, axis=0, weights=weights)
+
+
+def assert_complete(results: list[AllReduceResult], expected: Array) -> None:
+    """Everybody has all of it, and the very same."""
+    for result in results:
+        assert result.complete
+        assert result.received == 1.0
+        assert result.lost_reducers == result.lost_senders == ()
+        assert np.array_equal(result.average, results[0].average)
+        np.testing.assert_allclose(result.average, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,71 @@
+"""Peers that average together in virtual time, round by round, for tests of the whole."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import trio
+
+from net.averaging.all_reduce import AllReduceConfig
+from net.averaging.averager import AveragerConfig, AveragingStep, open_averager
+from net.averaging.group_key import MoshpitGrid
+from net.averaging.matchmaking import AssemblyConfig
+from tests.net.averaging_swarm import Swarm, open_place
+
+CONFIG = AveragerConfig(
+    step_timeout_s=20.0,
+    assembly=AssemblyConfig(window_s=3.0, request_timeout_s=1.0),
+    all_reduce=AllReduceConfig(sender_timeout_s=1.0, timeout_s=10.0),
+)
+SIZE = 50
+ROUND_S = 40.0
+
+
+def vector_of(name: str) -> np.ndarray:
+    """A peer's own numbers."""
+    return np.random.default_rng(sum(name.encode()) * 7919).normal(size=SIZE).astype(np.float32)
+
+
+class Peers:
+    """Peers that step together, one round every `ROUND_S` seconds; `values[name]` is what each holds."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        grid: MoshpitGrid,
+        num_peers: int,
+        *,
+        clients: Sequence[int] = (),
+        cells: Sequence[int] | None = None,
+    ) -> None:
+        self.swarm = swarm
+        self.names = [f"peer{index:02d}" for index in range(num_peers)]
+        self.values = {name: vector_of(name) for name in self.names}
+        self.steps: dict[str, list[AveragingStep]] = {name: [] for name in self.names}
+        self.took_s: list[float] = []
+        for index, name in enumerate(self.names):
+            cell = index % grid.num_cells if cells is None else cells[index]
+            swarm.network.start(name, self._live, name, grid, cell, index in clients)
+
+    async def _live(self, name: str, grid: MoshpitGrid, cell: int, is_client: bool) -> None:
+        async with (
+            open_place(self.swarm, name, client_mode=is_client) as place,
+            open_averager(
+                place.rpc, place.dht, prefix="x", size=SIZE, grid=grid, rng=place.rng, cell=cell, config=CONFIG
+            ) as averager,
+        ):
+            for number in range(1, 100):
+                await trio.sleep_until(number * ROUND_S)
+                sent = self.values[name]
+                began = trio.current_time()
+                done = await averager.step(sent)
+                self.took_s.append(trio.current_time() - began)
+                self.values[name] = sent + (done.average - sent)
+                self.steps[name].append(done)
+
+    def stacked(self, names: Sequence[str] | None = None) -> np.ndarray:
+        """What they hold, [peers, SIZE]."""
+        return np.stack([self.values[name] for name in (self.names if names is None else names)])
+
+    async def rounds(self, number: int) -> None:
+        """Wait until so many rounds are over."""
+        await trio.sleep_until((number + 1) * ROUND_S - 1.0)

@@ -1,0 +1,92 @@
+"""Parts, chunks, and how calls name them."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from net.averaging.group import Group, Member, Role
+from net.averaging.partition import (
+    ChunkAnswer,
+    ChunkName,
+    Part,
+    parse_answer_untrusted,
+    parse_name_untrusted,
+    parts_of,
+)
+from net.errors import RemoteProtocolError
+from net.identity import Address, PeerId
+from net.wire.codec import decode_untrusted, encode
+
+NAME = ChunkName(group_id=b"g" * 16, size=100, start=8)
+
+
+def test_chunks_of_a_part() -> None:
+    """Numbers 10 to 19 in fours: two whole chunks and one of two."""
+    part = Part(start=10, end=20, chunk_size=4)
+    assert [part.chunk(index) for index in range(part.num_chunks)] == [slice(10, 14), slice(14, 18), slice(18, 20)]
+    assert [part.chunk_len(index) for index in range(part.num_chunks)] == [4, 4, 2]
+    assert [part.index_untrusted(start) for start in (10, 14, 18)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("start", [0, 6, 9, 11, 19, 20, 22, 10**30])
+def test_a_chunk_begins_where_chunks_begin(start: int) -> None:
+    """Anything else is refused: before, between and behind them."""
+    with pytest.raises(RemoteProtocolError, match="no chunk begins"):
+        Part(start=10, end=20, chunk_size=4).index_untrusted(start)
+
+
+def test_an_empty_part_has_no_chunks() -> None:
+    """Not even one at its start."""
+    part = Part(start=10, end=10, chunk_size=4)
+    assert part.num_chunks == part.size == 0
+    with pytest.raises(RemoteProtocolError):
+        part.index_untrusted(10)
+
+
+@pytest.mark.parametrize("bounds", [(-1, 3, 1), (3, 2, 1), (0, 3, 0)])
+def test_parts_that_cannot_be(bounds: tuple[int, int, int]) -> None:
+    """Backwards, below 0, or without an end to their chunks."""
+    with pytest.raises(ValueError, match="upwards from 0"):
+        Part(start=bounds[0], end=bounds[1], chunk_size=bounds[2])
+
+
+@given(size=st.integers(0, 200), count=st.integers(1, 9), chunk_size=st.integers(1, 30))
+def test_chunks_of_all_parts_cover_the_vector_once(size: int, count: int, chunk_size: int) -> None:
+    """Whatever the sizes, and with a client among the members."""
+    rng = random.Random(0)
+    members = [Member(peer_id=PeerId.draw(rng), address=Address("a", 1), wanted_slot=slot) for slot in range(count)]
+    members.append(Member(peer_id=PeerId.draw(rng), address=None, role=Role.CLIENT))
+    group = Group(group_id=bytes(16), members=tuple(members), side=count)
+    covered = [
+        number
+        for part in parts_of(group, size, chunk_size=chunk_size)
+        for index in range(part.num_chunks)
+        for number in range(*part.chunk(index).indices(size))
+    ]
+    assert sorted(covered) == list(range(size))
+
+
+def test_names_and_answers_survive_the_wire() -> None:
+    """What is read is what was written."""
+    assert parse_name_untrusted(decode_untrusted(encode(dict(NAME.body())))) == NAME
+    answer = ChunkAnswer(num_senders=3, is_difference=True)
+    assert parse_answer_untrusted(decode_untrusted(encode(dict(answer.body())))) == answer
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"group": b"short"}, {"group": "g" * 16}, {"group": None}, {"size": -1}, {"size": True}, {"start": 1.0}],
+)
+def test_names_that_are_none(changes: dict[str, object]) -> None:
+    """Of another length, type or sign."""
+    with pytest.raises(RemoteProtocolError):
+        parse_name_untrusted({**NAME.body(), **changes})
+
+
+@pytest.mark.parametrize("changes", [{"senders": 0}, {"senders": 10**6}, {"senders": None}, {"difference": 1}])
+def test_answers_that_are_none(changes: dict[str, object]) -> None:
+    """A mean of nobody, of more than a group holds, or of no said kind."""
+    with pytest.raises(RemoteProtocolError):
+        parse_answer_untrusted({**ChunkAnswer(num_senders=1, is_difference=False).body(), **changes})

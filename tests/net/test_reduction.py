@@ -1,0 +1,273 @@
+"""One part on its way to the mean: who is waited for, who is out, and what comes of it."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from net.averaging.partition import Part
+from net.averaging.reduction import MAX_WINDOW, Array, PartReduction, is_finite, mean_into, values_untrusted
+from net.errors import RemoteProtocolError
+
+T = 5.0
+
+
+def vectors(count: int, size: int = 6) -> list[Array]:
+    """Each with its own values."""
+    return [np.random.default_rng(index).standard_normal(size).astype(np.float32) for index in range(count)]
+
+
+class Bench:
+    """Members 0 to 3 bring a part of six numbers in three chunks; member 0 reduces it, and has a vector too."""
+
+    def __init__(self, count: int = 4, *, own: bool = True, weights: dict[int, float] | None = None) -> None:
+        self.part = Part(start=0, end=6, chunk_size=2)
+        self.vectors = vectors(count)
+        self.average = np.full(6, np.nan, np.float32)
+        self.reduction = PartReduction(
+            self.part,
+            weights or dict.fromkeys(range(0 if own else 1, count), 1.0),
+            own=(0, self.vectors[0]) if own else None,
+            average=self.average,
+            sender_timeout_s=T,
+            now=0.0,
+        )
+
+    def bring(self, sender: int, chunk: int, now: float = 0.0) -> None:
+        """A sender's own values."""
+        self.reduction.receive_untrusted(sender, chunk, [self.vectors[sender][self.part.chunk(chunk)]], now)
+
+    def finished(self) -> list[int]:
+        """The chunks that are finished anew; their means are in their places."""
+        chunks = []
+        for chunk, mean in self.reduction.take_finished():
+            assert np.array_equal(mean, self.average[self.part.chunk(chunk)])
+            chunks.append(chunk)
+        return chunks
+
+    def mean(self, chunk: int, *senders: int) -> Array:
+        """What should come out."""
+        where = self.part.chunk(chunk)
+        return np.mean([self.vectors[sender][where].astype(np.float64) for sender in senders], axis=0)
+
+
+def test_a_chunk_is_finished_by_the_last_who_brings_it() -> None:
+    """Chunks may be finished in any order; each once, with the mean in its place."""
+    bench = Bench()
+    for sender in (1, 2, 3):
+        assert bench.reduction.num_senders(1) is None
+        bench.bring(sender, 1)
+    assert bench.finished() == [1]
+    assert bench.finished() == []
+    assert bench.reduction.num_senders(1) == 4
+    np.testing.assert_allclose(bench.average[2:4], bench.mean(1, 0, 1, 2, 3), rtol=1e-6)
+    assert np.isnan(bench.average[:2]).all()
+    assert not bench.reduction.is_done
+    for chunk, sender in itertools.product((0, 2), (3, 2, 1)):
+        bench.bring(sender, chunk)
+    assert bench.reduction.is_done
+    assert bench.finished() == [0, 2]
+    assert bench.reduction.deadline() == math.inf
+
+
+@given(order=st.permutations([(sender, chunk) for sender in (1, 2, 3) for chunk in range(3)]))
+def test_the_order_of_arrival_changes_nothing(order: list[tuple[int, int]]) -> None:
+    """Not a single bit."""
+    bench, expected = Bench(), Bench()
+    for sender, chunk in order:
+        bench.bring(sender, chunk)
+    for chunk, sender in itertools.product(range(3), (1, 2, 3)):
+        expected.bring(sender, chunk)
+    assert np.array_equal(bench.average, expected.average)
+
+
+def test_weights() -> None:
+    """1, 2, 3 and 4 parts of ten."""
+    bench = Bench(weights={0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
+    for sender in (1, 2, 3):
+        bench.bring(sender, 0)
+    stacked = np.stack([vector[:2] for vector in bench.vectors]).astype(np.float64)
+    np.testing.assert_allclose(bench.average[:2], np.array([0.1, 0.2, 0.3, 0.4]) @ stacked, rtol=1e-6)
+
+
+def test_what_is_lost_on_the_way_is_lost_to_all_alike() -> None:
+    """Values arrive rounded to integers: ours count rounded too, and get back what the rounded mean changes."""
+    average, own, other = np.empty(1, np.float32), np.float32([1.25]), np.float32([3.0])
+    part = Part(start=0, end=1, chunk_size=1)
+    reduction = PartReduction(
+        part, {0: 1, 1: 1}, own=(0, own), average=average, sender_timeout_s=T, now=0.0, as_sent=np.rint
+    )
+    reduction.receive_untrusted(1, 0, [other], 0.0)
+    assert [(chunk, mean.tolist()) for chunk, mean in reduction.take_finished()] == [(0, [2.0])]
+    assert average.tolist() == [2.25]
+
+
+def test_who_keeps_the_frontier_waiting_is_out() -> None:
+    """After the timeout and not before; what it brought to later chunks is forgotten, others' is not."""
+    bench = Bench()
+    bench.bring(1, 0)
+    bench.bring(2, 0)
+    bench.bring(3, 1)
+    assert bench.reduction.deadline() == T
+    bench.reduction.tick(T - 0.01)
+    assert bench.reduction.lost == ()
+    bench.reduction.tick(T)
+    assert bench.reduction.lost == (3,)
+    assert bench.reduction.num_senders(0) == 3
+    np.testing.assert_allclose(bench.average[:2], bench.mean(0, 0, 1, 2), rtol=1e-6)
+    assert bench.reduction.deadline() == 2 * T
+    bench.bring(1, 1, T)
+    bench.bring(2, 1, T)
+    np.testing.assert_allclose(bench.average[2:4], bench.mean(1, 0, 1, 2), rtol=1e-6)
+    with pytest.raises(RemoteProtocolError, match="too late"):
+        bench.bring(3, 2, T)
+
+
+def test_the_clock_runs_for_the_frontier_alone() -> None:
+    """Chunk 1 was brought late, but it became the frontier later still."""
+    bench = Bench(2)
+    bench.bring(1, 0, T - 1)
+    assert bench.reduction.deadline() == 2 * T - 1
+    bench.reduction.tick(T + 1)
+    assert bench.reduction.lost == ()
+    bench.bring(1, 1, T + 1)
+    assert bench.reduction.deadline() == 2 * T + 1
+
+
+def test_all_out_leaves_the_own_values() -> None:
+    """With nobody else left everything is finished at once."""
+    bench = Bench()
+    bench.reduction.tick(T)
+    assert bench.reduction.is_done
+    assert bench.reduction.lost == (1, 2, 3)
+    assert np.array_equal(bench.average, bench.vectors[0])
+
+
+def test_nobody_left_at_all() -> None:
+    """A reducer without a vector, forsaken: no mean, and nothing is waited for."""
+    bench = Bench(own=False)
+    bench.bring(1, 0)
+    for sender in (1, 2, 3):
+        bench.reduction.drop(sender, 1.0)
+    assert bench.reduction.is_done
+    assert [bench.reduction.num_senders(chunk) for chunk in range(3)] == [0, 0, 0]
+    assert np.isnan(bench.average).all()
+
+
+def test_one_alone() -> None:
+    """Done before it begins."""
+    bench = Bench(1)
+    assert bench.reduction.is_done
+    assert np.array_equal(bench.average, bench.vectors[0])
+
+
+def test_a_dropped_sender_is_missed_by_nobody() -> None:
+    """Chunks that waited for it alone are finished; dropping it again, or a stranger, changes nothing."""
+    bench = Bench()
+    bench.bring(1, 0)
+    bench.bring(2, 0)
+    for _ in range(2):
+        bench.reduction.drop(3, 1.0)
+        bench.reduction.drop(99, 1.0)
+    assert bench.finished() == [0]
+    assert bench.reduction.lost == (3,)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (np.zeros(3, np.float32), "of 2 numbers"),
+        (np.zeros((2, 1), np.float32), "of 2 numbers"),
+        (np.zeros(2, np.float64), "float32"),
+        (np.array([1, np.nan], np.float32), "not finite"),
+        (np.array([np.inf, 1], np.float32), "not finite"),
+    ],
+)
+def test_bad_values_end_their_sender(values: np.ndarray, reason: str) -> None:
+    """They do not get into any mean, and nobody waits for better ones."""
+    bench = Bench()
+    with pytest.raises(RemoteProtocolError, match=reason):
+        bench.reduction.receive_untrusted(1, 0, [values], 0.0)
+    assert bench.reduction.lost == (1,)
+    bench.bring(2, 0)
+    bench.bring(3, 0)
+    np.testing.assert_allclose(bench.average[:2], bench.mean(0, 0, 2, 3), rtol=1e-6)
+
+
+def test_no_tensor_or_two() -> None:
+    """A chunk is one tensor."""
+    for tensors in ([], [np.zeros(2, np.float32)] * 2):
+        with pytest.raises(RemoteProtocolError, match="expected one float32 tensor"):
+            values_untrusted(tensors, 2)
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_chunk_that_comes_twice_is_refused(is_finished: bool) -> None:
+    """The first counts, whether it has been averaged yet or not, and its sender stays."""
+    bench = Bench()
+    for sender in (1, 2, 3) if is_finished else (1,):
+        bench.bring(sender, 0)
+    with pytest.raises(RemoteProtocolError, match="came before"):
+        bench.reduction.receive_untrusted(1, 0, [np.zeros(2, np.float32)], 0.0)
+    assert bench.reduction.lost == ()
+    if not is_finished:
+        bench.bring(2, 0)
+        bench.bring(3, 0)
+    np.testing.assert_allclose(bench.average[:2], bench.mean(0, 0, 1, 2, 3), rtol=1e-6)
+
+
+def test_strangers_and_ourselves_bring_nothing() -> None:
+    """Our own values come from the vector."""
+    bench = Bench()
+    for sender in (0, 7):
+        with pytest.raises(RemoteProtocolError, match="nothing is expected"):
+            bench.reduction.receive_untrusted(sender, 0, [np.zeros(2, np.float32)], 0.0)
+
+
+def test_what_one_sender_can_make_us_hold_is_bounded() -> None:
+    """`MAX_WINDOW` chunks ahead of the answers are fine, one more ends it, and what it brought is let go."""
+    part = Part(start=0, end=100, chunk_size=1)
+    average = np.zeros(100, np.float32)
+    reduction = PartReduction(part, {0: 1, 1: 1}, own=None, average=average, sender_timeout_s=T, now=0.0)
+    for chunk in range(MAX_WINDOW):
+        reduction.receive_untrusted(1, chunk, [average[:1]], 0.0)
+    with pytest.raises(RemoteProtocolError, match="ahead of the answers"):
+        reduction.receive_untrusted(1, MAX_WINDOW, [average[:1]], 0.0)
+    assert reduction.lost == (1,)
+    assert not any(reduction._arrived.values())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
+def test_mean_over_several_tiles(count: int) -> None:
+    """Against float64, at a size that is no multiple of anything; equal vectors of a few members stay what they are."""
+    values = vectors(count, 150_001)
+    out = np.empty(150_001, np.float32)
+    mean_into(out, values, [1.0] * count)
+    np.testing.assert_allclose(out, np.mean(np.stack(values).astype(np.float64), axis=0), rtol=1e-5, atol=1e-6)
+    mean_into(out, [values[0]] * count, [0.3] * count)
+    np.testing.assert_allclose(out, values[0], rtol=2e-7)
+
+
+def test_extreme_weights() -> None:
+    """Their ratios are what counts."""
+    out = np.empty(2, np.float32)
+    one, two = np.ones(2, np.float32), np.full(2, 2, np.float32)
+    mean_into(out, [one, two], [1e300, 1e300])
+    assert out.tolist() == [1.5, 1.5]
+    mean_into(out, [one, two], [1e-300, 1e300])
+    assert out.tolist() == [2.0, 2.0]
+
+
+def test_sums_beyond_float32_are_told_not_hidden() -> None:
+    """The mean is infinite, without a warning, and whoever gets it refuses it; large finite values are finite."""
+    large = np.full(3, 3e38, np.float32)
+    out = np.empty(3, np.float32)
+    mean_into(out, [large, large], [1.0, 1.0])
+    assert np.isinf(out).all()
+    assert not is_finite(out)
+    assert is_finite(large)
+    assert is_finite(-large)
+    assert not is_finite(np.array([np.inf, -np.inf], np.float32))
