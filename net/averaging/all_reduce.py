@@ -10,7 +10,7 @@ noticed at once. Nothing is tried again: the next all-reduce of the group's memb
 
 Memory. The average is one array as long as the vector, into which answers are copied and the own part is averaged;
 chunks are sent as views of the vector, answers as views of the average. Beside the two there are the chunks that came
-to be averaged, up to `window_bytes` (or one of each member), and as many answers that come in.
+to be averaged, up to `window_bytes`, and as many answers that come in.
 
 Compression. A chunk travels compressed to its reducer; the answer is the compressed *difference* of the mean to what
 came of the sender's values, and is added to these values themselves; the reducer treats its own values likewise.
@@ -33,7 +33,7 @@ from net.averaging.reduction import MAX_WINDOW, Array, PartReduction, is_finite
 from net.errors import CallRefused, PeerBusy, RemoteProtocolError
 from net.identity import PeerId
 from net.rpc.base import Caller, Reply, Request
-from net.wire.compression import Compression
+from net.wire.compression import BLOCK_SIZE, Compression
 from net.wire.messages import MAX_TIMEOUT_S
 from net.wire.tensors import as_outgoing, as_received
 
@@ -47,19 +47,22 @@ MAX_EARLY_CALLS = 512
 _MAX_PAST_GROUPS = 64
 """Groups that are over and still known, so that late calls are refused at once. More only make them wait."""
 
+_KEPT_BYTES = 4 * 2**20
+"""Twice as much may stay with the process between all-reduces."""
+
 _FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduceConfig:
-    """How a vector is averaged. Members of a group must agree on `chunk_bytes`."""
+    """How a vector is averaged. Members of a group must agree on `chunk_bytes` and `window_bytes`."""
 
-    chunk_bytes: int = 2**20
-    """Of the vector's float32 numbers in one call. Smaller ones cost calls, larger ones memory."""
-    window_bytes: int = 12 * 2**20
-    """Of chunks that wait for their means, to all reducers together: at least one chunk to each, at most 16. It bounds
-    what a member holds for others, and once more the answers that come in. The more, the less members wait for each
-    other: measured with four on one machine, 8 MiB took a seventh longer, and more than 12 MiB gained nothing."""
+    chunk_bytes: int = 640 * 1024
+    """Of the vector's float32 numbers in one call, at most. Smaller chunks cost calls, larger ones memory."""
+    window_bytes: int = 8 * 2**20
+    """Of chunks that wait for their means, to all reducers together; one chunk or more to each, so that those of large
+    groups are smaller. It bounds what a member holds for others, and once more the answers that come in. The more, the
+    less members wait for each other: of four on one machine, with half of it they took a fifth longer."""
     sender_timeout_s: float = 30.0
     """A member that has not brought a chunk so long after all earlier ones were averaged is left out of the rest. All
     that the window allows may share its line, and has to pass it in that time."""
@@ -72,23 +75,25 @@ class AllReduceConfig:
     """Of what this member sends, as sender and as reducer."""
 
     def __post_init__(self) -> None:
-        if self.chunk_bytes < _FLOAT_BYTES or self.chunk_bytes % _FLOAT_BYTES:
-            raise ValueError(f"chunk_bytes must be a multiple of {_FLOAT_BYTES} above 0, got {self.chunk_bytes}")
-        if self.window_bytes < 1:
-            raise ValueError(f"window_bytes must be above 0, got {self.window_bytes}")
+        for name in ("chunk_bytes", "window_bytes"):
+            if getattr(self, name) < _FLOAT_BYTES:
+                raise ValueError(f"{name} must be at least {_FLOAT_BYTES}, got {getattr(self, name)}")
         for name in ("sender_timeout_s", "reducer_timeout_s", "timeout_s"):
             seconds = getattr(self, name)
             if seconds is not None and not 0 < seconds <= MAX_TIMEOUT_S:
                 raise ValueError(f"{name} must be above 0 and at most {MAX_TIMEOUT_S:g} s, got {seconds}")
 
-    @property
-    def chunk_size(self) -> int:
-        """Numbers in a chunk."""
-        return self.chunk_bytes // _FLOAT_BYTES
+    def chunk_size(self, group_size: int) -> int:
+        """Numbers in a chunk: as many for each of the others as `window_bytes` allows, in whole blocks of 4096, whose
+        scales 8-bit compression shares, where it comes to as many."""
+        nbytes = min(self.chunk_bytes, self.window_bytes // max(1, group_size - 1))
+        numbers = nbytes // _FLOAT_BYTES
+        return max(1, numbers - numbers % BLOCK_SIZE if numbers > BLOCK_SIZE else numbers)
 
-    def window(self, num_reducers: int) -> int:
-        """Chunks under way to each of so many reducers."""
-        return max(1, min(MAX_WINDOW, self.window_bytes // (self.chunk_bytes * num_reducers)))
+    def window(self, group_size: int) -> int:
+        """Chunks under way to each of the others."""
+        in_all = self.window_bytes // (_FLOAT_BYTES * self.chunk_size(group_size))
+        return max(1, min(MAX_WINDOW, in_all // max(1, group_size - 1)))
 
     @property
     def reducer_patience_s(self) -> float:
@@ -136,6 +141,7 @@ class AllReduce:
         self._num_early: Counter[PeerId] = Counter()
         self._arrival = trio.Event()  # of the next group
         caller.add_handler(self._method, self._serve, max_concurrent=MAX_CALLS)
+        _keep_freed_memory()
 
     async def run(self, group: Group, vector: Array | None, *, size: int | None = None) -> AllReduceResult:
         """Average with the group. Ends within the timeouts, whatever the others do.
@@ -154,7 +160,7 @@ class AllReduce:
         weights = _weights(group)
         if group.group_id in self._running or group.group_id in self._past:
             raise ValueError(f"group {group.group_id.hex()} averages already, or has")
-        parts = parts_of(group, size, chunk_size=self._config.chunk_size)
+        parts = parts_of(group, size, chunk_size=self._config.chunk_size(len(group.members)))
         average = np.zeros(size, np.float32) if vector is None else np.empty(size, np.float32)
         reduction = PartReduction(
             parts[own],
@@ -196,11 +202,6 @@ class AllReduce:
 
     def _senders(self, group: Group, parts: tuple[Part, ...], vector: Array, average: Array) -> dict[int, ChunkSender]:
         """To everybody else who reduces something, by member."""
-        reducers = {
-            index: member
-            for index, member in enumerate(group.members)
-            if parts[index].size and member.peer_id != self._caller.peer_id
-        }
         return {
             index: ChunkSender(
                 self._caller,
@@ -210,12 +211,13 @@ class AllReduce:
                 part=parts[index],
                 vector=vector,
                 average=average,
-                window=self._config.window(len(reducers)),
+                window=self._config.window(len(group.members)),
                 patience_s=self._config.reducer_patience_s,
                 timeout_s=self._config.timeout_s,
                 compression=self._config.compression,
             )
-            for index, member in reducers.items()
+            for index, member in enumerate(group.members)
+            if parts[index].size and member.peer_id != self._caller.peer_id
         }
 
     def _as_sent(self, values: Array) -> Array:
@@ -250,6 +252,16 @@ class AllReduce:
             if not self._num_early[peer_id]:
                 del self._num_early[peer_id]
         raise CallRefused(f"this peer does not average with group {group_id.hex()}")
+
+
+def _keep_freed_memory() -> None:
+    """Have freed chunks reused: allocate a block once, and free it without having touched it.
+
+    glibc gives freed memory back to the system beyond a threshold that follows the largest block ever freed, from
+    128 KiB up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD). Without this every chunk that comes in is paged in afresh:
+    measured, a fifth of an all-reduce's time. Other allocators have ways of their own, and do not mind.
+    """
+    np.empty(_KEPT_BYTES, np.uint8)
 
 
 def _checked_size(member: Member, vector: Array | None, size: int | None) -> int:

@@ -169,7 +169,7 @@ def test_over_tcp() -> None:
     "changes",
     [
         {"chunk_bytes": 0},
-        {"chunk_bytes": 6},
+        {"chunk_bytes": 3},
         {"window_bytes": 0},
         {"sender_timeout_s": 0.0},
         {"reducer_timeout_s": -1.0},
@@ -184,10 +184,14 @@ def test_configs_that_cannot_be(changes: dict[str, Any]) -> None:
 
 
 def test_the_window_shares_its_bytes() -> None:
-    """12 MiB in chunks of one: all 12 to a single reducer, 4 to each of three, 1 to each of seven or seventy."""
+    """8 MiB in chunks of at most 640 KiB: twelve to a single other, four to each of three, one to each of seven, and
+    one of a share in whole blocks to each of seventy; a window too small for a number each still lets one pass."""
     config = AllReduceConfig()
-    assert [config.window(reducers) for reducers in (1, 3, 4, 7, 70)] == [12, 4, 3, 1, 1]
-    assert AllReduceConfig(chunk_bytes=4).window(1) == 16
+    assert [config.chunk_size(members) for members in (2, 4, 8, 71)] == [40 * 4096] * 3 + [7 * 4096]
+    assert [config.window(members) for members in (2, 4, 8, 71)] == [12, 4, 1, 1]
+    assert (CONFIG.chunk_size(5), CONFIG.window(5)) == (100, 2)
+    tiny = AllReduceConfig(chunk_bytes=4, window_bytes=400)
+    assert [(tiny.chunk_size(members), tiny.window(members)) for members in (1, 2, 1024)] == [(1, 16), (1, 16), (1, 1)]
     assert config.reducer_patience_s == 2 * config.sender_timeout_s
 
 
