@@ -30,7 +30,7 @@ def speed_figure(slices: Sequence[Mapping[str, Any]], path: Path, *, memory_rati
     panels = picture.subplots(1, 3)
     for axes, title, figure in zip(panels[:2], _TITLES, FIGURES, strict=True):
         _draw(axes, title, ratios_of_rounds(figure, slices), figure.bar)
-    _draw(panels[2], "Memory of a member", [memory_ratio], MEMORY_BAR)
+    _draw(panels[2], "Memory", [memory_ratio], MEMORY_BAR)
     panels[0].set_ylabel("all-reduce over blocking sockets", fontsize=9, color=GREY)
     panels[2].set_ylabel("over the vector", fontsize=9, color=GREY)
     with replaced_file(path) as temporary:
