@@ -1,4 +1,7 @@
-"""Steps of both models in turns, in one process, each timed alone."""
+"""Steps of both models in turns, in one process, each timed alone.
+
+They take turns at every step: where other work comes and goes, it slows both.
+"""
 
 import dataclasses
 import time
@@ -109,8 +112,8 @@ def measure_overhead(
       router: its specification.
       batch_size: sequences of a step; None: the preset's.
       compute_dtype: "float32" or "bfloat16".
-      rounds: the models take turns this often, and in turns who is first.
-      steps_per_round: of each model.
+      rounds: this often, with a ratio of its own each.
+      steps_per_round: of each model, in turns; who is first, in turns, too.
       seed: of parameters and text.
       on_round: called after each round.
 
@@ -124,13 +127,13 @@ def measure_overhead(
     moe, dense = _models(preset, config, make_router(router, config.grid_size), rows, seed)
     stream = SegmentStream(_text(rows * config.seq_len, seed), batch_size=rows, seq_len=config.seq_len, seed=seed)
     batches = [next(stream) for _ in range(steps_per_round)]
-    for model in (moe, dense):
-        model.time(batches[:2])  # the first compiles
+    for batch in batches[:1] * 2:  # the first compiles
+        for model in (moe, dense):
+            model.step(batch)
     done = []
-    for number in range(rounds):
-        pair = (dense, moe) if number % 2 else (moe, dense)
-        seconds = {id(model): model.time(batches) for model in pair}
-        done.append(Round(dense_s=seconds[id(dense)], moe_s=seconds[id(moe)]))
+    for _ in range(rounds):
+        moe_s, dense_s = _in_turns(moe, dense, batches)
+        done.append(Round(dense_s=dense_s, moe_s=moe_s))
         on_round(done[-1])
     sizes = {"seq_len": config.seq_len, "mem_len": config.mem_len, "d_model": config.d_model}
     d_head, k = config.d_model // config.num_heads, config.k_best
@@ -142,8 +145,10 @@ def measure_overhead(
     )
 
 
-def _models(preset: Preset, config: TransformerXLConfig, router: Router, rows: int, seed: int) -> tuple[Any, Any]:
-    """The model with mixtures and the one with dense layers, each a `_Timed`."""
+def _models(
+    preset: Preset, config: TransformerXLConfig, router: Router, rows: int, seed: int
+) -> tuple["_Timed", "_Timed"]:
+    """The model with mixtures and the one with dense layers."""
     optimizer = make_optimizer(trunk_recipe(preset, _STEPS_OF_A_RUN))
     expert_optimizer = make_optimizer(expert_recipe(preset, _STEPS_OF_A_RUN))
     train_moe = dmoe_step(config, router, optimizer, expert_optimizer)
@@ -162,23 +167,35 @@ def _models(preset: Preset, config: TransformerXLConfig, router: Router, rows: i
 
 
 class _Timed:
-    """A model and the time of its steps."""
+    """A model that is trained step by step."""
 
     def __init__(self, step: Callable[[Any, Batch, int], tuple[Any, Any]], state: Any) -> None:
         self._step = step
         self._state = state
         self._done = 0
 
-    def time(self, batches: list[Batch]) -> float:
-        """Median seconds of a step, one for each batch."""
-        seconds = []
-        for batch in batches:
-            started = time.perf_counter()
-            self._state, report = self._step(self._state, batch, self._done)
-            jax.block_until_ready((self._state, report))
-            seconds.append(time.perf_counter() - started)
-            self._done += 1
-        return float(np.median(seconds))
+    def step(self, batch: Batch) -> float:
+        """The seconds of the next step."""
+        started = time.perf_counter()
+        self._state, report = self._step(self._state, batch, self._done)
+        jax.block_until_ready((self._state, report))
+        self._done += 1
+        return time.perf_counter() - started
+
+
+def _in_turns(moe: "_Timed", dense: "_Timed", batches: list[Batch]) -> tuple[float, float]:
+    """Median seconds of a step of each."""
+    seconds = []
+    for number, batch in enumerate(batches):
+        if number % 2:
+            dense_s = dense.step(batch)
+            moe_s = moe.step(batch)
+        else:
+            moe_s = moe.step(batch)
+            dense_s = dense.step(batch)
+        seconds.append((moe_s, dense_s))
+    moe_s, dense_s = np.median(seconds, axis=0)
+    return float(moe_s), float(dense_s)
 
 
 def _text(num_tokens: int, seed: int) -> np.ndarray:

@@ -30,9 +30,9 @@ class OverheadSettings:
     bf16: bool = False
     """Multiply matrices of the layers in bfloat16."""
     rounds: int = 9
-    """The models take turns this often."""
+    """Each has a ratio; the median counts."""
     steps_per_round: int = 10
-    """Steps of each model in a round."""
+    """Steps of each model in a round. They take turns at every step."""
     quick: bool = False
     """Three rounds of five steps."""
     seed: int = 0
