@@ -5,8 +5,14 @@ once, 1 - f_i, and its part of the n - 1 others', (n - 1) f_i: in each direction
 
     t_i = (1 + (n - 2) f_i) / b_i
 
-seconds for a vector of one byte over b_i bytes a second. The group is done when its slowest member is, so the shares
-solve the linear programme  min T  with  t_i <= T, sum f_i = 1, f_i >= 0.
+seconds for a vector of one byte over b_i bytes a second. DeDLOC minimises the largest t_i by a linear programme. A
+member that cannot even send its own vector in the time that the others need decides that largest t_i whatever it
+reduces, and then the programme has many solutions, some of them absurd for everybody else. Here all who reduce anything
+end at one moment T, as early as can be, and who would take longer with nothing to reduce (1 / b_i >= T) reduces
+nothing: a solution of the programme, and the only one that is earliest for the others, too. With sum f_i = 1 over k
+reducers
+
+    T = (n - 2 + k) / sum b_i,    f_i = (b_i T - 1) / (n - 2).
 """
 
 import math
@@ -14,12 +20,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
-
-Array = np.ndarray[Any, np.dtype[Any]]
-
-_SLOWEST = 1e-6
-"""Of the fastest bandwidth: slower peers reduce nothing. The solver needs numbers of like size."""
 
 MIN_SHARE = 1e-3
 """Shares below it are not worth a connection: their owners reduce nothing."""
@@ -43,33 +43,26 @@ def peer_fractions(bandwidths: Sequence[float | None]) -> tuple[float, ...]:
     known = [bandwidth for bandwidth in bandwidths if bandwidth]
     assumed = sum(known) / len(known) if known else 1.0
     speeds = np.array([assumed if bandwidth is None else bandwidth for bandwidth in bandwidths])
-    reducers = np.flatnonzero(speeds > _SLOWEST * speeds.max(initial=0.0))
-    if not reducers.size:
+    if not speeds.any():
         raise ValueError(f"nobody in a group of {len(bandwidths)} can reduce")
-    shares = np.zeros(len(speeds))
-    shares[reducers] = 1 / reducers.size
-    if len(speeds) > 2 and len(set(speeds[reducers])) > 1:
-        shares[reducers] = _solve(speeds[reducers] / speeds.max(), len(speeds))
-        shares[shares < MIN_SHARE] = 0.0
+    speeds /= speeds.max()
+    if len(speeds) <= 2:
+        shares = (speeds > 0).astype(float)
+    else:
+        shares = np.maximum(speeds * _end(np.sort(speeds)[::-1]) - 1, 0) / (len(speeds) - 2)
+        shares[shares < min(MIN_SHARE, shares.max())] = 0.0
     return tuple((shares / shares.sum()).tolist())
 
 
-def _solve(speeds: Array, num_peers: int) -> Array:
-    """The linear programme, in the unknowns (f_1, ..., f_n, T)."""
-    count = len(speeds)
-    # (n - 2) f_i - b_i T <= -1. Members that only send are never the last: their time does not depend on the shares.
-    bounds = np.hstack([(num_peers - 2) * np.eye(count), -speeds[:, None]])
-    solution = linprog(
-        c=[0.0] * count + [1.0],
-        A_ub=bounds,
-        b_ub=-np.ones(count),
-        A_eq=[[1.0] * count + [0.0]],
-        b_eq=[1.0],
-        method="highs",
-    )
-    assert solution.success  # equal shares are always feasible
-    shares: Array = np.clip(solution.x[:count], 0.0, 1.0)
-    return shares
+def _end(speeds: np.ndarray[Any, np.dtype[Any]]) -> float:
+    """When those who reduce are done: T of the fastest k, the largest k all of whom have something to reduce.
+
+    Args:
+      speeds: of three members or more, the fastest first.
+    """
+    counts = np.arange(1, len(speeds) + 1)
+    ends = (len(speeds) - 2 + counts) / np.cumsum(speeds)
+    return float(ends[np.flatnonzero(speeds * ends > 1)[-1]])
 
 
 def split_by_shares(size: int, shares: Sequence[float]) -> tuple[int, ...]:

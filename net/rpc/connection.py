@@ -22,7 +22,7 @@ from net.rpc.faults import FaultInjector
 from net.rpc.service import Service
 from net.rpc.session import Action, CancelRun, FinishCall, RpcSession, RunCall
 from net.transport.base import Link
-from net.wire.frames import EncodedFrame, Part
+from net.wire.frames import EncodedFrame, Frame, Part
 from net.wire.messages import CallError, CallReply, CallStart, ErrorKind, Hello
 from net.wire.tensors import Outgoing, plain
 
@@ -273,26 +273,30 @@ class Connection:
             self._end(exc)
 
     async def _read(self, nursery: trio.Nursery) -> None:
-        link, session = self.link, self._session
-        num_read = 0
+        link, num_read = self.link, 0
         try:
             while (frame := await link.receive()) is not None:
                 num_read += 1
                 if num_read % _READ_FRAMES == 0:
                     await trio.lowlevel.checkpoint()
-                session.receive_untrusted(frame)
-                self.last_heard = trio.current_time()
-                if self._scope.deadline != math.inf:
-                    self._greet_untrusted()
-                for action in session.take_actions():
-                    self._carry_out(action, nursery)
-                if session.wants_to_write:
-                    self._wake.set()
+                self._take_untrusted(frame, nursery)
+                del frame  # it would stay in memory until the next one comes
             self._end(ConnectionLost(f"{link.remote_address} closed the connection"))
         except NetError as exc:
             if isinstance(exc, RemoteProtocolError):
                 _log.warning("dropping the connection with %s: %s", link.remote_address, exc)
             self._end(exc)
+
+    def _take_untrusted(self, frame: Frame, nursery: trio.Nursery) -> None:
+        """What has come in, and what follows from it."""
+        self._session.receive_untrusted(frame)
+        self.last_heard = trio.current_time()
+        if self._scope.deadline != math.inf:
+            self._greet_untrusted()
+        for action in self._session.take_actions():
+            self._carry_out(action, nursery)
+        if self._session.wants_to_write:
+            self._wake.set()
 
     def _greet_untrusted(self) -> None:
         """The other end has just said who it is."""

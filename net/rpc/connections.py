@@ -33,6 +33,13 @@ class ConnectionTable:
         connection = self._by_peer.get(peer_id)
         return connection if connection is not None and connection.takes_calls else None
 
+    @property
+    def has_strangers(self) -> bool:
+        """Somebody has dialled us and not said yet who it is."""
+        return any(
+            connection.remote is None and connection.is_open and not connection.is_outgoing for connection in self._all
+        )
+
     def find_at(self, address: Address) -> Connection | None:
         """The connection that takes calls to whoever answered at this address."""
         peer_id = self._peer_at.get(address)

@@ -19,7 +19,7 @@ from net.identity import Address, Contact, PeerId, address_of
 from net.nursery import background_nursery
 from net.rpc.backoff import Backoff
 from net.rpc.base import Body, Handler, Reply, Request
-from net.rpc.connection import Connection
+from net.rpc.connection import HELLO_TIMEOUT_S, Connection
 from net.rpc.connections import ConnectionTable
 from net.rpc.faults import FaultInjector
 from net.rpc.service import Service
@@ -161,6 +161,7 @@ class RpcPeer:
         self._backoff = Backoff()
         self._dials: dict[Contact | Address, _Dial] = {}
         self._connections = ConnectionTable(peer_id)
+        self._news = trio.Event()
         self._is_closed = False
 
     @property
@@ -259,12 +260,29 @@ class RpcPeer:
             return connection
         # Both ends had dialled, and it gave way to the other connection in the moment between.
         assert connection.remote is not None
-        other = self._connections.find(connection.remote.peer_id)
+        other = await self._other_connection(connection.remote.peer_id)
         if other is None:
             why = f"{target} parted as soon as it had said hello"
             self._backoff.failed(target, why, trio.current_time())
             raise DialFailed(why)
         return other
+
+    async def _other_connection(self, peer_id: PeerId) -> Connection | None:
+        """The connection that this peer prefers to the one that we dialled.
+
+        It has our hello on the other one, but its own may still be on its way: each connection has an order, two have
+        none. Then it is one of those that have not said yet who they are.
+        """
+        with trio.move_on_after(HELLO_TIMEOUT_S):
+            while (other := self._connections.find(peer_id)) is None and self._connections.has_strangers:
+                await self._news.wait()
+            return other
+        return None
+
+    def _tell_news(self) -> None:
+        """A connection has said who it is, or has ended."""
+        self._news.set()
+        self._news = trio.Event()
 
     async def _dialled(self, target: Contact | Address) -> Connection:
         dial = self._dials.get(target)
@@ -331,7 +349,7 @@ class RpcPeer:
         try:
             await connection.run()
         finally:
-            self._connections.remove(connection)
+            self._remove(connection)
             cause = connection.cause
             is_refusal = isinstance(cause, HandshakeFailed)
             dial.error = DialFailed(str(cause) if is_refusal else f"cannot connect to {target}: {cause}")
@@ -352,7 +370,11 @@ class RpcPeer:
         try:
             await connection.run()
         finally:
-            self._connections.remove(connection)
+            self._remove(connection)
+
+    def _remove(self, connection: Connection) -> None:
+        self._connections.remove(connection)
+        self._tell_news()
 
     def _connection(
         self, link: Link, *, is_outgoing: bool, dial: _Dial | None = None, expected: PeerId | None = None
@@ -363,6 +385,7 @@ class RpcPeer:
             if expected not in (None, remote.peer_id):
                 raise HandshakeFailed(f"{remote.peer_id.short} answers at {link.remote_address}, not {expected}")
             self._connections.greeted_untrusted(connection)
+            self._tell_news()
             port = link.remote_address.port if is_outgoing else remote.port
             if port is not None:
                 address = Address(link.remote_address.host, port)

@@ -1,5 +1,7 @@
 """Shares of an all-reduce by bandwidth."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -47,6 +49,24 @@ def test_peers_that_are_slower_by_orders_reduce_nothing() -> None:
     """A bandwidth that somebody made up costs the others nothing but its own share."""
     assert peer_fractions([1e-300, 1e9, 1e9, 1e9]) == pytest.approx((0.0, 1 / 3, 1 / 3, 1 / 3))
     assert peer_fractions([1e300, 1e9, 1e9]) == (1.0, 0.0, 0.0)
+
+
+def test_a_slow_sender_does_not_decide_the_others_shares() -> None:
+    """Whoever is last whatever it reduces leaves the rest to end together: (1 + 2 f) / b is the same for both."""
+    for slow in (1e6, 1e4, 1.0, 0.0):
+        shares = peer_fractions([slow, 4e6, 1.7e6, 0.0])
+        assert shares[0] == shares[3] == 0.0
+        assert (1 + 2 * shares[1]) / 4e6 == pytest.approx((1 + 2 * shares[2]) / 1.7e6)
+
+
+@given(st.lists(st.floats(1e-300, 1e300), min_size=1, max_size=12))
+def test_shares_add_up_whatever_the_bandwidths(bandwidths: list[float]) -> None:
+    """No number that a peer may claim makes them anything but fractions, and a faster one never has less."""
+    shares = peer_fractions(bandwidths)
+    assert sum(shares) == pytest.approx(1)
+    assert all(0 <= share <= 1 for share in shares)
+    by_speed = [share for _, share in sorted(zip(bandwidths, shares, strict=True))]
+    assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(by_speed))
 
 
 @pytest.mark.parametrize("bandwidths", [[-1.0, 2.0], [float("inf"), 1.0], [float("nan"), 1.0], [0.0, 0.0], []])

@@ -1,8 +1,6 @@
 """What peers do to each other out of malice, haste or bad luck, and what must not come of it."""
 
-import functools
 import math
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,14 +11,13 @@ import trio
 from net.errors import ConnectionLost, DialFailed, LocalProtocolError, PeerTimeout
 from net.identity import Address, Contact, PeerId
 from net.rpc.base import Reply, Request
-from net.rpc.connection import LEAVE_S
-from net.rpc.peer import CHECK_PERIOD_S, RpcPeer, open_rpc_peer
-from net.transport.base import Link, Transport
+from net.rpc.peer import RpcPeer, open_rpc_peer
+from net.transport.base import Link
 from net.transport.sim import run, simulate
 from net.transport.sim_events import Heal, Partition
 from net.transport.sim_links import HostOptions
 from net.transport.tcp import TcpTransport
-from net.wire.messages import CallCancel, CallReply, CallStart, Goodbye, Ping
+from net.wire.messages import CallCancel, CallStart, Ping
 from net.wire.tensors import Tensor
 from tests.net.each_network import NETWORKS, Ends, Network, drop, on_every_network
 from tests.net.link_frames import assert_same, parts_of
@@ -107,104 +104,6 @@ async def test_a_handler_may_call_its_caller_back_for_a_large_answer() -> None:
         assert reply.body == {"nbytes": 40 * MIB}
 
 
-@simulated
-async def test_a_slow_call_on_the_connection_that_gives_way_is_answered() -> None:
-    """Two that dial at once: the connection that is not preferred lives until its calls are answered, then ends."""
-    async with pair() as (network, alice, bob):
-
-        async def slow(_: Request) -> Reply:
-            await trio.sleep(3 * LEAVE_S)
-            return Reply()
-
-        async with trio.open_nursery() as nursery:
-            for caller, target in ((alice, bob), (bob, alice)):
-                caller.add_handler("slow", slow)
-                nursery.start_soon(functools.partial(caller.call, contact(target), "slow", {}, timeout_s=LONG_S))
-        assert network.statistics().dials == 2
-        await trio.sleep(LEAVE_S + 2 * CHECK_PERIOD_S)
-        assert network.statistics().links == 1
-
-
-@simulated
-async def test_a_peer_that_says_hello_and_goodbye_in_one_breath_is_not_dialled_in_a_loop() -> None:
-    """A call is one dial and fails at once; connections with others stay."""
-    async with pair() as (network, alice, bob), trio.open_nursery() as nursery:
-        await ping(alice, contact(bob))
-
-        async def leave_at_once(link: Link) -> None:
-            await link.send(hello(EVE), part(Goodbye()))
-            await trio.sleep_forever()
-
-        address = await listen_as(network.transport("e", EVE), "e", leave_at_once, nursery)
-        for target in (address, Contact(EVE, address)):
-            num_dials, started = network.statistics().dials, trio.current_time()
-            with pytest.raises(DialFailed, match="parted"):
-                await ping(alice, target)
-            assert trio.current_time() - started < 0.5
-            assert network.statistics().dials == num_dials + 1
-        await ping(alice, contact(bob))
-        assert network.statistics().dials == 3
-        nursery.cancel_scope.cancel()
-
-
-@simulated
-async def test_the_bound_of_outgoing_connections_counts_a_connection_once() -> None:
-    """Eight places, eight peers that are slow to say hello: all are reached, and none is thrown out for a ninth."""
-    async with simulate() as network, trio.open_nursery() as nursery:
-        hosts = [f"h{index}" for index in range(9)]
-        transport = network.transport("a", ALICE)
-        async with open_rpc_peer(transport, peer_id=ALICE, max_outgoing_connections=8) as alice:
-            addresses = [
-                await listen_as(network.transport(host, named(index)), host, slow_to_say_hello(index), nursery)
-                for index, host in enumerate(hosts)
-            ]
-            async with trio.open_nursery() as calls:
-                for address in addresses[:8]:
-                    calls.start_soon(ping, alice, address)
-                    await trio.sleep(0.02)
-                for _ in range(4):  # while some dial, some wait for Hello, and some are there
-                    with pytest.raises(DialFailed, match="in use"):
-                        await ping(alice, addresses[8])
-                    await trio.sleep(0.1)
-            await ping(alice, addresses[8])  # now one that is idle makes room
-        nursery.cancel_scope.cancel()
-
-
-def named(index: int) -> PeerId:
-    return PeerId(bytes([index]) * 32)
-
-
-def slow_to_say_hello(index: int) -> Callable[[Link], Awaitable[None]]:
-    async def serve(link: Link) -> None:
-        await trio.sleep(0.5)
-        await link.send(hello(named(index)))
-        while (frame := await link.receive()) is not None:
-            if frame.header["type"] == "call":
-                await link.send(part(CallReply(call_id=frame.header["id"], body={})))
-
-    return serve
-
-
-async def listen_as(
-    transport: Transport, host: str, serve: Callable[[Link], Awaitable[None]], nursery: trio.Nursery
-) -> Address:
-    """Listen without a peer: each link that comes in is served by `serve`."""
-    listener = await transport.listen(Address(host, 7))
-
-    async def accept() -> None:
-        while True:
-            link = await listener.accept()
-            await link.handshake()
-            nursery.start_soon(serve_until_lost, link)
-
-    async def serve_until_lost(link: Link) -> None:
-        with suppress(ConnectionLost):
-            await serve(link)
-
-    nursery.start_soon(accept)
-    return listener.address
-
-
 @on_every_network
 async def test_contacts_that_name_a_wrong_peer_do_not_lock_the_right_one_out(ends: Ends) -> None:
     """Whoever spreads them cannot make us leave the address alone; only the wrong contacts are given up."""
@@ -217,7 +116,7 @@ async def test_contacts_that_name_a_wrong_peer_do_not_lock_the_right_one_out(end
         reasons = []
         for index in (1, 1, 1, 2, 3, 4):
             with pytest.raises(DialFailed) as caught:
-                await ping(client, Contact(named(index), address))
+                await ping(client, Contact(PeerId(bytes([index]) * 32), address))
             reasons.append(str(caught.value))
         assert ["not tried" in reason for reason in reasons] == [False, False, True, False, False, False]
         await ping(client, contact(server))

@@ -4,8 +4,10 @@ import gc
 import logging
 import os
 import random
+import weakref
 from contextlib import AsyncExitStack
 
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -19,12 +21,13 @@ from net.errors import (
     RemoteProtocolError,
 )
 from net.identity import Address, PeerId
+from net.rpc.base import Reply, Request
 from net.rpc.connection import HELLO_TIMEOUT_S
 from net.rpc.peer import open_rpc_peer
 from net.transport.base import Link, Listener
 from net.transport.tcp import TcpTransport
 from net.wire.frames import Frame, Part, encode_frame, whole_part
-from net.wire.messages import CallReply
+from net.wire.messages import CallReply, CallStart, encode_message
 from tests.net.rpc_peers import ANY_PORT, CLIENT, LONG_S, SERVER, Stuck, echo, hello, part, peers
 
 
@@ -347,6 +350,34 @@ async def test_calls_given_up_before_they_could_be_sent(autojump_clock: trio.tes
         # The writer had taken its first batch (hello, perhaps the first call) before it got stuck.
         assert methods in (["kept"], ["given up 0", "kept"])
         assert len(headers) <= 4
+
+
+async def test_a_request_that_was_served_does_not_stay_in_memory() -> None:
+    """Not until the connection's next frame, either."""
+    tensor = np.zeros(8, np.uint8)
+    frame = encode_message(CallStart(call_id=1, method="take", timeout_s=LONG_S, body={}, tensors=(tensor,))).frame
+    greeting = hello(SERVER).frame
+    assert greeting is not None
+    gone, served = weakref.ref(tensor), trio.Event()
+    link = SilentLink(greeting, frame)
+    link.may_send.set()
+    transport = SlowTransport(link)
+    transport.open.set()
+    async with open_rpc_peer(transport, peer_id=CLIENT) as client:
+
+        async def take(request: Request) -> Reply:
+            assert request.tensors
+            served.set()
+            return Reply()
+
+        client.add_handler("take", take)
+        del tensor, frame
+        with pytest.raises(PeerTimeout):
+            await client.call(ELSEWHERE, "m", {}, timeout_s=0.01)
+        await served.wait()
+        await trio.testing.wait_all_tasks_blocked()
+        gc.collect()
+        assert gone() is None
 
 
 async def test_a_bug_in_a_link_ends_its_connection_only(caplog: pytest.LogCaptureFixture) -> None:
