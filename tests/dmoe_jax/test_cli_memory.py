@@ -1,0 +1,52 @@
+"""Freed memory is kept for the next buffer, unless the user has other plans."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PAGES = """
+import resource, threading
+import numpy as np
+from dmoe_jax.cli.common import keep_freed_memory
+
+def touch():  # two large buffers, freed together: their place is at the end of the heap
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        buffers = [np.ones(2**25, np.uint8) for _ in range(2)]
+        pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        del buffers
+
+pages = []
+done = keep_freed_memory()
+thread = threading.Thread(target=touch)
+thread.start()
+thread.join()
+print(int(done), pages[-1])
+"""
+
+
+def faults(**environment: str) -> tuple[bool, int]:
+    """Whether it was done, and the pages that the system had to bring for the last of several equal buffers."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", PAGES]
+    done, pages = subprocess.run(
+        command, env=inherited | environment, capture_output=True, check=True, text=True
+    ).stdout.split()
+    return bool(int(done)), int(pages)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's malloc")
+def test_freed_memory_is_kept() -> None:
+    """64 MiB in another thread than the main one: no page of it is brought a second time."""
+    done, pages = faults()
+    assert done
+    assert pages < 100
+
+
+def test_the_users_own_settings_stay() -> None:
+    """Whoever directs malloc by the environment is left alone."""
+    assert faults(MALLOC_ARENA_MAX="4")[0] is False
+    assert faults(GLIBC_TUNABLES="glibc.malloc.check=0")[0] is False
