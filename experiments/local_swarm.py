@@ -26,6 +26,9 @@ from dmoe_jax.grid import all_uids, layer_prefix
 _TERMINATE_GRACE_S = 4.0
 """A node withdraws its experts within two seconds of SIGTERM; twice that, then SIGKILL."""
 
+_OTHERS_GRACE_S = 60.0
+"""For the other trainer processes once the first is done."""
+
 _JOIN_LINE = re.compile(r"--join (\S+)")
 
 
@@ -86,7 +89,8 @@ class LocalSwarm:
         with trio.move_on_after(ready_timeout_s):
             await ready.wait()
         if not started.contact:
-            raise ProcessFailed(f"{name} did not start: {last_lines(started.log)}")
+            what = f"was not ready within {ready_timeout_s:g} s" if started.is_running else "did not start"
+            raise ProcessFailed(f"{name} {what}: {last_lines(started.log)}")
         return started
 
     async def start_in_foreground(self, name: str, command: Sequence[str]) -> SwarmProcess:
@@ -186,6 +190,41 @@ async def start_nodes(
         for index in range(len(hands)):
             nursery.start_soon(start, index)
     return [nodes[index] for index in range(len(hands))]
+
+
+def trainer_folders(out: Path, count: int) -> list[Path]:
+    """A run folder for each trainer process: `out` for the first, the others' beside it."""
+    return [out if index == 0 else out.parent / f"{out.name}.trainer{index}" for index in range(count)]
+
+
+def averaging_flags(*, num_processes: int, every: int, seed: int, index: int) -> list[str]:
+    """Flags of `dmoe train` for the trainer process `index` of several that average their trunks in one group.
+
+    They begin with equal parameters; text and dropout are each one's own.
+    """
+    averaging = ["--average-every", str(every), "--average-side", str(num_processes)]
+    return ["--seed", str(seed), "--data-seed", str(seed + index), *(averaging if num_processes > 1 else [])]
+
+
+async def start_trainers(swarm: LocalSwarm, commands: Sequence[Sequence[str]]) -> list[SwarmProcess]:
+    """Start a trainer process for each command; the first has this process's terminal."""
+    trainers = [await swarm.start_in_foreground("trainer0", commands[0])]
+    for index, command in enumerate(commands[1:], start=1):
+        trainers.append(await swarm.start_in_background(f"trainer{index}", command))
+    return trainers
+
+
+async def wait_for_others(trainers: Sequence[SwarmProcess]) -> None:
+    """Let the other trainer processes finish: they began together with the first, which is done.
+
+    Raises:
+      ProcessFailed: one ended with an error of its own.
+    """
+    with trio.move_on_after(_OTHERS_GRACE_S):
+        for trainer in trainers:
+            status = await trainer.process.wait()
+            if status not in (0, -signal.SIGKILL):
+                raise ProcessFailed(f"{trainer.name} ended with status {status}: {last_lines(trainer.log)}")
 
 
 async def _copy_output(process: SwarmProcess, ready: trio.Event) -> None:

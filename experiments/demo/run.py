@@ -1,7 +1,6 @@
 """One DHT peer, four expert nodes and two trainer processes over TLS; one node is killed in the middle."""
 
 import json
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -20,10 +19,13 @@ from experiments.local_swarm import (
     LocalSwarm,
     ProcessFailed,
     SwarmProcess,
+    averaging_flags,
     deal_experts,
-    last_lines,
     open_local_swarm,
     start_nodes,
+    start_trainers,
+    trainer_folders,
+    wait_for_others,
 )
 from experiments.supervision import run_supervised
 
@@ -74,9 +76,6 @@ class DemoSettings:
             raise ValueError("--kill-trainer needs --num-processes of at least 2: one has to go on")
 
 
-_OTHERS_GRACE_S = 60.0
-"""For the other trainer processes once the first is done."""
-
 NUM_LAYERS = 2
 GRID = (4, 4)
 
@@ -100,7 +99,11 @@ async def run_demo(settings: DemoSettings) -> int:
     environment = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
     async with open_local_swarm(logs, environment, network_flags=flags) as swarm:
         nodes = await _start_nodes(swarm, settings, console)
-        trainers = await _start_trainers(swarm, settings, nodes, out, steps=steps, max_minutes=max_minutes)
+        commands = [
+            _trainer_command(settings, nodes, folder, index, steps=steps, max_minutes=max_minutes)
+            for index, folder in enumerate(trainer_folders(out, settings.num_processes))
+        ]
+        trainers = await start_trainers(swarm, commands)
         async with trio.open_nursery() as nursery:
             if not settings.spare_nodes:
                 nursery.start_soon(_kill_in_the_middle, nodes[-1], out, steps // 2, console)
@@ -110,7 +113,7 @@ async def run_demo(settings: DemoSettings) -> int:
             nursery.cancel_scope.cancel()
         if status != 0:
             raise ProcessFailed(f"the trainer ended with status {status}")
-        await _wait_for_others(trainers[1:])
+        await wait_for_others(trainers[1:])
     headline = headline_of(read_metrics(out / "metrics.jsonl"))
     # The trainer wrote a report of what it saw; this one adds what was done to it, and the command that does it again.
     write_report(
@@ -149,60 +152,28 @@ async def _start_nodes(swarm: LocalSwarm, settings: DemoSettings, console: Conso
     return nodes
 
 
-async def _start_trainers(
-    swarm: LocalSwarm, settings: DemoSettings, nodes: list[SwarmProcess], out: Path, *, steps: int, max_minutes: float
-) -> list[SwarmProcess]:
-    """All trainer processes; the first has this one's terminal, and the run folder."""
-    trainers = []
-    for index in range(settings.num_processes):
-        folder = out if index == 0 else out.parent / f"{out.name}.trainer{index}"
-        command = _trainer_command(settings, nodes, folder, index, steps=steps, max_minutes=max_minutes)
-        start = swarm.start_in_foreground if index == 0 else swarm.start_in_background
-        trainers.append(await start(f"trainer{index}", command))
-    return trainers
-
-
-async def _wait_for_others(trainers: Sequence[SwarmProcess]) -> None:
-    """Let the other trainer processes finish: they began together with the first.
-
-    Raises:
-      ProcessFailed: one ended with an error of its own.
-    """
-    with trio.move_on_after(_OTHERS_GRACE_S):
-        for trainer in trainers:
-            status = await trainer.process.wait()
-            if status not in (0, -signal.SIGKILL):
-                raise ProcessFailed(f"{trainer.name} ended with status {status}: {last_lines(trainer.log)}")
-
-
 def _trainer_command(
     settings: DemoSettings, nodes: list[SwarmProcess], out: Path, index: int, *, steps: int, max_minutes: float
 ) -> list[str]:
-    averaging = ["--average-every", str(settings.average_every), "--average-side", str(settings.num_processes)]
-    return [
-        *(
-            "train",
-            "--join",
-            *[node.contact for node in nodes[:2]],
-            "--out",
-            str(out),
-            "--data",
-            settings.data,
-        ),
-        *(
-            "--num-trainers",
-            str(settings.num_trainers),
-            "--steps",
-            str(steps),
-            "--max-minutes",
-            str(max_minutes),
-        ),
-        *("--num-layers", str(NUM_LAYERS), "--grid-size", *[str(extent) for extent in GRID]),
-        *("--seed", str(settings.seed), "--eval-every", str(max(20, steps // 8))),
+    flags: dict[str, object] = {
+        "--out": out,
+        "--data": settings.data,
+        "--num-trainers": settings.num_trainers,
+        "--steps": steps,
+        "--max-minutes": max_minutes,
+        "--num-layers": NUM_LAYERS,
+        "--eval-every": max(20, steps // 8),
         # Only the first one's text at the end is read.
-        *("--final-eval-tokens", "16384" if settings.quick or index else "0"),
-        *("--data-seed", str(settings.seed + index)),
-        *(averaging if settings.num_processes > 1 else []),
+        "--final-eval-tokens": 16384 if settings.quick or index else 0,
+    }
+    averaging = averaging_flags(
+        num_processes=settings.num_processes, every=settings.average_every, seed=settings.seed, index=index
+    )
+    return [
+        *("train", "--join", *[node.contact for node in nodes[:2]]),
+        *("--grid-size", *map(str, GRID)),
+        *(str(word) for flag in flags.items() for word in flag),
+        *averaging,
     ]
 
 

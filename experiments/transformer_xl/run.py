@@ -26,7 +26,7 @@ _QUICK_PAUSES = 4
 _QUICK_EVAL_TOKENS = 8192
 """Words of each of its evaluations, the last ones too."""
 
-_MAY_DIFFER = ("model", "nodes", "join", "jobs", "no_overhead")
+_MAY_DIFFER = ("model", "nodes", "processes", "average_every", "join", "jobs", "no_overhead")
 """Flags that a resumed run may change: each model compares the settings that matter to it."""
 
 _HEADLINE = (
@@ -64,7 +64,7 @@ class TransformerXLCommand:
     """local: at once on this device. simulated: 32 slow trainers in virtual time. swarm: real processes on this
     machine, or the swarm given by --join; dmoe only. auto: tiny is simulated, full is local."""
     steps: int | None = None
-    """Updates of each model. Default: the preset's."""
+    """Updates of each model, in a swarm of processes of each trainer process. Default: the preset's."""
     batch_size: int | None = None
     """Sequences of an update. Default: the preset's on one device, 1 for each simulated trainer, for each of the four
     trainers of a swarm of processes a quarter of the preset's."""
@@ -84,6 +84,10 @@ class TransformerXLCommand:
     """Share of the expert calls in a simulated swarm that are never answered."""
     nodes: int = 4
     """Expert nodes of a swarm of processes."""
+    processes: int = 2
+    """Trainer processes of a swarm of processes, each with its own trunk; they are averaged."""
+    average_every: int = 10
+    """Trunk updates of a trainer process between two averages."""
     join: tuple[str, ...] = ()
     """Peers of a running swarm, instead of starting one."""
     data: Literal["auto", "wikitext-2", "embedded"] = "auto"
@@ -103,7 +107,7 @@ class TransformerXLCommand:
     """Leave out the measurement of what the mixture costs over a dense layer of its FLOPs (where dmoe is local)."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "eval_every", "trainers", "nodes", "jobs"):
+        for name in ("steps", "batch_size", "eval_every", "trainers", "nodes", "processes", "average_every", "jobs"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")

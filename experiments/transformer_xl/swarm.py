@@ -5,6 +5,7 @@ keeps the processes, and says what came of it. The experts' checkpoints lie besi
 finds them as it left them.
 """
 
+import functools
 import json
 import math
 import os
@@ -26,7 +27,16 @@ from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.runs.report import format_value, write_report
 from dmoe_jax.runs.run_folder import RunFolder, plain
-from experiments.local_swarm import LocalSwarm, deal_experts, open_local_swarm, start_nodes
+from experiments.local_swarm import (
+    LocalSwarm,
+    averaging_flags,
+    deal_experts,
+    open_local_swarm,
+    start_nodes,
+    start_trainers,
+    trainer_folders,
+    wait_for_others,
+)
 from experiments.supervision import run_supervised
 from experiments.transformer_xl.presets import PRESETS, Preset
 from experiments.transformer_xl.run import TransformerXLCommand
@@ -34,7 +44,7 @@ from experiments.transformer_xl.run import TransformerXLCommand
 _PROG = "transformer_xl"
 
 NUM_TRAINERS = 4
-"""Asynchronous trainers in the trainer process; they share the preset's batch."""
+"""Asynchronous trainers of all trainer processes, unless there are more of those; they share the preset's batch."""
 
 _QUICK_STEPS, _QUICK_MINUTES = 160, 0.8
 """Updates of a quick run, and when it stops even if there are updates left."""
@@ -55,6 +65,8 @@ _HEADLINE = {
     "mean_trunk_staleness": "staleness",
     "share_lost": "failed_call_share",
     "steps_lost": "steps_lost",
+    "averages_done": "averages_done",
+    "averages_missed": "averages_missed",
     "load_cv": "load_cv",
     "load_entropy": "load_entropy",
     "dead_experts": "dead_experts",
@@ -64,6 +76,8 @@ _HEADLINE = {
 
 def run_swarm(command: TransformerXLCommand) -> int:
     """Train dmoe over processes of this machine, or over the swarm that --join names; the exit status.
+
+    The trainer processes average their trunks; the figures are the first one's.
 
     Raises:
       UsageError: for another model than dmoe, a router or a folder that will not do. Nothing is started then.
@@ -87,16 +101,21 @@ def _checked(command: TransformerXLCommand) -> Preset:
 
 
 def _run_folder(command: TransformerXLCommand) -> Path:
-    """Where the run goes: a new or empty folder, or one to be resumed."""
+    """Where the run goes: new or empty folders, or those of a run to be resumed. A resumed run may have trainer
+    processes that are new: they take the others' state."""
     out = command.out or Path("runs") / time.strftime(f"{_PROG}-%Y%m%d-%H%M%S")
-    if command.resume:
-        if not (out / "checkpoints").is_dir():
-            raise UsageError(f"there is no checkpoint in {out} to resume from")
-        return out
-    for folder in (out, _node_folder(out)):
+    first, *others = trainer_folders(out, command.processes)
+    if command.resume and not _has_checkpoint(first):
+        raise UsageError(f"there is no checkpoint in {first} to resume from")
+    fresh = [folder for folder in others if not _has_checkpoint(folder)] if command.resume else [first, *others]
+    for folder in fresh if command.resume else (*fresh, _node_folder(out)):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(f"{folder} is not empty; --out must be new or empty, or --resume given")
     return out
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return (folder / "checkpoints").is_dir()
 
 
 def _node_folder(out: Path) -> Path:
@@ -113,13 +132,21 @@ async def _run(command: TransformerXLCommand, preset: Preset, out: Path) -> int:
     environment = {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE, "")} if command.join else own
     async with open_local_swarm(logs, environment) as swarm:
         contacts = command.join or await _start_nodes(swarm, command, preset, out, console)
-        trainer = await swarm.start_in_foreground("trainer", ["train", *trainer_flags(command, preset, contacts, out)])
+        folders = trainer_folders(out, command.processes)
+        commands = [
+            ["train", *trainer_flags(command, preset, contacts, folder, index)] for index, folder in enumerate(folders)
+        ]
+        trainers = await start_trainers(swarm, commands)
         try:
-            status = await trainer.process.wait()
+            status = await trainers[0].process.wait()
+            if status == 0:
+                await wait_for_others(trainers[1:])
         finally:
-            # It leaves first and writes its report, while the others are still there.
+            # They leave first and write their reports, while the nodes are still there.
             with trio.CancelScope(shield=True):
-                await swarm.end(trainer, grace_s=_REPORT_GRACE_S)
+                async with trio.open_nursery() as nursery:
+                    for trainer in trainers:
+                        nursery.start_soon(functools.partial(swarm.end, trainer, grace_s=_REPORT_GRACE_S))
     if status == 0:
         _report(command, out, console)
         console.print(f"run folder: {out}; logs of the processes: {logs}")
@@ -159,30 +186,43 @@ def node_flags(command: TransformerXLCommand, preset: Preset, folder: Path, inde
     )
 
 
-def trainer_flags(command: TransformerXLCommand, preset: Preset, contacts: Sequence[str], out: Path) -> list[str]:
-    """Flags of `dmoe train` for the preset and what the command changes of it."""
+def trainer_flags(
+    command: TransformerXLCommand, preset: Preset, contacts: Sequence[str], out: Path, index: int = 0
+) -> list[str]:
+    """Flags of `dmoe train` for the preset and what the command changes of it.
+
+    Args:
+      contacts: whom to join.
+      out: this process's run folder.
+      index: of the trainer process.
+    """
+    num_trainers = max(1, NUM_TRAINERS // command.processes)
+    batch_size = command.batch_size or max(1, preset.batch_size // (num_trainers * command.processes))
     steps = command.steps or preset.steps
     eval_tokens, pauses = command.eval_tokens, preset.pauses
     if command.quick:
         pauses = _QUICK_PAUSES
         steps, eval_tokens = min(steps, _QUICK_STEPS), min(eval_tokens or _QUICK_EVAL_TOKENS, _QUICK_EVAL_TOKENS)
     eval_every = command.eval_every or math.ceil(steps / pauses)
-    return _as_flags(
+    averaging = averaging_flags(
+        num_processes=command.processes, every=command.average_every, seed=command.seed, index=index
+    )
+    return averaging + _as_flags(
         {
             "join": tuple(contacts),
             "out": out,
-            "resume": command.resume,
+            "resume": command.resume and (index == 0 or _has_checkpoint(out)),
             "data": command.data,
             "router": command.router,
-            "seed": command.seed,
             "steps": steps,
             "max_minutes": _QUICK_MINUTES if command.quick else 0.0,
-            "num_trainers": NUM_TRAINERS,
-            "batch_size": command.batch_size or max(1, preset.batch_size // NUM_TRAINERS),
+            "num_trainers": num_trainers,
+            "batch_size": batch_size,
             "eval_every": eval_every,
             "checkpoint_every": eval_every,
             "eval_tokens": eval_tokens,
-            "final_eval_tokens": eval_tokens if command.quick else 0,
+            # Only the first one's text at the end is read.
+            "final_eval_tokens": eval_tokens if command.quick or index else 0,
             **_expert_shape(command, preset),
             **{
                 name: getattr(preset, name)
@@ -233,7 +273,8 @@ def _report(command: TransformerXLCommand, out: Path, console: Console) -> None:
         folder,
         {name: value for name, value in figures.items() if name != "kind"},
         title=f"Transformer-XL on {figures['corpus']}: dmoe, {command.size}, swarm",
-        summary=f"Real processes: {NUM_TRAINERS} asynchronous trainers and {where}.",
+        summary=f"Real processes: {command.processes} of {max(1, NUM_TRAINERS // command.processes)} asynchronous "
+        f"trainers each, and {where}.",
         command=_own_command(command),
     )
     table = Table("", "dmoe", title="Transformer-XL", title_justify="left")

@@ -15,7 +15,7 @@ from dmoe_jax.cli.common import UsageError, parse_command_line
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.runs.run_folder import read_metrics
-from experiments.local_swarm import deal_experts
+from experiments.local_swarm import deal_experts, trainer_folders
 from experiments.transformer_xl.presets import PRESETS, Size, model_config
 from experiments.transformer_xl.run import TransformerXLCommand
 from experiments.transformer_xl.swarm import node_flags, run_swarm, trainer_flags
@@ -31,7 +31,8 @@ def test_the_trainer_gets_the_presets_model(size: Size, bf16: bool) -> None:
     train: TrainCommand = parse_command_line(TrainCommand, prog="train", args=flags)
     dtype = "bfloat16" if bf16 else "float32"
     assert config_of_flags(train, 33_278) == model_config(preset, 33_278, compute_dtype=dtype)
-    assert (train.steps, train.num_trainers * train.batch_size) == (preset.steps, preset.batch_size)
+    sequences = command.processes * train.num_trainers * train.batch_size
+    assert (train.steps, sequences) == (preset.steps, preset.batch_size)
     rates = (train.learning_rate, train.warmup_steps, train.weight_decay, train.grad_clip)
     assert rates == (preset.learning_rate, preset.warmup_steps, preset.weight_decay, preset.grad_clip)
 
@@ -64,6 +65,34 @@ def test_the_commands_own_wishes_reach_the_trainer(tmp_path: Path) -> None:
     assert train.max_minutes > 0
 
 
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+def test_trainer_processes_share_the_batch_and_average(processes: int, tmp_path: Path) -> None:
+    """Equal parameters, own text, one group; alone there is nothing to average. Only the first reads all text."""
+    command = TransformerXLCommand(where="swarm", seed=5, processes=processes, average_every=7)
+    trains: list[TrainCommand] = []
+    for index in range(processes):
+        flags = trainer_flags(command, PRESETS["dmoe", "tiny"], ["127.0.0.1:1"], tmp_path / str(index), index)
+        trains.append(parse_command_line(TrainCommand, prog="train", args=flags))
+    assert {train.seed for train in trains} == {5}
+    assert [train.data_seed for train in trains] == list(range(5, 5 + processes))
+    assert {train.averaging.average_every for train in trains} == {7 if processes > 1 else 0}
+    assert {train.averaging.average_side for train in trains} <= {processes, 4}
+    assert sum(train.num_trainers * train.batch_size for train in trains) <= PRESETS["dmoe", "tiny"].batch_size
+    assert [train.final_eval_tokens == 0 for train in trains] == [index == 0 for index in range(processes)]
+
+
+def test_a_resumed_run_may_have_more_processes(tmp_path: Path) -> None:
+    """Those that have a checkpoint go on; a new one begins, and finds the others ahead."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    command = TransformerXLCommand(where="swarm", out=tmp_path / "run", resume=True)
+    folders = trainer_folders(tmp_path / "run", 2)
+    resumed = [
+        "--resume" in trainer_flags(command, PRESETS["dmoe", "tiny"], ["127.0.0.1:1"], folder, index)
+        for index, folder in enumerate(folders)
+    ]
+    assert resumed == [True, False]
+
+
 def test_every_expert_of_many_layers_has_one_home() -> None:
     """Dealing knows any grid: 3 layers of 2 x 3 x 5 on 7 nodes."""
     hands = deal_experts(7, num_layers=3, grid_size=(2, 3, 5))
@@ -80,15 +109,17 @@ def test_every_expert_of_many_layers_has_one_home() -> None:
         ({"router": "best"}, "unknown router 'best'"),
         ({"resume": True}, "there is no checkpoint in .*run to resume from"),
         ({}, r"run\.nodes is not empty"),
+        ({"processes": 3}, r"run\.trainer2 is not empty"),
     ],
 )
 def test_a_mistake_costs_no_process(wishes: dict[str, Any], line: str, tmp_path: Path) -> None:
     """Other models, a router that is not there, nothing to resume, another run's experts: one line each."""
-    (tmp_path / "run.nodes").mkdir()
-    (tmp_path / "run.nodes" / "node0").touch()
+    for folder in ("run.nodes", "run.trainer2"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "something").touch()
     with pytest.raises(UsageError, match=line):
         run_swarm(TransformerXLCommand(where="swarm", out=tmp_path / "run", **wishes))
-    assert {path.name for path in tmp_path.iterdir()} == {"run.nodes"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run.nodes", "run.trainer2"}
 
 
 def start(out: Path, *args: str) -> subprocess.Popen[str]:
