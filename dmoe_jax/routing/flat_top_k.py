@@ -21,12 +21,10 @@ def flat_top_k(grid_size: tuple[int, ...], *, init_scale: float = DEFAULT_INIT_S
     Raises:
       ValueError: if grid_size is not one or more positive integers, or init_scale is not positive.
     """
-    if not init_scale > 0:
-        raise ValueError(f"init_scale must be positive, got {init_scale!r}")
-    return _flat_top_k(check_grid_size(grid_size), float(init_scale))
+    grid_size = check_grid_size(grid_size)
+    return _flat_top_k(grid_size, product_key((math.prod(grid_size),), init_scale=init_scale))
 
 
 @functools.cache
-def _flat_top_k(grid_size: tuple[int, ...], init_scale: float) -> Router:
-    gate = product_key((math.prod(grid_size),), init_scale=init_scale)
+def _flat_top_k(grid_size: tuple[int, ...], gate: Router) -> Router:
     return top_k_router("flat_top_k", grid_size, gate.init, gate.scores, flat=True)

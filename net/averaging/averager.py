@@ -65,6 +65,10 @@ class AveragingStep:
     """The group, this peer included; only this peer when nobody was met."""
     round_number: int
     """The round that this was, from 0."""
+    weight: float
+    """What the average stands for: the mean weight of the vectors in it, as far as this peer knows; its own when nobody
+    was met. Given to the next step of the same vector, several rounds come to the weighted mean of all: with the first
+    weights in every round, those who met a heavy one would count for too much."""
 
 
 class Averager:
@@ -164,9 +168,16 @@ class Averager:
                     received=result.received,
                     peers=tuple(each.peer_id for each in group.members),
                     round_number=self.round_number,
+                    weight=_mean_weight(group, result, own=weight),
                 )
         alone = np.zeros(self._size, np.float32) if vector is None else vector
-        return AveragingStep(average=alone, received=0.0, peers=(self._caller.peer_id,), round_number=self.round_number)
+        return AveragingStep(
+            average=alone,
+            received=0.0,
+            peers=(self._caller.peer_id,),
+            round_number=self.round_number,
+            weight=weight,
+        )
 
     async def _run(self, group: Group, vector: Array | None) -> AllReduceResult:
         """The all-reduce, while the declaration by which the group was found is taken back."""
@@ -183,6 +194,12 @@ class Averager:
     def _move(self, group: Group) -> None:
         slot = group.slots[group.index(self._caller.peer_id)]
         self.cell = self._grid.move(self.cell, self.round_number, slot)
+
+
+def _mean_weight(group: Group, result: AllReduceResult, *, own: float) -> float:
+    """Of those whose vectors came."""
+    weights = [each.weight for each in group.members if each.sends and each.peer_id not in result.lost_senders]
+    return math.fsum(weights) / len(weights) if weights else own
 
 
 def schema_of(size: int, grid: MoshpitGrid, schema: str) -> bytes:

@@ -163,7 +163,7 @@ class PoisonedAverager(Averager):
     ) -> AveragingStep:
         assert vector is not None
         us = (PeerId(bytes(32)), PeerId(b"\1" * 32))
-        return AveragingStep(average=np.full_like(vector, np.nan), received=1.0, peers=us, round_number=0)
+        return AveragingStep(average=np.full_like(vector, np.nan), received=1.0, peers=us, round_number=0, weight=1.0)
 
 
 def test_an_average_that_is_no_number_is_left_alone() -> None:

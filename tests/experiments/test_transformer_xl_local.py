@@ -92,7 +92,8 @@ def step_by_hand(
     unstacked = [[jax.tree.map(lambda leaf, n=n: leaf[n], layer) for n in range(4)] for layer in state["experts"]]
     gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     (_, (nll, used)), (grads, expert_grads) = gradient(state["trunk"], unstacked, batch, state["memory"], keys)
-    trunk = updated(trunk_recipe(preset, STEPS), state["trunk"], state["trunk_opt_state"], grads)
+    update_trunk = jax.jit(functools.partial(updated, trunk_recipe(preset, STEPS)))
+    trunk = update_trunk(state["trunk"], state["trunk_opt_state"], grads)
     experts = []
     update = jax.jit(functools.partial(updated, expert_recipe(preset, STEPS)))
     for i, n in itertools.product(range(config.num_layers), range(4)):

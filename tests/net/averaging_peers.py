@@ -1,5 +1,6 @@
 """Peers that average together in virtual time, round by round, for tests of the whole."""
 
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,7 +23,7 @@ ROUND_S = 40.0
 
 def vector_of(name: str) -> np.ndarray:
     """A peer's own numbers."""
-    return np.random.default_rng(sum(name.encode()) * 7919).normal(size=SIZE).astype(np.float32)
+    return np.random.default_rng(zlib.crc32(name.encode())).normal(size=SIZE).astype(np.float32)
 
 
 class Peers:
@@ -36,6 +37,7 @@ class Peers:
         *,
         clients: Sequence[int] = (),
         cells: Sequence[int] | None = None,
+        weights: Sequence[float] | None = None,
     ) -> None:
         self.swarm = swarm
         self.names = [f"peer{index:02d}" for index in range(num_peers)]
@@ -44,9 +46,10 @@ class Peers:
         self.took_s: list[float] = []
         for index, name in enumerate(self.names):
             cell = index % grid.num_cells if cells is None else cells[index]
-            swarm.network.start(name, self._live, name, grid, cell, index in clients)
+            weight = 1.0 if weights is None else weights[index]
+            swarm.network.start(name, self._live, name, grid, cell, weight, index in clients)
 
-    async def _live(self, name: str, grid: MoshpitGrid, cell: int, is_client: bool) -> None:
+    async def _live(self, name: str, grid: MoshpitGrid, cell: int, weight: float, is_client: bool) -> None:
         async with (
             open_place(self.swarm, name, client_mode=is_client) as place,
             open_averager(
@@ -57,7 +60,8 @@ class Peers:
                 await trio.sleep_until(number * ROUND_S)
                 sent = self.values[name]
                 began = trio.current_time()
-                done = await averager.step(sent)
+                done = await averager.step(sent, weight=weight)
+                weight = done.weight
                 self.took_s.append(trio.current_time() - began)
                 self.values[name] = sent + (done.average - sent)
                 self.steps[name].append(done)

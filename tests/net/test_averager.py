@@ -34,6 +34,20 @@ def test_a_full_grid_has_the_mean_after_a_round_for_each_axis(side: int) -> None
     in_swarm(body)
 
 
+def test_weights_travel_along() -> None:
+    """Samples from 1 to 1000: after a round for each axis all hold the mean that counts each peer by its samples."""
+    weights = [float(1 + 999 * (index % 5) // 4) for index in range(16)]
+
+    async def body(swarm: Swarm) -> None:
+        peers = Peers(swarm, MoshpitGrid(side=4, dims=2), 16, weights=weights)
+        mean = np.average(peers.stacked(), axis=0, weights=weights)
+        await peers.rounds(2)
+        np.testing.assert_allclose(peers.stacked(), np.broadcast_to(mean, (16, SIZE)), atol=1e-5)
+        assert {round(steps[1].weight, 9) for steps in peers.steps.values()} == {sum(weights) / 16}
+
+    in_swarm(body)
+
+
 @pytest.mark.parametrize(
     ("side", "num_dying", "seed"),
     [

@@ -194,80 +194,101 @@ def test_calls_are_turned_away_while_answers_wait() -> None:
     assert ran == [1, 2]
 
 
-@pytest.mark.parametrize("window_bytes", [64 * KIB, MIB, 5 * MIB])
-def test_traffic_of_all_sizes_gets_through_and_keeps_the_window(window_bytes: int) -> None:
-    """Both sides call, answer and give up at random, joined by bytes: the reader and the session, which enforce the
-    window, never complain; nothing deadlocks; every call that was kept is answered."""
-    rng = random.Random(window_bytes)
-    sizes = (0, 0, 100, 50 * KIB, 512 * KIB, 513 * KIB, 1100 * KIB, 3 * MIB)
-    arrays = {size: np.zeros(size, np.uint8) for size in sizes}
-    sessions = [session(bytes([i]) * 32, window_bytes=window_bytes) for i in (0, 1)]
-    readers = [FrameReader(window_bytes=window_bytes) for _ in sessions]
-    waiting: tuple[set[int], set[int]] = (set(), set())
-    serving: tuple[list[int], list[int]] = ([], [])
-    num_answered = 0
+class Traffic:
+    """Two sessions, joined by bytes, that call, answer and give up at random."""
 
-    def move(source: int) -> bool:
-        nonlocal num_answered
-        parts = sessions[source].take_parts(WRITE_BYTES)
-        reader, session = readers[source], sessions[1 - source]
+    SIZES = (0, 0, 100, 50 * KIB, 512 * KIB, 513 * KIB, 1100 * KIB, 3 * MIB)
+
+    def __init__(self, window_bytes: int) -> None:
+        self.rng = random.Random(window_bytes)
+        self.arrays = {size: np.zeros(size, np.uint8) for size in self.SIZES}
+        self.sessions = [session(bytes([i]) * 32, window_bytes=window_bytes) for i in (0, 1)]
+        self.readers = [FrameReader(window_bytes=window_bytes) for _ in self.sessions]
+        self.waiting: tuple[set[int], set[int]] = (set(), set())
+        self.serving: tuple[list[int], list[int]] = ([], [])
+        self.num_answered = 0
+
+    def step(self, side: int) -> None:
+        """Any one thing that `side` may do."""
+        what = self.rng.choice(["place", "abandon", "answer", "move", "move", "move"])
+        if what == "place" and len(self.waiting[side]) < 20:
+            # Some with a large header: credits must find their way past a queue of those.
+            body, tensors = {"x": bytes(self.rng.choice([0, 60_000]))}, (self._array(),)
+            self.waiting[side].add(self.sessions[side].place_call("m", body, tensors, timeout_s=1.0))
+        elif what == "abandon" and self.waiting[side] and self.rng.random() < 0.3:
+            call_id = self.rng.choice(sorted(self.waiting[side]))
+            self.waiting[side].remove(call_id)
+            self.sessions[side].abandon_call(call_id)
+        elif what == "answer" and self.serving[side]:
+            self.answer(side)
+        elif what == "move":
+            self.move(side)
+
+    def answer(self, side: int) -> None:
+        """Any of the calls that `side` serves."""
+        call_id = self.serving[side].pop(self.rng.randrange(len(self.serving[side])))
+        self.sessions[side].reply(call_id, {}, (self._array(),))
+
+    def move(self, source: int) -> bool:
+        """Carry to the other side what `source` has to write; whether there was anything."""
+        parts = self.sessions[source].take_parts(WRITE_BYTES)
+        target = self.sessions[1 - source]
         for part in parts:
             for piece in part.pieces:
-                start = 0
-                while start < len(piece):
-                    buffer = reader.buffer()
-                    nbytes = min(len(buffer), len(piece) - start)
-                    buffer[:nbytes] = piece[start : start + nbytes]
-                    reader.received(nbytes)
-                    start += nbytes
-                    while (frame := reader.next_frame_untrusted()) is not None:
-                        session.receive_untrusted(frame)
-        for action in session.take_actions():
+                self._read(self.readers[source], piece, target)
+        for action in target.take_actions():
             match action:
                 case RunCall(start=start_of_call):
-                    serving[1 - source].append(start_of_call.call_id)
+                    self.serving[1 - source].append(start_of_call.call_id)
                 case FinishCall(answer=answer):
-                    waiting[1 - source].remove(answer.call_id)
-                    num_answered += 1
+                    self.waiting[1 - source].remove(answer.call_id)
+                    self.num_answered += 1
                 case _:
-                    serving[1 - source].remove(action.call_id)
-                    session.forget(action.call_id)  # its handler is done
+                    self.serving[1 - source].remove(action.call_id)
+                    target.forget(action.call_id)  # its handler is done
         return bool(parts)
 
-    def answer(side: int) -> None:
-        call_id = serving[side].pop(rng.randrange(len(serving[side])))
-        sessions[side].reply(call_id, {}, (arrays[rng.choice(sizes)],))
+    def finish(self) -> None:
+        """Until nobody has anything to say."""
+        while any([self.move(0), self.move(1), *map(self._answer_all, (0, 1))]):
+            pass
 
+    def _answer_all(self, side: int) -> bool:
+        had_calls = bool(self.serving[side])
+        while self.serving[side]:
+            self.answer(side)
+        return had_calls
+
+    def _read(self, reader: FrameReader, piece: bytes | memoryview, target: RpcSession) -> None:
+        start = 0
+        while start < len(piece):
+            buffer = reader.buffer()
+            nbytes = min(len(buffer), len(piece) - start)
+            buffer[:nbytes] = piece[start : start + nbytes]
+            reader.received(nbytes)
+            start += nbytes
+            while (frame := reader.next_frame_untrusted()) is not None:
+                target.receive_untrusted(frame)
+
+    def _array(self) -> np.ndarray:
+        return self.arrays[self.rng.choice(self.SIZES)]
+
+
+@pytest.mark.parametrize("window_bytes", [64 * KIB, MIB, 5 * MIB])
+def test_traffic_of_all_sizes_gets_through_and_keeps_the_window(window_bytes: int) -> None:
+    """The reader and the session, which enforce the window, never complain; nothing deadlocks; every call that was
+    kept is answered."""
+    traffic = Traffic(window_bytes)
     for _ in range(400):
-        side = rng.randrange(2)
-        step = rng.choice(["place", "abandon", "answer", "move", "move", "move"])
-        if step == "place" and len(waiting[side]) < 20:
-            # Some with a large header: credits must find their way past a queue of those.
-            body = {"x": bytes(rng.choice([0, 60_000]))}
-            waiting[side].add(sessions[side].place_call("m", body, (arrays[rng.choice(sizes)],), timeout_s=1.0))
-        elif step == "abandon" and waiting[side] and rng.random() < 0.3:
-            call_id = rng.choice(sorted(waiting[side]))
-            waiting[side].remove(call_id)
-            sessions[side].abandon_call(call_id)
-        elif step == "answer" and serving[side]:
-            answer(side)
-        elif step == "move":
-            move(side)
-    while True:
-        is_moving = [move(0), move(1)]
-        for side in (0, 1):
-            while serving[side]:
-                answer(side)
-                is_moving.append(True)
-        if not any(is_moving):
-            break
-    assert waiting == (set(), set())
-    assert all(session.is_idle for session in sessions)
-    assert all(reader.at_boundary for reader in readers)
-    assert num_answered > 30
+        traffic.step(traffic.rng.randrange(2))
+    traffic.finish()
+    assert traffic.waiting == (set(), set())
+    assert all(session.is_idle for session in traffic.sessions)
+    assert all(reader.at_boundary for reader in traffic.readers)
+    assert traffic.num_answered > 30
     for side in (0, 1):  # nothing of the window is lost
-        held, owed = sessions[side]._held_bytes, sessions[side]._owed_bytes
-        assert sessions[1 - side]._outbox._free_bytes == window_bytes - held
+        held, owed = traffic.sessions[side]._held_bytes, traffic.sessions[side]._owed_bytes
+        assert traffic.sessions[1 - side]._outbox._free_bytes == window_bytes - held
         assert held == owed
 
 
