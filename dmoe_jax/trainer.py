@@ -147,10 +147,16 @@ class SharedTrunk:
         async with self._turn:
             self.params = await self._device.run(_shifted, self.params, difference)
 
-    async def replace(self, step: int, state: dict[str, PyTree]) -> None:
-        """Take up another process's state between two updates. Steps under way are applied to it, as stale ones."""
+    async def replace(self, step: int, state: dict[str, PyTree], *, min_lead: int = 1) -> bool:
+        """Take up another process's state between two updates, if it is still `min_lead` updates ahead; whether it was.
+
+        Steps under way are applied to it, as stale ones.
+        """
         async with self._turn:
+            if step < self.step + min_lead:
+                return False
             self.restore(step, state)
+            return True
 
 
 @functools.cache

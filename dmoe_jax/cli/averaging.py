@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dmoe_jax.node.device import Device
     from dmoe_jax.optim.trunk_averaging import TrunkAveraging
     from dmoe_jax.trainer import SharedTrunk
+    from net.averaging.averager import AveragerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +55,49 @@ class AveragingOptions:
         try:
             check_prefix(self.average_name)
             MoshpitGrid(side=self.average_side, dims=self.average_dims)
+            self.config()
         except ValueError as error:
-            raise UsageError(f"--average-name, --average-side, --average-dims: {error}") from error
+            raise UsageError(f"--average-...: {error}") from error
+
+    def config(self) -> "AveragerConfig":
+        """The averager's settings.
+
+        Raises:
+          ValueError: one of them is out of range.
+        """
+        from net.averaging.all_reduce import AllReduceConfig
+        from net.averaging.averager import AveragerConfig
+        from net.averaging.matchmaking import AssemblyConfig
+        from net.wire.compression import Compression
+
+        return AveragerConfig(
+            step_timeout_s=self.average_timeout_s,
+            assembly=AssemblyConfig(
+                window_s=self.average_window_s, request_timeout_s=min(3.0, self.average_window_s / 2)
+            ),
+            all_reduce=AllReduceConfig(
+                sender_timeout_s=self.average_timeout_s / 3,
+                timeout_s=self.average_timeout_s,
+                compression=Compression(self.average_compression),
+            ),
+        )
 
 
 @asynccontextmanager
 async def open_trunk_averaging(
-    options: AveragingOptions, peer: "SwarmPeer", trunk: "SharedTrunk", device: "Device", say: Callable[[str], None]
+    options: AveragingOptions,
+    peer: "SwarmPeer",
+    trunk: "SharedTrunk",
+    device: "Device",
+    say: Callable[[str], None],
+    *,
+    max_step: int,
 ) -> "AsyncIterator[TrunkAveraging | None]":
     """This process's averaging, caught up with others that are ahead; None if there is to be none.
+
+    Args:
+      say: tells the user.
+      max_step: where the run ends.
 
     Raises:
       ValueError: a setting is out of range.
@@ -72,22 +107,10 @@ async def open_trunk_averaging(
         return
     from dmoe_jax.optim.tree_vectors import layout_of
     from dmoe_jax.optim.trunk_averaging import TrunkAveraging, trunk_source
-    from net.averaging.all_reduce import AllReduceConfig
-    from net.averaging.averager import AveragerConfig, open_averager
+    from net.averaging.averager import open_averager
     from net.averaging.group import Role
-    from net.averaging.matchmaking import AssemblyConfig
-    from net.wire.compression import Compression
 
     layout = layout_of(trunk.params)
-    config = AveragerConfig(
-        step_timeout_s=options.average_timeout_s,
-        assembly=AssemblyConfig(window_s=options.average_window_s),
-        all_reduce=AllReduceConfig(
-            sender_timeout_s=options.average_timeout_s / 3,
-            timeout_s=options.average_timeout_s,
-            compression=Compression(options.average_compression),
-        ),
-    )
     async with open_averager(
         peer.rpc,
         peer.dht,
@@ -98,9 +121,11 @@ async def open_trunk_averaging(
         schema=layout.schema,
         role=Role.CLIENT if options.average_client else None,
         state=trunk_source(trunk),
-        config=config,
+        config=options.config(),
     ) as averager:
-        averaging = TrunkAveraging(trunk, averager, layout, device)
+        averaging = TrunkAveraging(trunk, averager, layout, device, max_step=max_step)
         if await averaging.catch_up(min_lead=options.average_every):
             say(f"took the state of a process that was ahead: step {trunk.step}")
+        elif averaging.why_not:
+            say(f"{averaging.why_not}; training alone until then")
         yield averaging

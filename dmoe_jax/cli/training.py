@@ -56,8 +56,11 @@ async def run_training(command: TrainCommand, peer: SwarmPeer, router: Router) -
             # The folder comes last: a run that could not begin leaves nothing in the way of the next one.
             folder = RunFolder.create(command.out, settings, name="train", resume=command.resume)
             run = TrainingRun(command, parts, folder, progress)
-        async with open_trunk_averaging(command.averaging, peer, parts.trunk, parts.device, progress.say) as averaging:
-            return await run.run(averaging)
+        averaging = open_trunk_averaging(
+            command.averaging, peer, parts.trunk, parts.device, progress.say, max_step=command.steps
+        )
+        async with averaging as trunk_averaging:
+            return await run.run(trunk_averaging)
 
 
 class TrainingRun:
@@ -183,6 +186,9 @@ class TrainingRun:
         except NetError as error:
             self._event("average_lost", str(error))
         else:
+            if done is None:
+                self._event("average_left_out", averaging.why_not)
+                return
             self._folder.log(
                 "average",
                 step=step,

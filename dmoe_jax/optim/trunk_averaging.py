@@ -6,6 +6,7 @@ is kept (Ryabinin et al. 2021, section 3; hivemind's delayed averaging). The opt
 own, but for a newcomer, which takes them with everything else from a donor.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,8 +18,8 @@ from dmoe_jax.node.device import Device
 from dmoe_jax.optim.tree_vectors import TreeLayout
 from dmoe_jax.trainer import SharedTrunk
 from net.averaging.averager import Averager, AveragingStep
-from net.averaging.state_sharing import SharedState, StateSource
-from net.errors import RemoteProtocolError
+from net.averaging.state_download import SharedState, StateUnavailable
+from net.averaging.state_sharing import StateSource
 
 PyTree = Any
 
@@ -39,7 +40,7 @@ class AveragingTotals:
     missed: int = 0
     """Rounds in which nobody was met, or nothing came back."""
     rejected: int = 0
-    """Averages that were not finite."""
+    """Averages that were not finite, or not made since the own parameters were not."""
     peers_met: int = 0
     """Sum of the others in the groups of those that were applied."""
     caught_up: int = 0
@@ -56,6 +57,10 @@ def trunk_source(trunk: SharedTrunk) -> StateSource:
     return StateSource(lambda: trunk.step, snapshot)
 
 
+def _is_finite(state: SharedState) -> bool:
+    return all(np.isfinite(tensor).all() for tensor in state.tensors if jnp.issubdtype(tensor.dtype, jnp.inexact))
+
+
 class TrunkAveraging:
     """Averages one process's trunk with others'.
 
@@ -64,22 +69,40 @@ class TrunkAveraging:
       averager: of this process, for vectors of the layout.
       layout: of the trunk's parameters.
       device: runs the copies.
+      max_step: states that claim to be further are not taken: a run has an end, and a claim costs nothing.
     """
 
-    def __init__(self, trunk: SharedTrunk, averager: Averager, layout: TreeLayout, device: Device) -> None:
+    def __init__(
+        self, trunk: SharedTrunk, averager: Averager, layout: TreeLayout, device: Device, *, max_step: float = math.inf
+    ) -> None:
         self._trunk = trunk
         self._averager = averager
         self._layout = layout
         self._device = device
+        self._max_step = max_step
         self._missed_in_a_row = 0
+        self.why_not = ""
+        """Why there is no averaging now; empty if there is."""
         self.totals = AveragingTotals()
 
-    async def average(self, *, weight: float = 1.0) -> AveragingStep:
+    async def average(self, *, weight: float = 1.0) -> AveragingStep | None:
         """One round, beside the training. If cancelled, the trunk has the whole difference or nothing of it.
 
-        After some rounds in a row that came to nothing, a state that is ahead of this one is taken up.
+        After some rounds in a row that came to nothing, a state that is ahead of this one is taken up. As long as
+        others are ahead and their state cannot be had, there is no average: this trunk would hold theirs back.
+
+        Returns: what the round came to; None if there was none.
         """
+        if self.why_not:
+            await self.catch_up(min_lead=1)
+        if self.why_not:
+            self.totals.missed += 1
+            return None
         sent = await self._device.run(self._layout.to_vector, self._trunk.params)
+        if not np.isfinite(sent).all():
+            self.why_not = "the trunk's parameters are not finite"
+            self.totals.rejected += 1
+            return None
         done = await self._averager.step(sent, weight=weight)
         if done.received == 0:
             self.totals.missed += 1
@@ -99,22 +122,31 @@ class TrunkAveraging:
         return done
 
     async def catch_up(self, *, min_lead: int, timeout_s: float = _CATCH_UP_TIMEOUT_S) -> bool:
-        """Take up the state of a peer that is at least `min_lead` updates ahead; whether there was one.
+        """Take up the state of a peer that is at least `min_lead` updates ahead; whether that was done.
 
-        Not while a trainer is in the middle of an update; steps that are under way end as stale ones.
+        Not while a trainer is in the middle of an update; steps that are under way end as stale ones. Updates made
+        while the state was on its way are kept if it is no longer ahead. A state of other shapes, of a step beyond
+        the run's end or with values that are not finite is passed over.
         """
-        state = await self._averager.download_state(
-            min_version=self._trunk.step + min_lead, timeout_s=timeout_s, attempts=_CATCH_UP_ATTEMPTS
-        )
+        leaves, structure = jax.tree.flatten(self._trunk.state)
+        table = [[leaf.dtype.name, list(leaf.shape)] for leaf in leaves]
+        try:
+            state = await self._averager.download_state(
+                min_version=self._trunk.step + min_lead,
+                timeout_s=timeout_s,
+                attempts=_CATCH_UP_ATTEMPTS,
+                expects=lambda version, theirs: version <= self._max_step and theirs == table,
+                accepts=_is_finite,
+            )
+        except StateUnavailable as error:
+            self.why_not = str(error)
+            return False
+        self.why_not = ""
         if state is None:
             return False
-        own = self._trunk.state
-        leaves, structure = jax.tree.flatten(own)
-        theirs = [(tensor.shape, tensor.dtype) for tensor in state.tensors]
-        if theirs != [(leaf.shape, leaf.dtype) for leaf in leaves]:
-            raise RemoteProtocolError("a peer of this averaging group shares a state of other shapes")
         tree = jax.tree.unflatten(structure, [jnp.array(tensor) for tensor in state.tensors])
-        await self._trunk.replace(state.version, tree)
+        if not await self._trunk.replace(state.version, tree, min_lead=min_lead):
+            return False
         self.totals.caught_up += 1
         return True
 

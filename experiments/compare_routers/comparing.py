@@ -27,7 +27,7 @@ from net.errors import NetError
 _QUICK_ROUTERS = ("product_key", "switch", "uniform_random")
 """One that learns and is additive, one that learns and balances its load, and the bar: one that knows nothing."""
 
-_QUICK_STEPS: Mapping[Place, int] = {"local": 20, "simulated": 32}
+_QUICK_STEPS: Mapping[Place, int] = {"local": 20, "simulated": 24}
 """Updates of each run of a quick comparison."""
 
 _QUICK_EVAL_TOKENS = 4096

@@ -143,7 +143,13 @@ class AllReduce:
         caller.add_handler(self._method, self._serve, max_concurrent=MAX_CALLS)
         _keep_freed_memory()
 
-    async def run(self, group: Group, vector: Array | None, *, size: int | None = None) -> AllReduceResult:
+    def knows(self, group_id: bytes) -> bool:
+        """Whether such a group is or was at work here: a sound leader draws a new id for each."""
+        return group_id in self._running or group_id in self._past
+
+    async def run(
+        self, group: Group, vector: Array | None, *, size: int | None = None, timeout_s: float = math.inf
+    ) -> AllReduceResult:
         """Average with the group. Ends within the timeouts, whatever the others do.
 
         Args:
@@ -151,6 +157,8 @@ class AllReduce:
           vector: float32 [size], finite. Nobody may write to it until this returns, and a moment longer if it is
             cancelled. None for a member that only reduces.
           size: of everybody's vector; needed where there is none to tell.
+          timeout_s: the longest it may take, if that is less than configured; what is not averaged by then keeps its
+            own values.
 
         Raises:
           ValueError: an argument is wrong, this peer is not in the group, or it averages with this group already.
@@ -158,7 +166,7 @@ class AllReduce:
         own = group.index(self._caller.peer_id)
         size = _checked_size(group.members[own], vector, size)
         weights = _weights(group)
-        if group.group_id in self._running or group.group_id in self._past:
+        if self.knows(group.group_id):
             raise ValueError(f"group {group.group_id.hex()} averages already, or has")
         parts = parts_of(group, size, chunk_size=self._config.chunk_size(len(group.members)))
         average = np.zeros(size, np.float32) if vector is None else np.empty(size, np.float32)
@@ -179,7 +187,7 @@ class AllReduce:
         self._arrival.set()
         self._arrival = trio.Event()
         try:
-            with trio.move_on_after(self._config.timeout_s):
+            with trio.move_on_after(min(timeout_s, self._config.timeout_s)):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(reducer.run)
                     for sender in senders.values():

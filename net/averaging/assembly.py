@@ -11,6 +11,7 @@ from net.averaging.group_key import MoshpitGrid, group_key
 from net.averaging.join_messages import (
     BANDWIDTHS_BPS,
     MAX_SCHEMA_BYTES,
+    WEIGHTS,
     Candidate,
     JoinRequest,
     Reason,
@@ -196,8 +197,9 @@ class GroupAssembler:
             raise ValueError(f"a peer in client mode is a {Role.CLIENT}, got {me.role}")
         if not 0 <= me.wanted_slot < self._grid.side:
             raise ValueError(f"slots go from 0 to {self._grid.side - 1}, got {me.wanted_slot}")
-        if me.sends and not 0 < me.weight < math.inf:
-            raise ValueError(f"the weight of a vector is a finite number above 0, got {me.weight}")
+        lightest, heaviest = WEIGHTS
+        if me.sends and not lightest <= me.weight <= heaviest:
+            raise ValueError(f"the weight of a vector is from {lightest:g} to {heaviest:g}, got {me.weight}")
         if me.bandwidth is not None and not low <= me.bandwidth <= high:
             raise ValueError(f"a bandwidth is from {low:g} to {high:g} bytes a second, or None, got {me.bandwidth}")
 

@@ -13,7 +13,7 @@ together.
 import hashlib
 import math
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +25,12 @@ from net.averaging.all_reduce import AllReduce, AllReduceConfig, AllReduceResult
 from net.averaging.assembly import GroupAssembler
 from net.averaging.group import Group, Member, Role
 from net.averaging.group_key import MoshpitGrid, check_prefix
+from net.averaging.join_messages import WEIGHTS
 from net.averaging.matchmaking import AssemblyConfig
-from net.averaging.state_sharing import SharedState, StateSharing, StateSharingConfig, StateSource
+from net.averaging.reduction import is_finite
+from net.averaging.state_buffer import Table
+from net.averaging.state_download import SharedState, StateSharingConfig
+from net.averaging.state_sharing import StateSharing, StateSource
 from net.dht.node import DhtNode
 from net.identity import PeerId
 from net.nursery import background_nursery
@@ -87,6 +91,7 @@ class Averager:
         all_reduce: AllReduce,
         state: StateSharing,
         dht: DhtNode,
+        nursery: trio.Nursery,
         step_timeout_s: float,
     ) -> None:
         self._caller = caller
@@ -98,6 +103,7 @@ class Averager:
         self._all_reduce = all_reduce
         self._state = state
         self._dht = dht
+        self._nursery = nursery
         self._step_timeout_s = step_timeout_s
         self._is_stepping = False
         self.cell = cell
@@ -111,12 +117,12 @@ class Averager:
         If cancelled, the group goes on without this peer's part, and the round does not count.
 
         Args:
-          vector: float32 [size], not to be written to meanwhile; None for an auxiliary peer.
-          weight: of the vector, such as the samples behind it.
+          vector: float32 [size], finite, not to be written to meanwhile; None for an auxiliary peer.
+          weight: of the vector, such as the samples behind it; see `join_messages.WEIGHTS` for what it may be.
           timeout_s: the longest it may take; None: as configured.
 
         Raises:
-          ValueError: the vector is not what was announced, or the weight is not positive.
+          ValueError: the vector is not what was announced or not finite, or the weight is out of range.
           RuntimeError: another step is under way.
         """
         self._check(vector, weight)
@@ -132,18 +138,29 @@ class Averager:
         return done
 
     async def download_state(
-        self, *, min_version: int = 0, timeout_s: float = 600.0, attempts: int | None = None
+        self,
+        *,
+        min_version: int = 0,
+        timeout_s: float = 600.0,
+        attempts: int | None = None,
+        expects: Callable[[int, Table], bool] = lambda version, table: True,
+        accepts: Callable[[SharedState], bool] = lambda state: True,
     ) -> SharedState | None:
         """See `StateSharing.download`."""
-        return await self._state.download(min_version=min_version, timeout_s=timeout_s, attempts=attempts)
+        return await self._state.download(
+            min_version=min_version, timeout_s=timeout_s, attempts=attempts, expects=expects, accepts=accepts
+        )
 
     def _check(self, vector: Array | None, weight: float) -> None:
-        if not 0 < weight < math.inf:
-            raise ValueError(f"a weight is a positive number, got {weight}")
+        lightest, heaviest = WEIGHTS
+        if not lightest <= weight <= heaviest:
+            raise ValueError(f"a weight is from {lightest:g} to {heaviest:g}, got {weight}")
         if (vector is None) != (self._role is Role.AUXILIARY):
             raise ValueError(f"an auxiliary peer has no vector, all others have one; this peer's role is {self._role}")
         if vector is not None and (vector.dtype != np.float32 or vector.shape != (self._size,)):
             raise ValueError(f"expected float32 [{self._size}], got {vector.dtype} {list(vector.shape)}")
+        if vector is not None and not is_finite(vector):  # before others wait for it
+            raise ValueError("some of the vector's values are not finite: others would refuse them")
 
     async def _find_and_average(self, vector: Array | None, weight: float, deadline: float) -> AveragingStep:
         member = Member(
@@ -160,7 +177,13 @@ class Averager:
             )
             if group is None:
                 break
-            result = await self._run(group, vector)
+            # The declaration by which the group was found is taken back meanwhile.
+            self._nursery.start_soon(self._assembler.withdraw)
+            if self._all_reduce.knows(group.group_id):
+                continue  # its leader makes one group of two
+            result = await self._all_reduce.run(
+                group, vector, size=self._size, timeout_s=deadline - self._dht.clock.now()
+            )
             if self._has_met_anybody(group, result):
                 self._move(group)
                 return AveragingStep(
@@ -178,13 +201,6 @@ class Averager:
             round_number=self.round_number,
             weight=weight,
         )
-
-    async def _run(self, group: Group, vector: Array | None) -> AllReduceResult:
-        """The all-reduce, while the declaration by which the group was found is taken back."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._assembler.withdraw)
-            return await self._all_reduce.run(group, vector, size=self._size)
-        raise AssertionError  # a nursery does not swallow what it was not told to
 
     def _has_met_anybody(self, group: Group, result: AllReduceResult) -> bool:
         """Whether at least one other member did its part, as far as this peer can tell."""
@@ -251,27 +267,23 @@ async def open_averager(
     if caller.address is None and role is not Role.CLIENT:
         raise ValueError(f"a peer that listens nowhere can only be a client, got role {role}")
     sharing = StateSharing(caller, dht, prefix=prefix, source=state, rng=rng, config=config.state)
-    averager = Averager(
-        caller,
-        size=size,
-        grid=grid,
-        cell=rng.randrange(grid.num_cells) if cell is None else cell,
-        role=role,
-        bandwidth=bandwidth,
-        assembler=GroupAssembler(
-            caller,
-            dht,
-            prefix=prefix,
-            grid=grid,
-            schema=schema_of(size, grid, schema),
-            rng=rng,
-            config=config.assembly,
-        ),
-        all_reduce=AllReduce(caller, prefix=prefix, config=config.all_reduce),
-        state=sharing,
-        dht=dht,
-        step_timeout_s=config.step_timeout_s,
+    assembler = GroupAssembler(
+        caller, dht, prefix=prefix, grid=grid, schema=schema_of(size, grid, schema), rng=rng, config=config.assembly
     )
+    all_reduce = AllReduce(caller, prefix=prefix, config=config.all_reduce)
     async with background_nursery() as nursery:
         nursery.start_soon(sharing.run)
-        yield averager
+        yield Averager(
+            caller,
+            size=size,
+            grid=grid,
+            cell=rng.randrange(grid.num_cells) if cell is None else cell,
+            role=role,
+            bandwidth=bandwidth,
+            assembler=assembler,
+            all_reduce=all_reduce,
+            state=sharing,
+            dht=dht,
+            nursery=nursery,
+            step_timeout_s=config.step_timeout_s,
+        )

@@ -36,6 +36,9 @@ MAX_MEMBER_BYTES = 336
 MAX_MEMBERS_BYTES = 56 * 1024
 """Most bytes of a group's members: with them a header stays below 64 KiB. Some 650 members with short host names."""
 
+WEIGHTS = (1e-9, 1e12)
+"""What a member may claim, such as samples: those of all members can be added up, and the lightest still counts."""
+
 BANDWIDTHS_BPS = (1e3, 1e11)
 """Least and most bytes a second that a member may claim. Shares are solved for in floating point: one member that
 claimed 1e-300 would spoil them for its whole group."""
@@ -206,6 +209,9 @@ def parse_joined_untrusted(body: Body, request: JoinRequest, leader: PeerId) -> 
     members = tuple(_parse_member_untrusted(item, request.side) for item in raw)
     if request.member not in members:
         raise RemoteProtocolError("the group that we joined does not have us as a member, or with other facts")
+    num_senders = sum(member.sends for member in members)
+    if max(num_senders, len(members) - num_senders) > request.side:
+        raise RemoteProtocolError(f"a group has at most {request.side} members of either kind, got {len(members)}")
     if not any(member.peer_id == leader and member.address is not None for member in members):
         raise RemoteProtocolError(f"the group of {leader.short} does not have it as a member")
     try:
@@ -239,8 +245,9 @@ def _parse_member_untrusted(raw: Any, side: int) -> Member:
         raise RemoteProtocolError(f"an id must be {PEER_ID_BYTES} bytes, got {peer_id!r:.80}")
     if type(slot) is not int or not 0 <= slot < side:
         raise RemoteProtocolError(f"the slot of a member must be from 0 to {side - 1}, got {slot!r:.80}")
-    if _parse_number_untrusted(weight, "weight") <= 0 and role != Role.AUXILIARY:
-        raise RemoteProtocolError(f"the weight of a member must be above 0, got {weight!r:.80}")
+    low, high = WEIGHTS
+    if not low <= _parse_number_untrusted(weight, "weight") <= high and role != Role.AUXILIARY:
+        raise RemoteProtocolError(f"the weight of a member must be from {low:g} to {high:g}, got {weight:g}")
     if bandwidth is not None:
         low, high = BANDWIDTHS_BPS
         if not low <= _parse_number_untrusted(bandwidth, "bandwidth") <= high:

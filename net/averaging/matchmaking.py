@@ -21,6 +21,7 @@ and time (`tick`, when `deadline` has come), and carries out `take_actions`.
 """
 
 import random
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -133,6 +134,7 @@ class Matchmaking:
         # At most one entry for each question of this search; the deadline bounds them.
         self._failed: set[PeerId] = set()
         self._ask_again_at: dict[PeerId, float] = {}
+        self._num_disbanded: Counter[PeerId] = Counter()
         self._suggested: Candidate | None = None
         self._actions: list[Tell] = []
         self._open_window(now)
@@ -182,7 +184,12 @@ class Matchmaking:
     def on_refused(self, candidate: Candidate, refusal: Refusal, now: float) -> None:
         """A candidate, or the leader that we followed, will not have us now."""
         peer_id = candidate.contact.peer_id
-        self._ask_again_at[peer_id] = now + self._config.poll_s
+        pause_s = self._config.poll_s
+        if refusal.reason is Reason.DISBANDED:
+            # It has cost us a window. One that does it again and again must not keep us from all other groups.
+            self._num_disbanded[peer_id] += 1
+            pause_s = self._config.window_s * 2.0 ** (self._num_disbanded[peer_id] - 1)
+        self._ask_again_at[peer_id] = now + pause_s
         if refusal.reason is Reason.WRONG_SCHEMA:
             self._failed.add(peer_id)
         self._forget_leader(peer_id)

@@ -209,9 +209,8 @@ class GroupSearch:
         body = request_body(replace(self.core.request, window=leader.expiration))
         self.core.follow(leader)
         self._settle()
-        # A client's own expiration may be far, so that it sets no bound to what a leader may claim.
-        window_s = min(leader.expiration - self._dht.clock.now(), self._config.window_s)
-        timeout_s = max(window_s, 0.0) + self._config.request_timeout_s
+        # Not until the leader's expiration: its clock may differ from ours. One that has died is noticed by `_watch`.
+        timeout_s = self._config.window_s + self._config.request_timeout_s
         answer: Group | Refusal | None = None
         try:
             async with background_nursery() as nursery:

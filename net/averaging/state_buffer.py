@@ -56,6 +56,12 @@ def pack(tensors: Sequence[Tensor]) -> StateBuffer:
             raise ValueError(f"an array of {tensor.dtype} and {tensor.ndim} dimensions cannot be shared")
         table.append([tensor.dtype.name, list(tensor.shape)])
     buffer = aligned_buffer(_nbytes(table))
+    end = 0
+    for name, shape in table:
+        start = end + -end % ALIGNMENT
+        # What lies between the arrays travels, too: fresh memory would tell what was in it, and make two states of one.
+        buffer[end:start] = bytes(start - end)
+        end = start + math.prod(shape) * DTYPES[name].itemsize
     for tensor, view in zip(tensors, _views(table, buffer), strict=True):
         np.copyto(view, tensor)
     return StateBuffer(table=table, buffer=buffer, digest=_digest(table, buffer))

@@ -4,73 +4,33 @@ Theory of operation. Donors announce under the DHT key `prefix.state` how far th
 number of trunk updates). Who needs one asks the donor that is furthest: `open` makes it take a snapshot (or offers the
 one that it just took for another) and answers with table and digest; `chunk` then fetches the snapshot piece by piece,
 a few at a time. A lost connection costs the pieces that were on their way: the download goes on with any donor that
-offers the same digest, first of all the same one again. Another digest is another state, and begins anew. What does not
-have the digest in the end is thrown away, and its donor not asked again.
+offers the same state, first of all the same one again. Another state begins anew.
 """
 
-import itertools
+import math
 import random
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import trio
 
-from net.averaging.state_buffer import StateBuffer, check_table_untrusted, pack, receive_untrusted
-from net.dht.messages import contact_to_wire, parse_contact_untrusted
+from net.averaging.state_buffer import StateBuffer, Table, pack
+from net.averaging.state_download import (
+    SharedState,
+    StateDownload,
+    StateSharingConfig,
+    state_key,
+    state_methods,
+)
+from net.dht.messages import contact_to_wire
 from net.dht.node import DhtNode
-from net.dht.records import Dictionary
-from net.errors import CallRefused, NetError, RemoteProtocolError
-from net.identity import Contact, PeerId
+from net.errors import CallRefused, PeerBusy
+from net.identity import Contact
 from net.rpc.base import Caller, Reply, Request
-from net.wire.tensors import Tensor, aligned_buffer
-
-DIGEST_BYTES = 32
-MAX_VERSION = 2**62
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SharedState:
-    """A state and how far it is."""
-
-    version: int
-    """Grows with training; the highest is the freshest."""
-    tensors: tuple[Tensor, ...]
-    """Its arrays, in an order that all peers of one prefix share."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Small things that belong to it; what the RPC layer carries in a body."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateSharingConfig:
-    """Periods and bounds."""
-
-    announce_period_s: float = 30.0
-    """Between two announcements; they live three times as long."""
-    snapshot_lifetime_s: float = 60.0
-    """How long a snapshot is kept after it was last asked for. Within it later newcomers get the same one, unless it
-    is more than `max_lag` versions old."""
-    max_lag: int = 100
-    """See `snapshot_lifetime_s`."""
-    max_snapshots: int = 2
-    """Kept at once: one that is being downloaded and a fresher one. Each is a whole state in memory."""
-    chunk_bytes: int = 2**20
-    """Of a piece: what others wait for behind it on the same connection."""
-    window: int = 4
-    """Pieces on their way to a newcomer."""
-    call_timeout_s: float = 30.0
-    """For one piece, and for the snapshot."""
-    max_bytes: int = 2**34
-    """Of a state that is accepted."""
-
-    def __post_init__(self) -> None:
-        for name in ("announce_period_s", "snapshot_lifetime_s", "call_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("max_snapshots", "chunk_bytes", "window", "max_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+_DEFAULTS = StateSharingConfig()
 
 
 class StateSource:
@@ -96,18 +56,6 @@ class _Snapshot:
     used_at: float
 
 
-@dataclass(slots=True, eq=False)
-class _Download:
-    """What has come of one state so far, from whichever donors."""
-
-    version: int
-    facts: Mapping[str, Any]
-    table: list[list[Any]]
-    digest: bytes
-    buffer: memoryview
-    missing: set[int]
-
-
 class StateSharing:
     """Serves this peer's state and downloads others'. Make one for each caller and prefix.
 
@@ -125,21 +73,21 @@ class StateSharing:
         prefix: str,
         source: StateSource | None,
         rng: random.Random,
-        config: StateSharingConfig = StateSharingConfig(),
+        config: StateSharingConfig = _DEFAULTS,
     ) -> None:
         self._caller = caller
         self._dht = dht
-        self._key = f"{prefix}.state"
-        self._open_method = f"averaging.{prefix}.state.open"
-        self._chunk_method = f"averaging.{prefix}.state.chunk"
+        self._key = state_key(prefix)
+        open_method, chunk_method = state_methods(prefix)
         self._source = source
-        self._rng = rng
         self._config = config
+        self._download = StateDownload(caller, dht, prefix=prefix, rng=rng, config=config)
         self._snapshots: dict[bytes, _Snapshot] = {}
+        self._taken_at = -math.inf  # when the last snapshot was
         self._taking = trio.Lock()
         if source is not None and caller.address is not None:
-            caller.add_handler(self._open_method, self._serve_open, max_concurrent=16)
-            caller.add_handler(self._chunk_method, self._serve_chunk, max_concurrent=64)
+            caller.add_handler(open_method, self._serve_open, max_concurrent=16)
+            caller.add_handler(chunk_method, self._serve_chunk, max_concurrent=64)
 
     async def run(self) -> None:
         """Announce this peer as a donor, until cancelled. A client, or a peer without a state, has nothing to do."""
@@ -158,118 +106,18 @@ class StateSharing:
             self._forget_old()
 
     async def download(
-        self, *, min_version: int = 0, timeout_s: float, attempts: int | None = None
+        self,
+        *,
+        min_version: int = 0,
+        timeout_s: float,
+        attempts: int | None = None,
+        expects: Callable[[int, Table], bool] = lambda version, table: True,
+        accepts: Callable[[SharedState], bool] = lambda state: True,
     ) -> SharedState | None:
-        """The freshest state that a donor gives.
-
-        Args:
-          min_version: states behind it are of no use.
-          timeout_s: after which it is given up.
-          attempts: how often all known donors are asked; None: again and again, for one may come up.
-
-        Returns: the state; its arrays are read-only. None: no donor had one, or none was whole in time.
-        """
-        partial: dict[bytes, _Download] = {}
-        banned: set[PeerId] = set()
-        with trio.move_on_after(timeout_s):
-            pause_s = 0.1
-            for _ in itertools.count() if attempts is None else range(attempts):
-                for contact in await self._donors(min_version, banned):
-                    try:
-                        state = await self._download_from(contact, min_version, partial)
-                    except RemoteProtocolError:
-                        banned.add(contact.peer_id)
-                    except NetError:
-                        continue
-                    else:
-                        return state
-                # A donor may be back, or others announced, in a moment.
-                await trio.sleep(pause_s)
-                pause_s = min(2 * pause_s, 5.0)
-        return None
-
-    async def _donors(self, min_version: int, banned: set[PeerId]) -> list[Contact]:
-        """Whom to ask, the furthest first; at the same version in random order."""
-        record = await self._dht.get(self._key)
-        if not isinstance(record, Dictionary):
-            return []
-        found = []
-        for subkey, entry in record.entries.items():
-            try:
-                version, contact = _parse_announcement_untrusted(entry.value)
-            except RemoteProtocolError:
-                continue
-            is_own = contact.peer_id in (self._caller.peer_id, *banned) or str(contact.peer_id) != subkey
-            # An announcement may be old: its donor is further by now.
-            if not is_own:
-                found.append((-version, self._rng.random(), contact))
-        return [contact for _, _, contact in sorted(found, key=lambda item: item[:2])]
-
-    async def _download_from(self, contact: Contact, min_version: int, partial: dict[bytes, _Download]) -> SharedState:
-        """A whole state from this donor, with what others gave of the same one.
-
-        Raises:
-          NetError: it has none that will do, or it broke off; what came is in `partial`.
-          RemoteProtocolError: it does not keep to the rules.
-        """
-        reply = await self._caller.call(
-            contact,
-            self._open_method,
-            {"min_version": min_version, "offered": list(partial)},
-            timeout_s=self._config.call_timeout_s,
+        """See `StateDownload.run`."""
+        return await self._download.run(
+            min_version=min_version, timeout_s=timeout_s, attempts=attempts, expects=expects, accepts=accepts
         )
-        download = self._parse_offer_untrusted(reply, min_version, partial)
-        chunks = iter(sorted(download.missing))
-        errors: list[NetError] = []
-
-        async def fetch() -> None:
-            for index in chunks:
-                try:
-                    await self._fetch(contact, download, index)
-                except NetError as error:
-                    errors.append(error)
-                    nursery.cancel_scope.cancel()
-                    return
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(self._config.window):
-                nursery.start_soon(fetch)
-        if errors:
-            raise errors[0]
-        del partial[download.digest]
-        packed = receive_untrusted(download.table, download.buffer, download.digest)
-        return SharedState(version=download.version, tensors=packed.tensors(), facts=download.facts)
-
-    def _parse_offer_untrusted(self, reply: Reply, min_version: int, partial: dict[bytes, _Download]) -> _Download:
-        body, config = reply.body, self._config
-        version, digest, facts = (body.get(name) for name in ("version", "digest", "facts"))
-        table: Any = body.get("table")
-        if type(version) is not int or not min_version <= version <= MAX_VERSION:
-            raise RemoteProtocolError(f"expected a state of version {min_version} or later, got {version!r:.80}")
-        if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES or not isinstance(facts, dict):
-            raise RemoteProtocolError(f"expected a digest of {DIGEST_BYTES} bytes and a map of facts")
-        nbytes = check_table_untrusted(table, max_bytes=config.max_bytes)
-        known = partial.get(digest)
-        if known is not None and known.table == table:
-            return known
-        # One state at a time: what came of another is given up, or newcomers would hold several.
-        partial.clear()
-        missing = set(range(-(-nbytes // config.chunk_bytes)))
-        partial[digest] = _Download(version, facts, table, digest, aligned_buffer(nbytes), missing)
-        return partial[digest]
-
-    async def _fetch(self, contact: Contact, download: _Download, index: int) -> None:
-        start = index * self._config.chunk_bytes
-        target = download.buffer[start : start + self._config.chunk_bytes]
-        body = {"digest": download.digest, "index": index, "chunk_bytes": self._config.chunk_bytes}
-        reply = await self._caller.call(contact, self._chunk_method, body, timeout_s=self._config.call_timeout_s)
-        if len(reply.tensors) != 1:
-            raise RemoteProtocolError(f"expected one piece of a state, got {len(reply.tensors)}")
-        (piece,) = reply.tensors
-        if not isinstance(piece, np.ndarray) or piece.dtype != np.uint8 or piece.shape != (target.nbytes,):
-            raise RemoteProtocolError(f"expected a piece of {target.nbytes} bytes")
-        target[:] = piece.data
-        download.missing.discard(index)
 
     async def _serve_open(self, request: Request) -> Reply:
         min_version, offered = request.body.get("min_version"), request.body.get("offered")
@@ -301,12 +149,27 @@ class StateSharing:
             for digest in (*(each for each in offered if each in fresh), *reversed(fresh)):
                 self._snapshots[digest].used_at = trio.current_time()
                 return self._snapshots[digest]
+            self._make_room()
             state = await self._source.snapshot()
-            snapshot = _Snapshot(state.version, dict(state.facts), pack(state.tensors), trio.current_time())
-            while len(self._snapshots) >= self._config.max_snapshots:
-                del self._snapshots[min(self._snapshots, key=lambda digest: self._snapshots[digest].used_at)]
+            self._taken_at = trio.current_time()
+            snapshot = _Snapshot(state.version, dict(state.facts), pack(state.tensors), self._taken_at)
             self._snapshots[snapshot.packed.digest] = snapshot
             return snapshot
+
+    def _make_room(self) -> None:
+        """For one more snapshot, if there is any.
+
+        Raises:
+          PeerBusy: the last one was taken only now, or all are being downloaded.
+        """
+        now, config = trio.current_time(), self._config
+        if now - self._taken_at < config.snapshot_period_s:
+            raise PeerBusy("a snapshot of this peer's state was taken only now")
+        while len(self._snapshots) >= config.max_snapshots:
+            oldest = min(self._snapshots, key=lambda digest: self._snapshots[digest].used_at)
+            if now - self._snapshots[oldest].used_at < min(config.call_timeout_s, config.snapshot_lifetime_s):
+                raise PeerBusy(f"{len(self._snapshots)} snapshots of this peer's state are being downloaded")
+            del self._snapshots[oldest]
 
     async def _serve_chunk(self, request: Request) -> Reply:
         digest, index, size = (request.body.get(name) for name in ("digest", "index", "chunk_bytes"))
@@ -325,14 +188,3 @@ class StateSharing:
         oldest = trio.current_time() - self._config.snapshot_lifetime_s
         for digest in [each for each, held in self._snapshots.items() if held.used_at < oldest]:
             del self._snapshots[digest]
-
-
-def _parse_announcement_untrusted(value: Any) -> tuple[int, Contact]:
-    """(version, contact) of a donor.
-
-    Raises:
-      RemoteProtocolError: it is anything else.
-    """
-    if not isinstance(value, list) or len(value) != 2 or type(value[0]) is not int:
-        raise RemoteProtocolError("an announcement is [version, contact]")
-    return value[0], parse_contact_untrusted(value[1])

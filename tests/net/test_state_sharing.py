@@ -9,7 +9,8 @@ import pytest
 import trio
 
 from net.averaging.state_buffer import check_table_untrusted, pack, receive_untrusted
-from net.averaging.state_sharing import SharedState, StateSharing, StateSharingConfig, StateSource
+from net.averaging.state_download import SharedState, StateSharingConfig
+from net.averaging.state_sharing import StateSharing, StateSource
 from net.errors import RemoteProtocolError
 from net.rpc.base import Caller, Handler, Reply, Request
 from net.transport.sim_events import HostDown
