@@ -29,7 +29,6 @@ from net.errors import CallRefused, PeerBusy
 from net.identity import Contact
 from net.rpc.base import Caller, Reply, Request
 
-
 _DEFAULTS = StateSharingConfig()
 
 
