@@ -6,7 +6,6 @@ is kept (Ryabinin et al. 2021, section 3; hivemind's delayed averaging). The opt
 own, but for a newcomer, which takes them with everything else from a donor.
 """
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from dmoe_jax.node.device import Device
 from dmoe_jax.optim.tree_vectors import TreeLayout
 from dmoe_jax.trainer import SharedTrunk
 from net.averaging.averager import Averager, AveragingStep
-from net.averaging.state_download import SharedState, StateUnavailable
+from net.averaging.state_download import MAX_VERSION, SharedState, StateUnavailable
 from net.averaging.state_sharing import StateSource
 
 PyTree = Any
@@ -73,13 +72,13 @@ class TrunkAveraging:
     """
 
     def __init__(
-        self, trunk: SharedTrunk, averager: Averager, layout: TreeLayout, device: Device, *, max_step: float = math.inf
+        self, trunk: SharedTrunk, averager: Averager, layout: TreeLayout, device: Device, *, max_step: int | None = None
     ) -> None:
         self._trunk = trunk
         self._averager = averager
         self._layout = layout
         self._device = device
-        self._max_step = max_step
+        self._max_step = MAX_VERSION if max_step is None else max_step
         self._missed_in_a_row = 0
         self.why_not = ""
         """Why there is no averaging now; empty if there is."""

@@ -27,8 +27,11 @@ from net.errors import NetError
 _QUICK_ROUTERS = ("product_key", "switch", "uniform_random")
 """One that learns and is additive, one that learns and balances its load, and the bar: one that knows nothing."""
 
-_QUICK_STEPS: Mapping[Place, int] = {"local": 20, "simulated": 24}
+_QUICK_STEPS: Mapping[Place, int] = {"local": 20, "simulated": 32}
 """Updates of each run of a quick comparison."""
+
+_QUICK_PAUSES = 4
+"""Pauses of each of them: a pause ends the work of a swarm, and takes as long as several updates."""
 
 _QUICK_EVAL_TOKENS = 4096
 """Words of each of its evaluations, the last ones too."""
@@ -120,7 +123,7 @@ def _train(command: CompareRoutersCommand, corpus: Corpus, router: Router, spec:
     plan = make_plan(
         preset,
         steps=steps,
-        eval_every=command.eval_every,
+        eval_every=command.eval_every or (max(1, steps // _QUICK_PAUSES) if command.quick else None),
         eval_tokens=eval_tokens,
         final_eval_tokens=final_eval_tokens,
     )

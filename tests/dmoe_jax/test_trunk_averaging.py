@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import trio
 
 from dmoe_jax.node.device import InlineDevice
@@ -18,6 +19,7 @@ from net.averaging.averager import Averager, AveragerConfig, AveragingStep, open
 from net.averaging.group_key import MoshpitGrid
 from net.averaging.matchmaking import AssemblyConfig
 from net.identity import PeerId
+from net.transport.sim_events import HostDown
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 
 CONFIG = AveragerConfig(
@@ -40,7 +42,7 @@ def values(trunk: SharedTrunk) -> np.ndarray:
 Live = Callable[[TrunkAveraging, SharedTrunk], Awaitable[Any]]
 
 
-def start(swarm: Swarm, name: str, trunk: SharedTrunk, live: Live) -> None:
+def start(swarm: Swarm, name: str, trunk: SharedTrunk, live: Live, *, max_step: int | None = None) -> None:
     """A process with this trunk, averaging in a group of two."""
 
     async def main() -> None:
@@ -59,7 +61,7 @@ def start(swarm: Swarm, name: str, trunk: SharedTrunk, live: Live) -> None:
                 config=CONFIG,
             ) as averager,
         ):
-            await live(TrunkAveraging(trunk, averager, layout, InlineDevice()), trunk)
+            await live(TrunkAveraging(trunk, averager, layout, InlineDevice(), max_step=max_step), trunk)
             await trio.sleep_forever()
 
     swarm.network.start(name, main)
@@ -173,3 +175,77 @@ def test_an_average_that_is_no_number_is_left_alone() -> None:
     trio.run(averaging.average)
     assert (averaging.totals.rejected, averaging.totals.done) == (1, 0)
     np.testing.assert_array_equal(values(trunk), 2.0)
+
+
+def test_a_trunk_does_not_go_back() -> None:
+    """A state that was ahead when it was asked for, and is not when it is there, is not taken."""
+    trunk, other = trunk_of(2.0), trunk_of(7.0)
+    trunk.step = 5
+
+    async def main() -> None:
+        assert not await trunk.replace(5, other.state)
+        assert not await trunk.replace(7, other.state, min_lead=3)
+        np.testing.assert_array_equal(values(trunk), 2.0)
+        assert await trunk.replace(7, other.state, min_lead=2)
+
+    trio.run(main)
+    assert trunk.step == 7
+    np.testing.assert_array_equal(values(trunk), 7.0)
+
+
+@pytest.mark.parametrize("fault", ["another model", "beyond the end", "not finite"])
+def test_a_newcomer_passes_over_states_of_no_use(fault: str) -> None:
+    """The donor that is furthest has one; the state of the next is taken."""
+
+    async def body(swarm: Swarm) -> None:
+        bad = SharedTrunk({"w": jnp.zeros((5, 5))}, optax.adam(0.1), InlineDevice())
+        if fault != "another model":
+            bad = trunk_of(float("nan") if fault == "not finite" else 3.0)
+        honest, new, done = trunk_of(1.0), trunk_of(7.0), trio.Event()
+        bad.step, honest.step = (2**60 if fault == "beyond the end" else 50), 40
+
+        async def gives(averaging: TrunkAveraging, trunk: SharedTrunk) -> None: ...
+
+        async def joins(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
+            await trio.sleep_until(5.0)
+            assert await averaging.catch_up(min_lead=5)
+            done.set()
+
+        start(swarm, "bad", bad, gives)
+        start(swarm, "honest", honest, gives)
+        await trio.sleep(1.0)
+        start(swarm, "new", new, joins, max_step=1000)
+        await done.wait()
+        assert new.step == 40
+        np.testing.assert_array_equal(values(new), 1.0)
+
+    in_swarm(body)
+
+
+def test_no_averages_while_others_are_ahead_and_their_state_is_not_to_be_had() -> None:
+    """A random start would hold the others back. Once nobody is announced any more, averaging begins."""
+
+    async def body(swarm: Swarm) -> None:
+        gone, new, done = trunk_of(1.0), trunk_of(7.0), trio.Event()
+        gone.step = 40
+
+        async def gives(averaging: TrunkAveraging, trunk: SharedTrunk) -> None: ...
+
+        async def joins(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
+            await trio.sleep_until(5.0)
+            assert not await averaging.catch_up(min_lead=5)
+            assert "announced" in averaging.why_not
+            assert await averaging.average() is None
+            await trio.sleep_until(200.0)
+            assert await averaging.average() is not None
+            assert averaging.why_not == ""
+            done.set()
+
+        start(swarm, "gone", gone, gives)
+        await trio.sleep(1.0)
+        swarm.network.apply(HostDown("gone", silent=True))
+        start(swarm, "new", new, joins, max_step=1000)
+        await done.wait()
+        assert new.step == 0
+
+    in_swarm(body)

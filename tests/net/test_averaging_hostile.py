@@ -1,0 +1,163 @@
+"""What one hostile or careless member can do to another's step: nothing but cost it that round."""
+
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import pytest
+import trio
+
+from net.averaging.averager import Averager, AveragerConfig, open_averager
+from net.averaging.group import Group, Member
+from net.averaging.group_key import MoshpitGrid, group_key
+from net.averaging.join_messages import (
+    WEIGHTS,
+    Candidate,
+    accepted_body,
+    declaration_of,
+    group_body,
+    parse_joined_untrusted,
+    parse_request_untrusted,
+    request_body,
+)
+from net.errors import CallRefused, RemoteProtocolError
+from net.identity import Address, Contact, PeerId
+from net.rpc.base import Handler, Reply, Request
+from tests.net.averaging_peers import CONFIG, SIZE, vector_of
+from tests.net.averaging_swarm import Place, Swarm, in_swarm, open_place
+
+GRID = MoshpitGrid(side=2, dims=1)
+KEY = group_key("x", GRID, 0, 0)
+
+
+async def refuse(_: Request) -> Reply:
+    raise CallRefused("no")
+
+
+async def silent(_: Request) -> Reply:
+    await trio.sleep_forever()
+    return Reply()
+
+
+def start_leader(swarm: Swarm, *, reduce: Handler = refuse, after_s: float = 0.0) -> None:
+    """One that has everybody, and begins at once, with one group id for all of its groups."""
+
+    async def live() -> None:
+        async with open_place(swarm, "evil") as place:
+            await trio.sleep(after_s)
+            await lead(place, reduce)
+
+    swarm.network.start("evil", live)
+
+
+async def lead(place: Place, reduce: Handler) -> None:
+    address = place.rpc.address
+    assert address is not None
+
+    def expiration() -> float:
+        return place.dht.clock.now() + 0.5
+
+    async def ask(_: Request) -> Reply:
+        return Reply(body=accepted_body(expiration()))
+
+    async def join(request: Request) -> Reply:
+        victim = parse_request_untrusted(request.body, request.peer_id).member
+        own = Member(peer_id=place.rpc.peer_id, address=address, wanted_slot=1)
+        return Reply(body=group_body(Group(group_id=b"\7" * 16, members=(victim, own), side=2)))
+
+    for name, handler in {"ask": ask, "join": join, "reduce": reduce}.items():
+        place.rpc.add_handler(f"averaging.x.{name}", handler)
+    while True:
+        candidate = Candidate(contact=Contact(place.rpc.peer_id, address), expiration=expiration())
+        await place.dht.store(
+            KEY, declaration_of(candidate), subkey=str(place.rpc.peer_id), expiration=candidate.expiration
+        )
+        await trio.sleep(0.3)
+
+
+def with_averager(
+    body: Callable[[Averager], Awaitable[None]],
+    before: Callable[[Swarm], None] = lambda swarm: None,
+    config: AveragerConfig = CONFIG,
+) -> None:
+    """Run a body five seconds after `before`."""
+
+    async def main(swarm: Swarm) -> None:
+        before(swarm)
+        async with (
+            open_place(swarm, "ann") as place,
+            open_averager(
+                place.rpc, place.dht, prefix="x", size=SIZE, grid=GRID, rng=place.rng, cell=0, config=config
+            ) as averager,
+        ):
+            await trio.sleep_until(5.0)
+            await body(averager)
+
+    in_swarm(main)
+
+
+def test_a_group_id_that_was_used_before_is_no_group() -> None:
+    """The step goes on looking, and ends at its deadline with what it had."""
+
+    async def body(averager: Averager) -> None:
+        done = await averager.step(vector_of("ann"))
+        assert done.received == 0.0
+        np.testing.assert_array_equal(done.average, vector_of("ann"))
+
+    with_averager(body, start_leader)
+
+
+def test_a_step_ends_by_its_deadline_whoever_does_not_answer() -> None:
+    """A group that is found late has what is left of the step's time, and not an all-reduce's own."""
+
+    async def body(averager: Averager) -> None:
+        began = trio.current_time()
+        done = await averager.step(vector_of("ann"))
+        assert trio.current_time() - began <= 60.0 + 1e-6
+        assert np.isfinite(done.average).all()
+
+    # It appears five seconds before the end.
+    with_averager(body, lambda swarm: start_leader(swarm, reduce=silent, after_s=60.0), AveragerConfig())
+
+
+def test_a_vector_that_is_not_finite_is_refused_before_anybody_waits_for_it() -> None:
+    """At once, by the error that the docstring names."""
+
+    async def body(averager: Averager) -> None:
+        vector = vector_of("ann").copy()
+        vector[3] = np.nan
+        began = trio.current_time()
+        with pytest.raises(ValueError, match="not finite"):
+            await averager.step(vector)
+        assert trio.current_time() == began
+
+    with_averager(body)
+
+
+def member(number: int, weight: float = 1.0) -> Member:
+    return Member(peer_id=PeerId(bytes([number]) * 32), address=Address("h", 1 + number), weight=weight)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([member(0), member(1, 1.7e308)], "weight of a member must be from"),
+        ([member(0), member(1, WEIGHTS[0] / 2)], "weight of a member must be from"),
+        ([member(0), member(1), member(2)], "at most 2 members"),
+    ],
+)
+def test_groups_that_no_sound_leader_makes_are_refused(members: list[Member], message: str) -> None:
+    """Weights that cannot be added up, and more members than the grid has places for."""
+    request = parse_request_untrusted(
+        {
+            "key": KEY,
+            "schema": b"",
+            "side": 2,
+            "member": group_body(Group(group_id=bytes(16), members=(members[0],), side=2))["members"][0],
+            "expiration": 1.0,
+        },
+        members[0].peer_id,
+    )
+    assert request_body(request)["side"] == 2
+    body = group_body(Group(group_id=bytes(16), members=tuple(members), side=4))
+    with pytest.raises(RemoteProtocolError, match=message):
+        parse_joined_untrusted(body, request, members[1].peer_id)
