@@ -16,6 +16,7 @@ from net.averaging.join_messages import (
     request_body,
 )
 from net.averaging.matchmaking import Matchmaking
+from net.clock import SwarmClock
 from net.errors import CallRefused
 from net.identity import PeerId
 from net.rpc.base import Reply, Request
@@ -259,3 +260,24 @@ async def test_requests_are_checked(autojump_clock: MockClock) -> None:
                 await asker.rpc.call(asked.member().contact, method, bad, timeout_s=3.0)
             with pytest.raises(CallRefused, match="key"):
                 await asker.rpc.call(asked.member().contact, method, {}, timeout_s=3.0)
+
+
+@pytest.mark.parametrize("skew_s", [1.0, 3.5, 4.5])
+def test_clocks_that_differ_by_less_than_a_window(skew_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One peer's clock is ahead: the leader still begins when its own window ends, and the other waits for that."""
+    num_made = 0
+
+    def clock() -> SwarmClock:
+        nonlocal num_made
+        num_made += 1
+        return SwarmClock(start_s=trio.current_time() + (skew_s if num_made == 2 else 0.0))
+
+    monkeypatch.setattr(SwarmClock, "virtual", clock)
+
+    async def main() -> None:
+        async with swarm(2) as peers:
+            first, second = await gather(*(partial(peer.find, 60.0) for peer in peers.peers))
+            assert first is not None
+            assert first == second
+
+    run(main)

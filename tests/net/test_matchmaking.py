@@ -190,6 +190,21 @@ def test_whoever_failed_is_not_asked_again() -> None:
     assert seeker.candidates([failing, refusing, strange], 1.5) == (refusing,)
 
 
+def test_a_leader_that_disbands_again_and_again_is_asked_less_and_less() -> None:
+    """Each time costs those who followed it a window: after the first it is left alone for one, then for two, four."""
+    search, leader, now = core(9, deadline=1000.0), candidate(1, 4.0), 0.0
+    for pause_s in (CONFIG.window_s, 2 * CONFIG.window_s, 4 * CONFIG.window_s):
+        search.follow(leader)
+        search.on_refused(leader, Refusal(reason=Reason.DISBANDED), now)
+        far = replace(candidate(1, now + 4.0), expiration=search.expiration - 0.1)
+        assert search.candidates([far], now + pause_s - 0.1) == ()
+        while search.expiration <= now + pause_s + 0.1:
+            search.tick(search.expiration)
+        now += pause_s + 0.1
+        leader = candidate(1, search.expiration - 0.1)
+        assert search.candidates([leader], now) == (leader,)
+
+
 def test_a_leader_that_follows_sends_its_followers_there() -> None:
     """It redirects who asks meanwhile, its window stands still, and it leads again when it is refused."""
     leader, earlier = core(5), candidate(4, 4.0)
