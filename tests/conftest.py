@@ -1,8 +1,6 @@
 """Fixtures for the whole test run."""
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 
 import jax
@@ -12,27 +10,6 @@ import pytest
 # inherit the variable.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] not in ("0", "false"))
-
-
-_CACHE = "JAX_COMPILATION_CACHE_DIR"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """What one test has compiled no other compiles again, whichever process runs it; nothing outlives the run."""
-    if hasattr(config, "workerinput") or _CACHE in os.environ:
-        return
-    folder = tempfile.mkdtemp(prefix="dmoe_jax_tests_")
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    # For worker processes, which inherit it, and this one, which has imported JAX; and for `dmoe` processes of tests.
-    os.environ |= {
-        _CACHE: folder,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "DMOE_XLA_CACHE": folder,
-    }
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 class CompilationCounter:
