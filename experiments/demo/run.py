@@ -54,7 +54,7 @@ class DemoSettings:
     """Trunk updates of a process between two averages."""
     steps: int = 600
     """Trunk updates of each process, all its trainers together."""
-    max_minutes: float = 2.7
+    max_minutes: float = 3.0
     """The trainer stops after this many minutes even if steps are left."""
     kill_trainer: bool = False
     """Kill the second trainer process too, with SIGKILL, after half of the training."""
@@ -179,7 +179,8 @@ def _trainer_command(
 
 async def _kill_in_the_middle(node: SwarmProcess, out: Path, kill_step: int, console: Console) -> None:
     """SIGKILL a process once training has reached `kill_step`, and note it in the run's metrics."""
-    kind = "node" if node.contact else "trainer"
+    # A trainer process listens nowhere.
+    kind, who = ("node", f"{node.name} at {node.address}") if node.contact else ("trainer", node.name)
     while True:
         await trio.sleep(0.25)
         latest = _latest_step(out / "metrics.jsonl")
@@ -193,11 +194,11 @@ async def _kill_in_the_middle(node: SwarmProcess, out: Path, kill_step: int, con
         name=f"{kind}_killed",
         step=latest["step"],
         time_s=latest["time_s"],
-        detail=f"{node.name} at {node.address}",
+        detail=who,
         peer=node.address,
     )
     # The trainer's live bar may hold the cursor in the middle of a line.
-    console.print(f"\n[bold red]killed {node.name} ({node.address}) with SIGKILL at step {latest['step']}[/]")
+    console.print(f"\n[bold red]killed {who} with SIGKILL at step {latest['step']}[/]")
 
 
 def _latest_step(metrics: Path) -> dict[str, Any] | None:

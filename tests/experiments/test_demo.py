@@ -128,7 +128,7 @@ def test_quick_demo_learns_survives_and_leaves_nothing(tmp_path: Path) -> None:
     assert demo.returncode == 0, stderr
     headline = json.loads(stdout.splitlines()[-1])
     assert headline["perplexity_over_unigram"] < 0.9
-    assert headline["killed_at_step"] >= 80
+    assert headline["killed_at_step"] >= 50
     assert headline["failed_share_after_kill"] <= 0.15
     assert {"config.json", "metrics.jsonl", "figure.png", "report.md"} <= {path.name for path in out.iterdir()}
     assert processes_of(str(out)) == []

@@ -36,6 +36,7 @@ from tests.experiments.small_runs import DROPOUT, VOCAB_SIZE, small_corpus, smal
 
 PyTree = Any
 STEPS = 20
+NOISY = small_preset("dmoe", batch_size=2, warmup_steps=0, **DROPOUT), noisy_top_k((2, 2))
 
 
 def local_engine(preset: Preset, router: Router | None = None, *, seed: int = 0) -> LocalEngine:
@@ -105,7 +106,7 @@ def step_by_hand(
 
 def test_the_step_of_a_mixture_is_that_of_the_equations() -> None:
     """Its second update equals, to 1e-5, one made expert by expert, with all noise and dropout."""
-    preset, router = small_preset("dmoe", batch_size=2, warmup_steps=0, **DROPOUT), noisy_top_k((2, 2))
+    preset, router = NOISY
     engine = local_engine(preset, router)
     advance(engine, 1)  # memory and moments are no longer zero
     stream = SegmentStream(small_corpus().train, batch_size=2, seq_len=6, seed=0, position=1)
@@ -167,7 +168,7 @@ def test_every_step_is_reported_once_and_in_order(model: Any) -> None:
 
 def test_evaluation_changes_nothing_and_repeats_itself() -> None:
     """Neither the state nor a second evaluation differs after one; `max_tokens` reads part of every row."""
-    engine = local_engine(small_preset("dmoe", **DROPOUT), noisy_top_k((2, 2)))
+    engine = local_engine(*NOISY)
     advance(engine, 2)
     before, facts = jax.tree.map(np.array, engine.state()), engine.facts()
     text, batches = small_corpus().valid, []

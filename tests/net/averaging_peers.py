@@ -14,7 +14,7 @@ from tests.net.averaging_swarm import Swarm, open_place
 
 CONFIG = AveragerConfig(
     step_timeout_s=20.0,
-    assembly=AssemblyConfig(window_s=3.0, request_timeout_s=1.0),
+    assembly=AssemblyConfig(),
     all_reduce=AllReduceConfig(sender_timeout_s=1.0, timeout_s=10.0),
 )
 SIZE = 50
