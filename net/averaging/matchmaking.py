@@ -48,7 +48,7 @@ class AssemblyConfig:
     window_s: float = 5.0
     """How long a leader gathers followers, seconds; a full group begins at once. Let it be longer than the DHT's
     `rpc_timeout_s`: a declaration may have to pass by dead peers, and those that come late form a group of their own
-    (of 8 x 8 peers of which 3 had died in each of six rounds, the last 49 formed 14 groups with 3 s, and 8 with 8 s)."""
+    (where 3 of 8 x 8 peers had died in each of six rounds, the last 46 formed 14 groups with 3 s, and 8 with 8 s)."""
     request_timeout_s: float = 3.0
     """How long a leader may take to say whether it would have us, and to answer after its window, seconds."""
     grace_s: float = 0.3
