@@ -12,8 +12,8 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] not in ("0", "false"))
 
 # For the same reason XLA's older code generator for CPUs, which is ready in two thirds of the time, too; and one
-# thread, since every test process has one core. XLA ends a process over a flag that it does not know, so these are for the
-# versions they were tried with. What the variable says already comes after them and goes before them.
+# thread, since every test process has one core. XLA ends a process over a flag that it does not know, so these are
+# for the versions they were tried with. What the variable says already comes after them and goes before them.
 if jax.__version_info__[:2] == (0, 10):
     os.environ["XLA_FLAGS"] = (
         "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
