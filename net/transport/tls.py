@@ -8,7 +8,7 @@ A dialling end judges before it shows its own certificate, an accepting one befo
 more of a swarm than the certificate of the listener that it dials.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import trio
@@ -25,6 +25,10 @@ _MAX_HANDSHAKE_BYTES = 64 * 1024
 """What a peer may send before it is known. Ours send less than 2 KiB; a first frame may come along with the rest."""
 
 _HANDSHAKE_RECEIVE_BYTES = 16 * 1024
+
+_ENCRYPT_BYTES = 256 * 1024
+"""Encrypted in one go. OpenSSL's buffer never shrinks: this bounds what each link keeps of what it sends, half of what
+leaves at once."""
 
 
 class TlsLink:
@@ -122,9 +126,16 @@ class TlsLink:
         self._check_usable()
         with self._stream.sending():
             for batch in batches(parts):
-                for piece in batch:
-                    self._engine.encrypt(piece)
-                await self._flush()
+                await self._stream.send_all(list(self._encrypted(batch)))
+
+    def _encrypted(self, batch: Sequence[bytes | memoryview]) -> Iterator[bytes]:
+        for piece in batch:
+            for start in range(0, len(piece), _ENCRYPT_BYTES):
+                self._engine.encrypt(memoryview(piece)[start : start + _ENCRYPT_BYTES])
+                if self._engine.num_waiting >= _ENCRYPT_BYTES:
+                    yield self._engine.take_ciphertext()
+        if self._engine.num_waiting:
+            yield self._engine.take_ciphertext()
 
     async def receive(self) -> Frame | None:
         """See `Link.receive`.

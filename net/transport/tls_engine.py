@@ -125,6 +125,11 @@ class TlsEngine:
         """Take in what arrived. The caller bounds it, and reads until `decrypt_into` returns 0 before it feeds more."""
         self._incoming.write(ciphertext)
 
+    @property
+    def num_waiting(self) -> int:
+        """Bytes of ciphertext that are to be sent."""
+        return self._outgoing.pending
+
     def take_ciphertext(self) -> bytes:
         """All that is to be sent, perhaps nothing."""
         return self._outgoing.read()
