@@ -94,6 +94,10 @@ class DelayedCaller:
         serves_experts = method in ("expert.forward", "expert.backward")
         self._caller.add_handler(method, delayed if serves_experts else handler, max_concurrent=max_concurrent)
 
+    def remove_handler(self, method: str) -> None:
+        """See `Caller.remove_handler`."""
+        self._caller.remove_handler(method)
+
     async def call(
         self,
         target: Contact | Address,

@@ -144,6 +144,10 @@ class AllReduce:
         caller.add_handler(self._method, self._serve, max_concurrent=MAX_CALLS)
         _keep_freed_memory()
 
+    def close(self) -> None:
+        """Serve no more calls."""
+        self._caller.remove_handler(self._method)
+
     def knows(self, group_id: bytes) -> bool:
         """Whether such a group is or was at work here: a sound leader draws a new id for each."""
         return group_id in self._running or group_id in self._past

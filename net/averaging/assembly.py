@@ -101,6 +101,12 @@ class GroupAssembler:
             caller.add_handler(self._ask_method, self._serve_ask)
             caller.add_handler(self._join_method, self._serve_join, max_concurrent=max_waiting)
 
+    def close(self) -> None:
+        """Serve no more calls."""
+        if not self._is_client:
+            for method in (self._ask_method, self._join_method):
+                self._caller.remove_handler(method)
+
     async def find_group(self, me: Member, *, cell: int, round_number: int, deadline: float) -> Group | None:
         """Assemble a group with other peers of our cell's group in this round.
 

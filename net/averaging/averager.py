@@ -14,7 +14,7 @@ import hashlib
 import math
 import random
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -266,12 +266,17 @@ async def open_averager(
         role = Role.CLIENT if caller.address is None else Role.NODE
     if caller.address is None and role is not Role.CLIENT:
         raise ValueError(f"a peer that listens nowhere can only be a client, got role {role}")
-    sharing = StateSharing(caller, dht, prefix=prefix, source=state, rng=rng, config=config.state)
-    assembler = GroupAssembler(
-        caller, dht, prefix=prefix, grid=grid, schema=schema_of(size, grid, schema), rng=rng, config=config.assembly
-    )
-    all_reduce = AllReduce(caller, prefix=prefix, config=config.all_reduce)
-    async with background_nursery() as nursery:
+    async with AsyncExitStack() as stack:
+        # Each serves calls from its making on, until it is closed; then the prefix is free again.
+        sharing = StateSharing(caller, dht, prefix=prefix, source=state, rng=rng, config=config.state)
+        stack.callback(sharing.close)
+        assembler = GroupAssembler(
+            caller, dht, prefix=prefix, grid=grid, schema=schema_of(size, grid, schema), rng=rng, config=config.assembly
+        )
+        stack.callback(assembler.close)
+        all_reduce = AllReduce(caller, prefix=prefix, config=config.all_reduce)
+        stack.callback(all_reduce.close)
+        nursery = await stack.enter_async_context(background_nursery())
         nursery.start_soon(sharing.run)
         yield Averager(
             caller,

@@ -77,7 +77,7 @@ class StateSharing:
         self._caller = caller
         self._dht = dht
         self._key = state_key(prefix)
-        open_method, chunk_method = state_methods(prefix)
+        open_method, chunk_method = self._methods = state_methods(prefix)
         self._source = source
         self._config = config
         self._download = StateDownload(caller, dht, prefix=prefix, rng=rng, config=config)
@@ -87,6 +87,12 @@ class StateSharing:
         if source is not None and caller.address is not None:
             caller.add_handler(open_method, self._serve_open, max_concurrent=16)
             caller.add_handler(chunk_method, self._serve_chunk, max_concurrent=64)
+
+    def close(self) -> None:
+        """Serve no more calls. What was announced runs out by itself."""
+        if self._source is not None and self._caller.address is not None:
+            for method in self._methods:
+                self._caller.remove_handler(method)
 
     async def run(self) -> None:
         """Announce this peer as a donor, until cancelled. A client, or a peer without a state, has nothing to do."""

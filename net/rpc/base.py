@@ -74,6 +74,10 @@ class Caller(Protocol):
         """
         ...
 
+    def remove_handler(self, method: str) -> None:
+        """Serve `method` no more: further calls are refused as unknown, those that run already go on."""
+        ...
+
     async def call(
         self,
         target: Contact | Address,

@@ -19,7 +19,7 @@ from net.identity import Address
 from net.rpc.base import Body, Reply, Request
 from net.rpc.fault_acts import act_before, act_instead_of_reply
 from net.rpc.faults import FaultInjector
-from net.rpc.service import Service
+from net.rpc.service import Method, Service
 from net.rpc.session import Action, CancelRun, FinishCall, RpcSession, RunCall
 from net.transport.base import Link
 from net.wire.frames import EncodedFrame, Frame, Part
@@ -318,15 +318,15 @@ class Connection:
             case RunCall(start=start):
                 self.last_used = self.last_heard
                 try:
-                    self._service.admit(start.method)
+                    method = self._service.admit(start.method)
                 except CallFailed as exc:
                     self._fail(start.call_id, exc)
                     return
                 scope = trio.CancelScope(deadline=trio.current_time() + start.timeout_s)
                 self._handler_scopes[start.call_id] = scope
-                nursery.start_soon(self._serve, start, scope)
+                nursery.start_soon(self._serve, start, scope, method)
 
-    async def _serve(self, start: CallStart, scope: trio.CancelScope) -> None:
+    async def _serve(self, start: CallStart, scope: trio.CancelScope, method: Method) -> None:
         """Run one handler within its deadline and queue the answer; the supervisor of handlers.
 
         The place in the service is taken already.
@@ -334,7 +334,7 @@ class Connection:
         try:
             with scope:
                 try:
-                    reply = await self._reply(self._request(start))
+                    reply = await self._reply(self._request(start), method)
                     self._session.reply(start.call_id, reply.body, reply.tensors)
                 except CallFailed as exc:  # the handler's own words for its caller
                     self._fail(start.call_id, exc)
@@ -351,7 +351,7 @@ class Connection:
                 raise cancelled from None
         finally:
             del self._handler_scopes[start.call_id]
-            self._service.release(start.method)
+            self._service.release(method)
             self._wake.set()
 
     def _handler_failed(self, start: CallStart) -> None:
@@ -360,13 +360,13 @@ class Connection:
         text = f"the handler of {start.method!r} failed; the peer's log says why"
         self._fail(start.call_id, RemoteFailure(text))
 
-    async def _reply(self, request: Request) -> Reply:
+    async def _reply(self, request: Request, method: Method) -> Reply:
         fate = None if self._faults is None else self._faults.draw(request.peer_id, request.method)
         if fate is None:
-            return await self._service.run(request)
+            return await self._service.run(method, request)
         fault, late_s = fate
         await act_before(fault, late_s)
-        return await act_instead_of_reply(fault, await self._service.run(request), self._send_last)
+        return await act_instead_of_reply(fault, await self._service.run(method, request), self._send_last)
 
     def _send_last(self, part: Part) -> None:
         """For faults: send one more part, whatever else waits, and end the connection."""

@@ -182,6 +182,14 @@ class RpcPeer:
         """
         self._service.add(method, handler, max_concurrent=max_concurrent)
 
+    def remove_handler(self, method: str) -> None:
+        """See `Caller.remove_handler`.
+
+        Raises:
+          ValueError: the method has no handler.
+        """
+        self._service.remove(method)
+
     async def call(
         self,
         target: Contact | Address,

@@ -17,8 +17,10 @@ PING = "rpc.ping"
 _MAX_CONCURRENT_PINGS = 64
 
 
-@dataclass(slots=True, kw_only=True)
-class _Method:
+@dataclass(slots=True, kw_only=True, eq=False)
+class Method:
+    """A method that is served, or was until it was removed; calls that were admitted go on."""
+
     handler: Handler
     max_concurrent: int
     num_running: int = 0
@@ -32,7 +34,7 @@ class Service:
     """Handlers by method name, with their bounds. One for each peer, shared by all its connections."""
 
     def __init__(self) -> None:
-        self._methods = {PING: _Method(handler=_ping, max_concurrent=_MAX_CONCURRENT_PINGS)}
+        self._methods = {PING: Method(handler=_ping, max_concurrent=_MAX_CONCURRENT_PINGS)}
 
     def add(self, method: str, handler: Handler, *, max_concurrent: int) -> None:
         """Serve `method` with `handler`; see `net.rpc.base.Caller.add_handler`.
@@ -46,9 +48,19 @@ class Service:
             raise ValueError(f"method {method!r} has a handler already")
         if max_concurrent < 1:
             raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}")
-        self._methods[method] = _Method(handler=handler, max_concurrent=max_concurrent)
+        self._methods[method] = Method(handler=handler, max_concurrent=max_concurrent)
 
-    def admit(self, method: str) -> None:
+    def remove(self, method: str) -> None:
+        """Serve `method` no more; see `net.rpc.base.Caller.remove_handler`.
+
+        Raises:
+          ValueError: it has no handler.
+        """
+        if method not in self._methods or method == PING:
+            raise ValueError(f"method {method!r} has no handler to remove")
+        del self._methods[method]
+
+    def admit(self, method: str) -> Method:
         """Take one of the method's places, before a task is started for the call; `release` gives it back.
 
         Raises:
@@ -61,10 +73,11 @@ class Service:
         if entry.num_running >= entry.max_concurrent:
             raise PeerBusy(f"{entry.max_concurrent} calls of {method!r} are running already")
         entry.num_running += 1
+        return entry
 
-    def release(self, method: str) -> None:
+    def release(self, method: Method) -> None:
         """Give back what `admit` took."""
-        self._methods[method].num_running -= 1
+        method.num_running -= 1
 
     async def run_own(self, request: Request) -> Reply:
         """Serve a call of this very peer, without a connection.
@@ -72,9 +85,9 @@ class Service:
         Raises:
           CallFailed: as a caller elsewhere would get it.
         """
-        self.admit(request.method)
+        method = self.admit(request.method)
         try:
-            return await self.run(request)
+            return await self.run(method, request)
         except CallFailed:
             raise
         except Exception as exc:
@@ -88,15 +101,15 @@ class Service:
                 raise cancelled from None
             raise
         finally:
-            self.release(request.method)
+            self.release(method)
 
-    async def run(self, request: Request) -> Reply:
+    async def run(self, method: Method, request: Request) -> Reply:
         """Run the handler; its exceptions come out as they are. `admit` must have taken a place for it.
 
         Raises:
           TypeError: the handler returned something else than a `Reply`.
         """
-        reply = await self._methods[request.method].handler(request)
+        reply = await method.handler(request)
         if not isinstance(reply, Reply):
             raise TypeError(f"a handler must return a Reply, got {type(reply).__name__}")
         return reply

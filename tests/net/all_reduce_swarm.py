@@ -50,6 +50,9 @@ class Watched:
 
         self._caller.add_handler(method, handle, max_concurrent=max_concurrent)
 
+    def remove_handler(self, method: str) -> None:
+        self._caller.remove_handler(method)
+
     async def call(
         self,
         target: Contact | Address,

@@ -108,6 +108,10 @@ class DirectCaller:
             raise ValueError(f"a handler for {method} is registered already")
         self._handlers[method] = limited
 
+    def remove_handler(self, method: str) -> None:
+        """Serve a method no more."""
+        del self._handlers[method]
+
     async def call(
         self,
         target: Contact | Address,

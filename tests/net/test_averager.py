@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.averager import Averager, AveragingStep, open_averager
+from net.averaging.averager import Averager, AveragerConfig, AveragingStep, open_averager
 from net.averaging.group import Role
 from net.averaging.group_key import MoshpitGrid
+from net.averaging.matchmaking import AssemblyConfig
 from net.averaging.state_download import SharedState
 from net.averaging.state_sharing import StateSource
+from net.errors import CallRefused
 from net.transport.sim_events import HostDown
 from tests.net.averaging_peers import CONFIG, ROUND_S, SIZE, Peers, vector_of
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
@@ -264,5 +266,43 @@ def test_a_newcomer_takes_the_whole_state() -> None:
             assert state is not None
             np.testing.assert_array_equal(state.tensors[0], vector_of("state"))
             assert await averager.download_state(min_version=8, attempts=2) is None
+
+    in_swarm(body)
+
+
+def test_a_prefix_is_free_again_after_its_averager() -> None:
+    """Also after one that could not be opened; in between its calls are refused."""
+
+    async def body(swarm: Swarm) -> None:
+        async def snapshot() -> SharedState:
+            return SharedState(version=1, tensors=(vector_of("state"),))
+
+        async with open_place(swarm, "peer") as place, open_place(swarm, "other") as other:
+            assert place.rpc.address is not None
+
+            async def call(name: str) -> None:
+                await other.rpc.call(place.rpc.address, f"averaging.x.{name}", {}, timeout_s=5.0)
+
+            for min_group_size in (2, 2, 3, 2):
+                opening = open_averager(
+                    place.rpc,
+                    place.dht,
+                    prefix="x",
+                    size=SIZE,
+                    grid=MoshpitGrid(side=2),
+                    rng=place.rng,
+                    state=StateSource(lambda: 1, snapshot),
+                    config=AveragerConfig(assembly=AssemblyConfig(min_group_size=min_group_size)),
+                )
+                if min_group_size > 2:
+                    with pytest.raises(ValueError, match="no groups of min_group_size 3"):
+                        await opening.__aenter__()
+                    continue
+                async with opening:
+                    with pytest.raises(CallRefused, match=r"^(?!unknown)"):
+                        await call("reduce")
+                for name in ("reduce", "ask", "join"):
+                    with pytest.raises(CallRefused, match="unknown method"):
+                        await call(name)
 
     in_swarm(body)

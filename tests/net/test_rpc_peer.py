@@ -279,6 +279,42 @@ async def test_refusals_carry_the_handlers_message() -> None:
             await client.call(address, "nothing", {}, timeout_s=LONG_S)
 
 
+async def test_a_removed_method_is_unknown_and_its_calls_go_on() -> None:
+    """The call that runs is answered by the old handler, the next one refused, the one after a new handler's; the new
+    one has all its places. What is not served, and the ping, cannot be removed."""
+    began, end = trio.Event(), trio.Event()
+
+    async def old(_: Request) -> Reply:
+        began.set()
+        await end.wait()
+        return Reply(body={"by": "old"})
+
+    async def new(_: Request) -> Reply:
+        return Reply(body={"by": "new"})
+
+    async with peers() as (server, client, address):
+        answers = []
+
+        async def call() -> None:
+            answers.append((await client.call(address, "work", {}, timeout_s=LONG_S)).body)
+
+        server.add_handler("work", old, max_concurrent=1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(call)
+            await began.wait()
+            server.remove_handler("work")
+            with pytest.raises(CallRefused, match="unknown method 'work'"):
+                await call()
+            server.add_handler("work", new, max_concurrent=1)
+            await call()
+            end.set()
+        await call()
+        assert answers == [{"by": "new"}, {"by": "old"}, {"by": "new"}]
+        for method in ("nothing", "rpc.ping"):
+            with pytest.raises(ValueError, match="no handler to remove"):
+                server.remove_handler(method)
+
+
 async def test_a_handler_that_crashes_is_logged_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     """The caller learns that it failed, not why; the log keeps the traceback; the connection lives on."""
 
