@@ -218,7 +218,8 @@ class LosesReplies:
 
     def __init__(self, caller: DirectCaller) -> None:
         self._caller = caller
-        self.peer_id, self.address, self.add_handler = caller.peer_id, caller.address, caller.add_handler
+        self.peer_id, self.address = caller.peer_id, caller.address
+        self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
         self.lost = 0
 
     async def call(self, address: Address, method: str, body: Any, tensors: Any = (), *, timeout_s: float) -> Reply:
@@ -314,7 +315,8 @@ class Eavesdropper:
 
     def __init__(self, caller: DirectCaller) -> None:
         self._caller = caller
-        self.peer_id, self.address, self.add_handler = caller.peer_id, caller.address, caller.add_handler
+        self.peer_id, self.address = caller.peer_id, caller.address
+        self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
         self.sent: list[tuple[str, dict[str, Any], list[Outgoing]]] = []
         self.received: list[Tensor] = []
 
