@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PyTree = Any
+from dmoe_jax.types import PyTree
 
 
 class Value:

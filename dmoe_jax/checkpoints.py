@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-PyTree = Any
+from dmoe_jax.types import PyTree
 
 _STATE = "state"
 _FACTS = "facts"

@@ -25,6 +25,7 @@ import trio
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.checkpoints import host_copy
 from dmoe_jax.data.batches import Batch, SegmentStream
+from dmoe_jax.device import Device
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.models.transformer_xl import (
     LayerMemory,
@@ -36,11 +37,8 @@ from dmoe_jax.models.transformer_xl import (
     forget,
 )
 from dmoe_jax.models.trunk import StepKeys, step_keys
-from dmoe_jax.node.device import Device
+from dmoe_jax.types import PyTree
 from net.errors import NetError
-
-PyTree = Any
-
 
 MAX_NOT_FINITE = 20
 """Steps of one trainer in a row that may come out as NaN or infinity. One bad batch, or an expert that recovers, makes

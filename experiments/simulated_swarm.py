@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import trio
 
+from dmoe_jax.device import Device, InlineDevice
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
 from dmoe_jax.mixture.fan_out import CallStatistics, ExpertCaller
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.device import Device, InlineDevice
 from dmoe_jax.node.server import NodeConfig, open_expert_node
 from net.clock import SwarmClock
 from net.dht.config import DhtConfig
@@ -23,7 +23,7 @@ from net.errors import DialFailed
 from net.identity import Address, PeerId
 from net.rpc.faults import FaultInjector, FaultPlan
 from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.sim_network import SimNetwork
+from net.transport.sim.network import SimNetwork
 
 PORT = 1
 """Every peer's: each has a host of its own."""

@@ -15,12 +15,12 @@ from dmoe_jax.cli.swarm import SwarmPeer
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.data.corpora import Corpus
+from dmoe_jax.device import Device, ThreadDevice
 from dmoe_jax.directory import ExpertDirectory
 from dmoe_jax.grid import ExpertUid, all_uids, layer_prefix
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics, ExpertCaller
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
-from dmoe_jax.node.device import Device, ThreadDevice
 from dmoe_jax.node.requests import describe_spec
 from dmoe_jax.recipe import decay_learning_weights
 from dmoe_jax.routing.base import Router

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dmoe_jax.cli.common import UsageError
-from net.averaging.group_key import MoshpitGrid, check_prefix
+from net.averaging.grouping.group_key import MoshpitGrid, check_prefix
 
 if TYPE_CHECKING:
     from dmoe_jax.cli.swarm import SwarmPeer
-    from dmoe_jax.node.device import Device
+    from dmoe_jax.device import Device
     from dmoe_jax.optim.trunk_averaging import TrunkAveraging
     from dmoe_jax.trainer import SharedTrunk
     from net.averaging.averager import AveragerConfig
@@ -65,9 +65,9 @@ class AveragingOptions:
         Raises:
           ValueError: one of them is out of range.
         """
-        from net.averaging.all_reduce import AllReduceConfig
         from net.averaging.averager import AveragerConfig
-        from net.averaging.matchmaking import AssemblyConfig
+        from net.averaging.grouping.matchmaking import AssemblyConfig
+        from net.averaging.reduction.all_reduce import AllReduceConfig
         from net.wire.compression import Compression
 
         return AveragerConfig(
@@ -108,7 +108,7 @@ async def open_trunk_averaging(
     from dmoe_jax.optim.tree_vectors import layout_of
     from dmoe_jax.optim.trunk_averaging import TrunkAveraging, trunk_source
     from net.averaging.averager import open_averager
-    from net.averaging.group import Role
+    from net.averaging.grouping.group import Role
 
     layout = layout_of(trunk.params)
     async with open_averager(

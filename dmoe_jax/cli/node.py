@@ -66,7 +66,7 @@ class NodeCommand:
         return run_until_done(self._serve, exit_on_stdin_eof=self.exit_on_stdin_eof)
 
     async def _serve(self, stop: Stop) -> int:
-        from dmoe_jax.node.device import ThreadDevice
+        from dmoe_jax.device import ThreadDevice
         from dmoe_jax.node.server import NodeConfig, open_expert_node
 
         for name in ("announce_period_s", "checkpoint_period_s"):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Int, PRNGKeyArray
 
-PyTree = Any
+from dmoe_jax.types import PyTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

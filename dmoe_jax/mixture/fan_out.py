@@ -19,12 +19,12 @@ from dmoe_jax.mixture.quorum import Quorum
 from net.errors import ConnectionLost, NetError, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact
 from net.rpc.base import Body, Caller, Reply
+from net.types import Array
 from net.wire.compression import Compression
 from net.wire.tensors import Outgoing, as_outgoing, plain
 
 logger = logging.getLogger(__name__)
 
-Array = np.ndarray[Any, np.dtype[Any]]
 
 # A peer that is late this many times in a row is treated as one that does not answer. A hung process refuses no
 # connection, and the grace time cuts every call to it short before its deadline does.

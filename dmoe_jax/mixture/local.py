@@ -9,7 +9,7 @@ Axes: B batch, K experts a sample, E experts in the grid, I dimensions of the gr
 """
 
 import math
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dmoe_jax.experts.base import Expert, init_by_uid
 from dmoe_jax.routing.base import cell_numbers
-
-PyTree = Any
+from dmoe_jax.types import PyTree
 
 BLOCK_ROWS = 4
 """Samples that share a gathered copy of their expert's parameters. More pad more: half a block for each expert."""

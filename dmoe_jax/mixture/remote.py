@@ -23,19 +23,18 @@ import jax
 import numpy as np
 
 from dmoe_jax.autodiff import Recording, Value
+from dmoe_jax.device import Device, to_host
 from dmoe_jax.directory import ExpertDirectory
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import ExpertUid, format_uid
 from dmoe_jax.mixture.fan_out import CallPolicy, ExpertCall, ExpertCaller
 from dmoe_jax.mixture.local import combine_outputs
-from dmoe_jax.node.device import Device, to_host
 from dmoe_jax.routing.base import Router, RouterError, Scores, gather_logits
 from dmoe_jax.routing.check import check_finite
 from net.errors import NoQuorum
 from net.identity import Contact
 from net.rpc.base import Reply
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from net.types import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

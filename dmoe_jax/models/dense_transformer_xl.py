@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
 from dmoe_jax.data.batches import Batch
-from dmoe_jax.experts.base import PyTree, check_positive
+from dmoe_jax.experts.base import check_positive
 from dmoe_jax.experts.dropout import KeyData, check_rates, locked_dropout
 from dmoe_jax.experts.relative_attention import relative_positions
 from dmoe_jax.experts.transformer_xl import INIT_STDDEV, TransformerXLLayer, check_layer
@@ -29,6 +29,7 @@ from dmoe_jax.models.trunk import (
     next_memory,
     token_nll,
 )
+from dmoe_jax.types import PyTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,9 @@ from dmoe_jax.grid import layer_prefix
 from dmoe_jax.mixture.local import expert_load, init_experts, local_mixture
 from dmoe_jax.routing.base import Router, Scores, gather_logits
 from dmoe_jax.routing.check import check_router
+from dmoe_jax.types import PyTree
 
 __all__ = ["ForwardAux", "LayerAux", "check_router", "dmoe_layer", "init_layers", "total_loss"]
-
-PyTree = Any
 
 
 class LayerAux(NamedTuple):

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,7 @@ from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.models.adaptive_softmax import softmax_nll
 from dmoe_jax.models.layers import ForwardAux, check_router, dmoe_layer, init_layers, total_loss
 from dmoe_jax.routing.base import Router, Scores, check_grid_size, score
-
-PyTree = Any
+from dmoe_jax.types import PyTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

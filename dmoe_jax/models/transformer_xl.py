@@ -49,6 +49,7 @@ from dmoe_jax.models.trunk import (
     step_keys,
 )
 from dmoe_jax.routing.base import Router, Scores, check_grid_size, score
+from dmoe_jax.types import PyTree
 
 __all__ = [
     "LayerMemory",
@@ -69,8 +70,6 @@ __all__ = [
     "segments",
     "step_keys",
 ]
-
-PyTree = Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

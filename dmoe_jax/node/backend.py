@@ -19,9 +19,8 @@ import numpy as np
 import optax
 
 from dmoe_jax.experts.base import Expert
-
-PyTree = Any
-Array = np.ndarray[Any, np.dtype[Any]]
+from dmoe_jax.types import PyTree
+from net.types import Array
 
 
 class ExpertPrograms(NamedTuple):

@@ -14,9 +14,8 @@ from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.node.replay import MAX_REQUEST_ID_BYTES
 from net.errors import CallRefused
 from net.rpc.base import Request
+from net.types import Array
 from net.wire.compression import COMPRESSIONS, Compression
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,17 +7,15 @@ since is lost with a killed node; a node that is stopped saves once more.
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import trio
 
 from dmoe_jax.checkpoints import Checkpoints, host_copy
+from dmoe_jax.device import Device
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.device import Device
+from dmoe_jax.types import PyTree
 
 logger = logging.getLogger(__name__)
-
-PyTree = Any
 
 
 class ExpertSaver:

@@ -26,11 +26,11 @@ import numpy as np
 import trio
 
 from dmoe_jax import directory
+from dmoe_jax.device import Device
 from dmoe_jax.grid import ExpertUid, parse_uid
 from dmoe_jax.node import requests
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.batching import BatchQueue, QueueFull, Ticket
-from dmoe_jax.node.device import Device
 from dmoe_jax.node.replay import ReplayCache
 from dmoe_jax.node.requests import ExpertRequest
 from net.dht.node import DhtNode
@@ -38,12 +38,11 @@ from net.errors import NetError, PeerBusy, RemoteFailure
 from net.identity import Contact
 from net.nursery import background_nursery
 from net.rpc.base import Caller, Reply, Request
+from net.types import Array
 from net.wire.compression import Compression
 from net.wire.tensors import as_outgoing
 
 logger = logging.getLogger(__name__)
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

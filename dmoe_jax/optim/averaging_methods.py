@@ -4,8 +4,6 @@ A leaf is [peers, ...] and `alive` is bool [peers]; absent peers keep their own 
 may be traced, also under `vmap` over many swarms.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -13,8 +11,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from dmoe_jax.optim.peer_axis import FailureRule, group_mean
 from dmoe_jax.optim.peer_trees import count_peers, per_peer
-
-PyTree = Any
+from dmoe_jax.types import PyTree
 
 
 def all_reduce_round(tree: PyTree, *, alive: ArrayLike | None = None, weights: ArrayLike | None = None) -> PyTree:

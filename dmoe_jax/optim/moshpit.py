@@ -46,6 +46,7 @@ from dmoe_jax.optim.moshpit_state import (
     wide,
     wide_zeros,
 )
+from dmoe_jax.types import PyTree
 
 __all__ = [
     "MoshpitState",
@@ -57,7 +58,6 @@ __all__ = [
     "with_average",
 ]
 
-PyTree = Any
 
 What = Literal["parameters", "gradients", "pseudo_gradients"]
 """What peers average; see `moshpit_average`."""

@@ -8,7 +8,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-PyTree = Any
+from dmoe_jax.types import PyTree
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 

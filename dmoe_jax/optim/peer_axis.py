@@ -1,7 +1,7 @@
 """Moshpit All-Reduce as pure JAX over a peer axis: thousands of simulated peers on one device, or split over a mesh.
 
-The rule (who is in whose group) is `net.averaging.group_key.MoshpitGrid`, the same that the network averager follows;
-here every leaf of a pytree has a leading axis of peers, and a round is one segment sum over groups. It serves research
+The rule (who is in whose group) is `net.averaging.grouping.group_key.MoshpitGrid`, the same that the network averager
+follows; here every leaf of a pytree has a leading axis of peers, and a round is one segment sum over groups. It serves research
 without a network, and as the oracle for the averager over the network.
 
 What becomes of a group with an absent peer is a choice, and rounds to a given precision differ two- to threefold:
@@ -14,7 +14,7 @@ larger than its peers costs memory.
 """
 
 import functools
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from dmoe_jax.optim.peer_trees import count_peers, per_peer, wide_type
-from net.averaging.group_key import MoshpitGrid
-
-PyTree = Any
+from dmoe_jax.types import PyTree
+from net.averaging.grouping.group_key import MoshpitGrid
 
 FailureRule = Literal["exclude", "group_skips"]
 """What a group does without one of its peers; see the head of this module."""

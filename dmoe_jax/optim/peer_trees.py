@@ -1,13 +1,11 @@
 """Pytrees with a leading axis of peers: how many there are, how far apart, and arrays of one number a peer."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-PyTree = Any
+from dmoe_jax.types import PyTree
 
 
 def count_peers(tree: PyTree, **of_peers: ArrayLike | None) -> int:

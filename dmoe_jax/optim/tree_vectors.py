@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PyTree = Any
-Array = np.ndarray[Any, np.dtype[Any]]
+from dmoe_jax.types import PyTree
+from net.types import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

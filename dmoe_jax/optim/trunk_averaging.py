@@ -13,14 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax.node.device import Device
+from dmoe_jax.device import Device
 from dmoe_jax.optim.tree_vectors import TreeLayout
 from dmoe_jax.trainer import SharedTrunk
 from net.averaging.averager import Averager, AveragingStep
-from net.averaging.state_download import MAX_VERSION, SharedState, StateUnavailable
-from net.averaging.state_sharing import StateSource
-
-PyTree = Any
+from net.averaging.state.download import MAX_VERSION, SharedState, StateUnavailable
+from net.averaging.state.sharing import StateSource
 
 MISSED_BEFORE_CATCHING_UP = 3
 """Averages in a row that may come to nothing before a process asks whether the others have left it behind."""

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
-PyTree = Any
+from dmoe_jax.types import PyTree
 
 
 class RouterError(ValueError):

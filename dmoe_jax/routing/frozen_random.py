@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
-from dmoe_jax.routing.base import PyTree, Router, Scores, check_grid_size, top_k_router
+from dmoe_jax.routing.base import Router, Scores, check_grid_size, top_k_router
 from dmoe_jax.routing.normalisation import layer_norm
+from dmoe_jax.types import PyTree
 
 TORCH_EPSILON = 1e-5
 

@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, PRNGKeyArray, UInt32
 
-from dmoe_jax.routing.base import PyTree, Router, Scores, check_grid_size, top_k_router
+from dmoe_jax.routing.base import Router, Scores, check_grid_size, top_k_router
 from dmoe_jax.routing.hashing import hash_words, unit_interval
 from dmoe_jax.routing.weights import uniform_weights
+from dmoe_jax.types import PyTree
 
 NUM_PROJECTIONS = 16
 """Bits of a SimHash: 65,536 cells of directions, more than there are experts, few enough for neighbours to share."""

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
-from dmoe_jax.routing.base import PyTree, Router, Scores, check_grid_size, split_scores, top_k_router
+from dmoe_jax.routing.base import Router, Scores, check_grid_size, split_scores, top_k_router
+from dmoe_jax.types import PyTree
 
 
 def from_linen(make_module: Callable[[], nn.Module], grid_size: tuple[int, ...], *, name: str = "linen") -> Router:

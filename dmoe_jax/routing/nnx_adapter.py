@@ -11,7 +11,8 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
-from dmoe_jax.routing.base import PyTree, Router, Scores, check_grid_size, split_scores, top_k_router
+from dmoe_jax.routing.base import Router, Scores, check_grid_size, split_scores, top_k_router
+from dmoe_jax.types import PyTree
 
 
 def from_nnx(

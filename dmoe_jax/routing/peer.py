@@ -15,8 +15,9 @@ import math
 import jax
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
-from dmoe_jax.routing.base import PyTree, Router, Scores, check_grid_size, top_k_router
+from dmoe_jax.routing.base import Router, Scores, check_grid_size, top_k_router
 from dmoe_jax.routing.normalisation import layer_norm
+from dmoe_jax.types import PyTree
 
 DEFAULT_PART_DIM = 64
 """Features of a query's part for one dimension of the grid."""

@@ -18,10 +18,11 @@ import math
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
-from dmoe_jax.routing.base import PyTree, Router, Scores, cell_numbers, check_grid_size, top_k_router
+from dmoe_jax.routing.base import Router, Scores, cell_numbers, check_grid_size, top_k_router
 from dmoe_jax.routing.losses import load_balancing_loss, router_z_loss
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.routing.weights import log_probabilities, probability_weights
+from dmoe_jax.types import PyTree
 
 DEFAULT_BALANCE_WEIGHT = 0.01
 """alpha of eq. 4, as in the paper."""

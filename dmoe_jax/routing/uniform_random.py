@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
-from dmoe_jax.routing.base import PyTree, Router, Scores, check_grid_size, top_k_router
+from dmoe_jax.routing.base import Router, Scores, check_grid_size, top_k_router
 from dmoe_jax.routing.hashing import hash_rows, hash_words, unit_interval
 from dmoe_jax.routing.weights import uniform_weights
+from dmoe_jax.types import PyTree
 
 
 def uniform_random(grid_size: tuple[int, ...]) -> Router:

@@ -18,7 +18,7 @@ import tyro
 from experiments.allreduce_speed import rpc_side
 from experiments.allreduce_speed.blocking_side import BlockingMember
 from experiments.allreduce_speed.vectors import Vector, digest_of, vector_of
-from net.averaging.all_reduce import AllReduceConfig
+from net.averaging.reduction.all_reduce import AllReduceConfig
 from net.identity import Address, Contact
 
 

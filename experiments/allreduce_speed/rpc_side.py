@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from experiments.allreduce_speed.vectors import Vector
-from net.averaging.all_reduce import AllReduce, AllReduceConfig
-from net.averaging.group import Group, Member
+from net.averaging.grouping.group import Group, Member
+from net.averaging.reduction.all_reduce import AllReduce, AllReduceConfig
 from net.identity import Address, Contact
 from net.keys import Identity
 from net.rpc.peer import RpcPeer, open_rpc_peer

@@ -21,7 +21,7 @@ from experiments.allreduce_speed.member_process import MemberFailed, MemberProce
 from experiments.allreduce_speed.ratios import FIGURES, NETWORKS, SIDES, headline_of, record_of
 from experiments.allreduce_speed.vectors import expected_digest
 from experiments.transport_speed.blocking_side import write_certificate
-from net.averaging.all_reduce import AllReduceConfig
+from net.averaging.reduction.all_reduce import AllReduceConfig
 
 _EXIT_INTERRUPTED = 130
 _TITLE = "Butterfly all-reduce beside blocking sockets"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from net.averaging.reduction import mean_into
+from net.averaging.reduction.reducer import mean_into
 
 _TILE_SIZE = 2**20
 

@@ -21,8 +21,7 @@ from dmoe_jax.experts.relative_attention import relative_attention, relative_pos
 from dmoe_jax.experts.transformer_xl import INIT_STDDEV
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.trunk import embed, empty_memory, forget, init_embed_and_head, next_memory, token_nll
-
-PyTree = Any
+from dmoe_jax.types import PyTree
 
 
 def layer_flops(*, seq_len: int, mem_len: int, d_model: int, num_heads: int, d_head: int, d_ff: int) -> int:

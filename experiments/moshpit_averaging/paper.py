@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from net.averaging.group_key import MoshpitGrid
+from net.averaging.grouping.group_key import MoshpitGrid
 
 MethodName = Literal["all_reduce", "gossip", "push_sum", "push_sum_weighted", "random_groups", "moshpit"]
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from dmoe_jax.cli.common import fail, parse_command_line, set_up_jax
 from experiments.moshpit_averaging.paper import SQUARE, TABLE, Setting
-from net.averaging.group_key import MoshpitGrid
+from net.averaging.grouping.group_key import MoshpitGrid
 
 _PROG = "moshpit_averaging"
 _EXIT_INTERRUPTED = 130

@@ -25,7 +25,7 @@ from dmoe_jax.optim.averaging_methods import (
 from dmoe_jax.optim.peer_axis import FailureRule, moshpit_round, random_cells
 from dmoe_jax.optim.peer_trees import distortion
 from experiments.moshpit_averaging.paper import TARGETS, MethodName, Setting
-from net.averaging.group_key import MoshpitGrid
+from net.averaging.grouping.group_key import MoshpitGrid
 
 _MAX_ABSENCES = 2**26
 """Entries of the mask of absences at once: a quarter of a gigabyte while it is drawn."""

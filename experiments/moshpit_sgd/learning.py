@@ -1,7 +1,6 @@
 """Many peers' training on one device: gradients are vmapped over those whose stretches are to be computed."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,8 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from dmoe_jax.optim.moshpit import Sent, apply_average, moshpit_average, what_to_send, with_average
+from dmoe_jax.types import PyTree
 from experiments.moshpit_sgd.tasks import Task
-
-PyTree = Any
-
 
 _SIZES = (4, 16, 64, 256)
 

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from experiments.moshpit_sgd.simulation import Method, Simulation, Ticket
-from net.averaging.group_key import MoshpitGrid, assign_slots
+from net.averaging.grouping.group_key import MoshpitGrid, assign_slots
 
 MethodName = Literal["all_reduce", "gossip", "pushsum", "moshpit"]
 
@@ -101,7 +101,7 @@ class AllReduce:
 
 @dataclass(slots=True, eq=False)
 class Moshpit:
-    """Groups under keys, by the rule of `net.averaging.group_key`; a group begins when it is full or time is up.
+    """Groups under keys, by the rule of `grouping.group_key`; a group begins when it is full or time is up.
 
     The first to come waits for others no longer than the patience: then the group is whoever is there, and a peer that
     found nobody goes on alone. A member that vanishes while the group averages costs the others the timeout, and its

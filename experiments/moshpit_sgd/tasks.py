@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from dmoe_jax.data.mnist import NUM_CLASSES, SIDE, read_mnist
 from dmoe_jax.data.vocabulary import UNK
 from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models.trunk import Memory, empty_memory, forget
+from dmoe_jax.types import PyTree
 
-PyTree = Any
 ModelName = Literal["mnist", "transformer_xl"]
 
 

@@ -18,13 +18,13 @@ from rich.table import Table
 
 from dmoe_jax.cli.common import fail, parse_command_line
 from dmoe_jax.data.batches import SegmentStream
+from dmoe_jax.device import ThreadDevice
 from dmoe_jax.directory import open_expert_directory
 from dmoe_jax.grid import all_uids
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics, ExpertCaller
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.device import ThreadDevice
 from dmoe_jax.node.server import NodeConfig, open_expert_node
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.report import write_report

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from dmoe_jax.runs.run_folder import read_metrics, replaced_file
 from dmoe_jax.runs.style import FAINT, GREY, INK, KILLED, VALID, dress
-from net.transport.sim_events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost, SetLatency
+from net.transport.sim.events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost, SetLatency
 
 
 def scale_figure(

@@ -10,8 +10,8 @@ from net.identity import Address, Contact, PeerId
 from net.rpc.base import Reply, Request
 from net.rpc.peer import RpcPeer, open_rpc_peer
 from net.transport.sim import run, simulate
-from net.transport.sim_links import LogNormal
-from net.transport.sim_network import SimNetwork
+from net.transport.sim.links import LogNormal
+from net.transport.sim.network import SimNetwork
 
 METHOD = "gossip"
 

@@ -17,11 +17,11 @@ import trio
 
 from dmoe_jax.cli.common import fail, parse_command_line
 from dmoe_jax.data.batches import SegmentStream
+from dmoe_jax.device import CostModel, InlineDevice
 from dmoe_jax.grid import layer_prefix
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
-from dmoe_jax.node.device import CostModel, InlineDevice
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import append_metric
@@ -31,9 +31,9 @@ from experiments.simulated_swarm import open_simulated_trainer, start_simulated_
 from net.identity import Address
 from net.rpc.faults import Fault, FaultPlan
 from net.transport.sim import run, simulate
-from net.transport.sim_events import Heal, HostDown, HostUp, Partition, SetHost
-from net.transport.sim_links import HostOptions, LogNormal
-from net.transport.sim_network import SimNetwork
+from net.transport.sim.events import Heal, HostDown, HostUp, Partition, SetHost
+from net.transport.sim.links import HostOptions, LogNormal
+from net.transport.sim.network import SimNetwork
 from net.wire.compression import Compression
 
 NUM_NODES = 6

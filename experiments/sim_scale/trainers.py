@@ -23,20 +23,20 @@ import trio
 
 from dmoe_jax import autodiff
 from dmoe_jax.data.batches import SegmentStream
+from dmoe_jax.device import InlineDevice
 from dmoe_jax.directory import DirectoryConfig
 from dmoe_jax.grid import all_uids, key_prefix, layer_prefix
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.device import InlineDevice
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trainer import SharedTrunk, SwarmModel, Trainer
 from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
 from net.rpc.faults import Fault, FaultPlan
 from net.transport.sim import run, simulate
-from net.transport.sim_links import Constant
+from net.transport.sim.links import Constant
 
 GRID = (4, 4)
 K_BEST = 2

@@ -7,8 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from dmoe_jax.trainer import Evaluation, StepRecord
-
-PyTree = Any
+from dmoe_jax.types import PyTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

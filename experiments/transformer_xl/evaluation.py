@@ -15,8 +15,7 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.trunk import Memory
 from dmoe_jax.routing.base import Router
 from dmoe_jax.trainer import Evaluation
-
-PyTree = Any
+from dmoe_jax.types import PyTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,11 +24,10 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.trunk import empty_memory, step_keys
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.trainer import Evaluation, StepRecord
+from dmoe_jax.types import PyTree
 from experiments.transformer_xl.engine import Totals
 from experiments.transformer_xl.evaluation import EvaluationConfig, Evaluator, dense_evaluator, dmoe_evaluator
 from experiments.transformer_xl.local_steps import State, StepReport, TrainStep, dense_step, dmoe_step
-
-PyTree = Any
 
 
 class LocalEngine:

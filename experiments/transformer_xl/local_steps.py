@@ -16,8 +16,8 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.layers import ForwardAux
 from dmoe_jax.models.trunk import Memory, StepKeys, forget
 from dmoe_jax.routing.base import Router
+from dmoe_jax.types import PyTree
 
-PyTree = Any
 State = dict[str, PyTree]
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import trio
 
+from dmoe_jax.device import InlineDevice
 from dmoe_jax.directory import DirectoryConfig
 from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.grid import ExpertUid, all_uids, layer_prefix
@@ -21,18 +22,16 @@ from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.device import InlineDevice
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.base import Router
 from dmoe_jax.trainer import Evaluation, SharedTrunk, StepRecord, SwarmModel, Trainer
+from dmoe_jax.types import PyTree
 from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
 from experiments.transformer_xl.engine import Totals
 from experiments.transformer_xl.evaluation import EvaluationConfig, dmoe_evaluator
 from experiments.transformer_xl.stretches import Setting, Stretches
 from net.transport.sim import run, simulate
-from net.transport.sim_links import Constant
-
-PyTree = Any
+from net.transport.sim.links import Constant
 
 # Nodes that stay: announced and looked up every few virtual minutes, not every few seconds as on a volunteer's machine.
 _NODE_CONFIG = NodeConfig(announce_period_s=300.0, record_lifetime_s=1800.0)

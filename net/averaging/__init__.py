@@ -1,1 +1,5 @@
-"""Averaging of flat vectors among peers that come and go: Moshpit All-Reduce (Ryabinin et al., NeurIPS 2021)."""
+"""Averaging of flat vectors among peers that come and go: Moshpit All-Reduce (Ryabinin et al., NeurIPS 2021).
+
+`averager` is what others use. Its parts: `grouping` finds this round's group, `reduction` averages within it, `state`
+hands whole states to newcomers.
+"""

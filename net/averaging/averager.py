@@ -16,27 +16,25 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import trio
 
-from net.averaging.all_reduce import AllReduce, AllReduceConfig, AllReduceResult
-from net.averaging.assembly import GroupAssembler
-from net.averaging.group import Group, Member, Role
-from net.averaging.group_key import MoshpitGrid, check_prefix
-from net.averaging.join_messages import WEIGHTS
-from net.averaging.matchmaking import AssemblyConfig
-from net.averaging.reduction import is_finite
-from net.averaging.state_buffer import Table
-from net.averaging.state_download import SharedState, StateSharingConfig
-from net.averaging.state_sharing import StateSharing, StateSource
+from net.averaging.grouping.assembly import GroupAssembler
+from net.averaging.grouping.group import Group, Member, Role
+from net.averaging.grouping.group_key import MoshpitGrid, check_prefix
+from net.averaging.grouping.join_messages import WEIGHTS
+from net.averaging.grouping.matchmaking import AssemblyConfig
+from net.averaging.reduction.all_reduce import AllReduce, AllReduceConfig, AllReduceResult
+from net.averaging.reduction.reducer import is_finite
+from net.averaging.state.buffer import Table
+from net.averaging.state.download import SharedState, StateSharingConfig
+from net.averaging.state.sharing import StateSharing, StateSource
 from net.dht.node import DhtNode
 from net.identity import PeerId
 from net.nursery import background_nursery
 from net.rpc.base import Caller
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from net.types import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,6 @@
 are and may ask for the swarm's secret; `tls_engine` does the encryption, `sockets` is what both have in common.
 
 `sim` is a whole network in one process and in virtual time: latencies, bandwidth, losses, partitions and crashes as
-its caller says, the same for the same seed. The modules `sim_*` are its parts; `sim_links` and `sim_events` hold what
-goes into a configuration. Nothing above knows which of them it runs on.
+its caller says, the same for the same seed. `sim.links` and `sim.events` hold what goes into a configuration. Nothing
+above knows which of them it runs on.
 """

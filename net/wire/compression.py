@@ -27,8 +27,7 @@ import ml_dtypes
 import numpy as np
 
 from net.errors import RemoteProtocolError
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from net.types import Array
 
 BLOCK_SIZE = 4096
 """Values that share a scale, as in hivemind: the scales cost 0.1 %, and an outlier spoils no more than its block. (The

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dmoe_jax.device import InlineDevice
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import all_uids
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics, ExpertCaller
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.device import InlineDevice
 from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
 from dmoe_jax.routing.base import Router
 from net.clock import SwarmClock

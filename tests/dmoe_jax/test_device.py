@@ -7,7 +7,7 @@ import pytest
 import trio
 import trio.testing
 
-from dmoe_jax.node.device import CostModel, InlineDevice, ThreadDevice, to_host
+from dmoe_jax.device import CostModel, InlineDevice, ThreadDevice, to_host
 
 
 async def test_work_takes_its_cost_and_waits_its_turn(autojump_clock: trio.testing.MockClock) -> None:

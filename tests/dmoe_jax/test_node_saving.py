@@ -8,9 +8,9 @@ import optax
 import pytest
 
 from dmoe_jax.checkpoints import CheckpointError
+from dmoe_jax.device import InlineDevice
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.device import InlineDevice
 from dmoe_jax.node.saving import ExpertSaver
 
 OPTIMIZER = optax.adam(1e-2)

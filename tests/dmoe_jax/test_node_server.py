@@ -13,11 +13,11 @@ import pytest
 import trio
 
 from dmoe_jax import directory
+from dmoe_jax.device import CostModel, InlineDevice
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.device import CostModel, InlineDevice
 from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
 from net.clock import SwarmClock
 from net.dht.node import open_dht_node

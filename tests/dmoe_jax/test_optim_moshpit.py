@@ -21,7 +21,7 @@ from dmoe_jax.optim.moshpit import (
     with_average,
 )
 from dmoe_jax.optim.peer_axis import moshpit_round
-from net.averaging.group_key import MoshpitGrid
+from net.averaging.grouping.group_key import MoshpitGrid
 
 RNG = np.random.default_rng(0)
 EVERYTHING = ("parameters", "gradients", "pseudo_gradients")

@@ -25,7 +25,7 @@ from dmoe_jax.optim import (
     random_groups_round,
     sharded_moshpit_rounds,
 )
-from net.averaging.group_key import MoshpitGrid, group_key
+from net.averaging.grouping.group_key import MoshpitGrid, group_key
 
 ROOT = Path(__file__).parents[2]
 GRID = MoshpitGrid(side=4, dims=2)
@@ -36,7 +36,7 @@ KEY = jax.random.key(0)
 EIGHT_DEVICES = """
 import jax, jax.numpy as jnp
 from dmoe_jax.optim import moshpit_rounds, random_cells, sharded_moshpit_rounds
-from net.averaging.group_key import MoshpitGrid
+from net.averaging.grouping.group_key import MoshpitGrid
 
 key = jax.random.key(0)
 grid = MoshpitGrid(side=5, dims=2)

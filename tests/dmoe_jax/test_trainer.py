@@ -12,10 +12,10 @@ import pytest
 import trio
 
 from dmoe_jax.data.batches import Batch, SegmentStream, evaluation_segments
+from dmoe_jax.device import InlineDevice
 from dmoe_jax.mixture.fan_out import CallPolicy
 from dmoe_jax.mixture.local import init_opt_states, update_experts
 from dmoe_jax.models import transformer_xl as txl
-from dmoe_jax.node.device import InlineDevice
 from dmoe_jax.routing.combinators import add_noise
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.routing.registry import ROUTERS

@@ -10,16 +10,16 @@ import optax
 import pytest
 import trio
 
-from dmoe_jax.node.device import InlineDevice
+from dmoe_jax.device import InlineDevice
 from dmoe_jax.optim.tree_vectors import layout_of
 from dmoe_jax.optim.trunk_averaging import MISSED_BEFORE_CATCHING_UP, TrunkAveraging, trunk_source
 from dmoe_jax.trainer import SharedTrunk
-from net.averaging.all_reduce import AllReduceConfig
 from net.averaging.averager import Averager, AveragerConfig, AveragingStep, open_averager
-from net.averaging.group_key import MoshpitGrid
-from net.averaging.matchmaking import AssemblyConfig
+from net.averaging.grouping.group_key import MoshpitGrid
+from net.averaging.grouping.matchmaking import AssemblyConfig
+from net.averaging.reduction.all_reduce import AllReduceConfig
 from net.identity import PeerId
-from net.transport.sim_events import HostDown
+from net.transport.sim.events import HostDown
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 
 CONFIG = AveragerConfig(

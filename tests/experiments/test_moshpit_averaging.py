@@ -15,7 +15,7 @@ from experiments.moshpit_averaging.paper import BARRED, CUBE, SQUARE, TABLE, TAR
 from experiments.moshpit_averaging.reporting import Result, headline_of, result_of
 from experiments.moshpit_averaging.run import AveragingCommand, main
 from experiments.moshpit_averaging.simulation import Mixing, mean_rounds, measure_mixing, rounds_to, simulate
-from net.averaging.group_key import MoshpitGrid
+from net.averaging.grouping.group_key import MoshpitGrid
 
 
 @pytest.mark.parametrize("num_peers", [512, 1024])

@@ -20,7 +20,7 @@ from experiments.moshpit_sgd.run import main
 from experiments.moshpit_sgd.simulation import Simulation
 from experiments.moshpit_sgd.tasks import Task
 from experiments.moshpit_sgd.time_model import TimeModel
-from net.averaging.group_key import MoshpitGrid
+from net.averaging.grouping.group_key import MoshpitGrid
 
 # A stretch takes 1 s, a vector 1 s from peer to peer.
 STEADY = TimeModel(

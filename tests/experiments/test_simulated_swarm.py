@@ -15,19 +15,19 @@ import pytest
 import trio
 
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
+from dmoe_jax.device import CostModel, Device, InlineDevice
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.grid import all_uids
 from dmoe_jax.mixture.fan_out import CallPolicy
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.device import CostModel, Device, InlineDevice
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
 from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
 from net.rpc.faults import Fault, FaultPlan
 from net.transport.sim import run, simulate
-from net.transport.sim_events import HostDown, HostUp
-from net.transport.sim_links import Constant, LogNormal
+from net.transport.sim.events import HostDown, HostUp
+from net.transport.sim.links import Constant, LogNormal
 
 ROOT = Path(__file__).parents[2]
 GRID = (2, 3)

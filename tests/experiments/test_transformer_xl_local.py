@@ -20,6 +20,7 @@ from dmoe_jax.routing.base import Router, RouterError, gather_logits
 from dmoe_jax.routing.noisy_top_k import noisy_top_k
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trainer import StepRecord
+from dmoe_jax.types import PyTree
 from experiments.moe_overhead.wide_layer import layer_flops
 from experiments.transformer_xl.assembly import make_engine
 from experiments.transformer_xl.engine import Engine
@@ -34,7 +35,6 @@ from experiments.transformer_xl.presets import (
 )
 from tests.experiments.small_runs import DROPOUT, VOCAB_SIZE, small_corpus, small_preset
 
-PyTree = Any
 STEPS = 20
 NOISY = small_preset("dmoe", batch_size=2, warmup_steps=0, **DROPOUT), noisy_top_k((2, 2))
 

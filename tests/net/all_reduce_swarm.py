@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import trio
 
-from net.averaging.all_reduce import AllReduce, AllReduceConfig, AllReduceResult
-from net.averaging.group import Group, Member, Role
-from net.averaging.reduction import Array
+from net.averaging.grouping.group import Group, Member, Role
+from net.averaging.reduction.all_reduce import AllReduce, AllReduceConfig, AllReduceResult
+from net.averaging.reduction.reducer import Array
 from net.identity import Address, Contact
 from net.rpc.base import Body, Caller, Handler, Reply, Request
 from net.rpc.peer import open_rpc_peer
 from net.transport.sim import simulate
-from net.transport.sim_links import Constant, HostOptions
+from net.transport.sim.links import Constant, HostOptions
 from net.wire.tensors import Outgoing
 from tests.net.sim_hosts import peer
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import trio
 
-from net.averaging.assembly import GroupAssembler
-from net.averaging.group import Group, Member, Role
-from net.averaging.group_key import MoshpitGrid, group_key
-from net.averaging.join_messages import (
+from net.averaging.grouping.assembly import GroupAssembler
+from net.averaging.grouping.group import Group, Member, Role
+from net.averaging.grouping.group_key import MoshpitGrid, group_key
+from net.averaging.grouping.join_messages import (
     Candidate,
     accepted_body,
     declaration_of,
 )
-from net.averaging.matchmaking import AssemblyConfig
+from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.clock import SwarmClock
 from net.dht.config import DhtConfig
 from net.dht.lookup import LookupConfig
@@ -27,9 +27,9 @@ from net.identity import Address, PeerId
 from net.rpc.base import Handler, Reply, Request
 from net.rpc.peer import RpcPeer, open_rpc_peer
 from net.transport.sim import run, simulate
-from net.transport.sim_events import HostDown
-from net.transport.sim_links import Constant, Latency
-from net.transport.sim_network import SimNetwork
+from net.transport.sim.events import HostDown
+from net.transport.sim.links import Constant, Latency
+from net.transport.sim.network import SimNetwork
 
 LATENCY = Constant(0.02)
 LINE = MoshpitGrid(side=8, dims=1)

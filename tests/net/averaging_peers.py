@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import trio
 
-from net.averaging.all_reduce import AllReduceConfig
 from net.averaging.averager import AveragerConfig, AveragingStep, open_averager
-from net.averaging.group_key import MoshpitGrid
-from net.averaging.matchmaking import AssemblyConfig
+from net.averaging.grouping.group_key import MoshpitGrid
+from net.averaging.grouping.matchmaking import AssemblyConfig
+from net.averaging.reduction.all_reduce import AllReduceConfig
 from tests.net.averaging_swarm import Swarm, open_place
 
 CONFIG = AveragerConfig(

@@ -13,8 +13,8 @@ from net.dht.node import DhtNode, open_dht_node
 from net.identity import Address, PeerId
 from net.rpc.peer import RpcPeer, open_rpc_peer
 from net.transport.sim import run, simulate
-from net.transport.sim_links import Constant
-from net.transport.sim_network import SimNetwork
+from net.transport.sim.links import Constant
+from net.transport.sim.network import SimNetwork
 
 PORT = 1
 ROOT = Address("root", PORT)

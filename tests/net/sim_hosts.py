@@ -10,10 +10,10 @@ import trio.testing
 from net.errors import ConnectionLost
 from net.identity import Address, PeerId
 from net.transport.sim import run
-from net.transport.sim_endpoints import SimLink
-from net.transport.sim_events import Partition
-from net.transport.sim_network import SimNetwork
-from net.transport.sim_transport import SimListener
+from net.transport.sim.endpoints import SimLink
+from net.transport.sim.events import Partition
+from net.transport.sim.network import SimNetwork
+from net.transport.sim.transport import SimListener
 from net.wire.frames import Part, whole_part
 from tests.net.link_frames import numbered
 

@@ -11,10 +11,10 @@ from net.rpc.base import Reply, Request
 from net.rpc.peer import open_rpc_peer
 from net.transport.base import Link
 from net.transport.sim import run, simulate
-from net.transport.sim_events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost
-from net.transport.sim_links import HostOptions, LogNormal
-from net.transport.sim_network import SimNetwork
-from net.transport.sim_transport import SimTransport
+from net.transport.sim.events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost
+from net.transport.sim.links import HostOptions, LogNormal
+from net.transport.sim.network import SimNetwork
+from net.transport.sim.transport import SimTransport
 from net.wire.frames import whole_part
 from tests.net.link_frames import numbered
 

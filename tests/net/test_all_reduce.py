@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.all_reduce import AllReduceConfig
-from net.averaging.group import Member, Role
+from net.averaging.grouping.group import Member, Role
+from net.averaging.reduction.all_reduce import AllReduceConfig
 from net.identity import Address, PeerId
 from net.rpc.peer import open_rpc_peer
-from net.transport.sim_links import HostOptions
+from net.transport.sim.links import HostOptions
 from net.transport.tcp import TcpTransport
 from net.wire.compression import Compression
 from tests.net.all_reduce_swarm import CONFIG, Swarm, Watched, assert_complete, mean, swarm, vectors

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.all_reduce import AllReduceResult
-from net.averaging.partition import ChunkName
-from net.averaging.reduction import Array
+from net.averaging.reduction.all_reduce import AllReduceResult
+from net.averaging.reduction.partition import ChunkName
+from net.averaging.reduction.reducer import Array
 from net.errors import CallRefused, DialFailed, PeerBusy
 from tests.net.all_reduce_swarm import CONFIG, GROUP, METHOD, T, Watched, assert_complete, mean, swarm, vectors
 from tests.net.sim_hosts import in_simulation, peer

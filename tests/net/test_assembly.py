@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import trio
 
-from net.averaging.group import Role
-from net.averaging.group_key import MoshpitGrid, group_key
-from net.averaging.join_messages import (
+from net.averaging.grouping.group import Role
+from net.averaging.grouping.group_key import MoshpitGrid, group_key
+from net.averaging.grouping.join_messages import (
     candidates_in_untrusted,
 )
 from net.transport.sim import run

@@ -9,20 +9,20 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from net.averaging.assembly import GroupAssembler
-from net.averaging.group_key import MoshpitGrid, group_key
-from net.averaging.join_messages import (
+from net.averaging.grouping.assembly import GroupAssembler
+from net.averaging.grouping.group_key import MoshpitGrid, group_key
+from net.averaging.grouping.join_messages import (
     candidates_in_untrusted,
     request_body,
 )
-from net.averaging.matchmaking import Matchmaking
+from net.averaging.grouping.matchmaking import Matchmaking
 from net.clock import SwarmClock
 from net.errors import CallRefused
 from net.identity import PeerId
 from net.rpc.base import Reply, Request
 from net.transport.sim import run
-from net.transport.sim_events import HostDown
-from net.transport.sim_links import LogNormal
+from net.transport.sim.events import HostDown
+from net.transport.sim.links import LogNormal
 from tests.net.assembly_swarm import (
     CONFIG,
     LINE,

@@ -8,13 +8,13 @@ import pytest
 import trio
 
 from net.averaging.averager import Averager, AveragerConfig, AveragingStep, open_averager
-from net.averaging.group import Role
-from net.averaging.group_key import MoshpitGrid
-from net.averaging.matchmaking import AssemblyConfig
-from net.averaging.state_download import SharedState
-from net.averaging.state_sharing import StateSource
+from net.averaging.grouping.group import Role
+from net.averaging.grouping.group_key import MoshpitGrid
+from net.averaging.grouping.matchmaking import AssemblyConfig
+from net.averaging.state.download import SharedState
+from net.averaging.state.sharing import StateSource
 from net.errors import CallRefused
-from net.transport.sim_events import HostDown
+from net.transport.sim.events import HostDown
 from tests.net.averaging_peers import CONFIG, ROUND_S, SIZE, Peers, vector_of
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 

@@ -7,9 +7,9 @@ import pytest
 import trio
 
 from net.averaging.averager import Averager, AveragerConfig, open_averager
-from net.averaging.group import Group, Member
-from net.averaging.group_key import MoshpitGrid, group_key
-from net.averaging.join_messages import (
+from net.averaging.grouping.group import Group, Member
+from net.averaging.grouping.group_key import MoshpitGrid, group_key
+from net.averaging.grouping.join_messages import (
     WEIGHTS,
     Candidate,
     accepted_body,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from net.averaging.group import Group, Member, Role
+from net.averaging.grouping.group import Group, Member, Role
 from net.identity import Address, PeerId
 
 RNG = random.Random(0)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from net.averaging.group import Group, Member, Role
-from net.averaging.join_messages import (
+from net.averaging.grouping.group import Group, Member, Role
+from net.averaging.grouping.join_messages import (
     BANDWIDTHS_BPS,
     MAX_MEMBER_BYTES,
     Candidate,
@@ -28,7 +28,7 @@ from net.averaging.join_messages import (
     refusal_body,
     request_body,
 )
-from net.averaging.matchmaking import AssemblyConfig, Matchmaking
+from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
 from net.dht.records import Dictionary, Entry, make_entry
 from net.errors import RemoteProtocolError
 from net.identity import Address, Contact, PeerId

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from net.averaging.load_balance import peer_fractions, split_by_shares
+from net.averaging.reduction.load_balance import peer_fractions, split_by_shares
 
 
 def slowest(bandwidths: list[float], shares: tuple[float, ...]) -> float:

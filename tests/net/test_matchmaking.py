@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from net.averaging.group import Group, Member, Role
-from net.averaging.join_messages import (
+from net.averaging.grouping.group import Group, Member, Role
+from net.averaging.grouping.join_messages import (
     Candidate,
     JoinRequest,
     Reason,
     Refusal,
 )
-from net.averaging.matchmaking import AssemblyConfig, Matchmaking, Tell
+from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking, Tell
 from net.identity import Address, Contact, PeerId
 
 CONFIG = AssemblyConfig(window_s=5.0, poll_s=1.0, margin_s=0.5)

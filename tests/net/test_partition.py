@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from net.averaging.group import Group, Member, Role
-from net.averaging.partition import (
+from net.averaging.grouping.group import Group, Member, Role
+from net.averaging.reduction.partition import (
     ChunkAnswer,
     ChunkName,
     Part,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from net.averaging.partition import Part
-from net.averaging.reduction import MAX_WINDOW, Array, PartReduction, is_finite, mean_into, values_untrusted
+from net.averaging.reduction.partition import Part
+from net.averaging.reduction.reducer import MAX_WINDOW, Array, PartReduction, is_finite, mean_into, values_untrusted
 from net.errors import RemoteProtocolError
 
 T = 5.0

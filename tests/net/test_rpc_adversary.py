@@ -14,8 +14,8 @@ from net.rpc.base import Reply, Request
 from net.rpc.peer import RpcPeer, open_rpc_peer
 from net.transport.base import Link
 from net.transport.sim import run, simulate
-from net.transport.sim_events import Heal, Partition
-from net.transport.sim_links import HostOptions
+from net.transport.sim.events import Heal, Partition
+from net.transport.sim.links import HostOptions
 from net.transport.tcp import TcpTransport
 from net.wire.messages import CallCancel, CallStart, Ping
 from net.wire.tensors import Tensor

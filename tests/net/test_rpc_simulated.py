@@ -14,9 +14,9 @@ from net.rpc.base import Reply, Request
 from net.rpc.connection import LEAVE_S, SILENCE_S
 from net.rpc.peer import CHECK_PERIOD_S, IDLE_S, RpcPeer, open_rpc_peer
 from net.transport.sim import run, simulate
-from net.transport.sim_events import Heal, HostDown, HostUp, Partition
-from net.transport.sim_links import Constant, HostOptions
-from net.transport.sim_network import SimNetwork
+from net.transport.sim.events import Heal, HostDown, HostUp, Partition
+from net.transport.sim.links import Constant, HostOptions
+from net.transport.sim.network import SimNetwork
 from net.wire.messages import CallStart
 from tests.net.rpc_peers import Stuck, echo, hello, part
 

@@ -7,10 +7,10 @@ import trio.testing
 from net.errors import ConnectionLost, DialFailed
 from net.identity import Address
 from net.transport.sim import simulate
-from net.transport.sim_endpoints import SimLink
-from net.transport.sim_flow import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES
-from net.transport.sim_links import Constant, Exponential, HostOptions, LogNormal, Loss
-from net.transport.sim_transport import BACKLOG
+from net.transport.sim.endpoints import SimLink
+from net.transport.sim.flow import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES
+from net.transport.sim.links import Constant, Exponential, HostOptions, LogNormal, Loss
+from net.transport.sim.transport import BACKLOG
 from tests.net.link_frames import exchange, numbered, parts_of
 from tests.net.sim_hosts import arrival_s, connect, expect_duration, expect_lost, in_simulation, listen, part, peer
 

@@ -8,10 +8,10 @@ import trio.testing
 
 from net.errors import ConnectionLost, DialFailed, ListenFailed
 from net.transport.sim import simulate
-from net.transport.sim_endpoints import SimLink
-from net.transport.sim_events import Heal, HostDown, HostUp, SetHost, SetLatency
-from net.transport.sim_links import Constant, HostOptions, Loss
-from net.transport.sim_network import SimNetwork
+from net.transport.sim.endpoints import SimLink
+from net.transport.sim.events import Heal, HostDown, HostUp, SetHost, SetLatency
+from net.transport.sim.links import Constant, HostOptions, Loss
+from net.transport.sim.network import SimNetwork
 from tests.net.link_frames import assert_same, exchange, numbered, parts_of
 from tests.net.sim_hosts import CUT, connect, expect_duration, expect_lost, in_simulation, listen, part, peer
 

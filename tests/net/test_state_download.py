@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.state_buffer import pack
-from net.averaging.state_download import SharedState, StateSharingConfig, StateUnavailable
-from net.averaging.state_sharing import StateSharing
+from net.averaging.state.buffer import pack
+from net.averaging.state.download import SharedState, StateSharingConfig, StateUnavailable
+from net.averaging.state.sharing import StateSharing
 from net.dht.messages import contact_to_wire
 from net.errors import CallRefused, NetError
 from net.identity import Address, Contact
 from net.rpc.base import Handler, Reply, Request
-from net.transport.sim_events import HostDown
+from net.transport.sim.events import HostDown
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 from tests.net.test_state_sharing import CONFIG, Donor, assert_same, start_donor, state_of, with_newcomer
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.state_buffer import check_table_untrusted, pack, receive_untrusted
-from net.averaging.state_download import SharedState, StateSharingConfig
-from net.averaging.state_sharing import StateSharing, StateSource
+from net.averaging.state.buffer import check_table_untrusted, pack, receive_untrusted
+from net.averaging.state.download import SharedState, StateSharingConfig
+from net.averaging.state.sharing import StateSharing, StateSource
 from net.errors import RemoteProtocolError
 from net.rpc.base import Caller, Handler, Reply, Request
-from net.transport.sim_events import HostDown
+from net.transport.sim.events import HostDown
 from tests.net.averaging_swarm import Place, Swarm, in_swarm, open_place
 
 CONFIG = StateSharingConfig(chunk_bytes=1000, call_timeout_s=5.0)

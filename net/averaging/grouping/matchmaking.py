@@ -25,8 +25,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from net.averaging.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group, Member, Role
-from net.averaging.join_messages import (
+from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group, Member, Role
+from net.averaging.grouping.join_messages import (
     MAX_MEMBER_BYTES,
     MAX_MEMBERS_BYTES,
     Candidate,

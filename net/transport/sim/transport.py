@@ -7,9 +7,9 @@ import trio
 
 from net.errors import ConnectionLost, DialFailed, HandshakeFailed, ListenFailed
 from net.identity import Address, PeerId
-from net.transport.sim_agenda import Waiter
-from net.transport.sim_endpoints import SimLink, Topology, new_link
-from net.transport.sim_links import NUM_LISTEN_PORTS, SimHost
+from net.transport.sim.agenda import Waiter
+from net.transport.sim.endpoints import SimLink, Topology, new_link
+from net.transport.sim.links import NUM_LISTEN_PORTS, SimHost
 
 BACKLOG = 128
 """Links that a listener holds until they are accepted: Linux's own long-standing default bound."""

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 import numpy as np
 import trio
 
-from net.averaging.chunk_exchange import ChunkReducer, ChunkSender
-from net.averaging.group import Group, Member
-from net.averaging.partition import Part, parse_name_untrusted, parts_of
-from net.averaging.reduction import MAX_WINDOW, Array, PartReduction, is_finite
+from net.averaging.grouping.group import Group, Member
+from net.averaging.reduction.chunk_exchange import ChunkReducer, ChunkSender
+from net.averaging.reduction.partition import Part, parse_name_untrusted, parts_of
+from net.averaging.reduction.reducer import MAX_WINDOW, Array, PartReduction, is_finite
 from net.errors import CallRefused, PeerBusy, RemoteProtocolError
 from net.identity import PeerId
 from net.rpc.base import Caller, Reply, Request

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from net.averaging.partition import Part
+from net.averaging.reduction.partition import Part
 from net.errors import RemoteProtocolError
 from net.wire.tensors import Tensor
 

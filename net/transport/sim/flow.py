@@ -14,9 +14,9 @@ from typing import Protocol
 import trio
 
 from net.chance import uniform
-from net.transport.sim_agenda import Agenda
-from net.transport.sim_events import Reachability
-from net.transport.sim_links import Constant, LatencyModel, Loss, SimHost
+from net.transport.sim.agenda import Agenda
+from net.transport.sim.events import Reachability
+from net.transport.sim.links import Constant, LatencyModel, Loss, SimHost
 from net.wire.frames import Frame
 
 SEND_BUFFER_BYTES = 512 * 1024

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 import trio
 
-from net.averaging.group import Group, Member
-from net.averaging.partition import ChunkAnswer, ChunkName, Part, parse_answer_untrusted
-from net.averaging.reduction import Array, PartReduction, values_untrusted
+from net.averaging.grouping.group import Group, Member
+from net.averaging.reduction.partition import ChunkAnswer, ChunkName, Part, parse_answer_untrusted
+from net.averaging.reduction.reducer import Array, PartReduction, values_untrusted
 from net.errors import CallFailed, CallRefused, DialFailed, PeerBusy, PeerUnavailable, RemoteProtocolError
 from net.rpc.base import Caller, Reply, Request
 from net.wire.compression import Compression

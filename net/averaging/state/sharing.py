@@ -15,8 +15,8 @@ from typing import Any
 
 import trio
 
-from net.averaging.state_buffer import StateBuffer, Table, pack
-from net.averaging.state_download import (
+from net.averaging.state.buffer import StateBuffer, Table, pack
+from net.averaging.state.download import (
     SharedState,
     StateDownload,
     StateSharingConfig,

@@ -8,10 +8,10 @@ import trio
 
 from net.errors import NetError
 from net.identity import PeerId
-from net.transport.sim_endpoints import SimLink, Topology
-from net.transport.sim_events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost, SetLatency
-from net.transport.sim_links import HostOptions, SimHost, model_between
-from net.transport.sim_transport import SimTransport
+from net.transport.sim.endpoints import SimLink, Topology
+from net.transport.sim.events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost, SetLatency
+from net.transport.sim.links import HostOptions, SimHost, model_between
+from net.transport.sim.transport import SimTransport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ import enum
 from dataclasses import dataclass
 from functools import cached_property
 
-from net.averaging.group_key import assign_slots
-from net.averaging.load_balance import peer_fractions, split_by_shares
+from net.averaging.grouping.group_key import assign_slots
+from net.averaging.reduction.load_balance import peer_fractions, split_by_shares
 from net.identity import Address, Contact, PeerId
 
 GROUP_ID_BYTES = 16

@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from net.averaging.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group, Member, Role
+from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group, Member, Role
 from net.dht.messages import parse_contact_untrusted
 from net.dht.records import MAX_KEY_BYTES, Dictionary, Record, Value
 from net.errors import RemoteProtocolError

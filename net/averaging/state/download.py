@@ -1,4 +1,4 @@
-"""Fetching a whole state from whichever peers have it; see `net.averaging.state_sharing`.
+"""Fetching a whole state from whichever peers have it; see `net.averaging.state.sharing`.
 
 Trust. Whoever is in the swarm may call itself a donor. What does not have the digest in the end is thrown away. If it
 all came from one donor, that one is not asked again; if several gave pieces, nobody knows who lied, and from then on
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import trio
 
-from net.averaging.state_buffer import Table, check_table_untrusted, receive_untrusted
+from net.averaging.state.buffer import Table, check_table_untrusted, receive_untrusted
 from net.dht.messages import parse_contact_untrusted
 from net.dht.node import DhtNode
 from net.dht.records import Dictionary

@@ -1,4 +1,4 @@
-"""One search for a group over the network: the shell around `net.averaging.matchmaking`."""
+"""One search for a group over the network: the shell around `net.averaging.grouping.matchmaking`."""
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import trio
 
-from net.averaging.group import Group
-from net.averaging.join_messages import (
+from net.averaging.grouping.group import Group
+from net.averaging.grouping.join_messages import (
     Candidate,
     JoinRequest,
     Reason,
@@ -17,7 +17,7 @@ from net.averaging.join_messages import (
     parse_joined_untrusted,
     request_body,
 )
-from net.averaging.matchmaking import AssemblyConfig, Matchmaking
+from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
 from net.dht.calls import PEER_ERRORS
 from net.dht.node import DhtNode
 from net.errors import CallFailed, PeerBusy, PeerUnavailable, RemoteProtocolError

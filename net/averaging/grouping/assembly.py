@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import trio
 
-from net.averaging.group import MAX_GROUP_SIZE, Group, Member, Role
-from net.averaging.group_key import MoshpitGrid, group_key
-from net.averaging.join_messages import (
+from net.averaging.grouping.group import MAX_GROUP_SIZE, Group, Member, Role
+from net.averaging.grouping.group_key import MoshpitGrid, group_key
+from net.averaging.grouping.join_messages import (
     BANDWIDTHS_BPS,
     MAX_SCHEMA_BYTES,
     WEIGHTS,
@@ -22,8 +22,8 @@ from net.averaging.join_messages import (
     parse_request_untrusted,
     refusal_body,
 )
-from net.averaging.matchmaking import AssemblyConfig, Matchmaking
-from net.averaging.search import GroupSearch
+from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
+from net.averaging.grouping.search import GroupSearch
 from net.dht.node import DhtNode
 from net.errors import CallRefused, RemoteProtocolError
 from net.rpc.base import Caller, Reply, Request

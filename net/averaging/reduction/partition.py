@@ -12,7 +12,7 @@ is refused and not averaged.
 from dataclasses import dataclass
 from typing import Any
 
-from net.averaging.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group
+from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group
 from net.errors import RemoteProtocolError
 from net.rpc.base import Body
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from net.transport.sim_links import HostOptions, Latency
+from net.transport.sim.links import HostOptions, Latency
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ import trio
 
 from net.errors import ConnectionLost
 from net.identity import Address, PeerId
-from net.transport.sim_agenda import Waiter
-from net.transport.sim_flow import Fin, Flow, Medium, Payload, Reset, Syn, SynAck
-from net.transport.sim_frames import CheckedPassage, FramePassage
-from net.transport.sim_links import Latency, SimHost, model_between, stream_key
+from net.transport.sim.agenda import Waiter
+from net.transport.sim.flow import Fin, Flow, Medium, Payload, Reset, Syn, SynAck
+from net.transport.sim.frames import CheckedPassage, FramePassage
+from net.transport.sim.links import Latency, SimHost, model_between, stream_key
 from net.wire.frames import Frame, Part
 
 _TELLING_BYTES = 4096
