@@ -23,9 +23,7 @@ import optax
 import trio
 
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
-from dmoe_jax.checkpoints import host_copy
 from dmoe_jax.data.batches import Batch, SegmentStream
-from dmoe_jax.device import Device
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.models.transformer_xl import (
     LayerMemory,
@@ -37,6 +35,7 @@ from dmoe_jax.models.transformer_xl import (
     forget,
 )
 from dmoe_jax.models.trunk import StepKeys, step_keys
+from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from net.errors import NetError
 
@@ -80,93 +79,6 @@ class Evaluation:
     def perplexity(self) -> float:
         """exp(loss); infinite beyond what a float holds."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
-
-
-class SharedTrunk:
-    """Trunk parameters and optimiser state that the trainers of one process share.
-
-    Args:
-      params: initial trunk parameters.
-      optimizer: an Optax optimiser; its schedule counts trunk updates, not steps of one trainer.
-      device: runs the update.
-    """
-
-    def __init__(self, params: PyTree, optimizer: optax.GradientTransformation, device: Device) -> None:
-        self.params = params
-        self.opt_state = optimizer.init(params)
-        self.step = 0
-        """Updates applied."""
-        self._claimed = 0
-        self._device = device
-        self._turn = trio.Lock()
-        self._update = _trunk_update(optimizer)
-
-    @property
-    def state(self) -> dict[str, PyTree]:
-        """Parameters and optimiser state. The latter is donated to the next update: copy it before that."""
-        return {"params": self.params, "opt_state": self.opt_state}
-
-    async def snapshot(self) -> tuple[int, dict[str, PyTree]]:
-        """The number of updates and a copy of the state after them, on the host."""
-        async with self._turn:
-            return self.step, await self._device.run(host_copy, self.state)
-
-    def restore(self, step: int, state: dict[str, PyTree]) -> None:
-        """Continue from a saved state. Only while no trainer runs."""
-        self.step = step
-        self.params, self.opt_state = jax.tree.map(jnp.asarray, (state["params"], state["opt_state"]))
-
-    def claim(self, num_steps: int) -> bool:
-        """Set one of the first `num_steps` updates aside for a trainer; False when all are applied or being made."""
-        if self.step + self._claimed >= num_steps:
-            return False
-        self._claimed += 1
-        return True
-
-    def release(self) -> None:
-        """Give a claimed update back, made or not."""
-        self._claimed -= 1
-
-    async def apply(self, grads: PyTree) -> int:
-        """Step with these gradients; returns the number of the update. Updates happen one after another."""
-        async with self._turn:
-            # Shielded: a cancelled update would leave donated, dead optimiser state behind.
-            with trio.CancelScope(shield=True):
-                self.params, self.opt_state = await self._device.run(self._update, self.params, self.opt_state, grads)
-            self.step += 1
-            return self.step
-
-    async def shift(self, difference: PyTree) -> None:
-        """Add to the parameters, as averaging with other processes does. Not an update: the step stays as it is.
-
-        Args:
-          difference: a tree like the parameters.
-        """
-        async with self._turn:
-            self.params = await self._device.run(_shifted, self.params, difference)
-
-    async def replace(self, step: int, state: dict[str, PyTree], *, min_lead: int = 1) -> bool:
-        """Take up another process's state between two updates, if it is still `min_lead` updates ahead; whether it was.
-
-        Steps under way are applied to it, as stale ones.
-        """
-        async with self._turn:
-            if step < self.step + min_lead:
-                return False
-            self.restore(step, state)
-            return True
-
-
-@functools.cache
-def _trunk_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[PyTree, PyTree]]:
-    """The compiled (params, opt_state, grads) -> (params, opt_state) of this optimiser."""
-
-    # Parameters are not donated: trainers in the middle of a step still hold the version that they started with.
-    def update(params: PyTree, opt_state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return jax.jit(update, donate_argnums=1)
 
 
 class SwarmModel:
@@ -335,11 +247,6 @@ class Trainer:
                 self._trunk.release()
             if lost_in_a_row:
                 await trio.sleep(min(5.0, 0.1 * lost_in_a_row))
-
-
-@jax.jit
-def _shifted(params: PyTree, difference: PyTree) -> PyTree:
-    return jax.tree.map(jnp.add, params, difference)
 
 
 @jax.jit

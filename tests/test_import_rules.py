@@ -52,6 +52,7 @@ SHELLS = {
     "dmoe_jax.node.server",
     "dmoe_jax.optim.trunk_averaging",
     "dmoe_jax.trainer",
+    "dmoe_jax.trunk",
     "dmoe_jax.cli",
 }
 
@@ -71,12 +72,22 @@ LAYERS = [
     {"dmoe_jax.directory", "dmoe_jax.models", "dmoe_jax.mixture.local", "dmoe_jax.mixture.quorum"},
     {"dmoe_jax.node"},
     {"dmoe_jax.mixture"},
-    {"dmoe_jax.node.server", "dmoe_jax.trainer"},
+    {"dmoe_jax.node.server", "dmoe_jax.trainer", "dmoe_jax.trunk"},
     {"dmoe_jax.optim"},
     {"dmoe_jax.cli"},
 ]
 NET_LAYERS = [
-    {"net.errors", "net.identity", "net.clock", "net.chance", "net.keys", "net.key_files", "net.nursery", "net.types"},
+    {
+        "net.errors",
+        "net.identity",
+        "net.clock",
+        "net.chance",
+        "net.keys",
+        "net.key_files",
+        "net.nursery",
+        "net.peer_health",
+        "net.types",
+    },
     {"net.wire"},
     {"net.transport"},
     {"net.rpc"},

@@ -26,7 +26,8 @@ from dmoe_jax.recipe import decay_learning_weights
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
-from dmoe_jax.trainer import SharedTrunk, SwarmModel, Trainer
+from dmoe_jax.trainer import SwarmModel, Trainer
+from dmoe_jax.trunk import SharedTrunk
 from net.errors import CallFailed, NetError, NoQuorum, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact
 from net.rpc.base import Body

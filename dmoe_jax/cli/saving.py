@@ -13,7 +13,8 @@ import trio
 
 from dmoe_jax.checkpoints import Checkpoints, host_copy
 from dmoe_jax.mixture.fan_out import CallStatistics
-from dmoe_jax.trainer import SharedTrunk, Trainer
+from dmoe_jax.trainer import Trainer
+from dmoe_jax.trunk import SharedTrunk
 
 CHECKPOINT_FOLDER = "checkpoints"
 

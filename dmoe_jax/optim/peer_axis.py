@@ -1,8 +1,8 @@
 """Moshpit All-Reduce as pure JAX over a peer axis: thousands of simulated peers on one device, or split over a mesh.
 
 The rule (who is in whose group) is `net.averaging.grouping.group_key.MoshpitGrid`, the same that the network averager
-follows; here every leaf of a pytree has a leading axis of peers, and a round is one segment sum over groups. It serves research
-without a network, and as the oracle for the averager over the network.
+follows; here every leaf of a pytree has a leading axis of peers, and a round is one segment sum over groups. It serves
+research without a network, and as the oracle for the averager over the network.
 
 What becomes of a group with an absent peer is a choice, and rounds to a given precision differ two- to threefold:
 

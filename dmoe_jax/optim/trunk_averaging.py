@@ -15,7 +15,7 @@ import numpy as np
 
 from dmoe_jax.device import Device
 from dmoe_jax.optim.tree_vectors import TreeLayout
-from dmoe_jax.trainer import SharedTrunk
+from dmoe_jax.trunk import SharedTrunk
 from net.averaging.averager import Averager, AveragingStep
 from net.averaging.state.download import MAX_VERSION, SharedState, StateUnavailable
 from net.averaging.state.sharing import StateSource

@@ -29,7 +29,8 @@ from dmoe_jax.node.server import NodeConfig, open_expert_node
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.report import write_report
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
-from dmoe_jax.trainer import SharedTrunk, SwarmModel, Trainer
+from dmoe_jax.trainer import SwarmModel, Trainer
+from dmoe_jax.trunk import SharedTrunk
 from experiments.overlap.figure import overlap_figure
 from net.clock import SwarmClock
 from net.dht.node import DhtNode, open_dht_node

@@ -25,7 +25,8 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import append_metric
-from dmoe_jax.trainer import SharedTrunk, StepRecord, SwarmModel, Trainer
+from dmoe_jax.trainer import StepRecord, SwarmModel, Trainer
+from dmoe_jax.trunk import SharedTrunk
 from experiments.sim_scale.trainers import make_backends
 from experiments.simulated_swarm import open_simulated_trainer, start_simulated_nodes
 from net.identity import Address

@@ -32,7 +32,8 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.trainer import SharedTrunk, SwarmModel, Trainer
+from dmoe_jax.trainer import SwarmModel, Trainer
+from dmoe_jax.trunk import SharedTrunk
 from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
 from net.rpc.faults import Fault, FaultPlan
 from net.transport.sim import run, simulate

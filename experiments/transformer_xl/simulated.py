@@ -24,7 +24,8 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.base import Router
-from dmoe_jax.trainer import Evaluation, SharedTrunk, StepRecord, SwarmModel, Trainer
+from dmoe_jax.trainer import Evaluation, StepRecord, SwarmModel, Trainer
+from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
 from experiments.transformer_xl.engine import Totals

@@ -20,7 +20,8 @@ from dmoe_jax.device import InlineDevice
 from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.trunk import Memory, StepKeys, step_keys
-from dmoe_jax.trainer import Evaluation, SharedTrunk, StepRecord, all_finite
+from dmoe_jax.trainer import Evaluation, StepRecord, all_finite
+from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from experiments.transformer_xl.engine import Totals
 from experiments.transformer_xl.evaluation import EvaluationConfig, dense_evaluator

@@ -19,7 +19,8 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.routing.combinators import add_noise
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.routing.registry import ROUTERS
-from dmoe_jax.trainer import SharedTrunk, StepRecord, SwarmModel, Trainer
+from dmoe_jax.trainer import StepRecord, SwarmModel, Trainer
+from dmoe_jax.trunk import SharedTrunk
 from net.errors import NetError
 from tests.dmoe_jax.small_swarm import SmallSwarm, close, direct_callers, open_small_swarm, tcp_callers
 from tests.net.direct_network import DirectNetwork

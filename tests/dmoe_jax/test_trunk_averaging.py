@@ -13,7 +13,7 @@ import trio
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.optim.tree_vectors import layout_of
 from dmoe_jax.optim.trunk_averaging import MISSED_BEFORE_CATCHING_UP, TrunkAveraging, trunk_source
-from dmoe_jax.trainer import SharedTrunk
+from dmoe_jax.trunk import SharedTrunk
 from net.averaging.averager import Averager, AveragerConfig, AveragingStep, open_averager
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaking import AssemblyConfig

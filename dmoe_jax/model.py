@@ -1,0 +1,142 @@
+"""What a trainer asks of a model.
+
+    class Classifier(Model):
+        def __init__(self, mixture):
+            self.mixture = mixture                                  # `swarm.mixture(...)`
+
+        def init(self, key):
+            return init_params(key)                                 # of everything that is not remote
+
+        async def forward(self, run, params, batch, state, keys):
+            hidden = run(embed, params["embed"], batch.x)           # a jitted segment
+            scores = run(gate, params["gate"], hidden, keys)
+            hidden, penalty = await self.mixture(run, scores, hidden)
+            return Outcome(loss=run(loss_head, params["head"], hidden, batch.labels, penalty))
+
+`dmoe_jax.models` holds two of them: Transformer-XL and an MLP. A batch is whatever the model's `forward` understands;
+batches come from any Python iterator.
+"""
+
+import abc
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import PRNGKeyArray
+
+from dmoe_jax.autodiff import Recording, Value
+from dmoe_jax.types import PyTree
+
+
+class Outcome(NamedTuple):
+    """What `Model.forward` returns.
+
+    Attributes:
+      loss: scalar on the tape: what is differentiated, auxiliary losses included.
+      state: what the same trainer's next batch begins with, such as a memory of the text; () for nothing.
+      reported: scalar that logs and evaluations show; None: the loss.
+      items: samples or tokens that the loss is a mean of, for throughput, weights and evaluations.
+    """
+
+    loss: Value
+    state: PyTree = ()
+    reported: Value | None = None
+    items: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+      loss: mean of the reported loss over all samples or tokens.
+      items: how many there were.
+      metrics: further figures by name, such as an accuracy.
+      targets: [tokens], the words that were predicted, for baselines over the same words; language models only.
+    """
+
+    loss: float
+    items: int
+    metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    targets: np.ndarray | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite beyond what a float holds."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+class Model(abc.ABC):
+    """A trainable model: `init` and `forward`. What else there is has a default.
+
+    Segments (the functions that `run` is called with) must be the same objects in every step: see `autodiff`.
+    """
+
+    name: str = "model"
+    """What reports and figures call it."""
+    unit: str = "samples"
+    """What `Outcome.items` counts, for people."""
+
+    @abc.abstractmethod
+    def init(self, key: PRNGKeyArray) -> PyTree:
+        """Parameters of everything that is not remote."""
+
+    @abc.abstractmethod
+    async def forward(self, run: Recording, params: PyTree, batch: Any, state: PyTree, keys: Any) -> Outcome:
+        """The loss of one batch.
+
+        Args:
+          run: the recording of this step; `run(function, *args)` is a jitted segment.
+          params: as `init` made them, each array on the tape.
+          batch: one of the trainer's batches, or of an evaluation's.
+          state: what the batch before returned; `initial_state` at first.
+          keys: chance of this step, from `keys`; None in evaluation, when nothing may be random.
+
+        Raises:
+          NetError: the swarm could not carry it; the trainer drops the step and goes on.
+        """
+
+    def initial_state(self, batch: Any) -> PyTree:
+        """The state before a trainer's first batch, or an evaluation's."""
+        del batch
+        return ()
+
+    def keys(self, batch: Any, *, seed: int, trainer: int, step: int) -> Any:
+        """Chance of one step: a function of the run's seed, the trainer's number and its step, so that runs repeat.
+
+        Default: key data uint32 [2], which `jax.random.wrap_key_data` makes a key of inside a segment.
+        """
+        del batch
+        return np.random.SeedSequence([seed, trainer, step]).generate_state(2, np.uint32)
+
+    async def evaluate(
+        self, params: PyTree, batches: Iterable[Any], on_batch: Callable[[], None] = lambda: None
+    ) -> Evaluation:
+        """The mean loss over some batches, nothing random, no expert trained.
+
+        Args:
+          params: of the trunk.
+          batches: in order; the state is carried from one to the next.
+          on_batch: called after each of them, to show progress.
+
+        Raises:
+          NetError: the swarm cannot carry it. ValueError: there is no batch.
+        """
+        total, items, state = 0.0, 0, None
+        for batch in batches:
+            run = Recording(differentiate=False)
+            outcome = await self.forward(
+                run, jax.tree.map(Value, params), batch, self.initial_state(batch) if state is None else state, None
+            )
+            shown = outcome.loss if outcome.reported is None else outcome.reported
+            total += outcome.items * float(shown.value)
+            items += outcome.items
+            state = outcome.state
+            on_batch()
+        if not items:
+            raise ValueError("there is nothing to evaluate: no batch")
+        return Evaluation(loss=total / items, items=items)

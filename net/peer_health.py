@@ -1,0 +1,112 @@
+"""Who does not answer: one record of failures for everybody in a process who asks.
+
+RPC sees how every call ends and feeds the record; the DHT, the expert directory and the mixtures ask it before they
+call. They share the facts (how often in a row something failed, when, and why) and keep rules of their own: each asks
+with a `Pause` that says how long it leaves alone what has failed n times in a row.
+
+What is recorded is a *target*: an `Address` or a `Contact` that was dialled, a peer's service, one expert. A service is
+`(peer_id, name)`: a peer whose experts hang may still be a good member of the DHT. Pure bookkeeping, `now` is an
+argument, seconds on any one clock.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+MAX_TARGETS = 4096
+"""Those whose last failure is oldest are forgotten beyond it: then they are simply tried again."""
+
+LATE_LIMIT = 3
+"""Late answers in a row that count as one failure. A hung process refuses no connection, and whoever has enough other
+answers does not wait for its deadline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """How long a target is left alone: after the n-th failure in a row that counts, `first_s * 2**(n-1)` seconds."""
+
+    first_s: float
+    """The first pause, seconds; 0: nothing is ever left alone."""
+    longest_s: float
+    """The longest pause, seconds."""
+    forgiven: int = 0
+    """Failures in a row that cost nothing: a process that was just restarted answers the next call."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first_s <= self.longest_s or self.forgiven < 0:
+            raise ValueError(f"expected 0 <= first_s <= longest_s and forgiven >= 0, got {self}")
+
+    def after(self, failures: int) -> float:
+        """Seconds to wait after so many failures in a row."""
+        counted = failures - self.forgiven
+        # min first: 2.0 ** counted would overflow for a target that has been dead for ever.
+        return min(self.longest_s, self.first_s * 2.0 ** min(counted - 1, 64)) if counted > 0 else 0.0
+
+
+@dataclass(slots=True)
+class _Record:
+    failures: int = 0
+    late: int = 0
+    failed_at: float = 0.0
+    reason: str = ""
+
+
+class PeerHealth:
+    """Failures in a row by target.
+
+    Args:
+      max_targets: how many are remembered.
+    """
+
+    def __init__(self, *, max_targets: int = MAX_TARGETS) -> None:
+        if max_targets < 1:
+            raise ValueError(f"max_targets must be at least 1, got {max_targets}")
+        self._max_targets = max_targets
+        self._records: OrderedDict[Hashable, _Record] = OrderedDict()
+
+    def failed(self, target: Hashable, now: float, reason: str = "", *, together_s: float = 0.0) -> None:
+        """An attempt failed.
+
+        Args:
+          together_s: failures within so many seconds of the last are one with it: calls that were under way together
+            fail together.
+        """
+        record = self._touch(target)
+        if record.failures and now < record.failed_at + together_s:
+            return
+        record.failures += 1
+        record.late = 0
+        record.failed_at, record.reason = now, reason
+
+    def late(self, target: Hashable, now: float) -> None:
+        """An answer was no longer waited for. `LATE_LIMIT` in a row count as a failure."""
+        record = self._touch(target)
+        record.late += 1
+        if record.late >= LATE_LIMIT:
+            self.failed(target, now, f"late {LATE_LIMIT} times in a row")
+
+    def succeeded(self, target: Hashable) -> None:
+        """It answered: its failures are forgotten."""
+        self._records.pop(target, None)
+
+    def why_not(self, target: Hashable, now: float, pause: Pause) -> str | None:
+        """Why it is to be left alone at `now`; None if it may be tried."""
+        record = self._records.get(target)
+        if record is None or now >= (until := record.failed_at + pause.after(record.failures)):
+            return None
+        return f"{record.reason} ({record.failures} times in a row; not tried for {until - now:.1f} s)"
+
+    def blocks(self, target: Hashable, now: float, pause: Pause) -> bool:
+        """Whether it is to be left alone at `now`."""
+        return self.why_not(target, now, pause) is not None
+
+    def blocked(self, now: float, pause: Pause) -> tuple[Hashable, ...]:
+        """Every target that is left alone at `now`, the one that failed first first."""
+        return tuple(target for target in self._records if self.blocks(target, now, pause))
+
+    def _touch(self, target: Hashable) -> _Record:
+        record = self._records.pop(target, None) or _Record()
+        self._records[target] = record
+        if len(self._records) > self._max_targets:
+            self._records.popitem(last=False)
+        return record
