@@ -266,7 +266,7 @@ class DhtNode:
         await self._maintenance.run()
 
     def close(self) -> None:
-        """Refuse calls from now on."""
+        """Serve no more calls."""
         self._service.close()
 
     async def _store(self, target: NodeId, updates: Sequence[SubkeyEntry]) -> list[bool]:
@@ -344,16 +344,17 @@ async def open_dht_node(
     """Join the DHT, and stay in it until the block ends.
 
     All initial peers are tried at once; without any, the node is the first of a new swarm. On exit the background
-    stops and calls are refused; what the node held for others is not handed on (owners declare again, replicas
-    remain).
+    stops and the methods are unknown again; what the node held for others is not handed on (owners declare again,
+    replicas remain).
 
     Args:
-      caller: places and serves the calls. Register a DHT node on it once: handlers cannot be taken back.
+      caller: places and serves the calls; one DHT node at a time serves on it.
       initial_peers: through whom to join; a contact must be who it says, an address may be anybody.
       client_mode: only ask, never serve; implied when `caller` listens nowhere.
 
     Raises:
       DialFailed: naming the initial peers, when there are any and none answered.
+      ValueError: another DHT node serves on `caller`.
     """
     is_client = client_mode or caller.address is None
     node = DhtNode(caller, clock=clock, rng=rng, initial_peers=initial_peers, is_client=is_client, config=config)

@@ -6,7 +6,8 @@ the caller with its message; anything else that it raises is logged on its side 
 `RemoteFailure` that says no more than that.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -101,3 +102,23 @@ class Caller(Protocol):
           LocalProtocolError: the call itself cannot be sent (too large, or not CBOR).
         """
         ...
+
+
+@contextmanager
+def handlers(caller: Caller, served: Mapping[str, Handler], *, max_concurrent: int = 64) -> Iterator[None]:
+    """Serve the methods as long as the block lasts; afterwards their names are free again.
+
+    Calls that run at its end go on. If one of the methods cannot be served, none is.
+
+    Args:
+      served: handlers by the name of their method.
+      max_concurrent: how many calls run at once, of each method.
+
+    Raises:
+      ValueError: one of the methods has a handler already, or `max_concurrent` is below 1.
+    """
+    with ExitStack() as stack:
+        for method, handler in served.items():
+            caller.add_handler(method, handler, max_concurrent=max_concurrent)
+            stack.callback(caller.remove_handler, method)
+        yield
