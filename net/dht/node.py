@@ -109,7 +109,7 @@ class DhtNode:
         self._own_contact = None if is_client or self.address is None else Contact(self.peer_id, self.address)
         self._storage = RecordStorage(max_keys=config.max_keys, max_bytes=config.max_storage_bytes)
         self._cache = RecordStorage(max_keys=config.max_cached_keys, max_bytes=config.max_storage_bytes)
-        self._book = PeerBook(node_id(self.peer_id), config=config, now=clock.now())
+        self._book = PeerBook(node_id(self.peer_id), config=config, health=caller.health, now=trio.current_time())
         self._jobs = JobQueue()
         self._calls = DhtCalls(
             caller,
@@ -247,7 +247,7 @@ class DhtNode:
             records=len(self._storage),
             record_bytes=self._storage.bytes_held,
             cached_records=len(self._cache),
-            blacklisted=self._book.blacklist.blocked(self.clock.now()),
+            blacklisted=self._book.left_alone(trio.current_time()),
             lost_peers=self._book.lost_count,
             lookups=self._lookups,
             queries=self._queries,
@@ -295,9 +295,11 @@ class DhtNode:
 
     async def _walk(self, target: NodeId, *, record: bool, first_value: bool = False) -> Lookup:
         table, local_id = self._book.table, self._book.table.local_id
-        seeds = self._book.usable(table.nearest(target, self.config.lookup.beam_size), self.clock.now())
+        # The lookup's and the book's time is trio's, not the swarm's: deadlines are then compared without rounding.
+        now = trio.current_time()
+        seeds = self._book.usable(table.nearest(target, self.config.lookup.beam_size), now)
         lookup = Lookup(target, seeds, local_id=local_id, config=self.config.lookup, first_value=first_value)
-        table.looked_up(target, self.clock.now())
+        table.looked_up(target, now)
         with trio.move_on_after(self.config.lookup_timeout_s):
             await self._carry_out(lookup, record=record)
         for contact in lookup.unresponsive():
@@ -315,12 +317,11 @@ class DhtNode:
             except PEER_ERRORS:
                 lookup.on_failure(contact.peer_id)
             else:
-                usable = self._book.usable(contacts, self.clock.now())
+                usable = self._book.usable(contacts, trio.current_time())
                 lookup.on_success(contact.peer_id, usable, found)
             changed.set()
 
         async with trio.open_nursery() as nursery:
-            # The lookup's time is trio's, not the swarm's: its deadlines are then compared without rounding.
             while not isinstance(step := lookup.next(trio.current_time()), Finished):
                 if isinstance(step, Ask):
                     nursery.start_soon(ask, step.contact)

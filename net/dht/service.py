@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import trio
+
 from net.clock import SwarmClock
 from net.dht import messages
 from net.dht.config import DhtConfig
@@ -94,7 +96,7 @@ class DhtService:
         if messages.parse_client_untrusted(request.body) or request.peer_address is None:
             return
         contact = Contact(request.peer_id, request.peer_address)
-        if (suspect := self._book.heard_from(contact, self._clock.now())) is not None:
+        if (suspect := self._book.heard_from(contact, trio.current_time())) is not None:
             self._on_check(suspect)
 
 

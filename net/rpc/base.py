@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from net.identity import Address, Contact, PeerId
+from net.peer_health import PeerHealth
 from net.wire.tensors import Outgoing, Tensor
 
 Body = Mapping[str, Any]
@@ -65,6 +66,11 @@ class Caller(Protocol):
     @property
     def address(self) -> Address | None:
         """Where this process listens; None in client mode."""
+        ...
+
+    @property
+    def health(self) -> PeerHealth:
+        """Who does not answer, by trio's clock: what was dialled, and each peer's services, as `(peer_id, "dht")`."""
         ...
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
