@@ -19,13 +19,13 @@ import trio
 
 from dmoe_jax.grid import ExpertUid, check_prefix, key_prefix, parse_coordinate, prefixes
 from dmoe_jax.routing.beam_search import Coordinates, search_beams
-from net.dht.blacklist import Blacklist
 from net.dht.messages import contact_to_wire, parse_contact_untrusted
 from net.dht.node import DhtNode, StoreItem
 from net.dht.records import Dictionary, Entry, Record, Value, live, merge
 from net.errors import RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
+from net.peer_health import Pause, PeerHealth
 
 MAX_CACHED_PREFIXES = 16_384
 """Most prefixes that a directory remembers; the least recently used go first. A 4-D grid of 16^4 experts has
@@ -163,21 +163,23 @@ class ExpertDirectory:
         self._dht = dht
         self._nursery = nursery
         self._config = config
-        self._blacklist = Blacklist(base_s=config.backoff_base_s, cap_s=config.backoff_cap_s)
+        self._health = PeerHealth()
+        self._pause = Pause(first_s=config.backoff_base_s, longest_s=config.backoff_cap_s)
         self._cache: dict[str, _Cached] = {}  # from least to most recently used
         self._in_flight: dict[str, trio.Event] = {}
 
     def report_failure(self, contact: Contact) -> None:
         """A call to this host failed: its experts count as dead for 1, 2, 4, ... seconds."""
-        self._blacklist.failed(contact.peer_id, self._now())
+        if not self._health.blocks(contact.peer_id, self._now(), self._pause):
+            self._health.failed(contact.peer_id, self._now())
 
     def report_success(self, contact: Contact) -> None:
         """A call to this host succeeded: its failures are forgotten."""
-        self._blacklist.succeeded(contact.peer_id)
+        self._health.succeeded(contact.peer_id)
 
     def avoided(self) -> tuple[PeerId, ...]:
         """The hosts whose experts count as dead now, because they failed."""
-        return self._blacklist.blocked(self._now())
+        return tuple(each for each in self._health.blocked(self._now(), self._pause) if isinstance(each, PeerId))
 
     async def children(self, prefixes: Iterable[str]) -> dict[str, dict[int, Contact | None]]:
         """The living children of prefixes such as `ffn.3.`: coordinate -> who serves the expert, None for a
@@ -304,7 +306,7 @@ class ExpertDirectory:
             coordinate: child.contact
             for coordinate, child in children.items()
             if child.expiration > now
-            and (child.contact is None or not self._blacklist.blocks(child.contact.peer_id, now))
+            and (child.contact is None or not self._health.blocks(child.contact.peer_id, now, self._pause))
         }
 
     def _lifetime(self, cached: _Cached) -> float:
