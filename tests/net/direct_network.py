@@ -17,8 +17,9 @@ from net.dht.config import DhtConfig
 from net.dht.node import DhtNode, open_dht_node
 from net.dht.records import Entry
 from net.dht.routing_table import key_id, node_id
-from net.errors import CallFailed, CallRefused, DialFailed, PeerBusy, PeerTimeout, RemoteFailure
+from net.errors import CallFailed, CallRefused, DialFailed, PeerBusy, PeerTimeout, PeerUnavailable, RemoteFailure
 from net.identity import Address, Contact, PeerId
+from net.peer_health import PeerHealth
 from net.rpc.base import Body, Handler, Reply, Request
 from net.wire.tensors import Outgoing, Tensor, as_received, body_nbytes_untrusted, describe
 
@@ -88,6 +89,7 @@ class DirectCaller:
         self._handlers: dict[str, Handler] = {}
         self.peer_id = peer_id
         self.address = address
+        self.health = PeerHealth()
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Serve a method; the bound on concurrency is kept."""
@@ -121,7 +123,31 @@ class DirectCaller:
         *,
         timeout_s: float,
     ) -> Reply:
-        """Sleep once, then run the target's handler: of whoever sits at a contact's address, for nothing is proven."""
+        """Sleep once, then run the target's handler: of whoever sits at a contact's address, for nothing is proven.
+
+        As RPC does, it records who did not answer, by peer and service.
+        """
+        service = (target.peer_id if isinstance(target, Contact) else target, method.partition(".")[0])
+        try:
+            reply = await self._call(target, method, body, tensors, timeout_s=timeout_s)
+        except PeerUnavailable as error:
+            self.health.failed(service, trio.current_time(), str(error), together_s=1.0)
+            raise
+        except CallFailed:
+            self.health.succeeded(service)
+            raise
+        self.health.succeeded(service)
+        return reply
+
+    async def _call(
+        self,
+        target: Contact | Address,
+        method: str,
+        body: Body,
+        tensors: Sequence[Outgoing],
+        *,
+        timeout_s: float,
+    ) -> Reply:
         address = target.address if isinstance(target, Contact) else target
         self._network.calls.append((self.address, address, method))
         with trio.move_on_after(timeout_s):
