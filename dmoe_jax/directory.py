@@ -295,13 +295,12 @@ class ExpertDirectory:
             coordinate: child.contact
             for coordinate, child in children.items()
             if child.expiration > now
-            and (child.contact is None or not self._is_avoided(child.contact, name, coordinate))
+            and (child.contact is None or not self._is_avoided(child.contact, f"{name}{coordinate}"))
         }
 
-    def _is_avoided(self, contact: Contact, name: str, coordinate: int) -> bool:
+    def _is_avoided(self, contact: Contact, uid: str) -> bool:
         now = trio.current_time()
-        targets = (host_target(contact), f"{name}{coordinate}")
-        return any(self.health.blocks(target, now, self._pause) for target in targets)
+        return any(self.health.blocks(target, now, self._pause) for target in (host_target(contact), uid))
 
     def _lifetime(self, cached: _Cached) -> float:
         return self._config.ttl_s if cached.children else self._config.negative_ttl_s

@@ -39,8 +39,8 @@ class Coverage:
           found: experts that were alive and were asked. answered: those of them that answered.
 
         Raises:
-          TooFewExperts: the share of samples without an expert exceeds `max_skipped`. Calls that were not made yet count
-            as complete, so that one gap at the start of a run ends it only if no gap at all is allowed.
+          TooFewExperts: the share of samples without an expert exceeds `max_skipped`. Calls that were not made yet
+            count as complete, so that one gap at the start of a run ends it only if no gap at all is allowed.
         """
         self._shares.append(skipped / samples if samples else 0.0)
         state = f"{found} experts were found alive and asked, {answered} of them answered"
@@ -56,6 +56,6 @@ class Coverage:
         share = sum(self._shares) / WINDOW_CALLS
         if share > self._max_skipped:
             raise TooFewExperts(
-                f"layer {self._prefix!r}: no expert for {share:.0%} of the samples of the last {WINDOW_CALLS} calls, at "
-                f"most {self._max_skipped:.0%} are allowed (max_skipped); in the last call {state}"
+                f"layer {self._prefix!r}: no expert for {share:.0%} of the samples of the last {WINDOW_CALLS} calls; "
+                f"max_skipped allows {self._max_skipped:.0%}; in the last call {state}"
             )

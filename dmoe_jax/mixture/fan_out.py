@@ -161,7 +161,7 @@ class ExpertCaller:
                 if attempt + 1 == attempts:
                     self._note_failure(call, reason_of(error), str(error))
             except NetError as error:
-                # Busy is no fault, and hosts that do not answer are known to RPC; refusing and failing concern the expert.
+                # Busy is no fault, and RPC knows the hosts that do not answer; refusing concerns the expert.
                 is_experts_own = isinstance(error, CallFailed) and not isinstance(error, PeerBusy)
                 self._note_failure(call, reason_of(error), str(error), blame=is_experts_own)
                 break

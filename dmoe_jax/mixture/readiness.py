@@ -83,7 +83,8 @@ async def check_experts(
             await trio.sleep(_ASK_PERIOD_S)
     if failures:
         raise NoQuorum(
-            f"experts of {prefix!r} are announced, but none answered within {timeout_s:g} s; the last one: {failures[-1]}"
+            f"experts of {prefix!r} are announced, but none answered within {timeout_s:g} s; "
+            f"the last one: {failures[-1]}"
         )
     raise NoQuorum(await _nobody(prefix, directory, timeout_s))
 

@@ -185,7 +185,8 @@ class RemoteMixture:
         if router.whole_grid:
             alive = await self.alive()
             chosen = await self._device.run(select_program(router, k), scores, alive)
-            return await self.choose_selected(*await to_host(self._device, chosen), alive)
+            indices, mask = await to_host(self._device, chosen)
+            return await self.choose_selected(indices, mask, alive)
         found = await self._directory.beam_search(self._config.prefix, cast(Any, scores.logits), k)
         indices = np.zeros((len(found), k, len(router.grid_size)), np.int32)
         places = []
@@ -223,8 +224,8 @@ class RemoteMixture:
           choice: from `choose`.
           inputs: the experts' inputs, arrays on the host, [batch, ...].
           dropout_seed: in training, from `dropout_seed`; None: nothing is random.
-        Returns: (outputs [batch, slots, ...], zeros where nobody answered; answered, bool [batch, slots]; what `backward`
-          needs).
+        Returns: (outputs [batch, slots, ...], zeros where nobody answered; answered, bool [batch, slots]; what
+          `backward` needs).
         Raises:
           NoQuorum, TooFewExperts: as `__call__`.
         """
