@@ -36,6 +36,7 @@ from net.dht.storage import RecordStorage
 from net.errors import DialFailed
 from net.identity import Address, Contact, PeerId
 from net.nursery import background_nursery
+from net.peer_health import PeerHealth
 from net.rpc.base import Caller
 
 Found = Record
@@ -106,6 +107,8 @@ class DhtNode:
         self.address = caller.address
         self.clock = clock
         self.config = config
+        self.health: PeerHealth = getattr(caller, "health", None) or PeerHealth()
+        """Who of this process's peers does not answer, as its calls found."""
         self._own_contact = None if is_client or self.address is None else Contact(self.peer_id, self.address)
         self._storage = RecordStorage(max_keys=config.max_keys, max_bytes=config.max_storage_bytes)
         self._cache = RecordStorage(max_keys=config.max_cached_keys, max_bytes=config.max_storage_bytes)
