@@ -207,7 +207,7 @@ class Trainer:
         (_, (loss, memory)), grads = await self._model.loss_and_grads(self._trunk.params, batch, self.memory, keys)
         if not all_finite(loss, grads):
             raise FloatingPointError(f"trainer {self._index}: loss {float(loss)} or its gradient is not finite")
-        step = await self._trunk.apply(grads)
+        step = await self._trunk.apply(grads, samples=batch.targets.size)
         self.memory = memory
         return StepRecord(
             step=step,
