@@ -53,9 +53,10 @@ SHELLS = {
     "dmoe_jax.device",
     "dmoe_jax.node.saving",
     "dmoe_jax.node.server",
-    "dmoe_jax.optim.trunk_averaging",
+    "dmoe_jax.averaging",
     "dmoe_jax.trainer",
     "dmoe_jax.trunk",
+    "dmoe_jax.trunk_averaging",
     "dmoe_jax.cli",
 }
 
@@ -73,13 +74,13 @@ LAYERS = [
         "dmoe_jax.runs",
         "dmoe_jax.autodiff",
         "dmoe_jax.checkpoints",
+        "dmoe_jax.optim",
     },
-    {"dmoe_jax.routing", "dmoe_jax.experts"},
+    {"dmoe_jax.routing", "dmoe_jax.experts", "dmoe_jax.averaging"},
     {"dmoe_jax.directory", "dmoe_jax.members", "dmoe_jax.models", "dmoe_jax.mixture.local", "dmoe_jax.mixture.quorum"},
     {"dmoe_jax.node"},
     {"dmoe_jax.mixture"},
-    {"dmoe_jax.node.server", "dmoe_jax.trainer", "dmoe_jax.trunk"},
-    {"dmoe_jax.optim"},
+    {"dmoe_jax.node.server", "dmoe_jax.trainer", "dmoe_jax.trunk", "dmoe_jax.trunk_averaging"},
     {"dmoe_jax.cli"},
 ]
 NET_LAYERS = [

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.experts.base import init_by_uid
+from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.node.backend import ExpertBackend, bucket_of, buckets_up_to, make_backends
 
 EXPERT = feedforward(d_model=6)
