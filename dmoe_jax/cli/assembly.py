@@ -11,7 +11,6 @@ import optax
 import trio
 
 from dmoe_jax.cli.common import UsageError, one_line
-from dmoe_jax.cli.swarm import SwarmPeer
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.data.corpora import Corpus
@@ -23,6 +22,7 @@ from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.node.requests import describe_spec
+from dmoe_jax.peer import SwarmPeer
 from dmoe_jax.recipe import decay_learning_weights
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.check import check_router

@@ -14,13 +14,13 @@ from dmoe_jax.cli.balance_log import BalanceLog
 from dmoe_jax.cli.common import UsageError, one_line
 from dmoe_jax.cli.progress import TrainingProgress
 from dmoe_jax.cli.saving import RunSaver, RunTotals
-from dmoe_jax.cli.swarm import SwarmPeer
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.data.batches import evaluation_segments
 from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.data.vocabulary import unigram_perplexity
 from dmoe_jax.directory import open_expert_directory
 from dmoe_jax.model import Evaluation
+from dmoe_jax.peer import SwarmPeer
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.report import write_report
