@@ -44,6 +44,7 @@ SHELLS = {
     "net.averaging.state.download",
     "net.averaging.state.sharing",
     "dmoe_jax.data.corpora",
+    "dmoe_jax.data.mnist",
     "dmoe_jax.data.wikitext2",
     "dmoe_jax.runs.run_folder",
     "dmoe_jax.directory",
