@@ -155,8 +155,8 @@ class ExpertBackend:
 
     @property
     def state(self) -> dict[str, PyTree]:
-        """Parameters and optimiser state; valid until the next `backward`, like `params`."""
-        return {"params": self._params, "opt_state": self._opt_state}
+        """Parameters and optimiser state, random keys as their data; valid until the next `backward`, like `params`."""
+        return jax.tree.map(_as_data, {"params": self._params, "opt_state": self._opt_state})
 
     def load(self, state: dict[str, PyTree], *, update_count: int) -> None:
         """Take up a saved state of the same structure, laid out over devices as the present one is."""
@@ -165,14 +165,14 @@ class ExpertBackend:
         self.update_count = update_count
 
     def forward(self, inputs: Sequence[Array], keys: Array | None = None) -> Array:
-        """Output for `inputs`, each [rows, ...]. Rows are padded to a power of two and cut again.
+        """Output for `inputs`, each [rows, ...]. Rows are padded and cut again.
 
         Args:
           inputs: as the expert specifies them.
           keys: uint32 [rows, 2], a dropout key for each row; None: evaluation.
         """
         rows = inputs[0].shape[0]
-        padded, padded_keys = _padded((tuple(inputs), keys), bucket_of(rows))
+        padded, padded_keys = _padded((tuple(inputs), keys), self._bucket(rows))
         return np.asarray(self.programs.apply(self._params, padded, padded_keys))[:rows]
 
     def backward(self, inputs: Sequence[Array], output_grads: Array, keys: Array | None = None) -> tuple[Array, ...]:
@@ -182,7 +182,7 @@ class ExpertBackend:
           UpdateRejected: the update or a gradient is not finite; nothing was changed.
         """
         rows = output_grads.shape[0]
-        arguments = _padded((tuple(inputs), output_grads, keys), bucket_of(rows))
+        arguments = _padded((tuple(inputs), output_grads, keys), self._bucket(rows))
         if self._trains:
             finite, input_grads, self._params, self._opt_state = self.programs.grad_and_update(
                 self._params, self._opt_state, *arguments
@@ -198,10 +198,7 @@ class ExpertBackend:
     @property
     def warm_rows(self) -> int:
         """Batches of up to this many rows find their programs compiled, because they were warmed up."""
-        rows = 0
-        while max(1, 2 * rows) in self.programs.warm:
-            rows = max(1, 2 * rows)
-        return rows
+        return max(tuple(self.programs.warm), default=0)
 
     def warm_up(self, max_rows: int) -> None:
         """Compile every bucket up to `max_rows` without changing the expert."""
@@ -227,6 +224,10 @@ class ExpertBackend:
             else:
                 jax.block_until_ready(self.programs.grad(params, inputs, grads, keys))
         self.programs.warm.add(bucket)
+
+    def _bucket(self, rows: int) -> int:
+        """What so many rows are padded to: the smallest warm bucket that holds them, if there is one."""
+        return min((bucket for bucket in tuple(self.programs.warm) if bucket >= rows), default=bucket_of(rows))
 
 
 def make_backends(
@@ -262,7 +263,7 @@ _FROZEN = optax.set_to_zero()
 
 
 def bucket_of(rows: int) -> int:
-    """The number of rows that `rows` are padded to: the next power of two."""
+    """The next power of two: programs are compiled for these numbers of rows."""
     if rows < 1:
         raise ValueError(f"a batch has at least one row, got {rows}")
     return 1 << (rows - 1).bit_length()
@@ -271,11 +272,6 @@ def bucket_of(rows: int) -> int:
 def buckets_up_to(max_rows: int) -> tuple[int, ...]:
     """Every bucket that batches of 1..max_rows rows can fall into, ascending."""
     return tuple(1 << power for power in range(bucket_of(max_rows).bit_length()))
-
-
-def is_finite(tree: PyTree) -> bool:
-    """Whether every floating number in the tree is finite."""
-    return bool(_finite(tree))
 
 
 def _finite(tree: PyTree) -> Any:
@@ -296,7 +292,13 @@ def _own_copy(leaf: Any) -> Any:
     return jnp.array(leaf, dtype=jnp.result_type(leaf))
 
 
+def _as_data(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
 def _laid_out_like(own: Any, saved: Any) -> Any:
+    if jnp.issubdtype(own.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.array(saved), impl=jax.random.key_impl(own))
     array = jnp.array(saved, dtype=own.dtype)
     return jax.device_put(array, own.sharding) if own.committed else array
 

@@ -17,7 +17,6 @@ from dmoe_jax.node.backend import (
     UpdateRejected,
     bucket_of,
     buckets_up_to,
-    is_finite,
     make_backends,
 )
 
@@ -136,7 +135,7 @@ def test_no_finite_request_can_poison_an_expert(optimizer: optax.GradientTransfo
         backend.backward([HUGE if inputs_too else rows(2, seed=1)], -HUGE)
     assert rejected.value.reason == "update"
     jax.tree.map(np.testing.assert_array_equal, backend.params, params)
-    assert is_finite(backend.state)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(backend.state))
     assert backend.update_count == 0
     untouched, _ = make(optimizer)
     for expert in (backend, untouched):
@@ -197,7 +196,7 @@ CHAINS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_any_optax_chain_trains_as_by_hand(name: str) -> None:
-    """Three updates are Optax's own, with donated states that may alias each other; nothing compiles after the first."""
+    """Three updates are Optax's own, with donated states that may alias each other; one program does them all."""
     expert = expert_from_linen(nn.Dense(3), rows(1, 0), check=False)
     params, optimizer = expert.init(jax.random.key(0)), CHAINS[name]()
     backend = ExpertBackend(expert, optimizer, params)
