@@ -54,6 +54,7 @@ SHELLS = {
     "dmoe_jax.mixture.remote",
     "dmoe_jax.mixture.statistics",
     "dmoe_jax.device",
+    "dmoe_jax.node.announcing",
     "dmoe_jax.node.saving",
     "dmoe_jax.node.server",
     "dmoe_jax.averaging",
