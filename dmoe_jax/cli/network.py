@@ -13,6 +13,7 @@ from typing import Annotated
 import tyro
 
 from dmoe_jax.cli.common import UsageError
+from dmoe_jax.environment import SECRET_VARIABLE
 from net.identity import Address, PeerId
 from net.key_files import hold_identity, load_allow_list, load_swarm_secret
 from net.keys import Identity, IdentityError, Membership
@@ -20,9 +21,6 @@ from net.transport.base import Transport
 from net.transport.tcp import TcpTransport
 from net.transport.tls import TlsTransport
 from net.wire.messages import is_host
-
-SECRET_VARIABLE = "DMOE_SWARM_SECRET_FILE"
-"""Environment variable that stands for `--swarm-secret-file` where that is not given; empty means none."""
 
 JoinTexts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PEER [PEER ...]")]
 """Peers to join through, as the command line takes them; `dmoe_jax.cli.swarm.parse_targets` reads them."""
