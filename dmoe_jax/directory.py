@@ -1,16 +1,15 @@
-"""Which experts and nodes are alive, and where: announcements in the DHT, and a reader that a training step can
-afford.
+"""Which experts are alive, and where: announcements in the DHT, and a reader that a training step can afford.
 
 An expert `ffn.3.17` is announced under each of its prefixes: key `ffn.` has a subkey `3` (there is something in row
-3) and key `ffn.3.` a subkey `17` with the contact that serves it. A node announces itself under its swarm's name.
-Entries live until their expiration: owners announce again and again, and silence is how a crashed one disappears.
+3) and key `ffn.3.` a subkey `17` with the contact that serves it. Entries live until their expiration: owners announce
+again and again, and silence is how a crashed one disappears.
 
 `ExpertDirectory` keeps the children of the prefixes that its trainer uses and refreshes them in the background, so
 that a training step normally finds everything at hand. Records come from strangers: whatever is malformed is ignored.
 """
 
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -18,11 +17,12 @@ import numpy as np
 import trio
 
 from dmoe_jax.grid import ExpertUid, check_prefix, key_prefix, parse_coordinate, prefixes
+from dmoe_jax.members import tombstone
 from dmoe_jax.routing.beam_search import Coordinates, search_beams
 from net.dht.blacklist import Blacklist
 from net.dht.messages import contact_to_wire, parse_contact_untrusted
 from net.dht.node import DhtNode, StoreItem
-from net.dht.records import Dictionary, Entry, Record, Value, live, merge
+from net.dht.records import Dictionary, Record, Value, live, merge
 from net.errors import RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
@@ -30,18 +30,6 @@ from net.nursery import background_nursery
 MAX_CACHED_PREFIXES = 16_384
 """Most prefixes that a directory remembers; the least recently used go first. A 4-D grid of 16^4 experts has
 4369."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeAnnouncement:
-    """What a node says about itself."""
-
-    contact: Contact
-    """Who it is and where it listens."""
-    info: Mapping[str, Value]
-    """Whatever it wishes to tell, read-only."""
-    expiration: float
-    """Swarm time until which the announcement stands, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,33 +98,8 @@ async def withdraw_experts(dht: DhtNode, uids: Sequence[ExpertUid], contact: Con
         record = found[key]
         entry = record.entries.get(subkey) if isinstance(record, Dictionary) else None
         if entry is not None and _is_of(entry.value, contact):
-            items.append(_tombstone(key, subkey, entry))
+            items.append(tombstone(key, subkey, entry))
     await dht.store_many(items)
-
-
-async def declare_node(
-    dht: DhtNode, swarm: str, contact: Contact, info: Mapping[str, Value], *, expiration: float
-) -> bool:
-    """Announce a node under its swarm's name. Returns whether the announcement stands."""
-    value = [contact_to_wire(contact), dict(info)]
-    return await dht.store(_node_key(swarm), value, subkey=str(contact.peer_id), expiration=expiration)
-
-
-async def list_nodes(dht: DhtNode, swarm: str) -> tuple[NodeAnnouncement, ...]:
-    """Every announced node of a swarm, ordered by peer id; malformed announcements are left out."""
-    record = await dht.get(_node_key(swarm))
-    entries = record.entries if isinstance(record, Dictionary) else {}
-    nodes = (_parse_node(subkey, entries[subkey]) for subkey in sorted(entries))
-    return tuple(node for node in nodes if node is not None)
-
-
-async def withdraw_node(dht: DhtNode, swarm: str, contact: Contact) -> None:
-    """Take a node's announcement back."""
-    key, subkey = _node_key(swarm), str(contact.peer_id)
-    record = await dht.get(key)
-    entry = record.entries.get(subkey) if isinstance(record, Dictionary) else None
-    if entry is not None and entry.value is not None:
-        await dht.store_many([_tombstone(key, subkey, entry)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,30 +304,8 @@ def _parse_children(record: Record | None) -> dict[int, _Child]:
     return dict(sorted(children.items()))
 
 
-def _parse_node(subkey: str, entry: Entry) -> NodeAnnouncement | None:
-    if not isinstance(entry.value, list) or len(entry.value) != 2 or not isinstance(entry.value[1], dict):
-        return None
-    try:
-        contact = parse_contact_untrusted(entry.value[0])
-    except RemoteProtocolError:
-        return None
-    if str(contact.peer_id) != subkey:
-        return None
-    return NodeAnnouncement(contact=contact, info=entry.value[1], expiration=entry.expiration)
-
-
 def _is_of(value: Value, contact: Contact) -> bool:
     try:
         return parse_contact_untrusted(value).peer_id == contact.peer_id
     except RemoteProtocolError:
         return False
-
-
-def _tombstone(key: str, subkey: str, entry: Entry) -> StoreItem:
-    # The next representable time: later than the entry it takes back, earlier than any new announcement.
-    expiration = math.nextafter(entry.expiration, math.inf)
-    return StoreItem(key=key, subkey=subkey, value=None, expiration=expiration)
-
-
-def _node_key(swarm: str) -> str:
-    return f"nodes:{check_prefix(swarm)}"

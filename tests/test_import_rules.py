@@ -69,7 +69,7 @@ LAYERS = [
         "dmoe_jax.checkpoints",
     },
     {"dmoe_jax.routing", "dmoe_jax.experts"},
-    {"dmoe_jax.directory", "dmoe_jax.models", "dmoe_jax.mixture.local", "dmoe_jax.mixture.quorum"},
+    {"dmoe_jax.directory", "dmoe_jax.members", "dmoe_jax.models", "dmoe_jax.mixture.local", "dmoe_jax.mixture.quorum"},
     {"dmoe_jax.node"},
     {"dmoe_jax.mixture"},
     {"dmoe_jax.node.server", "dmoe_jax.trainer", "dmoe_jax.trunk"},

@@ -12,11 +12,8 @@ from trio.testing import MockClock
 from dmoe_jax.directory import (
     DirectoryConfig,
     declare_experts,
-    declare_node,
-    list_nodes,
     open_expert_directory,
     withdraw_experts,
-    withdraw_node,
 )
 from dmoe_jax.grid import ExpertUid, all_uids, parse_uid
 from net.dht.node import DhtNode
@@ -336,25 +333,6 @@ async def test_beam_search_of_nothing(autojump_clock: MockClock) -> None:
             await directory.beam_search("ffn.", [np.zeros((1, 1))], 1)
         with pytest.raises(ValueError, match="finite"):
             await directory.beam_search("ffn", [np.array([[np.nan]])], 1)
-
-
-async def test_nodes_announce_and_withdraw_themselves(autojump_clock: MockClock) -> None:
-    """Nodes are listed, by swarm, with their information, until they withdraw or fall silent."""
-    async with open_swarm(DirectNetwork(), 4) as nodes:
-        end = now() + 60
-        for number, host in enumerate(HOSTS[:3]):
-            assert await declare_node(nodes[number], "demo", host, {"experts": number}, expiration=end + number)
-        await declare_node(nodes[0], "other", HOSTS[3], {}, expiration=end)
-        await nodes[1].store("nodes:demo", ["junk"], subkey="junk", expiration=end)
-        stolen = [[HOSTS[0].peer_id.raw, "10.6.6.6", 6], {}]
-        await nodes[1].store("nodes:demo", stolen, subkey="somebody else", expiration=end)
-        listed = await list_nodes(nodes[3], "demo")
-        assert {n.contact: n.info for n in listed} == {HOSTS[i]: {"experts": i} for i in range(3)}
-        assert [n.contact.peer_id for n in listed] == sorted(host.peer_id for host in HOSTS[:3])
-        await withdraw_node(nodes[1], "demo", HOSTS[1])
-        assert {n.contact for n in await list_nodes(nodes[3], "demo")} == {HOSTS[0], HOSTS[2]}
-        await trio.sleep_until(end + 1)
-        assert {n.contact for n in await list_nodes(nodes[3], "demo")} == {HOSTS[2]}
 
 
 async def test_errors_of_the_block_come_out_as_they_are(autojump_clock: MockClock) -> None:
