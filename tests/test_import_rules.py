@@ -45,6 +45,8 @@ SHELLS = {
     "dmoe_jax.data.wikitext2",
     "dmoe_jax.runs.run_folder",
     "dmoe_jax.directory",
+    "dmoe_jax.members",
+    "dmoe_jax.processes",
     "dmoe_jax.mixture.fan_out",
     "dmoe_jax.mixture.remote",
     "dmoe_jax.device",

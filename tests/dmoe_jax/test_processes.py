@@ -1,9 +1,9 @@
-"""Processes of a local swarm: experts dealt out so that a death is survivable, ends in order, one line for a failure."""
+"""Processes of a local swarm: experts dealt out so that a death is survivable, ends in order, failures in a line."""
 
 import signal
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,15 @@ from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.environment import JOIN_VARIABLE, SECRET_VARIABLE
 from dmoe_jax.grid import all_uids, expand_grid_pattern
-from dmoe_jax.processes import ProcessFailed, SwarmProcess, check_status, deal, deal_experts, open_local_swarm
+from dmoe_jax.processes import (
+    LocalSwarm,
+    ProcessFailed,
+    SwarmProcess,
+    check_status,
+    deal,
+    deal_experts,
+    open_local_swarm,
+)
 from net.errors import DialFailed
 from net.identity import Contact
 
@@ -127,18 +135,17 @@ async def test_a_process_that_does_not_start_is_told_with_its_reason(tmp_path: P
     assert not first.is_running
 
 
-OBSTINATE = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
 QUIET = "import time; print('up', flush=True); time.sleep(99)"
+OBSTINATE = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {QUIET}"
 
 
-async def run_script(swarm: object, kind: str, script: str, log: Path) -> SwarmProcess:
-    """A process that is no `dmoe`, put among those of the swarm."""
-    with log.open("wb") as output:
-        process = await trio.lowlevel.open_process([sys.executable, "-c", script], stdout=output.fileno())
-    swarm.processes.append(SwarmProcess(log.stem, kind, process, log))  # type: ignore[attr-defined]
-    while not log.read_text():
-        await trio.sleep(0.01)
-    return swarm.processes[-1]  # type: ignore[attr-defined,no-any-return]
+async def run_script(swarm: LocalSwarm, kind: str, script: str, log: Path) -> SwarmProcess:
+    """A process that is no `dmoe`, put among those of the swarm, once it has begun."""
+    process = await trio.lowlevel.open_process([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert await process.stdout.receive_some() == b"up\n"
+    swarm.processes.append(SwarmProcess(log.stem, kind, process, log))
+    return swarm.processes[-1]
 
 
 async def test_trainers_end_before_nodes_and_nodes_before_the_dht(tmp_path: Path) -> None:
@@ -149,24 +156,24 @@ async def test_trainers_end_before_nodes_and_nodes_before_the_dht(tmp_path: Path
         await process.process.wait()
         ended.append(process.kind)
 
-    async with trio.open_nursery() as nursery:
-        async with open_local_swarm(tmp_path) as swarm:
-            for kind in ("node", "dht", "train"):
-                process = await run_script(swarm, kind, QUIET, tmp_path / f"{kind}.log")
-                nursery.start_soon(note, process)
-            obstinate = await run_script(swarm, "node", OBSTINATE, tmp_path / "obstinate.log")
-            await swarm.end(obstinate, grace_s=0.2)
-            assert obstinate.process.returncode == -signal.SIGKILL
+    async with trio.open_nursery() as nursery, open_local_swarm(tmp_path) as swarm:
+        for kind in ("node", "dht", "train"):
+            process = await run_script(swarm, kind, QUIET, tmp_path / f"{kind}.log")
+            nursery.start_soon(note, process)
+        obstinate = await run_script(swarm, "node", OBSTINATE, tmp_path / "obstinate.log")
+        await swarm.end(obstinate, grace_s=0.2)
+        assert obstinate.process.returncode == -signal.SIGKILL
     assert ended == ["train", "node", "dht"]
 
 
 async def test_how_a_process_ended_decides_whether_it_failed(tmp_path: Path) -> None:
     """Done or killed from outside is no failure of its own; any other status is, with what it said last."""
-    make: Callable[[str], SwarmProcess] = lambda name: SwarmProcess(name, "train", None, tmp_path / name)  # type: ignore[arg-type]  # noqa: E731
+    async with open_local_swarm(tmp_path) as swarm:
+        process = await run_script(swarm, "train", QUIET, tmp_path / "trainer0")
+    check_status(process, 0)
+    check_status(process, -signal.SIGKILL)
+    with pytest.raises(ProcessFailed, match="trainer0 ended with status 1: it printed nothing"):
+        check_status(process, 1)
     (tmp_path / "trainer0").write_text("first\nsecond\nthird\nfourth\n")
-    check_status(make("trainer0"), 0)
-    check_status(make("trainer0"), -signal.SIGKILL)
     with pytest.raises(ProcessFailed, match="trainer0 ended with status 3: second / third / fourth"):
-        check_status(make("trainer0"), 3)
-    with pytest.raises(ProcessFailed, match="trainer1 ended with status 1: it printed nothing"):
-        check_status(make("trainer1"), 1)
+        check_status(process, 3)
