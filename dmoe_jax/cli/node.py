@@ -1,20 +1,33 @@
 """`dmoe node`: serve experts."""
 
+import contextlib
+import inspect
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import trio
 import tyro
 
-from dmoe_jax.cli.common import UsageError, set_up_jax
+from dmoe_jax.cli.common import UsageError, one_line, set_up_jax
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
 from dmoe_jax.cli.options import ExpertOptions
-from dmoe_jax.cli.swarm import join_line, join_swarm
+from dmoe_jax.cli.swarm import SwarmPeer, join_line, join_swarm
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
+from dmoe_jax.members import MAX_GRIDS, listed_member
+from net.identity import Contact
 from net.rpc.faults import FaultInjector, FaultPlan
+
+if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
+    import optax
+
+    from dmoe_jax.device import Device
+    from dmoe_jax.experts import Expert
+    from dmoe_jax.node.backend import ExpertBackend
+    from dmoe_jax.node.saving import ExpertSaver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +44,14 @@ class NodeCommand:
     """Who this process is and which swarm it belongs to."""
     swarm: str = "dmoe"
     """Name under which the node is listed."""
+    kind: Annotated[str, tyro.conf.arg(name="expert", metavar="KIND")] = "transformer_xl"
+    """What an expert is: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, which is an Expert or a
+    function without arguments that returns one (see dmoe_jax.experts.as_expert)."""
     expert: Annotated[ExpertOptions, tyro.conf.arg(name="")] = field(default_factory=ExpertOptions)
     """Shape of one expert."""
+    optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
+    """What experts learn with: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
+    returns one. Default: Adam, with the step size and so on given here."""
     learning_rate: float = 1e-3
     """Step size of each expert's Adam."""
     warmup_steps: int = 0
@@ -66,33 +85,29 @@ class NodeCommand:
         return run_until_done(self._serve, exit_on_stdin_eof=self.exit_on_stdin_eof)
 
     async def _serve(self, stop: Stop) -> int:
+        self._check()
+        uids, faults = self._uids(), self._fault_injector()
+        set_up_jax()
         from dmoe_jax.device import ThreadDevice
         from dmoe_jax.node.server import NodeConfig, open_expert_node
 
-        for name in ("announce_period_s", "checkpoint_period_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
-        for name in ("warmup_steps", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
-        uids, faults = self._uids(), self._fault_injector()
-        set_up_jax()
         device = ThreadDevice()
-        try:
+        with _mistakes_in_one_line():
             config = NodeConfig(
                 swarm=self.swarm,
                 max_batch_rows=self.max_batch_rows,
                 announce_period_s=self.announce_period_s,
                 record_lifetime_s=3 * self.announce_period_s,
             )
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+            expert, optimizer = await trio.to_thread.run_sync(self._recipe, abandon_on_cancel=True)
         async with join_swarm(self.network, join=self.join, listen=self.listen, faults=faults) as peer:
             # Joined first: a taken port or an unreachable swarm is reported before minutes of compilation.
-            started = time.perf_counter()
-            backends = await device.run(self._make_backends, uids)
-            saver = self._saver(backends, device)
-            print(f"{len(uids)} experts ready after {time.perf_counter() - started:.1f} s", flush=True)
+            print(f"Node {peer.rpc.peer_id.short} has joined the swarm at {peer.rpc.address}", flush=True)
+            with stop.body() as compiling:
+                backends = await self._compile(peer, uids, expert, optimizer, device)
+                saver = self._saver(backends, device)
+            if compiling.cancelled_caught:
+                return EXIT_INTERRUPTED
             async with open_expert_node(peer.rpc, peer.dht, backends, device=device, config=config):
                 print(f"Node {peer.rpc.peer_id.short} serves {len(uids)} experts on {peer.rpc.address}")
                 print(join_line("train", self.network, peer.rpc), flush=True)
@@ -108,17 +123,95 @@ class NodeCommand:
                     await saver.save()
         return EXIT_INTERRUPTED
 
-    def _saver(self, backends: dict[str, Any], device: Any) -> Any:
-        """The `dmoe_jax.node.saving.ExpertSaver` of this node, after restoring what it finds; None without a folder."""
+    def _check(self) -> None:
+        for name in ("announce_period_s", "checkpoint_period_s", "warm_up_rows"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
+        if self.optimizer is None:
+            return
+        for each in fields(self):
+            is_theirs = each.name in ("learning_rate", "warmup_steps", "weight_decay", "grad_clip", "freeze_experts")
+            if is_theirs and getattr(self, each.name) != each.default:
+                raise UsageError(f"--{each.name.replace('_', '-')} would have no effect beside --optimizer")
+
+    async def _compile(
+        self,
+        peer: SwarmPeer,
+        uids: Sequence[ExpertUid],
+        expert: "Expert",
+        optimizer: "optax.GradientTransformation | None",
+        device: "Device",
+    ) -> "dict[str, ExpertBackend]":
+        """A backend for each uid, warm for --warm-up-rows; meanwhile the node is listed as compiling."""
+        from dmoe_jax.node.backend import buckets_up_to, make_backends
+
+        started = time.perf_counter()
+        buckets = buckets_up_to(self.warm_up_rows)
+        state = "starting"
+
+        def info() -> dict[str, Any]:
+            grids = sorted({uid.prefix for uid in uids})[:MAX_GRIDS]
+            return {"role": "node", "state": state, "experts": len(uids), "grids": grids}
+
+        assert peer.rpc.address is not None
+        contact = Contact(peer.rpc.peer_id, peer.rpc.address)
+        async with listed_member(
+            peer.dht, self.swarm, peer.rpc.peer_id, contact, info, period_s=self.announce_period_s
+        ):
+            named = {str(uid): expert for uid in uids}
+            backends = await device.run(lambda: make_backends(named, optimizer, seed=self.seed))
+            for number, rows in enumerate(buckets, start=1):
+                state = f"compiling {number} of {len(buckets)}"
+                print(state, flush=True)
+                # Equal experts share their compiled code.
+                await device.run(next(iter(backends.values())).warm_up, rows)
+        print(f"{len(uids)} experts ready after {time.perf_counter() - started:.1f} s", flush=True)
+        return backends
+
+    def _recipe(self) -> "tuple[Expert, optax.GradientTransformation | None]":
+        """What to serve, and what it learns with; None: nothing is learnt."""
+        from dmoe_jax.recipe import Recipe, make_optimizer
+        from dmoe_jax.user_file import user_optimizer
+
+        if self.optimizer is not None:
+            return self._make_expert(), user_optimizer(self.optimizer)
+        recipe = Recipe(
+            learning_rate=self.learning_rate,
+            warmup_steps=self.warmup_steps,
+            total_steps=None,
+            weight_decay=self.weight_decay,
+            grad_clip=self.grad_clip,
+        )
+        return self._make_expert(), None if self.freeze_experts else make_optimizer(recipe)
+
+    def _make_expert(self) -> "Expert":
+        from dmoe_jax.experts import EXPERTS, make_expert
+        from dmoe_jax.user_file import load_from_file, user_expert
+
+        if self.kind == "transformer_xl":
+            return self.expert.make_expert()
+        given = {each.name: getattr(self.expert, each.name) for each in fields(self.expert)}
+        if self.kind in EXPERTS:
+            taken = set(inspect.signature(EXPERTS[self.kind]).parameters) & set(given)
+        else:
+            load_from_file(self.kind, kind="expert", choices=sorted(EXPERTS))
+            taken = set()
+        for each in fields(self.expert):
+            if each.name not in taken and given[each.name] != each.default:
+                raise UsageError(f"--{each.name.replace('_', '-')} would have no effect beside --expert {self.kind}")
+        if self.kind in EXPERTS:
+            return make_expert(self.kind, **{name: given[name] for name in taken})
+        return user_expert(self.kind)
+
+    def _saver(self, backends: "dict[str, ExpertBackend]", device: "Device") -> "ExpertSaver | None":
+        """What keeps this node's checkpoints, after restoring what it finds; None without a folder."""
         if self.checkpoint_dir is None:
             return None
         from dmoe_jax.node.saving import ExpertSaver
 
-        try:
+        with _mistakes_in_one_line():
             saver = ExpertSaver(self.checkpoint_dir, backends, device)
             restored = saver.restore()
-        except (ValueError, OSError) as error:
-            raise UsageError(str(error)) from error
         if restored is not None:
             print(f"going on from a checkpoint in {self.checkpoint_dir} ({restored} updates)")
         return saver
@@ -142,29 +235,11 @@ class NodeCommand:
         # The DHT and the status stay honest: what is studied is a swarm whose experts fail.
         return FaultInjector(replace(plan, methods=("expert.",)))
 
-    def _make_backends(self, uids: list[ExpertUid]) -> dict[str, Any]:
-        """A warm `dmoe_jax.node.backend.ExpertBackend` for each uid."""
-        import jax
-        import optax
 
-        from dmoe_jax.experts.base import init_by_uid
-        from dmoe_jax.node.backend import ExpertBackend
-        from dmoe_jax.recipe import decay_learning_weights
-
-        expert = self.expert.make_expert()
-        rate: Any = self.learning_rate
-        if self.warmup_steps:
-            rate = optax.linear_schedule(0.0, self.learning_rate, self.warmup_steps)
-        decay = [decay_learning_weights(self.weight_decay)] if self.weight_decay else []
-        optimizer = optax.chain(optax.clip_by_global_norm(self.grad_clip), *decay, optax.adam(rate))
-        base = jax.random.key(self.seed)
-        backends = {
-            str(uid): ExpertBackend(
-                expert,
-                None if self.freeze_experts else optimizer,
-                init_by_uid(base, expert, uid.prefix, uid.coordinates),
-            )
-            for uid in uids
-        }
-        next(iter(backends.values())).warm_up(self.warm_up_rows)
-        return backends
+@contextlib.contextmanager
+def _mistakes_in_one_line() -> Iterator[None]:
+    """What a wrong setting or a wrong file of the user's raises is the user's to mend."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UsageError(one_line(error)) from error

@@ -147,9 +147,8 @@ def _node_table(swarm: str, before: Sequence[Reading], now: Sequence[Reading]) -
 def _node_row(reading: Reading, before: dict[str, Any] | None) -> list[str]:
     status = reading.status
     state = str(reading.member.info.get("state", "?"))
-    if status is None:
-        # Compiling may keep a node from answering in time.
-        return [*_row(reading), "no answer" if state == "serving" else f"{state}, no answer"]
+    if status is None:  # as long as a node compiles it has no counters
+        return [*_row(reading), "no answer" if state == "serving" else state]
     calls = _growth(before, status, "forward") + _growth(before, status, "backward")
     return [
         *_row(reading),
@@ -170,7 +169,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
         is_text = column in ("node", "trainer", "averager", "average", "address", "state")
         table.add_column(column, no_wrap=True, justify="left" if is_text else "right")
     for row in rows:
-        table.add_row(*row, style="red" if row[-1].endswith("no answer") else "")
+        table.add_row(*row, style="red" if row[-1] == "no answer" else "")
     return table
 
 
