@@ -38,8 +38,8 @@ class NodeCommand:
     swarm: str = "dmoe"
     """Name under which the node is listed."""
     kind: Annotated[str, tyro.conf.arg(name="expert", metavar="KIND")] = "transformer_xl"
-    """What an expert is: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, an Expert or a function
-    without arguments that returns one (see dmoe_jax.experts.as_expert)."""
+    """What an expert is: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, an Expert or a
+    function without arguments that returns one (see dmoe_jax.experts.as_expert)."""
     expert: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
     """Shape of one expert."""
     optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
