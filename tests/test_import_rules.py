@@ -14,6 +14,7 @@ SHELLS = {
     "net.clock",
     "net.key_files",
     "net.nursery",
+    "net.public",
     "net.transport.base",
     "net.transport.sim.agenda",
     "net.transport.sim.endpoints",
