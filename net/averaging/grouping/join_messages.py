@@ -188,13 +188,14 @@ def parse_request_untrusted(body: Body, peer_id: PeerId) -> JoinRequest:
     Raises:
       RemoteProtocolError: it is anything else, or speaks for another peer.
     """
+    key, schema = _KEY.of_untrusted(body, "key"), _SCHEMA.of_untrusted(body, "schema")
     side = _SIDE.of_untrusted(body, "side")
     member = _parse_member_untrusted(body.get("member"), side)
     if member.peer_id != peer_id:
         raise RemoteProtocolError(f"{peer_id.short} asks for {member.peer_id.short}")
     return JoinRequest(
-        key=_KEY.of_untrusted(body, "key"),
-        schema=_SCHEMA.of_untrusted(body, "schema"),
+        key=key,
+        schema=schema,
         side=side,
         member=member,
         expiration=_FINITE.of_untrusted(body, "expiration"),
