@@ -31,6 +31,7 @@ SHELLS = {
     "net.rpc.fault_acts",
     "net.rpc.own_calls",
     "net.rpc.peer",
+    "net.rpc.service",
     "net.dht.calls",
     "net.dht.maintenance",
     "net.dht.node",

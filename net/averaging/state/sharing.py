@@ -50,7 +50,7 @@ class StateSharingConfig:
     """How long a snapshot is kept after it was last asked for. Within it later newcomers get the same one, unless it
     is more than `max_lag` versions old."""
     max_lag: int = 100
-    """See `snapshot_lifetime_s`."""
+    """Versions by which a snapshot may be behind for a newcomer to get it."""
     max_snapshots: int = 2
     """Kept at once: one that is being downloaded and a fresher one. Each is a whole state in memory."""
     chunk_bytes: int = 2**20
