@@ -15,8 +15,9 @@ from dmoe_jax.device import InlineDevice
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import all_uids
-from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics, ExpertCaller
+from dmoe_jax.mixture.fan_out import CallPolicy, ExpertCaller
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
 from dmoe_jax.routing.base import Router
@@ -56,6 +57,8 @@ class SmallSwarm:
         k_best: int,
         policy: CallPolicy | None = None,
         on_shortfall: str = "skip",
+        max_skipped: float = 1.0,
+        seed: int = 0,
     ) -> RemoteMixture:
         return RemoteMixture(
             expert=expert,
@@ -64,8 +67,13 @@ class SmallSwarm:
             caller=self.caller,
             device=InlineDevice(),
             config=MixtureConfig(
-                prefix=prefix, k_best=k_best, policy=policy or CallPolicy(), on_shortfall=on_shortfall
+                prefix=prefix,
+                k_best=k_best,
+                policy=policy or CallPolicy(),
+                on_shortfall=on_shortfall,
+                max_skipped=max_skipped,
             ),
+            seed=seed,
         )
 
 

@@ -69,6 +69,10 @@ class DirectNetwork:
         self.tensor_bytes[method] += body_nbytes_untrusted(describe(tensors))
         return tuple(map(as_received, tensors))
 
+    def at(self, address: Address) -> "DirectCaller | None":
+        """Who sits at an address."""
+        return self._callers.get(address)
+
     def target(self, source: Address | None, address: Address) -> "DirectCaller | None":
         """Who gets a call, or None if it is lost in silence.
 
@@ -123,15 +127,17 @@ class DirectCaller:
         *,
         timeout_s: float,
     ) -> Reply:
-        """Sleep once, then run the target's handler: of whoever sits at a contact's address, for nothing is proven.
-
-        As RPC does, it records who did not answer, by peer and service.
-        """
-        service = (target.peer_id if isinstance(target, Contact) else target, method.partition(".")[0])
+        """Sleep once, then run the target's handler: of whoever sits at a contact's address, for nothing is proven."""
+        address = target.address if isinstance(target, Contact) else target
+        self._network.calls.append((self.address, address, method))
+        started = trio.current_time()
+        callee = self._network.at(address)
+        service = (callee.peer_id if callee else address, method.partition(".")[0])
         try:
-            reply = await self._call(target, method, body, tensors, timeout_s=timeout_s)
+            reply = await self._call(address, method, body, tensors, timeout_s)
         except PeerUnavailable as error:
-            self.health.failed(service, trio.current_time(), str(error), together_s=1.0)
+            now = trio.current_time()
+            self.health.failed(service, now, str(error), together_s=now - started)
             raise
         except CallFailed:
             self.health.succeeded(service)
@@ -140,16 +146,8 @@ class DirectCaller:
         return reply
 
     async def _call(
-        self,
-        target: Contact | Address,
-        method: str,
-        body: Body,
-        tensors: Sequence[Outgoing],
-        *,
-        timeout_s: float,
+        self, address: Address, method: str, body: Body, tensors: Sequence[Outgoing], timeout_s: float
     ) -> Reply:
-        address = target.address if isinstance(target, Contact) else target
-        self._network.calls.append((self.address, address, method))
         with trio.move_on_after(timeout_s):
             await trio.sleep(self._network.latency())
             callee = self._network.target(self.address, address)
