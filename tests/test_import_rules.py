@@ -50,6 +50,7 @@ SHELLS = {
     "dmoe_jax.mixture.readiness",
     "dmoe_jax.mixture.remote",
     "dmoe_jax.mixture.statistics",
+    "dmoe_jax.flax_layers.host_call",
     "dmoe_jax.device",
     "dmoe_jax.node.saving",
     "dmoe_jax.node.server",
@@ -75,7 +76,7 @@ LAYERS = [
     {"dmoe_jax.directory", "dmoe_jax.members", "dmoe_jax.models", "dmoe_jax.mixture.local", "dmoe_jax.mixture.quorum"},
     {"dmoe_jax.node"},
     {"dmoe_jax.mixture"},
-    {"dmoe_jax.node.server", "dmoe_jax.trainer", "dmoe_jax.trunk"},
+    {"dmoe_jax.flax_layers", "dmoe_jax.node.server", "dmoe_jax.trainer", "dmoe_jax.trunk"},
     {"dmoe_jax.optim"},
     {"dmoe_jax.cli"},
 ]
