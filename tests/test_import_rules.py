@@ -55,6 +55,7 @@ SHELLS = {
     "dmoe_jax.mixture.readiness",
     "dmoe_jax.mixture.remote",
     "dmoe_jax.mixture.statistics",
+    "dmoe_jax.flax_layers.host_call",
     "dmoe_jax.device",
     "dmoe_jax.node.announcing",
     "dmoe_jax.node.saving",

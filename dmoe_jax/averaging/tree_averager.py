@@ -20,8 +20,7 @@ from dmoe_jax.types import PyTree
 from net.averaging.averager import Averager, AveragingStep, open_averager
 from net.averaging.grouping.group import Role
 from net.averaging.grouping.join_messages import WEIGHTS
-from net.averaging.state.download import MAX_VERSION
-from net.averaging.state.sharing import StateSource
+from net.averaging.state.sharing import MAX_VERSION, StateSource
 from net.dht.node import DhtNode
 from net.errors import NetError
 from net.nursery import background_nursery
