@@ -1,5 +1,8 @@
 """A training loop of one's own, averaged with others over the network, in virtual time."""
 
+import functools
+import random
+from contextlib import AsyncExitStack
 from typing import Any
 
 import jax
@@ -21,8 +24,13 @@ from dmoe_jax.device import InlineDevice
 from dmoe_jax.optim import apply_average, diloco, moshpit_average
 from dmoe_jax.optim.tree_vectors import layout_of
 from net.averaging.averager import Averager, AveragingStep
+from net.clock import SwarmClock
+from net.dht.node import open_dht_node
 from net.errors import NetError
+from net.identity import Address, PeerId
+from net.rpc.peer import open_rpc_peer
 from net.transport.sim.events import HostDown
+from net.transport.tcp import TcpTransport
 from tests.dmoe_jax.averaging_peers import CONFIG, Loop, start, swarm_lived
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 
@@ -360,6 +368,62 @@ def test_an_auxiliary_peer_reduces_for_others() -> None:
     in_swarm(body)
     for name in ("ann", "bob"):
         np.testing.assert_allclose(loops[name].values, 3.0, rtol=1e-6)
+
+
+async def test_over_tcp_with_worker_threads_and_donated_arrays() -> None:
+    """Two loops that donate all they have, in real time; one gives its state to the other in the middle of training."""
+    optimizer = moshpit_average(optax.adam(0.1), every=2, what="gradients", weighted=True)
+    config = TreeAveragerConfig(side=2, window_s=10.0, timeout_s=20.0)
+    loops = [Loop(optimizer, 1.0), Loop(optimizer, 9.0)]
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(params: Any, opt_state: Any, grad: Any) -> Any:
+        updates, opt_state = optimizer.update({"w": grad}, opt_state, params, samples=4)
+        return optax.apply_updates(params, updates), opt_state
+
+    async def train(averager: TreeAverager, loop: Loop, rounds: int) -> None:
+        while averager.totals.done < rounds or averager.is_under_way:
+            loop.params, loop.opt_state = train_step(loop.params, loop.opt_state, jnp.full(3, 0.5))
+            loop.steps += 1
+            loop.opt_state = await averager.step(loop.opt_state, loop.params, wait=averager.is_under_way)
+
+    async with AsyncExitStack() as stack:
+        averagers, contacts = [], list[Address]()
+        for number, loop in enumerate(loops):
+            transport, peer_id = TcpTransport(), PeerId(bytes([number]) * 32)
+            rpc = await stack.enter_async_context(
+                open_rpc_peer(transport, peer_id=peer_id, listen=Address("127.0.0.1", 0))
+            )
+            dht = await stack.enter_async_context(
+                open_dht_node(rpc, clock=SwarmClock.wall(), rng=random.Random(number), initial_peers=tuple(contacts))
+            )
+            assert rpc.address is not None
+            contacts.append(rpc.address)
+            opened = open_tree_averager(
+                rpc,
+                dht,
+                loop.params,
+                optimizer=optimizer,
+                name="run",
+                state=lambda loop=loop: loop.state,
+                config=config,
+            )
+            averagers.append(await stack.enter_async_context(opened))
+        loops[0].steps = 100
+        with trio.fail_after(30):
+            taken = None
+            while taken is None:
+                taken = await averagers[1].catch_up(*loops[1].state, min_lead=50)
+            loops[1].state = taken
+            async with trio.open_nursery() as nursery:
+                for averager, loop in zip(averagers, loops, strict=True):
+                    nursery.start_soon(train, averager, loop, 3)
+    assert loops[1].steps > 100
+    assert [averager.totals.done for averager in averagers] == [3, 3]
+    assert not any(averager.totals.reasons for averager in averagers)
+    for loop in loops:  # two steps of Adam at rate 0.1 are in the parameters, the third average may be still to come
+        assert loop.values[0] == pytest.approx(1.0 - 0.1 * int(loop.opt_state.inner[0].count), abs=1e-3)
+        assert int(loop.opt_state.inner[0].count) >= 2
 
 
 def test_peers_that_average_something_else_do_not_meet() -> None:
