@@ -278,9 +278,9 @@ def test_no_averages_while_others_are_ahead_and_their_state_is_not_to_be_had() -
         start(swarm, "new", new, joins, max_step=1000, on_round=rounds.append)
         await done.wait()
         assert new.step < 400
-        held_back = [done for done in rounds if "announced" in done.why_lost]
+        held_back = [each for each in rounds if "announced" in each.why_lost]
         assert held_back
         assert rounds[: len(held_back)] == held_back
-        assert {done.why_lost for done in rounds[len(held_back) :]} == {"nobody was met"}
+        assert {each.why_lost for each in rounds[len(held_back) :]} == {"nobody was met"}
 
     in_swarm(body)
