@@ -99,7 +99,7 @@ class AveragingTotals:
     rejected: int = 0
     """Rounds in which the average, or what this peer would have sent, was not finite or of no valid weight."""
     peers_met: int = 0
-    """Sum of the others in the groups of those that were done."""
+    """Other members of the groups of all rounds that were done, added up."""
     states_taken: int = 0
     """Whole states taken from others."""
     reasons: Counter[str] = field(default_factory=Counter)

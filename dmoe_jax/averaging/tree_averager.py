@@ -171,7 +171,7 @@ class TreeAverager:
     async def fetch_state(
         self, version: int, tree: PyTree, *, min_lead: int, max_version: int, timeout_s: float = 120.0
     ) -> tuple[int, PyTree] | None:
-        """`catch_up` in two halves: who may still refuse the state calls `state_was_taken` when it did not."""
+        """Do as `catch_up` does, but leave it to the caller to take the state and then to call `state_was_taken`."""
         if self.is_left_behind:
             self._left_behind = trio.Event()
         self._missed_in_a_row = 0
@@ -201,7 +201,7 @@ class TreeAverager:
             self._under_way = None
 
     async def _carry(self, under_way: _UnderWay) -> None:
-        """One round, from what is sent to what came of it."""
+        """Run one round to its end, and tell of it."""
         number, began, done = self._averager.round_number, trio.current_time(), None
         with under_way.scope:
             async with self._turn:  # a dropped round has to end first
@@ -221,7 +221,7 @@ class TreeAverager:
         )
 
     async def _attempt(self, under_way: _UnderWay) -> tuple[AveragingStep | None, str]:
-        """(What the round came to, why it is lost); the average is left in `under_way`."""
+        """Carry a round out, and leave its average in `under_way`; returns what it came to and why it is lost."""
         if self._held_back:
             self._left_behind.set()
             return None, self._missed(self._held_back, reason="held back")
