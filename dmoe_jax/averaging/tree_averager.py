@@ -11,7 +11,7 @@ import optax
 import trio
 
 from dmoe_jax.averaging.donor import donor_source, is_finite_state, table_of, tree_like
-from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, Round, TreeAveragerConfig
+from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, RoleName, Round, TreeAveragerConfig
 from dmoe_jax.device import Device, ThreadDevice
 from dmoe_jax.optim.moshpit import What, averaged_kind, averaging_due, what_to_send, with_average
 from dmoe_jax.optim.moshpit_state import Sent, find_state, without_gathered
@@ -54,7 +54,7 @@ class TreeAverager:
         layout: TreeLayout,
         *,
         what: What,
-        is_auxiliary: bool,
+        role: RoleName = "auto",
         device: Device,
         nursery: trio.Nursery,
         on_round: Callable[[Round], None],
@@ -62,7 +62,7 @@ class TreeAverager:
         self._averager = averager
         self._layout = layout
         self._what = what
-        self._is_auxiliary = is_auxiliary
+        self._role = role
         self._device = device
         self._nursery = nursery
         self._on_round = on_round
@@ -107,7 +107,7 @@ class TreeAverager:
         Raises:
           ValueError: the state or the parameters are of another optimiser or model, or this is an auxiliary peer.
         """
-        if self._is_auxiliary:
+        if self._role == Role.AUXILIARY:
             raise ValueError("an auxiliary peer has nothing to average: call assist")
         if self._under_way is None:
             if not await self._device.run(averaging_due, opt_state):
@@ -298,8 +298,7 @@ async def open_tree_averager(
     if find_state(opt_state).arrived is None:
         raise ValueError("this optimiser was made with `average` and averages by itself")
     what = averaged_kind(opt_state)
-    layout = layout_of(params)
-    device = ThreadDevice() if device is None else device
+    layout, device = layout_of(params), device or ThreadDevice()
     async with (
         open_averager(
             caller,
@@ -316,15 +315,8 @@ async def open_tree_averager(
         ) as averager,
         background_nursery() as nursery,
     ):
-        is_auxiliary = config.role == Role.AUXILIARY
         yield TreeAverager(
-            averager,
-            layout,
-            what=what,
-            is_auxiliary=is_auxiliary,
-            device=device,
-            nursery=nursery,
-            on_round=on_round,
+            averager, layout, what=what, role=config.role, device=device, nursery=nursery, on_round=on_round
         )
 
 

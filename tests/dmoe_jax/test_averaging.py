@@ -256,7 +256,6 @@ def test_lost_rounds_have_their_reason(averager: Averager, weight: float, expect
                 averager,
                 layout_of(loop.params),
                 what="parameters",
-                is_auxiliary=False,
                 device=InlineDevice(),
                 nursery=nursery,
                 on_round=lambda done: None,
