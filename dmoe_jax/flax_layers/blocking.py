@@ -26,7 +26,7 @@ class BlockingMixture:
         self._portal = portal
 
     @property
-    def mixture(self) -> RemoteMixture:
+    def remote(self) -> RemoteMixture:
         """The mixture, whose functions must be awaited in the portal's thread."""
         return self.call.mixture
 
@@ -34,7 +34,7 @@ class BlockingMixture:
         """Wait until the layer has an expert that answers; see `RemoteMixture.check`."""
 
         async def check() -> int:
-            return await self.mixture.check(timeout_s=timeout_s, say=say)
+            return await self.remote.check(timeout_s=timeout_s, say=say)
 
         return self._portal.run(check)
 
