@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import trio
 import tyro
 
-from dmoe_jax.cli.common import UsageError, one_line, set_up_jax
+from dmoe_jax.cli.common import UsageError, check_swarm_name, one_line, set_up_jax
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
 from dmoe_jax.cli.options import ExpertOptions
@@ -45,7 +45,7 @@ class NodeCommand:
     swarm: str = "dmoe"
     """Name under which the node is listed."""
     kind: Annotated[str, tyro.conf.arg(name="expert", metavar="KIND")] = "transformer_xl"
-    """What an expert is: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, which is an Expert or a
+    """What an expert is: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, an Expert or a
     function without arguments that returns one (see dmoe_jax.experts.as_expert)."""
     expert: Annotated[ExpertOptions, tyro.conf.arg(name="")] = field(default_factory=ExpertOptions)
     """Shape of one expert."""
@@ -124,9 +124,13 @@ class NodeCommand:
         return EXIT_INTERRUPTED
 
     def _check(self) -> None:
-        for name in ("announce_period_s", "checkpoint_period_s", "warm_up_rows"):
+        check_swarm_name(self.swarm)
+        for name in ("announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
+        for name in ("warmup_steps", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise UsageError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
         if self.optimizer is None:
             return
         for each in fields(self):
