@@ -17,15 +17,15 @@ import numpy as np
 import trio
 
 from dmoe_jax.grid import ExpertUid, check_prefix, key_prefix, parse_coordinate, prefixes
-from dmoe_jax.members import tombstone
+from dmoe_jax.members import served_prefixes, tombstone
 from dmoe_jax.routing.beam_search import Coordinates, search_beams
-from net.dht.blacklist import Blacklist
 from net.dht.messages import contact_to_wire, parse_contact_untrusted
 from net.dht.node import DhtNode, StoreItem
 from net.dht.records import Dictionary, Record, Value, live, merge
 from net.errors import RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
+from net.peer_health import Pause, PeerHealth
 
 MAX_CACHED_PREFIXES = 16_384
 """Most prefixes that a directory remembers; the least recently used go first. A 4-D grid of 16^4 experts has
@@ -46,7 +46,7 @@ class ChosenExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryConfig:
-    """How fresh the directory keeps itself, and how long it avoids hosts that fail."""
+    """How fresh the directory keeps itself, and how long it avoids hosts and experts that fail."""
 
     ttl_s: float = 10.0
     """Longest age of what is answered without asking the DHT, seconds. Half of it is when the background asks."""
@@ -55,13 +55,23 @@ class DirectoryConfig:
     idle_s: float = 60.0
     """A prefix that nobody asked for during this time is no longer refreshed, seconds."""
     backoff_base_s: float = 1.0
-    """First pause after a host failed, seconds; doubles with each failure in a row. 0: no host is ever avoided."""
+    """First pause after a host or an expert failed, seconds; doubles with each failure in a row. 0: none is ever
+    avoided."""
     backoff_cap_s: float = 60.0
     """Longest pause, seconds."""
 
     def __post_init__(self) -> None:
         if not 0 < self.negative_ttl_s <= self.ttl_s <= self.idle_s:
             raise ValueError(f"expected 0 < negative_ttl_s <= ttl_s <= idle_s, got {self}")
+
+
+_SERVICE = "expert"
+"""What RPC calls the methods of experts: the first word of `expert.forward`."""
+
+
+def host_target(contact: Contact) -> tuple[PeerId, str]:
+    """What a host's failures to answer for its experts are recorded under in `net.peer_health`."""
+    return contact.peer_id, _SERVICE
 
 
 async def declare_experts(
@@ -119,28 +129,46 @@ class _Cached:
 class ExpertDirectory:
     """What a trainer knows of the living experts. Made by `open_expert_directory`.
 
-    Every method may be cancelled; what it had asked the DHT for still arrives and is kept.
+    Hosts and experts that failed of late (see `net.peer_health`) count as dead for a while. Every method may be
+    cancelled; what it had asked the DHT for still arrives and is kept.
     """
 
-    def __init__(self, dht: DhtNode, nursery: trio.Nursery, *, config: DirectoryConfig) -> None:
+    def __init__(self, dht: DhtNode, nursery: trio.Nursery, *, swarm: str, config: DirectoryConfig) -> None:
+        self.health: PeerHealth = dht.health
+        """Who failed, shared with RPC. Targets are `host_target(contact)` and the uids of single experts, as texts."""
         self._dht = dht
         self._nursery = nursery
+        self._swarm = swarm
         self._config = config
-        self._blacklist = Blacklist(base_s=config.backoff_base_s, cap_s=config.backoff_cap_s)
+        self._pause = Pause(first_s=config.backoff_base_s, longest_s=config.backoff_cap_s)
         self._cache: dict[str, _Cached] = {}  # from least to most recently used
         self._in_flight: dict[str, trio.Event] = {}
 
-    def report_failure(self, contact: Contact) -> None:
-        """A call to this host failed: its experts count as dead for 1, 2, 4, ... seconds."""
-        self._blacklist.failed(contact.peer_id, self._now())
+    def avoid(self, uid: str, reason: str) -> None:
+        """One expert failed, whatever its host is like: it counts as dead for 1, 2, 4, ... seconds."""
+        now = trio.current_time()
+        # Calls that were under way together fail together: one failure, not several.
+        if not self.health.blocks(uid, now, self._pause):
+            self.health.failed(uid, now, reason)
 
-    def report_success(self, contact: Contact) -> None:
-        """A call to this host succeeded: its failures are forgotten."""
-        self._blacklist.succeeded(contact.peer_id)
+    def avoided(self) -> tuple[PeerId | str, ...]:
+        """The hosts, and the single experts by uid, that count as dead now because they failed."""
+        found: list[PeerId | str] = []
+        for target in self.health.blocked(trio.current_time(), self._pause):
+            if isinstance(target, str):
+                found.append(target)
+            elif isinstance(target, tuple) and target[1] == _SERVICE:
+                found.append(target[0])
+        return tuple(found)
 
-    def avoided(self) -> tuple[PeerId, ...]:
-        """The hosts whose experts count as dead now, because they failed."""
-        return self._blacklist.blocked(self._now())
+    async def served_prefixes(self) -> tuple[str, ...]:
+        """The prefixes of all experts that the nodes of this swarm list."""
+        return await served_prefixes(self._dht, self._swarm)
+
+    @property
+    def clock_skew_s(self) -> float:
+        """The swarm's time minus this process's, seconds, as far as it is known."""
+        return self._dht.statistics().clock_skew_s or 0.0
 
     async def children(self, prefixes: Iterable[str]) -> dict[str, dict[int, Contact | None]]:
         """The living children of prefixes such as `ffn.3.`: coordinate -> who serves the expert, None for a
@@ -267,8 +295,12 @@ class ExpertDirectory:
             coordinate: child.contact
             for coordinate, child in children.items()
             if child.expiration > now
-            and (child.contact is None or not self._blacklist.blocks(child.contact.peer_id, now))
+            and (child.contact is None or not self._is_avoided(child.contact, f"{name}{coordinate}"))
         }
+
+    def _is_avoided(self, contact: Contact, uid: str) -> bool:
+        now = trio.current_time()
+        return any(self.health.blocks(target, now, self._pause) for target in (host_target(contact), uid))
 
     def _lifetime(self, cached: _Cached) -> float:
         return self._config.ttl_s if cached.children else self._config.negative_ttl_s
@@ -281,11 +313,12 @@ class ExpertDirectory:
 async def open_expert_directory(
     dht: DhtNode,
     *,
+    swarm: str = "dmoe",
     config: DirectoryConfig = DirectoryConfig(),
 ) -> AsyncIterator[ExpertDirectory]:
-    """A directory that keeps itself fresh until the block ends."""
+    """A directory of a swarm's experts that keeps itself fresh until the block ends."""
     async with background_nursery() as nursery:
-        directory = ExpertDirectory(dht, nursery, config=config)
+        directory = ExpertDirectory(dht, nursery, swarm=swarm, config=config)
         nursery.start_soon(directory.run)
         yield directory
 

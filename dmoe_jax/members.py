@@ -7,7 +7,7 @@ and silence is how a crashed one disappears. Strangers write these records, so w
 
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import trio
@@ -16,7 +16,7 @@ from dmoe_jax.grid import check_prefix
 from net.dht.messages import contact_to_wire, parse_contact_untrusted
 from net.dht.node import DhtNode, StoreItem
 from net.dht.records import Dictionary, Entry, Value
-from net.errors import RemoteProtocolError
+from net.errors import NetError, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
 
@@ -123,7 +123,8 @@ async def listed_member(
 
     async def announce() -> None:
         while True:
-            await declare_member(dht, swarm, peer_id, contact, info(), expiration=dht.clock.now() + 3 * period_s)
+            with suppress(NetError):
+                await declare_member(dht, swarm, peer_id, contact, info(), expiration=dht.clock.now() + 3 * period_s)
             await trio.sleep(period_s)
 
     role = str(check_info(info())["role"])
@@ -133,7 +134,7 @@ async def listed_member(
             yield
         finally:
             nursery.cancel_scope.cancel()
-            with trio.move_on_after(2.0, shield=True):
+            with trio.move_on_after(2.0, shield=True), suppress(NetError):
                 await withdraw_member(dht, swarm, peer_id, role)
 
 

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -115,6 +115,15 @@ def check_swarm_name(name: str) -> None:
 def one_line(error: BaseException) -> str:
     """The first line of an error's message; libraries follow it with advice that fills a screen."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+@contextlib.contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """What a wrong setting, a damaged file or a full folder raises while a command is set up is the user's to mend."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UsageError(one_line(error)) from error
 
 
 def fail(message: str, *, status: int = 1, prog: str = "dmoe") -> NoReturn:

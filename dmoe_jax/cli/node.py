@@ -1,33 +1,30 @@
 """`dmoe node`: serve experts."""
 
-import contextlib
 import inspect
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import trio
 import tyro
 
+<<<<<<< HEAD
 from dmoe_jax.cli.common import UsageError, check_swarm_name, one_line, set_up_jax
+=======
+from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, set_up_jax
+>>>>>>> main
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
-from dmoe_jax.cli.options import ExpertOptions
-from dmoe_jax.cli.swarm import SwarmPeer, join_line, join_swarm
-from dmoe_jax.grid import ExpertUid, expand_grid_pattern
-from dmoe_jax.members import MAX_GRIDS, listed_member
-from net.identity import Contact
-from net.rpc.faults import FaultInjector, FaultPlan
+from dmoe_jax.cli.swarm import join_line, join_swarm
+from dmoe_jax.grid import expand_grid_pattern
+from dmoe_jax.layer_config import LayerConfig
+from net.rpc.faults import FaultPlan
 
 if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
     import optax
 
-    from dmoe_jax.device import Device
     from dmoe_jax.experts import Expert
-    from dmoe_jax.node.backend import ExpertBackend
-    from dmoe_jax.node.saving import ExpertSaver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +42,15 @@ class NodeCommand:
     swarm: str = "dmoe"
     """Name under which the node is listed."""
     kind: Annotated[str, tyro.conf.arg(name="expert", metavar="KIND")] = "transformer_xl"
+<<<<<<< HEAD
     """What an expert is: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, an Expert or a
     function without arguments that returns one (see dmoe_jax.experts.as_expert)."""
     expert: Annotated[ExpertOptions, tyro.conf.arg(name="")] = field(default_factory=ExpertOptions)
+=======
+    """What an expert is: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, an Expert or a function
+    without arguments that returns one (see dmoe_jax.experts.as_expert)."""
+    expert: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
+>>>>>>> main
     """Shape of one expert."""
     optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
     """What experts learn with: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
@@ -86,41 +89,42 @@ class NodeCommand:
 
     async def _serve(self, stop: Stop) -> int:
         self._check()
-        uids, faults = self._uids(), self._fault_injector()
+        patterns, faults = self._patterns(), self._fault_plan()
         set_up_jax()
-        from dmoe_jax.device import ThreadDevice
-        from dmoe_jax.node.server import NodeConfig, open_expert_node
+        from dmoe_jax.node.server import NodeConfig
+        from dmoe_jax.swarm import open_swarm
 
-        device = ThreadDevice()
-        with _mistakes_in_one_line():
+        with mistakes_in_one_line():
             config = NodeConfig(
                 swarm=self.swarm,
                 max_batch_rows=self.max_batch_rows,
+                warm_up_rows=self.warm_up_rows,
                 announce_period_s=self.announce_period_s,
                 record_lifetime_s=3 * self.announce_period_s,
             )
             expert, optimizer = await trio.to_thread.run_sync(self._recipe, abandon_on_cancel=True)
-        async with join_swarm(self.network, join=self.join, listen=self.listen, faults=faults) as peer:
+        joining = join_swarm(self.network, join=self.join, listen=self.listen, faults=faults)
+        async with joining as peer, open_swarm(peer=peer, name=self.swarm, seed=self.seed) as swarm:
             # Joined first: a taken port or an unreachable swarm is reported before minutes of compilation.
             print(f"Node {peer.rpc.peer_id.short} has joined the swarm at {peer.rpc.address}", flush=True)
-            with stop.body() as compiling:
-                backends = await self._compile(peer, uids, expert, optimizer, device)
-                saver = self._saver(backends, device)
-            if compiling.cancelled_caught:
-                return EXIT_INTERRUPTED
-            async with open_expert_node(peer.rpc, peer.dht, backends, device=device, config=config):
-                print(f"Node {peer.rpc.peer_id.short} serves {len(uids)} experts on {peer.rpc.address}")
-                print(join_line("train", self.network, peer.rpc), flush=True)
+            started = time.perf_counter()
+            with stop.body():
+                with mistakes_in_one_line():
+                    served = await swarm.serve(
+                        dict.fromkeys(patterns, expert),
+                        optimizer=optimizer,
+                        config=config,
+                        checkpoint_dir=self.checkpoint_dir,
+                        checkpoint_period_s=self.checkpoint_period_s,
+                        on_progress=lambda text: print(text, flush=True),
+                    )
+                took_s = time.perf_counter() - started
+                count = len(served.uids)
+                print(f"Node {peer.rpc.peer_id.short} serves {count} experts, ready after {took_s:.1f} s")
+                print(join_line("train", self.network, peer), flush=True)
                 if faults is not None:
                     print(f"This node misbehaves on purpose: --faults {' '.join(self.faults)}", flush=True)
-                with stop.body():
-                    if saver is None:
-                        await trio.sleep_forever()
-                    await saver.run(self.checkpoint_period_s)
-            if saver is not None:
-                # After the withdrawal: nobody sends gradients any more.
-                with trio.CancelScope(shield=True):
-                    await saver.save()
+                await trio.sleep_forever()
         return EXIT_INTERRUPTED
 
     def _check(self) -> None:
@@ -137,40 +141,6 @@ class NodeCommand:
             is_theirs = each.name in ("learning_rate", "warmup_steps", "weight_decay", "grad_clip", "freeze_experts")
             if is_theirs and getattr(self, each.name) != each.default:
                 raise UsageError(f"--{each.name.replace('_', '-')} would have no effect beside --optimizer")
-
-    async def _compile(
-        self,
-        peer: SwarmPeer,
-        uids: Sequence[ExpertUid],
-        expert: "Expert",
-        optimizer: "optax.GradientTransformation | None",
-        device: "Device",
-    ) -> "dict[str, ExpertBackend]":
-        """A backend for each uid, warm for --warm-up-rows; meanwhile the node is listed as compiling."""
-        from dmoe_jax.node.backend import buckets_up_to, make_backends
-
-        started = time.perf_counter()
-        buckets = buckets_up_to(self.warm_up_rows)
-        state = "starting"
-
-        def info() -> dict[str, Any]:
-            grids = sorted({uid.prefix for uid in uids})[:MAX_GRIDS]
-            return {"role": "node", "state": state, "experts": len(uids), "grids": grids}
-
-        assert peer.rpc.address is not None
-        contact = Contact(peer.rpc.peer_id, peer.rpc.address)
-        async with listed_member(
-            peer.dht, self.swarm, peer.rpc.peer_id, contact, info, period_s=self.announce_period_s
-        ):
-            named = {str(uid): expert for uid in uids}
-            backends = await device.run(lambda: make_backends(named, optimizer, seed=self.seed))
-            for number, rows in enumerate(buckets, start=1):
-                state = f"compiling {number} of {len(buckets)}"
-                print(state, flush=True)
-                # Equal experts share their compiled code.
-                await device.run(next(iter(backends.values())).warm_up, rows)
-        print(f"{len(uids)} experts ready after {time.perf_counter() - started:.1f} s", flush=True)
-        return backends
 
     def _recipe(self) -> "tuple[Expert, optax.GradientTransformation | None]":
         """What to serve, and what it learns with; None: nothing is learnt."""
@@ -190,10 +160,11 @@ class NodeCommand:
 
     def _make_expert(self) -> "Expert":
         from dmoe_jax.experts import EXPERTS, make_expert
+        from dmoe_jax.experts.transformer_xl import layer_expert
         from dmoe_jax.user_file import load_from_file, user_expert
 
         if self.kind == "transformer_xl":
-            return self.expert.make_expert()
+            return layer_expert(self.expert)
         given = {each.name: getattr(self.expert, each.name) for each in fields(self.expert)}
         if self.kind in EXPERTS:
             taken = set(inspect.signature(EXPERTS[self.kind]).parameters) & set(given)
@@ -207,29 +178,14 @@ class NodeCommand:
             return make_expert(self.kind, **{name: given[name] for name in taken})
         return user_expert(self.kind)
 
-    def _saver(self, backends: "dict[str, ExpertBackend]", device: "Device") -> "ExpertSaver | None":
-        """What keeps this node's checkpoints, after restoring what it finds; None without a folder."""
-        if self.checkpoint_dir is None:
-            return None
-        from dmoe_jax.node.saving import ExpertSaver
-
-        with _mistakes_in_one_line():
-            saver = ExpertSaver(self.checkpoint_dir, backends, device)
-            restored = saver.restore()
-        if restored is not None:
-            print(f"going on from a checkpoint in {self.checkpoint_dir} ({restored} updates)")
-        return saver
-
-    def _uids(self) -> list[ExpertUid]:
-        try:
+    def _patterns(self) -> list[str]:
+        with mistakes_in_one_line():
             uids = [uid for pattern in self.experts for uid in expand_grid_pattern(pattern)]
-        except ValueError as error:
-            raise UsageError(str(error)) from error
         if not uids or len(set(uids)) != len(uids):
             raise UsageError(f"--experts must name at least one expert and none twice, got {' '.join(self.experts)}")
-        return uids
+        return list(self.experts)
 
-    def _fault_injector(self) -> FaultInjector | None:
+    def _fault_plan(self) -> FaultPlan | None:
         if not self.faults:
             return None
         try:
@@ -237,13 +193,4 @@ class NodeCommand:
         except ValueError as error:
             raise UsageError(f"--faults: {error}") from error
         # The DHT and the status stay honest: what is studied is a swarm whose experts fail.
-        return FaultInjector(replace(plan, methods=("expert.",)))
-
-
-@contextlib.contextmanager
-def _mistakes_in_one_line() -> Iterator[None]:
-    """What a wrong setting or a wrong file of the user's raises is the user's to mend."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise UsageError(one_line(error)) from error
+        return replace(plan, methods=("expert.",))

@@ -16,8 +16,9 @@ from rich.table import Table
 from dmoe_jax.cli.common import UsageError, check_swarm_name
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, NetworkOptions
-from dmoe_jax.cli.swarm import SwarmPeer, join_swarm
+from dmoe_jax.cli.swarm import join_swarm
 from dmoe_jax.members import ROLES, Member, list_members
+from dmoe_jax.peer import SwarmPeer
 from net.errors import NetError
 from net.identity import Contact
 

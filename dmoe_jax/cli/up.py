@@ -21,8 +21,8 @@ from dmoe_jax.cli.local_training import (
     open_local_training,
 )
 from dmoe_jax.cli.network import ListenOptions, NetworkOptions
-from dmoe_jax.cli.options import ExpertOptions
 from dmoe_jax.grid import ExpertUid, all_uids, expand_grid_pattern, layer_prefix
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.processes import averaging_flags, deal
 
 
@@ -52,7 +52,7 @@ class UpCommand:
     """What experts learn with; as for `dmoe node`, my_file.py:my_optimizer. Default: Adam."""
     model: str = ""
     """What to train; as for `dmoe train`, my_file.py:my_model. Default: a Transformer-XL language model."""
-    expert: Annotated[ExpertOptions, tyro.conf.arg(name="")] = field(default_factory=ExpertOptions)
+    expert: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
     """Shape of one expert."""
     data: str = "auto"
     """Corpus; as for `dmoe train`."""

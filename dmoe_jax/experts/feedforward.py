@@ -10,8 +10,9 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Float
 
+from dmoe_jax.checks import check_positive
 from dmoe_jax.experts.adapters import expert_from_linen
-from dmoe_jax.experts.base import Expert, check_positive
+from dmoe_jax.experts.base import Expert
 
 
 class FeedforwardBlock(nn.Module):

@@ -102,7 +102,7 @@ async def test_only_sound_facts_are_told_and_believed(autojump_clock: MockClock,
 
 def test_a_loss_that_is_not_a_number_is_not_announced() -> None:
     """The DHT carries none."""
-    with pytest.raises(ValueError, match="loss is a text .* or a finite number, got nan"):
+    with pytest.raises(ValueError, match=r"loss is a text .* or a finite number, got nan"):
         check_info(TRAINER | {"loss": math.nan})
 
 
