@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import trio
 import tyro
 
-<<<<<<< HEAD
-from dmoe_jax.cli.common import UsageError, check_swarm_name, one_line, set_up_jax
-=======
-from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, set_up_jax
->>>>>>> main
+from dmoe_jax.cli.common import UsageError, check_swarm_name, mistakes_in_one_line, set_up_jax
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
 from dmoe_jax.cli.swarm import join_line, join_swarm
@@ -42,15 +38,9 @@ class NodeCommand:
     swarm: str = "dmoe"
     """Name under which the node is listed."""
     kind: Annotated[str, tyro.conf.arg(name="expert", metavar="KIND")] = "transformer_xl"
-<<<<<<< HEAD
     """What an expert is: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, an Expert or a
     function without arguments that returns one (see dmoe_jax.experts.as_expert)."""
-    expert: Annotated[ExpertOptions, tyro.conf.arg(name="")] = field(default_factory=ExpertOptions)
-=======
-    """What an expert is: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, an Expert or a function
-    without arguments that returns one (see dmoe_jax.experts.as_expert)."""
     expert: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
->>>>>>> main
     """Shape of one expert."""
     optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
     """What experts learn with: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
