@@ -3,3 +3,5 @@ asked.
 
 Not imported by any other module of the package: those import one another, and `dmoe --help` need not load JAX.
 """
+
+__all__ = []

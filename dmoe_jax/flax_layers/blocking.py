@@ -51,7 +51,7 @@ class BlockingMixture:
         Raises:
           ValueError: without `features`, where the first input is no vector.
         """
-        first = self.mixture.expert.inputs[0]
+        first = self.remote.expert.inputs[0]
         if features is None and len(first.shape) != 1:
             raise ValueError(
                 f"the router's width must be given as features: input {first.name} has shape {first.shape}"
