@@ -6,8 +6,8 @@ back, and may be slow or die. One object is the way in:
     async with dmoe_jax.open_swarm(join="PEERID@HOST:PORT") as swarm: ...       # with trio
     with dmoe_jax.connect("PEERID@HOST:PORT") as swarm: ...                     # without
 
-What is promised stands in `dmoe_jax.public` and is reached from here; it is loaded when first asked for. ARCHITECTURE.md
-says what each module is for.
+What is promised stands in `dmoe_jax.public` and is reached from here; it is loaded when first asked for.
+ARCHITECTURE.md says what each module is for.
 """
 
 from typing import TYPE_CHECKING
