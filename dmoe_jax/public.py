@@ -5,7 +5,7 @@ Not imported by any other module of the package: those import one another, and `
 
 from dmoe_jax.autodiff import Recording, value_and_grad
 from dmoe_jax.averaging import TreeAverager, TreeAveragerConfig, open_tree_averager
-from dmoe_jax.connect import BlockingSwarm, connect
+from dmoe_jax.blocking import BlockingSwarm, connect
 from dmoe_jax.data.mnist import load_mnist, read_mnist
 from dmoe_jax.device import CostModel, InlineDevice, ThreadDevice
 from dmoe_jax.directory import DirectoryConfig
