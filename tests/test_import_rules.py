@@ -49,6 +49,7 @@ SHELLS = {
     "dmoe_jax.mixture.remote",
     "dmoe_jax.device",
     "dmoe_jax.node.announcing",
+    "dmoe_jax.node.runner",
     "dmoe_jax.node.saving",
     "dmoe_jax.node.server",
     "dmoe_jax.optim.trunk_averaging",
