@@ -16,8 +16,6 @@ import pytest
 from rich.console import Console
 
 from dmoe_jax.cli import main
-from dmoe_jax.cli.averaging import AveragingOptions
-from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.network import ListenOptions, NetworkOptions
 from dmoe_jax.cli.status import Reading, status_tables
 from dmoe_jax.cli.swarm import join_line, join_swarm
