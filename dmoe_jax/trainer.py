@@ -11,7 +11,6 @@ text; memory then restarts from what it was.
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ import trio
 
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.data.batches import Batch, SegmentStream
+from dmoe_jax.model import Evaluation
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.models.transformer_xl import (
     LayerMemory,
@@ -52,33 +52,15 @@ class StepRecord:
       step: number of the trunk update, from 1.
       trainer: index of the trainer.
       loss: mean negative log-likelihood of the batch, nats per token.
-      tokens: target tokens in the batch.
+      items: target tokens in the batch.
       staleness: trunk updates by other trainers between this step's reading and writing of the parameters.
     """
 
     step: int
     trainer: int
     loss: float
-    tokens: int
+    items: int
     staleness: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """What an evaluation found.
-
-    Attributes:
-      loss: mean negative log-likelihood, nats per token.
-      targets: [tokens], the words that were predicted, for baselines over the same words.
-    """
-
-    loss: float
-    targets: np.ndarray
-
-    @property
-    def perplexity(self) -> float:
-        """exp(loss); infinite beyond what a float holds."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 class SwarmModel:
@@ -166,7 +148,7 @@ class SwarmModel:
         targets = np.concatenate(counted) if counted else np.zeros(0, np.int32)
         if not targets.size:
             raise ValueError("there is nothing to evaluate: the text has no target")
-        return Evaluation(loss=total / targets.size, targets=targets)
+        return Evaluation(loss=total / targets.size, items=targets.size, targets=targets)
 
 
 class Trainer:
@@ -213,7 +195,7 @@ class Trainer:
             step=step,
             trainer=self._index,
             loss=float(loss),
-            tokens=int(batch.targets.size),
+            items=int(batch.targets.size),
             staleness=step - 1 - started_at,
         )
 

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dmoe_jax.data.batches import Batch, evaluation_segments
+from dmoe_jax.model import Evaluation
 from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.trunk import Memory
 from dmoe_jax.routing.base import Router
-from dmoe_jax.trainer import Evaluation
+from dmoe_jax.training.engine import OnBatch
 from dmoe_jax.types import PyTree
 
 
@@ -45,7 +46,7 @@ class Evaluator(Protocol):
     """Evaluates parameters on a text."""
 
     def __call__(
-        self, params: PyTree, ids: np.ndarray, *, max_tokens: int | None, on_batch: Callable[[], None]
+        self, params: PyTree, ids: np.ndarray, *, max_tokens: int | None, on_batch: OnBatch
     ) -> Evaluation:
         """The loss over the text, or over `max_tokens` of it in evenly spaced places.
 
@@ -87,7 +88,7 @@ def _evaluate(
     ids: np.ndarray,
     *,
     max_tokens: int | None,
-    on_batch: Callable[[], None],
+    on_batch: OnBatch,
 ) -> Evaluation:
     memory = txl.empty_memory(config, batch_size)
     total, counted = 0.0, []
@@ -95,12 +96,12 @@ def _evaluate(
     wanted = ids.size - 1 if max_tokens is None else min(max_tokens, ids.size - 1)
     num_batches = -(-wanted // (batch_size * config.seq_len))
     batches = evaluation_segments(ids, batch_size=batch_size, seq_len=config.seq_len)
-    for _, batch in zip(range(num_batches), batches, strict=False):
+    for number, batch in zip(range(1, num_batches + 1), batches, strict=False):
         nll, memory = token_nll(params, batch, memory)
         total += float(np.asarray(jnp.where(batch.mask, nll, 0)).sum(dtype=np.float64))
         counted.append(batch.targets[batch.mask])
-        on_batch()
+        on_batch(number, num_batches)
     targets = np.concatenate(counted)
     if not np.isfinite(total):
         raise FloatingPointError(f"the loss over {targets.size} words is {total / targets.size}")
-    return Evaluation(loss=total / targets.size, targets=targets)
+    return Evaluation(loss=total / targets.size, items=int(targets.size), targets=targets)
