@@ -23,8 +23,8 @@ import trio
 
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.data.batches import Batch, SegmentStream
-from dmoe_jax.model import Evaluation
 from dmoe_jax.mixture.remote import RemoteMixture
+from dmoe_jax.model import Evaluation
 from dmoe_jax.models.transformer_xl import (
     LayerMemory,
     Memory,

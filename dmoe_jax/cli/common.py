@@ -6,7 +6,7 @@ import io
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +23,15 @@ _MALLOPT = {
 
 class UsageError(Exception):
     """A mistake of the user's; the message is the one line that is printed."""
+
+
+@contextlib.contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """Turn what a wrong setting, a damaged file or a full folder raises in the block into a `UsageError`."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UsageError(one_line(error)) from error
 
 
 def parse_command_line(command: Any, *, prog: str, description: str | None = None, args: Sequence[str] | None) -> Any:

@@ -1,8 +1,8 @@
 """A run in one picture: does it learn, who does the work, how fast, and what did a lost node cost?
 
-Panels under one title: perplexity against steps with the unigram baseline, or the loss of another model; load of each expert; how even it was over
-the steps, in runs that measured it; throughput; failed calls. A panel without data says so. Drawn without `pyplot`, so
-nothing global is touched and no display is needed.
+Panels under one title: perplexity against steps with the unigram baseline, or the loss of a model of anything else;
+load of each expert; how even it was over the steps, in runs that measured it; throughput; failed calls. A panel without
+data says so. Drawn without `pyplot`, so nothing global is touched and no display is needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a run writes down: steps, evaluations, calls and checkpoints as it goes, headline, figure and report at its end."""
+"""What a run writes down: steps, evaluations, calls and checkpoints on the way, figure and report at its end."""
 
 import os
 import time
@@ -114,6 +114,8 @@ class Ledger:
         progress.start_at(engine.step)
         if engine.step:
             progress.say(f"{engine.name}: continuing from step {engine.step}")
+            told = [record for record in self.folder.metrics() if record["kind"] == "baseline"]
+            self._baseline = {name: value for name, value in (told or [{}])[-1].items() if name != "kind"}
         else:
             self.folder.log("task", name=task.name, unit=task.unit)
             self._log_baseline(None)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,7 @@ class Plan:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
 
+@runtime_checkable
 class Averaging(Protocol):
     """What the loop asks of averaging with other processes, see `dmoe_jax.averaging`."""
 

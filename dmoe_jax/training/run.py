@@ -160,10 +160,10 @@ class _Beside:
             else:
                 self._evaluating = True
                 self._nursery.start_soon(self._evaluate)
-        if run.averaging is not None and plan.average_every and record.step % plan.average_every == 0:
-            if not self._averaging:
-                self._averaging = True
-                self._nursery.start_soon(self._average, run.averaging)
+        is_due = plan.average_every and record.step % plan.average_every == 0
+        if run.averaging is not None and is_due and not self._averaging:
+            self._averaging = True
+            self._nursery.start_soon(self._average, run.averaging)
         if plan.checkpoint_every and record.step % plan.checkpoint_every == 0:
             self._nursery.start_soon(self._save)
 

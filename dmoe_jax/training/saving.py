@@ -128,9 +128,9 @@ def cut_metrics(folder: RunFolder, *, step: int, size: int | None) -> None:
     for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
         place += len(line)
         record = json.loads(line)
-        if record["kind"] == "event" and record.get("name") in _KEPT_EVENTS:
-            kept.append(line)
-        elif record["kind"] != "headline" and (record.get("step") or 0) <= step and (size is None or place <= size):
+        is_kept_event = record["kind"] == "event" and record.get("name") in _KEPT_EVENTS
+        is_before = (record.get("step") or 0) <= step and (size is None or place <= size)
+        if is_kept_event or (is_before and record["kind"] != "headline"):
             kept.append(line)
     if sum(map(len, kept)) != len(data):
         folder.write_text(METRICS, b"".join(kept).decode())

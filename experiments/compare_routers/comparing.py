@@ -5,11 +5,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dmoe_jax.cli.progress import TrainingProgress
 from rich.console import Console
 
 from dmoe_jax.checkpoints import CheckpointError
 from dmoe_jax.cli.common import UsageError, one_line
-from dmoe_jax.cli.progress import TrainingProgress
 from dmoe_jax.data.corpora import Corpus, load_corpus
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.routing.check import check_router

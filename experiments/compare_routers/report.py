@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.runs.comparison import (
     comparison_figure,
     comparison_headline,
     comparison_table,
     write_comparison_report,
 )
+from rich.console import Console
+from rich.table import Table
+
+from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.runs.report import ReportTable, format_value
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
 from experiments.transformer_xl.resuming import finished_headline

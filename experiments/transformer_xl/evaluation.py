@@ -45,9 +45,7 @@ class EvaluationConfig:
 class Evaluator(Protocol):
     """Evaluates parameters on a text."""
 
-    def __call__(
-        self, params: PyTree, ids: np.ndarray, *, max_tokens: int | None, on_batch: OnBatch
-    ) -> Evaluation:
+    def __call__(self, params: PyTree, ids: np.ndarray, *, max_tokens: int | None, on_batch: OnBatch) -> Evaluation:
         """The loss over the text, or over `max_tokens` of it in evenly spaced places.
 
         Raises:

@@ -20,7 +20,7 @@ from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig
-from dmoe_jax.trainer import StepRecord, SwarmModel, Trainer
+from dmoe_jax.trainer import SwarmModel, Trainer
 from dmoe_jax.training.engine import OnLost, OnStep, Totals
 from dmoe_jax.training.swarm_engine import call_totals, load_statistics, saved_statistics
 from dmoe_jax.trunk import SharedTrunk
