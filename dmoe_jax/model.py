@@ -62,7 +62,7 @@ class Evaluation:
     loss: float
     items: int
     metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    targets: np.ndarray | None = None
+    targets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def perplexity(self) -> float:

@@ -60,6 +60,9 @@ SHELLS = {
 LAYERS = [
     {"net"},
     {
+        "dmoe_jax.checks",
+        "dmoe_jax.layer_config",
+        "dmoe_jax.model",
         "dmoe_jax.types",
         "dmoe_jax.device",
         "dmoe_jax.grid",

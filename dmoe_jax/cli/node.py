@@ -11,9 +11,9 @@ import tyro
 from dmoe_jax.cli.common import UsageError, set_up_jax
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
-from dmoe_jax.cli.options import ExpertOptions
 from dmoe_jax.cli.swarm import join_line, join_swarm
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
+from dmoe_jax.layer_config import LayerConfig
 from net.rpc.faults import FaultInjector, FaultPlan
 
 
@@ -31,7 +31,7 @@ class NodeCommand:
     """Who this process is and which swarm it belongs to."""
     swarm: str = "dmoe"
     """Name under which the node is listed."""
-    expert: Annotated[ExpertOptions, tyro.conf.arg(name="")] = field(default_factory=ExpertOptions)
+    expert: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
     """Shape of one expert."""
     learning_rate: float = 1e-3
     """Step size of each expert's Adam."""
@@ -148,10 +148,11 @@ class NodeCommand:
         import optax
 
         from dmoe_jax.experts.base import init_by_uid
+        from dmoe_jax.experts.transformer_xl import layer_expert
         from dmoe_jax.node.backend import ExpertBackend
         from dmoe_jax.recipe import decay_learning_weights
 
-        expert = self.expert.make_expert()
+        expert = layer_expert(self.expert)
         rate: Any = self.learning_rate
         if self.warmup_steps:
             rate = optax.linear_schedule(0.0, self.learning_rate, self.warmup_steps)

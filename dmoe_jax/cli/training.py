@@ -19,12 +19,13 @@ from dmoe_jax.data.batches import evaluation_segments
 from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.data.vocabulary import unigram_perplexity
 from dmoe_jax.directory import open_expert_directory
+from dmoe_jax.model import Evaluation
 from dmoe_jax.optim.trunk_averaging import TrunkAveraging
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.report import write_report
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
-from dmoe_jax.trainer import Evaluation, StepRecord
+from dmoe_jax.trainer import StepRecord
 from net.errors import NetError
 
 _LOG_PERIOD_S = 1.0
@@ -149,14 +150,14 @@ class TrainingRun:
         self._log_totals()
 
     def _on_step(self, record: StepRecord) -> None:
-        self._totals.tokens += record.tokens
+        self._totals.tokens += record.items
         self._totals.staleness += record.staleness
         self._folder.log(
             "train",
             step=record.step,
             trainer=record.trainer,
             loss=record.loss,
-            tokens=record.tokens,
+            tokens=record.items,
             staleness=record.staleness,
             time_s=self._now(),
         )

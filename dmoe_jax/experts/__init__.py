@@ -7,6 +7,7 @@ from typing import Any
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
+from dmoe_jax.layer_config import LayerConfig
 
 __all__ = ["EXPERTS", "Expert", "TensorSpec", "feedforward", "make_expert", "transformer_xl_layer"]
 
@@ -26,7 +27,7 @@ def make_expert(kind: str, **config: Any) -> Expert:
     if kind not in EXPERTS:
         raise ValueError(f"unknown kind of expert {kind!r}; there are {', '.join(sorted(EXPERTS))}")
     factory = EXPERTS[kind]
-    fields = inspect.signature(factory).parameters
+    fields = inspect.signature(LayerConfig if factory is transformer_xl_layer else factory).parameters
     if unknown := sorted(set(config) - set(fields)):
         raise ValueError(f"expert {kind!r} has no field {', '.join(unknown)}; its fields are {', '.join(fields)}")
     required = {name for name, field in fields.items() if field.default is inspect.Parameter.empty}

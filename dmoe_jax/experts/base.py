@@ -72,10 +72,3 @@ def init_by_uid(key: PRNGKeyArray, expert: Expert, prefix: str, coordinates: Seq
     for coordinate in coordinates:
         own = jax.random.fold_in(own, coordinate)
     return expert.init(own)
-
-
-def check_positive(**sizes: int) -> None:
-    """Raise ValueError, naming the field and the value, unless every size is a positive integer."""
-    for field, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{field} must be a positive integer, got {value!r}")

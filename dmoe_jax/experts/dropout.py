@@ -25,13 +25,6 @@ _SITE_STRIDE = 0x9E3779B9
 """Odd, with bits all over the word, so that sites of keys that follow each other are no keys that follow each other."""
 
 
-def check_rates(**rates: object) -> None:
-    """Raise ValueError, naming the field and the value, unless every rate is in [0, 1)."""
-    for field, rate in rates.items():
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
-            raise ValueError(f"{field} must be a probability of at least 0 and below 1, got {rate!r}")
-
-
 def dropout(
     x: Float[Array, "batch *features"], rate: float, key_data: RowKeys | None, *, site: int = 0
 ) -> Float[Array, "batch *features"]:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from dmoe_jax.experts.base import Expert, TensorSpec, check_positive
+from dmoe_jax.checks import check_positive
+from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.types import PyTree
 
 

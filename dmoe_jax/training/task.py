@@ -48,7 +48,7 @@ class LanguageTask(Task):
 
     def baseline(self, evaluation: Evaluation | None) -> Mapping[str, float]:
         """The unigram perplexity over the very words that were evaluated."""
-        words = self.corpus.valid if evaluation is None or evaluation.targets is None else evaluation.targets
+        words = self.corpus.valid if evaluation is None or not evaluation.targets.size else evaluation.targets
         return {"unigram_perplexity": unigram_perplexity(self.corpus.train, words, len(self.corpus.vocabulary))}
 
 

@@ -21,15 +21,17 @@ from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.device import ThreadDevice
 from dmoe_jax.directory import open_expert_directory
 from dmoe_jax.grid import all_uids
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics, ExpertCaller
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig, open_expert_node
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.report import write_report
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
-from dmoe_jax.trainer import SwarmModel, Trainer
+from dmoe_jax.trainer import Trainer
 from dmoe_jax.trunk import SharedTrunk
 from experiments.overlap.figure import overlap_figure
 from net.clock import SwarmClock
@@ -165,16 +167,12 @@ async def _measure(settings: OverlapSettings, folder: RunFolder, console: Consol
 @asynccontextmanager
 async def _open_trainers(settings: OverlapSettings) -> AsyncIterator[list[Trainer]]:
     """Two nodes and one process of trainers, all here, joined by TCP."""
-    config = txl.TransformerXLConfig(
+    config = TransformerXLConfig(
         vocab_size=500,
-        d_model=32,
         num_layers=settings.num_layers,
-        num_heads=2,
-        d_ff=64,
-        seq_len=16,
-        mem_len=16,
         grid_size=GRID,
         k_best=2,
+        layer=LayerConfig(d_model=32, num_heads=2, d_ff=64, seq_len=16, mem_len=16),
     )
     router, device = product_key(GRID), ThreadDevice()
     async with AsyncExitStack() as stack:
@@ -211,7 +209,7 @@ async def _open_trainers(settings: OverlapSettings) -> AsyncIterator[list[Traine
             )
             for layer in range(settings.num_layers)
         ]
-        model = SwarmModel(config, txl.segments(config, router), mixtures)
+        model = txl.TransformerXL(config, router, mixtures)
         trunk = SharedTrunk(txl.init_trunk(jax.random.key(settings.seed), config, router), optax.adam(1e-3), device)
         text = np.random.default_rng(settings.seed).integers(0, config.vocab_size, 20_000)
         yield [
@@ -228,7 +226,7 @@ async def _open_trainers(settings: OverlapSettings) -> AsyncIterator[list[Traine
 async def _serve(
     stack: AsyncExitStack,
     settings: OverlapSettings,
-    config: txl.TransformerXLConfig,
+    config: TransformerXLConfig,
     peers: Sequence[DelayedCaller],
     dhts: Sequence[DhtNode],
     device: ThreadDevice,

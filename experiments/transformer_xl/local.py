@@ -22,6 +22,7 @@ from dmoe_jax.mixture.local import init_opt_states
 from dmoe_jax.model import Evaluation
 from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import empty_memory, step_keys
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.trainer import StepRecord
@@ -46,7 +47,7 @@ class LocalEngine:
         config, optimizer = setup.config, setup.optimizer
         self._setup = setup
         self._stream = setup.stream(batch_size)
-        if isinstance(config, dense.DenseConfig):
+        if not config.is_mixture:
             params = dense.init(jax.random.key(setup.seed), config, word_counts=setup.word_counts)
             memory = empty_memory(config, batch_size)
             self._state: State = {"params": params, "opt_state": optimizer.init(params), "memory": memory}
@@ -142,7 +143,7 @@ class LocalEngine:
 
 
 def local_dmoe_state(
-    config: txl.TransformerXLConfig,
+    config: TransformerXLConfig,
     router: Router,
     optimizer: optax.GradientTransformation,
     expert_optimizer: optax.GradientTransformation,

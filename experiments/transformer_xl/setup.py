@@ -10,11 +10,11 @@ import optax
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.grid import all_uids, layer_prefix
-from dmoe_jax.models.dense_transformer_xl import DenseConfig
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.routing.base import Router
 from experiments.transformer_xl.evaluation import Evaluator, dense_evaluator, dmoe_evaluator
-from experiments.transformer_xl.presets import ModelConfig, Preset, expert_recipe, model_config, trunk_recipe
+from experiments.transformer_xl.presets import Preset, expert_recipe, model_config, trunk_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Setup:
         return self.name or self.preset.model
 
     @functools.cached_property
-    def config(self) -> ModelConfig:
+    def config(self) -> TransformerXLConfig:
         """Sizes of the model over this vocabulary."""
         return model_config(self.preset, len(self.corpus.vocabulary), compute_dtype=self.compute_dtype)
 
@@ -78,7 +78,7 @@ class Setup:
     @property
     def evaluator(self) -> Evaluator:
         """Reads a text on this machine."""
-        if isinstance(self.config, DenseConfig):
+        if not self.config.is_mixture:
             return dense_evaluator(self.config, self.preset.evaluation)
         assert self.router is not None
         return dmoe_evaluator(self.config, self.router, self.preset.evaluation)

@@ -20,7 +20,7 @@ from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig
-from dmoe_jax.trainer import SwarmModel, Trainer
+from dmoe_jax.trainer import Trainer
 from dmoe_jax.training.engine import OnLost, OnStep, Totals
 from dmoe_jax.training.swarm_engine import call_totals, load_statistics, saved_statistics
 from dmoe_jax.trunk import SharedTrunk
@@ -46,7 +46,6 @@ class SimulatedDmoe(SimulatedEngine):
     """A DMoE Transformer-XL trained by a simulated swarm. An `Engine`. Each backward call updates its expert."""
 
     def __init__(self, setup: Setup, setting: Setting) -> None:
-        assert isinstance(setup.config, txl.TransformerXLConfig)
         assert setup.router is not None
         self._config, self._router = setup.config, setup.router
         self._device = InlineDevice()
@@ -79,9 +78,9 @@ class SimulatedDmoe(SimulatedEngine):
                 config=_DIRECTORY_CONFIG,
             ) as place:
                 trainer = Trainer(index, self._model(place), self.trunk, self.streams[index], seed=self.setup.seed)
-                trainer.memory = self.memories[index]
+                trainer.state = self.memories[index]
                 await trainer.run(last_step, on_step, on_lost)
-                self.memories[index] = trainer.memory
+                self.memories[index] = trainer.state
                 working -= 1
                 if not working:
                     all_done.set()
@@ -103,7 +102,7 @@ class SimulatedDmoe(SimulatedEngine):
             await all_done.wait()
             self.counters.virtual_s += trio.current_time() - started
 
-    def _model(self, place: SimulatedTrainer) -> SwarmModel:
+    def _model(self, place: SimulatedTrainer) -> txl.TransformerXL:
         config, setting = self._config, self.setting
         policy = CallPolicy(k_min=1, grace_s=setting.grace_s, timeout_s=setting.timeout_s)
         mixtures = [
@@ -117,7 +116,7 @@ class SimulatedDmoe(SimulatedEngine):
             )
             for layer in range(config.num_layers)
         ]
-        return SwarmModel(config, txl.segments(config, self._router), mixtures)
+        return txl.TransformerXL(config, self._router, mixtures)
 
     def params(self) -> PyTree:
         return self.trunk.params, tuple(stacked["params"] for stacked in self._stacked())

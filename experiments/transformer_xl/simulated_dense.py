@@ -15,6 +15,7 @@ import trio
 from dmoe_jax.data.batches import Batch
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.models import dense_transformer_xl as dense
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, StepKeys, forget, step_keys
 from dmoe_jax.trainer import StepRecord, all_finite
 from dmoe_jax.training.engine import OnLost, OnStep
@@ -28,7 +29,6 @@ class SimulatedDense(SimulatedEngine):
     """A dense Transformer-XL trained by asynchronous trainers in virtual time. An `Engine`."""
 
     def __init__(self, setup: Setup, setting: Setting) -> None:
-        assert isinstance(setup.config, dense.DenseConfig)
         params = dense.init(jax.random.key(setup.seed), setup.config, word_counts=setup.word_counts)
         super().__init__(setup, setting, SharedTrunk(params, setup.optimizer, InlineDevice()))
         self._loss_and_grads = _dense_gradient(setup.config)
@@ -84,7 +84,7 @@ class SimulatedDense(SimulatedEngine):
 
 
 @functools.cache
-def _dense_gradient(config: dense.DenseConfig) -> Any:
+def _dense_gradient(config: TransformerXLConfig) -> Any:
     """The compiled (params, batch, memory, keys) -> ((loss, next memory), gradients)."""
 
     def loss(params: PyTree, batch: Batch, memory: Memory, keys: StepKeys) -> tuple[Any, Memory]:
