@@ -128,7 +128,7 @@ class Trainer:
         loss = float(outcome.loss if outcome.reported is None else outcome.reported)
         if not all_finite(outcome.loss, grads):
             raise FloatingPointError(f"trainer {self._index}: loss {loss} or its gradient is not finite")
-        step = await self._trunk.apply(grads)
+        step = await self._trunk.apply(grads, samples=outcome.items)
         self.state = outcome.state
         return StepRecord(
             step=step, trainer=self._index, loss=loss, items=outcome.items, staleness=step - 1 - started_at

@@ -193,6 +193,7 @@ def _trunk(
     )
     decay = [decay_learning_weights(command.weight_decay)] if command.weight_decay else []
     optimizer = optax.chain(optax.clip_by_global_norm(command.grad_clip), *decay, optax.adam(schedule))
+    optimizer = command.averaging.wrap(optimizer)
     counts = np.bincount(corpus.train, minlength=config.vocab_size)
     params = txl.init_trunk(jax.random.key(command.seed), config, router, word_counts=counts)
     return SharedTrunk(params, optimizer, device)

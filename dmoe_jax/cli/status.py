@@ -79,9 +79,10 @@ class StatusCommand:
 
 async def read_nodes(peer: SwarmPeer, swarm: str) -> list[NodeReading]:
     """Every listed node's counters, asked for at once; a node that does not answer within two seconds has none."""
-    from dmoe_jax.directory import list_nodes
+    from dmoe_jax.members import list_members
 
-    contacts = [node.contact for node in await list_nodes(peer.dht, swarm)]
+    members = await list_members(peer.dht, swarm)
+    contacts = [member.contact for member in members if member.role == "node" and member.contact is not None]
     readings: dict[Contact, NodeReading] = {}
 
     async def read(contact: Contact) -> None:

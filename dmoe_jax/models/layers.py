@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray, UInt32
 
 from dmoe_jax.autodiff import Value
 from dmoe_jax.experts.base import Expert
@@ -58,6 +58,7 @@ def dmoe_layer(
     scores: Scores,
     alive: Bool[Array, "..."] | None,
     *inputs: Array,
+    dropout_keys: UInt32[Array, "batch 2"] | None = None,
 ) -> tuple[Float[Array, "batch ..."], LayerAux]:
     """Select, call and mix the experts of one layer, on this machine.
 
@@ -69,10 +70,11 @@ def dmoe_layer(
       scores: the router's scores of each sample.
       alive: bool of the grid's shape, or None for all.
       inputs: the expert's inputs.
+      dropout_keys: see `local_mixture`.
     """
     indices, mask = router.select(scores, k_best, alive)
     weights = router.combine(gather_logits(scores, indices, router.grid_size), mask)
-    output = local_mixture(expert, params, router.grid_size, indices, mask, weights, *inputs)
+    output = local_mixture(expert, params, router.grid_size, indices, mask, weights, *inputs, dropout_keys=dropout_keys)
     load = expert_load(indices, mask, router.grid_size)
     return output, LayerAux(indices, mask, weights, load, router.aux_loss(scores, indices, mask))
 

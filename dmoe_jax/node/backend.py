@@ -10,7 +10,7 @@ sizes its trainers send; padded rows carry zero gradients and change nothing bey
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dmoe_jax.experts.base import Expert
+from dmoe_jax.experts.base import Expert, init_by_uid
+from dmoe_jax.grid import expand_grid_pattern, parse_uid
 from dmoe_jax.types import PyTree
 from net.types import Array
 
@@ -133,6 +134,35 @@ class ExpertBackend:
                 jax.block_until_ready(self._programs.grad_and_update(params, opt_state, inputs, grads))
             else:
                 jax.block_until_ready(self._programs.grad(self._params, inputs, grads))
+
+
+def make_backends(
+    experts: Mapping[str, Expert], optimizer: optax.GradientTransformation | None, *, seed: int
+) -> dict[str, ExpertBackend]:
+    """A backend for each uid, with the parameters that the seed and the uid decide (see `init_by_uid`).
+
+    Args:
+      experts: uid such as "ffn.3.1", or pattern such as "ffn.[0:4].[0:4]" -> the network.
+      optimizer: of every expert, each with a state of its own; None: the experts never change.
+      seed: of the initial parameters; the same on all nodes of a swarm.
+
+    Raises:
+      ValueError: naming the pattern, if it is malformed, or the uid, if two patterns name it, or if there is no expert.
+    """
+    named: dict[str, tuple[str, Expert]] = {}
+    for pattern, expert in experts.items():
+        for uid in map(str, expand_grid_pattern(pattern)):
+            if uid in named:
+                raise ValueError(f"expert {uid} is named twice, by {named[uid][0]!r} and by {pattern!r}")
+            named[uid] = pattern, expert
+    if not named:
+        raise ValueError("expected at least one expert, got none")
+    key = jax.random.key(seed)
+    places = {uid: parse_uid(uid) for uid in named}
+    return {
+        uid: ExpertBackend(expert, optimizer, init_by_uid(key, expert, places[uid].prefix, places[uid].coordinates))
+        for uid, (_, expert) in named.items()
+    }
 
 
 _FROZEN = optax.set_to_zero()

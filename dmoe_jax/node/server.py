@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import trio
 
-from dmoe_jax import directory
+from dmoe_jax import directory, members
 from dmoe_jax.device import Device
 from dmoe_jax.grid import ExpertUid, parse_uid
 from dmoe_jax.node import requests
@@ -284,9 +284,10 @@ class _Announcer:
         """Announce everything once, until `record_lifetime_s` from now."""
         expiration = self._dht.clock.now() + self._config.record_lifetime_s
         listed = await directory.declare_experts(self._dht, self._uids, self._contact, expiration=expiration)
-        await directory.declare_node(
-            self._dht, self._config.swarm, self._contact, {"experts": len(self._uids)}, expiration=expiration
-        )
+        grids = sorted({uid.prefix for uid in self._uids})[: members.MAX_GRIDS]
+        info = {"role": "node", "state": "serving", "experts": len(self._uids), "grids": grids}
+        peer_id = self._contact.peer_id
+        await members.declare_member(self._dht, self._config.swarm, peer_id, self._contact, info, expiration=expiration)
         if missing := [str(uid) for uid, stands in listed.items() if not stands]:
             logger.warning("%d experts could not be announced, among them %s", len(missing), missing[0])
 
@@ -299,4 +300,4 @@ class _Announcer:
     async def withdraw(self) -> None:
         """Take the announcements back, so that trainers stop calling at once; what cannot be reached expires."""
         await directory.withdraw_experts(self._dht, self._uids, self._contact)
-        await directory.withdraw_node(self._dht, self._config.swarm, self._contact)
+        await members.withdraw_member(self._dht, self._config.swarm, self._contact.peer_id, "node")

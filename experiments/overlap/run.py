@@ -37,6 +37,7 @@ from experiments.overlap.figure import overlap_figure
 from net.clock import SwarmClock
 from net.dht.node import DhtNode, open_dht_node
 from net.identity import Address, Contact, PeerId
+from net.peer_health import PeerHealth
 from net.rpc.base import Body, Caller, Handler, Reply, Request
 from net.rpc.peer import open_rpc_peer
 from net.transport.tcp import TcpTransport
@@ -86,6 +87,11 @@ class DelayedCaller:
     def address(self) -> Address | None:
         """See `Caller.address`."""
         return self._caller.address
+
+    @property
+    def health(self) -> PeerHealth:
+        """Who does not answer, as the caller behind this one knows it."""
+        return self._caller.health
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Register the handler, behind the delay if it serves experts."""

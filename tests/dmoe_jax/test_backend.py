@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
+from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.node.backend import ExpertBackend, bucket_of, buckets_up_to
+from dmoe_jax.node.backend import ExpertBackend, bucket_of, buckets_up_to, make_backends
 
 EXPERT = feedforward(d_model=6)
 OPTIMIZER = optax.adam(1e-2)
@@ -85,3 +86,30 @@ def test_experts_of_one_kind_share_their_programs(compilations: Any) -> None:
     second.forward([rows(2, seed=8)])
     second.backward([rows(2, seed=8)], rows(2, seed=9))
     assert compilations.count == compiled
+
+
+def test_make_backends_serves_patterns_from_one_seed() -> None:
+    """Each expert starts from what the seed and its uid decide, and has an optimiser state of its own."""
+    other = feedforward(d_model=6, expansion=2)
+    backends = make_backends({"ffn.[0:2].1": EXPERT, "wide.3": other}, OPTIMIZER, seed=5)
+    assert list(backends) == ["ffn.0.1", "ffn.1.1", "wide.3"]
+    expected = init_by_uid(jax.random.key(5), EXPERT, "ffn", (1, 1))
+    jax.tree.map(np.testing.assert_array_equal, backends["ffn.1.1"].params, expected)
+    assert backends["wide.3"].expert is other
+    backends["ffn.0.1"].backward([rows(1, seed=1)], rows(1, seed=2))
+    assert [backend.update_count for backend in backends.values()] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ([], "expected at least one expert, got none"),
+        (["ffn.[0:2].1", "ffn.1.[0:3]"], r"expert ffn.1.1 is named twice, by 'ffn.\[0:2\].1' and by 'ffn.1.\[0:3\]'"),
+        (["ffn"], "expected a grid pattern such as .*, got 'ffn'"),
+        (["ffn.[2:1]"], r"bad grid pattern 'ffn.\[2:1\]'"),
+    ],
+)
+def test_make_backends_names_a_bad_pattern(patterns: list[str], message: str) -> None:
+    """Nothing is made of a grid that is wrong."""
+    with pytest.raises(ValueError, match=message):
+        make_backends(dict.fromkeys(patterns, EXPERT), OPTIMIZER, seed=0)
