@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -220,10 +220,23 @@ def _config_record(config: object) -> dict[str, Any]:
 
 def _command_line() -> str:
     """What was typed to start this process, near enough to type it again."""
-    arguments = sys.orig_argv[1:]
+    arguments = _without_addresses(sys.orig_argv[1:])
     if arguments and Path(arguments[0]).parent == Path(sys.executable).parent:
         return shlex.join([Path(arguments[0]).name, *arguments[1:]])  # an installed script, such as `dmoe`
     return shlex.join(["python", *arguments])
+
+
+def _without_addresses(arguments: Sequence[str]) -> list[str]:
+    """The arguments with PEER for whom to join through: that process is gone when the run is made again."""
+    kept: list[str] = []
+    is_join = False
+    for argument in arguments:
+        if argument.startswith("-"):
+            is_join = argument == "--join"
+            kept += [argument, "PEER"] if is_join else [argument]
+        elif not is_join:
+            kept.append(argument)
+    return kept
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

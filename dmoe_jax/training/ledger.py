@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,20 @@ from dmoe_jax.runs.run_folder import FIGURE, RunFolder
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.balance_log import BalanceLog
 from dmoe_jax.training.engine import Engine
-from dmoe_jax.training.plan import Averaging, Plan
+from dmoe_jax.training.plan import Plan
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.saving import CHECKPOINT_FOLDER, PreparedRun, cut_metrics
 from dmoe_jax.training.task import Task
 
+Records = Callable[[], Iterable[tuple[str, Mapping[str, object]]]]
+"""What else happened since it was called last: records for the metrics, as (kind, fields)."""
+
 _SPLIT_NAMES = {"valid": "validation", "test": "test"}
+
+
+def no_records() -> tuple[tuple[str, Mapping[str, object]], ...]:
+    """Nothing else happened."""
+    return ()
 
 
 def first_leaf(error: BaseException) -> BaseException:
@@ -95,9 +103,10 @@ class Ledger:
         task: Task,
         progress: TrainingProgress,
         facts: Mapping[str, object],
-        averaging: Averaging | None,
+        records: Records,
     ) -> None:
-        self.engine, self.plan, self.task, self.progress, self.averaging = engine, plan, task, progress, averaging
+        self.engine, self.plan, self.task, self.progress = engine, plan, task, progress
+        self._records = records
         self._facts = facts
         self.watch = Stopwatch()
         self._reached = _Reached()
@@ -175,6 +184,8 @@ class Ledger:
     def log_calls(self) -> None:
         """The totals of calls, if there are new ones; in a run that pauses, the steps that were lost too."""
         self.totals = totals = self.engine.totals()
+        for kind, fields in self._records():
+            self.log(kind, **fields)
         if (now := (totals.calls_ok, totals.calls_failed)) != (self._calls_logged or (0, 0)):
             self._calls_logged = now
             self.log("calls", ok=now[0], failed=now[1], failures=totals.failures)
@@ -297,7 +308,6 @@ class Ledger:
             "steps_lost": totals.steps_lost,
             **self._balance.headline(totals),
             **totals.figures,
-            **(self.averaging.headline() if self.averaging is not None else {}),
             "complete": is_complete,
         }
 

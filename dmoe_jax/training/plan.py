@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +20,6 @@ class Plan:
     """Whether training pauses to be evaluated and saved, and can then be resumed bit for bit; or goes on meanwhile."""
     checkpoint_every: int = 0
     """Updates between two checkpoints of a run that does not pause; 0 for one at the end only."""
-    average_every: int = 0
-    """Updates between two averages with other processes, in a run that does not pause; 0 for none."""
     max_s: float = math.inf
     """Seconds after which a run that does not pause ends its training, even if there are steps left."""
 
@@ -30,20 +27,6 @@ class Plan:
         for name in ("steps", "eval_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("eval_items", "final_eval_items", "checkpoint_every", "average_every"):
+        for name in ("eval_items", "final_eval_items", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-
-
-@runtime_checkable
-class Averaging(Protocol):
-    """What the loop asks of averaging with other processes, see `dmoe_jax.averaging`."""
-
-    why_not: str
-    """Why there is no averaging now; empty if there is."""
-
-    async def average(self) -> Any:
-        """One round; None if there was none."""
-
-    def headline(self) -> dict[str, Any]:
-        """Totals for the report."""

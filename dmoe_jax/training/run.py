@@ -2,7 +2,7 @@
 
 A run that *pauses* is a row of stretches of `eval_every` updates with an evaluation and a checkpoint after each.
 Whatever ends it early (Ctrl-C, a power cut, a loss of NaN), it goes on from its last pause, and then gives bit for bit
-what it would have given without the break. Otherwise evaluations, checkpoints and averages run *beside* the training,
+what it would have given without the break. Otherwise evaluations and checkpoints run *beside* the training,
 which never waits for them; this needs an engine that runs under trio.
 """
 
@@ -14,8 +14,8 @@ import trio
 
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine
-from dmoe_jax.training.ledger import Ledger
-from dmoe_jax.training.plan import Averaging, Plan
+from dmoe_jax.training.ledger import Ledger, Records, no_records
+from dmoe_jax.training.plan import Plan
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.saving import PreparedRun
 from dmoe_jax.training.task import Task
@@ -40,7 +40,7 @@ async def train(
     progress: TrainingProgress,
     *,
     facts: Mapping[str, object] = _NO_FACTS,
-    averaging: Averaging | None = None,
+    records: Records = no_records,
 ) -> dict[str, Any]:
     """Train to the end of the plan, from the folder's last checkpoint if it holds one.
 
@@ -54,7 +54,7 @@ async def train(
       task: the data, for metrics and report.
       progress: shows where the run is.
       facts: what the headline is to open with, such as the number of parameters.
-      averaging: with other processes.
+      records: further records for the metrics since it was called last, as (kind, fields).
 
     Returns:
       The headline: what the run came to.
@@ -65,7 +65,7 @@ async def train(
         perhaps in groups.
     """
     with progress:
-        state = Ledger(engine, run, plan, task, progress, facts, averaging)
+        state = Ledger(engine, run, plan, task, progress, facts, records)
         try:
             await (_train_pausing(state) if plan.pause else _train_beside(state))
             for split in task.splits:
@@ -140,12 +140,12 @@ async def _log_regularly(run: Ledger) -> None:
 
 
 class _Beside:
-    """What a run does while its training goes on: one evaluation and one average at a time."""
+    """What a run does while its training goes on: one evaluation at a time, and checkpoints."""
 
     def __init__(self, run: Ledger, nursery: trio.Nursery) -> None:
         self._run = run
         self._nursery = nursery
-        self._evaluating = self._averaging = False
+        self._evaluating = False
         self._saving = trio.Lock()
 
     def on_step(self, record: StepRecord) -> None:
@@ -160,10 +160,6 @@ class _Beside:
             else:
                 self._evaluating = True
                 self._nursery.start_soon(self._evaluate)
-        is_due = plan.average_every and record.step % plan.average_every == 0
-        if run.averaging is not None and is_due and not self._averaging:
-            self._averaging = True
-            self._nursery.start_soon(self._average, run.averaging)
         if plan.checkpoint_every and record.step % plan.checkpoint_every == 0:
             self._nursery.start_soon(self._save)
 
@@ -174,21 +170,6 @@ class _Beside:
             self._run.event("evaluation_lost", str(error))
         finally:
             self._evaluating = False
-
-    async def _average(self, averaging: Averaging) -> None:
-        """One round of averaging with other processes. While it lasts, further ones are left out."""
-        run, step, began = self._run, self._run.engine.step, trio.current_time()
-        try:
-            done = await averaging.average()
-            if done is None:
-                run.event("average_left_out", averaging.why_not)
-                return
-            figures = {"round": done.round_number, "peers": len(done.peers), "received": done.received}
-            run.log("average", step=step, took_s=trio.current_time() - began, **figures)
-        except NetError as error:
-            run.event("average_lost", str(error))
-        finally:
-            self._averaging = False
 
     async def _save(self) -> None:
         """A checkpoint. If cancelled, it is written or absent, never half."""
