@@ -84,10 +84,10 @@ class Checkpoints:
             )
         leaves, structure = jax.tree.flatten(like)
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if leaf.size else None for leaf in leaves]
-        args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(structure.unflatten(shapes))})
+        args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(jax.tree.unflatten(structure, shapes))})
         stored = iter(jax.tree.leaves(self._manager.restore(step, args=args)[_STATE]))
         restored = [next(stored) if leaf.size else np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-        return step, structure.unflatten(restored), saved["facts"]
+        return step, jax.tree.unflatten(structure, restored), saved["facts"]
 
     def close(self) -> None:
         """Free Orbax's threads."""

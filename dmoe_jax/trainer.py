@@ -10,7 +10,7 @@ A step that fails (no quorum, the swarm unreachable) is dropped and counted, and
 batch; its state is then what it was before.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,7 +21,7 @@ import optax
 import trio
 
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
-from dmoe_jax.model import Model, Outcome
+from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from net.errors import NetError
@@ -197,3 +197,53 @@ def _squared_norm(tree: PyTree) -> Any:
 def all_finite(loss: Any, grads: PyTree) -> bool:
     """Whether a loss and all its gradients are numbers."""
     return bool(np.isfinite(loss) and jnp.isfinite(_squared_norm(grads)))
+
+
+class Trainers:
+    """The asynchronous trainers of one process, with the trunk that they share. Made by `Swarm.trainer`."""
+
+    def __init__(self, model: Model, trunk: SharedTrunk, trainers: Sequence[Trainer]) -> None:
+        self.model = model
+        self.trunk = trunk
+        self.trainers = tuple(trainers)
+
+    @property
+    def params(self) -> PyTree:
+        """The model's parameters as they are now."""
+        return self.trunk.params
+
+    @property
+    def step(self) -> int:
+        """Updates so far."""
+        return self.trunk.step
+
+    async def run(
+        self,
+        num_steps: int,
+        on_step: Callable[[StepRecord], None] = lambda record: None,
+        on_lost: Callable[[int, Exception], None] = lambda trainer, error: None,
+    ) -> None:
+        """Make `num_steps` further updates, all trainers together, or end with the data.
+
+        Args:
+          on_step: called after each update. on_lost: called with the trainer and the error of a step that was dropped.
+
+        Raises:
+          FloatingPointError, RouterError, TooFewExperts: as of `Trainer.run`. They come alone, not in a group.
+        """
+        last_step = self.step + num_steps
+        failure: BaseException | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                for trainer in self.trainers:
+                    nursery.start_soon(trainer.run, last_step, on_step, on_lost)
+        except BaseExceptionGroup as group:
+            failure = group
+            while isinstance(failure, BaseExceptionGroup):
+                failure = failure.exceptions[0]
+        if failure is not None:
+            raise failure
+
+    async def evaluate(self, batches: Iterable[Any], on_batch: Callable[[], None] = lambda: None) -> Evaluation:
+        """The model's evaluation with the parameters as they are now; see `Model.evaluate`."""
+        return await self.model.evaluate(self.params, batches, on_batch)

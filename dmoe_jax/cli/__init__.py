@@ -31,6 +31,9 @@ def main(args: Sequence[str] | None = None) -> None:
     description = "Decentralised mixture-of-experts training in JAX."
     command = parse_command_line(Command, prog="dmoe", description=description, args=args)
     try:
+        if isinstance(command, TrainCommand):
+            words = sys.argv[1:] if args is None else list(args)
+            command = command.resumed(words[words.index("train") + 1 :])
         sys.exit(command.run())
     except UsageError as error:
         fail(str(error))

@@ -34,7 +34,9 @@ def mistakes_in_one_line() -> Iterator[None]:
         raise UsageError(one_line(error)) from error
 
 
-def parse_command_line(command: Any, *, prog: str, description: str | None = None, args: Sequence[str] | None) -> Any:
+def parse_command_line(
+    command: Any, *, prog: str, description: str | None = None, args: Sequence[str] | None, default: Any = None
+) -> Any:
     """Read the command line into `command` (a dataclass, or a union of them) with tyro.
 
     A mistake ends the process with status 2 and one line instead of tyro's box.
@@ -47,6 +49,7 @@ def parse_command_line(command: Any, *, prog: str, description: str | None = Non
                 prog=prog,
                 description=description,
                 args=args,
+                **({} if default is None else {"default": default}),
                 config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
             )
     except SystemExit as exit_:

@@ -10,7 +10,8 @@ import tyro
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, NetworkOptions
-from dmoe_jax.cli.swarm import SwarmPeer, join_swarm
+from dmoe_jax.cli.swarm import join_swarm
+from dmoe_jax.peer import SwarmPeer
 from net.errors import NetError
 from net.identity import Contact
 

@@ -1,6 +1,5 @@
 """`dmoe train`: asynchronous trainers of a language model, or a model of one's own, over the swarm's experts."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,8 +7,7 @@ from dmoe_jax.cli.common import mistakes_in_one_line, parse_command_line, set_up
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.swarm import join_swarm
 from dmoe_jax.cli.train_options import TrainOptions, with_saved
-from dmoe_jax.runs.run_folder import RunFolder
-from dmoe_jax.training.saving import prepare_run, saved_settings
+from dmoe_jax.training.saving import PreparedRun, prepare_run, saved_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,34 +30,34 @@ class TrainCommand(TrainOptions):
         command: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=args, default=before)
         return command
 
+    def prepared(self) -> PreparedRun:
+        """The run in its folder, once the flags and the folder have been looked at; nothing is written yet.
+
+        Raises:
+          UsageError: one of them will not do.
+        """
+        self.check()
+        with mistakes_in_one_line():
+            run = prepare_run(self.out, self.settings(), name="train", resume=self.resume, may_differ=self.may_differ)
+            if self.resume and not run.has_checkpoint:
+                raise ValueError(f"there is no checkpoint in {self.out} to resume from")
+        return run
+
     def run(self) -> int:
         """Train; the exit status."""
         return run_until_done(self._train, exit_on_stdin_eof=self.exit_on_stdin_eof)
 
     async def _train(self, stop: Stop) -> int:
         del stop  # a cancelled run writes its report by itself
-        self.check()
-        with mistakes_in_one_line():
-            run = prepare_run(
-                self.out, self.settings(), name="train", resume=self.resume, may_differ=self.may_differ
-            )
-            if self.resume and not run.has_checkpoint:
-                raise ValueError(f"there is no checkpoint in {self.out} to resume from")
+        prepared = self.prepared()
         set_up_jax()
-        from dmoe_jax.cli.training import checked_router, run_training
+        from dmoe_jax.cli.training import run_training
         from dmoe_jax.swarm import open_swarm
 
-        router = await checked_router(self)
         listen = self.listening if self.averaging.average_every and not self.averaging.average_client else None
         async with (
             join_swarm(self.network, join=self.join, listen=listen) as peer,
             open_swarm(peer=peer, name=self.swarm, seed=self.data.seed) as swarm,
         ):
-            folder: list[RunFolder] = []
-            try:
-                await run_training(self, run, swarm, router, folder.append)
-            finally:
-                if self.json and folder:
-                    headlines = [each for each in folder[0].metrics() if each["kind"] == "headline"]
-                    print(json.dumps({name: value for name, value in headlines[-1].items() if name != "kind"}))
+            await run_training(self, prepared, swarm)
         return 0

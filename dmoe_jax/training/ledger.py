@@ -12,7 +12,7 @@ from dmoe_jax.checkpoints import CheckpointError, Checkpoints, host_copy
 from dmoe_jax.model import Evaluation
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.report import write_report
-from dmoe_jax.runs.run_folder import FIGURE, RunFolder
+from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.balance_log import BalanceLog
 from dmoe_jax.training.engine import Engine
@@ -104,9 +104,10 @@ class Ledger:
         progress: TrainingProgress,
         facts: Mapping[str, object],
         records: Records,
+        on_end: Callable[[dict[str, Any]], None],
     ) -> None:
         self.engine, self.plan, self.task, self.progress = engine, plan, task, progress
-        self._records = records
+        self._records, self._on_end = records, on_end
         self._facts = facts
         self.watch = Stopwatch()
         self._reached = _Reached()
@@ -274,6 +275,7 @@ class Ledger:
         self.progress.say(f"report: {self.folder.path / 'report.md'}")
         # Last: who finds this record need not look for the others.
         self.folder.log("headline", **headline)
+        self._on_end(plain(headline))
         return headline
 
     def _headline(self, is_complete: bool) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class TrainingProgress:
     def __init__(self, num_steps: int, *, unit: str = "tokens") -> None:
         self._console = Console(stderr=True)
         self._num_steps = num_steps
-        self._unit = unit
+        self.unit = unit
+        """What is counted in a second."""
         self._smoothed_loss: float | None = None
         self._bar = Progress(
             SpinnerColumn(),
@@ -119,7 +120,7 @@ class TrainingProgress:
     def update(self, step: int, loss: float, items_per_s: float, failures: Mapping[str, int]) -> None:
         """Show the figures of a step. The loss shown is an exponential mean over about 20 steps."""
         self._smoothed_loss = loss if self._smoothed_loss is None else 0.95 * self._smoothed_loss + 0.05 * loss
-        figures = f"loss {self._smoothed_loss:.3f}  {items_per_s:.0f} {self._unit}/s"
+        figures = f"loss {self._smoothed_loss:.3f}  {items_per_s:.0f} {self.unit}/s"
         if failures:
             figures += f"  failed calls: {describe_failures(failures)}"
         self._bar.update(self._training, completed=step, figures=figures, visible=True)

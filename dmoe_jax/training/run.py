@@ -6,7 +6,7 @@ what it would have given without the break. Otherwise evaluations and checkpoint
 which never waits for them; this needs an engine that runs under trio.
 """
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -41,6 +41,7 @@ async def train(
     *,
     facts: Mapping[str, object] = _NO_FACTS,
     records: Records = no_records,
+    on_end: Callable[[dict[str, Any]], None] = lambda headline: None,
 ) -> dict[str, Any]:
     """Train to the end of the plan, from the folder's last checkpoint if it holds one.
 
@@ -55,6 +56,7 @@ async def train(
       progress: shows where the run is.
       facts: what the headline is to open with, such as the number of parameters.
       records: further records for the metrics since it was called last, as (kind, fields).
+      on_end: is given the headline, also of a run that ended early.
 
     Returns:
       The headline: what the run came to.
@@ -65,7 +67,7 @@ async def train(
         perhaps in groups.
     """
     with progress:
-        state = Ledger(engine, run, plan, task, progress, facts, records)
+        state = Ledger(engine, run, plan, task, progress, facts, records, on_end)
         try:
             await (_train_pausing(state) if plan.pause else _train_beside(state))
             for split in task.splits:
