@@ -17,7 +17,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -155,7 +155,7 @@ class Swarm:
         optimizer: optax.GradientTransformation | None,
         seed: int | None = None,
         config: NodeConfig | None = None,
-        warm_up_rows: int = 16,
+        warm_up_rows: int | None = None,
         checkpoint_dir: str | Path | None = None,
         checkpoint_period_s: float = 60.0,
         on_progress: Callable[[str], None] = lambda text: None,
@@ -169,7 +169,8 @@ class Swarm:
           optimizer: any Optax optimiser, of each expert by itself; None: the experts answer and never learn.
           seed: of the initial parameters; with the uid it decides them, on whichever node they live. None: the swarm's.
           config: how batches are made and how often experts are announced.
-          warm_up_rows: compile batches of up to so many rows before announcing; larger ones follow in the background.
+          warm_up_rows: compile for batches of up to so many rows before announcing; larger ones follow when they are
+            wanted, beside the serving. None: as configured.
           checkpoint_dir: where the experts are saved, and taken up from if there is a checkpoint.
           checkpoint_period_s: seconds between checkpoints; one more is written at the end.
           on_progress: told what it is doing, in a few words.
@@ -180,13 +181,15 @@ class Swarm:
         """
         if self.rpc.address is None:
             raise ValueError("experts cannot be served by a client; give open_swarm(listen='HOST:PORT')")
-        config = NodeConfig(swarm=self.name) if config is None else config
+        config = NodeConfig(swarm=self.name) if config is None else replace(config, swarm=self.name)
+        if warm_up_rows is not None:
+            config = replace(config, warm_up_rows=warm_up_rows)
         backends = await self.device.run(_make_backends, experts, optimizer, self.seed if seed is None else seed)
         saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, self.device)
         if saver is not None and (restored := saver.restore()) is not None:
             on_progress(f"going on from a checkpoint in {checkpoint_dir} ({restored} updates)")
         served: Served = await self._nursery.start(
-            self._serve, backends, config, warm_up_rows, saver, checkpoint_period_s, on_progress
+            self._serve, backends, config, saver, checkpoint_period_s, on_progress
         )
         return served
 
@@ -194,7 +197,6 @@ class Swarm:
         self,
         backends: dict[str, ExpertBackend],
         config: NodeConfig,
-        warm_up_rows: int,
         saver: ExpertSaver | None,
         period_s: float,
         on_progress: Callable[[str], None],

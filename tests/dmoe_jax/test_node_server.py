@@ -255,7 +255,7 @@ async def test_a_crash_in_a_batch_is_that_batch_s_alone(
     """An error of the device reaches its callers as RemoteFailure; other experts go on."""
     async with open_rig() as rig:
 
-        def broken(inputs: Any) -> Any:
+        def broken(inputs: Any, keys: Any) -> Any:
             raise MemoryError("out of device memory")
 
         monkeypatch.setattr(rig.backends["ffn.0.1"], "forward", broken)
