@@ -75,5 +75,5 @@ def test_arrays_without_elements_come_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(restored["w"], state["w"])
     assert int(restored["n"]) == 7
     with pytest.raises(CheckpointError, match="another model"):
-        checkpoints.restore_latest(state | {"tail": (np.zeros((1, 4), np.float32), tail[1])})
+        checkpoints.restore_latest(state | {"tail": (np.zeros((1, 4), np.float32), state["tail"][1])})
     checkpoints.close()
