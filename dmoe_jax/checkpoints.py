@@ -52,12 +52,13 @@ class Checkpoints:
         """
         if step in self._manager.all_steps():
             return
-        # NumPy scalars (step counts) become arrays of rank 0: Orbax stores arrays alone.
+        # NumPy scalars (step counts) become arrays of rank 0: Orbax stores arrays alone, and none without elements.
         arrays = jax.tree.map(np.asarray, state)
         record = {"facts": dict(facts), "arrays": _inventory(arrays)}
+        stored = jax.tree.map(lambda leaf: leaf if leaf.size else None, arrays)
         self._manager.save(
             step,
-            args=ocp.args.Composite(**{_STATE: ocp.args.StandardSave(arrays), _FACTS: ocp.args.JsonSave(record)}),
+            args=ocp.args.Composite(**{_STATE: ocp.args.StandardSave(stored), _FACTS: ocp.args.JsonSave(record)}),
         )
 
     def restore_latest(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]]:
@@ -81,9 +82,12 @@ class Checkpoints:
                 f"checkpoint {step} in {self._folder} is of another model: {differing} is "
                 f"{held.get(differing, 'absent')}, expected {wanted.get(differing, 'nothing of that name')}"
             )
-        template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), like)
-        args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(template)})
-        return step, self._manager.restore(step, args=args)[_STATE], saved["facts"]
+        leaves, structure = jax.tree.flatten(like)
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if leaf.size else None for leaf in leaves]
+        args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(jax.tree.unflatten(structure, shapes))})
+        stored = iter(jax.tree.leaves(self._manager.restore(step, args=args)[_STATE]))
+        restored = [next(stored) if leaf.size else np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        return step, jax.tree.unflatten(structure, restored), saved["facts"]
 
     def close(self) -> None:
         """Free Orbax's threads."""

@@ -32,6 +32,8 @@ class Recipe:
     """Updates after which the cosine has brought it down to 0. None: it stays at its peak."""
     weight_decay: float = 1.2e-6
     """Times the parameters, is added to their gradient."""
+    floor: float = 0.0
+    """Where the cosine ends, as a share of the peak; 0 to 1."""
     grad_clip: float = 0.25
     """Bound on the norm of the gradient, before the decay; infinite for none."""
 
@@ -44,6 +46,8 @@ class Recipe:
             raise ValueError(f"total_steps must be at least 1, or None, got {self.total_steps}")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor must be from 0 to 1, got {self.floor}")
         if not self.grad_clip > 0:
             raise ValueError(f"grad_clip must be positive, got {self.grad_clip}")
 
@@ -61,7 +65,9 @@ def learning_rate_schedule(recipe: Recipe) -> optax.Schedule:
         return optax.linear_schedule(0.0, peak, recipe.warmup_steps)
     # A short run keeps most of its steps for learning.
     warmup_steps = min(recipe.warmup_steps, recipe.total_steps // 4)
-    return optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, recipe.total_steps)
+    return optax.warmup_cosine_decay_schedule(
+        0.0 if warmup_steps else peak, peak, warmup_steps, recipe.total_steps, end_value=recipe.floor * peak
+    )
 
 
 def decay_learning_weights(rate: float) -> optax.GradientTransformation:

@@ -44,6 +44,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         # Before any import that takes seconds: a slip of the pen is told at once.
         check_join(getattr(command, "join", ()))
+        if isinstance(command, TrainCommand):
+            command = command.resumed(words[words.index("train") + 1 :])
         sys.exit(command.run())
     except UsageError as error:
         fail(str(error))

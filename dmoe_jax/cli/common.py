@@ -29,7 +29,18 @@ class UsageError(Exception):
     """A mistake of the user's; the message is the one line that is printed."""
 
 
-def parse_command_line(command: Any, *, prog: str, description: str | None = None, args: Sequence[str] | None) -> Any:
+@contextlib.contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """Turn what a wrong setting, a damaged file or a full folder raises in the block into a `UsageError`."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UsageError(one_line(error)) from error
+
+
+def parse_command_line(
+    command: Any, *, prog: str, description: str | None = None, args: Sequence[str] | None, default: Any = None
+) -> Any:
     """Read the command line into `command` (a dataclass, or a union of them) with tyro.
 
     A mistake ends the process with status 2 and one line instead of tyro's box. For a flag or command that does not
@@ -39,7 +50,7 @@ def parse_command_line(command: Any, *, prog: str, description: str | None = Non
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return _read(command, prog, description, words)
+            return _read(command, prog, description, words, default)
     except SystemExit as exit_:
         if not exit_.code:
             raise
@@ -50,9 +61,10 @@ def parse_command_line(command: Any, *, prog: str, description: str | None = Non
         fail(str(error), status=2, prog=prog)
 
 
-def _read(command: Any, prog: str, description: str | None, words: list[str]) -> Any:
+def _read(command: Any, prog: str, description: str | None, words: list[str], default: Any = None) -> Any:
     config = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff)
-    return tyro.cli(command, prog=prog, description=description, args=words, config=config)
+    kept = {} if default is None else {"default": default}
+    return tyro.cli(command, prog=prog, description=description, args=words, config=config, **kept)
 
 
 def _first_paragraph(box: str) -> str:
@@ -115,15 +127,6 @@ def check_swarm_name(name: str) -> None:
 def one_line(error: BaseException) -> str:
     """The first line of an error's message; libraries follow it with advice that fills a screen."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-@contextlib.contextmanager
-def mistakes_in_one_line() -> Iterator[None]:
-    """What a wrong setting, a damaged file or a full folder raises while a command is set up is the user's to mend."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise UsageError(one_line(error)) from error
 
 
 def fail(message: str, *, status: int = 1, prog: str = "dmoe") -> NoReturn:

@@ -7,18 +7,18 @@ every corpus carries a sentence about its origin, and a folder that the user nam
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int32
 
-from dmoe_jax.data import embedded, wikitext2
+from dmoe_jax.data import embedded, own_text, wikitext2
 from dmoe_jax.data.errors import DataError
-from dmoe_jax.data.vocabulary import Vocabulary
+from dmoe_jax.data.vocabulary import UNK, Vocabulary
 from dmoe_jax.data.wikitext2 import OpenUrl, open_https
 
-Source = Literal["auto", "wikitext-2", "embedded"]
-"""Which text is wanted: WikiText-2 if it can be had and else the embedded one, or one of the two only."""
+SOURCES = ("auto", "wikitext-2", "embedded")
+"""Texts that have a name: WikiText-2 if it can be had and else the embedded one, or one of the two only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,7 +26,7 @@ class Corpus:
     """A text in three parts, as ids.
 
     Attributes:
-      name: "wikitext-2" or "embedded".
+      name: "wikitext-2", "embedded", or the name of a file.
       description: one line for people: which text, from where, why this one, how many tokens.
       train: [tokens], read-only.
       valid: [tokens], read-only.
@@ -42,7 +42,7 @@ class Corpus:
     vocabulary: Vocabulary
 
 
-def load_corpus(*, source: Source = "auto", allow_download: bool = True, open_url: OpenUrl = open_https) -> Corpus:
+def load_corpus(*, source: str = "auto", allow_download: bool = True, open_url: OpenUrl = open_https) -> Corpus:
     """Load a corpus. Blocks for about a second; for a download, at most about `wikitext2.TOTAL_TIMEOUT_S`.
 
     WikiText-2 is looked for in the folder `wikitext-2` of `$DMOE_DATA`, then in `dmoe_jax/wikitext-2` of the user's
@@ -50,7 +50,7 @@ def load_corpus(*, source: Source = "auto", allow_download: bool = True, open_ur
     is the last resort. A download is kept in the cache, where a damaged copy is replaced.
 
     Args:
-      source: see `Source`.
+      source: one of `SOURCES`, or the path of a text of one's own; see `own_text`.
       allow_download: whether the network may be used.
       open_url: opens an address for reading; tests pass their own.
 
@@ -58,6 +58,8 @@ def load_corpus(*, source: Source = "auto", allow_download: bool = True, open_ur
       DataError: `$DMOE_DATA` is set but its WikiText-2 is missing or damaged (unless source is "embedded");
         or the text asked for cannot be had. The message says what was tried.
     """
+    if source not in SOURCES:
+        return _own_corpus(Path(source))
     if source == "embedded":
         return _embedded_corpus("it was asked for")
     folder = os.environ.get("DMOE_DATA")
@@ -123,6 +125,16 @@ def _embedded_corpus(why: str) -> Corpus:
     return _encode(
         "embedded", f"embedded corpus ({embedded.describe()}), because {why}", vocabulary, train, valid, test
     )
+
+
+def _own_corpus(path: Path) -> Corpus:
+    if not path.exists():
+        raise DataError(f"--data {path}: there is no such file or folder; expected one, or {', '.join(SOURCES)}")
+    train, valid, test = own_text.read_own_text(path)
+    vocabulary = Vocabulary.build(train, min_count=own_text.MIN_COUNT)
+    if UNK not in vocabulary:
+        vocabulary = Vocabulary((*vocabulary.words, UNK))
+    return _encode(path.name, f"your own text {path}", vocabulary, train, valid, test)
 
 
 def _encode(

@@ -4,11 +4,14 @@
 read; more are welcome. `step` counts trunk updates, `time_s` is seconds since the run began. Records of a simulated run
 may have `virtual_s` beside it, and any `train` record `staleness`.
 
-    {"kind": "train", "step", "trainer", "loss", "tokens", "time_s"}    one step; loss in nats per token
-    {"kind": "eval", "step", "perplexity", "time_s", "split",           one evaluation, of the "valid" or the
-     "tokens_seen"}                                                     "test" text, after so many tokens
-    {"kind": "baseline", "unigram_perplexity"}                          of the validation text
-    {"kind": "calls", "step", "time_s", "ok", "failed"}                 remote calls since the run began
+    {"kind": "task", "name", "unit"}                                    the data, and what an item of it is
+    {"kind": "train", "step", "trainer", "loss", "items", "time_s"}     one step; loss in nats per token
+    {"kind": "eval", "step", "loss", "time_s", "split", "items",        one evaluation, of the "valid" or the
+     "items_seen"}                                                      "test" data, after so many items; with
+                                                                        "perplexity", "accuracy" and the like
+    {"kind": "baseline", "unigram_perplexity"}                          of what was evaluated; the last counts
+    {"kind": "calls", "step", "time_s", "ok", "failed",                 remote calls since the run began, and
+     "failures": {reason: n}}                                           why they failed
     {"kind": "experts", "step", "load": {uid: n}, "peer": {uid: peer}}  samples sent to each expert since
                                                                         the run began, and who serves it
     {"kind": "balance", "step", "layer", "histogram", "cv", "entropy",  how even the load of a layer's experts

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from dmoe_jax.grid import all_uids, layer_prefix
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
@@ -74,30 +72,25 @@ def balance(
 
 def layer_balances(
     load: Mapping[str, int],
+    layers: Mapping[str, Sequence[str]],
     *,
-    num_layers: int,
-    grid_size: tuple[int, ...],
     before: Mapping[str, int] | None = None,
     ok: int = 0,
     failed: int = 0,
 ) -> dict[str, Balance]:
-    """The balance of each layer of a model whose experts are `layer0.0.0` and so on, by layer.
+    """The balance of each layer of a model.
 
     Args:
       load, before, ok, failed: see `balance`; the calls are those of all layers, so every layer has their share.
-      num_layers: layers of the model. grid_size: the grid of each.
+      layers: layer -> uids of its experts.
 
     Raises:
       ValueError: as `balance`, or the load names an expert that the model does not have.
     """
-    uids = {
-        layer_prefix(layer): [str(uid) for uid in all_uids(layer_prefix(layer), grid_size)]
-        for layer in range(num_layers)
-    }
-    strangers = load.keys() - {uid for layer in uids.values() for uid in layer}
+    strangers = load.keys() - {uid for uids in layers.values() for uid in uids}
     if strangers:
-        raise ValueError(f"{num_layers} layers of grid {grid_size} have no expert {min(strangers)!r}")
-    return {layer: balance(load, names, before=before, ok=ok, failed=failed) for layer, names in uids.items()}
+        raise ValueError(f"the layers {', '.join(layers)} have no expert {min(strangers)!r}")
+    return {layer: balance(load, uids, before=before, ok=ok, failed=failed) for layer, uids in layers.items()}
 
 
 def mean_balance(balances: Iterable[Balance]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A run in one picture: does it learn, who does the work, how fast, and what did a lost node cost?
 
-Panels under one title: perplexity against steps with the unigram baseline; load of each expert; how even it was over
-the steps, in runs that measured it; throughput; failed calls. A panel without data says so. Drawn without `pyplot`, so
-nothing global is touched and no display is needed.
+Panels under one title: perplexity against steps with the unigram baseline, or the loss of a model of anything else;
+load of each expert; how even it was over the steps, in runs that measured it; throughput; failed calls. A panel without
+data says so. Drawn without `pyplot`, so nothing global is touched and no display is needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +50,12 @@ _BALANCE_HEIGHT = 2.3
 _STEPS_PER_BIN = 8
 """Training steps that a bin of throughput holds on average, at least."""
 
+_MAX_REASONS = 2
+"""Reasons of failed calls that have room above their panel; the report names all."""
+
+_MAX_SHARES = 40
+"""Intervals of the panel of failed calls: in single seconds a few failures would be a bar code."""
+
 Metrics = Sequence[Mapping[str, Any]]
 
 
@@ -83,7 +89,7 @@ def draw_run(metrics: Metrics, title: str | None = None) -> Figure:
     if lines.layers:
         heights.insert(2, 1.7)
     grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
-    _perplexity(figure.add_subplot(grid[0, :]), metrics, kills)
+    _learning(figure.add_subplot(grid[0, :]), metrics, kills)
     load_map.draw(figure.add_subplot(grid[1, :]), loads)
     if lines.layers:
         balance_panels.draw(figure.add_subplot(grid[2, 0]), figure.add_subplot(grid[2, 1]), lines)
@@ -115,52 +121,74 @@ def new_calls(metrics: Metrics) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return times, np.maximum(np.diff(ok), 0), np.maximum(np.diff(failed), 0)
 
 
+def _coarse(times: np.ndarray, ok: np.ndarray, failed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same counts in at most `_MAX_SHARES` intervals."""
+    every = -(-ok.size // _MAX_SHARES)
+    starts = np.arange(0, ok.size, every)
+    return np.append(times[:-1][starts], times[-1]), np.add.reduceat(ok, starts), np.add.reduceat(failed, starts)
+
+
 def _kills(metrics: Metrics) -> list[Mapping[str, Any]]:
     return [record for record in metrics if record["kind"] == "event" and record.get("name") == "node_killed"]
 
 
-def _perplexity(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]]) -> None:
-    """Validation perplexity, a running mean of the training perplexity, and the unigram baseline."""
-    dress(axes, "Perplexity (log scale)", "trunk updates")
+def _learning(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]]) -> None:
+    """Validation figure and a running mean of the training one: perplexities beside the unigram baseline, or losses."""
+    is_text = any("perplexity" in record or "unigram_perplexity" in record for record in metrics)
+    dress(axes, "Perplexity (log scale)" if is_text else "Loss", "trunk updates")
     labels: list[Label] = []
     steps, losses = columns(metrics, "train", "step", "loss")
     if steps.size:
         window = max(1, steps.size // 25)
-        smooth = np.exp(np.minimum(_running_mean(losses, window), 50.0))
+        smooth = _running_mean(losses, window)
+        smooth = np.exp(np.minimum(smooth, 50.0)) if is_text else smooth
         marker = "o" if steps.size == 1 else None  # a line of one point is invisible
         axes.plot(steps, smooth, color=TRAIN, linewidth=1.3, marker=marker, markersize=4.5, zorder=2)
         labels.append((smooth[-1], f"training {short(smooth[-1])}", TRAIN))
-    valid = [record for record in metrics if record.get("split", "valid") == "valid"]
-    eval_steps, perplexities = columns(valid, "eval", "step", "perplexity")
+    valid = [record for record in metrics if record["kind"] == "eval" and record.get("split", "valid") == "valid"]
+    eval_steps, values = columns(valid, "eval", "step", "perplexity" if is_text else "loss")
     if eval_steps.size:
-        axes.plot(eval_steps, perplexities, color=VALID, linewidth=2.2, marker="o", markersize=4.5, zorder=4)
-        labels.append((perplexities[-1], f"validation {short(perplexities[-1])}", VALID))
+        axes.plot(eval_steps, values, color=VALID, linewidth=2.2, marker="o", markersize=4.5, zorder=4)
+        labels.append((values[-1], f"validation {short(values[-1])}", VALID))
+        if isinstance(accuracy := valid[-1].get("accuracy"), float):
+            axes.set_title(f"validation accuracy {accuracy:.1%}", loc="right", fontsize=9, color=VALID, pad=16)
     if not steps.size and not eval_steps.size:
         say_empty(axes, "no training step and no evaluation yet")
         return
-    axes.set_yscale("log")
     axes.set_xlim(0, 1.01 * max([*steps, *eval_steps, 1]))
-    (baselines,) = columns(metrics, "baseline", "unigram_perplexity")
-    if baselines.size:
-        unigram = float(baselines[-1])
-        names = {1.0: "unigram", BASELINE_TARGET: f"{BASELINE_TARGET} × unigram"}
-        labels += [baseline(axes, factor * unigram, name) for factor, name in names.items()]
-        cap(axes, labels, _TOP * unigram)
-    plain_log_ticks(axes)
+    if is_text:
+        axes.set_yscale("log")
+        labels += _baselines(axes, metrics, labels)
+        plain_log_ticks(axes)
+    else:
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     end_labels(axes, labels)
     _mark_kills(axes, kills, "step", 1.0, lambda kill: f"{_first_word(kill)} killed at step {kill['step']:,}")
 
 
+def _baselines(axes: Axes, metrics: Metrics, labels: Sequence[Label]) -> list[Label]:
+    """The unigram perplexity of what was evaluated last, and the part of it that shows that context is used."""
+    (unigrams,) = columns(metrics, "baseline", "unigram_perplexity")
+    if not unigrams.size:
+        return []
+    unigram = float(unigrams[-1])
+    names = {1.0: "unigram", BASELINE_TARGET: f"{BASELINE_TARGET} × unigram"}
+    added = [baseline(axes, factor * unigram, name) for factor, name in names.items()]
+    cap(axes, [*labels, *added], _TOP * unigram)
+    return added
+
+
 def _throughput(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], unit: str, seconds: float) -> None:
-    """Training tokens a second, all trainers together, in equal bins of time."""
-    dress(axes, "Training tokens per second", unit)
-    times, tokens = columns(metrics, "train", "time_s", "tokens")
+    """Training tokens or samples a second, all trainers together, in equal bins of time."""
+    counted = next((record.get("unit") for record in metrics if record["kind"] == "task"), None) or "tokens"
+    dress(axes, f"Training {counted} per second", unit)
+    times, items = columns(metrics, "train", "time_s", "items")
     if times.size < 2 or times.max() <= 0:
         say_empty(axes, "fewer than two training steps yet")
         return
     num_bins = int(np.clip(times.size // _STEPS_PER_BIN, 1, _MAX_BINS))
     edges = np.linspace(0, times.max(), num_bins + 1)
-    rates = np.histogram(times, edges, weights=tokens)[0] / np.diff(edges)
+    rates = np.histogram(times, edges, weights=items)[0] / np.diff(edges)
     axes.stairs(rates, edges / seconds, color=VALID, fill=True, alpha=0.16)
     axes.stairs(rates, edges / seconds, color=VALID, linewidth=1.6, baseline=None)
     axes.set_xlim(0, times.max() / seconds)
@@ -176,6 +204,7 @@ def _failures(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], 
     if times[-1] <= 0:
         say_empty(axes, "no remote call counted yet")
         return
+    times, new_ok, new_failed = _coarse(times, new_ok, new_failed)
     share = new_failed / np.maximum(new_ok + new_failed, 1)
     axes.stairs(share, times / seconds, color=KILLED, fill=True, alpha=0.18)
     axes.stairs(share, times / seconds, color=KILLED, linewidth=1.6, baseline=None)
@@ -183,7 +212,10 @@ def _failures(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], 
     axes.set_ylim(0, max(0.05, min(1.0, 1.25 * share.max())))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     total = new_ok.sum() + new_failed.sum()
-    axes.set_title(f"{new_failed.sum():,.0f} of {total:,.0f} calls", loc="right", fontsize=9, color=GREY, pad=16)
+    reasons = next((record.get("failures") for record in reversed(metrics) if record["kind"] == "calls"), None) or {}
+    named = sorted(reasons.items(), key=lambda item: -item[1])[:_MAX_REASONS]
+    why = f" ({', '.join(f'{count:,} {reason}' for reason, count in named)})" if named else ""
+    axes.set_title(f"{new_failed.sum():,.0f} of {total:,.0f}{why}", loc="right", fontsize=9, color=GREY, pad=16)
     _mark_kills(axes, kills, "time_s", seconds, lambda kill: "killed")
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dmoe_jax.runs.run_folder import FIGURE, METRICS, REPORT, RunFolder
+from dmoe_jax.runs.run_folder import FIGURE, METRICS, REPORT, RunFolder, flat
 
 MAX_EVENTS = 50
 """Events in the report; a run of days has thousands, and metrics.jsonl has them all."""
@@ -69,7 +69,8 @@ def write_report(
     for table in tables:
         parts += [f"## {table.title}", markdown_table(table.head, table.rows), *([table.note] if table.note else [])]
     parts += ["## What happened", _events(run_folder.metrics())]
-    parts += ["## Settings", markdown_table(("setting", "value"), _flatten(config.get("settings", {})))]
+    settings = [(f"`{name}`", value) for name, value in flat(config.get("settings", {})).items()]
+    parts += ["## Settings", markdown_table(("setting", "value"), settings)]
     parts += [
         "## How to reproduce",
         f"```sh\n{command or config.get('command', '')}\n```",
@@ -88,6 +89,8 @@ def format_value(value: object) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:,.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {format_value(item)}" for name, item in value.items()) or "none"
     if isinstance(value, list | tuple):
         return ", ".join(format_value(item) for item in value)
     return str(value)
@@ -117,15 +120,8 @@ def _environment(config: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in config.get("versions", {}).items())
     machine = config.get("platform", {})
     place = f"{machine.get('system', 'an unknown system')} with {machine.get('cpu_count') or 'unknown'} CPU cores"
-    return f"Made on {place}, started {config.get('started')}: {versions}."
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
-    """Nested settings as (dotted name, value) rows."""
-    rows: list[tuple[str, object]] = []
-    for name, value in settings.items():
-        rows += _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"`{prefix}{name}`", value)]
-    return rows
+    commit = f", commit {config['commit']}" if config.get("commit") else ""
+    return f"Made on {place}, started {config.get('started')}: {versions}{commit}."
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

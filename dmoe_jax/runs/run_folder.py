@@ -10,9 +10,10 @@ import math
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -179,6 +180,14 @@ def plain(value: object) -> Any:
     return str(value)
 
 
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name: {"expert": {"d_model": 8}} as {"expert.d_model": 8}."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
 def _make_new_folder(parent: Path, name: str) -> Path:
     for attempt in range(_MAX_NAMES_PER_SECOND):
         path = parent / (name if attempt == 0 else f"{name}-{attempt + 1}")
@@ -200,6 +209,7 @@ def _config_record(config: object) -> dict[str, Any]:
         "command": _command_line(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions,
+        "commit": _git_commit(),
         "platform": {
             "system": platform.platform(),
             "machine": platform.machine(),
@@ -210,17 +220,44 @@ def _config_record(config: object) -> dict[str, Any]:
 
 def _command_line() -> str:
     """What was typed to start this process, near enough to type it again."""
-    arguments = sys.orig_argv[1:]
+    arguments = _without_addresses(sys.orig_argv[1:])
     if arguments and Path(arguments[0]).parent == Path(sys.executable).parent:
         return shlex.join([Path(arguments[0]).name, *arguments[1:]])  # an installed script, such as `dmoe`
     return shlex.join(["python", *arguments])
 
 
+def _without_addresses(arguments: Sequence[str]) -> list[str]:
+    """The arguments with PEER for whom to join through: that process is gone when the run is made again."""
+    kept: list[str] = []
+    is_join = False
+    for argument in arguments:
+        if argument.startswith("-"):
+            is_join = argument == "--join"
+            kept += [argument, "PEER"] if is_join else [argument]
+        elif not is_join:
+            kept.append(argument)
+    return kept
+
+
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    before, after = flat(before), flat(after)
     names = sorted({*before, *after})
     return "; ".join(
         f"{name}: {before.get(name)!r} -> {after.get(name)!r}" for name in names if before.get(name) != after.get(name)
     )
+
+
+def _git_commit() -> str | None:
+    """The commit that this code was checked out from, with a mark if it has been changed since; None if not known."""
+    here = Path(__file__).parent
+    if "site-packages" in here.parts:
+        return None  # a repository around an installed package is somebody else's
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
 
 
 def _cut_unfinished_line(path: Path) -> None:

@@ -16,6 +16,7 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, empty_memory
 from dmoe_jax.routing.base import Router
+from dmoe_jax.training.engine import OnBatch
 from dmoe_jax.types import PyTree
 
 
@@ -45,9 +46,7 @@ class EvaluationConfig:
 class Evaluator(Protocol):
     """Evaluates parameters on a text."""
 
-    def __call__(
-        self, params: PyTree, ids: np.ndarray, *, max_tokens: int | None, on_batch: Callable[[], None]
-    ) -> Evaluation:
+    def __call__(self, params: PyTree, ids: np.ndarray, *, max_tokens: int | None, on_batch: OnBatch) -> Evaluation:
         """The loss over the text, or over `max_tokens` of it in evenly spaced places.
 
         Raises:
@@ -59,7 +58,7 @@ class Evaluator(Protocol):
 @functools.cache
 def dense_evaluator(config: TransformerXLConfig, evaluation: EvaluationConfig) -> Evaluator:
     """An evaluator of a dense model; `params` as from `dense.init`."""
-    own: TransformerXLConfig = evaluation.of(config)
+    own = evaluation.of(config)
 
     def token_nll(params: PyTree, batch: Batch, memory: Memory) -> tuple[Any, Memory]:
         return dense.forward(params, own, batch, memory)
@@ -70,7 +69,7 @@ def dense_evaluator(config: TransformerXLConfig, evaluation: EvaluationConfig) -
 @functools.cache
 def dmoe_evaluator(config: TransformerXLConfig, router: Router, evaluation: EvaluationConfig) -> Evaluator:
     """An evaluator of a DMoE model on this machine with all experts alive; `params` are (trunk, stacked experts)."""
-    own: TransformerXLConfig = evaluation.of(config)
+    own = evaluation.of(config)
 
     def token_nll(params: PyTree, batch: Batch, memory: Memory) -> tuple[Any, Memory]:
         trunk, experts = params
@@ -88,7 +87,7 @@ def _evaluate(
     ids: np.ndarray,
     *,
     max_tokens: int | None,
-    on_batch: Callable[[], None],
+    on_batch: OnBatch,
 ) -> Evaluation:
     memory = empty_memory(config, batch_size)
     total, counted = 0.0, []
@@ -96,11 +95,11 @@ def _evaluate(
     wanted = ids.size - 1 if max_tokens is None else min(max_tokens, ids.size - 1)
     num_batches = -(-wanted // (batch_size * config.seq_len))
     batches = evaluation_segments(ids, batch_size=batch_size, seq_len=config.seq_len)
-    for _, batch in zip(range(num_batches), batches, strict=False):
+    for number, batch in zip(range(1, num_batches + 1), batches, strict=False):
         nll, memory = token_nll(params, batch, memory)
         total += float(np.asarray(jnp.where(batch.mask, nll, 0)).sum(dtype=np.float64))
         counted.append(batch.targets[batch.mask])
-        on_batch()
+        on_batch(number, num_batches)
     targets = np.concatenate(counted)
     if not np.isfinite(total):
         raise FloatingPointError(f"the loss over {targets.size} words is {total / targets.size}")

@@ -8,7 +8,7 @@ The device is never idle: the figures of a step are fetched when the next one is
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dmoe_jax.data.batches import SegmentStream
-from dmoe_jax.grid import all_uids, layer_prefix
+from dmoe_jax.checkpoints import host_copy
+from dmoe_jax.grid import layer_prefix
 from dmoe_jax.mixture.local import init_opt_states
 from dmoe_jax.model import Evaluation
 from dmoe_jax.models import dense_transformer_xl as dense
@@ -26,202 +26,120 @@ from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import empty_memory, step_keys
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.trainer import StepRecord
+from dmoe_jax.training.engine import OnBatch, OnLost, OnStep, Totals
 from dmoe_jax.types import PyTree
-from experiments.transformer_xl.engine import Totals
-from experiments.transformer_xl.evaluation import EvaluationConfig, Evaluator, dense_evaluator, dmoe_evaluator
-from experiments.transformer_xl.local_steps import State, StepReport, TrainStep, dense_step, dmoe_step
+from experiments.transformer_xl.local_steps import State, StepReport, dense_step, dmoe_step
+from experiments.transformer_xl.setup import Setup
 
 
 class LocalEngine:
-    """A model in training on this device. An `Engine`; made by `local_dense` and `local_dmoe`.
+    """A model in training on this device, none of whose experts ever fails. An `Engine`.
 
     Args:
-      name: what figures call it.
-      state: all that a step changes; donated to the first one.
-      train_step: (state, batch, keys) -> (state, StepReport), jitted, the state donated.
-      evaluate: on `params_of(state)`.
-      params_of: state -> what the evaluator takes.
-      stream: the text, all rows.
-      num_layers: of the model, for the keys of a step.
-      uids: of each layer's experts, for the load; () for a dense model.
-      router: for error messages; None for a dense model.
-      seed: of the dropout masks and the router's noise.
+      setup: the model, its text and its optimisers.
+      batch_size: sequences of a step.
+
+    Raises:
+      RouterError: the router does not keep to its contract. ValueError: the text is too short.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        state: State,
-        train_step: TrainStep,
-        evaluate: Evaluator,
-        params_of: Callable[[State], PyTree],
-        stream: SegmentStream,
-        num_layers: int,
-        seed: int,
-        uids: tuple[tuple[str, ...], ...] = (),
-        router: Router | None = None,
-    ) -> None:
-        self.name = name
-        self._state = state
-        self._train_step = train_step
-        self._evaluate = evaluate
-        self._params_of = params_of
-        self._stream = stream
-        self._num_layers = num_layers
-        self._seed = seed
-        self._uids = uids
-        self._router = router
-        self._step = 0
-        self._tokens = 0
+    def __init__(self, setup: Setup, batch_size: int) -> None:
+        config, optimizer = setup.config, setup.optimizer
+        self._setup = setup
+        self._stream = setup.stream(batch_size)
+        if not config.is_mixture:
+            params = dense.init(jax.random.key(setup.seed), config, word_counts=setup.word_counts)
+            memory = empty_memory(config, batch_size)
+            self._state: State = {"params": params, "opt_state": optimizer.init(params), "memory": memory}
+            self._train_step = dense_step(config, optimizer)
+        else:
+            assert setup.router is not None
+            self._state = local_dmoe_state(
+                config,
+                setup.router,
+                optimizer,
+                setup.expert_optimizer,
+                batch_size=batch_size,
+                seed=setup.seed,
+                word_counts=setup.word_counts,
+            )
+            self._train_step = dmoe_step(config, setup.router, optimizer, setup.expert_optimizer)
+        self._step = self._items = 0
+
+    @property
+    def name(self) -> str:
+        return self._setup.title
 
     @property
     def step(self) -> int:
-        """Updates so far."""
         return self._step
 
-    def advance(self, num_steps: int, on_step: Callable[[StepRecord], None]) -> None:
-        """See `Engine.advance`. `on_step` is one update behind the device."""
-        waiting: tuple[int, StepReport] | None = None
+    @property
+    def layers(self) -> Mapping[str, tuple[str, ...]]:
+        return self._setup.layers
+
+    async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
+        """Make `num_steps` updates, none of which is ever lost; `on_step` is one update behind the device."""
+        waiting: tuple[int, StepReport, int] | None = None
         for _ in range(num_steps):
             batch = next(self._stream)
-            rows = batch.tokens.shape[0]
-            keys = step_keys(num_layers=self._num_layers, batch=rows, seed=self._seed, trainer=0, step=self._step)
+            keys = step_keys(
+                num_layers=self._setup.config.num_layers,
+                batch=batch.tokens.shape[0],
+                seed=self._setup.seed,
+                trainer=0,
+                step=self._step,
+            )
             self._state, report = self._train_step(self._state, batch, keys)
             self._step += 1
-            self._tokens += int(batch.targets.size)
+            self._items += int(batch.targets.size)
             if waiting is not None:
-                on_step(self._record(*waiting, tokens=int(batch.targets.size)))
-            waiting = (self._step, report)
+                on_step(self._record(*waiting))
+            waiting = (self._step, report, int(batch.targets.size))
         if waiting is not None:
-            on_step(self._record(*waiting, tokens=int(batch.targets.size)))
+            on_step(self._record(*waiting))
 
-    def _record(self, step: int, report: StepReport, *, tokens: int) -> StepRecord:
+    def _record(self, step: int, report: StepReport, items: int) -> StepRecord:
         """Wait for a step's figures and look at them."""
         nll, is_finite, hidden_sound, scores_sound = jax.device_get(report)
         for layer in range(len(scores_sound)):
             if not hidden_sound[layer]:
                 break  # what follows is a consequence
-            if not scores_sound[layer] and self._router is not None:
+            if not scores_sound[layer] and self._setup.router is not None:
                 raise RouterError(
-                    f"router {self._router.name!r}: its scores or its auxiliary loss in {layer_prefix(layer)} are not "
-                    f"finite numbers in step {step} of {self.name}"
+                    f"router {self._setup.router.name!r}: its scores or its auxiliary loss in {layer_prefix(layer)} "
+                    f"are not finite numbers in step {step} of {self.name}"
                 )
         if not is_finite:
             raise FloatingPointError(f"{self.name}: loss {nll} of step {step}, or its gradient, is not finite")
-        return StepRecord(step=step, trainer=0, loss=float(nll), items=tokens, staleness=0)
+        return StepRecord(step=step, trainer=0, loss=float(nll), items=items, staleness=0)
 
-    def evaluate(
-        self, ids: np.ndarray, *, max_tokens: int | None, on_batch: Callable[[], None] = lambda: None
-    ) -> Evaluation:
-        """See `Engine.evaluate`."""
-        return self._evaluate(self._params_of(self._state), ids, max_tokens=max_tokens, on_batch=on_batch)
+    async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
+        state = self._state
+        params = (state["trunk"], state["experts"]) if self.layers else state["params"]
+        return self._setup.evaluator(params, self._setup.text(split), max_tokens=max_items, on_batch=on_batch)
 
     def state(self) -> PyTree:
-        """See `Engine.state`."""
         return self._state
 
-    def facts(self) -> dict[str, Any]:
-        """See `Engine.facts`."""
-        return {"step": self._step, "tokens": self._tokens, "position": self._stream.position}
+    async def snapshot(self) -> tuple[int, PyTree]:
+        return self._step, host_copy(self._state)
 
-    def load(self, state: PyTree, facts: Mapping[str, Any]) -> None:
-        """See `Engine.load`."""
+    def facts(self) -> dict[str, Any]:
+        return {"items": self._items, "position": self._stream.position}
+
+    def load(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
         # Copies: the first step donates them, and an array of the caller's may lie under a borrowed one.
         self._state = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state)
-        self._step, self._tokens = facts["step"], facts["tokens"]
+        self._step, self._items = step, facts["items"]
         self._stream.seek(facts["position"])
 
     def totals(self) -> Totals:
-        """See `Engine.totals`. Nothing is stale and no call is made."""
         load: dict[str, int] = {}
-        if self._uids:
-            counts = np.asarray(self._state["load"])
-            for uids, samples in zip(self._uids, counts, strict=True):
-                load |= {uid: int(count) for uid, count in zip(uids, samples, strict=True)}
-        return Totals(tokens=self._tokens, load=load)
-
-
-def local_dense(
-    *,
-    name: str,
-    config: TransformerXLConfig,
-    ids: np.ndarray,
-    word_counts: np.ndarray | None,
-    optimizer: optax.GradientTransformation,
-    batch_size: int,
-    evaluation: EvaluationConfig,
-    seed: int,
-) -> LocalEngine:
-    """A dense Transformer-XL.
-
-    Args:
-      name: what figures call it.
-      config: sizes of the model.
-      ids: the training text.
-      word_counts: of the training text, for the initial output biases; None: zeros.
-      optimizer: of all parameters.
-      batch_size: sequences of a step.
-      evaluation: how validation text is read.
-      seed: of parameters, dropout and the rows' places in the text.
-    """
-    params = dense.init(jax.random.key(seed), config, word_counts=word_counts)
-    state = {"params": params, "opt_state": optimizer.init(params), "memory": empty_memory(config, batch_size)}
-    return LocalEngine(
-        name=name,
-        state=state,
-        train_step=dense_step(config, optimizer),
-        evaluate=dense_evaluator(config, evaluation),
-        params_of=lambda state: state["params"],
-        stream=SegmentStream(ids, batch_size=batch_size, seq_len=config.seq_len, seed=seed),
-        num_layers=config.num_layers,
-        seed=seed,
-    )
-
-
-def local_dmoe(
-    *,
-    name: str,
-    config: TransformerXLConfig,
-    router: Router,
-    ids: np.ndarray,
-    word_counts: np.ndarray | None,
-    optimizer: optax.GradientTransformation,
-    expert_optimizer: optax.GradientTransformation,
-    batch_size: int,
-    evaluation: EvaluationConfig,
-    seed: int,
-) -> LocalEngine:
-    """A DMoE Transformer-XL with all its experts, none of which ever fails.
-
-    Args: as of `local_dense`; router: of every layer; optimizer: of the trunk; expert_optimizer: of each expert.
-
-    Raises:
-      RouterError: the router does not keep to its contract.
-    """
-    return LocalEngine(
-        name=name,
-        state=local_dmoe_state(
-            config,
-            router,
-            optimizer,
-            expert_optimizer,
-            batch_size=batch_size,
-            seed=seed,
-            word_counts=word_counts,
-        ),
-        train_step=dmoe_step(config, router, optimizer, expert_optimizer),
-        evaluate=dmoe_evaluator(config, router, evaluation),
-        params_of=lambda state: (state["trunk"], state["experts"]),
-        stream=SegmentStream(ids, batch_size=batch_size, seq_len=config.seq_len, seed=seed),
-        num_layers=config.num_layers,
-        seed=seed,
-        uids=tuple(
-            tuple(str(uid) for uid in all_uids(layer_prefix(layer), config.grid_size))
-            for layer in range(config.num_layers)
-        ),
-        router=router,
-    )
+        for number, uids in enumerate(self.layers.values()):
+            counts = np.asarray(self._state["load"][number])
+            load |= {uid: int(count) for uid, count in zip(uids, counts, strict=True)}
+        return Totals(items=self._items, load=load)
 
 
 def local_dmoe_state(
@@ -234,7 +152,18 @@ def local_dmoe_state(
     seed: int,
     word_counts: np.ndarray | None = None,
 ) -> State:
-    """The initial state for `dmoe_step`. Args: as of `local_dmoe`."""
+    """The initial state for `dmoe_step`.
+
+    Args:
+      config: sizes of the model. router: of every layer.
+      optimizer: of the trunk. expert_optimizer: of each expert.
+      batch_size: sequences of a step.
+      seed: of the parameters.
+      word_counts: of the training text, for the initial output biases; None: zeros.
+
+    Raises:
+      RouterError: the router does not keep to its contract.
+    """
     key = jax.random.key(seed)
     trunk = txl.init_trunk(key, config, router, word_counts=word_counts)
     experts = txl.init_experts(key, config)

@@ -24,9 +24,12 @@ from rich.console import Console
 
 from dmoe_jax.cli.common import UsageError, set_up_jax
 from dmoe_jax.data.corpora import load_corpus
-from experiments.supervision import EXIT_INTERRUPTED
+from dmoe_jax.routing.base import RouterError
+from experiments.exits import EXIT_INTERRUPTED, one_line_errors
 from experiments.transformer_xl.names import Model
-from experiments.transformer_xl.run import TransformerXLCommand, end_with_one_line, train_model
+from experiments.transformer_xl.settings import NAME, TransformerXLSettings
+from experiments.transformer_xl.training import train_model
+from net.errors import NetError
 
 _POLL_S = 0.2
 _ENDING_S = 120.0
@@ -44,20 +47,20 @@ class _Child:
     last_line: list[str]
 
 
-def train_side_by_side(command: TransformerXLCommand, path: Path, *, jobs: int, console: Console) -> None:
-    """Train the command's models, `jobs` at a time, each in its folder under `path`.
+def train_side_by_side(settings: TransformerXLSettings, path: Path, *, console: Console) -> None:
+    """Train the models, as many at a time as the settings say, each in its folder under `path`.
 
     Raises:
       UsageError: a child failed; its last line. The others have been interrupted. KeyboardInterrupt:
         after all children have ended.
     """
-    waiting = list(command.models)
+    waiting = list(settings.models)
     running: list[_Child] = []
-    free = _shares(jobs)
+    free = _shares(settings.num_jobs)
     try:
         while waiting or running:
             while waiting and free:
-                running.append(_start(command, waiting.pop(0), path, free.pop(0), console))
+                running.append(_start(settings, waiting.pop(0), path, free.pop(0), console))
             time.sleep(_POLL_S)
             for child in [each for each in running if each.process.poll() is not None]:
                 running.remove(child)
@@ -85,7 +88,9 @@ def _shares(jobs: int) -> list[tuple[int, ...]]:
     return [tuple(cores[index::jobs]) for index in range(jobs)]
 
 
-def _start(command: TransformerXLCommand, model: Model, path: Path, cores: tuple[int, ...], console: Console) -> _Child:
+def _start(
+    settings: TransformerXLSettings, model: Model, path: Path, cores: tuple[int, ...], console: Console
+) -> _Child:
     process = subprocess.Popen(
         [sys.executable, "-m", "experiments.transformer_xl.side_by_side"],
         stdin=subprocess.PIPE,
@@ -93,8 +98,8 @@ def _start(command: TransformerXLCommand, model: Model, path: Path, cores: tuple
         text=True,
         start_new_session=True,
     )
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(command).items()}
-    task = {"command": settings, "model": model, "path": str(path), "cores": cores}
+    flags = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
+    task = {"settings": flags, "model": model, "path": str(path), "cores": cores}
     assert process.stdin is not None
     assert process.stderr is not None
     process.stdin.write(json.dumps(task) + "\n")
@@ -148,13 +153,13 @@ def _main() -> None:
     threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
     if task["cores"]:
         os.sched_setaffinity(0, task["cores"])
-    settings = task["command"]
-    lists = {each.name: tuple(settings[each.name]) for each in fields(TransformerXLCommand) if each.name in _TUPLES}
-    settings |= lists | {"out": None if settings["out"] is None else Path(settings["out"])}
-    command = TransformerXLCommand(**settings)
-    with end_with_one_line():
+    flags = task["settings"]
+    lists = {each.name: tuple(flags[each.name]) for each in fields(TransformerXLSettings) if each.name in _TUPLES}
+    flags |= lists | {"out": None if flags["out"] is None else Path(flags["out"])}
+    settings = TransformerXLSettings(**flags)
+    with one_line_errors(NAME, expected=(FloatingPointError, RouterError, NetError)):
         set_up_jax()
-        train_model(command, task["model"], load_corpus(source=command.data), Path(task["path"]) / task["model"])
+        train_model(settings, task["model"], load_corpus(source=settings.data), Path(task["path"]) / task["model"])
 
 
 _TUPLES = ("model", "join")

@@ -4,37 +4,31 @@ The code is that of a real swarm on a simulated network: expert nodes, DHT, dire
 is answered after an exponential delay, or never. See `stretches` for how a run pauses.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import trio
 
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.directory import DirectoryConfig
 from dmoe_jax.experts.base import init_by_uid
-from dmoe_jax.grid import ExpertUid, all_uids, layer_prefix
+from dmoe_jax.grid import layer_prefix, parse_uid
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
-from dmoe_jax.model import Evaluation
 from dmoe_jax.models import transformer_xl as txl
-from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.models.trunk import empty_memory
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig
-from dmoe_jax.routing.base import Router
-from dmoe_jax.trainer import StepRecord, Trainer
+from dmoe_jax.trainer import Trainer
+from dmoe_jax.training.engine import OnLost, OnStep, Totals
+from dmoe_jax.training.swarm_engine import call_totals, load_statistics, saved_statistics
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
-from experiments.transformer_xl.engine import Totals
-from experiments.transformer_xl.evaluation import EvaluationConfig, dmoe_evaluator
-from experiments.transformer_xl.stretches import Setting, Stretches
-from net.transport.sim import run, simulate
+from experiments.transformer_xl.setup import Setup
+from experiments.transformer_xl.stretches import Setting, SimulatedEngine
+from net.transport.sim import simulate
 from net.transport.sim.links import Constant
 
 # Nodes that stay: announced and looked up every few virtual minutes, not every few seconds as on a volunteer's machine.
@@ -48,70 +42,30 @@ _DIRECTORY_CONFIG = DirectoryConfig(
 )
 
 
-class SimulatedDmoe:
-    """A DMoE Transformer-XL trained by a simulated swarm. An `Engine`.
+class SimulatedDmoe(SimulatedEngine):
+    """A DMoE Transformer-XL trained by a simulated swarm. An `Engine`. Each backward call updates its expert."""
 
-    Args:
-      name: what figures call it.
-      config: sizes of the model. router: of every layer.
-      ids: the training text.
-      word_counts: of the training text, for the initial output biases; None: zeros.
-      optimizer: of the trunk, its schedule counting trunk updates.
-      expert_optimizer: of each expert, stepped at every backward call.
-      setting: delays, failures and numbers. evaluation: how validation text is read.
-      seed: of everything.
-    """
-
-    def __init__(
-        self,
-        *,
-        name: str,
-        config: TransformerXLConfig,
-        router: Router,
-        ids: np.ndarray,
-        word_counts: np.ndarray | None,
-        optimizer: optax.GradientTransformation,
-        expert_optimizer: optax.GradientTransformation,
-        setting: Setting,
-        evaluation: EvaluationConfig,
-        seed: int,
-    ) -> None:
-        self.name = name
-        self._config = config
-        self._router = router
+    def __init__(self, setup: Setup, setting: Setting) -> None:
+        assert setup.router is not None
+        self._config, self._router = setup.config, setup.router
         self._device = InlineDevice()
-        self._run = Stretches(name=name, ids=ids, seq_len=config.seq_len, setting=setting, seed=seed)
-        key = jax.random.key(seed)
-        expert = config.expert()
+        key, expert = jax.random.key(setup.seed), setup.config.expert()
+        uids = [parse_uid(uid) for layer in setup.layers.values() for uid in layer]
         self._backends = {
-            str(uid): ExpertBackend(expert, expert_optimizer, init_by_uid(key, expert, uid.prefix, uid.coordinates))
-            for layer in range(config.num_layers)
-            for uid in all_uids(layer_prefix(layer), config.grid_size)
+            str(uid): ExpertBackend(
+                expert, setup.expert_optimizer, init_by_uid(key, expert, uid.prefix, uid.coordinates)
+            )
+            for uid in uids
         }
         next(iter(self._backends.values())).warm_up(2 * setting.batch_size)
-        trunk = txl.init_trunk(key, config, router, word_counts=word_counts)
-        self._trunk = SharedTrunk(trunk, optimizer, self._device)
-        self._memories = [empty_memory(config, setting.batch_size) for _ in range(setting.num_trainers)]
+        trunk = txl.init_trunk(key, setup.config, setup.router, word_counts=setup.word_counts)
+        super().__init__(setup, setting, SharedTrunk(trunk, setup.optimizer, self._device))
         self._statistics = CallStatistics()
-        self._evaluate = dmoe_evaluator(config, router, evaluation)
 
-    @property
-    def step(self) -> int:
-        """Trunk updates so far."""
-        return self._trunk.step
-
-    def advance(self, num_steps: int, on_step: Callable[[StepRecord], None]) -> None:
-        """See `Engine.advance`."""
-        run(self._stretch, self.step + num_steps, on_step, seed=self._run.seed_of(self.step))
-
-    async def _stretch(self, last_step: int, on_step: Callable[[StepRecord], None]) -> None:
-        setting, seed = self._run.setting, self._run.seed_of(self.step)
+    async def stretch(self, last_step: int, on_step: OnStep, on_lost: OnLost) -> None:
+        setting, seed = self.setting, self.stretch_seed
         working = setting.num_trainers
         all_done = trio.Event()
-
-        def took(record: StepRecord) -> None:
-            self._run.took(record)
-            on_step(record)
 
         async def live(index: int, join: Any) -> None:
             nonlocal working
@@ -123,10 +77,10 @@ class SimulatedDmoe:
                 statistics=self._statistics,
                 config=_DIRECTORY_CONFIG,
             ) as place:
-                trainer = Trainer(index, self._model(place), self._trunk, self._run.streams[index], seed=self._run.seed)
-                trainer.state = self._memories[index]
-                await trainer.run(last_step, took, self._run.lost)
-                self._memories[index] = trainer.state
+                trainer = Trainer(index, self._model(place), self.trunk, self.streams[index], seed=self.setup.seed)
+                trainer.state = self.memories[index]
+                await trainer.run(last_step, on_step, on_lost)
+                self.memories[index] = trainer.state
                 working -= 1
                 if not working:
                     all_done.set()
@@ -146,10 +100,10 @@ class SimulatedDmoe:
             for index in range(setting.num_trainers):
                 network.start(f"trainer{index}", live, index, join)
             await all_done.wait()
-            self._run.counters.virtual_s += trio.current_time() - started
+            self.counters.virtual_s += trio.current_time() - started
 
     def _model(self, place: SimulatedTrainer) -> txl.TransformerXL:
-        config, setting = self._config, self._run.setting
+        config, setting = self._config, self.setting
         policy = CallPolicy(k_min=1, grace_s=setting.grace_s, timeout_s=setting.timeout_s)
         mixtures = [
             RemoteMixture(
@@ -164,54 +118,30 @@ class SimulatedDmoe:
         ]
         return txl.TransformerXL(config, self._router, mixtures)
 
-    def evaluate(
-        self, ids: np.ndarray, *, max_tokens: int | None, on_batch: Callable[[], None] = lambda: None
-    ) -> Evaluation:
-        """See `Engine.evaluate`. On this machine, with every expert alive."""
-        experts = tuple(stacked["params"] for stacked in self._stacked())
-        return self._evaluate((self._trunk.params, experts), ids, max_tokens=max_tokens, on_batch=on_batch)
+    def params(self) -> PyTree:
+        return self.trunk.params, tuple(stacked["params"] for stacked in self._stacked())
 
     def state(self) -> PyTree:
-        """See `Engine.state`."""
-        return {"trunk": self._trunk.state, "experts": self._stacked(), "memories": tuple(self._memories)}
+        return {**super().state(), "experts": self._stacked()}
 
     def facts(self) -> dict[str, Any]:
-        """See `Engine.facts`."""
-        statistics = {name: value for name, value in asdict(self._statistics).items() if name != "host"}
         updates = {uid: backend.update_count for uid, backend in self._backends.items()}
-        return {**self._run.facts(), "step": self.step, "statistics": statistics, "updates": updates}
+        return {**super().facts(), "statistics": saved_statistics(self._statistics), "updates": updates}
 
-    def load(self, state: PyTree, facts: Mapping[str, Any]) -> None:
-        """See `Engine.load`."""
-        self._run.load(facts)
-        self._trunk.restore(facts["step"], state["trunk"])
-        for layer, stacked in enumerate(state["experts"]):
-            for number, uid in enumerate(self._uids(layer)):
+    def load(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
+        super().load(step, state, facts)
+        for uids, stacked in zip(self.layers.values(), state["experts"], strict=True):
+            for number, uid in enumerate(uids):
                 own = jax.tree.map(lambda leaf, number=number: leaf[number], stacked)
-                self._backends[str(uid)].load(own, update_count=facts["updates"][str(uid)])
-        self._memories = [jax.tree.map(jnp.asarray, memory) for memory in state["memories"]]
-        for name, value in facts["statistics"].items():
-            setattr(self._statistics, name, value)
+                self._backends[uid].load(own, update_count=facts["updates"][uid])
+        load_statistics(self._statistics, facts["statistics"])
 
     def totals(self) -> Totals:
-        """See `Engine.totals`."""
-        statistics, counters = self._statistics, self._run.counters
-        return Totals(
-            tokens=counters.tokens,
-            staleness=counters.staleness,
-            calls_ok=statistics.ok,
-            calls_failed=statistics.failed + statistics.late,
-            steps_lost=counters.steps_lost,
-            virtual_s=counters.virtual_s,
-            load=dict(statistics.load),
-        )
-
-    def _uids(self, layer: int) -> Sequence[ExpertUid]:
-        return all_uids(layer_prefix(layer), self._config.grid_size)
+        return call_totals(self._statistics, super().totals())
 
     def _stacked(self) -> tuple[PyTree, ...]:
         """The experts' parameters and optimiser states of each layer, stacked as `mixture.local` keeps them."""
         return tuple(
-            jax.tree.map(lambda *leaves: jnp.stack(leaves), *(self._backends[str(uid)].state for uid in self._uids(i)))
-            for i in range(self._config.num_layers)
+            jax.tree.map(lambda *leaves: jnp.stack(leaves), *(self._backends[uid].state for uid in uids))
+            for uids in self.layers.values()
         )

@@ -6,16 +6,26 @@ Trainers keep their memory of the text across a pause; staleness begins at zero 
 many updates as there are trainers.
 """
 
+import abc
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax.data.batches import SegmentStream
+from dmoe_jax.checkpoints import host_copy
+from dmoe_jax.model import Evaluation
+from dmoe_jax.models.trunk import Memory, empty_memory
 from dmoe_jax.trainer import StepRecord
+from dmoe_jax.training.engine import OnBatch, OnLost, OnStep, Totals
+from dmoe_jax.trunk import SharedTrunk
+from dmoe_jax.types import PyTree
+from experiments.transformer_xl.setup import Setup
 from net.errors import NoQuorum
 from net.rpc.faults import Fault, FaultPlan
+from net.transport.sim import run
 
 _MAX_LOST_IN_A_ROW = 200
 """Steps lost one after the other, all trainers together, after which a run cannot be helped."""
@@ -57,62 +67,101 @@ class Setting:
 class Counters:
     """Running totals of a simulated run."""
 
-    tokens: int = 0
+    items: int = 0
     staleness: int = 0
     steps_lost: int = 0
     virtual_s: float = 0.0
 
 
-class Stretches:
-    """What both engines share: streams, trainers' memories, counters, and the count to a stretch's last update."""
+class SimulatedEngine(abc.ABC):
+    """What engines in virtual time share: streams, trainers' memories, counters, and a run's stretches.
 
-    def __init__(self, *, name: str, ids: np.ndarray, seq_len: int, setting: Setting, seed: int) -> None:
-        self.name = name
+    Args:
+      setup: the model, its text and its optimisers.
+      setting: delays, failures and numbers.
+      trunk: the parameters that all trainers share.
+    """
+
+    def __init__(self, setup: Setup, setting: Setting, trunk: SharedTrunk) -> None:
+        num = setting.num_trainers
+        self.setup = setup
         self.setting = setting
-        self.seed = seed
+        self.trunk = trunk
         self.counters = Counters()
-        self.streams = [
-            SegmentStream(
-                ids,
-                batch_size=setting.batch_size,
-                seq_len=seq_len,
-                shard=index,
-                num_shards=setting.num_trainers,
-                seed=seed,
-            )
-            for index in range(setting.num_trainers)
-        ]
+        self.streams = [setup.stream(setting.batch_size, shard=index, num_shards=num) for index in range(num)]
+        self.memories: list[Memory] = [empty_memory(setup.config, setting.batch_size) for _ in range(num)]
         self._lost_in_a_row = 0
 
-    def seed_of(self, step: int) -> int:
+    @property
+    def name(self) -> str:
+        return self.setup.title
+
+    @property
+    def step(self) -> int:
+        return self.trunk.step
+
+    @property
+    def layers(self) -> Mapping[str, tuple[str, ...]]:
+        return self.setup.layers
+
+    @property
+    def stretch_seed(self) -> int:
         """Seed of the stretch that begins at this step."""
-        return int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
+        return int(np.random.SeedSequence([self.setup.seed, self.step]).generate_state(1)[0])
 
-    def took(self, record: StepRecord) -> None:
-        """A trainer made a step."""
-        self._lost_in_a_row = 0
-        self.counters.tokens += record.items
-        self.counters.staleness += record.staleness
-
-    def lost(self, trainer: int, error: Exception) -> None:
-        """A trainer lost a step.
+    async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
+        """Simulate a stretch of so many updates.
 
         Raises:
-          NoQuorum: so many were lost in a row that nothing will come of it.
+          NoQuorum: so many steps were lost in a row that nothing will come of it.
         """
-        self.counters.steps_lost += 1
-        self._lost_in_a_row += 1
-        if self._lost_in_a_row > _MAX_LOST_IN_A_ROW:
-            raise NoQuorum(
-                f"{self.name}: {self._lost_in_a_row} steps lost in a row, the last one by trainer {trainer}: {error}"
-            ) from error
+
+        def count_step(record: StepRecord) -> None:
+            self._lost_in_a_row = 0
+            self.counters.items += record.items
+            self.counters.staleness += record.staleness
+            on_step(record)
+
+        def count_lost(trainer: int, error: Exception) -> None:
+            self.counters.steps_lost += 1
+            self._lost_in_a_row += 1
+            on_lost(trainer, error)
+            if self._lost_in_a_row > _MAX_LOST_IN_A_ROW:
+                raise NoQuorum(
+                    f"{self.name}: {self._lost_in_a_row} steps lost in a row, the last one by trainer {trainer}: "
+                    f"{error}"
+                ) from error
+
+        self._lost_in_a_row = 0
+        run(self.stretch, self.step + num_steps, count_step, count_lost, seed=self.stretch_seed)
+
+    @abc.abstractmethod
+    async def stretch(self, last_step: int, on_step: OnStep, on_lost: OnLost) -> None:
+        """Train up to this step, in virtual time."""
+
+    @abc.abstractmethod
+    def params(self) -> PyTree:
+        """What the setup's evaluator takes."""
+
+    async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
+        """Evaluate on this machine, with every expert alive."""
+        return self.setup.evaluator(self.params(), self.setup.text(split), max_tokens=max_items, on_batch=on_batch)
+
+    def state(self) -> PyTree:
+        return {"trunk": self.trunk.state, "memories": tuple(self.memories)}
+
+    async def snapshot(self) -> tuple[int, PyTree]:
+        return self.step, host_copy(self.state())
 
     def facts(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON."""
         return {"positions": [stream.position for stream in self.streams], "counters": asdict(self.counters)}
 
-    def load(self, facts: Mapping[str, Any]) -> None:
-        """From a checkpoint."""
+    def load(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
+        self.trunk.restore(step, state["trunk"])
+        self.memories = [jax.tree.map(jnp.asarray, memory) for memory in state["memories"]]
         for stream, position in zip(self.streams, facts["positions"], strict=True):
             stream.seek(position)
         self.counters = Counters(**facts["counters"])
+
+    def totals(self) -> Totals:
+        return Totals(**asdict(self.counters))

@@ -6,42 +6,35 @@ finds them as it left them.
 """
 
 import functools
-import json
 import math
 import os
 import shlex
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import trio
-from rich.console import Console
-from rich.table import Table
 
-from dmoe_jax.cli.common import UsageError, set_up_jax
+from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.network import SECRET_VARIABLE
-from dmoe_jax.routing.check import check_router
-from dmoe_jax.routing.registry import make_router
-from dmoe_jax.runs.report import format_value, write_report
-from dmoe_jax.runs.run_folder import RunFolder, plain
+from dmoe_jax.runs.figure import training_figure
+from dmoe_jax.runs.run_folder import FIGURE, RunFolder
+from dmoe_jax.training.saving import CHECKPOINT_FOLDER, finished_headline
+from experiments.bench import Experiment, Run
 from experiments.local_swarm import (
     LocalSwarm,
+    ProcessFailed,
     averaging_flags,
     deal_experts,
     open_local_swarm,
     start_nodes,
     start_trainers,
-    trainer_folders,
     wait_for_others,
 )
-from experiments.supervision import run_supervised
+from experiments.results import Result
 from experiments.transformer_xl.presets import PRESETS, Preset
-from experiments.transformer_xl.run import TransformerXLCommand
-
-_PROG = "transformer_xl"
+from experiments.transformer_xl.settings import QUICK_EVAL_TOKENS, QUICK_PAUSES, TransformerXLSettings
+from experiments.transformer_xl.training import check, open_folder
 
 NUM_TRAINERS = 4
 """Asynchronous trainers of all trainer processes, unless there are more of those; they share the preset's batch."""
@@ -49,92 +42,48 @@ NUM_TRAINERS = 4
 _QUICK_STEPS, _QUICK_MINUTES = 160, 0.8
 """Updates of a quick run, and when it stops even if there are updates left."""
 
-_QUICK_EVAL_TOKENS, _QUICK_PAUSES = 8192, 4
-"""Validation words of each evaluation of a quick run, and how many evaluations there are on the way."""
-
 _REPORT_GRACE_S = 60.0
 """For the trainer to write its last checkpoint and its report; the trunk of the full size takes seconds."""
 
-_HEADLINE = {
-    "validation_perplexity": "validation_perplexity",
-    "unigram_perplexity": "unigram_perplexity",
-    "steps": "steps",
-    "training_tokens": "tokens",
-    "tokens_per_s": "tokens_per_s",
-    "training_s": "training_s",
-    "mean_trunk_staleness": "staleness",
-    "share_lost": "failed_call_share",
-    "steps_lost": "steps_lost",
-    "averages_done": "averages_done",
-    "averages_missed": "averages_missed",
-    "load_cv": "load_cv",
-    "load_entropy": "load_entropy",
-    "dead_experts": "dead_experts",
-}
-"""The trainer's headline -> names that it shares with models trained elsewhere."""
+_HEADLINE = (
+    "validation_perplexity",
+    "unigram_perplexity",
+    "steps",
+    "training_tokens",
+    "tokens_per_s",
+    "training_s",
+    "mean_trunk_staleness",
+    "failed_call_share",
+    "failures",
+    "steps_lost",
+    "averages_done",
+    "averages_missed",
+    "load_cv",
+    "load_entropy",
+    "dead_experts",
+)
+"""Figures of the first trainer process that its headline shares with models trained elsewhere."""
 
 
-def run_swarm(command: TransformerXLCommand) -> int:
-    """Train dmoe over processes of this machine, or over the swarm that --join names; the exit status.
+async def measure(run: Run[TransformerXLSettings]) -> None:
+    """Train dmoe over processes of this machine, or over the swarm that --join names.
 
     The trainer processes average their trunks; the figures are the first one's.
 
     Raises:
-      UsageError: for another model than dmoe, a router or a folder that will not do. Nothing is started then.
+      ProcessFailed: a process did not start, or ended with an error; the first trainer has said why itself.
     """
-    # Before any process is started: the nodes compile for half a minute.
-    preset, out = _checked(command), _run_folder(command)
-    return run_supervised(lambda: _run(command, preset, out), prog=_PROG)
-
-
-def _checked(command: TransformerXLCommand) -> Preset:
-    """The preset, once what can be known to be wrong has been looked at."""
-    if command.model not in ((), ("dmoe",)):
-        raise UsageError(f"--where swarm trains dmoe only, got --model {' '.join(command.model)}")
-    preset = PRESETS["dmoe", command.size]
-    set_up_jax()
-    try:
-        check_router(make_router(command.router, preset.grid_size), preset.grid_size, preset.d_model)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    return preset
-
-
-def _run_folder(command: TransformerXLCommand) -> Path:
-    """Where the run goes: new or empty folders, or those of a run to be resumed. A resumed run may have trainer
-    processes that are new: they take the others' state."""
-    out = command.out or Path("runs") / time.strftime(f"{_PROG}-%Y%m%d-%H%M%S")
-    first, *others = trainer_folders(out, command.processes)
-    if command.resume and not _has_checkpoint(first):
-        raise UsageError(f"there is no checkpoint in {first} to resume from")
-    fresh = [folder for folder in others if not _has_checkpoint(folder)] if command.resume else [first, *others]
-    for folder in fresh if command.resume else (*fresh, _node_folder(out)):
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UsageError(f"{folder} is not empty; --out must be new or empty, or --resume given")
-    return out
-
-
-def _has_checkpoint(folder: Path) -> bool:
-    return (folder / "checkpoints").is_dir()
-
-
-def _node_folder(out: Path) -> Path:
-    """Beside the run folder, which belongs to the trainer."""
-    return out.parent / f"{out.name}.nodes"
-
-
-async def _run(command: TransformerXLCommand, preset: Preset, out: Path) -> int:
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    logs = out.parent / f"{out.name}.logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    settings, preset = run.settings, PRESETS["dmoe", run.settings.size]
+    logs = run.folder.path / "logs"
+    logs.mkdir(exist_ok=True)
     # Our own swarm needs no secret and shares the cores; another one has its own secret.
     own = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
-    environment = {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE, "")} if command.join else own
+    environment = {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE, "")} if settings.join else own
     async with open_local_swarm(logs, environment) as swarm:
-        contacts = command.join or await _start_nodes(swarm, command, preset, out, console)
-        folders = trainer_folders(out, command.processes)
+        contacts = settings.join or await _start_nodes(swarm, run, preset)
         commands = [
-            ["train", *trainer_flags(command, preset, contacts, folder, index)] for index, folder in enumerate(folders)
+            ["train", *trainer_flags(settings, preset, contacts, trainer_folder(run.folder.path, index), index)]
+            for index in range(settings.processes)
         ]
         trainers = await start_trainers(swarm, commands)
         try:
@@ -147,26 +96,27 @@ async def _run(command: TransformerXLCommand, preset: Preset, out: Path) -> int:
                 async with trio.open_nursery() as nursery:
                     for trainer in trainers:
                         nursery.start_soon(functools.partial(swarm.end, trainer, grace_s=_REPORT_GRACE_S))
-    if status == 0:
-        _report(command, out, console)
-        console.print(f"run folder: {out}; logs of the processes: {logs}")
-    # If not, the trainer has said why.
-    return status
+    if status:
+        raise UsageError(f"the first trainer process ended with status {status}; it has said why above")
 
 
-async def _start_nodes(
-    swarm: LocalSwarm, command: TransformerXLCommand, preset: Preset, out: Path, console: Console
-) -> list[str]:
+def trainer_folder(out: Path, index: int) -> Path:
+    """Run folder of a trainer process."""
+    return out / f"trainer{index}"
+
+
+async def _start_nodes(swarm: LocalSwarm, run: Run[TransformerXLSettings], preset: Preset) -> list[str]:
     """Start the swarm; whom to join it through."""
-    console.print(f"starting one DHT peer and {command.nodes} expert nodes; they compile before they announce")
-    dealt = deal_experts(command.nodes, num_layers=preset.num_layers, grid_size=preset.grid_size)
+    settings, folder = run.settings, run.folder.path / "nodes"
+    run.say(f"starting one DHT peer and {settings.nodes} expert nodes; they compile before they announce")
+    dealt = deal_experts(settings.nodes, num_layers=preset.num_layers, grid_size=preset.grid_size)
     hands = [hand for hand in dealt if hand]  # of very many nodes some get none
-    nodes = await start_nodes(swarm, hands, lambda index: node_flags(command, preset, _node_folder(out), index))
-    console.print(f"{len(nodes)} nodes serve {sum(map(len, hands))} experts in {preset.num_layers} layers")
+    nodes = await start_nodes(swarm, hands, lambda index: node_flags(settings, preset, folder, index))
+    run.say(f"{len(nodes)} nodes serve {sum(map(len, hands))} experts in {preset.num_layers} layers")
     return [node.contact for node in nodes[:2]]
 
 
-def node_flags(command: TransformerXLCommand, preset: Preset, folder: Path, index: int) -> list[str]:
+def node_flags(settings: TransformerXLSettings, preset: Preset, folder: Path, index: int) -> list[str]:
     """Flags of `dmoe node` for one node of the preset, besides its experts and whom it joins.
 
     Args:
@@ -175,55 +125,55 @@ def node_flags(command: TransformerXLCommand, preset: Preset, folder: Path, inde
     """
     return _as_flags(
         {
-            **_expert_shape(command, preset),
+            **_expert_shape(settings, preset),
             "learning_rate": preset.expert_learning_rate,
             "warmup_steps": preset.expert_warmup_steps,
             "weight_decay": preset.weight_decay,
             "grad_clip": preset.expert_grad_clip,
-            "seed": command.seed,
+            "seed": settings.seed,
             "checkpoint_dir": folder / f"node{index}",
         }
     )
 
 
 def trainer_flags(
-    command: TransformerXLCommand, preset: Preset, contacts: Sequence[str], out: Path, index: int = 0
+    settings: TransformerXLSettings, preset: Preset, contacts: Sequence[str], out: Path, index: int = 0
 ) -> list[str]:
-    """Flags of `dmoe train` for the preset and what the command changes of it.
+    """Flags of `dmoe train` for the preset and what the settings change of it.
 
     Args:
       contacts: whom to join.
       out: this process's run folder.
       index: of the trainer process.
     """
-    num_trainers = max(1, NUM_TRAINERS // command.processes)
-    batch_size = command.batch_size or max(1, preset.batch_size // (num_trainers * command.processes))
-    steps = command.steps or preset.steps
-    eval_tokens, pauses = command.eval_tokens, preset.pauses
-    if command.quick:
-        pauses = _QUICK_PAUSES
-        steps, eval_tokens = min(steps, _QUICK_STEPS), min(eval_tokens or _QUICK_EVAL_TOKENS, _QUICK_EVAL_TOKENS)
-    eval_every = command.eval_every or math.ceil(steps / pauses)
+    num_trainers = max(1, NUM_TRAINERS // settings.processes)
+    batch_size = settings.batch_size or max(1, preset.batch_size // (num_trainers * settings.processes))
+    steps = settings.steps or preset.steps
+    eval_tokens, pauses = settings.eval_tokens, preset.pauses
+    if settings.quick:
+        pauses = QUICK_PAUSES
+        steps, eval_tokens = min(steps, _QUICK_STEPS), min(eval_tokens or QUICK_EVAL_TOKENS, QUICK_EVAL_TOKENS)
+    eval_every = settings.eval_every or math.ceil(steps / pauses)
     averaging = averaging_flags(
-        num_processes=command.processes, every=command.average_every, seed=command.seed, index=index
+        num_processes=settings.processes, every=settings.average_every, seed=settings.seed, index=index
     )
     return averaging + _as_flags(
         {
             "join": tuple(contacts),
             "out": out,
-            "resume": command.resume and (index == 0 or _has_checkpoint(out)),
-            "data": command.data,
-            "router": command.router,
+            "resume": settings.resume and (out / CHECKPOINT_FOLDER).is_dir(),
+            "data": settings.data,
+            "router": settings.router,
             "steps": steps,
-            "max_minutes": _QUICK_MINUTES if command.quick else 0.0,
+            "max_minutes": _QUICK_MINUTES if settings.quick else 0.0,
             "num_trainers": num_trainers,
             "batch_size": batch_size,
             "eval_every": eval_every,
             "checkpoint_every": eval_every,
             "eval_tokens": eval_tokens,
             # Only the first one's text at the end is read.
-            "final_eval_tokens": eval_tokens if command.quick or index else 0,
-            **_expert_shape(command, preset),
+            "final_eval_tokens": eval_tokens if settings.quick or index else 0,
+            **_expert_shape(settings, preset),
             **{
                 name: getattr(preset, name)
                 for name in (
@@ -245,10 +195,10 @@ def trainer_flags(
     )
 
 
-def _expert_shape(command: TransformerXLCommand, preset: Preset) -> dict[str, object]:
+def _expert_shape(settings: TransformerXLSettings, preset: Preset) -> dict[str, object]:
     names = ("d_model", "num_heads", "d_ff", "seq_len", "mem_len", "dropout", "attention_dropout", "position_dropout")
     shape: dict[str, object] = {name: getattr(preset, name) for name in names}
-    return shape | {"compute_dtype": "bfloat16" if command.bf16 else "float32"}
+    return shape | {"compute_dtype": settings.compute_dtype}
 
 
 def _as_flags(values: Mapping[str, object]) -> list[str]:
@@ -263,41 +213,41 @@ def _as_flags(values: Mapping[str, object]) -> list[str]:
     return flags
 
 
-def _report(command: TransformerXLCommand, out: Path, console: Console) -> None:
-    """Say what came of it; the trainer's report gets the command that does all of it again."""
-    folder = RunFolder(out)
-    figures = next(record for record in reversed(folder.metrics()) if record["kind"] == "headline")
-    ours = {name: figures.get(theirs) for theirs, name in _HEADLINE.items()}
-    where = "a swarm that was running" if command.join else f"one DHT peer and {command.nodes} expert nodes"
-    write_report(
-        folder,
-        {name: value for name, value in figures.items() if name != "kind"},
-        title=f"Transformer-XL on {figures['corpus']}: dmoe, {command.size}, swarm",
-        summary=f"Real processes: {command.processes} of {max(1, NUM_TRAINERS // command.processes)} asynchronous "
+def summarise(run: Run[TransformerXLSettings]) -> Result | None:
+    """The figures of the first trainer process, whose report has the rest."""
+    settings, folder = run.settings, RunFolder(trainer_folder(run.folder.path, 0))
+    figures = finished_headline(folder)
+    if figures is None:
+        return None
+    training_figure(folder.metrics(), run.folder.path / FIGURE, title=f"dmoe on {figures['corpus']}, {settings.size}")
+    ours = {name: figures.get(name) for name in _HEADLINE}
+    where = "a swarm that was running" if settings.join else f"one DHT peer and {settings.nodes} expert nodes"
+    facts = {name: figures[name] for name in ("corpus", "router")}
+    return Result(
+        title=f"Transformer-XL on {figures['corpus']}: dmoe, {settings.size}, swarm",
+        figures={"size": settings.size, "where": "swarm", **facts, "models": {"dmoe": ours}},
+        shown={**facts, **ours},
+        summary=f"Real processes: {settings.processes} of {max(1, NUM_TRAINERS // settings.processes)} asynchronous "
         f"trainers each, and {where}.",
-        command=_own_command(command),
+        command=_own_command(settings),
     )
-    table = Table("", "dmoe", title="Transformer-XL", title_justify="left")
-    for name, value in ours.items():
-        table.add_row(name.replace("_", " "), format_value(value))
-    console.print(table)
-    if command.json:
-        headline: dict[str, Any] = {
-            "size": command.size,
-            "where": "swarm",
-            "corpus": figures["corpus"],
-            "router": figures["router"],
-            "models": {"dmoe": ours},
-        }
-        sys.stdout.flush()
-        print(json.dumps(plain(headline)))
 
 
-def _own_command(command: TransformerXLCommand) -> str:
-    """The command line, with what differs from the defaults."""
+def _own_command(settings: TransformerXLSettings) -> str:
+    """The command line, with what differs from the defaults; ports of today are of no use tomorrow."""
     changed = {
-        field.name: getattr(command, field.name)
-        for field in fields(command)
-        if getattr(command, field.name) != field.default and field.name not in ("out", "resume", "json")
+        field.name: getattr(settings, field.name)
+        for field in fields(settings)
+        if getattr(settings, field.name) != field.default and field.name not in ("out", "resume", "json", "join")
     }
     return shlex.join(["python", "-m", "experiments.transformer_xl", *_as_flags(changed)])
+
+
+EXPERIMENT = Experiment[TransformerXLSettings](
+    measure=measure,
+    summarise=summarise,
+    check=check,
+    open_folder=open_folder,
+    figure_text="Perplexity, load of the experts, throughput and failed calls of the first trainer process",
+    causes=(ProcessFailed,),
+)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -56,3 +57,23 @@ def test_host_copy_owns_its_memory() -> None:
     copy = host_copy({"x": original})["x"]
     assert copy.flags.owndata
     assert not np.shares_memory(copy, np.asarray(original))
+
+
+def test_arrays_without_elements_come_back(tmp_path: Path) -> None:
+    """An adaptive softmax without tail clusters has some, in its optimiser's state too."""
+    state = {
+        "w": np.arange(3.0),
+        "tail": (np.zeros((0, 4), np.float32), np.zeros((4, 0), np.float32)),
+        "n": np.int32(7),
+    }
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state, {})
+    _, restored, _ = checkpoints.restore_latest(state)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), restored) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), state
+    )
+    np.testing.assert_array_equal(restored["w"], state["w"])
+    assert int(restored["n"]) == 7
+    with pytest.raises(CheckpointError, match="another model"):
+        checkpoints.restore_latest(state | {"tail": (np.zeros((1, 4), np.float32), state["tail"][1])})
+    checkpoints.close()

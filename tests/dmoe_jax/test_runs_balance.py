@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dmoe_jax.runs.balance import Balance, balance, layer_balances, mean_balance
 
+LAYERS = {"layer0": ("layer0.0.0", "layer0.1.0"), "layer1": ("layer1.0.0", "layer1.1.0")}
 UIDS = ("a.0", "a.1", "a.2", "a.3")
 
 
@@ -59,14 +60,14 @@ def test_mistakes_are_named() -> None:
         balance({}, UIDS, failed=-1)
     with pytest.raises(ValueError, match=r"a\.2 fell by 3"):
         balance({"a.2": 1}, UIDS, before={"a.2": 4})
-    with pytest.raises(ValueError, match=r"2 layers of grid \(2, 1\) have no expert 'layer0.0.1'"):
-        layer_balances({"layer0.0.1": 1}, num_layers=2, grid_size=(2, 1))
+    with pytest.raises(ValueError, match=r"layers layer0, layer1 have no expert 'layer0.0.1'"):
+        layer_balances({"layer0.0.1": 1}, LAYERS)
 
 
 def test_layers_by_hand() -> None:
     """Each layer's own load with everybody's calls; the mean of layers leaves out what is not known."""
     load, before = {"layer0.0.0": 9, "layer0.1.0": 4}, {"layer0.0.0": 6, "layer0.1.0": 3}
-    layers = layer_balances(load, num_layers=2, grid_size=(2, 1), before=before, ok=3, failed=1)
+    layers = layer_balances(load, LAYERS, before=before, ok=3, failed=1)
     assert list(layers) == ["layer0", "layer1"]
     assert layers["layer0"].histogram == (3, 1)
     assert layers["layer0"].cv == pytest.approx(0.5)

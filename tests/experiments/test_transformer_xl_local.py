@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from experiments.transformer_xl.assembly import make_engine
+from experiments.transformer_xl.engine import Engine
 
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.models import transformer_xl as txl
@@ -22,8 +24,6 @@ from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.types import PyTree
 from experiments.moe_overhead.wide_layer import layer_flops
-from experiments.transformer_xl.assembly import make_engine
-from experiments.transformer_xl.engine import Engine
 from experiments.transformer_xl.local import LocalEngine
 from experiments.transformer_xl.presets import (
     PRESETS,

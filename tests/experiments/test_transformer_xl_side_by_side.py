@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 
 import pytest
+from experiments.transformer_xl.run import TransformerXLCommand, main
 
 from experiments.transformer_xl import side_by_side
-from experiments.transformer_xl.run import TransformerXLCommand, main
 
 FLAGS = ["--model", "small", "base", "--quick", "--steps", "2", "--trainers", "2", "--data", "embedded"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from experiments.transformer_xl.run import TransformerXLCommand
 
 from dmoe_jax.cli.assembly import model_config as config_of_flags
 from dmoe_jax.cli.common import UsageError, parse_command_line
@@ -17,7 +18,6 @@ from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.runs.run_folder import read_metrics
 from experiments.local_swarm import deal_experts, trainer_folders
 from experiments.transformer_xl.presets import PRESETS, Size, model_config
-from experiments.transformer_xl.run import TransformerXLCommand
 from experiments.transformer_xl.swarm import node_flags, run_swarm, trainer_flags
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from dmoe_jax.runs.comparison import (
     comparison_figure,
     comparison_headline,
@@ -16,8 +15,9 @@ from dmoe_jax.runs.comparison import (
     draw_comparison,
     write_comparison_report,
 )
-from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.runs.run_summary import deviation, perplexity_curve, summarise_run
+
+from dmoe_jax.runs.run_folder import RunFolder
 from tests.dmoe_jax.figure_texts import assert_readable, words_of
 
 Record = dict[str, Any]

@@ -14,15 +14,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from dmoe_jax.runs.figure import Metrics, columns
 from dmoe_jax.runs.report import ReportTable, format_value, write_report
 from dmoe_jax.runs.run_folder import RunFolder, replaced_file
-from dmoe_jax.runs.run_summary import (
-    FIGURES,
-    RunSummary,
-    deviation,
-    known,
-    mean,
-    perplexity_curve,
-    summarise_run,
-)
 from dmoe_jax.runs.style import (
     FAINT,
     GREY,
@@ -37,6 +28,15 @@ from dmoe_jax.runs.style import (
     say_empty,
     series_style,
     short,
+)
+from experiments.run_summary import (
+    FIGURES,
+    RunSummary,
+    deviation,
+    known,
+    mean,
+    perplexity_curve,
+    summarise_run,
 )
 
 Runs = Mapping[str, Sequence[Metrics]]
@@ -211,8 +211,8 @@ def _curves(axes: Axes, runs: Runs, *, gap: float) -> None:
     unigrams = [columns(metrics, "baseline", "unigram_perplexity")[0] for seeds in runs.values() for metrics in seeds]
     unigram = np.concatenate(unigrams)
     if unigram.size:
-        labels.append(baseline(axes, float(unigram[0]), "unigram"))
-        cap(axes, labels, _TOP * float(unigram[0]))
+        labels.append(baseline(axes, float(unigram[-1]), "unigram"))
+        cap(axes, labels, _TOP * float(unigram[-1]))
     plain_log_ticks(axes)
     unit, name = (1e6, "M") if last_tokens >= 2e6 else (1e3, "k") if last_tokens >= 2e3 else (1.0, "")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / unit:g}{name}" if value else "0"))

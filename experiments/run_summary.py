@@ -48,7 +48,7 @@ def summarise_run(metrics: Metrics) -> RunSummary:
     lines = balance_lines(metrics)
     _, ok, failed = new_calls(metrics)
     calls = float(ok.sum() + failed.sum())
-    times, tokens = columns(metrics, "train", "time_s", "tokens")
+    times, tokens = columns(metrics, "train", "time_s", "items")
     (staleness,) = columns(metrics, "train", "staleness")
     wall_s = float(times.max()) if times.size else None
     tokens_per_s = _last(metrics, "tokens_per_s")
@@ -86,11 +86,11 @@ def deviation(values: np.ndarray) -> float | None:
 
 def perplexity_curve(metrics: Metrics) -> dict[float, tuple[float, float]]:
     """Step -> (training tokens seen by then, validation perplexity). Of two evaluations of a step the last counts."""
-    steps, tokens = columns(metrics, "train", "step", "tokens")
+    steps, tokens = columns(metrics, "train", "step", "items")
     curve = {}
     for record in _evaluations(metrics, "valid"):
         step = float(record["step"])
-        seen = record.get("tokens_seen")
+        seen = record.get("items_seen")
         curve[step] = (float(tokens[steps <= step].sum() if seen is None else seen), float(record["perplexity"]))
     return dict(sorted(curve.items()))
 

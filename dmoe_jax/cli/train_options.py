@@ -1,0 +1,243 @@
+"""The flags of `dmoe train`, in groups, and what can be said of them without JAX."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+
+import tyro
+
+from dmoe_jax.cli.averaging import AveragingOptions
+from dmoe_jax.cli.common import UsageError
+from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
+from dmoe_jax.layer_config import LayerConfig
+
+D = TypeVar("D")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What is trained on."""
+
+    data: str = "auto"
+    """Corpus of the language model: auto (WikiText-2 from DMOE_DATA, cache or download, else the embedded one),
+    wikitext-2, embedded, or a text of your own: a file, or a folder with train.txt, valid.txt and test.txt."""
+    num_trainers: int = 4
+    """Asynchronous trainers in this process."""
+    batch_size: int = 4
+    """Sequences of each trainer."""
+    seed: int = 0
+    """Seed of the trunk's initial parameters, and of all chance without --data-seed."""
+    data_seed: int | None = None
+    """Seed of the trainers' places in the data, of dropout and of the router's noise. Default: --seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelOptions:
+    """The Transformer-XL, unless --model names another model."""
+
+    layer: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
+    """Shape of one expert."""
+    num_layers: int = 2
+    """DMoE layers; layer i calls the experts under "layer<i>."."""
+    grid_size: tuple[int, ...] = (4, 4)
+    """Extents of each layer's expert grid."""
+    router: str = "product_key"
+    """Chooses the experts of each sequence: product_key, flat_top_k, noisy_top_k, switch, expert_choice, hash,
+    frozen_random, peer or uniform_random. Or my_file.py:my_router: a router of your own, or a function that makes one
+    for a grid size."""
+    cutoffs: tuple[int, ...] | Literal["none"] = (2000, 10000)
+    """Adaptive softmax: ids where a new cluster of rarer words begins; none for a plain softmax."""
+    embedding_dropout: float = 0.0
+    """Share of words whose input embedding is dropped in a step, at all their places."""
+    input_dropout: float = 0.0
+    """Locked dropout of the word vectors."""
+    output_dropout: float = 0.0
+    """Locked dropout before the softmax. (--dropout also acts on the last layer's output.)"""
+
+    def cutoffs_below(self, vocab_size: int) -> tuple[int, ...]:
+        """The cutoffs that a vocabulary of this size has words beyond."""
+        return () if self.cutoffs == "none" else tuple(cutoff for cutoff in self.cutoffs if cutoff < vocab_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOptions:
+    """How experts are called; with --model, only --wait-s counts."""
+
+    k_best: int = 4
+    """Experts asked for each sequence."""
+    k_min: int = 1
+    """Answers that each sequence needs before stragglers get only the grace time."""
+    grace_s: float = 1.0
+    """Seconds to wait for stragglers then."""
+    timeout_s: float = 10.0
+    """Seconds after which an expert call is given up."""
+    compression: Literal["none", "float16", "bfloat16", "blockwise8"] = "none"
+    """How activations and gradients travel to experts and back. Parameters never travel compressed."""
+    max_skipped: float = 1.0
+    """Share of a layer's samples without any expert, over its last 32 calls, beyond which the run stops; 1: never."""
+    wait_s: float = 300.0
+    """Seconds to wait at the start for every layer to have a living expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """How the trunk is trained: Adam with a clipped gradient, warm-up and cosine decay."""
+
+    learning_rate: float = 2e-3
+    """Peak step size of the trunk's Adam."""
+    warmup_steps: int = 50
+    """Trunk updates of linear warm-up, at most a quarter of --steps; cosine decay follows."""
+    learning_rate_floor: float = 0.1
+    """Where the decay ends, as a share of the peak; 0 to 1."""
+    grad_clip: float = 0.5
+    """Bound on the norm of the trunk's gradient."""
+    weight_decay: float = 0.0
+    """L2 penalty on the trunk's parameters, added to their gradients before Adam."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How long a run takes, and what it looks at and saves on the way."""
+
+    steps: int = 600
+    """Trunk updates to make, all trainers together."""
+    max_minutes: float = 0.0
+    """Stop after this many minutes even if there are steps left; 0 for no limit."""
+    eval_every: int = 100
+    """Trunk updates between evaluations on validation data."""
+    eval_tokens: int = 16384
+    """Validation tokens of each evaluation, read from evenly spaced places; 0 for the whole text. A model of your own
+    is evaluated on all of its validation data."""
+    final_eval_tokens: int = 0
+    """Validation tokens of the last evaluation; 0 for the whole text."""
+    checkpoint_every: int = 200
+    """Trunk updates between checkpoints; one is also written at the end and after Ctrl-C."""
+
+
+_FIXED = (
+    "model",
+    "language.num_layers",
+    "language.grid_size",
+    "language.router",
+    "language.cutoffs",
+    "language.layer.d_model",
+    "language.layer.num_heads",
+    "language.layer.d_ff",
+    "data.data",
+    "averaging.average",
+)
+"""Settings that decide what the parameters are, or what they were trained on: a resumed run must have the same."""
+
+_OF_THIS_PROCESS = ("join", "out", "resume", "json", "exit_on_stdin_eof")
+"""Flags that a resumed run does not take from the one before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """All flags of `dmoe train`."""
+
+    join: JoinTexts
+    """Peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there."""
+    network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
+    """Who this process is and which swarm it belongs to."""
+    swarm: str = "dmoe"
+    """Name of the swarm."""
+    out: Path | None = None
+    """Run folder; must be new or empty unless --resume. Default: runs/ and the time."""
+    resume: bool = False
+    """Continue the run in --out from its latest checkpoint, with its flags; those that are given change. The experts
+    are as their nodes have them now."""
+    model: str | None = None
+    """A model of your own, as my_file.py:my_model: a function of the swarm that returns a `dmoe_jax.model.Model` which
+    also has `batches(shard, num_shards, seed)`, an iterator of training batches, and perhaps `validation()`, an
+    iterable. Default: a Transformer-XL language model."""
+    language: Annotated[LanguageModelOptions, tyro.conf.arg(name="")] = field(default_factory=LanguageModelOptions)
+    """The language model."""
+    data: Annotated[DataOptions, tyro.conf.arg(name="")] = field(default_factory=DataOptions)
+    """What is trained on."""
+    calls: Annotated[CallOptions, tyro.conf.arg(name="")] = field(default_factory=CallOptions)
+    """Expert calls."""
+    optimizer: Annotated[OptimizerOptions, tyro.conf.arg(name="")] = field(default_factory=OptimizerOptions)
+    """The trunk's optimiser."""
+    run_length: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
+    """Length of the run, evaluations and checkpoints."""
+    averaging: Annotated[AveragingOptions, tyro.conf.arg(name="")] = field(default_factory=AveragingOptions)
+    """Averaging with other trainer processes."""
+    listening: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
+    """Where others call this process, if it averages; one that does not listens nowhere."""
+    json: bool = False
+    """Print the headline figures as one JSON object on the last line."""
+    exit_on_stdin_eof: bool = False
+    """End when standard input closes (set by a process that starts this one and may be killed)."""
+
+    def check(self) -> None:
+        """Look at what nothing else checks before it would be too late.
+
+        Raises:
+          UsageError: naming the flag.
+        """
+        for group, names in (
+            (self.data, ("num_trainers", "batch_size")),
+            (self.language, ("num_layers",)),
+            (self.calls, ("k_best",)),
+            (self.run_length, ("steps", "eval_every")),
+        ):
+            for name in names:
+                if getattr(group, name) < 1:
+                    raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(group, name)}")
+        for name in ("eval_tokens", "final_eval_tokens", "checkpoint_every", "max_minutes"):
+            if not getattr(self.run_length, name) >= 0:
+                raise UsageError(f"--{name.replace('_', '-')} must not be negative")
+        if not self.calls.wait_s >= 0:
+            raise UsageError(f"--wait-s must not be negative, got {self.calls.wait_s}")
+        if self.calls.k_min > self.calls.k_best:
+            raise UsageError(f"--k-min must not exceed --k-best, got {self.calls.k_min} and {self.calls.k_best}")
+        if not self.language.grid_size or min(self.language.grid_size) < 1:
+            raise UsageError(f"--grid-size must be positive integers, got {self.language.grid_size}")
+        self.averaging.check()
+        if not self.join:
+            raise UsageError("--join needs at least one HOST:PORT")
+        if self.resume and self.out is None:
+            raise UsageError("--resume needs --out with the folder of the run to continue")
+
+    def settings(self) -> dict[str, Any]:
+        """The flags as plain data, for config.json."""
+        return {name: value for name, value in asdict(self).items() if name not in ("resume", "out")}
+
+    @property
+    def may_differ(self) -> frozenset[str]:
+        """Settings that a resumed run may change, by their dotted names."""
+        return frozenset(_dotted(self)) - {*_FIXED}
+
+
+def with_saved(options: D, saved: Mapping[str, Any]) -> D:
+    """These options with the values that config.json has of them; what it lacks stays.
+
+    Args:
+      options: a dataclass of flags, perhaps of groups of flags.
+      saved: `TrainOptions.settings` through JSON.
+    """
+    hints = get_type_hints(type(options))
+    changes: dict[str, Any] = {}
+    for each in fields(options):  # type: ignore[arg-type]
+        if each.name not in saved or each.name in _OF_THIS_PROCESS:
+            continue
+        value, now = saved[each.name], getattr(options, each.name)
+        if is_dataclass(now):
+            value = with_saved(now, value) if isinstance(value, Mapping) else now
+        elif isinstance(value, list):
+            value = tuple(value)
+        elif isinstance(value, str) and Path in (hints[each.name], *get_args(hints[each.name])):
+            value = Path(value)
+        changes[each.name] = value
+    return replace(options, **changes)  # type: ignore[type-var]
+
+
+def _dotted(options: Any, prefix: str = "") -> list[str]:
+    """The names of all flags, with those of their groups."""
+    names: list[str] = []
+    for each in fields(options):
+        value = getattr(options, each.name)
+        names += _dotted(value, f"{prefix}{each.name}.") if is_dataclass(value) else [f"{prefix}{each.name}"]
+    return names

@@ -1,0 +1,186 @@
+"""What `dmoe train` trains: the Transformer-XL that its flags describe, or a model of the user's own."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import trio
+
+from dmoe_jax.cli.common import mistakes_in_one_line
+from dmoe_jax.cli.train_options import TrainOptions
+from dmoe_jax.data.batches import SegmentStream, evaluation_segments
+from dmoe_jax.data.corpora import Corpus, load_corpus
+from dmoe_jax.experts.transformer_xl import layer_expert
+from dmoe_jax.grid import all_uids, layer_prefix
+from dmoe_jax.mixture.remote import RemoteMixture
+from dmoe_jax.model import Model
+from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.models.transformer_xl import TransformerXL
+from dmoe_jax.routing.base import Router
+from dmoe_jax.routing.check import check_router
+from dmoe_jax.routing.registry import make_router
+from dmoe_jax.swarm import Swarm
+from dmoe_jax.training.progress import TrainingProgress
+from dmoe_jax.training.task import Task, language_task
+from dmoe_jax.user_file import UserFileError, call_user, user_model
+
+_EVAL_BATCH = 16
+"""Rows of an evaluation batch, each from another place of the text: enough places for a part to stand for the whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a run trains: a model, the batches of its trainers, and what it is evaluated on."""
+
+    model: Model
+    task: Task
+    batches: list[Iterator[Any]]
+    """One iterator for each trainer."""
+    facts: Mapping[str, object]
+    """What the headline opens with."""
+
+    @property
+    def mixtures(self) -> tuple[RemoteMixture, ...]:
+        """The model's remote mixtures, as far as it tells: in an attribute of this name."""
+        return tuple(getattr(self.model, "mixtures", ()))
+
+    @property
+    def layers(self) -> dict[str, tuple[str, ...]]:
+        """Layer -> uids of its experts."""
+        grids = {mixture.config.prefix: mixture.router.grid_size for mixture in self.mixtures}
+        return {prefix: tuple(map(str, all_uids(prefix, grid_size))) for prefix, grid_size in grids.items()}
+
+    def evaluation(self, split: str, max_items: int | None) -> tuple[Iterable[Any], int | None]:
+        """Batches to evaluate, and their number if it is known."""
+        del split, max_items  # a user's own validation data is read whole
+        return cast(Any, self.model).validation(), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageTraining(Training):
+    """The Transformer-XL over a text."""
+
+    corpus: Corpus
+    seq_len: int
+
+    def evaluation(self, split: str, max_items: int | None) -> tuple[Iterable[Any], int | None]:
+        """The text, read from several places at once, so that a part of it stands for the whole."""
+        text: np.ndarray = getattr(self.corpus, split)
+        num_batches = math.ceil(min(max_items or text.size, text.size) / (_EVAL_BATCH * self.seq_len))
+        batches = evaluation_segments(text, batch_size=_EVAL_BATCH, seq_len=self.seq_len)
+        return itertools.islice(batches, num_batches), num_batches
+
+
+async def language_training(options: TrainOptions, swarm: Swarm, progress: TrainingProgress) -> LanguageTraining:
+    """The Transformer-XL that the flags describe.
+
+    Raises:
+      UsageError: for a router, a corpus or sizes that will not do.
+    """
+    data, language, calls = options.data, options.language, options.calls
+    router = await _checked_router(options)
+    with progress.phase("loading the corpus"), mistakes_in_one_line():
+        corpus = await trio.to_thread.run_sync(lambda: load_corpus(source=data.data), abandon_on_cancel=True)
+    progress.say(f"corpus: {corpus.description}")
+    seed = data.seed if data.data_seed is None else data.data_seed
+    with mistakes_in_one_line():
+        config = TransformerXLConfig(
+            layer=language.layer,
+            vocab_size=len(corpus.vocabulary),
+            num_layers=language.num_layers,
+            embedding_dropout=language.embedding_dropout,
+            input_dropout=language.input_dropout,
+            output_dropout=language.output_dropout,
+            grid_size=language.grid_size,
+            k_best=calls.k_best,
+            cutoffs=language.cutoffs_below(len(corpus.vocabulary)),
+        )
+        mixtures = [
+            swarm.mixture(
+                layer_prefix(layer),
+                layer_expert(language.layer),
+                router,
+                k_best=calls.k_best,
+                k_min=calls.k_min,
+                grace_s=calls.grace_s,
+                timeout_s=calls.timeout_s,
+                compression=calls.compression,
+                max_skipped=calls.max_skipped,
+                seed=seed,
+            )
+            for layer in range(config.num_layers)
+        ]
+        streams: list[Iterator[Any]] = [
+            SegmentStream(
+                corpus.train,
+                batch_size=data.batch_size,
+                seq_len=config.seq_len,
+                shard=shard,
+                num_shards=data.num_trainers,
+                seed=seed,
+            )
+            for shard in range(data.num_trainers)
+        ]
+    counts = np.bincount(corpus.train, minlength=config.vocab_size)
+    return LanguageTraining(
+        model=TransformerXL(config, router, mixtures, word_counts=counts),
+        task=language_task(corpus),
+        batches=streams,
+        facts={"router": router.name, "trainers": data.num_trainers},
+        corpus=corpus,
+        seq_len=config.seq_len,
+    )
+
+
+async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
+    """The user's own model, from a file.
+
+    Raises:
+      UsageError: it is not what `--model` asks for; the message names it.
+    """
+    data, spec = options.data, options.model or ""
+    seed = data.seed if data.data_seed is None else data.data_seed
+
+    def make() -> tuple[Model, list[Iterator[Any]]]:
+        make_model = user_model(spec)
+        model = call_user(spec, make_model, swarm, kind="model")
+        if not isinstance(model, Model):
+            raise UserFileError(f"model {spec!r}: expected a dmoe_jax.model.Model, got {type(model).__name__}")
+        if not callable(getattr(model, "batches", None)):
+            raise UserFileError(
+                f"model {spec!r}: {type(model).__name__} has no batches(shard, num_shards, seed), an iterator of "
+                "training batches"
+            )
+        own = cast(Any, model)
+        batches = [own.batches(shard, data.num_trainers, seed) for shard in range(data.num_trainers)]
+        return model, [iter(each) for each in batches]
+
+    with mistakes_in_one_line():
+        model, batches = await trio.to_thread.run_sync(make, abandon_on_cancel=True)
+    splits = ("valid",) if callable(getattr(model, "validation", None)) else ()
+    return Training(
+        model=model,
+        task=Task(name=spec, unit=model.unit, splits=splits),
+        batches=batches,
+        facts={"model": model.name, "trainers": data.num_trainers},
+    )
+
+
+async def _checked_router(options: TrainOptions) -> Router:
+    """The language model's router, after a trial: before the swarm hears of us.
+
+    Raises:
+      UsageError: there is no such router, or it does not keep to its contract. The message names it.
+    """
+
+    def make() -> Router:
+        router = make_router(options.language.router, options.language.grid_size)
+        check_router(router, options.language.grid_size, options.language.layer.d_model)
+        return router
+
+    with mistakes_in_one_line():
+        # In a thread: a file of the user's may import anything.
+        return await trio.to_thread.run_sync(make, abandon_on_cancel=True)

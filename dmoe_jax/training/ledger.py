@@ -1,0 +1,318 @@
+"""What a run writes down: steps, evaluations, calls and checkpoints on the way, figure and report at its end."""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from dmoe_jax.checkpoints import CheckpointError, Checkpoints, host_copy
+from dmoe_jax.model import Evaluation
+from dmoe_jax.runs.figure import training_figure
+from dmoe_jax.runs.report import write_report
+from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain
+from dmoe_jax.trainer import StepRecord
+from dmoe_jax.training.balance_log import BalanceLog
+from dmoe_jax.training.engine import Engine
+from dmoe_jax.training.plan import Plan
+from dmoe_jax.training.progress import TrainingProgress
+from dmoe_jax.training.saving import CHECKPOINT_FOLDER, PreparedRun, cut_metrics
+from dmoe_jax.training.task import Task
+
+Records = Callable[[], Iterable[tuple[str, Mapping[str, object]]]]
+"""What else happened since it was called last: records for the metrics, as (kind, fields)."""
+
+_SPLIT_NAMES = {"valid": "validation", "test": "test"}
+
+
+def no_records() -> tuple[tuple[str, Mapping[str, object]], ...]:
+    """Nothing else happened."""
+    return ()
+
+
+def first_leaf(error: BaseException) -> BaseException:
+    """The first exception in an exception group, however deep."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether Ctrl-C or a cancellation is in it; a nursery may have put it into groups."""
+    return BaseExceptionGroup("", [error]).subgroup((KeyboardInterrupt, trio.Cancelled)) is not None
+
+
+class Stopwatch:
+    """Seconds of training: what compiles first in a process, before the first step is done, is not counted."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.items = 0
+        self._is_warm = self._is_running = False
+        self._since: float | None = None
+
+    def __enter__(self) -> None:
+        self._is_running = True
+        self._since = time.perf_counter() if self._is_warm else None
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds, self._since, self._is_running = self.now(), None, False
+
+    def step(self, items: int) -> None:
+        """A step of so many items is done."""
+        if self._is_warm:
+            self.items += items
+        else:
+            self._is_warm = True
+            self._since = time.perf_counter() if self._is_running else None
+
+    def now(self) -> float:
+        """Seconds so far."""
+        return self.seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+    @property
+    def rate(self) -> float | None:
+        """Items a second."""
+        seconds = self.now()
+        return self.items / seconds if seconds > 0 and self.items else None
+
+
+@dataclass(slots=True)
+class _Reached:
+    """What was reported so far."""
+
+    step: int = 0
+    items: int = 0
+    staleness: int = 0
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+
+
+class Ledger:
+    """A run under way: its parts, what it writes down, and how it ends.
+
+    Args: as of `run.train`. The engine is moved on to the folder's checkpoint here; only then is anything written.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        run: PreparedRun,
+        plan: Plan,
+        task: Task,
+        progress: TrainingProgress,
+        facts: Mapping[str, object],
+        records: Records,
+        on_end: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.engine, self.plan, self.task, self.progress = engine, plan, task, progress
+        self._records, self._on_end = records, on_end
+        self._facts = facts
+        self.watch = Stopwatch()
+        self._reached = _Reached()
+        self._lost_before = 0
+        self._baseline: Mapping[str, float] = {}
+        size = self._restore(run)
+        self.folder: RunFolder = run.begin()
+        self.checkpoints = Checkpoints(self.folder.path / CHECKPOINT_FOLDER)
+        cut_metrics(self.folder, step=engine.step, size=size)
+        self.totals = engine.totals()
+        self._balance = BalanceLog(self.folder, engine.layers, self.totals)
+        self._calls_logged: tuple[int, int] | None = None
+        progress.say(f"run folder: {self.folder.path}")
+        progress.start_at(engine.step)
+        if engine.step:
+            progress.say(f"{engine.name}: continuing from step {engine.step}")
+            told = [record for record in self.folder.metrics() if record["kind"] == "baseline"]
+            self._baseline = {name: value for name, value in (told or [{}])[-1].items() if name != "kind"}
+        else:
+            self.folder.log("task", name=task.name, unit=task.unit)
+            self._log_baseline(None)
+
+    def _restore(self, run: PreparedRun) -> int | None:
+        """Move the engine on to the last checkpoint, if there is one; what `cut_metrics` wants to know."""
+        if run.path is None or not run.has_checkpoint:
+            return 0
+        checkpoints = Checkpoints(run.path / CHECKPOINT_FOLDER)
+        try:
+            if checkpoints.latest_step() is None:
+                return 0
+            step, state, facts = checkpoints.restore_latest(self.engine.state())
+        finally:
+            checkpoints.close()
+        try:
+            self.engine.load(step, state, facts["engine"])
+            self.watch.seconds, self.watch.items = facts["training_s"], facts["timed_items"]
+            size: int | None = facts["metrics_size"]
+        except KeyError as error:
+            raise CheckpointError(f"checkpoint {step} in {run.path} is of another kind of run: no {error}") from error
+        totals = self.engine.totals()
+        self._reached = _Reached(step, totals.items, totals.staleness)
+        self._lost_before = totals.steps_lost
+        return size
+
+    def on_step(self, record: StepRecord) -> None:
+        """Write down a step that was made."""
+        reached = self._reached
+        reached.step = record.step
+        reached.items += record.items
+        reached.staleness += record.staleness
+        self.watch.step(record.items)
+        self.log(
+            "train",
+            step=record.step,
+            trainer=record.trainer,
+            loss=record.loss,
+            items=record.items,
+            staleness=record.staleness,
+        )
+        self.progress.update(record.step, record.loss, self.watch.rate or 0.0, self.totals.failures)
+
+    def on_lost(self, trainer: int, error: Exception) -> None:
+        """Write down a step that was given up; a run that pauses counts them, for the pause."""
+        if not self.plan.pause:
+            self.event("step_lost", f"trainer {trainer}: {error}")
+
+    def log(self, kind: str, /, **fields: object) -> None:
+        """A record with its time."""
+        self.folder.log(kind, **{"step": self.engine.step, "time_s": self.watch.now(), **fields})
+
+    def event(self, name: str, detail: str) -> None:
+        """A record for the report."""
+        self.log("event", name=name, detail=detail)
+
+    def log_calls(self) -> None:
+        """The totals of calls, if there are new ones; in a run that pauses, the steps that were lost too."""
+        self.totals = totals = self.engine.totals()
+        for kind, fields in self._records():
+            self.log(kind, **fields)
+        if (now := (totals.calls_ok, totals.calls_failed)) != (self._calls_logged or (0, 0)):
+            self._calls_logged = now
+            self.log("calls", ok=now[0], failed=now[1], failures=totals.failures)
+        if self.plan.pause and totals.steps_lost > self._lost_before:
+            self.event("steps_lost", f"{totals.steps_lost - self._lost_before} since the pause before")
+            self._lost_before = totals.steps_lost
+
+    def log_load(self) -> None:
+        """The load of every expert."""
+        self._balance.log_load(self.totals, step=self.engine.step, time_s=self.watch.now())
+
+    def log_balance(self) -> None:
+        """The load of every expert, and how even it was since the last time."""
+        self.totals = self.engine.totals()
+        self._balance.log(self.totals, step=self.engine.step, time_s=self.watch.now())
+
+    async def evaluate_first(self, num_items: int) -> None:
+        """An evaluation on the way, of the first split, if there is any."""
+        for split in self.task.splits[:1]:
+            await self.evaluate(split, num_items)
+
+    async def evaluate(self, split: str, num_items: int) -> None:
+        """Evaluate the parameters as they are now, and write down what was found."""
+        step, items_seen, name = self.engine.step, self._reached.items, _SPLIT_NAMES.get(split, split)
+        with self.progress.evaluation(f"{name} data") as on_batch:
+            evaluation = await self.engine.evaluate(split, max_items=num_items or None, on_batch=on_batch)
+        self._reached.evaluations[split] = evaluation
+        figures = self.task.figures(evaluation)
+        self.log(
+            "eval",
+            step=step,
+            split=split,
+            **figures,
+            items=evaluation.items,
+            items_seen=items_seen,
+            virtual_s=self.engine.totals().virtual_s,
+        )
+        if split == self.task.splits[0]:
+            self._log_baseline(evaluation)
+        if not self.plan.pause:
+            self.log_balance()
+        shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if key != "loss" or len(figures) == 1)
+        self.progress.say(f"{self.engine.name}, step {step}: {name} {shown}")
+
+    def _log_baseline(self, evaluation: Evaluation | None) -> None:
+        baseline = self.task.baseline(evaluation)
+        if baseline and baseline != self._baseline:
+            self._baseline = baseline
+            self.folder.log("baseline", **baseline)
+
+    def checkpoint_facts(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the arrays."""
+        return {
+            "engine": self.engine.facts(),
+            "training_s": self.watch.now(),
+            "timed_items": self.watch.items,
+            "metrics_size": os.path.getsize(self.folder.metrics_path) if self.plan.pause else None,
+        }
+
+    def save_here(self) -> None:
+        """Write a checkpoint while nobody trains; blocks."""
+        self.checkpoints.save(self.engine.step, host_copy(self.engine.state()), self.checkpoint_facts())
+
+    def end_early(self, error: BaseException) -> None:
+        """Write down what ended the run, and its report. Nothing here waits for the network."""
+        if self.plan.pause:
+            goes_on = f"--resume goes on from step {self.checkpoints.latest_step() or 0}"
+        else:
+            goes_on = "continue with --resume"
+        if is_interrupt(error):
+            self.event("interrupted", f"at step {self._reached.step}; {goes_on}")
+        else:
+            why = str(first_leaf(error)).strip().partition("\n")[0]
+            self.event("failed", f"{why}; at step {self._reached.step}; {goes_on}")
+        self.finish(is_complete=False)
+
+    def finish(self, *, is_complete: bool) -> dict[str, Any]:
+        """Save a run that does not pause, log the headline, draw the figure and write the report."""
+        if not self.plan.pause:
+            self.log_calls()
+            self.save_here()
+        headline = self._headline(is_complete)
+        title = f"{self.engine.name} on {self.task.name}"
+        training_figure(self.folder.metrics(), self.folder.path / FIGURE, title=title)
+        write_report(self.folder, headline, title=title, summary=self.task.description)
+        self.progress.say(f"report: {self.folder.path / 'report.md'}")
+        # Last: who finds this record need not look for the others.
+        self.folder.log("headline", **headline)
+        self._on_end(plain(headline))
+        return headline
+
+    def _headline(self, is_complete: bool) -> dict[str, Any]:
+        task, totals, reached, unit = self.task, self.totals, self._reached, self.task.unit
+        figures: dict[str, Any] = {}
+        for split in task.splits:
+            # On the way only the first split is evaluated; the others' figures are of the end.
+            found = reached.evaluations.get(split) if is_complete or split == task.splits[0] else None
+            shown = {task.main: None} if found is None else {**task.figures(found)}
+            figures |= {f"{_SPLIT_NAMES.get(split, split)}_{name}": value for name, value in shown.items()}
+        first = reached.evaluations.get(task.splits[0]) if task.splits else None
+        for name, value in task.baseline(first).items():
+            figures[name] = value
+            if first is not None:
+                figures[f"{task.main}_over_{name.partition('_')[0]}"] = task.figures(first)[task.main] / value
+        calls = totals.calls_ok + totals.calls_failed
+        return {
+            **self._facts,
+            "corpus": task.name,
+            **figures,
+            f"evaluated_{unit}": first.items if first is not None else 0,
+            "steps": reached.step,
+            f"training_{unit}": reached.items,
+            f"{unit}_per_s": self.watch.rate,
+            "training_s": self.watch.now(),
+            "virtual_s": totals.virtual_s,
+            "mean_trunk_staleness": reached.staleness / reached.step if reached.step else None,
+            "calls_ok": totals.calls_ok,
+            "calls_failed": totals.calls_failed,
+            "failures": dict(totals.failures),
+            "failed_call_share": totals.calls_failed / calls if calls else None,
+            "steps_lost": totals.steps_lost,
+            **self._balance.headline(totals),
+            **totals.figures,
+            "complete": is_complete,
+        }
+
+    def close(self) -> None:
+        """Free what checkpoints hold."""
+        self.checkpoints.close()

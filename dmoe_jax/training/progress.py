@@ -1,0 +1,150 @@
+"""Progress of a run: live bars on a terminal, a line every few seconds anywhere else. Something always moves."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+_LINE_PERIOD_S = 10.0
+"""Between lines when the output is not a terminal: enough to see that it moves, few enough for a log."""
+
+
+class TrainingProgress:
+    """Shows where a run is. Use as a context manager around all that may take its time.
+
+    Args:
+      num_steps: updates of the whole run.
+      unit: what is counted in a second: tokens, samples.
+    """
+
+    def __init__(self, num_steps: int, *, unit: str = "tokens") -> None:
+        self._console = Console(stderr=True)
+        self._num_steps = num_steps
+        self.unit = unit
+        """What is counted in a second."""
+        self._smoothed_loss: float | None = None
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            _Count(),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._training = self._bar.add_task("training", total=num_steps, figures="", visible=False)
+        self._now = ""
+        """What a line would say where there is no terminal."""
+        self._now_since = self._last_line_at = time.monotonic()
+        self._ended = threading.Event()
+        self._depth = 0
+
+    def __enter__(self) -> "TrainingProgress":
+        self._depth += 1
+        if self._depth == 1:
+            self._bar.start()
+            if self._bar.disable:
+                # A thread, for nothing else runs while XLA compiles.
+                self._ended.clear()
+                threading.Thread(target=self._say_now_and_then, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._ended.set()
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line above the bars."""
+        self._last_line_at = time.monotonic()
+        self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def phase(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Show a spinner with this text while the block runs; the value changes the text."""
+        task = self._bar.add_task(text, total=None, figures="")
+        before, self._now, self._now_since = self._now, text, time.monotonic()
+
+        def change(text: str) -> None:
+            self._now = text
+            self._bar.update(task, description=text)
+
+        if self._bar.disable:
+            self.say(text)
+        try:
+            yield change
+        finally:
+            self._now = before
+            self._bar.remove_task(task)
+
+    @contextmanager
+    def evaluation(self, text: str) -> Iterator[Callable[[int, int | None], None]]:
+        """Show a bar for an evaluation of this text; the value is called with the batches done and their number."""
+        task = self._bar.add_task(f"evaluating {text}", total=None, figures="")
+        before, self._now, self._now_since = self._now, f"evaluating {text}", time.monotonic()
+
+        def on_batch(done: int, total: int | None) -> None:
+            self._now = f"evaluating {text}: {done}{f' of {total}' if total else ''} batches"
+            self._bar.update(task, completed=done, total=total)
+
+        try:
+            yield on_batch
+        finally:
+            self._now = before
+            self._bar.remove_task(task)
+
+    def start_at(self, step: int) -> None:
+        """Show the training bar, from this step on."""
+        self._bar.update(self._training, completed=step, visible=True)
+
+    def update(self, step: int, loss: float, items_per_s: float, failures: Mapping[str, int]) -> None:
+        """Show the figures of a step. The loss shown is an exponential mean over about 20 steps."""
+        self._smoothed_loss = loss if self._smoothed_loss is None else 0.95 * self._smoothed_loss + 0.05 * loss
+        figures = f"loss {self._smoothed_loss:.3f}  {items_per_s:.0f} {self.unit}/s"
+        if failures:
+            figures += f"  failed calls: {describe_failures(failures)}"
+        self._bar.update(self._training, completed=step, figures=figures, visible=True)
+        self._now, self._now_since = f"step {step}/{self._num_steps}  {figures}", time.monotonic()
+
+    def _say_now_and_then(self) -> None:
+        while not self._ended.wait(0.5):
+            now = time.monotonic()
+            if self._now and now - self._last_line_at >= _LINE_PERIOD_S:
+                waited = now - self._now_since
+                self.say(self._now if waited < _LINE_PERIOD_S else f"{self._now} ({waited:.0f} s)")
+
+
+def describe_failures(failures: Mapping[str, int]) -> str:
+    """Failed calls by reason, the most frequent first: "12 timeout, 4 late"."""
+    ordered = sorted(failures.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count:,} {reason}" for reason, count in ordered if count) or "none"
+
+
+class _Count(ProgressColumn):
+    """Steps done of all; nothing where their number is not known."""
+
+    _counted = MofNCompleteColumn()
+
+    def render(self, task: Task) -> Text:
+        """The column's text."""
+        return Text("") if task.total is None else self._counted.render(task)

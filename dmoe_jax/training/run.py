@@ -1,0 +1,181 @@
+"""From an engine to a run: train, evaluate, save, report. The same for every engine.
+
+A run that *pauses* is a row of stretches of `eval_every` updates with an evaluation and a checkpoint after each.
+Whatever ends it early (Ctrl-C, a power cut, a loss of NaN), it goes on from its last pause, and then gives bit for bit
+what it would have given without the break. Otherwise evaluations and checkpoints run *beside* the training,
+which never waits for them; this needs an engine that runs under trio.
+"""
+
+from collections.abc import Callable, Coroutine, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import trio
+
+from dmoe_jax.trainer import StepRecord
+from dmoe_jax.training.engine import Engine
+from dmoe_jax.training.ledger import Ledger, Records, no_records
+from dmoe_jax.training.plan import Plan
+from dmoe_jax.training.progress import TrainingProgress
+from dmoe_jax.training.saving import PreparedRun
+from dmoe_jax.training.task import Task
+from net.errors import NetError
+
+T = TypeVar("T")
+
+_CALLS_PERIOD_S = 1.0
+"""How often the totals of calls are written down beside the training."""
+
+_LOAD_PERIOD_S = 10.0
+"""Likewise the load of every expert, which is a long line."""
+
+_NO_FACTS: Mapping[str, object] = MappingProxyType({})
+
+
+async def train(
+    engine: Engine,
+    run: PreparedRun,
+    plan: Plan,
+    task: Task,
+    progress: TrainingProgress,
+    *,
+    facts: Mapping[str, object] = _NO_FACTS,
+    records: Records = no_records,
+    on_end: Callable[[dict[str, Any]], None] = lambda headline: None,
+) -> dict[str, Any]:
+    """Train to the end of the plan, from the folder's last checkpoint if it holds one.
+
+    Also when it ends early or is cancelled, the folder has a figure and a report of what was reached; one that does
+    not pause has a checkpoint of it, too.
+
+    Args:
+      engine: at its beginning; it is moved on to the checkpoint here.
+      run: from `prepare_run`. Nothing is written to its folder before the checkpoint has been read.
+      plan: in a run that pauses as in the one that is resumed.
+      task: the data, for metrics and report.
+      progress: shows where the run is.
+      facts: what the headline is to open with, such as the number of parameters.
+      records: further records for the metrics since it was called last, as (kind, fields).
+      on_end: is given the headline, also of a run that ended early.
+
+    Returns:
+      The headline: what the run came to.
+
+    Raises:
+      CheckpointError: the folder's checkpoint is of another model. OSError: the folder cannot be written.
+      KeyboardInterrupt, FloatingPointError, RouterError, NetError: as the engine raised them, after the report, and
+        perhaps in groups.
+    """
+    with progress:
+        state = Ledger(engine, run, plan, task, progress, facts, records, on_end)
+        try:
+            await (_train_pausing(state) if plan.pause else _train_beside(state))
+            for split in task.splits:
+                await state.evaluate(split, plan.final_eval_items)
+            return state.finish(is_complete=True)
+        except BaseException as error:
+            state.end_early(error)
+            raise
+        finally:
+            state.close()
+
+
+def train_without_waiting(run: Coroutine[Any, Any, T]) -> T:
+    """Drive a coroutine that never waits, such as `train` with an engine on this device, without an event loop.
+
+    Raises:
+      RuntimeError: it waits. And what it raises.
+    """
+    try:
+        run.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    run.close()
+    raise RuntimeError(f"{run} waits for an event loop: run it under trio")
+
+
+async def _train_pausing(run: Ledger) -> None:
+    """All stretches that are left."""
+    engine, plan = run.engine, run.plan
+    while engine.step < plan.steps:
+        num_steps = min(plan.eval_every - engine.step % plan.eval_every, plan.steps - engine.step)
+        with run.watch:
+            await engine.advance(num_steps, run.on_step, run.on_lost)
+        run.log_calls()
+        run.log_balance()
+        # At the end of the run the evaluation of the whole follows.
+        if engine.step < plan.steps:
+            await run.evaluate_first(plan.eval_items)
+        run.save_here()
+
+
+async def _train_beside(run: Ledger) -> None:
+    """Train to the end or the time limit, with everything else beside it."""
+    engine, plan = run.engine, run.plan
+    # Compilation blocks this process for seconds. Done while trainers wait for experts, it would make their answers
+    # look late; so one evaluation and one step alone come first.
+    with run.progress.phase("compiling"):
+        await run.evaluate_first(plan.eval_items)
+        if engine.step < plan.steps:
+            await engine.advance(1, run.on_step, run.on_lost)
+    with trio.move_on_after(plan.max_s) as limit, run.watch:
+        async with trio.open_nursery() as background:
+            background.start_soon(_log_regularly, run)
+            async with trio.open_nursery() as nursery:
+                beside = _Beside(run, nursery)
+                await engine.advance(max(0, plan.steps - engine.step), beside.on_step, run.on_lost)
+            background.cancel_scope.cancel()
+    if limit.cancelled_caught:
+        run.event("time_limit", f"stopped after {plan.max_s / 60:g} minutes at step {engine.step}")
+    run.log_calls()
+
+
+async def _log_regularly(run: Ledger) -> None:
+    load_at = trio.current_time()
+    while True:
+        run.log_calls()
+        if trio.current_time() - load_at >= _LOAD_PERIOD_S:
+            load_at = trio.current_time()
+            run.log_load()
+        await trio.sleep(_CALLS_PERIOD_S)
+
+
+class _Beside:
+    """What a run does while its training goes on: one evaluation at a time, and checkpoints."""
+
+    def __init__(self, run: Ledger, nursery: trio.Nursery) -> None:
+        self._run = run
+        self._nursery = nursery
+        self._evaluating = False
+        self._saving = trio.Lock()
+
+    def on_step(self, record: StepRecord) -> None:
+        """A step was made; start what is due after it."""
+        run, plan = self._run, self._run.plan
+        run.on_step(record)
+        if record.step >= plan.steps:
+            return
+        if record.step % plan.eval_every == 0 and run.task.splits:
+            if self._evaluating:
+                run.event("evaluation_left_out", f"that of step {record.step}: the one before is not done yet")
+            else:
+                self._evaluating = True
+                self._nursery.start_soon(self._evaluate)
+        if plan.checkpoint_every and record.step % plan.checkpoint_every == 0:
+            self._nursery.start_soon(self._save)
+
+    async def _evaluate(self) -> None:
+        try:
+            await self._run.evaluate_first(self._run.plan.eval_items)
+        except NetError as error:
+            self._run.event("evaluation_lost", str(error))
+        finally:
+            self._evaluating = False
+
+    async def _save(self) -> None:
+        """A checkpoint. If cancelled, it is written or absent, never half."""
+        async with self._saving:
+            step, state = await self._run.engine.snapshot()
+            facts = self._run.checkpoint_facts()
+            await trio.to_thread.run_sync(self._run.checkpoints.save, step, state, facts)

@@ -1,0 +1,136 @@
+"""A run's folder as it is taken up again: under the same settings, from its last checkpoint, nothing written twice.
+
+`prepare_run` looks and refuses, and writes nothing; `PreparedRun.begin` writes. What may fail (settings that differ, a
+checkpoint of another model) fails between the two, so that a run that cannot be resumed stays as it was.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dmoe_jax.runs.run_folder import METRICS, RunFolder, flat, plain
+
+CHECKPOINT_FOLDER = "checkpoints"
+
+_KEPT_EVENTS = ("interrupted", "failed", "resumed", "time_limit")
+"""Events that happened once; what else a lost part of a run tells, the part that is trained again tells anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRun:
+    """A run that may begin, or go on, in its folder. Made by `prepare_run`."""
+
+    path: Path | None
+    """The folder; None for a new one under runs/."""
+    settings: Mapping[str, object]
+    """All that decides what the run computes."""
+    name: str = "run"
+    """What a folder under runs/ is called."""
+    goes_on: bool = False
+    """Whether there is a run in the folder to go on with."""
+    changes: tuple[str, ...] = ()
+    """Settings that are others than before: "steps: 200 -> 600"."""
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there may be a checkpoint to go on from."""
+        return self.path is not None and (self.path / CHECKPOINT_FOLDER).is_dir()
+
+    @property
+    def headline(self) -> dict[str, Any] | None:
+        """The headline of a run that was completed; None for one that is to be trained or resumed."""
+        return finished_headline(RunFolder(self.path)) if self.path is not None and self.goes_on else None
+
+    def begin(self) -> RunFolder:
+        """Make the folder, or take it up; from here on it is written to.
+
+        Raises:
+          ValueError, OSError: as `RunFolder.create`.
+        """
+        return RunFolder.create(self.path, self.settings, name=self.name, resume=self.goes_on)
+
+
+def prepare_run(
+    path: Path | None,
+    settings: Mapping[str, object],
+    *,
+    name: str = "run",
+    resume: bool = False,
+    may_differ: Collection[str] = (),
+) -> PreparedRun:
+    """Look whether a run may begin in a folder, or go on there. Writes nothing.
+
+    Args:
+      path: the folder; None for a new one under runs/.
+      settings: all that decides what the run computes.
+      name: of a folder under runs/.
+      resume: whether a run that is there may go on.
+      may_differ: settings that may be others than before; nested ones as "expert.d_model".
+
+    Raises:
+      ValueError: naming the first setting that was another one, and both values; or the folder is not empty although
+        `resume` is false, or is not a run folder.
+    """
+    if path is not None and path.exists() and not path.is_dir():
+        raise ValueError(f"the run folder {path} is a file; expected a new or empty folder")
+    if path is None or not path.is_dir() or not any(path.iterdir()):
+        return PreparedRun(path=path, settings=settings, name=name)
+    if not resume:
+        raise ValueError(f"the run folder {path} is not empty; expected a new or empty folder, or --resume")
+    before, now = flat(saved_settings(path)), flat(plain(settings))
+    changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+    for key in changed:
+        if key not in may_differ:
+            raise ValueError(
+                f"the run in {path} was begun with {key} {before.get(key)!r} and cannot be resumed with "
+                f"{now.get(key)!r}"
+            )
+    changes = tuple(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed)
+    return PreparedRun(path=path, settings=settings, name=name, goes_on=True, changes=changes)
+
+
+def saved_settings(path: Path) -> dict[str, Any]:
+    """The settings of the run in a folder, as its config.json has them.
+
+    Raises:
+      ValueError: it is not a run folder.
+    """
+    try:
+        settings: dict[str, Any] = RunFolder(path).config()["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a run that could be resumed: it has no readable config.json") from error
+    return settings
+
+
+def finished_headline(folder: RunFolder) -> dict[str, Any] | None:
+    """The headline of a run that has been completed; None for one that is still to be trained or resumed."""
+    headlines = [record for record in folder.metrics() if record["kind"] == "headline"]
+    if not headlines or not headlines[-1].get("complete"):
+        return None
+    return {name: value for name, value in headlines[-1].items() if name != "kind"}
+
+
+def cut_metrics(folder: RunFolder, *, step: int, size: int | None) -> None:
+    """Take what was written after a checkpoint out of the metrics, but for the run's own ends and beginnings.
+
+    Args:
+      folder: of the run.
+      step: of the checkpoint; 0 if there is none.
+      size: bytes that metrics.jsonl had at the checkpoint. None: it was written beside the training, and records of
+        later steps may stand before it.
+    """
+    if not folder.metrics_path.exists():
+        return
+    data = folder.metrics_path.read_bytes()
+    kept, place = [], 0
+    for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+        place += len(line)
+        record = json.loads(line)
+        is_kept_event = record["kind"] == "event" and record.get("name") in _KEPT_EVENTS
+        is_before = (record.get("step") or 0) <= step and (size is None or place <= size)
+        if is_kept_event or (is_before and record["kind"] != "headline"):
+            kept.append(line)
+    if sum(map(len, kept)) != len(data):
+        folder.write_text(METRICS, b"".join(kept).decode())

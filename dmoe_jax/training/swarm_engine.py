@@ -1,0 +1,138 @@
+"""Asynchronous trainers over a swarm, as an engine for the run loop."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from dmoe_jax.mixture.statistics import CallStatistics
+from dmoe_jax.model import Evaluation
+from dmoe_jax.trainer import StepRecord, Trainers
+from dmoe_jax.training.engine import OnBatch, OnLost, OnStep, Totals
+from dmoe_jax.types import PyTree
+
+EvaluationBatches = Callable[[str, int | None], tuple[Iterable[Any], int | None]]
+"""(split, tokens or samples wanted, None for all) -> (batches that stand for the whole, their number if it is known)"""
+
+
+class SwarmEngine:
+    """The trainers of this process, whose experts are elsewhere. An `Engine` that runs under trio.
+
+    A checkpoint has the trunk, the optimiser and the places in the data. The experts live on their nodes, and stay as
+    they are there; the trainers' own state, such as a memory of the text just read, begins anew.
+
+    Args:
+      trainers: of this process, with the model and the trunk that they share.
+      statistics: totals of their expert calls.
+      evaluation: batches to evaluate.
+      layers: layer -> uids of its experts.
+      figures: further figures for the headline, such as those of averaging.
+    """
+
+    def __init__(
+        self,
+        trainers: Trainers,
+        statistics: CallStatistics,
+        evaluation: EvaluationBatches,
+        *,
+        layers: Mapping[str, tuple[str, ...]],
+        figures: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        self._trainers = trainers
+        self._statistics = statistics
+        self._evaluation = evaluation
+        self._layers = layers
+        self._figures = figures
+        self._items = self._staleness = self._steps_lost = 0
+
+    @property
+    def name(self) -> str:
+        return self._trainers.model.name
+
+    @property
+    def step(self) -> int:
+        return self._trainers.step
+
+    @property
+    def layers(self) -> Mapping[str, tuple[str, ...]]:
+        return self._layers
+
+    async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
+        def count_step(record: StepRecord) -> None:
+            self._items += record.items
+            self._staleness += record.staleness
+            on_step(record)
+
+        def count_lost(trainer: int, error: Exception) -> None:
+            self._steps_lost += 1
+            on_lost(trainer, error)
+
+        await self._trainers.run(num_steps, count_step, count_lost)
+
+    async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
+        batches, num_batches = self._evaluation(split, max_items)
+        done = 0
+
+        def count_batch() -> None:
+            nonlocal done
+            done += 1
+            on_batch(done, num_batches)
+
+        return await self._trainers.evaluate(batches, count_batch)
+
+    def state(self) -> PyTree:
+        return self._trainers.trunk.state
+
+    async def snapshot(self) -> tuple[int, PyTree]:
+        return await self._trainers.trunk.snapshot()
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "positions": [trainer.position for trainer in self._trainers.trainers],
+            "items": self._items,
+            "staleness": self._staleness,
+            "steps_lost": self._steps_lost,
+            "statistics": saved_statistics(self._statistics),
+        }
+
+    def load(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
+        self._trainers.trunk.restore(step, state)
+        trainers, positions = self._trainers.trainers, facts["positions"]
+        # With another number of trainers the data is dealt out anew, and each starts at its own beginning.
+        if len(positions) == len(trainers):
+            for trainer, position in zip(trainers, positions, strict=True):
+                trainer.seek(position)
+        self._items, self._staleness, self._steps_lost = (facts[name] for name in ("items", "staleness", "steps_lost"))
+        load_statistics(self._statistics, facts["statistics"])
+
+    def totals(self) -> Totals:
+        counted = Totals(
+            items=self._items, staleness=self._staleness, steps_lost=self._steps_lost, figures=self._figures()
+        )
+        return call_totals(self._statistics, counted)
+
+
+def call_totals(statistics: CallStatistics, totals: Totals) -> Totals:
+    """These totals with what is counted of the expert calls."""
+    return replace(
+        totals,
+        calls_ok=statistics.ok,
+        failures=dict(statistics.failures),
+        load=dict(statistics.load),
+        peers={uid: str(contact.address) for uid, contact in statistics.host.items()},
+        figures={
+            **totals.figures,
+            "samples_without_experts": statistics.skipped_samples,
+            "mean_expert_staleness": statistics.staleness_total / max(1, statistics.staleness_calls),
+        },
+    )
+
+
+def saved_statistics(statistics: CallStatistics) -> dict[str, Any]:
+    """The totals for a checkpoint; who serves an expert is not worth keeping."""
+    return {name: value for name, value in asdict(statistics).items() if name != "host"}
+
+
+def load_statistics(statistics: CallStatistics, saved: Mapping[str, Any]) -> None:
+    """Go on counting from a checkpoint's totals."""
+    for name, value in saved.items():
+        setattr(statistics, name, dict(value) if isinstance(value, Mapping) else value)

@@ -1,0 +1,346 @@
+"""The run loop: pauses where they belong, an end that can be gone on from, and nothing in the metrics twice."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import trio
+
+from dmoe_jax.checkpoints import CheckpointError, Checkpoints, host_copy
+from dmoe_jax.data.vocabulary import unigram_perplexity
+from dmoe_jax.model import Evaluation
+from dmoe_jax.runs.run_folder import RunFolder
+from dmoe_jax.trainer import StepRecord
+from dmoe_jax.training.engine import Engine, OnBatch, OnLost, OnStep, Totals
+from dmoe_jax.training.plan import Plan
+from dmoe_jax.training.progress import TrainingProgress, describe_failures
+from dmoe_jax.training.run import train, train_without_waiting
+from dmoe_jax.training.saving import CHECKPOINT_FOLDER, cut_metrics, finished_headline, prepare_run
+from dmoe_jax.training.task import Task, language_task
+from tests.experiments.small_runs import VOCAB_SIZE, small_corpus
+
+
+class CountingEngine:
+    """Its state is the sum of the steps; its perplexity that sum. Every second step goes to expert layer0.1."""
+
+    name = "counting"
+    layers: ClassVar = {"layer0": ("layer0.0", "layer0.1")}
+
+    def __init__(self, *, fails_at: int | None = None, error: BaseException | None = None, step_s: float = 0.0) -> None:
+        self.step = 0
+        self.sum = np.zeros(1)
+        self.stretches: list[int] = []
+        self.evaluated: list[tuple[str, int | None]] = []
+        self.evaluation_s = 0.0
+        self._fails_at = fails_at
+        self._error = error if error is not None else KeyboardInterrupt()
+        self._step_s = step_s
+
+    async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
+        self.stretches.append(num_steps)
+        for _ in range(num_steps):
+            if self.step == self._fails_at:
+                raise self._error
+            if self._step_s:
+                await trio.sleep(self._step_s)
+            self.step += 1
+            self.sum = self.sum + self.step
+            on_step(StepRecord(step=self.step, trainer=0, loss=1.0, items=10, staleness=2))
+
+    async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
+        self.evaluated.append((split, max_items))
+        found = self.sum[0]
+        if self.evaluation_s:
+            await trio.sleep(self.evaluation_s)
+        on_batch(1, 1)
+        targets = getattr(small_corpus(), split)[1:]
+        return Evaluation(loss=math.log(max(found, 1.0)), items=targets.size, targets=targets)
+
+    def state(self) -> Any:
+        return {"sum": self.sum}
+
+    async def snapshot(self) -> tuple[int, Any]:
+        return self.step, host_copy(self.state())
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, step: int, state: Any, facts: Mapping[str, Any]) -> None:
+        self.sum, self.step = np.array(state["sum"]), step
+
+    def totals(self) -> Totals:
+        odd = (self.step + 1) // 2
+        return Totals(
+            items=10 * self.step,
+            staleness=2 * self.step,
+            calls_ok=3 * self.step,
+            failures={"timeout": self.step} if self.step else {},
+            steps_lost=self.step // 4,
+            virtual_s=0.5 * self.step,
+            load={"layer0.0": odd, "layer0.1": self.step - odd},
+        )
+
+
+def count(folder: Path, engine: CountingEngine, *, steps: int = 10, resume: bool = False) -> dict[str, Any]:
+    """A run of the counting engine: pauses after 4 and 8 steps."""
+    plan = Plan(steps=steps, eval_every=4, eval_items=50, pause=True)
+    run = prepare_run(folder, {"steps": steps}, resume=resume)
+    task = language_task(small_corpus(), splits=("valid", "test"))
+    return train_without_waiting(train(engine, run, plan, task, TrainingProgress(steps), facts={"model": "counting"}))
+
+
+async def count_beside(folder: Path, engine: CountingEngine, *, resume: bool = False, **plan: Any) -> dict[str, Any]:
+    """A run that is evaluated and saved beside its training, every four steps."""
+    settings = {"steps": 10, "eval_every": 4, "eval_items": 50, "checkpoint_every": 4} | plan
+    run = prepare_run(folder, {}, resume=resume)
+    task = language_task(small_corpus())
+    return await train(engine, run, Plan(**settings), task, TrainingProgress(settings["steps"]))
+
+
+def records(folder: Path, kind: str, *fields: str) -> list[tuple[Any, ...]]:
+    found = [record for record in RunFolder(folder).metrics() if record["kind"] == kind]
+    return [tuple(record.get(field) for field in fields) for record in found]
+
+
+def test_a_run_pauses_evaluates_and_reports(tmp_path: Path) -> None:
+    """Stretches of 4, 4 and 2 steps; part of the validation text in the pauses, all texts at the end."""
+    engine = CountingEngine()
+    assert isinstance(engine, Engine)
+    headline = count(tmp_path, engine)
+    corpus = small_corpus()
+    assert engine.stretches == [4, 4, 2]
+    assert engine.evaluated == [("valid", 50), ("valid", 50), ("valid", None), ("test", None)]
+    assert records(tmp_path, "train", "step", "items", "staleness") == [(n, 10, 2) for n in range(1, 11)]
+    evals = records(tmp_path, "eval", "step", "split", "perplexity", "items_seen", "virtual_s")
+    # 1 + ... + 4 = 10, ... + 8 = 36, ... + 10 = 55.
+    expected = [(4, "valid", 10, 40, 2.0), (8, "valid", 36, 80, 4.0), (10, "valid", 55, 100, 5.0)]
+    assert [(*row[:2], round(row[2], 6), *row[3:]) for row in evals] == [*expected, (10, "test", 55, 100, 5.0)]
+    assert records(tmp_path, "calls", "step", "ok", "failed") == [(4, 12, 4), (8, 24, 8), (10, 30, 10)]
+    balances = records(tmp_path, "balance", "step", "layer", "histogram", "share_lost")
+    assert balances == [(4, "layer0", [2, 2], 0.25), (8, "layer0", [2, 2], 0.25), (10, "layer0", [1, 1], 0.25)]
+    assert records(tmp_path, "experts", "step", "load")[-1] == (10, {"layer0.0": 5, "layer0.1": 5})
+    assert records(tmp_path, "event", "name", "step") == [("steps_lost", 4), ("steps_lost", 8)]
+    assert headline["model"] == "counting"
+    assert headline["validation_perplexity"] == pytest.approx(55)
+    assert headline["test_perplexity"] == pytest.approx(55)
+    unigram = unigram_perplexity(corpus.train, corpus.valid[1:], VOCAB_SIZE)
+    assert headline["unigram_perplexity"] == pytest.approx(unigram)
+    assert (headline["steps"], headline["training_tokens"], headline["mean_trunk_staleness"]) == (10, 100, 2.0)
+    assert (headline["failed_call_share"], headline["load_cv"], headline["dead_experts"]) == (0.25, 0.0, 0)
+    assert headline["complete"] is True
+    assert {"report.md", "figure.png", "config.json"} <= {path.name for path in tmp_path.iterdir()}
+    assert finished_headline(RunFolder(tmp_path)) == json.loads(json.dumps(headline))
+
+
+@pytest.mark.parametrize("fails_at", [2, 6, 9])
+def test_an_interrupted_run_goes_on_from_its_last_pause(tmp_path: Path, fails_at: int) -> None:
+    """Every step and evaluation is in the metrics once, as in a run without a break; the interruption is told, too."""
+    with pytest.raises(KeyboardInterrupt):
+        count(tmp_path / "broken", CountingEngine(fails_at=fails_at))
+    report = (tmp_path / "broken" / "report.md").read_text()
+    assert "interrupted" in report
+    assert finished_headline(RunFolder(tmp_path / "broken")) is None
+    assert records(tmp_path / "broken", "headline", "complete", "steps") == [(False, fails_at)]
+    engine = CountingEngine()
+    broken = count(tmp_path / "broken", engine, resume=True)
+    whole = count(tmp_path / "whole", CountingEngine())
+    assert engine.stretches == [4, 4, 2][fails_at // 4 :]
+    for kind, fields in (("train", ("step", "items")), ("eval", ("step", "split", "loss", "items_seen"))):
+        assert records(tmp_path / "broken", kind, *fields) == records(tmp_path / "whole", kind, *fields)
+    for kind in ("task", "baseline", "calls", "balance", "experts"):
+        assert len(records(tmp_path / "broken", kind)) == len(records(tmp_path / "whole", kind))
+    events = [name for (name,) in records(tmp_path / "broken", "event", "name") if name != "steps_lost"]
+    assert events == ["interrupted", "resumed"]
+    same = ("validation_perplexity", "test_perplexity", "steps", "training_tokens", "mean_trunk_staleness", "failures")
+    assert {name: broken[name] for name in same} == {name: whole[name] for name in same}
+
+
+def test_a_failure_is_reported_and_not_saved(tmp_path: Path) -> None:
+    """NaN ends the run with its reason in the report; the last checkpoint is from before it."""
+    with pytest.raises(FloatingPointError):
+        count(tmp_path, CountingEngine(fails_at=6, error=FloatingPointError("loss nan of step 7")))
+    ((name, step, detail),) = [
+        row for row in records(tmp_path, "event", "name", "step", "detail") if row[0] != "steps_lost"
+    ]
+    assert (name, step) == ("failed", 6)
+    assert detail == "loss nan of step 7; at step 6; --resume goes on from step 4"
+    checkpoints = Checkpoints(tmp_path / CHECKPOINT_FOLDER)
+    assert checkpoints.latest_step() == 4
+    checkpoints.close()
+
+
+def test_an_interrupt_inside_a_group_is_one(tmp_path: Path) -> None:
+    """A simulation's nurseries wrap what is raised inside them."""
+    error = BaseExceptionGroup("", [BaseExceptionGroup("", [KeyboardInterrupt()])])
+    with pytest.raises(BaseExceptionGroup):
+        count(tmp_path, CountingEngine(fails_at=1, error=error))
+    assert records(tmp_path, "event", "name") == [("interrupted",)]
+
+
+def test_a_run_goes_on_under_its_own_settings_only(tmp_path: Path) -> None:
+    """The message names the setting, and nothing is touched; so with a folder that is no run, or is to be new."""
+    with pytest.raises(KeyboardInterrupt):
+        count(tmp_path, CountingEngine(fails_at=5))
+    before = (tmp_path / "metrics.jsonl").read_bytes(), (tmp_path / "config.json").read_bytes()
+    with pytest.raises(ValueError, match=r"was begun with steps 10 and cannot be resumed with 12"):
+        count(tmp_path, CountingEngine(), steps=12, resume=True)
+    with pytest.raises(ValueError, match="not empty"):
+        count(tmp_path, CountingEngine())
+    assert before == ((tmp_path / "metrics.jsonl").read_bytes(), (tmp_path / "config.json").read_bytes())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    with pytest.raises(ValueError, match="not a run that could be resumed"):
+        prepare_run(tmp_path / "other", {}, resume=True)
+    assert prepare_run(tmp_path / "new", {}, resume=True).begin().path == tmp_path / "new"
+
+
+def test_a_line_that_a_killed_process_left_unfinished_is_cut(tmp_path: Path) -> None:
+    """Records after the checkpoint go, but for the run's own ends, and the file ends with a whole line."""
+    folder = prepare_run(tmp_path, {}).begin()
+    folder.log("train", step=1)
+    size = folder.metrics_path.stat().st_size
+    folder.log("train", step=2)
+    folder.log("event", name="steps_lost")
+    folder.log("event", name="interrupted")
+    with folder.metrics_path.open("ab") as file:
+        file.write(b'{"kind":"tra')
+    folder = prepare_run(tmp_path, {}, resume=True).begin()
+    cut_metrics(folder, step=1, size=size)
+    assert records(tmp_path, "train", "step") == [(1,)]
+    assert records(tmp_path, "event", "name") == [("interrupted",), ("resumed",)]
+
+
+@pytest.mark.parametrize("field", ["steps", "eval_every", "eval_items", "final_eval_items", "checkpoint_every"])
+def test_a_plan_names_a_wrong_value(field: str) -> None:
+    """The message gives the field and what was got."""
+    with pytest.raises(ValueError, match=rf"{field} .*got -1"):
+        Plan(**({"steps": 1, "eval_every": 1} | {field: -1}))
+
+
+async def test_evaluations_and_checkpoints_beside_training(tmp_path: Path, autojump_clock: Any) -> None:
+    """One evaluation and one step first, which compile; then training waits for nothing; one more at the end."""
+    engine = CountingEngine(step_s=1.0)
+    # No checkpoint on the way: it is written in a thread, which the test's clock does not see.
+    headline = await count_beside(tmp_path, engine, checkpoint_every=0)
+    assert engine.stretches == [1, 9]
+    assert engine.evaluated == [("valid", 50)] * 3 + [("valid", None)]
+    assert records(tmp_path, "eval", "step", "items_seen") == [(0, 0), (4, 40), (8, 80), (10, 100)]
+    assert [row[0] for row in records(tmp_path, "train", "step")] == list(range(1, 11))
+    assert records(tmp_path, "calls", "ok", "failed", "failures")[-1] == (30, 10, {"timeout": 10})
+    assert (headline["steps"], headline["training_tokens"], headline["failures"]) == (10, 100, {"timeout": 10})
+    # As the figure: of the last window, from step 8 to 10, which used both experts alike.
+    assert (headline["load_cv"], headline["dead_experts"]) == (0.0, 0)
+    checkpoints = Checkpoints(tmp_path / CHECKPOINT_FOLDER)
+    assert checkpoints.latest_step() == 10
+    checkpoints.close()
+    # The load of every expert is a long line: with the evaluations and every ten seconds, not every second.
+    assert [row[0] for row in records(tmp_path, "experts", "step")] == [4, 8, 10]
+
+
+async def test_an_evaluation_that_is_left_out_is_told(tmp_path: Path, autojump_clock: Any) -> None:
+    """The one of step 4 lasts until step 9."""
+    engine = CountingEngine(step_s=1.0)
+    engine.evaluation_s = 5.5
+    await count_beside(tmp_path, engine)
+    ((name, step, detail),) = records(tmp_path, "event", "name", "step", "detail")
+    assert (name, step) == ("evaluation_left_out", 8)
+    assert "step 8: the one before is not done yet" in detail
+
+
+async def test_the_time_limit_ends_training_with_a_whole_report(tmp_path: Path, autojump_clock: Any) -> None:
+    """After five seconds, of which the first step is not one; the last evaluation is still made."""
+    headline = await count_beside(tmp_path, CountingEngine(step_s=1.0), max_s=4.5)
+    assert (headline["steps"], headline["complete"]) == (5, True)
+    assert records(tmp_path, "event", "name", "step") == [("time_limit", 5)]
+    assert records(tmp_path, "eval", "step")[-1] == (5,)
+
+
+async def test_a_run_that_was_cancelled_goes_on_where_it_was(tmp_path: Path, autojump_clock: Any) -> None:
+    """Cancelling is Ctrl-C: report and checkpoint. The run that goes on says every step once."""
+    with trio.move_on_after(6.5):
+        await count_beside(tmp_path, CountingEngine(step_s=1.0))
+    assert finished_headline(RunFolder(tmp_path)) is None
+    assert "interrupted" in (tmp_path / "report.md").read_text()
+    engine = CountingEngine(step_s=1.0)
+    headline = await count_beside(tmp_path, engine, resume=True)
+    assert engine.stretches == [1, 3]
+    assert headline["training_tokens"] == 100
+    assert [row[0] for row in records(tmp_path, "train", "step")] == list(range(1, 11))
+    assert [row[0] for row in records(tmp_path, "event", "name")] == ["interrupted", "resumed"]
+
+
+async def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path, autojump_clock: Any) -> None:
+    """What was written of later steps is cut, whether before or after the checkpoint in the file."""
+
+    class Killed(BaseException):
+        """Nothing is written any more."""
+
+    run = prepare_run(tmp_path, {})
+    engine = CountingEngine(step_s=1.0, fails_at=6, error=Killed())
+    plan = Plan(steps=10, eval_every=4, checkpoint_every=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dmoe_jax.training.ledger.Ledger.end_early", lambda self, error: None)
+        with pytest.raises(BaseExceptionGroup):
+            await train(engine, run, plan, language_task(small_corpus()), TrainingProgress(10))
+    await count_beside(tmp_path, CountingEngine(step_s=1.0), resume=True)
+    assert [row[0] for row in records(tmp_path, "train", "step")] == list(range(1, 11))
+
+
+def test_a_checkpoint_of_another_model_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    """The settings are the same, the shapes are not: nothing is written before the checkpoint has been read."""
+    count(tmp_path, CountingEngine())
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    other = CountingEngine()
+    other.sum = np.zeros(2)
+    with pytest.raises(CheckpointError, match="of another model"):
+        count(tmp_path, other, resume=True)
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+
+
+def test_settings_that_may_differ_are_named(tmp_path: Path) -> None:
+    """Nested ones by their path; what may not differ is refused with both values."""
+    prepare_run(tmp_path, {"expert": {"d_model": 8}, "steps": 4}).begin()
+    now = {"expert": {"d_model": 16}, "steps": 6}
+    with pytest.raises(ValueError, match=r"begun with expert.d_model 8 and cannot be resumed with 16"):
+        prepare_run(tmp_path, now, resume=True, may_differ=("steps",))
+    run = prepare_run(tmp_path, now, resume=True, may_differ=("steps", "expert.d_model"))
+    assert run.changes == ("expert.d_model: 8 -> 16", "steps: 4 -> 6")
+
+
+def test_a_model_of_anything_reports_its_own_figures(tmp_path: Path) -> None:
+    """Samples and accuracies instead of tokens and perplexities."""
+
+    class Classifier(CountingEngine):
+        async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
+            return Evaluation(loss=0.5, items=7, metrics={"accuracy": 0.75})
+
+    task = Task(name="digits", unit="samples", main="accuracy")
+    plan = Plan(steps=4, eval_every=2, pause=True)
+    run = prepare_run(tmp_path, {})
+    headline = train_without_waiting(train(Classifier(), run, plan, task, TrainingProgress(4, unit="samples")))
+    assert (headline["validation_loss"], headline["validation_accuracy"]) == (0.5, 0.75)
+    assert (headline["training_samples"], headline["evaluated_samples"]) == (40, 7)
+    assert not any("perplexity" in name for name in headline)
+    report = (tmp_path / "report.md").read_text()
+    assert "| validation accuracy | 0.75 |" in report
+    assert "perplexity" not in report.replace("Perplexity, load of the experts", "")
+
+
+def test_an_engine_that_waits_needs_an_event_loop() -> None:
+    """A sentence instead of a hang."""
+
+    async def waits() -> None:
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+    with pytest.raises(RuntimeError, match="run it under trio"):
+        train_without_waiting(waits())
+
+
+def test_failed_calls_are_named_by_reason() -> None:
+    """The most frequent first."""
+    assert describe_failures({"late": 4, "timeout": 1200, "busy": 0}) == "1,200 timeout, 4 late"
+    assert describe_failures({}) == "none"

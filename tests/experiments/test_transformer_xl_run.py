@@ -1,0 +1,139 @@
+"""The experiment on this device: bit for bit resumption, the comparison of models, and mistakes in one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from dmoe_jax.routing.noisy_top_k import noisy_top_k
+from dmoe_jax.runs.run_folder import RunFolder
+from dmoe_jax.training.engine import Engine
+from dmoe_jax.training.progress import TrainingProgress
+from dmoe_jax.training.run import train, train_without_waiting
+from dmoe_jax.training.saving import prepare_run
+from dmoe_jax.training.task import language_task
+from experiments.transformer_xl.__main__ import main
+from experiments.transformer_xl.presets import PRESETS, Preset
+from experiments.transformer_xl.setup import Setup
+from experiments.transformer_xl.training import make_engine, make_plan, run_settings
+from tests.experiments.small_runs import DROPOUT, small_corpus, small_preset
+
+
+def records(folder: Path, kind: str, *fields: str) -> list[tuple[Any, ...]]:
+    found = [record for record in RunFolder(folder).metrics() if record["kind"] == kind]
+    return [tuple(record.get(field) for field in fields) for record in found]
+
+
+def real_run(
+    folder: Path, preset: Preset, *, seed: int = 0, stop_at: int | None = None, resume: bool = False
+) -> tuple[Engine, list[tuple[Any, ...]]]:
+    """Six steps on this device with a pause after four; the engine at its end, and the evaluations."""
+    setup = Setup(preset=preset, corpus=small_corpus(), steps=6, seed=seed, router=noisy_top_k((2, 2)))
+    plan = make_plan(preset, steps=6, eval_every=4, eval_tokens=60)
+    run = prepare_run(folder, run_settings(setup, plan, "local", router="noisy"), resume=resume)
+    engine = make_engine(setup, "local")
+    progress = TrainingProgress(6)
+    if stop_at is not None:
+        progress.update = _interrupt_at(stop_at)  # type: ignore[method-assign]
+    task = language_task(setup.corpus, splits=("valid", "test"))
+    train_without_waiting(train(engine, run, plan, task, progress))
+    return engine, records(folder, "eval", "step", "split", "loss", "perplexity")
+
+
+def _interrupt_at(step: int) -> Callable[..., None]:
+    """Ctrl-C at this step."""
+
+    def update(reached: int, *_: Any) -> None:
+        if reached == step:
+            raise KeyboardInterrupt
+
+    return update
+
+
+@pytest.mark.parametrize("model", [pytest.param("dmoe", marks=pytest.mark.slow), "small"])
+def test_resumed_training_is_bit_for_bit_the_uninterrupted(model: Any, tmp_path: Path) -> None:
+    """With dropout everywhere and a noisy router: every array of the state, and every evaluation. A run of the same
+    seed is the same, one of another seed is not."""
+    preset = small_preset(model, num_layers=1, **DROPOUT)
+    whole, evaluations = real_run(tmp_path / "whole", preset)
+    with pytest.raises(KeyboardInterrupt):
+        real_run(tmp_path / "broken", preset, stop_at=5)
+    resumed, resumed_evaluations = real_run(tmp_path / "broken", preset, resume=True)
+    _, other_evaluations = real_run(tmp_path / "other", preset, seed=1)
+    assert resumed_evaluations == evaluations
+    assert [row[:2] for row in evaluations] == [(4, "valid"), (6, "valid"), (6, "test")]
+    ours, theirs = (
+        dict(_arrays(engine.state())) | {"facts": np.array(json.dumps(engine.facts()))} for engine in (whole, resumed)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        np.testing.assert_array_equal(array, theirs[name], err_msg=name)
+    assert all(a != b for a, b in zip(evaluations, other_evaluations, strict=True))
+
+
+def _arrays(state: Any) -> list[tuple[str, np.ndarray]]:
+    return [(jax.tree_util.keystr(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+
+
+@pytest.fixture
+def small_command(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Flags of a run that is over in seconds, by presets and a text that are made small."""
+    monkeypatch.setitem(PRESETS, ("small", "tiny"), small_preset("small", num_layers=1))
+    monkeypatch.setitem(PRESETS, ("dmoe", "tiny"), small_preset("dmoe", num_layers=1))
+    monkeypatch.setattr("experiments.transformer_xl.measurement.load_corpus", lambda **_: small_corpus())
+    return ["--where", "local", "--steps", "4", "--eval-every", "2", "--no-overhead", "--json"]
+
+
+def test_the_command_compares_its_models(
+    small_command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One JSON object at the end; a folder for each model; and with --resume nothing is trained again."""
+    flags = [*small_command, "--model", "dmoe", "small", "--out", str(tmp_path / "run")]
+    main(flags)
+    headline = json.loads(capsys.readouterr().out.splitlines()[-1])
+    ours, theirs = headline["models"]["dmoe"], headline["models"]["small"]
+    assert headline["dmoe_below_small"] is (ours["validation_perplexity"] < theirs["validation_perplexity"])
+    assert ours["training_tokens"] == theirs["training_tokens"] == 4 * 3 * 6
+    assert ours["parameters"] > theirs["parameters"]
+    wanted = ("test_perplexity", "steps", "tokens_per_s", "mean_trunk_staleness", "failed_call_share")
+    assert all(name in figures for name in wanted for figures in (ours, theirs))
+    for folder in (tmp_path / "run", tmp_path / "run" / "dmoe", tmp_path / "run" / "small"):
+        assert {"config.json", "metrics.jsonl", "figure.png", "report.md"} <= {path.name for path in folder.iterdir()}
+    assert "Side by side" in (tmp_path / "run" / "report.md").read_text()
+    metrics = (tmp_path / "run" / "dmoe" / "metrics.jsonl").read_text().splitlines()
+    main([*flags, "--resume"])
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert again["models"] == headline["models"]
+    after = (tmp_path / "run" / "dmoe" / "metrics.jsonl").read_text().splitlines()
+    assert [line for line in after if '"resumed"' not in line] == metrics
+    with pytest.raises(SystemExit, match="1"):
+        main([*flags, "--resume", "--seed", "1"])
+    assert capsys.readouterr().err.splitlines()[-1].endswith("was begun with seed 0 and cannot be resumed with 1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--model", "small", "small"], "--model names a model twice"),
+        (["--resume"], "--resume needs --out"),
+        (["--failure-rate", "1"], "--failure-rate from 0 to below 1"),
+        (["--router", "nonesuch", "--out", "OUT"], "nonesuch"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(
+    flags: list[str],
+    message: str,
+    small_command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before anything is computed."""
+    with pytest.raises(SystemExit) as exit_:
+        main([*small_command, *(flag.replace("OUT", str(tmp_path / "run")) for flag in flags)])
+    assert exit_.value.code in (1, 2)
+    assert message in capsys.readouterr().err.splitlines()[-1]
