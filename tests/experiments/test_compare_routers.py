@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from experiments.compare_routers.report import run_name
+from experiments.compare_routers.run import CompareRoutersCommand
 from experiments.transformer_xl.driver import Plan
 
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.routing.registry import ROUTERS
 from dmoe_jax.runs.run_folder import RunFolder, read_metrics
 from experiments.compare_routers import comparing, run
-from experiments.compare_routers.report import run_name
-from experiments.compare_routers.run import CompareRoutersCommand
 from experiments.transformer_xl.presets import PRESETS
 
 GRID = PRESETS["dmoe", "tiny"].grid_size

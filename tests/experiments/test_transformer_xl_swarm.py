@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dmoe_jax.cli.assembly import model_config as config_of_flags
 from experiments.transformer_xl.run import TransformerXLCommand
 
-from dmoe_jax.cli.assembly import model_config as config_of_flags
 from dmoe_jax.cli.common import UsageError, parse_command_line
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train import TrainCommand
