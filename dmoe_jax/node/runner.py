@@ -10,7 +10,7 @@ ones are refused.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import cast
 
 import numpy as np
@@ -99,12 +99,11 @@ class BatchRunner:
         buckets = set(self._first_buckets())
         return any(buckets - backend.programs.warm for backend in self._kinds())
 
-    async def warm_up(self, on_progress: Callable[[str], None]) -> None:
-        """Compile for batches of up to `warm_up_rows`, smallest first; `on_progress` is told "compiling 2 of 5"."""
-        jobs = [(backend, bucket) for bucket in self._first_buckets() for backend in self._kinds()]
-        for number, (backend, bucket) in enumerate(jobs, start=1):
-            on_progress(f"compiling {number} of {len(jobs)}")
-            await self._compile(backend, bucket)
+    async def warm_up(self) -> None:
+        """Compile for batches of up to `warm_up_rows`, smallest first."""
+        for bucket in self._first_buckets():
+            for backend in self._kinds():
+                await self._compile(backend, bucket)
 
     async def run(self) -> None:
         """Serve the queue for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""

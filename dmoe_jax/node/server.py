@@ -17,7 +17,7 @@ RPC methods (body; tensors -> body; tensors), of which "compression" and "dropou
 The seed of a layer call is the same forward and backward; without one an expert runs in evaluation mode.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +98,7 @@ class ExpertNode:
         self._replays: ReplayCache[tuple[Job, Ticket[Job]]] = ReplayCache()
         self._started_at = trio.current_time()
         self.state = "compiling"
-        """What the node is at: "compiling" and how far, until it is warm, then "serving"."""
+        """What the node is at: "compiling" until it is warm, then "serving"."""
         self._counts = {"forward": 0, "backward": 0, "busy": 0, "replayed": 0}
 
     def register(self, caller: Caller) -> None:
@@ -121,7 +121,7 @@ class ExpertNode:
     def status(self) -> dict[str, Any]:
         """What the node does and has done since its start, as plain CBOR data.
 
-        Keys: `state` ("compiling 2 of 5", say, or "serving"), `warm_rows` (rows for which all its experts are compiled), calls
+        Keys: `state` ("compiling" or "serving"), `warm_rows` (rows for which all its experts are compiled), calls
         served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
         `waiting_rows` in the queue, seconds up and busy, and `updates` of each expert.
         """
@@ -143,26 +143,16 @@ class ExpertNode:
         """Serve the queue for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""
         await self._runner.run()
 
-    @property
-    def must_compile(self) -> bool:
-        """Whether `warm_up` has something to do, which may take minutes."""
-        return self._runner.must_compile
-
-    async def warm_up(self, on_progress: Callable[[str], None] = lambda text: None) -> None:
-        """Compile for batches of up to `warm_up_rows`; until then the node's state is "compiling 2 of 5" and the like.
+    async def warm_up(self, announcer: Announcer) -> None:
+        """Compile for batches of up to `warm_up_rows`, listed as compiling, and then announce the experts.
 
         Calls are answered meanwhile, as soon as the program that they need is compiled.
-
-        Args:
-          on_progress: told each state of the compilation.
         """
-
-        def tell(state: str) -> None:
-            self.state = state
-            on_progress(state)
-
-        await self._runner.warm_up(tell)
+        if self._runner.must_compile:
+            await announcer.announce()
+            await self._runner.warm_up()
         self.state = "serving"
+        await announcer.announce()
 
     async def _status(self, request: Request) -> Reply:
         del request
@@ -237,17 +227,14 @@ async def open_expert_node(
     *,
     device: Device,
     config: NodeConfig,
-    on_progress: Callable[[str], None] = lambda text: None,
 ) -> AsyncIterator[ExpertNode]:
     """Serve `backends` (by uid) at `caller` while the context is open; see `serve_node`."""
-    async with serve_node(ExpertNode(backends, device, config), caller, dht, on_progress=on_progress) as node:
+    async with serve_node(ExpertNode(backends, device, config), caller, dht) as node:
         yield node
 
 
 @asynccontextmanager
-async def serve_node(
-    node: ExpertNode, caller: Caller, dht: DhtNode, *, on_progress: Callable[[str], None] = lambda text: None
-) -> AsyncIterator[ExpertNode]:
+async def serve_node(node: ExpertNode, caller: Caller, dht: DhtNode) -> AsyncIterator[ExpertNode]:
     """Run a node at `caller` while the context is open, and announce it and its experts in the DHT.
 
     On entry the node is listed as compiling and answers `node.status`; its experts are announced, and the block begins,
@@ -274,11 +261,8 @@ async def serve_node(
         async with background_nursery() as nursery:
             nursery.start_soon(node.run)
             try:
-                if node.must_compile:
-                    await announcer.announce()
                 nursery.start_soon(announcer.run)
-                await node.warm_up(on_progress)
-                await announcer.announce()
+                await node.warm_up(announcer)
                 yield node
             finally:
                 nursery.cancel_scope.cancel()
