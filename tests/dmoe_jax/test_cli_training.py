@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from dmoe_jax.cli.common import UsageError
+from dmoe_jax.cli.common import UsageError, parse_command_line
 from dmoe_jax.cli.network import NetworkOptions
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.train_options import CallOptions, DataOptions, LanguageModelOptions, OptimizerOptions, RunOptions

@@ -215,7 +215,7 @@ def test_bfloat16_is_near_float32() -> None:
         setup = Setup(preset=small_preset("small"), corpus=small_corpus(), steps=2, seed=0, compute_dtype=compute_dtype)
         losses.append([record.loss for record in advance(LocalEngine(setup, 3), 2)])
     assert losses[0] != losses[1]
-    assert losses[:2] == pytest.approx(losses[2:], rel=0.02)
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 @pytest.mark.parametrize("size", ["tiny", "full"])

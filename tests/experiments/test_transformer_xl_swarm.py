@@ -159,9 +159,8 @@ def test_a_swarm_is_interrupted_and_resumed(tmp_path: Path) -> None:
     assert first.returncode == 130
     assert (out / "report.md").exists()
     assert (out / "trainer0" / "report.md").exists()
-    reached = max(
-        record["step"] for record in read_metrics(out / "trainer0" / "metrics.jsonl") if record["kind"] == "train"
-    )
+    metrics = read_metrics(out / "trainer0" / "metrics.jsonl")
+    reached = max(record["step"] for record in metrics if record["kind"] == "train")
     assert all(any((out / "nodes" / node).iterdir()) for node in ("node0", "node1"))
 
     second = start(out, "--resume", "--steps", str(reached + 10))
