@@ -29,15 +29,6 @@ class UsageError(Exception):
     """A mistake of the user's; the message is the one line that is printed."""
 
 
-@contextlib.contextmanager
-def mistakes_in_one_line() -> Iterator[None]:
-    """Turn what a wrong setting, a damaged file or a full folder raises in the block into a `UsageError`."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise UsageError(one_line(error)) from error
-
-
 def parse_command_line(
     command: Any, *, prog: str, description: str | None = None, args: Sequence[str] | None, default: Any = None
 ) -> Any:
