@@ -25,9 +25,21 @@ def draw_ratios(axes: Axes, title: str, columns: Sequence[tuple[str, Sequence[fl
     axes.axhline(bar.bound, color=KILLED, linestyle="--", linewidth=1.2)
     side = "at most" if bar.comparison == "<=" else "at least"
     in_panel = axes.get_yaxis_transform()
-    text = f"{side} {bar.bound:g}"
-    axes.text(0.99, bar.bound, text, transform=in_panel, fontsize=8, color=KILLED, ha="right", va="bottom")
-    axes.set_xticks(range(len(columns)), [text for text, _ in columns])
+    axes.annotate(
+        f"{side} {bar.bound:g}",
+        (0.99, bar.bound),
+        (0, 2),
+        xycoords=in_panel,
+        textcoords="offset points",
+        fontsize=8,
+        color=KILLED,
+        ha="right",
+        va="bottom",
+        # It may lie upon a column.
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+    )
+    ticks = [(place, text) for place, (text, _) in enumerate(columns) if text]
+    axes.set_xticks([place for place, _ in ticks], [text for _, text in ticks])
     axes.set_xlim(-0.6, len(columns) - 0.4)
     axes.set_ylim(0, 1.15 * max(bar.bound, *(ratio for _, ratios in columns for ratio in ratios)))
     dress(axes, title, "")
