@@ -14,8 +14,7 @@ import numpy as np
 
 from dmoe_jax.data.batches import Batch, SegmentStream
 from dmoe_jax.data.wikitext2 import VOCAB_SIZE
-from dmoe_jax.models.dense_transformer_xl import DenseConfig
-from dmoe_jax.models.transformer_xl import TransformerXLConfig
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import step_keys
 from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.routing.base import Router
@@ -122,7 +121,7 @@ def measure_overhead(
     """
     preset = dataclasses.replace(PRESETS["dmoe", size], **_NO_DROPOUT)
     config = model_config(preset, VOCAB_SIZE, compute_dtype=compute_dtype)
-    assert not isinstance(config, DenseConfig)
+    assert config.is_mixture
     rows = batch_size or preset.batch_size
     moe, dense = _models(preset, config, make_router(router, config.grid_size), rows, seed)
     stream = SegmentStream(_text(rows * config.seq_len, seed), batch_size=rows, seq_len=config.seq_len, seed=seed)
@@ -136,12 +135,14 @@ def measure_overhead(
         done.append(Round(dense_s=dense_s, moe_s=moe_s))
         on_round(done[-1])
     sizes = {"seq_len": config.seq_len, "mem_len": config.mem_len, "d_model": config.d_model}
-    d_head, k = config.d_model // config.num_heads, config.k_best
+    d_head, k = config.d_model // config.layer.num_heads, config.k_best
     return Overhead(
         rounds=tuple(done),
         tokens_per_step=rows * config.seq_len,
-        dense_flops=layer_flops(**sizes, num_heads=k * config.num_heads, d_head=d_head, d_ff=k * config.d_ff),
-        moe_flops=k * layer_flops(**sizes, num_heads=config.num_heads, d_head=d_head, d_ff=config.d_ff),
+        dense_flops=layer_flops(
+            **sizes, num_heads=k * config.layer.num_heads, d_head=d_head, d_ff=k * config.layer.d_ff
+        ),
+        moe_flops=k * layer_flops(**sizes, num_heads=config.layer.num_heads, d_head=d_head, d_ff=config.layer.d_ff),
     )
 
 

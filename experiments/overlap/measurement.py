@@ -1,46 +1,42 @@
 """Many asynchronous trainers in one process, each remote call delayed: wall time of a step over its critical path."""
 
-import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from random import SystemRandom
 from statistics import median
 
-import jax
 import numpy as np
 import optax
 import trio
 from matplotlib.figure import Figure
 
 from dmoe_jax.data.batches import SegmentStream
-from dmoe_jax.device import ThreadDevice
-from dmoe_jax.directory import open_expert_directory
-from dmoe_jax.grid import all_uids
-from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics, ExpertCaller
-from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
-from dmoe_jax.models import transformer_xl as txl
-from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.server import NodeConfig, open_expert_node
+from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.mixture.statistics import CallStatistics
+from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.models.transformer_xl import TransformerXL
+from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.trainer import SwarmModel, Trainer
-from dmoe_jax.trunk import SharedTrunk
+from dmoe_jax.security import Plain
+from dmoe_jax.swarm import Swarm, open_swarm
+from dmoe_jax.trainer import Trainer
 from experiments.bench import Experiment, Run
 from experiments.overlap.settings import OverlapSettings
 from experiments.panels import draw_rounds
 from experiments.results import Bar, Result
-from net.clock import SwarmClock
-from net.dht.node import DhtNode, open_dht_node
 from net.errors import NetError
 from net.identity import Address, PeerId
 from net.rpc.faults import Fault, FaultInjector, FaultPlan
-from net.rpc.peer import RpcPeer, open_rpc_peer
+from net.rpc.peer import open_rpc_peer
 from net.transport.tcp import TcpTransport
 
 GRID = (2, 2)
 BAR = Bar(name="overlap_ratio", bound=1.5)
 """A round may take this multiple of the waits on its critical path."""
 
-_NUM_NODES = 2
+_MAX_CALL_S = 60.0
+"""No call takes so long: a step waits for every expert that it asked."""
 
 
 class FarAway(FaultInjector):
@@ -64,16 +60,16 @@ class FarAway(FaultInjector):
 async def measure(run: Run[OverlapSettings]) -> None:
     """Let all trainers take a step at once, round after round."""
     settings = run.settings
-    async with _open_trainers(settings) as trainers:
+    async with _open_trainers(settings) as (trainers, statistics):
         run.say("one step alone, to compile")
         await trainers[0].step()
         for number in range(1, settings.chosen_steps + 1):
-            started = time.perf_counter()
+            failed, started = statistics.failed, time.perf_counter()
             async with trio.open_nursery() as nursery:
                 for trainer in trainers:
                     nursery.start_soon(trainer.step)
-            wall_s = time.perf_counter() - started
-            run.log("round", step=number, wall_s=wall_s, critical_path_s=settings.critical_path_s)
+            wall_s, failed = time.perf_counter() - started, statistics.failed - failed
+            run.log("round", step=number, wall_s=wall_s, critical_path_s=settings.critical_path_s, failed_calls=failed)
             run.say(
                 f"round {number}/{settings.chosen_steps}: {wall_s:.2f} s for a critical path of "
                 f"{settings.critical_path_s:g} s"
@@ -81,89 +77,56 @@ async def measure(run: Run[OverlapSettings]) -> None:
 
 
 @asynccontextmanager
-async def _open_trainers(settings: OverlapSettings) -> AsyncIterator[list[Trainer]]:
+async def _open_trainers(settings: OverlapSettings) -> AsyncIterator[tuple[Sequence[Trainer], CallStatistics]]:
     """Open two nodes and the trainers, all in this process, joined by TCP."""
-    config = txl.TransformerXLConfig(
+    config = TransformerXLConfig(
         vocab_size=500,
-        d_model=32,
         num_layers=settings.num_layers,
-        num_heads=2,
-        d_ff=64,
-        seq_len=16,
-        mem_len=16,
         grid_size=GRID,
         k_best=2,
+        layer=LayerConfig(d_model=32, num_heads=2, d_ff=64, seq_len=16, mem_len=16),
     )
-    router, device, rng = product_key(GRID), ThreadDevice(), random.Random(settings.seed)
+    # A round brings up to one row a trainer to one expert.
+    node = NodeConfig(max_concurrent_calls=4 * settings.trainers, warm_up_rows=settings.trainers)
     async with AsyncExitStack() as stack:
-        peers: list[RpcPeer] = []
-        dhts: list[DhtNode] = []
-        for listen in (*([Address("127.0.0.1", 0)] * _NUM_NODES), None):
-            peer = open_rpc_peer(
-                TcpTransport(), peer_id=PeerId.draw(rng), listen=listen, faults=FarAway(settings.delay_s)
-            )
-            peers.append(await stack.enter_async_context(peer))
-            dht = open_dht_node(
-                peers[-1],
-                clock=SwarmClock.wall(),
-                rng=rng,
-                initial_peers=[first for peer in peers[:-1][:1] if (first := peer.address) is not None],
-                client_mode=listen is None,
-            )
-            dhts.append(await stack.enter_async_context(dht))
-        await _serve(stack, settings, config, peers[:_NUM_NODES], dhts, device)
-        directory = await stack.enter_async_context(open_expert_directory(dhts[-1]))
-        caller = ExpertCaller(peers[-1], directory, CallStatistics())
-        policy = CallPolicy(grace_s=60.0, timeout_s=60.0)
+        join: tuple[str, ...] = ()
+        for row in range(GRID[0]):
+            swarm = await stack.enter_async_context(_open_far_away(join, settings))
+            experts = {f"layer{layer}.{row}.[0:{GRID[1]}]": config.expert() for layer in range(settings.num_layers)}
+            await swarm.serve(experts, optimizer=optax.adam(1e-3), config=node)
+            join = (swarm.contact,)
+        swarm = await stack.enter_async_context(open_swarm(join, security=Plain(), listen=None, seed=settings.seed))
+        router = product_key(GRID)
         mixtures = [
-            RemoteMixture(
-                expert=config.expert(),
-                router=router,
-                directory=directory,
-                caller=caller,
-                device=device,
-                config=MixtureConfig(prefix=f"layer{layer}", k_best=2, policy=policy),
+            swarm.mixture(
+                f"layer{layer}",
+                config.expert(),
+                router,
+                k_best=config.k_best,
+                grace_s=_MAX_CALL_S,
+                timeout_s=_MAX_CALL_S,
+                on_shortfall="raise",
             )
             for layer in range(settings.num_layers)
         ]
-        model = SwarmModel(config, txl.segments(config, router), mixtures)
-        trunk = SharedTrunk(txl.init_trunk(jax.random.key(settings.seed), config, router), optax.adam(1e-3), device)
         text = np.random.default_rng(settings.seed).integers(0, config.vocab_size, 20_000)
-        yield [
-            Trainer(
-                i, model, trunk, SegmentStream(text, batch_size=1, seq_len=16, shard=i, num_shards=settings.trainers)
-            )
-            for i in range(settings.trainers)
+        batches = [
+            SegmentStream(text, batch_size=1, seq_len=16, shard=shard, num_shards=settings.trainers)
+            for shard in range(settings.trainers)
         ]
+        trainers = swarm.trainer(TransformerXL(config, router, mixtures), optax.adam(1e-3), batches)
+        yield trainers.trainers, swarm.statistics
 
 
-async def _serve(
-    stack: AsyncExitStack,
-    settings: OverlapSettings,
-    config: txl.TransformerXLConfig,
-    peers: Sequence[RpcPeer],
-    dhts: Sequence[DhtNode],
-    device: ThreadDevice,
-) -> None:
-    """Open one expert node on each peer; experts are dealt out in turn."""
-    uids = [str(uid) for layer in range(settings.num_layers) for uid in all_uids(f"layer{layer}", GRID)]
-    optimizer = optax.adam(1e-3)
-    for index, peer in enumerate(peers):
-        backends = {
-            uid: ExpertBackend(config.expert(), optimizer, config.expert().init(jax.random.key(number)))
-            for number, uid in enumerate(uids)
-            if number % len(peers) == index
-        }
-        # A round brings up to one row a trainer to one expert.
-        await device.run(next(iter(backends.values())).warm_up, settings.trainers)
-        node = open_expert_node(
-            peer,
-            dhts[index],
-            backends,
-            device=device,
-            config=NodeConfig(max_concurrent_calls=4 * settings.trainers),
-        )
-        await stack.enter_async_context(node)
+@asynccontextmanager
+async def _open_far_away(join: Sequence[str], settings: OverlapSettings) -> AsyncIterator[Swarm]:
+    """Open a peer that serves expert calls late."""
+    peer_id, anywhere, faults = PeerId.draw(SystemRandom()), Address("127.0.0.1", 0), FarAway(settings.delay_s)
+    async with (
+        open_rpc_peer(TcpTransport(), peer_id=peer_id, listen=anywhere, faults=faults) as peer,
+        open_swarm(join, caller=peer, seed=settings.seed) as swarm,
+    ):
+        yield swarm
 
 
 def _rounds_s(run: Run[OverlapSettings]) -> list[float]:
@@ -183,6 +146,7 @@ def summarise(run: Run[OverlapSettings]) -> Result | None:
         "critical_path_s": settings.critical_path_s,
         "median_wall_s": median(rounds_s),
         "overlap_ratio": median(rounds_s) / settings.critical_path_s,
+        "failed_calls": sum(record["failed_calls"] for record in run.records("round")),
     }
     return Result(title="Overlap of asynchronous trainers", figures=figures, bars=[BAR])
 

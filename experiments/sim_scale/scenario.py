@@ -19,13 +19,15 @@ from dmoe_jax.cli.common import fail, parse_command_line
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.device import CostModel, InlineDevice
 from dmoe_jax.grid import layer_prefix
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import append_metric
-from dmoe_jax.trainer import StepRecord, SwarmModel, Trainer
+from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
 from experiments.sim_scale.trainers import make_backends
 from experiments.simulated_swarm import open_simulated_trainer, start_simulated_nodes
@@ -75,16 +77,12 @@ class ScenarioSettings:
             raise ValueError(f"expected steps >= 1 and seed >= 0, got {self.steps} and {self.seed}")
 
 
-CONFIG = txl.TransformerXLConfig(
+CONFIG = TransformerXLConfig(
     vocab_size=200,
-    d_model=16,
     num_layers=2,
-    num_heads=2,
-    d_ff=32,
-    seq_len=8,
-    mem_len=8,
     grid_size=(4, 4),
     k_best=2,
+    layer=LayerConfig(d_model=16, num_heads=2, d_ff=32, seq_len=8, mem_len=8),
 )
 
 
@@ -165,7 +163,7 @@ async def _train(
             )
             for layer in range(CONFIG.num_layers)
         ]
-        model = SwarmModel(CONFIG, txl.segments(CONFIG, router), mixtures)
+        model = txl.TransformerXL(CONFIG, router, mixtures)
         await Trainer(index, model, trunk, stream).run(settings.steps, on_step, on_lost)
 
 

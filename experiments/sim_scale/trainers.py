@@ -26,13 +26,15 @@ from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.directory import DirectoryConfig
 from dmoe_jax.grid import all_uids, key_prefix, layer_prefix
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.trainer import SwarmModel, Trainer
+from dmoe_jax.trainer import Trainer
 from dmoe_jax.trunk import SharedTrunk
 from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
 from net.rpc.faults import Fault, FaultPlan
@@ -76,19 +78,15 @@ class TrainersResult:
         return self.wall_s / self.compute_s
 
 
-def model_config(num_layers: int) -> txl.TransformerXLConfig:
+def model_config(num_layers: int) -> TransformerXLConfig:
     """The demonstration's model, with as many layers as are asked for."""
-    return txl.TransformerXLConfig(
+    return TransformerXLConfig(
         vocab_size=2000,
-        d_model=128,
         num_layers=num_layers,
-        num_heads=4,
-        d_ff=512,
-        seq_len=32,
-        mem_len=32,
         grid_size=GRID,
         k_best=K_BEST,
         cutoffs=(500,),
+        layer=LayerConfig(d_model=128, num_heads=4, d_ff=512, seq_len=32, mem_len=32),
     )
 
 
@@ -208,7 +206,7 @@ async def _step(trainers: list[Trainer]) -> list[float]:
     return losses
 
 
-def _model(config: txl.TransformerXLConfig, place: SimulatedTrainer) -> SwarmModel:
+def _model(config: TransformerXLConfig, place: SimulatedTrainer) -> txl.TransformerXL:
     router = product_key(GRID)
     mixtures = [
         RemoteMixture(
@@ -223,10 +221,10 @@ def _model(config: txl.TransformerXLConfig, place: SimulatedTrainer) -> SwarmMod
         )
         for layer in range(config.num_layers)
     ]
-    return SwarmModel(config, txl.segments(config, router), mixtures)
+    return txl.TransformerXL(config, router, mixtures)
 
 
-def make_backends(config: txl.TransformerXLConfig, *, seed: int) -> dict[str, ExpertBackend]:
+def make_backends(config: TransformerXLConfig, *, seed: int) -> dict[str, ExpertBackend]:
     """Every expert of every layer."""
     expert = config.expert()
     uids = [str(uid) for layer in range(config.num_layers) for uid in all_uids(layer_prefix(layer), GRID)]
