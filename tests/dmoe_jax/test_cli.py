@@ -16,11 +16,10 @@ import pytest
 from rich.console import Console
 
 from dmoe_jax.cli import main
-from dmoe_jax.cli.averaging import AveragingOptions
-from dmoe_jax.cli.common import UsageError
-from dmoe_jax.cli.network import SECRET_VARIABLE, ListenOptions, NetworkOptions
+from dmoe_jax.cli.network import ListenOptions, NetworkOptions
 from dmoe_jax.cli.status import NodeReading, status_table
 from dmoe_jax.cli.swarm import join_line, join_swarm
+from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.routing.registry import ROUTERS
 from net.errors import CallRefused
 from net.identity import Address, Contact, PeerId
@@ -78,7 +77,7 @@ def running(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 @pytest.mark.parametrize(
     ("args", "status", "line"),
     [
-        ([], 2, "Expected one of {dht, node, train, status, identity}"),
+        ([], 2, "Expected one of {demo, up, dht, node, train, status, identity}"),
         (["dht", "--bogus", "3"], 2, "Unrecognized options: --bogus, 3"),
         (["node", "--d-model", "x"], 2, "Error parsing --d-model: .*'x'"),
         (["train"], 2, "Missing from dmoe train: --join"),
@@ -232,7 +231,7 @@ def test_help_needs_no_jax() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["dht", "node", "train", "status"])
+@pytest.mark.parametrize("command", ["demo", "up", "dht", "node", "train", "status"])
 def test_help_describes_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`--help` succeeds and no flag is without a sentence."""
     with pytest.raises(SystemExit) as exit_:
@@ -377,14 +376,3 @@ def test_status_table_shows_rates_and_silence() -> None:
     # (15 - 10) forward and as many backward calls in two seconds; one second of work in two.
     assert re.search(r"00000000 +127\.0\.0\.1:1000 +2 +5\.0 +7 +50 % +7 +62 s", text)
     assert re.search(r"01010101 +127\.0\.0\.1:1001 +no answer", text)
-
-
-def test_averaging_options_that_pass_the_check_can_be_used() -> None:
-    """Short windows, too; what the averager would refuse is refused with the command line."""
-    for window_s in (0.5, 2.0, 3.0, 30.0):
-        options = AveragingOptions(average_every=10, average_window_s=window_s)
-        options.check()
-        assert options.config().assembly.window_s == window_s
-    for wishes in ({"average_window_s": 1e9}, {"average_timeout_s": 1e9}, {"average_side": 1}, {"average_name": "a.b"}):
-        with pytest.raises(UsageError, match="average"):
-            AveragingOptions(average_every=10, **wishes).check()
