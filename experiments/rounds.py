@@ -19,7 +19,7 @@ Measurement = Callable[[], Mapping[str, Record]]
 """Measures once; returns the quantities of each slice by its name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Ratio:
     """A quantity of one slice over that of another one of the same round.
 
@@ -27,16 +27,15 @@ class Ratio:
       name: in the headline.
       quantity: key of the slices' records that is divided.
       ours, baseline: names of the slices; `ours` is the numerator.
-      bound: what the median of the rounds must reach.
-      comparison: from which side.
+      comparison, bound: what the median of the rounds must reach.
     """
 
     name: str
     quantity: str
     ours: str
     baseline: str
-    bound: float
     comparison: Literal["<=", ">="]
+    bound: float
 
     @property
     def bar(self) -> Bar:

@@ -35,39 +35,14 @@ _SIDES = ("rpc", "blocking")
 _DIRECTIONS = {"send": (baseline.TAKE, ours.TAKE), "receive": (baseline.GIVE, ours.GIVE)}
 
 RATIOS = (
-    Ratio(
-        name="small_calls_ratio",
-        quantity="calls_per_s",
-        ours="rpc_tls_calls",
-        baseline="blocking_calls",
-        bound=0.5,
-        comparison=">=",
-    ),
-    *(
-        Ratio(
-            name=f"{network}_{'receive_' if direction == 'receive' else ''}ratio",
-            quantity="gigabytes_per_s",
-            ours=f"rpc_{network}_{direction}",
-            baseline=f"blocking_{network}_{direction}",
-            bound=bound,
-            comparison=">=",
-        )
-        for network, bound in (("tls", 1.0), ("plain", 0.6))
-        for direction in _DIRECTIONS
-    ),
-    *(
-        Ratio(
-            name=f"head_of_line_{'receive_' if load == 'receiving' else ''}ratio",
-            quantity="p99_ms",
-            ours=f"rpc_tls_calls_while_{load}",
-            baseline="rpc_tls_one_caller",
-            bound=20.0,
-            comparison="<=",
-        )
-        for load in ("sending", "receiving")
-    ),
+    Ratio("small_calls_ratio", "calls_per_s", "rpc_tls_calls", "blocking_calls", ">=", 0.5),
+    Ratio("tls_ratio", "gigabytes_per_s", "rpc_tls_send", "blocking_tls_send", ">=", 1.0),
+    Ratio("tls_receive_ratio", "gigabytes_per_s", "rpc_tls_receive", "blocking_tls_receive", ">=", 1.0),
+    Ratio("plain_ratio", "gigabytes_per_s", "rpc_plain_send", "blocking_plain_send", ">=", 0.6),
+    Ratio("plain_receive_ratio", "gigabytes_per_s", "rpc_plain_receive", "blocking_plain_receive", ">=", 0.6),
+    Ratio("head_of_line_ratio", "p99_ms", "rpc_tls_calls_while_sending", "rpc_tls_one_caller", "<=", 20.0),
+    Ratio("head_of_line_receive_ratio", "p99_ms", "rpc_tls_calls_while_receiving", "rpc_tls_one_caller", "<=", 20.0),
 )
-
 _PANELS = (
     ("Small calls", {"small_calls_ratio": "over TLS"}),
     ("Tensors over TLS", {"tls_ratio": "sending", "tls_receive_ratio": "receiving"}),

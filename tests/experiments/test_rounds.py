@@ -14,10 +14,9 @@ from experiments.allreduce_speed.settings import SpeedSettings
 from experiments.allreduce_speed.vectors import digest_of, expected_digest, vector_of
 from experiments.bench import Run
 from experiments.rounds import SLICE, Ratio, measure_rounds, median_figures, ratio_figures
-from experiments.transport_speed import measurement as transport
 from experiments.transport_speed.slice_timer import SliceTimer, percentile, slice_record
 
-RATIO = Ratio(name="speed_ratio", quantity="speed", ours="ours", baseline="theirs", bound=0.5, comparison=">=")
+RATIO = Ratio("speed_ratio", "speed", "ours", "theirs", ">=", 0.5)
 
 
 def record(number: int, name: str, speed: float) -> dict[str, Any]:
@@ -74,23 +73,6 @@ def test_every_other_round_goes_backwards(tmp_path: Path) -> None:
         (2, "ours"),
         (2, "theirs"),
     ]
-
-
-def test_transport_ratios_are_those_of_the_readme() -> None:
-    """Their names are put together from parts."""
-    names = [ratio.name for ratio in transport.RATIOS]
-    assert names == [
-        "small_calls_ratio",
-        "tls_ratio",
-        "tls_receive_ratio",
-        "plain_ratio",
-        "plain_receive_ratio",
-        "head_of_line_ratio",
-        "head_of_line_receive_ratio",
-    ]
-    assert [ratio.bound for ratio in transport.RATIOS] == [0.5, 1.0, 1.0, 0.6, 0.6, 20.0, 20.0]
-    readme = (Path(transport.__file__).parent / "README.md").read_text()
-    assert all(f"`{name}`" in readme for name in names)
 
 
 def test_percentile_is_the_nearest_rank() -> None:
