@@ -13,9 +13,14 @@ import trio
 
 from dmoe_jax.device import Device, InlineDevice
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
-from dmoe_jax.mixture.fan_out import CallStatistics, ExpertCaller
+from dmoe_jax.grid import layer_prefix
+from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics, ExpertCaller
+from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig, open_expert_node
+from dmoe_jax.routing.base import Router
+from dmoe_jax.trainer import SwarmModel
 from net.clock import SwarmClock
 from net.dht.config import DhtConfig
 from net.dht.node import DhtNode, open_dht_node
@@ -53,6 +58,30 @@ class SimulatedTrainer:
     """Knows the living experts."""
     caller: ExpertCaller
     """Places the expert calls and counts them."""
+
+    def transformer_xl(
+        self, config: txl.TransformerXLConfig, router: Router, *, policy: CallPolicy, device: Device
+    ) -> SwarmModel:
+        """The Transformer-XL whose layers are mixtures of the swarm's experts.
+
+        Args:
+          config: its sizes.
+          router: of every layer.
+          policy: how long its calls wait.
+          device: where its segments run.
+        """
+        mixtures = [
+            RemoteMixture(
+                expert=config.expert(),
+                router=router,
+                directory=self.directory,
+                caller=self.caller,
+                device=device,
+                config=MixtureConfig(prefix=layer_prefix(layer), k_best=config.k_best, policy=policy),
+            )
+            for layer in range(config.num_layers)
+        ]
+        return SwarmModel(config, txl.segments(config, router), mixtures)
 
 
 @asynccontextmanager

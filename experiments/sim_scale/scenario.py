@@ -8,6 +8,7 @@ garbage, late or in a wrong shape. Every step goes into the metrics with its vir
 """
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -18,14 +19,12 @@ import trio
 from dmoe_jax.cli.common import fail, parse_command_line
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.device import CostModel, InlineDevice
-from dmoe_jax.grid import layer_prefix
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
-from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import append_metric
-from dmoe_jax.trainer import StepRecord, SwarmModel, Trainer
+from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
 from experiments.sim_scale.trainers import make_backends
 from experiments.simulated_swarm import open_simulated_trainer, start_simulated_nodes
@@ -40,14 +39,8 @@ from net.wire.compression import Compression
 NUM_NODES = 6
 NUM_TRAINERS = 8
 
-FAULTS = {
-    Fault.REFUSE: 0.02,
-    Fault.HANG: 0.01,
-    Fault.DIE: 0.01,
-    Fault.GARBAGE: 0.01,
-    Fault.LATE: 0.1,
-    Fault.WRONG_SHAPE: 0.02,
-}
+FAULTS = {Fault.REFUSE: 0.02, Fault.HANG: 0.01, Fault.DIE: 0.01, Fault.GARBAGE: 0.01, Fault.LATE: 0.1}
+FAULTS |= {Fault.WRONG_SHAPE: 0.02}
 
 SCHEDULE = (
     (4.0, SetHost("node1", HostOptions(up_bps=2e6, down_bps=2e6, extra_latency_s=0.2))),
@@ -56,6 +49,11 @@ SCHEDULE = (
     (14.0, Heal()),
     (16.0, HostUp("node2")),
     (18.0, HostDown("node4", silent=True)),
+)
+
+
+CONFIG = txl.TransformerXLConfig(
+    vocab_size=200, d_model=16, num_layers=2, num_heads=2, d_ff=32, seq_len=8, mem_len=8, grid_size=(4, 4), k_best=2
 )
 
 
@@ -75,19 +73,6 @@ class ScenarioSettings:
             raise ValueError(f"expected steps >= 1 and seed >= 0, got {self.steps} and {self.seed}")
 
 
-CONFIG = txl.TransformerXLConfig(
-    vocab_size=200,
-    d_model=16,
-    num_layers=2,
-    num_heads=2,
-    d_ff=32,
-    seq_len=8,
-    mem_len=8,
-    grid_size=(4, 4),
-    k_best=2,
-)
-
-
 def write_metrics(settings: ScenarioSettings) -> None:
     """Run the scenario from the beginning; `settings.out` gets a line for each step, lost step and total."""
     settings.out.unlink(missing_ok=True)
@@ -101,6 +86,7 @@ async def _simulate(settings: ScenarioSettings) -> None:
     trunk_params = txl.init_trunk(jax.random.key(seed), CONFIG, router)
     trunk = SharedTrunk(trunk_params, optax.adam(1e-3), InlineDevice(CostModel(call_s=0.02)))
     text = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, 5000)
+    shards = partial(SegmentStream, text, batch_size=2, seq_len=CONFIG.seq_len, num_shards=NUM_TRAINERS, seed=seed)
     statistics = CallStatistics()
     async with simulate(
         seed=seed,
@@ -121,10 +107,7 @@ async def _simulate(settings: ScenarioSettings) -> None:
         )
         async with trio.open_nursery() as nursery:
             for index in range(NUM_TRAINERS):
-                stream = SegmentStream(
-                    text, batch_size=2, seq_len=CONFIG.seq_len, shard=index, num_shards=NUM_TRAINERS, seed=seed
-                )
-                nursery.start_soon(_train, network, index, join, trunk, stream, statistics, settings)
+                nursery.start_soon(_train, network, index, join, trunk, shards(shard=index), statistics, settings)
         append_metric(settings.out, kind="network", **asdict(network.statistics()))
     totals = asdict(statistics)
     del totals["host"]
@@ -149,23 +132,12 @@ async def _train(
         fields = {"trainer": trainer, "error": type(error).__name__, "detail": str(error)}
         append_metric(settings.out, kind="lost", virtual_s=trio.current_time(), **fields)
 
-    router, device = product_key(CONFIG.grid_size), InlineDevice(CostModel(call_s=0.005, slowdown=1.0 + index % 3))
+    device = InlineDevice(CostModel(call_s=0.005, slowdown=1.0 + index % 3))
     policy = CallPolicy(grace_s=0.5, timeout_s=4.0, compression=list(Compression)[index % len(Compression)])
     async with open_simulated_trainer(
         network, f"trainer{index}", seed=settings.seed, join=join, statistics=statistics
     ) as place:
-        mixtures = [
-            RemoteMixture(
-                expert=CONFIG.expert(),
-                router=router,
-                directory=place.directory,
-                caller=place.caller,
-                device=device,
-                config=MixtureConfig(prefix=layer_prefix(layer), k_best=CONFIG.k_best, policy=policy),
-            )
-            for layer in range(CONFIG.num_layers)
-        ]
-        model = SwarmModel(CONFIG, txl.segments(CONFIG, router), mixtures)
+        model = place.transformer_xl(CONFIG, product_key(CONFIG.grid_size), policy=policy, device=device)
         await Trainer(index, model, trunk, stream).run(settings.steps, on_step, on_lost)
 
 

@@ -27,23 +27,33 @@ from dmoe_jax.device import InlineDevice
 from dmoe_jax.directory import DirectoryConfig
 from dmoe_jax.grid import all_uids, key_prefix, layer_prefix
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
-from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.trainer import SwarmModel, Trainer
+from dmoe_jax.trainer import Trainer
 from dmoe_jax.trunk import SharedTrunk
-from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
+from experiments.simulated_swarm import open_simulated_trainer, start_simulated_nodes
 from net.rpc.faults import Fault, FaultPlan
 from net.transport.sim import run, simulate
 from net.transport.sim.links import Constant
 
-GRID = (4, 4)
-K_BEST = 2
-NUM_NODES = 8
-BATCH_SIZE = 4
+NUM_NODES, BATCH_SIZE = 8, 4
+_MODEL = txl.TransformerXLConfig(
+    vocab_size=2000,
+    d_model=128,
+    num_layers=4,
+    num_heads=4,
+    d_ff=512,
+    seq_len=32,
+    mem_len=32,
+    grid_size=(4, 4),
+    k_best=2,
+    cutoffs=(500,),
+)
+"""The demonstration's model; a run replaces the number of layers."""
 _OPTIMIZER = optax.adam(1e-3)  # one object: compiled programs are shared by the optimiser's identity
+_POLICY = CallPolicy(grace_s=math.inf, timeout_s=600.0)
 
 # Nodes that stay: announced every minute and looked up as often, not every few seconds as on a volunteer's machine.
 NODE_CONFIG = NodeConfig(max_batch_rows=16, announce_period_s=60.0, record_lifetime_s=300.0)
@@ -52,44 +62,25 @@ DIRECTORY_CONFIG = DirectoryConfig(ttl_s=120.0, idle_s=600.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainersResult:
-    """What a step of every trainer took.
-
-    Attributes:
-      wall_s: real seconds in the simulated swarm.
-      compute_s: real seconds of the same XLA calls alone.
-      virtual_s: seconds in the simulation.
-      calls: expert calls placed and answered.
-      xla_calls: that were replayed.
-      loss: mean over the trainers, nats.
-    """
+    """What a step of every trainer took."""
 
     wall_s: float
+    """Real seconds in the simulated swarm."""
     compute_s: float
+    """Real seconds of the same XLA calls alone."""
     virtual_s: float
+    """Seconds in the simulation."""
     calls: int
+    """Expert calls placed and answered."""
     xla_calls: int
+    """XLA calls that were replayed."""
     loss: float
+    """Mean over the trainers, nats."""
 
     @property
     def ratio(self) -> float:
         """The simulation's time over the computing's."""
         return self.wall_s / self.compute_s
-
-
-def model_config(num_layers: int) -> txl.TransformerXLConfig:
-    """The demonstration's model, with as many layers as are asked for."""
-    return txl.TransformerXLConfig(
-        vocab_size=2000,
-        d_model=128,
-        num_layers=num_layers,
-        num_heads=4,
-        d_ff=512,
-        seq_len=32,
-        mem_len=32,
-        grid_size=GRID,
-        k_best=K_BEST,
-        cutoffs=(500,),
-    )
 
 
 @dataclass(slots=True)
@@ -147,8 +138,8 @@ def measure_trainers(*, trainers: int, calls_in_a_row: int, delay_s: float, seed
 async def _train(
     num_trainers: int, num_layers: int, delay_s: float, seed: int, tape: WorkTape | None
 ) -> TrainersResult:
-    config = model_config(num_layers)
-    router, device = product_key(GRID), InlineDevice()
+    config = dataclasses.replace(_MODEL, num_layers=num_layers)
+    router, device = product_key(config.grid_size), InlineDevice()
     backends = make_backends(config, seed=seed)
     next(iter(backends.values())).warm_up(NODE_CONFIG.max_batch_rows)
     trunk = SharedTrunk(txl.init_trunk(jax.random.key(seed), config, router), optax.adam(1e-3), device)
@@ -160,7 +151,11 @@ async def _train(
             network, backends, num_nodes=NUM_NODES, seed=seed, faults=late, config=NODE_CONFIG
         )
         layers = [layer_prefix(layer) for layer in range(num_layers)]
-        prefixes = [key_prefix(layer, path) for layer in layers for path in ((), *((row,) for row in range(GRID[0])))]
+        prefixes = [
+            key_prefix(layer, path)
+            for layer in layers
+            for path in ((), *((row,) for row in range(config.grid_size[0])))
+        ]
         trainers: list[Trainer] = []
         all_ready = trio.Event()
 
@@ -172,7 +167,8 @@ async def _train(
                     text, batch_size=BATCH_SIZE, seq_len=config.seq_len, shard=index, num_shards=num_trainers, seed=seed
                 )
                 await place.directory.children(prefixes)
-                trainers.append(Trainer(index, _model(config, place), trunk, stream))
+                model = place.transformer_xl(config, router, policy=_POLICY, device=device)
+                trainers.append(Trainer(index, model, trunk, stream))
                 if len(trainers) == num_trainers:
                     all_ready.set()
                 await trio.sleep_forever()
@@ -208,27 +204,9 @@ async def _step(trainers: list[Trainer]) -> list[float]:
     return losses
 
 
-def _model(config: txl.TransformerXLConfig, place: SimulatedTrainer) -> SwarmModel:
-    router = product_key(GRID)
-    mixtures = [
-        RemoteMixture(
-            expert=config.expert(),
-            router=router,
-            directory=place.directory,
-            caller=place.caller,
-            device=InlineDevice(),
-            config=MixtureConfig(
-                prefix=layer_prefix(layer), k_best=K_BEST, policy=CallPolicy(grace_s=math.inf, timeout_s=600.0)
-            ),
-        )
-        for layer in range(config.num_layers)
-    ]
-    return SwarmModel(config, txl.segments(config, router), mixtures)
-
-
 def make_backends(config: txl.TransformerXLConfig, *, seed: int) -> dict[str, ExpertBackend]:
     """Every expert of every layer."""
     expert = config.expert()
-    uids = [str(uid) for layer in range(config.num_layers) for uid in all_uids(layer_prefix(layer), GRID)]
+    uids = [str(uid) for layer in range(config.num_layers) for uid in all_uids(layer_prefix(layer), config.grid_size)]
     keys = jax.random.split(jax.random.key(seed), len(uids))
     return {uid: ExpertBackend(expert, _OPTIMIZER, expert.init(key)) for uid, key in zip(uids, keys, strict=True)}

@@ -14,7 +14,7 @@ from dmoe_jax.recipe import Recipe, make_optimizer
 from experiments.moe_overhead import measurement
 from experiments.moe_overhead.measurement import Overhead, Round
 from experiments.moe_overhead.run import main
-from experiments.moe_overhead.wide_layer import WideLayer, layer_flops, wide_layer, wide_state, wide_step
+from experiments.moe_overhead.wide_layer import WideLayer, layer_flops, wide_layer, wide_optimizer, wide_state, wide_step
 from experiments.transformer_xl.presets import PRESETS, model_config
 from tests.experiments.small_runs import small_corpus, small_preset
 
@@ -60,8 +60,9 @@ def test_the_dense_model_learns() -> None:
     config = model_config(small_preset("dmoe", num_layers=1), 60)
     assert not isinstance(config, DenseConfig)
     optimizer = make_optimizer(Recipe(learning_rate=1e-2, warmup_steps=0, total_steps=None, grad_clip=1.0))
-    state = wide_state(jax.random.key(0), config, optimizer, optimizer, 3)
-    train = wide_step(config, optimizer, optimizer)
+    optimizer = wide_optimizer(config, optimizer, optimizer)
+    state = wide_state(jax.random.key(0), config, optimizer, 3)
+    train = wide_step(config, optimizer)
     batch = measurement.SegmentStream(small_corpus().train, batch_size=3, seq_len=6).at(0)
     losses = []
     for _ in range(20):
