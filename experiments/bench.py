@@ -1,0 +1,255 @@
+"""What every experiment repeats, once: settings, a run folder, bars, figure, report, a JSON line and exit statuses.
+
+An experiment `X` consists of
+
+- `experiments/X/settings.py`: a subclass of `Settings` and the constants that it needs. It imports no JAX, so that
+  `--help` and a wrong flag are answered at once.
+- `experiments/X/measurement.py`: an `Experiment`, which says how to measure, what the records amount to, and how to
+  draw them.
+- `experiments/X/__main__.py`: `run_experiment(XSettings, "experiments.X.measurement:EXPERIMENT", name="X")`.
+
+`Experiment.measure` writes records into the run folder and `Experiment.summarise` reads them again. They are apart so
+that a run which is interrupted, or fails half way, still leaves a report of what it has.
+"""
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from rich.console import Console
+
+from dmoe_jax.cli.common import UsageError, fail, parse_command_line, set_up_jax
+from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain, replaced_file
+from experiments.exits import ending_of, one_line_errors, run_until_signal
+from experiments.results import Result, result_table, write_result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnseededSettings:
+    """The flags of every experiment. A subclass may declare a field again in order to explain it better."""
+
+    quick: bool = False
+    """A shorter run that shows the same things."""
+    out: Path | None = None
+    """Run folder; must be new or empty. Default: runs/ and the time."""
+    json: bool = False
+    """Print the headline figures as one JSON object on the last line."""
+
+    def __post_init__(self) -> None:
+        """Check the fields. A subclass that checks more calls this one too.
+
+        Raises:
+          ValueError: the line that the command prints.
+        """
+
+    def require_at_least(self, least: float, *names: str) -> None:
+        """Check the fields with these names; a field that is None was left to its default.
+
+        Raises:
+          ValueError: names the first flag whose value is below `least`.
+        """
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least {least:g}, got {value}")
+
+    def require_above(self, bound: float, *names: str) -> None:
+        """Check the fields with these names; a field that is None was left to its default.
+
+        Raises:
+          ValueError: names the first flag whose value is not above `bound`.
+        """
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not value > bound:
+                raise ValueError(f"--{name.replace('_', '-')} must be above {bound:g}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(UnseededSettings):
+    """The flags of every experiment that draws all its chance from one seed."""
+
+    seed: int = 0
+    """Seed of everything that is random."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least(0, "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumableSettings(UnseededSettings):
+    """The flags of every experiment that can go on where it was interrupted."""
+
+    resume: bool = False
+    """Go on with the run in --out: what is finished stays, what was interrupted goes on from its last checkpoint."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.resume and self.out is None:
+            raise ValueError("--resume needs --out with the folder of the run to continue")
+
+
+S = TypeVar("S", bound=UnseededSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(Generic[S]):
+    """What a measurement works with."""
+
+    settings: S
+    """The command line."""
+    folder: RunFolder
+    """Where records and results go."""
+    console: Console
+    """Writes to standard output, or with --json to standard error."""
+
+    def say(self, text: str) -> None:
+        """Print a line for whoever waits."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def log(self, kind: str, /, **fields: object) -> None:
+        """Append a record to the run's metrics.jsonl."""
+        self.folder.log(kind, **fields)
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """The run's records of one kind so far, in order; in a resumed run also those from before."""
+        return [record for record in self.folder.metrics() if record["kind"] == kind]
+
+
+def create_folder(settings: UnseededSettings, name: str) -> RunFolder:
+    """Make a new run folder, or open the one to go on with if the settings say `resume`.
+
+    Raises:
+      ValueError: the path is a file, or a folder that is not empty. OSError: it cannot be written.
+    """
+    resume = isinstance(settings, ResumableSettings) and settings.resume
+    return RunFolder.create(settings.out, settings, name=name, resume=resume)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(Generic[S]):
+    """One experiment: how it measures, and what its records amount to."""
+
+    measure: Callable[[Run[S]], None] | Callable[[Run[S]], Coroutine[Any, Any, None]]
+    """Measures and logs records. A coroutine function runs under trio and is cancelled by the first Ctrl-C or SIGTERM;
+    a plain function gets a KeyboardInterrupt. Either ends the processes that it started. A mistake of the user's is a
+    `UsageError`."""
+    summarise: Callable[[Run[S]], Result | None]
+    """Computes the results from the run's records. It must cope with a run that ended early, and returns None where
+    there is too little for a report."""
+    draw: Callable[[Run[S], Result], "Figure | None"] | None = None
+    """Returns the picture for figure.png, or None for no picture. None: the measurement draws its own, or there is
+    none."""
+    figure_text: str = ""
+    """What the figure shows, for those who cannot see it."""
+    check: Callable[[S], None] | None = None
+    """Tries the settings before anything is written; a ValueError or OSError becomes one line."""
+    open_folder: Callable[[S, str], RunFolder] = create_folder
+    """Opens the run folder, from the settings and the experiment's name. A ValueError or OSError becomes one line."""
+    write_report: Callable[[Run[S], Result], object] | None = None
+    """Writes report.md; None: `results.write_result` does."""
+    expected: tuple[type[Exception], ...] = ()
+    """Errors of `measure` whose message is enough for a user, unless others were raised beside them."""
+    causes: tuple[type[Exception], ...] = ()
+    """Errors of `measure` that explain whatever was raised beside them, such as the death of a helper process."""
+
+
+def run_experiment(
+    settings_class: type[S],
+    experiment: Experiment[S] | str,
+    *,
+    name: str,
+    uses_jax: bool = True,
+    args: list[str] | None = None,
+) -> dict[str, Any]:
+    """Run an experiment from the command line to its report.
+
+    The process ends with status 2 after a wrong flag, 1 after an error that a user can mend or that the experiment
+    expects, 130 after Ctrl-C or SIGTERM; each with one line. A missed bar is a result and no error.
+
+    Args:
+      settings_class: what the command line is read into.
+      experiment: the experiment, or "module:attribute" where it is found once the command line has been read.
+      name: of the experiment; also begins its messages and the names of its run folders.
+      uses_jax: whether JAX is to be set up (compilation cache, memory) before the experiment is imported.
+      args: the command line; None for this process's.
+
+    Returns:
+      The headline, with the missed bars.
+
+    Raises:
+      SystemExit: in each of the cases above. Bugs are raised as they are.
+    """
+    settings = parse_command_line(settings_class, prog=f"python -m experiments.{name}", args=args)
+    with one_line_errors(name):
+        if uses_jax:
+            set_up_jax()
+        if isinstance(experiment, str):
+            module, _, attribute = experiment.partition(":")
+            experiment = cast(Experiment[S], getattr(importlib.import_module(module), attribute))
+        run = _open_run(settings, experiment, name)
+    errors: dict[str, Any] = {"expected": experiment.expected, "causes": experiment.causes}
+    hint = "; --resume goes on" if isinstance(settings, ResumableSettings) else ""
+    with one_line_errors(name, hint=hint, **errors):
+        try:
+            _measure(run, experiment, name)
+        except BaseException as error:
+            if ending_of(error, **errors) is not None:
+                _report(run, experiment)
+            raise
+        result = _report(run, experiment)
+    if result is None:
+        raise RuntimeError(f"{name} has measured to its end, but has nothing to report")
+    headline: dict[str, Any] = plain(result.headline)
+    if settings.json:
+        print(json.dumps(headline))
+    if result.failure:
+        fail(result.failure, prog=name)
+    return headline
+
+
+def _open_run(settings: S, experiment: Experiment[S], name: str) -> Run[S]:
+    """Check the settings and open the run folder; a mistake in them is a `UsageError`."""
+    try:
+        if experiment.check is not None:
+            experiment.check(settings)
+        folder = experiment.open_folder(settings, name)
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    return Run(settings=settings, folder=folder, console=Console(stderr=settings.json))
+
+
+def _measure(run: Run[S], experiment: Experiment[S], name: str) -> None:
+    measure = experiment.measure
+    if inspect.iscoroutinefunction(measure):
+        run_until_signal(partial(measure, run), prog=name)
+    else:
+        measure(run)
+
+
+def _report(run: Run[S], experiment: Experiment[S]) -> Result | None:
+    """Draw, write and print what the records amount to; None where there is too little."""
+    result = experiment.summarise(run)
+    if result is None:
+        return None
+    picture = None if experiment.draw is None else experiment.draw(run, result)
+    if picture is not None:
+        with replaced_file(run.folder.path / FIGURE) as temporary:
+            picture.savefig(temporary, dpi=130)
+    if experiment.write_report is None:
+        write_result(run.folder, result, figure_text=experiment.figure_text)
+    else:
+        experiment.write_report(run, result)
+    for renderable in [result_table(result)] if result.printed is None else result.printed:
+        run.console.print(renderable)
+    run.say(f"run folder: {run.folder.path}")
+    return result

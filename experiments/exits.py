@@ -1,0 +1,120 @@
+"""How an experiment ends early: signals, errors told in one line, exit statuses."""
+
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import trio
+
+from dmoe_jax.cli.common import UsageError, one_line
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT: what a shell reports for a program that Ctrl-C ended."""
+
+Errors = tuple[type[Exception], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """An exit status and the line that explains it."""
+
+    status: int
+    message: str
+
+
+def ending_of(error: BaseException, *, expected: Errors = (), causes: Errors = (), hint: str = "") -> Ending | None:
+    """Decide whether an error ends a run with one line. A KeyboardInterrupt, a `UsageError` and the errors named do;
+    nurseries may have put them into groups.
+
+    Args:
+      error: what was raised.
+      expected: errors that are explained by their message, if nothing else was raised beside them.
+      causes: errors that explain whatever was raised beside them.
+      hint: what follows "interrupted".
+
+    Returns:
+      None where the error is a bug and wants its traceback.
+    """
+    errors = BaseExceptionGroup[BaseException]("", [error])
+    if errors.subgroup(KeyboardInterrupt) is not None:
+        return Ending(EXIT_INTERRUPTED, f"interrupted{hint}")
+    kinds: Errors = (UsageError, *expected)
+    understood, others = errors.split(kinds)
+    explanation = errors.subgroup(causes) or (None if others else understood)
+    if explanation is None:
+        return None
+    leaf: BaseException = explanation
+    while isinstance(leaf, BaseExceptionGroup):
+        leaf = leaf.exceptions[0]
+    return Ending(EXIT_FAILED, f"error: {one_line(leaf)}")
+
+
+@contextmanager
+def one_line_errors(prog: str, *, expected: Errors = (), causes: Errors = (), hint: str = "") -> Iterator[None]:
+    """Turn the errors that `ending_of` knows into one line on standard error and the exit status for it.
+
+    In the block SIGTERM does what Ctrl-C does (`interruptible`).
+
+    Raises:
+      SystemExit: for those errors. All others are raised as they are.
+    """
+    # Not in an `except*` clause: what that raises comes out in a group, with a traceback and status 1, if anything was
+    # left to raise beside it, and before Python 3.11.4 always.
+    try:
+        with interruptible():
+            yield
+    except BaseException as error:
+        ending = ending_of(error, expected=expected, causes=causes, hint=hint)
+        if ending is None:
+            raise
+        print(f"{prog}: {ending.message}", file=sys.stderr)
+        sys.exit(ending.status)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """In the block SIGTERM raises KeyboardInterrupt, as Ctrl-C does; afterwards its handler is as it was before.
+
+    Whoever ends a process from outside wants what Ctrl-C gives: a report, and a run that can be resumed.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def run_until_signal(main: Callable[[], Awaitable[None]], *, prog: str) -> None:
+    """Run an async function under trio until it is done, or until SIGINT or SIGTERM cancels it.
+
+    A second signal while it winds up interrupts it at once.
+
+    Raises:
+      KeyboardInterrupt: a signal came.
+    """
+    is_interrupted = False
+
+    async def cancel_on_signal(
+        scope: trio.CancelScope, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        nonlocal is_interrupted
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for _ in signals:
+                break
+        is_interrupted = True
+        print(f"{prog}: interrupted, ending what was started", file=sys.stderr)
+        scope.cancel()
+
+    async def run() -> None:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(cancel_on_signal, nursery.cancel_scope)
+            await main()
+            nursery.cancel_scope.cancel()
+
+    trio.run(run)
+    if is_interrupted:
+        raise KeyboardInterrupt

@@ -1,0 +1,135 @@
+"""What a run came to: figures, the bars that they must reach, what the paper has, and how both are shown."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.table import Table
+
+from dmoe_jax.runs.report import ReportTable, format_value, write_report
+from dmoe_jax.runs.run_folder import RunFolder
+
+MISSED_BARS = "missed_bars"
+"""Key of the headline: the names of the bars that were missed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """What a figure of the headline must reach.
+
+    Attributes:
+      name: of the figure.
+      bound: the bar itself.
+      comparison: whether the bar is the least or the greatest that meets it.
+    """
+
+    name: str
+    bound: float
+    comparison: Literal["<=", ">="] = "<="
+
+    def is_met_by(self, value: float | None) -> bool:
+        """Say whether `value` is on the right side of the bar. A figure that is not known misses it."""
+        if value is None or math.isnan(value):
+            return False
+        return value <= self.bound if self.comparison == "<=" else value >= self.bound
+
+    def __str__(self) -> str:
+        return f"{self.comparison} {self.bound:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run came to, complete or as far as it got."""
+
+    title: str
+    """First line of the report and of the table in the terminal."""
+    figures: Mapping[str, Any]
+    """The headline by name. Where there are `name_min` and `name_max`, they are shown beside `name`."""
+    bars: Sequence[Bar] = ()
+    """What some of the figures must reach. A bar whose figure is missing is missed."""
+    missed: Sequence[str] | None = None
+    """More bars that were missed, in words of the experiment's own. None: it has no others."""
+    paper: Mapping[str, object] | None = None
+    """What the paper has for some of the figures."""
+    shown: Mapping[str, Any] | None = None
+    """Figures for readers, where the headline is not fit to be read. Default: the headline."""
+    printed: Sequence[Any] | None = None
+    """What the terminal shows, as Rich renders it. Default: a table of the figures."""
+    summary: str = ""
+    """A paragraph for the report, below its title."""
+    tables: Sequence[ReportTable] = ()
+    """Tables for the report, below its figure."""
+    command: str | None = None
+    """What to type to get this run again. Default: the command line that made the folder."""
+    failure: str = ""
+    """What ended wrong although the run came to its end, in one line: the exit status is 1. Empty: nothing."""
+
+    @property
+    def missed_bars(self) -> list[str]:
+        """Names of the bars that were missed, then those that the experiment names itself."""
+        by_name = [bar.name for bar in self.bars if not bar.is_met_by(self.figures.get(bar.name))]
+        return [*by_name, *(self.missed or ())]
+
+    @property
+    def headline(self) -> dict[str, Any]:
+        """The figures, and the missed bars if there are any bars."""
+        has_bars = bool(self.bars) or self.missed is not None
+        return {**self.figures, **({MISSED_BARS: self.missed_bars} if has_bars else {})}
+
+
+def result_table(result: Result) -> Table:
+    """The figures for a terminal, each with its bar and the paper's figure; green meets the bar, red misses it."""
+    bars = {bar.name: bar for bar in result.bars}
+    paper = result.paper or {}
+    head = ["figure", "value", *(["bar"] if bars else []), *(["paper"] if paper else [])]
+    table = Table(*head, title=result.title, title_justify="left")
+    for name, value in _rows(result):
+        bar = bars.get(name)
+        cells = [name.replace("_", " "), value, *([str(bar or "")] if bars else [])]
+        cells += [format_value(paper[name]) if name in paper else ""] if paper else []
+        colour = None if bar is None else "green" if bar.is_met_by(result.figures.get(name)) else "red"
+        table.add_row(*cells, style=colour)
+    return table
+
+
+def write_result(folder: RunFolder, result: Result, *, figure_text: str) -> None:
+    """Write report.md: the figures, the bars and the paper beside them, the picture, settings, how to do it again."""
+    rows = _rows(result)
+    tables = list(result.tables)
+    if result.paper:
+        ours = dict(rows)
+        beside = [(name.replace("_", " "), ours.get(name), theirs) for name, theirs in result.paper.items()]
+        tables.insert(0, ReportTable(title="Beside the paper", head=("figure", "here", "paper"), rows=beside))
+    if result.bars:
+        values = result.figures
+        verdicts = [
+            (bar.name.replace("_", " "), values.get(bar.name), str(bar), bar.is_met_by(values.get(bar.name)))
+            for bar in result.bars
+        ]
+        tables.insert(0, ReportTable(title="Bars", head=("figure", "value", "bar", "met"), rows=verdicts))
+    write_report(
+        folder,
+        dict(rows),
+        title=result.title,
+        summary=result.summary,
+        command=result.command,
+        figure_text=figure_text,
+        tables=tables,
+    )
+
+
+def _rows(result: Result) -> list[tuple[str, str]]:
+    """The figures as (name, text), least and greatest in the line of what they belong to."""
+    figures = result.headline if result.shown is None else result.shown
+    ends = {name: (f"{name}_min", f"{name}_max") for name in figures}
+    ranges = {name: pair for name, pair in ends.items() if pair[0] in figures and pair[1] in figures}
+    in_ranges = {end for pair in ranges.values() for end in pair}
+    rows = []
+    for name in (name for name in figures if name not in in_ranges):
+        text = format_value(figures[name])
+        if name in ranges:
+            least, greatest = (format_value(figures[end]) for end in ranges[name])
+            text += f" ({least} to {greatest})"
+        rows.append((name, text))
+    return rows

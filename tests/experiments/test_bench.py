@@ -1,0 +1,290 @@
+"""The bench under all experiments: its flags, files, bars, and how it ends."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from matplotlib.figure import Figure
+
+from dmoe_jax.cli.common import UsageError
+from experiments.bench import Experiment, ResumableSettings, Run, Settings, run_experiment
+from experiments.results import Bar, Result, write_result
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiceSettings(ResumableSettings, Settings):
+    """Throw dice."""
+
+    throws: int = 3
+    """How often."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least(1, "throws")
+
+
+DiceRun = Run[DiceSettings]
+
+
+class DiceError(Exception):
+    """What may go wrong."""
+
+
+def throw(run: DiceRun) -> None:
+    for number in range(run.settings.throws):
+        run.log("throw", pips=run.settings.seed + number)
+
+
+def summarise(run: DiceRun) -> Result | None:
+    pips = [record["pips"] for record in run.records("throw")]
+    if not pips:
+        return None
+    figures = {"mean": sum(pips) / len(pips), "mean_min": min(pips), "mean_max": max(pips), "nothing": float("nan")}
+    return Result(title="Dice", figures=figures, bars=[Bar(name="mean", bound=3.5)], paper={"mean": 3.5})
+
+
+def draw(run: DiceRun, result: Result) -> Figure:
+    figure = Figure(figsize=(2, 2))
+    figure.add_subplot().plot([record["pips"] for record in run.records("throw")], label=result.title)
+    return figure
+
+
+DICE = Experiment(measure=throw, summarise=summarise, draw=draw, figure_text="Pips of each throw")
+
+
+def run_dice(*args: str, experiment: Experiment[DiceSettings] = DICE) -> dict[str, Any]:
+    return run_experiment(DiceSettings, experiment, name="dice", uses_jax=False, args=list(args))
+
+
+def end_of_dice(*args: str, experiment: Experiment[DiceSettings] = DICE) -> Any:
+    """The exit status of a run that does not return."""
+    with pytest.raises(SystemExit) as exit_:
+        run_dice(*args, experiment=experiment)
+    return exit_.value.code
+
+
+def measuring(then: Callable[[], Any]) -> Experiment[DiceSettings]:
+    """Throw as often as asked, then do something else."""
+
+    def measure(run: DiceRun) -> None:
+        throw(run)
+        then()
+
+    return replace(DICE, measure=measure)
+
+
+def test_run_leaves_all_files_and_ends_with_one_json_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """2, 3, 4 have the mean 3, which meets the bar; a figure that is not a number is null in JSON."""
+    headline = run_dice("--out", str(tmp_path / "run"), "--seed", "2", "--json")
+    printed = capsys.readouterr()
+    expected = {"mean": 3.0, "mean_min": 2, "mean_max": 4, "nothing": None, "missed_bars": []}
+    assert json.loads(printed.out) == headline == expected
+    assert "3 (2 to 4)" in printed.err
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "config.json",
+        "metrics.jsonl",
+        "figure.png",
+        "report.md",
+    }
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "| mean | 3 (2 to 4) | 3.5 |" in report
+    assert "| mean | 3 | <= 3.5 | yes |" in report
+    assert "![Pips of each throw](figure.png)" in report
+
+
+def test_without_json_everything_is_for_readers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table is on standard output, and a missed bar is a result: the run ends in order."""
+    assert run_dice("--out", str(tmp_path / "run"), "--seed", "9")["missed_bars"] == ["mean"]
+    printed = capsys.readouterr()
+    assert "10 (9 to 11)" in printed.out
+    assert "{" not in printed.out
+    assert printed.err == ""
+
+
+def test_async_measurement_runs_under_trio(tmp_path: Path) -> None:
+    """A coroutine function measures as well."""
+
+    async def measure(run: DiceRun) -> None:
+        await trio.lowlevel.checkpoint()
+        throw(run)
+
+    headline = run_dice("--out", str(tmp_path / "run"), experiment=replace(DICE, measure=measure))
+    assert headline["mean"] == 1.0
+
+
+def test_experiment_is_imported_after_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong flag is told before the module is looked for."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arguments: dict[str, Any] = {"name": "dice", "uses_jax": False}
+    with pytest.raises(SystemExit, match="2"):
+        run_experiment(DiceSettings, "late_dice:DICE", args=["--throws", "0"], **arguments)
+    (tmp_path / "late_dice.py").write_text(
+        "from experiments.bench import Experiment\n"
+        "from experiments.results import Result\n"
+        "DICE = Experiment(measure=lambda run: None, summarise=lambda run: Result(title='Late', figures={'a': 1}))\n"
+    )
+    headline = run_experiment(DiceSettings, "late_dice:DICE", args=["--out", str(tmp_path / "run")], **arguments)
+    assert headline == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--throw", "3"), "--throw"),
+        (("--throws", "0"), "--throws must be at least 1, got 0"),
+        (("--seed", "-1"), "--seed must be at least 0, got -1"),
+        (("--resume",), "--resume needs --out"),
+    ],
+)
+def test_wrong_flag_is_one_line(flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The checks of all the settings' base classes count."""
+    assert end_of_dice(*flags) == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+def test_folder_that_is_in_use_is_refused_unless_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its records stay; with --resume they count."""
+    out = ("--out", str(tmp_path / "run"), "--throws", "1")
+    run_dice(*out, "--seed", "4")
+    assert end_of_dice(*out) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert run_dice(*out, "--seed", "8", "--resume")["mean"] == 6.0
+
+
+def test_check_comes_before_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A value that only the experiment can judge leaves no folder behind."""
+
+    def check(settings: DiceSettings) -> None:
+        raise ValueError(f"no dice have seed {settings.seed}\nand no advice helps")
+
+    assert end_of_dice("--out", str(tmp_path / "run"), experiment=replace(DICE, check=check)) == 1
+    assert capsys.readouterr().err == "dice: error: no dice have seed 0\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_leaves_a_report_of_what_there_is(
+    tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The status is Ctrl-C's and there is no JSON line; the handlers are as before."""
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    experiment = measuring(lambda: os.kill(os.getpid(), number))
+    assert end_of_dice("--out", str(tmp_path / "run"), "--json", experiment=experiment) == 130
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.endswith("dice: interrupted; --resume goes on\n")
+    assert "| mean | 1 (0 to 2) |" in (tmp_path / "run" / "report.md").read_text()
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_cancels_an_async_measurement(tmp_path: Path, number: signal.Signals) -> None:
+    """It ends what it started, then there is a report."""
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    has_cleaned_up = False
+
+    async def measure(run: DiceRun) -> None:
+        nonlocal has_cleaned_up
+        throw(run)
+        os.kill(os.getpid(), number)
+        try:
+            await trio.sleep_forever()
+        finally:
+            has_cleaned_up = True
+
+    out = tmp_path / "run"
+    assert end_of_dice("--out", str(out), experiment=replace(DICE, measure=measure)) == 130
+    assert has_cleaned_up
+    assert (out / "report.md").exists()
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_interrupted_before_there_is_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line and no report."""
+
+    def measure(run: DiceRun) -> None:
+        raise KeyboardInterrupt
+
+    assert end_of_dice("--out", str(tmp_path / "run"), experiment=replace(DICE, measure=measure)) == 130
+    assert capsys.readouterr().err == "dice: interrupted; --resume goes on\n"
+    assert not (tmp_path / "run" / "report.md").exists()
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def throw_error() -> None:
+        raise error
+
+    return throw_error
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("expected", DiceError("a die fell down")),
+        ("expected", ExceptionGroup("", [ExceptionGroup("", [DiceError("a die fell down")])])),
+        ("causes", ExceptionGroup("", [KeyError("a consequence"), DiceError("a die fell down")])),
+        ("expected", UsageError("a die fell down")),
+    ],
+)
+def test_expected_error_is_one_line_beside_a_report(
+    tmp_path: Path, kind: str, error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also out of nurseries' groups; a cause explains what else came."""
+    experiment = replace(measuring(raising(error)), **{kind: (DiceError,)})
+    assert end_of_dice("--out", str(tmp_path / "run"), experiment=experiment) == 1
+    assert capsys.readouterr().err == "dice: error: a die fell down\n"
+    assert (tmp_path / "run" / "report.md").exists()
+
+
+@pytest.mark.parametrize("error", [DiceError("not announced"), ExceptionGroup("", [DiceError(), KeyError("a bug")])])
+def test_bug_is_raised_as_it_is(tmp_path: Path, error: Exception) -> None:
+    """Nothing hides a bug, not even an expected error beside it; the handlers are as before."""
+    before = signal.getsignal(signal.SIGTERM)
+    expected = (DiceError,) if isinstance(error, ExceptionGroup) else ()
+    with pytest.raises(type(error)) as raised:
+        run_dice("--out", str(tmp_path / "run"), experiment=replace(measuring(raising(error)), expected=expected))
+    assert raised.value is error
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_failure_is_told_after_everything_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report and the JSON line are there, and the status is 1."""
+
+    def summarise_failure(run: DiceRun) -> Result:
+        return Result(title="Dice", figures={"a": 1}, missed=["fell down"], failure="1 die fell down")
+
+    experiment = replace(DICE, summarise=summarise_failure)
+    assert end_of_dice("--out", str(tmp_path / "run"), "--json", experiment=experiment) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"a": 1, "missed_bars": ["fell down"]}
+    assert printed.err.endswith("dice: error: 1 die fell down\n")
+
+
+def test_experiment_may_write_its_own_report(tmp_path: Path) -> None:
+    """What it writes stands."""
+
+    def write(run: DiceRun, result: Result) -> None:
+        write_result(run.folder, replace(result, title="My dice"), figure_text="")
+
+    run_dice("--out", str(tmp_path / "run"), experiment=replace(DICE, write_report=write))
+    assert (tmp_path / "run" / "report.md").read_text().startswith("# My dice\n")
+
+
+def test_bar_is_met_from_its_side() -> None:
+    """Exactly the bar meets it, whichever side is the good one; what is not known does not."""
+    most, least = Bar(name="p99", bound=20.0), Bar(name="rate", bound=0.5, comparison=">=")
+    assert most.is_met_by(20.0)
+    assert not most.is_met_by(20.1)
+    assert least.is_met_by(0.5)
+    assert not least.is_met_by(0.49)
+    assert not most.is_met_by(None)
+    assert not least.is_met_by(float("nan"))
+    assert Result(title="", figures={}, bars=[most]).missed_bars == ["p99"]
