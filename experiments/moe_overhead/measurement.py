@@ -89,7 +89,7 @@ def measure_overhead(
     rounds: int,
     steps_per_round: int,
     seed: int,
-    on_round: Callable[[Round], None] = lambda _: None,
+    on_round: Callable[[Overhead], None] = lambda _: None,
 ) -> Overhead:
     """Time training steps of the preset's mixture, and of the same model with a dense layer for each mixture.
 
@@ -103,7 +103,7 @@ def measure_overhead(
       rounds: this often, with a ratio of its own each.
       steps_per_round: of each model, in turns; who is first, in turns, too.
       seed: of parameters and text.
-      on_round: called after each round.
+      on_round: called after each round with what was measured so far.
 
     Raises:
       ValueError: an unknown router, or one that does not keep to its contract.
@@ -118,18 +118,18 @@ def measure_overhead(
     for batch in batches[:1] * 2:  # the first compiles
         for model in (moe, dense):
             model.step(batch)
-    done = []
-    for _ in range(rounds):
-        done.append(_in_turns(moe, dense, batches))
-        on_round(done[-1])
     sizes = {"seq_len": config.seq_len, "mem_len": config.mem_len, "d_model": config.d_model}
     d_head, k = config.d_model // config.num_heads, config.k_best
-    return Overhead(
-        rounds=tuple(done),
+    measured = Overhead(
+        rounds=(),
         tokens_per_step=rows * config.seq_len,
         dense_flops=layer_flops(**sizes, num_heads=k * config.num_heads, d_head=d_head, d_ff=k * config.d_ff),
         moe_flops=k * layer_flops(**sizes, num_heads=config.num_heads, d_head=d_head, d_ff=config.d_ff),
     )
+    for _ in range(rounds):
+        measured = dataclasses.replace(measured, rounds=(*measured.rounds, _in_turns(moe, dense, batches)))
+        on_round(measured)
+    return measured
 
 
 def _models(

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 
+from matplotlib.figure import Figure
 from rich.box import SIMPLE
 from rich.progress import Progress
 from rich.table import Table
@@ -15,6 +16,7 @@ from experiments.moshpit_averaging.settings import AveragingSettings
 from experiments.moshpit_averaging.simulation import mixing_of, row_of, simulate
 from experiments.results import Result
 
+_SETTING = ("peers", "grid", "p")
 _SUMMARY = (
     "Each peer holds a number of N(0, 1). Mean rounds until the variance over the peers is at most 1e-9 (at most "
     "1e-4); in square brackets what the paper's simulators need."
@@ -37,20 +39,22 @@ def measure(run: Run[AveragingSettings]) -> None:
                 on_progress=lambda share: progress.advance(task, share),
             )
             row = row_of(setting, variances)
-            run.log("setting", **row.summary(), variances=row.variances, wall_s=time.perf_counter() - started)
+            numbers = {"rounds": row.rounds, "variances": row.variances}
+            run.log("setting", **row.summary(), **numbers, wall_s=time.perf_counter() - started)
         progress.update(task, description="random groups and the formula")
         if mixing := mixing_of(rows[-1], seed=settings.seed):
-            run.log("mixing", **mixing.record(), wall_s=time.perf_counter() - started)
+            run.log("mixing", mixing=mixing, wall_s=time.perf_counter() - started)
 
 
 def summarise(run: Run[AveragingSettings]) -> Result | None:
     """Set what was simulated beside the paper; None where no row was finished."""
-    rows, mixing, wall_s = read_records(run)
+    rows = finished_rows(run)
     if not rows:
         return None
-    missed = [text for part in (*rows, *([mixing] if mixing else [])) for text in part.missed_bars()]
-    ratio = None if mixing is None else mixing.factor_ratio
-    restarts = run.settings.num_restarts
+    mixing = finished_mixing(run)
+    wall_s = [*run.records("setting"), *run.records("mixing")][-1]["wall_s"]
+    missed = [text for row in rows for text in row.missed_bars()] + (mixing.missed_bars() if mixing else [])
+    ratio, restarts = None if mixing is None else mixing.factor_ratio, run.settings.num_restarts
     return Result(
         title="Rounds of averaging among peers that may be absent",
         summary=_SUMMARY,
@@ -77,22 +81,71 @@ def summarise(run: Run[AveragingSettings]) -> Result | None:
     )
 
 
-def read_records(run: Run[AveragingSettings]) -> tuple[list[Row], Mixing | None, float]:
-    """The rows that are finished, random groups beside the formula, and the seconds that both took."""
-    rows, mixing = run.records("setting"), run.records("mixing")
-    # Records are in the order of the settings, so that a row need not be read from its summary.
-    done = zip(run.settings.rows(), rows, strict=False)
-    ...
+def finished_rows(run: Run[AveragingSettings]) -> list[Row]:
+    """The rows that are done, in order, read from the run's records."""
+    records = run.records("setting")
+    return [
+        Row(setting=setting, rounds=record["rounds"], variances=record["variances"])
+        for setting, record in zip(run.settings.rows(), records, strict=False)
+    ]
+
+
+def finished_mixing(run: Run[AveragingSettings]) -> Mixing | None:
+    """Random groups beside the formula, once they were simulated."""
+    return next((Mixing(**record["mixing"]) for record in run.records("mixing")), None)
 
 
 def _console_table(rows: Sequence[Row]) -> Table:
     """Rounds for a terminal; the report has the paper's beside them."""
     table = Table(title="Mean rounds to 1e-9 (to 1e-4)", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("peers", "p"):
-        table.add_column(name, no_wrap=True)
-    for name in TITLES.values():
-        table.add_column(name.replace("-", "- "), overflow="fold")
+    for name in (*_SETTING, *(title.replace("-", "- ") for title in TITLES.values())):
+        table.add_column(name, overflow="fold", no_wrap=name in _SETTING)
     for row in rows:
-        setting, cells = row.setting, [_cell(row.rounds[method], None) for method in TITLES]
-        table.add_row(f"{setting.num_peers} on {setting.grid_text}", setting.failure_text, *cells)
+        table.add_row(*_cells(row, with_paper=False))
     return table
+
+
+def _report_tables(rows: Sequence[Row], mixing: Mixing | None) -> list[ReportTable]:
+    """All rows with the paper's figures, and random groups beside the theory."""
+    cells = [_cells(row, with_paper=True) for row in rows]
+    tables = [ReportTable(title="Rounds", head=(*_SETTING, *TITLES.values()), rows=cells)]
+    if mixing is not None:
+        formula = [mixing.factor**number for number in range(len(mixing.kept))]
+        note = f"{mixing.num_peers} peers in groups of {mixing.group_size}, all present, mean over {mixing.runs} runs; "
+        tables.append(
+            ReportTable(
+                title="Random groups beside the theory",
+                head=("rounds", "variance left", "formula", "ratio"),
+                rows=[(t, kept, formula[t], kept / formula[t]) for t, kept in enumerate(mixing.kept)],
+                note=note + "the formula is ((r - 1)/N + r/N^2)^T.",
+            )
+        )
+    return tables
+
+
+def _cells(row: Row, *, with_paper: bool) -> list[str]:
+    """The setting, and the rounds of each method."""
+    setting, paper = row.setting, row.paper if with_paper else {}
+    rounds = [_cell(row.rounds[method], paper.get(method)) for method in TITLES]
+    return [str(setting.num_peers), setting.grid_text, setting.failure_text, *rounds]
+
+
+def _cell(ours: Mapping[str, float], theirs: Rounds | None) -> str:
+    """Our rounds, and in brackets the paper's."""
+    text = f"{ours['1e-9']:.1f} ({ours['1e-4']:.1f})"
+    if theirs is None:
+        return text
+    return text + (f" [{theirs[0]:.1f}]" if theirs[1] is None else f" [{theirs[0]:.1f} ({theirs[1]:.1f})]")
+
+
+def _draw(run: Run[AveragingSettings], result: Result) -> Figure:
+    del result
+    return averaging_figure(finished_rows(run), finished_mixing(run))
+
+
+EXPERIMENT = Experiment(
+    measure=measure,
+    summarise=summarise,
+    draw=_draw,
+    figure_text="Variance over rounds for each method, and rounds to 1e-9 beside the paper's",
+)

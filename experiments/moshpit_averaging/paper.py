@@ -149,7 +149,7 @@ class Mixing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Row:
     """The rounds that the methods needed in one setting."""
 
     setting: Setting

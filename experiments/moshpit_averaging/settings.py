@@ -36,10 +36,14 @@ class AveragingSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("restarts", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        self.require_at_least(1, "restarts", "rounds")
+        self.require_at_least(2, "peers")
         self.rows()
+
+    @property
+    def num_restarts(self) -> int:
+        """Repetitions of each row."""
+        return min(self.restarts, 10) if self.quick else self.restarts
 
     def rows(self) -> tuple[Setting, ...]:
         """What is to be simulated.
@@ -54,8 +58,6 @@ class AveragingSettings(Settings):
                 return rows
             quick = (row for row in rows if row.num_peers in _QUICK_PEERS and row.grid == SQUARE)
             return tuple(row for row in quick if self.failure_rule or row.failure_rule == "exclude")
-        if self.peers is not None and self.peers < 2:
-            raise ValueError(f"--peers must be at least 2, got {self.peers}")
         grid = _default_grid(self.peers) if self.grid is None else _grid(self.grid)
         return (
             Setting(

@@ -25,7 +25,7 @@ from dmoe_jax.optim.averaging_methods import (
 )
 from dmoe_jax.optim.peer_axis import FailureRule, moshpit_round, random_cells
 from dmoe_jax.optim.peer_trees import distortion
-from experiments.moshpit_averaging.paper import TARGETS, MethodName, Mixing, Result, Setting
+from experiments.moshpit_averaging.paper import TARGETS, MethodName, Mixing, Row, Setting
 from net.averaging.grouping.group_key import MoshpitGrid
 
 _MAX_ABSENCES = 2**26
@@ -54,17 +54,9 @@ class _Swarms(NamedTuple):
     keys: PRNGKeyArray
 
 
-def measure_setting(
-    setting: Setting, *, restarts: int, rounds: int, seed: int, on_progress: Callable[[float], None]
-) -> Result:
-    """Simulate every method in one setting; see `simulate` for the arguments."""
-    variances = simulate(setting, restarts=restarts, rounds=rounds, seed=seed, on_progress=on_progress)
-    return result_of(setting, variances)
-
-
-def result_of(setting: Setting, variances: Mapping[MethodName, np.ndarray]) -> Result:
+def row_of(setting: Setting, variances: Mapping[MethodName, np.ndarray]) -> Row:
     """Means over the restarts, from [restarts, rounds + 1] for each method."""
-    return Result(
+    return Row(
         setting=setting,
         rounds={method: mean_rounds(found) for method, found in variances.items()},
         variances={method: found.mean(axis=0, dtype=np.float64).tolist() for method, found in variances.items()},
@@ -195,8 +187,8 @@ def _variances(
                 mixed = random_groups_round(values, key=key, group_size=size, alive=alive, failure_rule=failure_rule)
                 return mixed, weights
             case "moshpit":
-                place = {"grid": grid, "cells": swarm.cells, "round_number": number}
-                return moshpit_round(values, **place, alive=alive, failure_rule=failure_rule), weights
+                average = functools.partial(moshpit_round, grid=grid, cells=swarm.cells, failure_rule=failure_rule)
+                return average(values, round_number=number, alive=alive), weights
 
     def restart(swarm: _Swarms) -> Array:
         def one_round(held: tuple[Array, Array], inputs: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:

@@ -89,9 +89,7 @@ def scenario_digests(seed: int, folder: Path, *, hash_seeds: Sequence[int]) -> l
     return digests
 
 
-def _start_scenario(
-    stack: ExitStack, seed: int, folder: Path, hash_seed: int
-) -> tuple["subprocess.Popen[str]", Path]:
+def _start_scenario(stack: ExitStack, seed: int, folder: Path, hash_seed: int) -> tuple["subprocess.Popen[str]", Path]:
     """A process that simulates the scenario, killed when the stack unwinds, and the file that it writes."""
     metrics = folder / f"scenario-{hash_seed}.jsonl"
     process = subprocess.Popen(

@@ -13,8 +13,15 @@ from dmoe_jax.models.trunk import step_keys
 from dmoe_jax.recipe import Recipe, make_optimizer
 from experiments.moe_overhead import measurement
 from experiments.moe_overhead.measurement import Overhead, Round
-from experiments.moe_overhead.run import main
-from experiments.moe_overhead.wide_layer import WideLayer, layer_flops, wide_layer, wide_optimizer, wide_state, wide_step
+from experiments.moe_overhead.__main__ import main
+from experiments.moe_overhead.wide_layer import (
+    WideLayer,
+    layer_flops,
+    wide_layer,
+    wide_optimizer,
+    wide_state,
+    wide_step,
+)
 from experiments.transformer_xl.presets import PRESETS, model_config
 from tests.experiments.small_runs import small_corpus, small_preset
 

@@ -12,7 +12,7 @@ import pytest
 from dmoe_jax.runs.run_folder import read_metrics
 from experiments.moshpit_averaging import paper, simulation
 from experiments.moshpit_averaging.paper import BARRED, CUBE, SQUARE, TABLE, TARGETS, Setting, paper_rounds
-from experiments.moshpit_averaging.reporting import Result, headline_of, result_of
+from experiments.moshpit_averaging.simulation import row_of
 from experiments.moshpit_averaging.run import AveragingCommand, main
 from experiments.moshpit_averaging.simulation import Mixing, mean_rounds, measure_mixing, rounds_to, simulate
 from net.averaging.grouping.group_key import MoshpitGrid
