@@ -12,8 +12,8 @@ from dmoe_jax.models.dense_transformer_xl import DenseConfig
 from dmoe_jax.models.trunk import step_keys
 from dmoe_jax.recipe import Recipe, make_optimizer
 from experiments.moe_overhead import measurement
-from experiments.moe_overhead.measurement import Overhead, Round
 from experiments.moe_overhead.__main__ import main
+from experiments.moe_overhead.measurement import Overhead, Round
 from experiments.moe_overhead.wide_layer import (
     WideLayer,
     layer_flops,

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from rich.console import Console
 from dmoe_jax import autodiff
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.runs.run_folder import RunFolder, read_metrics
-from experiments.sim_scale import messages, run, scenario, trainers
-from experiments.sim_scale.figure import scale_figure
+from experiments.bench import Run
+from experiments.sim_scale import scenario
+from experiments.sim_scale.__main__ import main
+from experiments.sim_scale.measurement import EXPERIMENT, scenario_digests
 from experiments.sim_scale.messages import MessagesResult, measure_messages
-from experiments.sim_scale.run import ScaleSettings
 from experiments.sim_scale.scenario import ScenarioSettings
+from experiments.sim_scale.settings import ScaleSettings
 from experiments.sim_scale.trainers import TrainersResult, WorkTape
 
 ROOT = Path(__file__).parents[2]
@@ -33,15 +36,15 @@ EXCHANGE = MessagesResult(messages=100, frames=120, dials=16, wall_s=0.01, virtu
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"calls_in_a_row": 7}, "calls_in_a_row.*7"),
-        ({"calls_in_a_row": 0}, "calls_in_a_row.*0"),
+        ({"calls_in_a_row": 7}, "calls-in-a-row.*7"),
+        ({"calls_in_a_row": 0}, "calls-in-a-row.*0"),
         ({"neighbours": 0}, "neighbours.*0"),
         ({"peers": 8}, "neighbours.*8"),
         ({"messages": 1999}, "messages.*1999"),
         ({"trainers": 0}, "trainers.*0"),
-        ({"delay_s": 0.0}, "delay_s.*0"),
-        ({"delay_s": float("nan")}, "delay_s.*nan"),
-        ({"delay_s": 31.0}, "delay_s.*31"),
+        ({"delay_s": 0.0}, "delay-s.*0"),
+        ({"delay_s": float("nan")}, "delay-s.*nan"),
+        ({"delay_s": 31.0}, "delay-s.*31"),
         ({"seed": -1}, "seed.*-1"),
     ],
 )
@@ -71,14 +74,12 @@ def test_mistakes_are_one_line(
     status: int,
     message: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A wrong value, an unknown flag and a folder that is in use end the command before it starts."""
     (tmp_path / "something").touch()
-    monkeypatch.setattr(sys, "argv", ["sim_scale", *(str(tmp_path) if word == "FULL" else word for word in arguments)])
     with pytest.raises(SystemExit) as exit_:
-        run.main()
+        main([str(tmp_path) if word == "FULL" else word for word in arguments])
     captured = capsys.readouterr()
     assert exit_.value.code == status
     assert message in captured.err
@@ -97,23 +98,38 @@ def test_scenario_says_where_it_cannot_write(
     assert capsys.readouterr().err.startswith("scenario: error: cannot write")
 
 
-@pytest.mark.parametrize(("quick", "times"), [(False, 3), (True, 1)])
-def test_headline_is_of_medians(quick: bool, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_with(folder: Path, *, walls_s: Sequence[float], exchanges_s: Sequence[float], digests: str) -> Run[Any]:
+    """A run whose measurements took these seconds."""
+    settings = ScaleSettings()
+    run = Run(settings=settings, folder=RunFolder.create(folder, settings), console=Console(file=io.StringIO()))
+    run.log("scenario", digests=list(digests))
+    for wall_s in exchanges_s:
+        run.log("messages", **asdict(replace(EXCHANGE, wall_s=wall_s)), messages_per_s=100 / wall_s)
+    for wall_s in walls_s:
+        step = replace(STEP, wall_s=wall_s)
+        run.log("step", **asdict(step), trainers_ratio=step.ratio)
+    return run
+
+
+def test_headline_is_of_medians(tmp_path: Path) -> None:
     """Ratios 1.5, 4 and 3 have the median 3; 100 messages in 0.01, 0.1 and 0.02 s are 5000 a second in the middle."""
-    walls, exchange_walls = iter([3.0, 8.0, 6.0]), iter([0.01, 0.1, 0.02])
-    monkeypatch.setattr(trainers, "measure_trainers", lambda **_: replace(STEP, wall_s=next(walls)))
-    monkeypatch.setattr(messages, "measure_messages", lambda **_: replace(EXCHANGE, wall_s=next(exchange_walls)))
-    monkeypatch.setattr(run, "_scenario_digests", lambda *_, hash_seeds: ["a"] * (len(hash_seeds) - 1) + ["b"])
-    folder = RunFolder.create(tmp_path / "run", ScaleSettings())
-    headline = run._measure(ScaleSettings(quick=quick), folder, Console(file=io.StringIO()))
-    assert headline["trainers_ratio"] == (1.5 if quick else 3.0)
-    assert headline["messages_per_s"] == pytest.approx(10_000.0 if quick else 5000.0)
-    assert headline["trainers_wall_s"] == (3.0 if quick else 6.0)
-    assert headline["reproducible"] is False
-    assert headline["missed_bars"] == ["reproducible"]  # exactly the bar meets it
-    assert [record["kind"] for record in folder.metrics()] == ["scenario"] + ["messages"] * times + ["step"] * times
-    figure = scale_figure(headline, folder.metrics(), tmp_path / "figure.png", trainers=64, bars=(3.0, 5000.0))
-    assert figure.read_bytes().startswith(b"\x89PNG")
+    run = run_with(tmp_path / "run", walls_s=(3.0, 8.0, 6.0), exchanges_s=(0.01, 0.1, 0.02), digests="aaab")
+    result = EXPERIMENT.summarise(run)
+    assert result is not None
+    assert result.headline["trainers_ratio"] == 3.0
+    assert result.headline["messages_per_s"] == pytest.approx(5000.0)
+    assert result.headline["trainers_wall_s"] == 6.0
+    assert result.headline["reproducible"] is False
+    assert result.missed_bars == ["reproducible"]  # exactly the bar meets it
+
+
+def test_a_run_that_ended_early_says_what_it_has(tmp_path: Path) -> None:
+    """One measurement of each is enough for a report; without a step there is none."""
+    run = run_with(tmp_path / "one", walls_s=(3.0,), exchanges_s=(0.01,), digests="aa")
+    result = EXPERIMENT.summarise(run)
+    assert result is not None
+    assert result.missed_bars == []
+    assert EXPERIMENT.summarise(run_with(tmp_path / "none", walls_s=(), exchanges_s=(0.01,), digests="aa")) is None
 
 
 def test_ratio_is_the_swarm_over_the_computing() -> None:
@@ -182,31 +198,9 @@ def test_failed_scenario_is_said_and_nothing_is_left(tmp_path: Path, monkeypatch
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(RuntimeError, match="the scenario failed: the reason"):
-        run._scenario_digests(ScaleSettings(), tmp_path, hash_seeds=range(1, 3))
+        scenario_digests(0, tmp_path, hash_seeds=range(1, 3))
     for pid in (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []:
         assert not Path("/proc", pid).exists()
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "line"),
-    [
-        (KeyboardInterrupt(), 130, "sim_scale: interrupted"),
-        (BaseExceptionGroup("", [BaseExceptionGroup("", [KeyboardInterrupt()])]), 130, "sim_scale: interrupted"),
-        (RuntimeError("two runs differ"), 1, "sim_scale: error: two runs differ"),
-    ],
-)
-def test_how_it_ends(error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ctrl-C in the midst of a simulation comes in groups, and ends in one line like any other."""
-    with pytest.raises(SystemExit) as exit_:
-        run._exit_after(error)
-    assert exit_.value.code == status
-    assert capsys.readouterr().err == f"{line}\n"
-
-
-def test_a_bug_keeps_its_traceback() -> None:
-    """What is neither is not hidden."""
-    with pytest.raises(ExceptionGroup):
-        run._exit_after(ExceptionGroup("", [KeyError("bug")]))
 
 
 @pytest.mark.slow
