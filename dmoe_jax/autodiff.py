@@ -103,6 +103,11 @@ class Recording:
     def __init__(self, *, differentiate: bool = True) -> None:
         self._notes: list[_Segment | _Remote] | None = [] if differentiate else None
 
+    @property
+    def differentiates(self) -> bool:
+        """Whether a backward pass may follow: training, where dropout is random, and not evaluation."""
+        return self._notes is not None
+
     def __call__(self, function: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Run the pure `function` as one jitted segment.
 

@@ -21,6 +21,10 @@ T = TypeVar("T")
 class Device(Protocol):
     """Runs synchronous array work without blocking the swarm's clock."""
 
+    compiles_aside: bool
+    """Whether `aside` leaves the device free. If not, compiling takes no time at all, as in virtual time, and nothing
+    is gained by compiling before there is need."""
+
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Return `function(*args)` with every JAX array in it ready.
 
@@ -29,16 +33,30 @@ class Device(Protocol):
         """
         ...
 
+    async def aside(self, function: Callable[..., T], *args: Any) -> T:
+        """Return `function(*args)` without a turn on the device: for compilation, beside which others are served.
+
+        If cancelled, work that has started is waited for.
+        """
+        ...
+
 
 class ThreadDevice:
-    """One worker thread: calls run in the order in which they were made, off the event loop."""
+    """One worker thread: calls run in the order in which they were made, off the event loop. Another one compiles."""
+
+    compiles_aside = True
 
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(1)
+        self._aside = trio.CapacityLimiter(1)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """See `Device.run`."""
         return await trio.to_thread.run_sync(_run_ready, function, args, limiter=self._limiter)
+
+    async def aside(self, function: Callable[..., T], *args: Any) -> T:
+        """See `Device.aside`."""
+        return await trio.to_thread.run_sync(_run_ready, function, args, limiter=self._aside)
 
 
 Cost = Callable[[str, int], float]
@@ -80,6 +98,8 @@ class InlineDevice:
       cost: what a call costs in virtual time: a `CostModel`, or a function of your own.
     """
 
+    compiles_aside = False
+
     def __init__(self, cost: Cost = _no_cost) -> None:
         self._cost = cost
         self._turn = trio.Lock()
@@ -89,6 +109,11 @@ class InlineDevice:
         async with self._turn:
             await trio.sleep(self._cost(getattr(function, "__name__", ""), _rows_of(args)))
             return _run_ready(function, args)
+
+    async def aside(self, function: Callable[..., T], *args: Any) -> T:
+        """Compiling takes no virtual time."""
+        await trio.lowlevel.checkpoint()
+        return _run_ready(function, args)
 
 
 async def to_host(device: Device, tree: Any) -> Any:

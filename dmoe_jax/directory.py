@@ -1,16 +1,15 @@
-"""Which experts and nodes are alive, and where: announcements in the DHT, and a reader that a training step can
-afford.
+"""Which experts are alive, and where: announcements in the DHT, and a reader that a training step can afford.
 
 An expert `ffn.3.17` is announced under each of its prefixes: key `ffn.` has a subkey `3` (there is something in row
-3) and key `ffn.3.` a subkey `17` with the contact that serves it. A node announces itself under its swarm's name.
-Entries live until their expiration: owners announce again and again, and silence is how a crashed one disappears.
+3) and key `ffn.3.` a subkey `17` with the contact that serves it. Entries live until their expiration: owners announce
+again and again, and silence is how a crashed one disappears.
 
 `ExpertDirectory` keeps the children of the prefixes that its trainer uses and refreshes them in the background, so
 that a training step normally finds everything at hand. Records come from strangers: whatever is malformed is ignored.
 """
 
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -18,30 +17,19 @@ import numpy as np
 import trio
 
 from dmoe_jax.grid import ExpertUid, check_prefix, key_prefix, parse_coordinate, prefixes
+from dmoe_jax.members import served_prefixes, tombstone
 from dmoe_jax.routing.beam_search import Coordinates, search_beams
-from net.dht.blacklist import Blacklist
 from net.dht.messages import contact_to_wire, parse_contact_untrusted
 from net.dht.node import DhtNode, StoreItem
-from net.dht.records import Dictionary, Entry, Record, Value, live, merge
+from net.dht.records import Dictionary, Record, Value, live, merge
 from net.errors import RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
+from net.peer_health import Pause, PeerHealth
 
 MAX_CACHED_PREFIXES = 16_384
 """Most prefixes that a directory remembers; the least recently used go first. A 4-D grid of 16^4 experts has
 4369."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeAnnouncement:
-    """What a node says about itself."""
-
-    contact: Contact
-    """Who it is and where it listens."""
-    info: Mapping[str, Value]
-    """Whatever it wishes to tell, read-only."""
-    expiration: float
-    """Swarm time until which the announcement stands, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +46,7 @@ class ChosenExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryConfig:
-    """How fresh the directory keeps itself, and how long it avoids hosts that fail."""
+    """How fresh the directory keeps itself, and how long it avoids hosts and experts that fail."""
 
     ttl_s: float = 10.0
     """Longest age of what is answered without asking the DHT, seconds. Half of it is when the background asks."""
@@ -67,13 +55,23 @@ class DirectoryConfig:
     idle_s: float = 60.0
     """A prefix that nobody asked for during this time is no longer refreshed, seconds."""
     backoff_base_s: float = 1.0
-    """First pause after a host failed, seconds; doubles with each failure in a row. 0: no host is ever avoided."""
+    """First pause after a host or an expert failed, seconds; doubles with each failure in a row. 0: none is ever
+    avoided."""
     backoff_cap_s: float = 60.0
     """Longest pause, seconds."""
 
     def __post_init__(self) -> None:
         if not 0 < self.negative_ttl_s <= self.ttl_s <= self.idle_s:
             raise ValueError(f"expected 0 < negative_ttl_s <= ttl_s <= idle_s, got {self}")
+
+
+_SERVICE = "expert"
+"""What RPC calls the methods of experts: the first word of `expert.forward`."""
+
+
+def host_target(contact: Contact) -> tuple[PeerId, str]:
+    """What a host's failures to answer for its experts are recorded under in `net.peer_health`."""
+    return contact.peer_id, _SERVICE
 
 
 async def declare_experts(
@@ -110,33 +108,8 @@ async def withdraw_experts(dht: DhtNode, uids: Sequence[ExpertUid], contact: Con
         record = found[key]
         entry = record.entries.get(subkey) if isinstance(record, Dictionary) else None
         if entry is not None and _is_of(entry.value, contact):
-            items.append(_tombstone(key, subkey, entry))
+            items.append(tombstone(key, subkey, entry))
     await dht.store_many(items)
-
-
-async def declare_node(
-    dht: DhtNode, swarm: str, contact: Contact, info: Mapping[str, Value], *, expiration: float
-) -> bool:
-    """Announce a node under its swarm's name. Returns whether the announcement stands."""
-    value = [contact_to_wire(contact), dict(info)]
-    return await dht.store(_node_key(swarm), value, subkey=str(contact.peer_id), expiration=expiration)
-
-
-async def list_nodes(dht: DhtNode, swarm: str) -> tuple[NodeAnnouncement, ...]:
-    """Every announced node of a swarm, ordered by peer id; malformed announcements are left out."""
-    record = await dht.get(_node_key(swarm))
-    entries = record.entries if isinstance(record, Dictionary) else {}
-    nodes = (_parse_node(subkey, entries[subkey]) for subkey in sorted(entries))
-    return tuple(node for node in nodes if node is not None)
-
-
-async def withdraw_node(dht: DhtNode, swarm: str, contact: Contact) -> None:
-    """Take a node's announcement back."""
-    key, subkey = _node_key(swarm), str(contact.peer_id)
-    record = await dht.get(key)
-    entry = record.entries.get(subkey) if isinstance(record, Dictionary) else None
-    if entry is not None and entry.value is not None:
-        await dht.store_many([_tombstone(key, subkey, entry)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,28 +129,46 @@ class _Cached:
 class ExpertDirectory:
     """What a trainer knows of the living experts. Made by `open_expert_directory`.
 
-    Every method may be cancelled; what it had asked the DHT for still arrives and is kept.
+    Hosts and experts that failed of late (see `net.peer_health`) count as dead for a while. Every method may be
+    cancelled; what it had asked the DHT for still arrives and is kept.
     """
 
-    def __init__(self, dht: DhtNode, nursery: trio.Nursery, *, config: DirectoryConfig) -> None:
+    def __init__(self, dht: DhtNode, nursery: trio.Nursery, *, swarm: str, config: DirectoryConfig) -> None:
+        self.health: PeerHealth = dht.health
+        """Who failed, shared with RPC. Targets are `host_target(contact)` and the uids of single experts, as texts."""
         self._dht = dht
         self._nursery = nursery
+        self._swarm = swarm
         self._config = config
-        self._blacklist = Blacklist(base_s=config.backoff_base_s, cap_s=config.backoff_cap_s)
+        self._pause = Pause(first_s=config.backoff_base_s, longest_s=config.backoff_cap_s)
         self._cache: dict[str, _Cached] = {}  # from least to most recently used
         self._in_flight: dict[str, trio.Event] = {}
 
-    def report_failure(self, contact: Contact) -> None:
-        """A call to this host failed: its experts count as dead for 1, 2, 4, ... seconds."""
-        self._blacklist.failed(contact.peer_id, self._now())
+    def avoid(self, uid: str, reason: str) -> None:
+        """One expert failed, whatever its host is like: it counts as dead for 1, 2, 4, ... seconds."""
+        now = trio.current_time()
+        # Calls that were under way together fail together: one failure, not several.
+        if not self.health.blocks(uid, now, self._pause):
+            self.health.failed(uid, now, reason)
 
-    def report_success(self, contact: Contact) -> None:
-        """A call to this host succeeded: its failures are forgotten."""
-        self._blacklist.succeeded(contact.peer_id)
+    def avoided(self) -> tuple[PeerId | str, ...]:
+        """The hosts, and the single experts by uid, that count as dead now because they failed."""
+        found: list[PeerId | str] = []
+        for target in self.health.blocked(trio.current_time(), self._pause):
+            if isinstance(target, str):
+                found.append(target)
+            elif isinstance(target, tuple) and target[1] == _SERVICE:
+                found.append(target[0])
+        return tuple(found)
 
-    def avoided(self) -> tuple[PeerId, ...]:
-        """The hosts whose experts count as dead now, because they failed."""
-        return self._blacklist.blocked(self._now())
+    async def served_prefixes(self) -> tuple[str, ...]:
+        """The prefixes of all experts that the nodes of this swarm list."""
+        return await served_prefixes(self._dht, self._swarm)
+
+    @property
+    def clock_skew_s(self) -> float:
+        """The swarm's time minus this process's, seconds, as far as it is known."""
+        return self._dht.statistics().clock_skew_s or 0.0
 
     async def children(self, prefixes: Iterable[str]) -> dict[str, dict[int, Contact | None]]:
         """The living children of prefixes such as `ffn.3.`: coordinate -> who serves the expert, None for a
@@ -304,8 +295,12 @@ class ExpertDirectory:
             coordinate: child.contact
             for coordinate, child in children.items()
             if child.expiration > now
-            and (child.contact is None or not self._blacklist.blocks(child.contact.peer_id, now))
+            and (child.contact is None or not self._is_avoided(child.contact, f"{name}{coordinate}"))
         }
+
+    def _is_avoided(self, contact: Contact, uid: str) -> bool:
+        now = trio.current_time()
+        return any(self.health.blocks(target, now, self._pause) for target in (host_target(contact), uid))
 
     def _lifetime(self, cached: _Cached) -> float:
         return self._config.ttl_s if cached.children else self._config.negative_ttl_s
@@ -318,11 +313,12 @@ class ExpertDirectory:
 async def open_expert_directory(
     dht: DhtNode,
     *,
+    swarm: str = "dmoe",
     config: DirectoryConfig = DirectoryConfig(),
 ) -> AsyncIterator[ExpertDirectory]:
-    """A directory that keeps itself fresh until the block ends."""
+    """A directory of a swarm's experts that keeps itself fresh until the block ends."""
     async with background_nursery() as nursery:
-        directory = ExpertDirectory(dht, nursery, config=config)
+        directory = ExpertDirectory(dht, nursery, swarm=swarm, config=config)
         nursery.start_soon(directory.run)
         yield directory
 
@@ -341,30 +337,8 @@ def _parse_children(record: Record | None) -> dict[int, _Child]:
     return dict(sorted(children.items()))
 
 
-def _parse_node(subkey: str, entry: Entry) -> NodeAnnouncement | None:
-    if not isinstance(entry.value, list) or len(entry.value) != 2 or not isinstance(entry.value[1], dict):
-        return None
-    try:
-        contact = parse_contact_untrusted(entry.value[0])
-    except RemoteProtocolError:
-        return None
-    if str(contact.peer_id) != subkey:
-        return None
-    return NodeAnnouncement(contact=contact, info=entry.value[1], expiration=entry.expiration)
-
-
 def _is_of(value: Value, contact: Contact) -> bool:
     try:
         return parse_contact_untrusted(value).peer_id == contact.peer_id
     except RemoteProtocolError:
         return False
-
-
-def _tombstone(key: str, subkey: str, entry: Entry) -> StoreItem:
-    # The next representable time: later than the entry it takes back, earlier than any new announcement.
-    expiration = math.nextafter(entry.expiration, math.inf)
-    return StoreItem(key=key, subkey=subkey, value=None, expiration=expiration)
-
-
-def _node_key(swarm: str) -> str:
-    return f"nodes:{check_prefix(swarm)}"

@@ -40,12 +40,14 @@ class Outcome(NamedTuple):
       state: what the same trainer's next batch begins with, such as a memory of the text; () for nothing.
       reported: scalar that logs and evaluations show; None: the loss.
       items: samples or tokens that the loss is a mean of, for throughput, weights and evaluations.
+      metrics: further scalars on the tape by name, means over the items too, such as an accuracy.
     """
 
     loss: Value
     state: PyTree = ()
     reported: Value | None = None
     items: int = 1
+    metrics: dict[str, Value] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class Evaluation:
     loss: float
     items: int
     metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    targets: np.ndarray | None = None
+    targets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def perplexity(self) -> float:
@@ -116,7 +118,7 @@ class Model(abc.ABC):
     async def evaluate(
         self, params: PyTree, batches: Iterable[Any], on_batch: Callable[[], None] = lambda: None
     ) -> Evaluation:
-        """The mean loss over some batches, nothing random, no expert trained.
+        """The mean loss and metrics over some batches, nothing random, no expert trained.
 
         Args:
           params: of the trunk.
@@ -127,6 +129,7 @@ class Model(abc.ABC):
           NetError: the swarm cannot carry it. ValueError: there is no batch.
         """
         total, items, state = 0.0, 0, None
+        metrics: dict[str, float] = {}
         for batch in batches:
             run = Recording(differentiate=False)
             outcome = await self.forward(
@@ -134,9 +137,13 @@ class Model(abc.ABC):
             )
             shown = outcome.loss if outcome.reported is None else outcome.reported
             total += outcome.items * float(shown.value)
+            for name, value in (outcome.metrics or {}).items():
+                metrics[name] = metrics.get(name, 0.0) + outcome.items * float(value.value)
             items += outcome.items
             state = outcome.state
             on_batch()
         if not items:
             raise ValueError("there is nothing to evaluate: no batch")
-        return Evaluation(loss=total / items, items=items)
+        return Evaluation(
+            loss=total / items, items=items, metrics={name: value / items for name, value in metrics.items()}
+        )

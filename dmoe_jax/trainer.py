@@ -1,20 +1,18 @@
-"""Asynchronous trainers of one Transformer-XL trunk whose layers are remote mixtures.
+"""Asynchronous trainers of one model whose experts are elsewhere.
 
-Theory of operation. Several trainers run as tasks of one process, each on its own part of the text with its own
-memory. A trainer takes the trunk parameters as they are, computes loss and gradients (most of the time it waits for
-experts, while the others compute), and applies its gradient to the parameters as they are *then*: between the two,
-others may have stepped. That staleness is the price for never waiting for each other (Learning@home section 3.3). The
-experts learn in the backward pass, at their own nodes.
+Theory of operation. Several trainers run as tasks of one process, each on its own part of the data with its own state.
+A trainer takes the trunk's parameters as they are, computes loss and gradients (most of the time it waits for experts,
+while the others compute), and applies its gradient to the parameters as they are *then*: between the two, others may
+have stepped. That staleness is the price for never waiting for each other (Learning@home section 3.3). The experts
+learn in the backward pass, at their own nodes.
 
-A step that fails (no quorum, the swarm unreachable) is dropped and counted, and the trainer goes on with the next
-text; memory then restarts from what it was.
+A step that fails (no quorum, the swarm unreachable) is dropped and counted, and the trainer goes on with its next
+batch; its state is then what it was before.
 """
 
-import functools
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +21,7 @@ import optax
 import trio
 
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
-from dmoe_jax.data.batches import Batch, SegmentStream
-from dmoe_jax.mixture.remote import RemoteMixture
-from dmoe_jax.models.transformer_xl import (
-    LayerMemory,
-    Memory,
-    Segments,
-    TransformerXLConfig,
-    empty_memory,
-    expert_inputs,
-    forget,
-)
-from dmoe_jax.models.trunk import StepKeys, step_keys
+from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from net.errors import NetError
@@ -44,6 +31,24 @@ MAX_NOT_FINITE = 20
 fewer; parameters that are beyond help would lose steps for ever."""
 
 
+class EndOfData(Exception):
+    """A trainer's batches have come to their end."""
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """Batches that can be taken up again at any place, such as `dmoe_jax.data.batches.SegmentStream`."""
+
+    @property
+    def position(self) -> int:
+        """Batches read so far."""
+        ...
+
+    def seek(self, position: int) -> None:
+        """Make batch `position` the next one."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """What one training step did.
@@ -51,144 +56,58 @@ class StepRecord:
     Attributes:
       step: number of the trunk update, from 1.
       trainer: index of the trainer.
-      loss: mean negative log-likelihood of the batch, nats per token.
-      tokens: target tokens in the batch.
+      loss: the reported loss of the batch.
+      items: samples or tokens in the batch.
       staleness: trunk updates by other trainers between this step's reading and writing of the parameters.
     """
 
     step: int
     trainer: int
     loss: float
-    tokens: int
+    items: int
     staleness: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """What an evaluation found.
-
-    Attributes:
-      loss: mean negative log-likelihood, nats per token.
-      targets: [tokens], the words that were predicted, for baselines over the same words.
-    """
-
-    loss: float
-    targets: np.ndarray
-
-    @property
-    def perplexity(self) -> float:
-        """exp(loss); infinite beyond what a float holds."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-
-class SwarmModel:
-    """The Transformer-XL language model with remote mixtures: forward, training step and evaluation.
-
-    Args:
-      config: sizes of the model.
-      segments: its jitted parts, see `dmoe_jax.models.transformer_xl`.
-      mixtures: one remote mixture a layer.
-    """
-
-    def __init__(self, config: TransformerXLConfig, segments: Segments, mixtures: Sequence[RemoteMixture]) -> None:
-        if len(mixtures) != config.num_layers:
-            raise ValueError(f"expected {config.num_layers} mixtures, one a layer, got {len(mixtures)}")
-        self._config = config
-        self._segments = segments
-        self._mixtures = tuple(mixtures)
-        self.loss_and_grads = value_and_grad(self._forward, has_aux=True)
-        """async (params, batch, memory, keys) -> ((total, (loss, next memory)), grads); keys None: nothing random."""
-
-    def empty_memory(self, batch_size: int) -> Memory:
-        """The memory before the first segment of text."""
-        return empty_memory(self._config, batch_size)
-
-    def step_keys(self, stream: SegmentStream, *, seed: int, trainer: int) -> StepKeys:
-        """The random keys of the step on the stream's next batch: a step has its own, whatever came before it."""
-        return step_keys(
-            num_layers=self._config.num_layers,
-            batch=stream.batch_size,
-            seed=seed,
-            trainer=trainer,
-            step=stream.position,
-        )
-
-    async def _hidden(
-        self, run: Recording, params: PyTree, batch: Batch, memory: Memory, keys: StepKeys | None
-    ) -> tuple[Value, list[Value], Memory]:
-        """The last layer's hidden states, the routers' auxiliary losses, and the memory for the next segment."""
-        hidden = run(self._segments.embed, params["embed"], batch.tokens, None if keys is None else keys.embed)
-        if batch.is_first.any():
-            memory = forget(memory, jnp.asarray(batch.is_first))
-        memories, penalties = [], []
-        for layer, mixture in enumerate(self._mixtures):
-            gate_key, dropout_key = (None, None) if keys is None else (keys.gates[layer], keys.experts[layer])
-            ids = batch.tokens[:, 0]
-            scores = run(self._segments.gate, params["gates"][layer], hidden, memory[layer], ids, gate_key)
-            # Off the tape: memory is a constant to the gradient, in this segment of text and in the next.
-            memories.append(_next_memory(self._segments.next_memory, memory[layer], hidden.value))
-            inputs = expert_inputs(self._config, hidden, memory[layer], dropout_key)
-            hidden, penalty = await mixture(run, scores, *inputs)
-            penalties.append(penalty)
-        return hidden, penalties, tuple(memories)
-
-    async def _forward(
-        self, run: Recording, params: PyTree, batch: Batch, memory: Memory, keys: StepKeys | None
-    ) -> tuple[Value, tuple[Value, Memory]]:
-        hidden, penalties, memory = await self._hidden(run, params, batch, memory, keys)
-        head_key = None if keys is None else keys.head
-        loss = run(self._segments.loss_head, params["embed"], params["head"], hidden, batch.targets, head_key)
-        return run(_total, loss, penalties), (loss, memory)
-
-    async def evaluate(
-        self, params: PyTree, batches: Iterable[Batch], on_batch: Callable[[], None] = lambda: None
-    ) -> Evaluation:
-        """Loss over consecutive batches, with memory carried from one to the next. Experts are not trained.
-
-        Args:
-          params: the trunk's parameters.
-          batches: `evaluation_segments` of a text; targets outside a batch's mask do not count.
-          on_batch: called after each batch, to show progress.
-
-        Raises:
-          NetError: when the swarm cannot carry it. ValueError: when there is nothing to evaluate.
-        """
-        memory: Memory | None = None
-        total, counted = 0.0, []
-        for batch in batches:
-            memory = memory if memory is not None else self.empty_memory(batch.tokens.shape[0])
-            run = Recording(differentiate=False)
-            hidden, _, memory = await self._hidden(run, params, batch, memory, None)
-            nll = run(self._segments.token_nll, params["embed"], params["head"], hidden, batch.targets, None)
-            total += float(np.asarray(nll.value)[batch.mask].sum(dtype=np.float64))
-            counted.append(batch.targets[batch.mask])
-            on_batch()
-        targets = np.concatenate(counted) if counted else np.zeros(0, np.int32)
-        if not targets.size:
-            raise ValueError("there is nothing to evaluate: the text has no target")
-        return Evaluation(loss=total / targets.size, targets=targets)
-
-
 class Trainer:
-    """One asynchronous trainer: its stream of text and its memory.
+    """One asynchronous trainer: its batches, and the state that its next batch begins with.
 
     Args:
       index: number of the trainer in its process.
-      model: the model, shared. trunk: the parameters, shared.
-      stream: this trainer's part of the text.
-      seed: of the run. Dropout and the router's noise follow from it, the trainer's number and its place in the text.
+      model: the model, shared.
+      trunk: the parameters, shared.
+      batches: this trainer's data; any iterator of what the model's `forward` understands.
+      seed: of the run. All chance of a step follows from it, the trainer's number and its place in the data.
     """
 
-    def __init__(
-        self, index: int, model: SwarmModel, trunk: SharedTrunk, stream: SegmentStream, *, seed: int = 0
-    ) -> None:
+    def __init__(self, index: int, model: Model, trunk: SharedTrunk, batches: Iterator[Any], *, seed: int = 0) -> None:
         self._index = index
         self._model = model
         self._trunk = trunk
+        self._batches = batches
         self._seed = seed
-        self.stream = stream
-        self.memory: Memory | None = None
-        """What this trainer remembers of the text; None before its first step."""
+        self._read = 0
+        self._loss_and_grads = loss_and_grads(model)
+        self.state: PyTree | None = None
+        """What this trainer's next batch begins with; None before its first step."""
+
+    @property
+    def position(self) -> int:
+        """Batches read so far: with `state`, all that there is to save."""
+        return self._batches.position if isinstance(self._batches, Resumable) else self._read
+
+    def seek(self, position: int) -> None:
+        """Make batch `position` the next one. Batches that cannot be sought are read from their beginning.
+
+        Raises:
+          EndOfData: there are not so many. ValueError: they have been read beyond it already.
+        """
+        if isinstance(self._batches, Resumable):
+            self._batches.seek(position)
+            return
+        if position < self._read:
+            raise ValueError(f"these batches cannot go back: {self._read} are read, asked for {position}")
+        while self._read < position:
+            self._next_batch()
 
     async def step(self) -> StepRecord:
         """Take one step.
@@ -196,31 +115,32 @@ class Trainer:
         If cancelled, the trunk is untouched or stepped, never in between; experts may have learnt already.
 
         Raises:
-          NetError: when the swarm could not carry the step; the trainer can go on with the next one.
-          FloatingPointError: when the loss or a gradient is not finite; the trunk is untouched.
+          NetError: the swarm could not carry the step; the trainer can go on with the next one.
+          FloatingPointError: the loss or a gradient is not finite; the trunk is untouched.
+          EndOfData: there is no further batch.
         """
-        keys = self._model.step_keys(self.stream, seed=self._seed, trainer=self._index)
-        batch = next(self.stream)
-        if self.memory is None:
-            self.memory = self._model.empty_memory(batch.tokens.shape[0])
+        position = self.position
+        batch = self._next_batch()
+        keys = self._model.keys(batch, seed=self._seed, trainer=self._index, step=position)
+        state = self._model.initial_state(batch) if self.state is None else self.state
         started_at = self._trunk.step
-        (_, (loss, memory)), grads = await self._model.loss_and_grads(self._trunk.params, batch, self.memory, keys)
-        if not all_finite(loss, grads):
-            raise FloatingPointError(f"trainer {self._index}: loss {float(loss)} or its gradient is not finite")
-        step = await self._trunk.apply(grads)
-        self.memory = memory
+        (_, outcome), grads = await self._loss_and_grads(self._trunk.params, batch, state, keys)
+        loss = float(outcome.loss if outcome.reported is None else outcome.reported)
+        if not all_finite(outcome.loss, grads):
+            raise FloatingPointError(f"trainer {self._index}: loss {loss} or its gradient is not finite")
+        step = await self._trunk.apply(grads, samples=outcome.items)
+        self.state = outcome.state
         return StepRecord(
-            step=step,
-            trainer=self._index,
-            loss=float(loss),
-            tokens=int(batch.targets.size),
-            staleness=step - 1 - started_at,
+            step=step, trainer=self._index, loss=loss, items=outcome.items, staleness=step - 1 - started_at
         )
 
     async def run(
-        self, num_steps: int, on_step: Callable[[StepRecord], None], on_lost: Callable[[int, Exception], None]
+        self,
+        num_steps: int,
+        on_step: Callable[[StepRecord], None] = lambda record: None,
+        on_lost: Callable[[int, Exception], None] = lambda trainer, error: None,
     ) -> None:
-        """Step until the trunk has `num_steps` updates, or other trainers are making the last of them.
+        """Step until the trunk has `num_steps` updates, other trainers are making the last of them, or the data ends.
 
         Args:
           on_step: called after each step of this trainer. on_lost: called with the trainer and the error of a step
@@ -234,6 +154,8 @@ class Trainer:
         while self._trunk.claim(num_steps):
             try:
                 record = await self.step()
+            except EndOfData:
+                return
             except (NetError, FloatingPointError) as error:
                 not_finite_in_a_row = not_finite_in_a_row + 1 if isinstance(error, FloatingPointError) else 0
                 if not_finite_in_a_row > MAX_NOT_FINITE:
@@ -248,10 +170,23 @@ class Trainer:
             if lost_in_a_row:
                 await trio.sleep(min(5.0, 0.1 * lost_in_a_row))
 
+    def _next_batch(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise EndOfData(f"trainer {self._index} has read its last batch, number {self._read}") from None
+        self._read += 1
+        return batch
 
-@jax.jit
-def _total(loss: Any, penalties: Sequence[Any]) -> Any:
-    return sum(penalties, start=loss)
+
+def loss_and_grads(model: Model) -> Callable[..., Any]:
+    """async (params, batch, state, keys) -> ((loss, Outcome), gradients of the parameters) of this model."""
+
+    async def forward(run: Recording, params: PyTree, batch: Any, state: PyTree, keys: Any) -> tuple[Value, Outcome]:
+        outcome = await model.forward(run, params, batch, state, keys)
+        return outcome.loss, outcome
+
+    return value_and_grad(forward, has_aux=True)
 
 
 @jax.jit
@@ -259,11 +194,56 @@ def _squared_norm(tree: PyTree) -> Any:
     return optax.tree.norm(tree, squared=True)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _next_memory(function: Callable[..., LayerMemory], memory: LayerMemory, hidden: Any) -> LayerMemory:
-    return function(memory, hidden)
-
-
 def all_finite(loss: Any, grads: PyTree) -> bool:
     """Whether a loss and all its gradients are numbers."""
     return bool(np.isfinite(loss) and jnp.isfinite(_squared_norm(grads)))
+
+
+class Trainers:
+    """The asynchronous trainers of one process, with the trunk that they share. Made by `Swarm.trainer`."""
+
+    def __init__(self, model: Model, trunk: SharedTrunk, trainers: Sequence[Trainer]) -> None:
+        self.model = model
+        self.trunk = trunk
+        self.trainers = tuple(trainers)
+
+    @property
+    def params(self) -> PyTree:
+        """The model's parameters as they are now."""
+        return self.trunk.params
+
+    @property
+    def step(self) -> int:
+        """Updates so far."""
+        return self.trunk.step
+
+    async def run(
+        self,
+        num_steps: int,
+        on_step: Callable[[StepRecord], None] = lambda record: None,
+        on_lost: Callable[[int, Exception], None] = lambda trainer, error: None,
+    ) -> None:
+        """Make `num_steps` further updates, all trainers together, or end with the data.
+
+        Args:
+          on_step: called after each update. on_lost: called with the trainer and the error of a step that was dropped.
+
+        Raises:
+          FloatingPointError, RouterError, TooFewExperts: as of `Trainer.run`. They come alone, not in a group.
+        """
+        last_step = self.step + num_steps
+        failure: BaseException | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                for trainer in self.trainers:
+                    nursery.start_soon(trainer.run, last_step, on_step, on_lost)
+        except BaseExceptionGroup as group:
+            failure = group
+            while isinstance(failure, BaseExceptionGroup):
+                failure = failure.exceptions[0]
+        if failure is not None:
+            raise failure
+
+    async def evaluate(self, batches: Iterable[Any], on_batch: Callable[[], None] = lambda: None) -> Evaluation:
+        """The model's evaluation with the parameters as they are now; see `Model.evaluate`."""
+        return await self.model.evaluate(self.params, batches, on_batch)

@@ -2,18 +2,27 @@
 
 A trainer reads the parameters, computes for a while, and applies its gradient to what they have become: updates happen
 one after another, and none waits for a trainer.
+
+With a `moshpit_average` as its optimiser, parameters, gradients or pseudo-gradients of a trunk are averaged with those
+of other processes (`dmoe_jax.trunk_averaging`). `SharedTrunk.step` counts the gradients that were applied, whatever
+the optimiser makes of them: where gradients are averaged, an update is zero until their average has arrived, and the
+one after that takes the whole step.
 """
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import trio
 
+from dmoe_jax.averaging import TreeAverager
 from dmoe_jax.checkpoints import host_copy
 from dmoe_jax.device import Device
+from dmoe_jax.optim.moshpit import averaging_due
 from dmoe_jax.types import PyTree
 
 
@@ -22,15 +31,18 @@ class SharedTrunk:
 
     Args:
       params: initial trunk parameters.
-      optimizer: an Optax optimiser; its schedule counts trunk updates, not steps of one trainer.
+      optimizer: an Optax optimiser; its schedule counts trunk updates, not steps of one trainer, and inside a
+        `moshpit_average` of gradients the averagings.
       device: runs the update.
     """
 
     def __init__(self, params: PyTree, optimizer: optax.GradientTransformation, device: Device) -> None:
         self.params = params
+        self.optimizer = optimizer
         self.opt_state = optimizer.init(params)
         self.step = 0
-        """Updates applied."""
+        """Gradients applied."""
+        self._averager: TreeAverager | None = None
         self._claimed = 0
         self._device = device
         self._turn = trio.Lock()
@@ -62,48 +74,54 @@ class SharedTrunk:
         """Give a claimed update back, made or not."""
         self._claimed -= 1
 
-    async def apply(self, grads: PyTree) -> int:
-        """Step with these gradients; returns the number of the update. Updates happen one after another."""
+    def average_with(self, averager: TreeAverager | None) -> None:
+        """Average what the optimiser offers from now on, or with None no more."""
+        self._averager = averager
+
+    async def apply(self, grads: PyTree, *, samples: int | None = None) -> int:
+        """Step with these gradients; returns the number of the update. Updates happen one after another.
+
+        If cancelled, the update was made or it was not.
+
+        Args:
+          samples: how many the gradients are a mean of, for averages that are weighted by it.
+        """
+        counted = None if samples is None else np.float32(samples)
         async with self._turn:
             # Shielded: a cancelled update would leave donated, dead optimiser state behind.
             with trio.CancelScope(shield=True):
-                self.params, self.opt_state = await self._device.run(self._update, self.params, self.opt_state, grads)
-            self.step += 1
-            return self.step
-
-    async def shift(self, difference: PyTree) -> None:
-        """Add to the parameters, as averaging with other processes does. Not an update: the step stays as it is.
-
-        Args:
-          difference: a tree like the parameters.
-        """
-        async with self._turn:
-            self.params = await self._device.run(_shifted, self.params, difference)
+                self.params, self.opt_state = await self._device.run(
+                    self._update, self.params, self.opt_state, grads, counted
+                )
+            self.step = number = self.step + 1
+            averager = self._averager
+            if averager is not None and (averager.is_under_way or averaging_due(self.opt_state)):
+                self.opt_state = await averager.step(self.opt_state, self.params)
+            return number
 
     async def replace(self, step: int, state: dict[str, PyTree], *, min_lead: int = 1) -> bool:
         """Take up another process's state between two updates, if it is still `min_lead` updates ahead; whether it was.
 
-        Steps under way are applied to it, as stale ones.
+        Steps under way are applied to it, as stale ones. A round of averaging that is under way is dropped.
         """
         async with self._turn:
             if step < self.step + min_lead:
                 return False
             self.restore(step, state)
+            if self._averager is not None:
+                self._averager.state_was_taken()
             return True
 
 
 @functools.cache
 def _trunk_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[PyTree, PyTree]]:
-    """The compiled (params, opt_state, grads) -> (params, opt_state) of this optimiser."""
+    """The compiled (params, opt_state, grads, samples) -> (params, opt_state) of this optimiser."""
+    optimizer = optax.with_extra_args_support(optimizer)
 
     # Parameters are not donated: trainers in the middle of a step still hold the version that they started with.
-    def update(params: PyTree, opt_state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+    def update(params: PyTree, opt_state: PyTree, grads: PyTree, samples: Any) -> tuple[PyTree, PyTree]:
+        counted = {} if samples is None else {"samples": samples}
+        updates, opt_state = optimizer.update(grads, opt_state, params, **counted)
         return optax.apply_updates(params, updates), opt_state
 
     return jax.jit(update, donate_argnums=1)
-
-
-@jax.jit
-def _shifted(params: PyTree, difference: PyTree) -> PyTree:
-    return jax.tree.map(jnp.add, params, difference)

@@ -8,4 +8,34 @@ what can go wrong (`errors`), the swarm's time (`clock`) and repeatable chance (
 This package sees bytes, flat arrays and peers; it never imports JAX or anything of `dmoe_jax`. Modules are of two
 kinds. A *core* is pure, synchronous and deterministic: clocks, generators and ids are arguments. A *shell* is async
 and thin: it owns nurseries, sockets and clocks. `tests/test_import_rules.py` holds the list and enforces it.
+
+What is promised stands in `net.public` and is reached from here; it is loaded when first asked for:
+
+    import net
+
+    async with net.open_rpc_peer(net.TcpTransport(), peer_id=identity.peer_id) as peer:
+        reply = await peer.call(net.Address("127.0.0.1", 7000), "rpc.ping", {}, timeout_s=5.0)
 """
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from net.public import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> object:
+        """A promised name, or their list as `__all__`."""
+        # Other names with underscores are Python's questions to any package: they are no reason to load everything.
+        if name.startswith("_") and name != "__all__":
+            raise AttributeError(f"module 'net' has no attribute {name!r}")
+        import net.public
+
+        if name != "__all__" and name not in net.public.__all__:
+            raise AttributeError(f"module 'net' has no attribute {name!r}")
+        return getattr(net.public, name)
+
+    def __dir__() -> list[str]:
+        """The promised names, and what Python adds."""
+        import net.public
+
+        return sorted({*globals(), *net.public.__all__})

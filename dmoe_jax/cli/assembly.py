@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,7 +11,6 @@ import optax
 import trio
 
 from dmoe_jax.cli.common import UsageError, one_line
-from dmoe_jax.cli.swarm import SwarmPeer
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.data.corpora import Corpus
@@ -21,12 +20,14 @@ from dmoe_jax.grid import ExpertUid, all_uids, layer_prefix
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics, ExpertCaller
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.node.requests import describe_spec
+from dmoe_jax.peer import SwarmPeer
 from dmoe_jax.recipe import decay_learning_weights
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
-from dmoe_jax.trainer import SwarmModel, Trainer
+from dmoe_jax.trainer import Trainer
 from dmoe_jax.trunk import SharedTrunk
 from net.errors import CallFailed, NetError, NoQuorum, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact
@@ -55,11 +56,11 @@ class TrainingParts:
 
     corpus: Corpus
     """The text."""
-    config: txl.TransformerXLConfig
+    config: TransformerXLConfig
     """Sizes of the model."""
     router: Router
     """The router of every layer."""
-    model: SwarmModel
+    model: txl.TransformerXL
     """The model with its remote mixtures."""
     trunk: SharedTrunk
     """Parameters that the trainers share."""
@@ -104,7 +105,7 @@ def assemble(
     device = ThreadDevice()
     caller = ExpertCaller(peer.rpc, directory, CallStatistics())
     mixtures = _mixtures(command, config, router, device, directory, caller)
-    model = SwarmModel(config, txl.segments(config, router), mixtures)
+    model = txl.TransformerXL(config, router, mixtures)
     trunk = _trunk(command, config, router, device, corpus)
     seed = command.seed if command.data_seed is None else command.data_seed
     streams = [
@@ -131,14 +132,14 @@ def assemble(
     )
 
 
-def model_config(command: TrainCommand, vocab_size: int) -> txl.TransformerXLConfig:
+def model_config(command: TrainCommand, vocab_size: int) -> TransformerXLConfig:
     """Sizes and rates of the command's model over this vocabulary.
 
     Raises:
       ValueError: they do not fit each other.
     """
-    return txl.TransformerXLConfig(
-        **asdict(command.expert),
+    return TransformerXLConfig(
+        layer=command.expert,
         vocab_size=vocab_size,
         num_layers=command.num_layers,
         embedding_dropout=command.embedding_dropout,
@@ -153,7 +154,7 @@ def model_config(command: TrainCommand, vocab_size: int) -> txl.TransformerXLCon
 
 def _mixtures(
     command: TrainCommand,
-    config: txl.TransformerXLConfig,
+    config: TransformerXLConfig,
     router: Router,
     device: Device,
     directory: ExpertDirectory,
@@ -179,7 +180,7 @@ def _mixtures(
 
 
 def _trunk(
-    command: TrainCommand, config: txl.TransformerXLConfig, router: Router, device: Device, corpus: Corpus
+    command: TrainCommand, config: TransformerXLConfig, router: Router, device: Device, corpus: Corpus
 ) -> SharedTrunk:
     # A short run keeps most of its steps for learning; Optax would refuse a warm-up longer than the run.
     warmup_steps = min(command.warmup_steps, command.steps // 4)
@@ -192,6 +193,7 @@ def _trunk(
     )
     decay = [decay_learning_weights(command.weight_decay)] if command.weight_decay else []
     optimizer = optax.chain(optax.clip_by_global_norm(command.grad_clip), *decay, optax.adam(schedule))
+    optimizer = command.averaging.wrap(optimizer)
     counts = np.bincount(corpus.train, minlength=config.vocab_size)
     params = txl.init_trunk(jax.random.key(command.seed), config, router, word_counts=counts)
     return SharedTrunk(params, optimizer, device)

@@ -1,20 +1,24 @@
 """The flags of `dmoe train` for averaging with other trainer processes, and what they set up."""
 
-import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dmoe_jax.cli.common import UsageError
-from net.averaging.grouping.group_key import MoshpitGrid, check_prefix
+from net.averaging.grouping.group_key import check_prefix
 
 if TYPE_CHECKING:
-    from dmoe_jax.cli.swarm import SwarmPeer
+    import optax
+
+    from dmoe_jax.averaging import Round, TreeAveragerConfig
     from dmoe_jax.device import Device
-    from dmoe_jax.optim.trunk_averaging import TrunkAveraging
-    from dmoe_jax.trainer import SharedTrunk
-    from net.averaging.averager import AveragerConfig
+    from dmoe_jax.trunk import SharedTrunk
+    from dmoe_jax.trunk_averaging import TrunkAveraging
+    from net.dht.node import DhtNode
+    from net.rpc.base import Caller
+
+_BYTES_IN_A_MEGABIT = 125_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +26,16 @@ class AveragingOptions:
     """Whether and how this process's trunk is kept together with those of others."""
 
     average_every: int = 0
-    """Trunk updates between two averages of the trunk's parameters with other trainer processes of the swarm; 0: never.
-    Give each process its own --data-seed. One that joins late takes the state of the one that is furthest."""
+    """Trunk updates between two averages with other trainer processes of the swarm; 0: never. Give each process its own
+    --data-seed. One that joins late takes the state of the one that is furthest."""
+    average: Literal["parameters", "gradients", "pseudo-gradients"] = "parameters"
+    """What is averaged, the same for all processes: parameters as they are; accumulated gradients, with one step of the
+    optimiser for each average; or how far parameters came since the last average, which an outer optimiser takes as a
+    gradient (DiLoCo)."""
     average_name: str = "trunk"
     """Processes that give the same name average with each other."""
+    average_by_samples: bool = True
+    """A process counts by the samples that it has seen since its last average, not as much as any other."""
     average_side: int = 4
     """Processes in a full group, the same for all."""
     average_dims: int = 1
@@ -36,8 +46,14 @@ class AveragingOptions:
     """Longest that a round takes, seconds; training goes on meanwhile."""
     average_client: bool = False
     """Average without being called by others: for a machine that cannot be reached. Others must do the work."""
+    average_bandwidth: float = 0.0
+    """Megabits a second that this machine can send and receive, for its share of the work; 0: unknown."""
     average_compression: Literal["none", "float16", "bfloat16", "blockwise8"] = "none"
-    """How parameters travel."""
+    """How numbers travel."""
+    outer_learning_rate: float = 0.7
+    """Of the outer optimiser; for pseudo-gradients only."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the outer optimiser; for pseudo-gradients only."""
 
     def check(self) -> None:
         """Whether the flags can be meant.
@@ -52,52 +68,69 @@ class AveragingOptions:
                 raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
         if self.average_side < 2:
             raise UsageError(f"--average-side must be at least 2, got {self.average_side}")
+        if not self.outer_learning_rate > 0:
+            raise UsageError(f"--outer-learning-rate must be positive, got {self.outer_learning_rate}")
+        if not 0 <= self.outer_momentum < 1:
+            raise UsageError(f"--outer-momentum must be at least 0 and below 1, got {self.outer_momentum}")
         try:
             check_prefix(self.average_name)
-            MoshpitGrid(side=self.average_side, dims=self.average_dims)
             self.config()
         except ValueError as error:
             raise UsageError(f"--average-...: {error}") from error
 
-    def config(self) -> "AveragerConfig":
+    def config(self) -> "TreeAveragerConfig":
         """The averager's settings.
 
         Raises:
           ValueError: one of them is out of range.
         """
-        from net.averaging.averager import AveragerConfig
-        from net.averaging.grouping.matchmaking import AssemblyConfig
-        from net.averaging.reduction.all_reduce import AllReduceConfig
-        from net.wire.compression import Compression
+        from dmoe_jax.averaging import TreeAveragerConfig
 
-        return AveragerConfig(
-            step_timeout_s=self.average_timeout_s,
-            assembly=AssemblyConfig(
-                window_s=self.average_window_s, request_timeout_s=min(3.0, self.average_window_s / 2)
-            ),
-            all_reduce=AllReduceConfig(
-                sender_timeout_s=self.average_timeout_s / 3,
-                timeout_s=self.average_timeout_s,
-                compression=Compression(self.average_compression),
-            ),
+        return TreeAveragerConfig(
+            side=self.average_side,
+            dims=self.average_dims,
+            window_s=self.average_window_s,
+            timeout_s=self.average_timeout_s,
+            compression=self.average_compression,
+            role="client" if self.average_client else "auto",
+            bandwidth_bps=self.average_bandwidth * _BYTES_IN_A_MEGABIT if self.average_bandwidth else None,
         )
+
+    def wrap(self, inner: "optax.GradientTransformation") -> "optax.GradientTransformation":
+        """The trunk's optimiser: `inner`, averaged with others' as these flags say; without averaging, as it is."""
+        if not self.average_every:
+            return inner
+        import optax
+
+        from dmoe_jax.optim import diloco, moshpit_average
+
+        if self.average == "pseudo-gradients":
+            outer = optax.sgd(self.outer_learning_rate, momentum=self.outer_momentum, nesterov=True)
+            return diloco(inner, every=self.average_every, outer=outer, weighted=self.average_by_samples)
+        return moshpit_average(inner, every=self.average_every, what=self.average, weighted=self.average_by_samples)
 
 
 @asynccontextmanager
 async def open_trunk_averaging(
     options: AveragingOptions,
-    peer: "SwarmPeer",
+    rpc: "Caller",
+    dht: "DhtNode",
     trunk: "SharedTrunk",
     device: "Device",
     say: Callable[[str], None],
     *,
     max_step: int,
+    on_round: "Callable[[Round], None]" = lambda done: None,
 ) -> "AsyncIterator[TrunkAveraging | None]":
     """This process's averaging, caught up with others that are ahead; None if there is to be none.
 
+    Rounds begin and are applied by the trunk's own updates.
+
     Args:
+      trunk: its optimiser was made by `options.wrap`.
       say: tells the user.
       max_step: where the run ends.
+      on_round: called after each round.
 
     Raises:
       ValueError: a setting is out of range.
@@ -105,25 +138,18 @@ async def open_trunk_averaging(
     if not options.average_every:
         yield None
         return
-    from dmoe_jax.optim.tree_vectors import layout_of
-    from dmoe_jax.optim.trunk_averaging import TrunkAveraging, trunk_source
-    from net.averaging.averager import open_averager
-    from net.averaging.grouping.group import Role
+    from dmoe_jax import trunk_averaging
 
-    layout = layout_of(trunk.params)
-    async with open_averager(
-        peer.rpc,
-        peer.dht,
-        prefix=options.average_name,
-        size=layout.size,
-        grid=MoshpitGrid(side=options.average_side, dims=options.average_dims),
-        rng=random.SystemRandom(),
-        schema=layout.schema,
-        role=Role.CLIENT if options.average_client else None,
-        state=trunk_source(trunk),
+    async with trunk_averaging.open_trunk_averaging(
+        rpc,
+        dht,
+        trunk,
+        name=options.average_name,
         config=options.config(),
-    ) as averager:
-        averaging = TrunkAveraging(trunk, averager, layout, device, max_step=max_step)
+        max_step=max_step,
+        device=device,
+        on_round=on_round,
+    ) as averaging:
         if await averaging.catch_up(min_lead=options.average_every):
             say(f"took the state of a process that was ahead: step {trunk.step}")
         elif averaging.why_not:

@@ -31,7 +31,7 @@ class DhtCommand:
     async def _serve(self, stop: Stop) -> int:
         async with join_swarm(self.network, join=self.join, listen=self.listen) as peer:
             print(f"DHT peer {peer.rpc.peer_id.short} listens on {peer.rpc.address}")
-            print(join_line("node", self.network, peer.rpc), flush=True)
+            print(join_line("node", self.network, peer), flush=True)
             with stop.body():
                 await trio.sleep_forever()
         return EXIT_INTERRUPTED

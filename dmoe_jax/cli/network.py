@@ -2,10 +2,7 @@
 
 import ipaddress
 import os
-import random
 import shlex
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,12 +10,8 @@ from typing import Annotated
 import tyro
 
 from dmoe_jax.cli.common import UsageError
-from net.identity import Address, PeerId
-from net.key_files import hold_identity, load_allow_list, load_swarm_secret
-from net.keys import Identity, IdentityError, Membership
-from net.transport.base import Transport
-from net.transport.tcp import TcpTransport
-from net.transport.tls import TlsTransport
+from dmoe_jax.security import Plain, Security, Tls
+from net.identity import Address
 from net.wire.messages import is_host
 
 SECRET_VARIABLE = "DMOE_SWARM_SECRET_FILE"
@@ -64,44 +57,18 @@ class NetworkOptions:
         named = os.environ.get(SECRET_VARIABLE)
         return Path(named) if named else None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether everybody may join who finds us."""
-        return self.secret_file is None and self.allow_list is None
-
-    @property
-    def terms(self) -> str:
-        """How we knock at a swarm's door, for messages."""
-        if self.insecure_loopback:
-            return "over plain TCP"
-        file = self.secret_file
-        return "over TLS without a secret" if file is None else f"over TLS with the secret in {file}"
-
-    @contextmanager
-    def open_transport(self) -> Iterator[tuple[Transport, PeerId]]:
-        """The network as these options describe it, and who we are on it. Holds the identity's file for the block.
+    def security(self) -> Security:
+        """How links are protected.
 
         Raises:
-          UsageError: a file cannot be used; the message names it.
+          UsageError: plain TCP was asked for where a secret is set.
         """
-        if self.insecure_loopback:
-            if self.secret_file is not None:
-                # Rather than ignored: somebody meant this machine's peers to be protected.
-                raise UsageError(f"--insecure-loopback does not go with {SECRET_VARIABLE}={self.secret_file}: unset it")
-            yield TcpTransport(), PeerId.draw(random.SystemRandom())
-            return
-        with ExitStack() as stack:
-            try:
-                identity = (
-                    Identity.generate() if self.identity is None else stack.enter_context(hold_identity(self.identity))
-                )
-                membership = Membership(
-                    secret=b"" if self.secret_file is None else load_swarm_secret(self.secret_file),
-                    allowed=None if self.allow_list is None else load_allow_list(self.allow_list),
-                )
-            except IdentityError as error:
-                raise UsageError(str(error)) from error
-            yield TlsTransport(identity, membership=membership), identity.peer_id
+        if not self.insecure_loopback:
+            return Tls(identity=self.identity, secret=self.secret_file, allowed=self.allow_list)
+        if self.secret_file is not None:
+            # Rather than ignored: somebody meant this machine's peers to be protected.
+            raise UsageError(f"--insecure-loopback does not go with {SECRET_VARIABLE}={self.secret_file}: unset it")
+        return Plain()
 
     def flags_for_others(self) -> str:
         """What the peers of the same swarm must give too, as words of a command line, with a space before each."""

@@ -11,10 +11,10 @@ import tyro
 from dmoe_jax.cli.common import UsageError, set_up_jax
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
-from dmoe_jax.cli.options import ExpertOptions
 from dmoe_jax.cli.swarm import join_line, join_swarm
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
-from net.rpc.faults import FaultInjector, FaultPlan
+from dmoe_jax.layer_config import LayerConfig
+from net.rpc.faults import FaultPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class NodeCommand:
     """Who this process is and which swarm it belongs to."""
     swarm: str = "dmoe"
     """Name under which the node is listed."""
-    expert: Annotated[ExpertOptions, tyro.conf.arg(name="")] = field(default_factory=ExpertOptions)
+    expert: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
     """Shape of one expert."""
     learning_rate: float = 1e-3
     """Step size of each expert's Adam."""
@@ -75,7 +75,7 @@ class NodeCommand:
         for name in ("warmup_steps", "weight_decay"):
             if not getattr(self, name) >= 0:
                 raise UsageError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
-        uids, faults = self._uids(), self._fault_injector()
+        uids, faults = self._uids(), self._fault_plan()
         set_up_jax()
         device = ThreadDevice()
         try:
@@ -95,7 +95,7 @@ class NodeCommand:
             print(f"{len(uids)} experts ready after {time.perf_counter() - started:.1f} s", flush=True)
             async with open_expert_node(peer.rpc, peer.dht, backends, device=device, config=config):
                 print(f"Node {peer.rpc.peer_id.short} serves {len(uids)} experts on {peer.rpc.address}")
-                print(join_line("train", self.network, peer.rpc), flush=True)
+                print(join_line("train", self.network, peer), flush=True)
                 if faults is not None:
                     print(f"This node misbehaves on purpose: --faults {' '.join(self.faults)}", flush=True)
                 with stop.body():
@@ -132,7 +132,7 @@ class NodeCommand:
             raise UsageError(f"--experts must name at least one expert and none twice, got {' '.join(self.experts)}")
         return uids
 
-    def _fault_injector(self) -> FaultInjector | None:
+    def _fault_plan(self) -> FaultPlan | None:
         if not self.faults:
             return None
         try:
@@ -140,7 +140,7 @@ class NodeCommand:
         except ValueError as error:
             raise UsageError(f"--faults: {error}") from error
         # The DHT and the status stay honest: what is studied is a swarm whose experts fail.
-        return FaultInjector(replace(plan, methods=("expert.",)))
+        return replace(plan, methods=("expert.",))
 
     def _make_backends(self, uids: list[ExpertUid]) -> dict[str, Any]:
         """A warm `dmoe_jax.node.backend.ExpertBackend` for each uid."""
@@ -148,10 +148,11 @@ class NodeCommand:
         import optax
 
         from dmoe_jax.experts.base import init_by_uid
+        from dmoe_jax.experts.transformer_xl import layer_expert
         from dmoe_jax.node.backend import ExpertBackend
         from dmoe_jax.recipe import decay_learning_weights
 
-        expert = self.expert.make_expert()
+        expert = layer_expert(self.expert)
         rate: Any = self.learning_rate
         if self.warmup_steps:
             rate = optax.linear_schedule(0.0, self.learning_rate, self.warmup_steps)

@@ -78,7 +78,7 @@ class RunSaver:
         # With another number of trainers the text is dealt out anew, and each starts at its own beginning.
         if len(facts["positions"]) == len(self._trainers):
             for trainer, position in zip(self._trainers, facts["positions"], strict=True):
-                trainer.stream.seek(position)
+                trainer.seek(position)
         for name, value in facts["totals"].items():
             setattr(self._totals, name, value)
         for name, value in facts["statistics"].items():
@@ -87,7 +87,7 @@ class RunSaver:
     def _facts(self) -> dict[str, Any]:
         statistics = {name: value for name, value in asdict(self._statistics).items() if name != "host"}
         return {
-            "positions": [trainer.stream.position for trainer in self._trainers],
+            "positions": [trainer.position for trainer in self._trainers],
             "totals": asdict(self._totals),
             "statistics": statistics,
         }

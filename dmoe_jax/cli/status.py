@@ -10,7 +10,8 @@ import tyro
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, NetworkOptions
-from dmoe_jax.cli.swarm import SwarmPeer, join_swarm
+from dmoe_jax.cli.swarm import join_swarm
+from dmoe_jax.peer import SwarmPeer
 from net.errors import NetError
 from net.identity import Contact
 
@@ -79,9 +80,10 @@ class StatusCommand:
 
 async def read_nodes(peer: SwarmPeer, swarm: str) -> list[NodeReading]:
     """Every listed node's counters, asked for at once; a node that does not answer within two seconds has none."""
-    from dmoe_jax.directory import list_nodes
+    from dmoe_jax.members import list_members
 
-    contacts = [node.contact for node in await list_nodes(peer.dht, swarm)]
+    members = await list_members(peer.dht, swarm)
+    contacts = [member.contact for member in members if member.role == "node" and member.contact is not None]
     readings: dict[Contact, NodeReading] = {}
 
     async def read(contact: Contact) -> None:

@@ -11,8 +11,8 @@ from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.common import UsageError, set_up_jax
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
-from dmoe_jax.cli.options import ExpertOptions
 from dmoe_jax.cli.swarm import join_swarm
+from dmoe_jax.layer_config import LayerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class TrainCommand:
     """Trunk updates to make, all trainers together."""
     max_minutes: float = 0.0
     """Stop after this many minutes even if there are steps left; 0 for no limit."""
-    expert: Annotated[ExpertOptions, tyro.conf.arg(name="")] = field(default_factory=ExpertOptions)
+    expert: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
     """Shape of one expert."""
     embedding_dropout: float = 0.0
     """Share of words whose input embedding is dropped in a step, at all their places."""
@@ -112,7 +112,6 @@ class TrainCommand:
         from dmoe_jax.cli.assembly import checked_router
         from dmoe_jax.cli.training import run_training
 
-        self.expert.make_expert()
         # In a thread: a file of the user's may import anything.
         router = await trio.to_thread.run_sync(checked_router, self, abandon_on_cancel=True)
         listen = self.listening if self.averaging.average_every and not self.averaging.average_client else None

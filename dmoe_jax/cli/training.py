@@ -7,24 +7,26 @@ from typing import Any
 
 import trio
 
+from dmoe_jax.averaging import Round
 from dmoe_jax.cli.assembly import TrainingParts, assemble, mistakes_in_one_line, wait_for_experts
 from dmoe_jax.cli.averaging import open_trunk_averaging
 from dmoe_jax.cli.balance_log import BalanceLog
 from dmoe_jax.cli.common import UsageError, one_line
 from dmoe_jax.cli.progress import TrainingProgress
 from dmoe_jax.cli.saving import RunSaver, RunTotals
-from dmoe_jax.cli.swarm import SwarmPeer
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.data.batches import evaluation_segments
 from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.data.vocabulary import unigram_perplexity
 from dmoe_jax.directory import open_expert_directory
-from dmoe_jax.optim.trunk_averaging import TrunkAveraging
+from dmoe_jax.model import Evaluation
+from dmoe_jax.peer import SwarmPeer
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.report import write_report
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
-from dmoe_jax.trainer import Evaluation, StepRecord
+from dmoe_jax.trainer import StepRecord
+from dmoe_jax.trunk_averaging import TrunkAveraging
 from net.errors import NetError
 
 _LOG_PERIOD_S = 1.0
@@ -57,7 +59,14 @@ async def run_training(command: TrainCommand, peer: SwarmPeer, router: Router) -
             folder = RunFolder.create(command.out, settings, name="train", resume=command.resume)
             run = TrainingRun(command, parts, folder, progress)
         averaging = open_trunk_averaging(
-            command.averaging, peer, parts.trunk, parts.device, progress.say, max_step=command.steps
+            command.averaging,
+            peer.rpc,
+            peer.dht,
+            parts.trunk,
+            parts.device,
+            progress.say,
+            max_step=command.steps,
+            on_round=run.on_round,
         )
         async with averaging as trunk_averaging:
             return await run.run(trunk_averaging)
@@ -77,7 +86,6 @@ class TrainingRun:
         self._evaluation: Evaluation | None = None
         self._evaluating = trio.Lock()
         self._averaging: TrunkAveraging | None = None
-        self._is_averaging = False
         self._totals = RunTotals()
         self._saver = RunSaver(folder.path, parts.trunk, parts.trainers, parts.statistics, self._totals)
         if command.resume:
@@ -149,14 +157,14 @@ class TrainingRun:
         self._log_totals()
 
     def _on_step(self, record: StepRecord) -> None:
-        self._totals.tokens += record.tokens
+        self._totals.tokens += record.items
         self._totals.staleness += record.staleness
         self._folder.log(
             "train",
             step=record.step,
             trainer=record.trainer,
             loss=record.loss,
-            tokens=record.tokens,
+            tokens=record.items,
             staleness=record.staleness,
             time_s=self._now(),
         )
@@ -166,9 +174,6 @@ class TrainingRun:
         if self._nursery is not None and record.step < self._command.steps:
             if record.step % self._command.eval_every == 0:
                 self._nursery.start_soon(self._evaluate_beside_training)
-            every = self._command.averaging.average_every
-            if self._averaging is not None and record.step % every == 0 and not self._is_averaging:
-                self._nursery.start_soon(self._average_beside_training, self._averaging)
             if record.step % self._command.checkpoint_every == 0:
                 self._totals.time_s = self._now()
                 self._nursery.start_soon(self._saver.save)
@@ -177,29 +182,19 @@ class TrainingRun:
         self._totals.steps_lost += 1
         self._event("step_lost", f"trainer {trainer}: {error}")
 
-    async def _average_beside_training(self, averaging: TrunkAveraging) -> None:
-        """One round of averaging with other processes. If the last is not done, a round is left out."""
-        self._is_averaging = True
-        step, began = self._parts.trunk.step, trio.current_time()
-        try:
-            done = await averaging.average()
-        except NetError as error:
-            self._event("average_lost", str(error))
-        else:
-            if done is None:
-                self._event("average_left_out", averaging.why_not)
-                return
-            self._folder.log(
-                "average",
-                step=step,
-                time_s=self._now(),
-                round=done.round_number,
-                peers=len(done.peers),
-                received=done.received,
-                took_s=trio.current_time() - began,
-            )
-        finally:
-            self._is_averaging = False
+    def on_round(self, done: Round) -> None:
+        """Write down what a round of averaging with other processes came to."""
+        if done.why_lost:
+            self._event("average_lost", done.why_lost)
+        self._folder.log(
+            "average",
+            step=self._parts.trunk.step,
+            time_s=self._now(),
+            round=done.number,
+            peers=done.peers,
+            received=done.received,
+            took_s=done.took_s,
+        )
 
     async def _evaluate_beside_training(self) -> None:
         """An evaluation of the trunk as it is now. One at a time; if the last is not done, this one is left out."""

@@ -1,6 +1,7 @@
 """MNIST (LeCun et al. 1998): its four files in IDX format, gzip, as they have always been published."""
 
 import gzip
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -38,6 +39,17 @@ class Mnist(NamedTuple):
 
     train: Images
     test: Images
+
+
+def load_mnist() -> Mnist:
+    """MNIST from the folder `mnist` in the one that the environment variable `DMOE_DATA` names; see `read_mnist`.
+
+    Raises:
+      DataError: the variable is not set, or as of `read_mnist`.
+    """
+    if not os.environ.get("DMOE_DATA"):
+        raise DataError("set DMOE_DATA to the folder that has mnist/train-images-idx3-ubyte.gz and its companions")
+    return read_mnist(Path(os.environ["DMOE_DATA"]) / "mnist")
 
 
 def read_mnist(folder: Path) -> Mnist:

@@ -1,14 +1,30 @@
-"""Expert networks, one kind a file. To add one: write its factory and add a line to `EXPERTS`."""
+"""Expert networks: the constructors of experts of one's own (`as_expert`), and the kinds that come with the library."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+from dmoe_jax.experts.adapters import as_expert, expert_from_functions, expert_from_linen, expert_from_nnx
 from dmoe_jax.experts.base import Expert, TensorSpec
+from dmoe_jax.experts.check import ExpertError, check_expert
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
+from dmoe_jax.layer_config import LayerConfig
 
-__all__ = ["EXPERTS", "Expert", "TensorSpec", "feedforward", "make_expert", "transformer_xl_layer"]
+__all__ = [
+    "EXPERTS",
+    "Expert",
+    "ExpertError",
+    "TensorSpec",
+    "as_expert",
+    "check_expert",
+    "expert_from_functions",
+    "expert_from_linen",
+    "expert_from_nnx",
+    "feedforward",
+    "make_expert",
+    "transformer_xl_layer",
+]
 
 EXPERTS: dict[str, Callable[..., Expert]] = {
     "feedforward": feedforward,
@@ -26,7 +42,7 @@ def make_expert(kind: str, **config: Any) -> Expert:
     if kind not in EXPERTS:
         raise ValueError(f"unknown kind of expert {kind!r}; there are {', '.join(sorted(EXPERTS))}")
     factory = EXPERTS[kind]
-    fields = inspect.signature(factory).parameters
+    fields = inspect.signature(LayerConfig if factory is transformer_xl_layer else factory).parameters
     if unknown := sorted(set(config) - set(fields)):
         raise ValueError(f"expert {kind!r} has no field {', '.join(unknown)}; its fields are {', '.join(fields)}")
     required = {name for name, field in fields.items() if field.default is inspect.Parameter.empty}

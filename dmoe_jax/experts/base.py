@@ -39,14 +39,18 @@ class TensorSpec:
 class Expert(NamedTuple):
     """An expert network: `apply(params, *inputs) -> output`, pure.
 
-    Factories return the same object for equal configurations: compiled code is cached by the identity of `apply`.
+    Every array has the batch axis first, and the rows are independent of one another: a node joins the rows of many
+    trainers and pads them with zeros. Equal configurations should give the same object, because compiled code is
+    cached by the identity of `apply`. `dmoe_jax.experts.adapters` makes experts of Flax modules and of functions.
 
     Attributes:
-      name: the kind, a key of `dmoe_jax.experts.EXPERTS`.
+      name: what logs and figures call this kind of expert.
       init: (key) -> params.
-      apply: (params, *inputs) -> output, [batch, *output.shape]. Experts carry their own residual connection.
+      apply: (params, *inputs) -> output, [batch, *output.shape]. With `takes_key` it has the further argument `keys`:
+        uint32 [batch, 2], the data of one dropout key for each row, or None (the default) in evaluation.
       inputs: specification of each input, in order.
-      output: specification of the output; its shape is that of the first input.
+      output: specification of the output, of any shape and floating type.
+      takes_key: whether `apply` draws random numbers, such as dropout masks.
     """
 
     name: str
@@ -54,6 +58,18 @@ class Expert(NamedTuple):
     apply: Callable[..., Any]
     inputs: tuple[TensorSpec, ...]
     output: TensorSpec
+    takes_key: bool = False
+
+    @property
+    def is_residual(self) -> bool:
+        """Whether the mixture passes its first input on where experts are missing.
+
+        If the output has the first input's shape and type, what the combine weights leave over passes the input
+        through: x + sum_k weights_k (outputs_k - x), and a sample without any answer goes through unchanged. Otherwise
+        the mixture is sum_k weights_k outputs_k, and a sample without any answer is 0.
+        """
+        first = self.inputs[0]
+        return (first.shape, first.dtype) == (self.output.shape, self.output.dtype)
 
 
 def init_by_uid(key: PRNGKeyArray, expert: Expert, prefix: str, coordinates: Sequence[int | Int[Array, ""]]) -> PyTree:
@@ -72,10 +88,3 @@ def init_by_uid(key: PRNGKeyArray, expert: Expert, prefix: str, coordinates: Seq
     for coordinate in coordinates:
         own = jax.random.fold_in(own, coordinate)
     return expert.init(own)
-
-
-def check_positive(**sizes: int) -> None:
-    """Raise ValueError, naming the field and the value, unless every size is a positive integer."""
-    for field, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{field} must be a positive integer, got {value!r}")

@@ -16,20 +16,13 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, PRNGKeyArray, UInt32, UInt64
 
 KeyData = UInt32[Array, "2"] | UInt32[np.ndarray, "2"]
 RowKeys = UInt32[Array, "batch 2"] | UInt32[np.ndarray, "batch 2"]
 
 _SITE_STRIDE = 0x9E3779B9
 """Odd, with bits all over the word, so that sites of keys that follow each other are no keys that follow each other."""
-
-
-def check_rates(**rates: object) -> None:
-    """Raise ValueError, naming the field and the value, unless every rate is in [0, 1)."""
-    for field, rate in rates.items():
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
-            raise ValueError(f"{field} must be a probability of at least 0 and below 1, got {rate!r}")
 
 
 def dropout(
@@ -95,6 +88,33 @@ def scale(x: Float[Array, "*_"], factors: Float[Array, "*_"] | None) -> Float[Ar
 def row_keys(key_data: KeyData, batch: int) -> UInt32[Array, "batch 2"]:
     """A key for each row, from one key for all."""
     return jax.random.key_data(jax.random.split(wrap_key(key_data), batch))
+
+
+def row_keys_of_seed(seed: int, rows: int) -> UInt32[np.ndarray, "rows 2"]:
+    """Key data for each row of a request, from the one seed that the request carries; never zeros.
+
+    A node derives them anew in the forward and in the backward pass of one layer call, so the definition is part of
+    what nodes and trainers agree on: row r gets the SplitMix64 hash (Steele et al. 2014) of hash(seed) + r.
+
+    Args:
+      seed: 0 <= seed < 2**63.
+      rows: how many rows the request has.
+
+    Raises:
+      ValueError: if the seed is out of range.
+    """
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"a dropout seed is an integer from 0 to 2**63 - 1, got {seed}")
+    hashed = _split_mix(_split_mix(np.array([seed], np.uint64)) + np.arange(rows, dtype=np.uint64))
+    hashed = np.maximum(hashed, np.uint64(1))
+    return np.stack([hashed >> np.uint64(32), hashed & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
+
+
+def _split_mix(values: UInt64[np.ndarray, " rows"]) -> UInt64[np.ndarray, " rows"]:
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def wrap_key(key_data: KeyData) -> PRNGKeyArray:

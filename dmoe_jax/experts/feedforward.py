@@ -5,16 +5,14 @@
 About 24 d_model^2 parameters: 25 M at the paper's width of 1024.
 """
 
-import functools
-from typing import cast
-
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
-from dmoe_jax.experts.base import Expert, TensorSpec, check_positive
-from dmoe_jax.types import PyTree
+from dmoe_jax.checks import check_positive
+from dmoe_jax.experts.adapters import expert_from_linen
+from dmoe_jax.experts.base import Expert
 
 
 class FeedforwardBlock(nn.Module):
@@ -43,23 +41,5 @@ def feedforward(*, d_model: int, expansion: int = 4) -> Expert:
       ValueError: if a size is not a positive integer.
     """
     check_positive(d_model=d_model, expansion=expansion)
-    return _feedforward(d_model, expansion)
-
-
-@functools.cache
-def _feedforward(d_model: int, expansion: int) -> Expert:
-    block = FeedforwardBlock(d_model, expansion)
-
-    def init(key: PRNGKeyArray) -> PyTree:
-        return block.init(key, jnp.zeros((1, d_model)))["params"]
-
-    def apply(params: PyTree, x: Float[Array, "batch d_model"]) -> Float[Array, "batch d_model"]:
-        return cast(Array, block.apply({"params": params}, x))
-
-    return Expert(
-        name="feedforward",
-        init=jax.jit(init),
-        apply=apply,
-        inputs=(TensorSpec(name="x", shape=(d_model,), dtype="float32", differentiable=True),),
-        output=TensorSpec(name="output", shape=(d_model,), dtype="float32", differentiable=True),
-    )
+    example = jax.ShapeDtypeStruct((1, d_model), np.float32)
+    return expert_from_linen(FeedforwardBlock(d_model, expansion), example, name="feedforward", check=False)

@@ -26,17 +26,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from dmoe_jax.experts.base import Expert, TensorSpec, check_positive
-from dmoe_jax.experts.dropout import RowKeys, check_rates, dropout, dropout_factors, scale
+from dmoe_jax.experts.base import Expert, TensorSpec
+from dmoe_jax.experts.dropout import RowKeys, dropout, dropout_factors, scale
 from dmoe_jax.experts.relative_attention import relative_attention, relative_positions, visible_keys
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.types import PyTree
 
 INIT_STDDEV = 0.02
 """Every weight starts as N(0, 0.02), LayerNorm gains as N(1, 0.02), biases at 0: the authors' WikiText recipe."""
-
-COMPUTE_DTYPES = ("float32", "bfloat16")
-"""What matrix products may be computed in."""
-
 
 # Sites, see `dmoe_jax.experts.dropout`.
 _LOCKED, _ATTENTION = 0, 1
@@ -50,24 +47,10 @@ class TransformerXLLayer(nn.Module):
     """Relative multi-head attention over memory and segment, then a ReLU feed-forward network; both post-LN.
 
     Attributes:
-      num_heads: attention heads; d_model is a multiple of it.
-      d_ff: width of the feed-forward network.
-      dropout: rate of the locked dropouts.
-      attention_dropout: rate of the dropout on attention weights.
-      position_dropout: rate of the locked dropout on the positional encodings, of each sample.
-      clamp_len: see `relative_positions`.
-      same_length: see `visible_keys`.
-      compute_dtype: type of the matrix products. Parameters, residual stream, LayerNorm and softmax are float32.
+      config: its sizes and rates. Parameters, residual stream, LayerNorm and softmax are float32 whatever the type.
     """
 
-    num_heads: int
-    d_ff: int
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    position_dropout: float = 0.0
-    clamp_len: int | None = None
-    same_length: bool = False
-    compute_dtype: str = "float32"
+    config: LayerConfig
 
     @nn.compact
     def __call__(
@@ -90,8 +73,8 @@ class TransformerXLLayer(nn.Module):
           content_bias: u; None: a parameter of this layer. position_bias: v, likewise.
           positions: R by distance, keys-1 first, taken as it is; None: made here, and dropped for each sample.
         """
-        d_model, dtype = hidden.shape[-1], jnp.dtype(self.compute_dtype)
-        heads = (self.num_heads, d_model // self.num_heads)
+        config, d_model, dtype = self.config, hidden.shape[-1], jnp.dtype(self.config.compute_dtype)
+        heads = (config.num_heads, d_model // config.num_heads)
         normal = nn.initializers.normal(INIT_STDDEV)
 
         factors = dropout_factors(dropout_key, self._locked(d_model, positions is None), site=_LOCKED)
@@ -107,7 +90,7 @@ class TransformerXLLayer(nn.Module):
 
         context = jnp.concatenate([jax.lax.stop_gradient(memory), hidden], axis=1)
         if positions is None:
-            encodings = jnp.asarray(relative_positions(context.shape[1], d_model, self.clamp_len))[None]
+            encodings = jnp.asarray(relative_positions(context.shape[1], d_model, config.clamp_len))[None]
         else:
             encodings = positions[None]
         attended = relative_attention(
@@ -117,47 +100,35 @@ class TransformerXLLayer(nn.Module):
             project("position", drop("position", encodings)),
             self.param("content_bias", normal, heads) if content_bias is None else content_bias,
             self.param("position_bias", normal, heads) if position_bias is None else position_bias,
-            visible_keys(memory_mask, hidden.shape[1], self.same_length),
-            lambda weights: dropout(weights, self.attention_dropout, dropout_key, site=_ATTENTION),
+            visible_keys(memory_mask, hidden.shape[1], config.same_length),
+            lambda weights: dropout(weights, config.attention_dropout, dropout_key, site=_ATTENTION),
         )
         project_back = nn.DenseGeneral(
             d_model, axis=(-2, -1), use_bias=False, kernel_init=normal, dtype=dtype, name="output"
         )
         # The residual stream stays float32: what is added to it is cast by the addition.
         attention = norm("attention_norm", hidden + drop("output", project_back(attended)))
-        inner = nn.relu(nn.Dense(self.d_ff, kernel_init=normal, dtype=dtype, name="ff_in")(attention))
+        inner = nn.relu(nn.Dense(config.d_ff, kernel_init=normal, dtype=dtype, name="ff_in")(attention))
         outer = nn.Dense(d_model, kernel_init=normal, dtype=dtype, name="ff_out")(drop("ff_in", inner))
         return norm("ff_norm", attention + drop("ff_out", outer))
 
     def _locked(self, d_model: int, own_positions: bool) -> dict[str, tuple[float, tuple[int, ...]]]:
         """What the locked masks lie on: name -> (rate, shape). The leading 1 is time."""
-        heads = (self.dropout, (1, self.num_heads, d_model // self.num_heads))
-        model = (self.dropout, (1, d_model))
+        config = self.config
+        heads = (config.dropout, (1, config.num_heads, d_model // config.num_heads))
+        model = (config.dropout, (1, d_model))
         return {
             "query": heads,
             "key": heads,
             "value": heads,
             "output": model,
-            "ff_in": (self.dropout, (1, self.d_ff)),
+            "ff_in": (config.dropout, (1, config.d_ff)),
             "ff_out": model,
-            "position": (self.position_dropout if own_positions else 0.0, (1, d_model)),
+            "position": (config.position_dropout if own_positions else 0.0, (1, d_model)),
         }
 
 
-def transformer_xl_layer(
-    *,
-    d_model: int,
-    num_heads: int,
-    d_ff: int,
-    seq_len: int,
-    mem_len: int,
-    dropout: float = 0.0,
-    attention_dropout: float = 0.0,
-    position_dropout: float = 0.0,
-    clamp_len: int | None = None,
-    same_length: bool = False,
-    compute_dtype: str = "float32",
-) -> Expert:
+def transformer_xl_layer(**sizes_and_rates: Any) -> Expert:
     """A Transformer-XL layer as an expert; equal configurations return the same object.
 
     Its inputs are hidden [batch, seq_len, d_model], memory [batch, mem_len, d_model] (the hidden states that entered
@@ -166,67 +137,19 @@ def transformer_xl_layer(
     [batch, 2]: key data for each sample, or zeros for evaluation. Parameters do not depend on lengths, rates or types.
 
     Args:
-      d_model: width of the hidden states; even, and a multiple of num_heads.
-      num_heads: attention heads.
-      d_ff: width of the feed-forward network.
-      seq_len: positions in a segment.
-      mem_len: memory slots.
-      dropout: rate of the locked dropout on projections and in the feed-forward network.
-      attention_dropout: rate of the dropout on attention weights.
-      position_dropout: rate of the locked dropout on positional encodings.
-      clamp_len: distances above it count as clamp_len; None: as they are.
-      same_length: whether every position sees exactly mem_len keys, itself included, and not all filled ones.
-      compute_dtype: "float32", or "bfloat16" for the matrix products.
+      sizes_and_rates: fields of `LayerConfig`.
 
     Raises:
-      ValueError: if a size is not a positive integer, d_model is odd or not a multiple of num_heads, a rate is not a
-        probability below 1, or the type is another.
+      ValueError: as of `LayerConfig`.
     """
-    check_layer(
-        d_model=d_model,
-        num_heads=num_heads,
-        d_ff=d_ff,
-        seq_len=seq_len,
-        mem_len=mem_len,
-        clamp_len=clamp_len,
-        compute_dtype=compute_dtype,
-    )
-    check_rates(dropout=dropout, attention_dropout=attention_dropout, position_dropout=position_dropout)
-    layer = TransformerXLLayer(
-        num_heads=num_heads,
-        d_ff=d_ff,
-        dropout=float(dropout),
-        attention_dropout=float(attention_dropout),
-        position_dropout=float(position_dropout),
-        clamp_len=clamp_len,
-        same_length=bool(same_length),
-        compute_dtype=compute_dtype,
-    )
-    return _transformer_xl_layer(layer, d_model, seq_len, mem_len)
-
-
-def check_layer(
-    *,
-    d_model: int,
-    num_heads: int,
-    d_ff: int,
-    seq_len: int,
-    mem_len: int,
-    clamp_len: int | None,
-    compute_dtype: str,
-) -> None:
-    """Raise ValueError, naming the field and the value, unless a layer of these sizes can be made."""
-    check_positive(d_model=d_model, num_heads=num_heads, d_ff=d_ff, seq_len=seq_len, mem_len=mem_len)
-    if d_model % num_heads or d_model % 2:
-        raise ValueError(f"d_model must be even and a multiple of num_heads ({num_heads}), got {d_model}")
-    if clamp_len is not None:
-        check_positive(clamp_len=clamp_len)
-    if compute_dtype not in COMPUTE_DTYPES:
-        raise ValueError(f"compute_dtype must be one of {', '.join(COMPUTE_DTYPES)}, got {compute_dtype!r}")
+    return layer_expert(LayerConfig(**sizes_and_rates))
 
 
 @functools.cache
-def _transformer_xl_layer(layer: TransformerXLLayer, d_model: int, seq_len: int, mem_len: int) -> Expert:
+def layer_expert(config: LayerConfig) -> Expert:
+    """`transformer_xl_layer` of this configuration."""
+    layer, d_model, seq_len, mem_len = TransformerXLLayer(config), config.d_model, config.seq_len, config.mem_len
+
     def init(key: PRNGKeyArray) -> PyTree:
         # Parameters do not depend on the lengths, so one position and one slot suffice to make them.
         sample = jnp.zeros((1, 1, d_model))
@@ -247,7 +170,7 @@ def _transformer_xl_layer(layer: TransformerXLLayer, d_model: int, seq_len: int,
         TensorSpec(name="memory", shape=memory_shape, dtype="float32", differentiable=False),
         TensorSpec(name="memory_mask", shape=(mem_len,), dtype="bool", differentiable=False),
     )
-    if layer.dropout or layer.attention_dropout or layer.position_dropout:
+    if config.drops:
         inputs += (TensorSpec(name="dropout_key", shape=(2,), dtype="uint32", differentiable=False),)
     return Expert(
         name="transformer_xl",

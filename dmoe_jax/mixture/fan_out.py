@@ -4,34 +4,25 @@ One `ExpertCall` is one request to one node for the rows of a batch that chose i
 them under one deadline and one quorum and returns the answers by call, None for a call that failed or was late.
 """
 
-import logging
 import math
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import trio
 
-from dmoe_jax.directory import ExpertDirectory
+from dmoe_jax.directory import ExpertDirectory, host_target
+from dmoe_jax.experts.base import TensorSpec
 from dmoe_jax.mixture.quorum import Quorum
-from net.errors import ConnectionLost, NetError, PeerUnavailable, RemoteProtocolError
+from dmoe_jax.mixture.statistics import BAD_ANSWER, LATE, NOT_FINITE, CallStatistics, reason_of
+from net.errors import CallFailed, ConnectionLost, NetError, PeerBusy
 from net.identity import Contact
 from net.rpc.base import Body, Caller, Reply
 from net.types import Array
 from net.wire.compression import Compression
 from net.wire.tensors import Outgoing, as_outgoing, plain
-
-logger = logging.getLogger(__name__)
-
-
-# A peer that is late this many times in a row is treated as one that does not answer. A hung process refuses no
-# connection, and the grace time cuts every call to it short before its deadline does.
-_LATE_LIMIT = 3
-
-# Peers come and go for months; beyond this many that were late once or twice, the counting starts afresh.
-_MAX_LATE_PEERS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,34 +61,15 @@ class ExpertCall:
     rows: Array
 
 
-@dataclass(slots=True)
-class CallStatistics:
-    """Running totals of one process's expert calls."""
-
-    ok: int = 0
-    """Calls that were answered in time."""
-    failed: int = 0
-    """Calls refused, lost or timed out."""
-    late: int = 0
-    """Calls given up in the grace time: slow, perhaps not dead."""
-    skipped_samples: int = 0
-    """Samples that went through a layer with no expert at all."""
-    staleness_total: int = 0
-    """Updates that experts took between a forward and its backward, by other trainers, summed over backward calls."""
-    staleness_calls: int = 0
-    """Backward calls in `staleness_total`."""
-    load: dict[str, int] = field(default_factory=dict)
-    """Samples sent through each expert in training, by uid."""
-    host: dict[str, Contact] = field(default_factory=dict)
-    """The node that last answered for each expert. Bounded by the grid, like `load`."""
-
-
 class ExpertCaller:
-    """Places expert calls, keeps the statistics and tells the directory who does not answer.
+    """Places expert calls, counts what becomes of them, and records which experts and hosts to avoid for a while.
+
+    RPC itself records hosts that do not answer. What only the caller sees is recorded here: hosts that are late again
+    and again, and single experts that refuse, or answer nonsense, on a host that may be as sound as any.
 
     Args:
       caller: places the calls.
-      directory: is told of failures, so that routing avoids the peer for a while.
+      directory: finds the experts; its record of health is the one that is kept.
       statistics: shared by the mixtures of one process.
     """
 
@@ -105,7 +77,14 @@ class ExpertCaller:
         self._caller = caller
         self._directory = directory
         self.statistics = statistics
-        self._late_in_a_row: dict[Contact, int] = {}
+
+    async def info(self, uid: str, contact: Contact, *, timeout_s: float) -> Body:
+        """What an expert says of itself.
+
+        Raises:
+          NetError: it does not answer within `timeout_s`, or refuses.
+        """
+        return (await self._caller.call(contact, "expert.info", {"uid": uid}, timeout_s=timeout_s)).body
 
     async def fan_out(
         self,
@@ -113,10 +92,10 @@ class ExpertCaller:
         calls: Sequence[ExpertCall],
         tensors: Sequence[Sequence[Array]],
         *,
-        reply_shapes: Sequence[tuple[int, ...]],
-        dtype: str,
+        replies: Sequence[TensorSpec],
         num_samples: int,
         policy: CallPolicy,
+        body: Mapping[str, Any],
         retry: bool = False,
     ) -> list[Reply | None]:
         """Run all calls at once; the answers in order, None where there is none.
@@ -124,33 +103,27 @@ class ExpertCaller:
         Args:
           method: "expert.forward" or "expert.backward".
           calls: the requests. tensors: the arrays of each.
-          reply_shapes: of the tensors that each answer must carry, without the rows. dtype: their type.
+          replies: what each answer must carry, for each row.
           num_samples: samples of the batch, for the quorum.
+          body: what every request says beside the expert's uid and an id of its own.
           retry: whether a call whose connection broke is sent once more with the same request id.
 
         An answer of another shape, or with NaN or infinity in it, is none: it counts neither for the quorum nor for the
-        peer. If cancelled, every call is cancelled, at the nodes too. Never raises for what a peer did.
+        expert. If cancelled, every call is cancelled, at the nodes too. Never raises for what a peer did.
         """
-
-        def fault_in(call: ExpertCall, reply: Reply) -> str | None:
-            expected = [((len(call.rows), *shape), np.dtype(dtype)) for shape in reply_shapes]
-            tensors = [plain(tensor) for tensor in reply.tensors]
-            if [(tensor.shape, tensor.dtype) for tensor in tensors] != expected:
-                return "tensors of another shape or type"
-            return None if all(np.isfinite(tensor).all() for tensor in tensors) else "NaN or infinity"
-
         quorum = Quorum([call.rows for call in calls], num_samples=num_samples, k_min=policy.k_min)
-        replies: list[Reply | None] = [None] * len(calls)
+        answers: list[Reply | None] = [None] * len(calls)
         finished = [False] * len(calls)
+        common = dict(body)
+        if policy.compression is not Compression.NONE:
+            common["compression"] = policy.compression.value
 
         async def place(index: int) -> None:
-            body: dict[str, Any] = {"uid": calls[index].uid, "request_id": secrets.token_bytes(16)}
-            if policy.compression is not Compression.NONE:
-                body["compression"] = policy.compression.value
+            request = {**common, "uid": calls[index].uid, "request_id": secrets.token_bytes(16)}
             outgoing = [as_outgoing(tensor, policy.compression) for tensor in tensors[index]]
-            reply = await self._call(method, calls[index], body, outgoing, policy, fault_in, retry=retry)
+            reply = await self._call(method, calls[index], request, outgoing, replies, policy, retry=retry)
             finished[index] = True
-            replies[index] = reply
+            answers[index] = reply
             if reply is None:
                 quorum.failed(index)
             else:
@@ -164,8 +137,10 @@ class ExpertCaller:
                     nursery.start_soon(place, index)
         for call, done in zip(calls, finished, strict=True):
             if not done:
-                self._note_late(call)
-        return replies
+                text = f"expert {call.uid} at {call.contact} was given up {policy.grace_s:g} s after the others"
+                self.statistics.note_failure(LATE, text)
+                self._directory.health.late(host_target(call.contact), trio.current_time())
+        return answers
 
     async def _call(
         self,
@@ -173,8 +148,8 @@ class ExpertCaller:
         call: ExpertCall,
         body: Body,
         tensors: Sequence[Outgoing],
+        replies: Sequence[TensorSpec],
         policy: CallPolicy,
-        fault_in: Callable[[ExpertCall, Reply], str | None],
         *,
         retry: bool,
     ) -> Reply | None:
@@ -184,38 +159,39 @@ class ExpertCaller:
                 reply = await self._caller.call(call.contact, method, body, tensors, timeout_s=policy.timeout_s)
             except ConnectionLost as error:
                 if attempt + 1 == attempts:
-                    self._note_failure(call, error)
+                    self._note_failure(call, reason_of(error), str(error))
             except NetError as error:
-                self._note_failure(call, error)
+                # Busy is no fault, and RPC knows the hosts that do not answer; refusing concerns the expert.
+                is_experts_own = isinstance(error, CallFailed) and not isinstance(error, PeerBusy)
+                self._note_failure(call, reason_of(error), str(error), blame=is_experts_own)
                 break
             else:
-                fault = fault_in(call, reply)
-                if fault is None:
-                    self._note_success(call)
-                    return reply
-                self._note_failure(call, RemoteProtocolError(f"expert {call.uid} answered {fault}"))
-                break
+                if fault := fault_in(reply, replies, rows=len(call.rows)):
+                    self._note_failure(call, *fault, blame=True)
+                    break
+                self.statistics.ok += 1
+                self.statistics.host[call.uid] = call.contact
+                self._directory.health.succeeded(call.uid)
+                return reply
         return None
 
-    def _note_success(self, call: ExpertCall) -> None:
-        self.statistics.ok += 1
-        self.statistics.host[call.uid] = call.contact
-        self._late_in_a_row.pop(call.contact, None)
-        self._directory.report_success(call.contact)
+    def _note_failure(self, call: ExpertCall, reason: str, text: str, *, blame: bool = False) -> None:
+        self.statistics.note_failure(reason, f"expert {call.uid} at {call.contact}: {text}")
+        if blame:
+            self._directory.avoid(call.uid, reason)
 
-    def _note_failure(self, call: ExpertCall, error: NetError) -> None:
-        self.statistics.failed += 1
-        logger.info("call to expert %s at %s failed: %s", call.uid, call.contact, error)
-        if isinstance(error, PeerUnavailable | RemoteProtocolError):
-            self._directory.report_failure(call.contact)
 
-    def _note_late(self, call: ExpertCall) -> None:
-        self.statistics.late += 1
-        late = self._late_in_a_row.get(call.contact, 0) + 1
-        if late < _LATE_LIMIT:
-            if len(self._late_in_a_row) >= _MAX_LATE_PEERS:
-                self._late_in_a_row.clear()
-            self._late_in_a_row[call.contact] = late
-        else:
-            self._late_in_a_row.pop(call.contact, None)
-            self._directory.report_failure(call.contact)
+def fault_in(reply: Reply, specs: Sequence[TensorSpec], *, rows: int) -> tuple[str, str] | None:
+    """What is wrong with an answer, as (reason, sentence); None if each tensor is as its own specification says."""
+    tensors = [plain(tensor) for tensor in reply.tensors]
+    expected = [((rows, *spec.shape), np.dtype(spec.dtype)) for spec in specs]
+    got = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    if got != expected:
+        return BAD_ANSWER, f"expected {_listed(expected)} in the answer, got {_listed(got)}"
+    if not all(np.isfinite(tensor).all() for tensor in tensors):
+        return NOT_FINITE, "the answer holds NaN or infinity"
+    return None
+
+
+def _listed(tensors: Sequence[tuple[tuple[int, ...], Any]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in tensors) or "no tensor"

@@ -14,7 +14,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from dmoe_jax.experts.base import Expert, init_by_uid
 from dmoe_jax.routing.base import cell_numbers
@@ -58,13 +58,12 @@ def local_mixture(
     mask: Bool[Array, "batch k"],
     weights: Float[Array, "batch k"],
     *inputs: Array,
+    dropout_keys: UInt32[Array, "batch 2"] | None = None,
 ) -> Float[Array, "batch ..."]:
-    """x[b] + sum_k weights[b, k] * (f_{indices[b, k]}(inputs[b]) - x[b]), x the first input.
+    """sum_k weights[b, k] * f_{indices[b, k]}(inputs[b]), and what the weights leave over of the first input.
 
-    Learning@home section 3.2, where weights sum to 1 and only the f remain. What the weights leave over passes the
-    first input through: experts carry their residual connection, so that this is what an expert with nothing to add
-    would return; a sample without any expert passes unchanged. What a masked expert would have computed has no
-    influence, on the value or on a gradient.
+    Learning@home section 3.2, where weights sum to 1 and only the f remain. See `combine_outputs` for the rest. What a
+    masked expert would have computed has no influence, on the value or on a gradient.
 
     The parameters of the chosen experts are gathered, once for every few samples that go to the same one: right for
     any expert, but memory grows with the batch and not with the number of experts.
@@ -77,20 +76,29 @@ def local_mixture(
       mask: which of the chosen experts take part.
       weights: combine weights, 0 where the mask is False.
       inputs: the expert's inputs, batch first.
+      dropout_keys: in training, for experts that take a key: key data for each sample, the same for all of its experts.
 
     Raises:
-      ValueError: if the inputs are not those of the expert.
+      ValueError: if the inputs are not those of the expert, or it takes no keys.
     """
     if len(inputs) != len(expert.inputs):
         names = ", ".join(spec.name for spec in expert.inputs)
         raise ValueError(f"expert {expert.name!r} takes {len(expert.inputs)} inputs ({names}), got {len(inputs)}")
+    if dropout_keys is not None and not expert.takes_key:
+        raise ValueError(f"expert {expert.name!r} takes no dropout keys")
+    keyed = {} if dropout_keys is None else {"keys": dropout_keys}
 
-    outputs = _outputs(expert, params, math.prod(grid_size), cell_numbers(indices, grid_size), inputs)
+    outputs = _outputs(expert, params, math.prod(grid_size), cell_numbers(indices, grid_size), inputs, keyed)
     return combine_outputs(weights, mask, outputs, inputs[0])
 
 
 def _outputs(
-    expert: Expert, params: PyTree, num_experts: int, chosen: Int[Array, "batch k"], inputs: tuple[Array, ...]
+    expert: Expert,
+    params: PyTree,
+    num_experts: int,
+    chosen: Int[Array, "batch k"],
+    inputs: tuple[Array, ...],
+    keyed: dict[str, Array],
 ) -> Array:
     """What the chosen experts make of each sample, [batch, k, ...].
 
@@ -114,7 +122,8 @@ def _outputs(
     sample_of = jnp.full((num_blocks, rows), order[0] // k).at[block, slot].set(order // k)
     expert_of = jnp.full(num_blocks, expert_of_pair[0]).at[block].set(expert_of_pair)
     own = jax.tree.map(lambda leaf: leaf[expert_of], params)
-    outputs: Array = jax.vmap(expert.apply)(own, *(part[sample_of] for part in inputs))  # [blocks, rows, ...]
+    there, keys_there = jax.tree.map(lambda part: part[sample_of], (inputs, keyed))
+    outputs: Array = jax.vmap(lambda own, there, keys: expert.apply(own, *there, **keys))(own, there, keys_there)
     back = jnp.zeros((2, pairs), block.dtype).at[:, order].set(jnp.stack([block, slot]))
     return outputs[back[0], back[1]].reshape(batch, k, *outputs.shape[2:])
 
@@ -122,7 +131,12 @@ def _outputs(
 def combine_outputs(
     weights: Float[Array, "batch k"], mask: Bool[Array, "batch k"], outputs: Array, x: Array
 ) -> Float[Array, "batch ..."]:
-    """x + sum_k weights_k (outputs_k - x); see `local_mixture`, whose last step it is, and `mixture.remote`'s.
+    """sum_k weights_k outputs_k + (1 - sum_k weights_k) x, where outputs have the shape and dtype of x.
+
+    Experts whose output is like their first input carry their own residual connection: what the weights leave over
+    passes x through, which is what an expert with nothing to add would return, and a sample without any expert passes
+    unchanged. Where an expert returns something else, what the weights leave over adds nothing: such a sample gives
+    zeros. It is the last step of `local_mixture` and of the remote mixture.
 
     Args:
       weights: combine weights, 0 where the mask is False; at most 1 in sum.
@@ -132,6 +146,8 @@ def combine_outputs(
     """
     cell = (...,) + (None,) * (outputs.ndim - 2)
     mixed = jnp.sum(weights[cell].astype(outputs.dtype) * jnp.where(mask[cell], outputs, 0), axis=1)
+    if outputs.shape[2:] != x.shape[1:] or outputs.dtype != x.dtype:
+        return mixed
     # Weights that sum to 1 up to rounding leave nothing over: an exact 0 keeps x (and its gradient) out of the mixture.
     left = 1 - jnp.sum(weights, axis=1)
     left = jnp.where(left > ROUNDING, left, 0)[(...,) + (None,) * (mixed.ndim - 1)]

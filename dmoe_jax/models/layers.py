@@ -1,18 +1,21 @@
 """What the models share: DMoE layers in one jit, and what is reported of them."""
 
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray, UInt32
 
+from dmoe_jax.autodiff import Value
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import layer_prefix
 from dmoe_jax.mixture.local import expert_load, init_experts, local_mixture
 from dmoe_jax.routing.base import Router, Scores, gather_logits
-from dmoe_jax.routing.check import check_router
 from dmoe_jax.types import PyTree
 
-__all__ = ["ForwardAux", "LayerAux", "check_router", "dmoe_layer", "init_layers", "total_loss"]
+Mixture = Callable[..., Awaitable[tuple[Value, Value]]]
+"""A DMoE layer that must be awaited: async (run, scores, *inputs) -> (mixed, the router's auxiliary loss), on the tape;
+`dmoe_jax.mixture.remote.RemoteMixture` is one."""
 
 
 class LayerAux(NamedTuple):
@@ -55,6 +58,7 @@ def dmoe_layer(
     scores: Scores,
     alive: Bool[Array, "..."] | None,
     *inputs: Array,
+    dropout_keys: UInt32[Array, "batch 2"] | None = None,
 ) -> tuple[Float[Array, "batch ..."], LayerAux]:
     """Select, call and mix the experts of one layer, on this machine.
 
@@ -66,10 +70,11 @@ def dmoe_layer(
       scores: the router's scores of each sample.
       alive: bool of the grid's shape, or None for all.
       inputs: the expert's inputs.
+      dropout_keys: see `local_mixture`.
     """
     indices, mask = router.select(scores, k_best, alive)
     weights = router.combine(gather_logits(scores, indices, router.grid_size), mask)
-    output = local_mixture(expert, params, router.grid_size, indices, mask, weights, *inputs)
+    output = local_mixture(expert, params, router.grid_size, indices, mask, weights, *inputs, dropout_keys=dropout_keys)
     load = expert_load(indices, mask, router.grid_size)
     return output, LayerAux(indices, mask, weights, load, router.aux_loss(scores, indices, mask))
 
@@ -82,3 +87,8 @@ def total_loss(nll: Float[Array, ""], layers: tuple[LayerAux, ...]) -> Float[Arr
 def init_layers(key: PRNGKeyArray, expert: Expert, grid_size: tuple[int, ...], num_layers: int) -> tuple[PyTree, ...]:
     """Stacked expert parameters of each layer: the experts `layer0.…`, `layer1.…` and so on of this key."""
     return tuple(init_experts(key, expert, layer_prefix(i), grid_size) for i in range(num_layers))
+
+
+def total_of(loss: Float[Array, ""], penalties: Sequence[Float[Array, ""]]) -> Float[Array, ""]:
+    """`total_loss` on the tape: the segment (loss, auxiliary losses) -> what is differentiated."""
+    return sum(penalties, start=loss)

@@ -11,21 +11,26 @@ itself.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
-from dmoe_jax.experts.base import Expert, check_positive
+from dmoe_jax.autodiff import Recording, Value
+from dmoe_jax.checks import check_positive
+from dmoe_jax.experts.base import Expert
 from dmoe_jax.experts.dropout import KeyData, wrap_key
 from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.models.adaptive_softmax import softmax_nll
-from dmoe_jax.models.layers import ForwardAux, check_router, dmoe_layer, init_layers, total_loss
+from dmoe_jax.models.layers import ForwardAux, Mixture, dmoe_layer, init_layers, total_loss, total_of
 from dmoe_jax.routing.base import Router, Scores, check_grid_size, score
+from dmoe_jax.routing.check import check_router
 from dmoe_jax.types import PyTree
 
 
@@ -183,3 +188,71 @@ def local_forward(
         layers.append(aux)
     nll = parts.loss_head(trunk["head"], hidden, batch.labels)
     return total_loss(nll, tuple(layers)), ForwardAux(nll, tuple(layers))
+
+
+class MLP(Model):
+    """The classifier with remote mixtures, one a layer, as a trainer takes it. Batches are `Batch`es.
+
+    Args:
+      config: sizes of the model.
+      router: of every layer.
+      mixtures: one for each layer: `await mixture(run, scores, hidden) -> (hidden, auxiliary loss)`.
+
+    Raises:
+      ValueError: there are not as many mixtures as layers, or the router is for another grid.
+    """
+
+    name = "DMoE MLP"
+
+    def __init__(self, config: MLPConfig, router: Router, mixtures: Sequence[Mixture]) -> None:
+        if len(mixtures) != config.num_layers:
+            raise ValueError(f"expected {config.num_layers} mixtures, one a layer, got {len(mixtures)}")
+        self.config = config
+        self.router = router
+        self.mixtures = tuple(mixtures)
+        self._segments = segments(config, router)
+
+    def init(self, key: PRNGKeyArray) -> PyTree:
+        return init_trunk(key, self.config, self.router)
+
+    def keys(self, batch: Batch, *, seed: int, trainer: int, step: int) -> UInt32[np.ndarray, "layers 2"]:
+        del batch
+        words = np.random.SeedSequence(seed, spawn_key=(trainer, step)).generate_state(2 * self.config.num_layers)
+        return words.reshape(self.config.num_layers, 2)
+
+    async def forward(
+        self, run: Recording, params: PyTree, batch: Batch, state: PyTree, keys: UInt32[np.ndarray, "layers 2"] | None
+    ) -> Outcome:
+        hidden, penalties = await self._hidden(run, params, batch, keys)
+        nll = run(self._segments.loss_head, params["head"], hidden, batch.labels)
+        return Outcome(loss=run(total_of, nll, penalties), reported=nll, items=int(batch.labels.shape[0]))
+
+    async def _hidden(
+        self, run: Recording, params: PyTree, batch: Batch, keys: UInt32[np.ndarray, "layers 2"] | None
+    ) -> tuple[Value, list[Value]]:
+        """The last layer's hidden states and the routers' auxiliary losses."""
+        hidden = run(self._segments.embed, params["embed"], batch.x)
+        penalties = []
+        for layer, mixture in enumerate(self.mixtures):
+            key = None if keys is None else keys[layer]
+            scores = run(self._segments.gate, params["gates"][layer], hidden, key)
+            hidden, penalty = await mixture(run, scores, hidden)
+            penalties.append(penalty)
+        return hidden, penalties
+
+    async def evaluate(
+        self, params: PyTree, batches: Iterable[Batch], on_batch: Callable[[], None] = lambda: None
+    ) -> Evaluation:
+        """Mean cross-entropy, and the metric "accuracy"."""
+        total, right, items = 0.0, 0, 0
+        for batch in batches:
+            run = Recording(differentiate=False)
+            hidden, _ = await self._hidden(run, params, batch, None)
+            logits = run(self._segments.logits, params["head"], hidden).value
+            total += float(jnp.sum(softmax_nll(logits, jnp.asarray(batch.labels))))
+            right += int((np.asarray(logits).argmax(-1) == np.asarray(batch.labels)).sum())
+            items += int(batch.labels.shape[0])
+            on_batch()
+        if not items:
+            raise ValueError("there is nothing to evaluate: no batch")
+        return Evaluation(loss=total / items, items=items, metrics={"accuracy": right / items})

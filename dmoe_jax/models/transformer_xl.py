@@ -19,9 +19,7 @@ positions: what a sequence *is* to a router that hashes.
 """
 
 import functools
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,137 +27,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
+from dmoe_jax.autodiff import Recording, Value
 from dmoe_jax.data.batches import Batch
-from dmoe_jax.experts.base import Expert, check_positive
-from dmoe_jax.experts.dropout import KeyData, RowKeys, check_rates, wrap_key
-from dmoe_jax.experts.transformer_xl import transformer_xl_layer
+from dmoe_jax.experts.dropout import KeyData, RowKeys, wrap_key
+from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.models import trunk as trunk_parts
-from dmoe_jax.models.adaptive_softmax import check_cutoffs
-from dmoe_jax.models.layers import ForwardAux, LayerAux, check_router, dmoe_layer, init_layers, total_loss
+from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.models.layers import ForwardAux, LayerAux, Mixture, dmoe_layer, init_layers, total_loss, total_of
 from dmoe_jax.models.trunk import (
     LayerMemory,
     Memory,
     StepKeys,
     TrunkDropout,
-    embed,
-    empty_memory,
-    forget,
     init_embed_and_head,
     next_memory,
-    step_keys,
 )
-from dmoe_jax.routing.base import Router, Scores, check_grid_size, score
+from dmoe_jax.routing.base import Router, Scores, score
+from dmoe_jax.routing.check import check_router
 from dmoe_jax.types import PyTree
-
-__all__ = [
-    "LayerMemory",
-    "Memory",
-    "Segments",
-    "StepKeys",
-    "TransformerXLConfig",
-    "TrunkDropout",
-    "embed",
-    "empty_memory",
-    "expert_inputs",
-    "forget",
-    "init_experts",
-    "init_trunk",
-    "local_forward",
-    "next_memory",
-    "routing_features",
-    "segments",
-    "step_keys",
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformerXLConfig:
-    """Sizes of the model. The router is given beside it: swapping it is one line."""
-
-    vocab_size: int
-    """Words; id 0 the most frequent."""
-    d_model: int
-    """Width of the hidden states and of the embedding; even, and a multiple of num_heads."""
-    num_layers: int
-    """DMoE layers."""
-    num_heads: int
-    """Attention heads of an expert."""
-    d_ff: int
-    """Width of an expert's feed-forward network."""
-    seq_len: int
-    """Positions in a segment."""
-    mem_len: int
-    """Memory slots: hidden states of earlier segments that a layer attends to."""
-    grid_size: tuple[int, ...]
-    """Extents of each layer's grid of experts."""
-    k_best: int
-    """Experts that each sequence goes to; 4 in the paper."""
-    cutoffs: tuple[int, ...] = ()
-    """First word of each tail cluster of the adaptive softmax; () for a plain softmax."""
-    dropout: float = 0.0
-    """Rate of the locked dropouts in an expert, and of the ordinary one behind the last layer."""
-    attention_dropout: float = 0.0
-    """Rate of the dropout on an expert's attention weights."""
-    position_dropout: float = 0.0
-    """Rate of the locked dropout on positional encodings, for each sample and layer."""
-    embedding_dropout: float = 0.0
-    """Rate at which words lose their whole embedding; the softmax keeps it."""
-    input_dropout: float = 0.0
-    """Rate of the locked dropout on word vectors."""
-    output_dropout: float = 0.0
-    """Rate of the locked dropout before the softmax."""
-    clamp_len: int | None = None
-    """Attention distances above it count as clamp_len; None: as they are."""
-    same_length: bool = False
-    """Whether every position sees exactly mem_len keys, itself included, and not all that there are."""
-    compute_dtype: str = "float32"
-    """Type of an expert's matrix products: "float32" or "bfloat16"."""
-
-    def __post_init__(self) -> None:
-        check_positive(
-            vocab_size=self.vocab_size,
-            num_layers=self.num_layers,
-            seq_len=self.seq_len,
-            mem_len=self.mem_len,
-            k_best=self.k_best,
-        )
-        # Tuples, whatever sequence was given: a configuration is a key of caches.
-        object.__setattr__(self, "grid_size", check_grid_size(self.grid_size))
-        object.__setattr__(self, "cutoffs", check_cutoffs(tuple(self.cutoffs), self.vocab_size))
-        if self.k_best > math.prod(self.grid_size):
-            raise ValueError(f"k_best is at most the number of cells of grid {self.grid_size}, got {self.k_best}")
-        check_rates(
-            embedding_dropout=self.embedding_dropout,
-            input_dropout=self.input_dropout,
-            output_dropout=self.output_dropout,
-        )
-        self.expert()
-
-    @property
-    def trunk_dropout(self) -> TrunkDropout:
-        """Rates outside the experts."""
-        return TrunkDropout(
-            embedding=self.embedding_dropout,
-            input=self.input_dropout,
-            output=self.output_dropout,
-            final=self.dropout,
-        )
-
-    def expert(self) -> Expert:
-        """The network of every expert of this model."""
-        return transformer_xl_layer(
-            d_model=self.d_model,
-            num_heads=self.num_heads,
-            d_ff=self.d_ff,
-            seq_len=self.seq_len,
-            mem_len=self.mem_len,
-            dropout=self.dropout,
-            attention_dropout=self.attention_dropout,
-            position_dropout=self.position_dropout,
-            clamp_len=self.clamp_len,
-            same_length=self.same_length,
-            compute_dtype=self.compute_dtype,
-        )
 
 
 class Segments(NamedTuple):
@@ -360,3 +245,97 @@ def local_token_nll(
     head_key = None if keys is None else keys.head
     nll = parts.token_nll(trunk["embed"], trunk["head"], hidden, targets, head_key)
     return nll, tuple(layers), tuple(memories)
+
+
+class TransformerXL(Model):
+    """The language model with remote mixtures, one a layer, as a trainer takes it. Batches are `SegmentStream`'s.
+
+    Args:
+      config: sizes of the model, a mixture.
+      router: of every layer.
+      mixtures: one for each layer: `await mixture(run, scores, *inputs) -> (hidden, auxiliary loss)`.
+      word_counts: of the training text, for the initial output biases; None: zeros.
+
+    Raises:
+      ValueError: there are not as many mixtures as layers, or the router is for another grid.
+    """
+
+    name = "DMoE Transformer-XL"
+    unit = "tokens"
+
+    def __init__(
+        self,
+        config: TransformerXLConfig,
+        router: Router,
+        mixtures: Sequence[Mixture],
+        *,
+        word_counts: Num[np.ndarray, " vocab"] | None = None,
+    ) -> None:
+        if len(mixtures) != config.num_layers:
+            raise ValueError(f"expected {config.num_layers} mixtures, one a layer, got {len(mixtures)}")
+        self.config = config
+        self.router = router
+        self.mixtures = tuple(mixtures)
+        self._segments = segments(config, router)
+        self._word_counts = word_counts
+
+    def init(self, key: PRNGKeyArray) -> PyTree:
+        return init_trunk(key, self.config, self.router, word_counts=self._word_counts)
+
+    def initial_state(self, batch: Batch) -> Memory:
+        return trunk_parts.empty_memory(self.config, batch.tokens.shape[0])
+
+    def keys(self, batch: Batch, *, seed: int, trainer: int, step: int) -> StepKeys:
+        rows = batch.tokens.shape[0]
+        return trunk_parts.step_keys(
+            num_layers=self.config.num_layers, batch=rows, seed=seed, trainer=trainer, step=step
+        )
+
+    async def forward(
+        self, run: Recording, params: PyTree, batch: Batch, state: Memory, keys: StepKeys | None
+    ) -> Outcome:
+        hidden, penalties, memory = await self._hidden(run, params, batch, state, keys)
+        head_key = None if keys is None else keys.head
+        nll = run(self._segments.loss_head, params["embed"], params["head"], hidden, batch.targets, head_key)
+        return Outcome(loss=run(total_of, nll, penalties), state=memory, reported=nll, items=int(batch.targets.size))
+
+    async def _hidden(
+        self, run: Recording, params: PyTree, batch: Batch, memory: Memory, keys: StepKeys | None
+    ) -> tuple[Value, list[Value], Memory]:
+        """The last layer's hidden states, the routers' auxiliary losses, and the memory for the next segment."""
+        hidden = run(self._segments.embed, params["embed"], batch.tokens, None if keys is None else keys.embed)
+        if batch.is_first.any():
+            memory = trunk_parts.forget(memory, jnp.asarray(batch.is_first))
+        memories, penalties = [], []
+        for layer, mixture in enumerate(self.mixtures):
+            gate_key, dropout_key = (None, None) if keys is None else (keys.gates[layer], keys.experts[layer])
+            ids = batch.tokens[:, 0]
+            scores = run(self._segments.gate, params["gates"][layer], hidden, memory[layer], ids, gate_key)
+            # Off the tape: memory is a constant to the gradient, in this segment of text and in the next.
+            memories.append(_jitted_next_memory(memory[layer], hidden.value))
+            inputs = expert_inputs(self.config, hidden, memory[layer], dropout_key)
+            hidden, penalty = await mixture(run, scores, *inputs)
+            penalties.append(penalty)
+        return hidden, penalties, tuple(memories)
+
+    async def evaluate(
+        self, params: PyTree, batches: Iterable[Batch], on_batch: Callable[[], None] = lambda: None
+    ) -> Evaluation:
+        """Loss over `evaluation_segments` of a text: targets outside a batch's mask do not count."""
+        memory: Memory | None = None
+        total, counted = 0.0, []
+        for batch in batches:
+            memory = memory if memory is not None else self.initial_state(batch)
+            run = Recording(differentiate=False)
+            hidden, _, memory = await self._hidden(run, params, batch, memory, None)
+            nll = run(self._segments.token_nll, params["embed"], params["head"], hidden, batch.targets, None)
+            total += float(np.asarray(nll.value)[batch.mask].sum(dtype=np.float64))
+            counted.append(batch.targets[batch.mask])
+            on_batch()
+        targets = np.concatenate(counted) if counted else np.zeros(0, np.int32)
+        if not targets.size:
+            raise ValueError("there is nothing to evaluate: the text has no target")
+        return Evaluation(loss=total / targets.size, items=int(targets.size), targets=targets)
+
+
+_jitted_next_memory = jax.jit(next_memory)

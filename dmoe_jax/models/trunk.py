@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray, UInt32
 
-from dmoe_jax.experts.dropout import KeyData, check_rates, dropout, locked_dropout, row_keys, wrap_key
+from dmoe_jax.checks import check_rates
+from dmoe_jax.experts.dropout import KeyData, dropout, locked_dropout, row_keys, wrap_key
 from dmoe_jax.experts.transformer_xl import INIT_STDDEV
 from dmoe_jax.models.adaptive_softmax import adaptive_softmax_loss, unigram_biases
 from dmoe_jax.types import PyTree

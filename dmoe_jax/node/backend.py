@@ -1,16 +1,19 @@
-"""One expert as a node keeps it: parameters, optimiser state and two compiled programs.
+"""One expert as a node keeps it: parameters, optimiser state and compiled programs.
 
-    apply(params, *inputs) -> output
-    grad_and_update(params, opt_state, inputs, output_grads) -> (input_grads, params, opt_state)
+    apply(params, inputs, keys) -> output
+    grad_and_update(params, opt_state, inputs, output_grads, keys) -> (finite, input_grads, params, opt_state)
 
 Both are pure and jitted, and shared by every expert of one kind and optimiser. The backward recomputes the forward
-(Learning@home section 3.3) and applies the optimiser at once; `params` and `opt_state` are donated, so an update
-happens in place. Rows are padded to powers of two, so that a node compiles two programs per bucket whatever batch
-sizes its trainers send; padded rows carry zero gradients and change nothing beyond rounding.
+(Learning@home section 3.3), with the same dropout keys, and applies the optimiser at once; `params` and `opt_state` are
+donated. Rows are padded to powers of two, so that a node compiles two programs per bucket whatever batch sizes its
+trainers send; padded rows carry zero gradients and change nothing beyond rounding.
+
+One gradient of finite numbers can make an expert NaN for everybody, for good. So the step itself looks whether its
+outcome is finite, and keeps the old parameters and state if it is not (`UpdateRejected`).
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,53 +21,108 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dmoe_jax.experts.base import Expert
+from dmoe_jax.experts.base import Expert, init_by_uid
+from dmoe_jax.grid import expand_grid_pattern, parse_uid
 from dmoe_jax.types import PyTree
 from net.types import Array
 
 
-class ExpertPrograms(NamedTuple):
-    """The compiled programs of one expert kind.
+class UpdateRejected(ValueError):
+    """The outcome of a backward request is not finite; the expert is as it was before.
 
     Attributes:
-      apply: (params, *inputs) -> output.
-      grad_and_update: (params, opt_state, inputs, output_grads) -> (input_grads, params, opt_state), with a gradient
-        for each differentiable input, in order.
-      grad: (params, inputs, output_grads) -> input_grads, for a node whose experts do not learn.
+      reason: "update", for the new parameters or optimiser state, or "input gradient".
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the {reason} is not finite")
+        self.reason = reason
+
+
+class ExpertPrograms(NamedTuple):
+    """The compiled programs of one expert kind. `keys` is None, or a dropout key for each row.
+
+    Attributes:
+      apply: (params, inputs, keys) -> output.
+      grad_and_update: (params, opt_state, inputs, output_grads, keys) -> (finite, input_grads, params, opt_state), with
+        a gradient for each differentiable input, in order. `finite` is bool [2]: the update, and the input gradients.
+        If one of them is not finite, params and opt_state are returned as they came.
+      grad: (params, inputs, output_grads, keys) -> (finite, input_grads), for an expert that does not learn.
+      warm: the buckets for which they are compiled.
     """
 
     apply: Callable[..., Any]
-    grad_and_update: Callable[..., tuple[tuple[Any, ...], PyTree, PyTree]]
-    grad: Callable[..., tuple[Any, ...]]
+    grad_and_update: Callable[..., tuple[Any, tuple[Any, ...], PyTree, PyTree]]
+    grad: Callable[..., tuple[Any, tuple[Any, ...]]]
+    warm: set[int]
 
 
 @functools.cache
 def expert_programs(expert: Expert, optimizer: optax.GradientTransformation) -> ExpertPrograms:
-    """Programs for `expert` trained by `optimizer`; cached, so equal arguments share their compiled code."""
+    """Programs for `expert` trained by `optimizer`; cached, so equal arguments share their compiled code.
+
+    Raises:
+      ValueError: if the optimiser cannot work on a node, see `check_optimizer`.
+    """
+    check_optimizer(expert, optimizer)
     positions = tuple(i for i, spec in enumerate(expert.inputs) if spec.differentiable)
 
-    def pull_back(params: PyTree, inputs: tuple[Any, ...], output_grads: Any) -> tuple[PyTree, tuple[Any, ...]]:
+    def apply(params: PyTree, inputs: tuple[Any, ...], keys: Any) -> Any:
+        return expert.apply(params, *inputs, keys=keys) if expert.takes_key else expert.apply(params, *inputs)
+
+    def pull_back(
+        params: PyTree, inputs: tuple[Any, ...], output_grads: Any, keys: Any
+    ) -> tuple[PyTree, tuple[Any, ...]]:
         def output(params: PyTree, chosen: tuple[Any, ...]) -> Any:
             merged = list(inputs)
             for position, value in zip(positions, chosen, strict=True):
                 merged[position] = value
-            return expert.apply(params, *merged)
+            return apply(params, tuple(merged), keys)
 
         _, pull = jax.vjp(output, params, tuple(inputs[i] for i in positions))
         param_grads, input_grads = pull(output_grads)
         return param_grads, input_grads
 
     def grad_and_update(
-        params: PyTree, opt_state: PyTree, inputs: tuple[Any, ...], output_grads: Any
-    ) -> tuple[tuple[Any, ...], PyTree, PyTree]:
-        param_grads, input_grads = pull_back(params, inputs, output_grads)
-        updates, opt_state = optimizer.update(param_grads, opt_state, params)
-        return input_grads, optax.apply_updates(params, updates), opt_state
+        params: PyTree, opt_state: PyTree, inputs: tuple[Any, ...], output_grads: Any, keys: Any
+    ) -> tuple[Any, tuple[Any, ...], PyTree, PyTree]:
+        param_grads, input_grads = pull_back(params, inputs, output_grads, keys)
+        updates, new_state = optimizer.update(param_grads, opt_state, params)
+        old, new = (params, opt_state), (optax.apply_updates(params, updates), new_state)
+        finite = jnp.stack([_stays_finite(old, new), _finite(input_grads)])
 
-    def grad(params: PyTree, inputs: tuple[Any, ...], output_grads: Any) -> tuple[Any, ...]:
-        return pull_back(params, inputs, output_grads)[1]
+        def chosen(before: Any, after: Any) -> Any:
+            # In the type that it had: a state that changed its type would be compiled for again.
+            return jnp.where(finite.all(), after if after.dtype == before.dtype else after.astype(before.dtype), before)
 
-    return ExpertPrograms(jax.jit(expert.apply), jax.jit(grad_and_update, donate_argnums=(0, 1)), jax.jit(grad))
+        return finite, input_grads, *jax.tree.map(chosen, old, new)
+
+    def grad(params: PyTree, inputs: tuple[Any, ...], output_grads: Any, keys: Any) -> tuple[Any, tuple[Any, ...]]:
+        input_grads = pull_back(params, inputs, output_grads, keys)[1]
+        return jnp.stack([jnp.array(True), _finite(input_grads)]), input_grads
+
+    return ExpertPrograms(jax.jit(apply), jax.jit(grad_and_update, donate_argnums=(0, 1)), jax.jit(grad), set())
+
+
+def check_optimizer(expert: Expert, optimizer: optax.GradientTransformation) -> None:
+    """Make sure, without computing anything, that an optimiser can step this expert from gradients alone.
+
+    Raises:
+      ValueError: if its update needs more than gradients, state and parameters, such as the loss, or changes the
+        structure of its state.
+    """
+    params = jax.eval_shape(expert.init, jax.random.key(0))
+    try:
+        before = jax.eval_shape(optimizer.init, params)
+        _, after = jax.eval_shape(optimizer.update, params, before, params)
+    except Exception as error:  # an optimiser of a user's own may raise anything
+        raise ValueError(
+            "this optimiser cannot train an expert on a node, which has gradients but no loss (so no "
+            f"reduce_on_plateau, polyak_sgd or line search): its update raised {type(error).__name__}: {error}"
+        ) from error
+    shapes = [jax.tree.map(lambda leaf: leaf.shape, state) for state in (before, after)]
+    if shapes[0] != shapes[1]:
+        raise ValueError("this optimiser cannot train an expert on a node: its update changes the shape of its state")
 
 
 class ExpertBackend:
@@ -72,18 +130,23 @@ class ExpertBackend:
 
     Args:
       expert: the network and the specification of its inputs.
-      optimizer: an Optax optimiser, or None for an expert that never changes.
-      params: initial parameters; the backend owns them from here on (updates donate their buffers).
+      optimizer: an Optax optimiser that needs no loss, or None for an expert that never changes.
+      params: initial parameters, which are copied: updates donate the buffers, and optimisers such as prodigy keep
+        the initial parameters in their state.
+
+    Raises:
+      ValueError: if the optimiser cannot work on a node, see `check_optimizer`.
     """
 
     def __init__(self, expert: Expert, optimizer: optax.GradientTransformation | None, params: PyTree) -> None:
         self.expert = expert
         self.update_count = 0
         """Optimiser steps taken. Replies carry it, so that trainers can measure staleness."""
+        self.programs = expert_programs(expert, optimizer if optimizer is not None else _FROZEN)
+        """Shared by all experts of this kind and optimiser."""
         self._trains = optimizer is not None
-        self._programs = expert_programs(expert, optimizer if optimizer is not None else _FROZEN)
-        self._params = params
-        self._opt_state = optimizer.init(params) if optimizer is not None else ()
+        self._params = jax.tree.map(_own_copy, params)
+        self._opt_state = jax.tree.map(_own_copy, optimizer.init(self._params)) if optimizer is not None else ()
 
     @property
     def params(self) -> PyTree:
@@ -92,54 +155,115 @@ class ExpertBackend:
 
     @property
     def state(self) -> dict[str, PyTree]:
-        """Parameters and optimiser state; valid until the next `backward`, like `params`."""
-        return {"params": self._params, "opt_state": self._opt_state}
+        """Parameters and optimiser state, random keys as their data; valid until the next `backward`, like `params`."""
+        return jax.tree.map(_as_data, {"params": self._params, "opt_state": self._opt_state})
 
     def load(self, state: dict[str, PyTree], *, update_count: int) -> None:
-        """Take up a saved state of the same structure."""
-        self._params, self._opt_state = jax.tree.map(jnp.asarray, (state["params"], state["opt_state"]))
+        """Take up a saved state of the same structure, laid out over devices as the present one is."""
+        own, saved = (self._params, self._opt_state), (state["params"], state["opt_state"])
+        self._params, self._opt_state = jax.tree.map(_laid_out_like, own, saved)
         self.update_count = update_count
 
-    def forward(self, inputs: Sequence[Array]) -> Array:
-        """Output for `inputs`, each [rows, ...]. Rows are padded to a power of two and cut again."""
-        rows = inputs[0].shape[0]
-        padded = [_pad_rows(array, bucket_of(rows)) for array in inputs]
-        return np.asarray(self._programs.apply(self._params, *padded))[:rows]
+    def forward(self, inputs: Sequence[Array], keys: Array | None = None) -> Array:
+        """Output for `inputs`, each [rows, ...]. Rows are padded and cut again.
 
-    def backward(self, inputs: Sequence[Array], output_grads: Array) -> tuple[Array, ...]:
-        """Gradients of the differentiable inputs, taken at the current parameters, which are then updated once."""
+        Args:
+          inputs: as the expert specifies them.
+          keys: uint32 [rows, 2], a dropout key for each row; None: evaluation.
+        """
+        rows = inputs[0].shape[0]
+        padded, padded_keys = _padded((tuple(inputs), keys), self._bucket(rows))
+        return np.asarray(self.programs.apply(self._params, padded, padded_keys))[:rows]
+
+    def backward(self, inputs: Sequence[Array], output_grads: Array, keys: Array | None = None) -> tuple[Array, ...]:
+        """Gradients of the differentiable inputs, taken at the current parameters, which are then updated once.
+
+        Raises:
+          UpdateRejected: the update or a gradient is not finite; nothing was changed.
+        """
         rows = output_grads.shape[0]
-        bucket = bucket_of(rows)
-        padded = tuple(_pad_rows(array, bucket) for array in inputs)
-        padded_grads = _pad_rows(output_grads, bucket)
+        arguments = _padded((tuple(inputs), output_grads, keys), self._bucket(rows))
         if self._trains:
-            input_grads, self._params, self._opt_state = self._programs.grad_and_update(
-                self._params, self._opt_state, padded, padded_grads
+            finite, input_grads, self._params, self._opt_state = self.programs.grad_and_update(
+                self._params, self._opt_state, *arguments
             )
-            self.update_count += 1
         else:
-            input_grads = self._programs.grad(self._params, padded, padded_grads)
+            finite, input_grads = self.programs.grad(self._params, *arguments)
+        update_finite, grads_finite = np.asarray(finite)
+        if not (update_finite and grads_finite):
+            raise UpdateRejected("input gradient" if update_finite else "update")
+        self.update_count += self._trains
         return tuple(np.asarray(grad)[:rows] for grad in input_grads)
+
+    @property
+    def warm_rows(self) -> int:
+        """Batches of up to this many rows find their programs compiled, because they were warmed up."""
+        return max(tuple(self.programs.warm), default=0)
 
     def warm_up(self, max_rows: int) -> None:
         """Compile every bucket up to `max_rows` without changing the expert."""
         for bucket in buckets_up_to(max_rows):
-            inputs = tuple(np.zeros((bucket, *spec.shape), spec.dtype) for spec in self.expert.inputs)
-            output = jax.block_until_ready(self._programs.apply(self._params, *inputs))
-            grads = np.zeros(output.shape, output.dtype)
+            self.warm_up_bucket(bucket)
+
+    def warm_up_bucket(self, bucket: int) -> None:
+        """Compile for batches of this many rows, unless that is done.
+
+        May run in another thread than the batches: the programs are tried on zeros, so that nothing is touched that an
+        update donates.
+        """
+        if bucket in self.programs.warm:
+            return
+        inputs = tuple(np.zeros((bucket, *spec.shape), spec.dtype) for spec in self.expert.inputs)
+        output = self.expert.output
+        grads = np.zeros((bucket, *output.shape), output.dtype)
+        for keys in (None, np.zeros((bucket, 2), np.uint32)) if self.expert.takes_key else (None,):
+            params, opt_state = jax.tree.map(jnp.zeros_like, (self._params, self._opt_state))
+            jax.block_until_ready(self.programs.apply(params, inputs, keys))
             if self._trains:
-                # A copy is stepped: the program donates its arguments, and this expert must not change.
-                params, opt_state = jax.tree.map(lambda leaf: leaf.copy(), (self._params, self._opt_state))
-                jax.block_until_ready(self._programs.grad_and_update(params, opt_state, inputs, grads))
+                jax.block_until_ready(self.programs.grad_and_update(params, opt_state, inputs, grads, keys))
             else:
-                jax.block_until_ready(self._programs.grad(self._params, inputs, grads))
+                jax.block_until_ready(self.programs.grad(params, inputs, grads, keys))
+        self.programs.warm.add(bucket)
+
+    def _bucket(self, rows: int) -> int:
+        """What so many rows are padded to: the smallest warm bucket that holds them, if there is one."""
+        return min((bucket for bucket in tuple(self.programs.warm) if bucket >= rows), default=bucket_of(rows))
+
+
+def make_backends(
+    experts: Mapping[str, Expert], optimizer: optax.GradientTransformation | None, *, seed: int
+) -> dict[str, ExpertBackend]:
+    """A backend for each uid, with the parameters that the seed and the uid decide (see `init_by_uid`).
+
+    Args:
+      experts: uid such as "ffn.3.1", or pattern such as "ffn.[0:4].[0:4]" -> the network.
+      optimizer: of every expert, each with a state of its own; None: the experts never change.
+      seed: of the initial parameters; the same on all nodes of a swarm.
+
+    Raises:
+      ValueError: naming the pattern, if it is malformed, or the uid, if two patterns name it, or if there is no expert.
+    """
+    named: dict[str, tuple[str, Expert]] = {}
+    for pattern, expert in experts.items():
+        for uid in map(str, expand_grid_pattern(pattern)):
+            if uid in named:
+                raise ValueError(f"expert {uid} is named twice, by {named[uid][0]!r} and by {pattern!r}")
+            named[uid] = pattern, expert
+    if not named:
+        raise ValueError("expected at least one expert, got none")
+    key = jax.random.key(seed)
+    places = {uid: parse_uid(uid) for uid in named}
+    return {
+        uid: ExpertBackend(expert, optimizer, init_by_uid(key, expert, places[uid].prefix, places[uid].coordinates))
+        for uid, (_, expert) in named.items()
+    }
 
 
 _FROZEN = optax.set_to_zero()
 
 
 def bucket_of(rows: int) -> int:
-    """The number of rows that `rows` are padded to: the next power of two."""
+    """The next power of two: programs are compiled for these numbers of rows."""
     if rows < 1:
         raise ValueError(f"a batch has at least one row, got {rows}")
     return 1 << (rows - 1).bit_length()
@@ -148,6 +272,40 @@ def bucket_of(rows: int) -> int:
 def buckets_up_to(max_rows: int) -> tuple[int, ...]:
     """Every bucket that batches of 1..max_rows rows can fall into, ascending."""
     return tuple(1 << power for power in range(bucket_of(max_rows).bit_length()))
+
+
+def _finite(tree: PyTree) -> Any:
+    inexact = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in inexact] or [jnp.array(True)]).all()
+
+
+def _stays_finite(old: PyTree, new: PyTree) -> Any:
+    """Whether no number became NaN or infinite. What was so before may stay: some optimisers start from infinity."""
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    inexact = [(before, after) for before, after in pairs if jnp.issubdtype(before.dtype, jnp.inexact)]
+    sound = [(jnp.isfinite(after) | ~jnp.isfinite(before)).all() for before, after in inexact]
+    return jnp.stack(sound or [jnp.array(True)]).all()
+
+
+def _own_copy(leaf: Any) -> Any:
+    """A buffer of the backend's own, strongly typed: a weak type would be compiled for once more after one update."""
+    return jnp.array(leaf, dtype=jnp.result_type(leaf))
+
+
+def _as_data(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _laid_out_like(own: Any, saved: Any) -> Any:
+    if jnp.issubdtype(own.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.array(saved), impl=jax.random.key_impl(own))
+    array = jnp.array(saved, dtype=own.dtype)
+    return jax.device_put(array, own.sharding) if own.committed else array
+
+
+def _padded(tree: PyTree, rows: int) -> Any:
+    """The tree with zero rows appended to each array."""
+    return jax.tree.map(lambda array: _pad_rows(array, rows), tree)
 
 
 def _pad_rows(array: Array, rows: int) -> Array:

@@ -9,7 +9,7 @@ trainer can still choose another expert, instead of answering when nobody waits 
 
 import itertools
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -61,6 +61,10 @@ class BatchQueue(Generic[Payload]):
         """Rows that wait now."""
         return self._waiting_rows
 
+    def waits(self, key: Hashable) -> bool:
+        """Whether a request of this key waits now."""
+        return key in self._queues
+
     def submit(self, key: Hashable, rows: int, payload: Payload) -> Ticket[Payload]:
         """Put a request at the end of its queue.
 
@@ -86,15 +90,20 @@ class BatchQueue(Generic[Payload]):
         self._forget(ticket)
         return True
 
-    def take(self) -> tuple[Ticket[Payload], ...]:
-        """The next batch, oldest request first; empty when nothing waits."""
+    def take(self, row_limit: Callable[[Hashable], int] | None = None) -> tuple[Ticket[Payload], ...]:
+        """The next batch, oldest request first; empty when nothing waits.
+
+        Args:
+          row_limit: the most rows for now of a batch of this key; a single larger request is taken all the same.
+        """
         if not self._queues:
             return ()
         # Linear in the number of busy queues, which is at most twice the experts of a node: some dozens.
         queue = min(self._queues.values(), key=lambda waiting: waiting[0].arrival)
+        limit = min(self._max_batch_rows, row_limit(queue[0].key)) if row_limit is not None else self._max_batch_rows
         batch: list[Ticket[Payload]] = []
         rows = 0
-        while queue and rows + queue[0].rows <= self._max_batch_rows:
+        while queue and (not batch or rows + queue[0].rows <= limit):
             ticket = queue.popleft()
             rows += ticket.rows
             batch.append(ticket)

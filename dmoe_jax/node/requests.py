@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from dmoe_jax.experts.base import Expert, TensorSpec
+from dmoe_jax.experts.dropout import row_keys_of_seed
 from dmoe_jax.node.replay import MAX_REQUEST_ID_BYTES
 from net.errors import CallRefused
 from net.rpc.base import Request
@@ -27,6 +29,7 @@ class ExpertRequest:
       inputs: one array per input specification, [rows, ...].
       output_grads: gradient of the output, [rows, ...]; None in a forward request.
       request_id: names a backward request across retries; None in a forward request.
+      keys: uint32 [rows, 2], a dropout key for each row; None in evaluation, and for an expert that takes none.
       compression: how the float32 tensors of the answer shall travel.
     """
 
@@ -34,6 +37,7 @@ class ExpertRequest:
     inputs: tuple[Array, ...]
     output_grads: Array | None = None
     request_id: bytes | None = None
+    keys: Array | None = None
     compression: Compression = Compression.NONE
 
     @property
@@ -75,7 +79,8 @@ def parse_forward(request: Request, uid: str, expert: Expert, *, max_rows: int) 
     """
     _check_count(uid, request.tensors, [spec.name for spec in expert.inputs])
     inputs = _check_inputs(uid, expert, request.tensors, max_rows)
-    return ExpertRequest(uid=uid, inputs=inputs, compression=_compression_of(uid, request))
+    keys = _keys_of(uid, expert, request, rows=inputs[0].shape[0])
+    return ExpertRequest(uid=uid, inputs=inputs, keys=keys, compression=_compression_of(uid, request))
 
 
 def parse_backward(request: Request, uid: str, expert: Expert, *, max_rows: int) -> ExpertRequest:
@@ -99,6 +104,7 @@ def parse_backward(request: Request, uid: str, expert: Expert, *, max_rows: int)
         inputs=inputs,
         output_grads=output_grads,
         request_id=request_id,
+        keys=_keys_of(uid, expert, request, rows=inputs[0].shape[0]),
         compression=_compression_of(uid, request),
     )
 
@@ -113,6 +119,18 @@ def _compression_of(uid: str, request: Request) -> Compression:
             f"expert {uid}: expected a compression among {', '.join(COMPRESSIONS)}, or none at all, got {name!r:.80}"
         )
     return COMPRESSIONS[name]
+
+
+def _keys_of(uid: str, expert: Expert, request: Request, *, rows: int) -> Array | None:
+    """A key for each row from the request's "dropout_seed"; None if it has none, or the expert takes none."""
+    if "dropout_seed" not in request.body:
+        return None
+    seed = request.body["dropout_seed"]
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise CallRefused(
+            f"expert {uid}: expected a dropout_seed from 0 to 2**63 - 1, or none at all, got {seed!r:.80}"
+        )
+    return row_keys_of_seed(seed, rows) if expert.takes_key else None
 
 
 def _check_count(uid: str, tensors: Sequence[Array], names: Sequence[str]) -> None:
@@ -133,6 +151,6 @@ def _check_tensor(uid: str, what: str, spec: TensorSpec, tensor: Array, *, rows:
     if tensor.shape != (rows, *spec.shape) or tensor.dtype != np.dtype(spec.dtype):
         expected = f"{spec.dtype}[{', '.join(map(str, ('rows', *spec.shape)))}] with {rows} rows"
         raise CallRefused(f"expert {uid}: expected {what} as {expected}, got {tensor.dtype}{list(tensor.shape)}")
-    # One NaN would poison the expert for everybody, for good.
-    if np.issubdtype(tensor.dtype, np.floating) and not np.isfinite(tensor).all():
+    # Unlike NumPy's, JAX's issubdtype knows bfloat16 and its kin as floating.
+    if jnp.issubdtype(tensor.dtype, jnp.inexact) and not np.isfinite(tensor).all():
         raise CallRefused(f"expert {uid}: expected finite numbers in {what}, got NaN or infinity")

@@ -2,12 +2,18 @@
 
 A node that starts with the folder of an earlier one takes its experts up where they were last saved. What was learnt
 since is lost with a killed node; a node that is stopped saves once more.
+
+An expert that is not finite is worth nothing. No checkpoint is written while there is one, so that the last good one
+stays; and one that an older checkpoint holds is not taken up, but starts afresh. Both are warned of by name.
 """
 
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import trio
 
 from dmoe_jax.checkpoints import Checkpoints, host_copy
@@ -36,6 +42,8 @@ class ExpertSaver:
     def restore(self) -> int | None:
         """Load the latest checkpoint, if there is one; returns the updates that its experts had taken in all.
 
+        An expert that is not finite starts afresh, with a warning that names it.
+
         Raises:
           CheckpointError: it holds other experts, or experts of another shape.
         """
@@ -43,7 +51,10 @@ class ExpertSaver:
             return None
         _, state, facts = self._checkpoints.restore_latest(self._state())
         for uid, backend in self._backends.items():
-            backend.load(state[uid], update_count=facts["updates"][uid])
+            if _is_sound(state[uid]):
+                backend.load(state[uid], update_count=facts["updates"][uid])
+            else:
+                logger.warning("expert %s is not finite in its checkpoint; it starts afresh", uid)
         return self._total_updates()
 
     async def save(self) -> None:
@@ -51,6 +62,11 @@ class ExpertSaver:
         if self._total_updates() == self._saved_updates:
             return
         total, updates, state = await self._device.run(self._snapshot)
+        if broken := [uid for uid in state if not _is_sound(state[uid])]:
+            logger.warning(
+                "nothing is saved, so that the last good checkpoint stays: not finite: %s", ", ".join(broken)
+            )
+            return
         # Numbered by updates: they only grow, through restarts too.
         await trio.to_thread.run_sync(self._checkpoints.save, total, state, {"updates": updates})
         self._saved_updates = total
@@ -61,10 +77,10 @@ class ExpertSaver:
             await trio.sleep(period_s)
             try:
                 await self.save()
-            except OSError as error:
+            except (OSError, ValueError) as error:  # Orbax raises ValueError where a disk is full
                 logger.warning("could not save the experts: %s", error)
 
-    def _snapshot(self) -> tuple[int, dict[str, int], PyTree]:
+    def _snapshot(self) -> tuple[int, dict[str, int], dict[str, PyTree]]:
         """Counts and copies of one moment: on the device's thread no batch can come between them."""
         updates = {uid: backend.update_count for uid, backend in self._backends.items()}
         return self._total_updates(), updates, host_copy(self._state())
@@ -74,3 +90,12 @@ class ExpertSaver:
 
     def _total_updates(self) -> int:
         return sum(backend.update_count for backend in self._backends.values())
+
+
+def _is_sound(state: dict[str, PyTree]) -> bool:
+    """Whether an expert's parameters are finite, and its optimiser's state, which may start at infinity, is not NaN."""
+    params, opt_state = (
+        [np.asarray(leaf) for leaf in jax.tree.leaves(state[part])] for part in ("params", "opt_state")
+    )
+    finite = all(np.isfinite(leaf).all() for leaf in params if jnp.issubdtype(leaf.dtype, jnp.inexact))
+    return finite and not any(np.isnan(leaf).any() for leaf in opt_state if jnp.issubdtype(leaf.dtype, jnp.inexact))

@@ -5,36 +5,45 @@ on the device, off the event loop. While a batch runs, further requests gather, 
 itself. A second task announces the experts in the DHT and withdraws them at the end. Jobs whose caller has given up
 leave the queue before they cost anything.
 
+Serving does not wait for the compiler. The first programs are compiled before the experts are announced; batches are
+no larger than what is compiled, and when more waits, the next size is compiled beside the device (`Device.aside`). A
+single request that is larger is answered in parts, or, since a backward in parts would be several updates, waits for
+its program while others are served.
+
+A batch whose update would not be finite changes nothing. Its requests are then run one by one, so that only the guilty
+ones are refused.
+
 Tensors arrive decoded, however their trainer chose to send them; those of the answer are compressed only if the
 request names a compression. They are activations and gradients: no method sends an expert's parameters.
 
-RPC methods (body; tensors -> body; tensors), of which "compression" is optional:
-  expert.info      {uid}              -> {kind, inputs, output, updates, max_rows}
-  expert.forward   {uid, compression}; inputs -> {updates}; output
-  expert.backward  {uid, request_id, compression}; inputs, output gradient
+RPC methods (body; tensors -> body; tensors), of which "compression" and "dropout_seed" are optional:
+  expert.info      {uid}              -> {kind, inputs, output, takes_key, updates, max_rows, warm_rows}
+  expert.forward   {uid, compression, dropout_seed}; inputs -> {updates}; output
+  expert.backward  {uid, request_id, compression, dropout_seed}; inputs, output gradient
                                       -> {updates}; gradients of the differentiable inputs
   node.status      {}                 -> counters, see `ExpertNode.status`
+The seed of a layer call is the same forward and backward; without one an expert runs in evaluation mode.
 """
 
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Hashable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import trio
 
-from dmoe_jax import directory
 from dmoe_jax.device import Device
-from dmoe_jax.grid import ExpertUid, parse_uid
+from dmoe_jax.grid import parse_uid
 from dmoe_jax.node import requests
-from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.announcing import Announcer
+from dmoe_jax.node.backend import ExpertBackend, UpdateRejected, bucket_of, buckets_up_to
 from dmoe_jax.node.batching import BatchQueue, QueueFull, Ticket
 from dmoe_jax.node.replay import ReplayCache
 from dmoe_jax.node.requests import ExpertRequest
 from net.dht.node import DhtNode
-from net.errors import NetError, PeerBusy, RemoteFailure
+from net.errors import CallRefused, NetError, PeerBusy, RemoteFailure
 from net.identity import Contact
 from net.nursery import background_nursery
 from net.rpc.base import Caller, Reply, Request
@@ -53,6 +62,8 @@ class NodeConfig:
     """Name under which the node is listed in the DHT."""
     max_batch_rows: int = 256
     """Most rows of one XLA call, and of one request."""
+    warm_up_rows: int = 16
+    """Rows for which programs are compiled before the experts are announced, on a device that compiles aside."""
     max_waiting_rows: int = 4096
     """Most rows in the queue; beyond it requests are answered "busy". 16 full batches: about as long as a trainer
     waits before it goes on without us."""
@@ -86,13 +97,24 @@ class _Job:
 
 
 class ExpertNode:
-    """Serves `backends` to whoever calls. Made by `open_expert_node`."""
+    """Serves `backends` to whoever calls, once `serve_node` runs it.
+
+    Args:
+      backends: the experts by uid.
+      device: runs and compiles them.
+      config: settings.
+
+    Raises:
+      ValueError: if there is nothing to serve.
+    """
 
     def __init__(self, backends: Mapping[str, ExpertBackend], device: Device, config: NodeConfig) -> None:
+        if not backends:
+            raise ValueError("an expert node needs at least one expert")
+        self.config = config
         self._backends = dict(backends)
         self._uids = tuple(self._backends)
         self._device = device
-        self._config = config
         self._queue: BatchQueue[_Job] = BatchQueue(
             max_batch_rows=config.max_batch_rows, max_waiting_rows=config.max_waiting_rows
         )
@@ -100,36 +122,134 @@ class ExpertNode:
         self._replays: ReplayCache[tuple[_Job, Ticket[_Job]]] = ReplayCache()
         self._started_at = trio.current_time()
         self._busy_s = 0.0
+        self._state = "compiling"
+        self._compiling = trio.Lock()
+        self._grows: set[int] = set()
+        self._rejected: dict[str, int] = {}
         self._counts = {"forward": 0, "backward": 0, "busy": 0, "failed": 0, "replayed": 0, "batches": 0}
 
+    @property
+    def state(self) -> str:
+        """What the node is at: "compiling" until it is warm, then "serving"."""
+        return self._state
+
+    @property
+    def must_compile(self) -> bool:
+        """Whether `warm_up` has something to do, which may take minutes."""
+        buckets = set(self._first_buckets())
+        return any(buckets - backend.programs.warm for backend in self._kinds())
+
+    @property
+    def uids(self) -> tuple[str, ...]:
+        """The experts that it serves."""
+        return self._uids
+
     def register(self, caller: Caller) -> None:
-        """Add this node's methods to a peer."""
-        limit = self._config.max_concurrent_calls
+        """Add this node's methods to a peer.
+
+        Raises:
+          ValueError: if the peer serves experts already.
+        """
+        limit = self.config.max_concurrent_calls
         caller.add_handler("expert.info", self._info, max_concurrent=limit)
         caller.add_handler("expert.forward", self._forward, max_concurrent=limit)
         caller.add_handler("expert.backward", self._backward, max_concurrent=limit)
         caller.add_handler("node.status", self._status, max_concurrent=16)
 
+    def unregister(self, caller: Caller) -> None:
+        """Take this node's methods back."""
+        for method in ("expert.info", "expert.forward", "expert.backward", "node.status"):
+            caller.remove_handler(method)
+
     def status(self) -> dict[str, Any]:
-        """Counters since the start: calls served by kind, calls turned away, rows waiting, busy seconds, and the
-        update count of each expert. Plain CBOR data."""
+        """What the node does and has done since its start, as plain CBOR data.
+
+        Keys: `state` ("compiling" or "serving"), `warm_rows` (rows for which all its experts are compiled), calls
+        served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
+        `waiting_rows` in the queue, seconds up and busy, and `updates` of each expert.
+        """
         return {
             **self._counts,
+            "state": self._state,
+            "warm_rows": min(backend.warm_rows for backend in self._backends.values()),
+            "rejected": dict(self._rejected),
             "uptime_s": trio.current_time() - self._started_at,
             "busy_s": self._busy_s,
             "waiting_rows": self._queue.waiting_rows,
             "updates": {uid: backend.update_count for uid, backend in self._backends.items()},
         }
 
+    async def warm_up(self) -> None:
+        """Compile for batches of up to `warm_up_rows`; until then the node's state is "compiling".
+
+        Calls are answered meanwhile, as soon as the program that they need is compiled.
+        """
+        for bucket in self._first_buckets():
+            for backend in self._kinds():
+                await self._compile(backend, bucket)
+        self._state = "serving"
+
     async def run_batches(self) -> None:
         """Serve the queue for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""
-        while True:
-            batch = self._queue.take()
-            if batch:
-                await self._run_batch([ticket.payload for ticket in batch])
-            else:
-                self._work_arrived = trio.Event()
-                await self._work_arrived.wait()
+        async with trio.open_nursery() as nursery:
+            while True:
+                batch = self._queue.take(self._row_limit)
+                if not batch:
+                    self._work_arrived = trio.Event()
+                    await self._work_arrived.wait()
+                    continue
+                jobs, backend = [ticket.payload for ticket in batch], self._backends[batch[0].payload.request.uid]
+                rows, limit = sum(ticket.rows for ticket in batch), self._row_limit(batch[0].key)
+                if rows > limit or (self._queue.waits(batch[0].key) and limit < self.config.max_batch_rows):
+                    nursery.start_soon(self._grow, backend, bucket_of(max(rows, limit + 1)))
+                if rows > limit and (limit == 0 or jobs[0].request.output_grads is not None):
+                    nursery.start_soon(self._run_cold, backend, jobs, bucket_of(rows))
+                else:
+                    await self._run_batch(jobs)
+
+    def _row_limit(self, key: Hashable) -> int:
+        """The most rows of a batch that compiles nothing; of any batch, where compiling takes no time."""
+        if not self._device.compiles_aside:
+            return self.config.max_batch_rows
+        uid = cast(tuple[str, str, bool], key)[0]
+        return min(self._backends[uid].warm_rows, self.config.max_batch_rows)
+
+    def _first_buckets(self) -> tuple[int, ...]:
+        """What is compiled before the experts are announced: nothing, where compiling takes no time."""
+        rows = min(self.config.warm_up_rows, self.config.max_batch_rows)
+        return buckets_up_to(rows) if self._device.compiles_aside and rows else ()
+
+    def _kinds(self) -> list[ExpertBackend]:
+        """One backend for each set of programs."""
+        return list({id(backend.programs): backend for backend in self._backends.values()}.values())
+
+    async def _compile(self, backend: ExpertBackend, bucket: int) -> None:
+        async with self._compiling:
+            if bucket not in backend.programs.warm:
+                await self._device.aside(backend.warm_up_bucket, bucket)
+
+    async def _grow(self, backend: ExpertBackend, bucket: int) -> None:
+        """Compile for larger batches, because they are wanted; one size at a time, and after a failure no more."""
+        if id(backend.programs) in self._grows:
+            return
+        self._grows.add(id(backend.programs))
+        try:
+            await self._compile(backend, bucket)
+        except Exception:
+            logger.exception(
+                "expert %s does not compile for %d rows; batches stay smaller", backend.expert.name, bucket
+            )
+            return
+        self._grows.discard(id(backend.programs))
+
+    async def _run_cold(self, backend: ExpertBackend, jobs: list[_Job], bucket: int) -> None:
+        """Run a batch whose program must be compiled first, while others are served."""
+        try:
+            await self._compile(backend, bucket)
+        except Exception:
+            self._fail(jobs)
+        else:
+            await self._run_batch(jobs)
 
     async def _status(self, request: Request) -> Reply:
         del request
@@ -142,20 +262,22 @@ class ExpertNode:
             "kind": backend.expert.name,
             "inputs": [requests.describe_spec(spec) for spec in backend.expert.inputs],
             "output": requests.describe_spec(backend.expert.output),
+            "takes_key": backend.expert.takes_key,
             "updates": backend.update_count,
-            "max_rows": self._config.max_batch_rows,
+            "max_rows": self.config.max_batch_rows,
+            "warm_rows": backend.warm_rows,
         }
         return Reply(body=body)
 
     async def _forward(self, request: Request) -> Reply:
         uid = requests.uid_of(request, self._uids)
-        parsed = requests.parse_forward(request, uid, self._backends[uid].expert, max_rows=self._config.max_batch_rows)
+        parsed = requests.parse_forward(request, uid, self._backends[uid].expert, max_rows=self.config.max_batch_rows)
         job = _Job(parsed)
         return await self._finish(job, self._submit("forward", job), parsed.compression)
 
     async def _backward(self, request: Request) -> Reply:
         uid = requests.uid_of(request, self._uids)
-        parsed = requests.parse_backward(request, uid, self._backends[uid].expert, max_rows=self._config.max_batch_rows)
+        parsed = requests.parse_backward(request, uid, self._backends[uid].expert, max_rows=self.config.max_batch_rows)
         assert parsed.request_id is not None
         # The trainer is part of the key: ids of two trainers may coincide without one getting the other's gradients.
         replay_key = request.peer_id.raw + parsed.request_id
@@ -170,7 +292,8 @@ class ExpertNode:
 
     def _submit(self, kind: str, job: _Job) -> Ticket[_Job]:
         try:
-            ticket = self._queue.submit((job.request.uid, kind), job.request.rows, job)
+            key = (job.request.uid, kind, job.request.keys is not None)
+            ticket = self._queue.submit(key, job.request.rows, job)
         except QueueFull as full:
             self._counts["busy"] += 1
             raise PeerBusy(f"the node is busy: {full}") from full
@@ -196,26 +319,57 @@ class ExpertNode:
 
     async def _run_batch(self, jobs: list[_Job]) -> None:
         backend = self._backends[jobs[0].request.uid]
-        inputs = [_stack([job.request.inputs[i] for job in jobs]) for i in range(len(jobs[0].request.inputs))]
         started = trio.current_time()
-        results: tuple[Array, ...]
         try:
-            if jobs[0].request.output_grads is None:
-                results = (await self._device.run(backend.forward, inputs),)
+            results = await self._compute(backend, jobs)
+        except UpdateRejected as rejected:
+            if len(jobs) > 1:
+                for job in jobs:
+                    await self._run_batch([job])
             else:
-                grads = _stack([job.request.output_grads for job in jobs if job.request.output_grads is not None])
-                results = await self._device.run(backend.backward, inputs, grads)
+                self._refuse(jobs[0], rejected)
+            return
         except Exception:
-            # The supervisor of the device: whatever XLA says concerns these requests, not the node.
-            logger.exception("a batch of %d requests for expert %s failed", len(jobs), jobs[0].request.uid)
-            self._counts["failed"] += len(jobs)
-            for job in jobs:
-                job.error = RemoteFailure(f"expert {job.request.uid} failed to compute; see the node's log")
-                job.done.set()
+            self._fail(jobs)
             return
         self._busy_s += trio.current_time() - started
         self._counts["batches"] += 1
         self._hand_out(jobs, results, backend.update_count)
+
+    async def _compute(self, backend: ExpertBackend, jobs: list[_Job]) -> tuple[Array, ...]:
+        """Output, or gradients of the inputs, for the rows of all jobs."""
+        parts = [job.request for job in jobs]
+        inputs = [_stack([part.inputs[i] for part in parts]) for i in range(len(parts[0].inputs))]
+        keys = None if parts[0].keys is None else _stack([part.keys for part in parts if part.keys is not None])
+        if parts[0].output_grads is not None:
+            grads = _stack([part.output_grads for part in parts if part.output_grads is not None])
+            return await self._device.run(backend.backward, inputs, grads, keys)
+        rows = inputs[0].shape[0]
+        step = min(rows, self._row_limit((parts[0].uid, "forward", keys is not None)))
+        outputs = []
+        for start in range(0, rows, step):
+            some = slice(start, start + step)
+            own_keys = None if keys is None else keys[some]
+            outputs.append(await self._device.run(backend.forward, [array[some] for array in inputs], own_keys))
+        return (_stack(outputs),)
+
+    def _refuse(self, job: _Job, rejected: UpdateRejected) -> None:
+        self._rejected[rejected.reason] = self._rejected.get(rejected.reason, 0) + 1
+        uid = job.request.uid
+        what = {
+            "update": f"its gradient would make expert {uid} not finite",
+            "input gradient": "the gradient of its input is not finite",
+        }[rejected.reason]
+        job.error = CallRefused(f"expert {uid} did not learn from the request: {what}")
+        job.done.set()
+
+    def _fail(self, jobs: list[_Job]) -> None:
+        """Answer the jobs of a batch that raised. Whatever XLA says concerns these requests, not the node."""
+        logger.exception("a batch of %d requests for expert %s failed", len(jobs), jobs[0].request.uid)
+        self._counts["failed"] += len(jobs)
+        for job in jobs:
+            job.error = RemoteFailure(f"expert {job.request.uid} failed to compute; see the node's log")
+            job.done.set()
 
     def _hand_out(self, jobs: list[_Job], results: tuple[Array, ...], updates: int) -> None:
         start = 0
@@ -243,60 +397,48 @@ async def open_expert_node(
     device: Device,
     config: NodeConfig,
 ) -> AsyncIterator[ExpertNode]:
-    """Serve `backends` (by uid) at `caller` and announce them in the DHT while the context is open.
+    """Serve `backends` (by uid) at `caller` while the context is open; see `serve_node`."""
+    async with serve_node(ExpertNode(backends, device, config), caller, dht) as node:
+        yield node
 
-    The experts should be warm (`ExpertBackend.warm_up`) before: they are announced at once. On leaving they
-    are withdrawn from the DHT within two seconds, for which `caller` and `dht` must still run, and waiting requests are
-    dropped. If everything is cancelled at once, they expire instead.
+
+@asynccontextmanager
+async def serve_node(node: ExpertNode, caller: Caller, dht: DhtNode) -> AsyncIterator[ExpertNode]:
+    """Run a node at `caller` while the context is open, and announce it and its experts in the DHT.
+
+    On entry the node is listed as compiling and answers `node.status`; its experts are announced, and the block begins,
+    when it is warm. On leaving they are withdrawn from the DHT within two seconds, for which `caller` and `dht` must
+    still run, waiting requests are dropped, and the methods are taken back. If everything is cancelled at once, the
+    announcements expire instead.
 
     Raises:
-      ValueError: if the peer does not listen, or there is nothing to serve.
+      ValueError: if the peer does not listen, or serves experts already.
     """
     if caller.address is None:
         raise ValueError("an expert node must listen: its peer is in client mode")
-    if not backends:
-        raise ValueError("an expert node needs at least one expert")
-    node = ExpertNode(backends, device, config)
     node.register(caller)
-    announcer = _Announcer(dht, [parse_uid(uid) for uid in backends], Contact(caller.peer_id, caller.address), config)
-    async with background_nursery() as nursery:
-        nursery.start_soon(node.run_batches)
-        await announcer.announce()
-        nursery.start_soon(announcer.run)
-        try:
-            yield node
-        finally:
-            nursery.cancel_scope.cancel()
-            with trio.move_on_after(2.0, shield=True):
-                await announcer.withdraw()
-
-
-class _Announcer:
-    """Keeps a node's experts and the node itself listed in the DHT."""
-
-    def __init__(self, dht: DhtNode, uids: list[ExpertUid], contact: Contact, config: NodeConfig) -> None:
-        self._dht = dht
-        self._uids = uids
-        self._contact = contact
-        self._config = config
-
-    async def announce(self) -> None:
-        """Announce everything once, until `record_lifetime_s` from now."""
-        expiration = self._dht.clock.now() + self._config.record_lifetime_s
-        listed = await directory.declare_experts(self._dht, self._uids, self._contact, expiration=expiration)
-        await directory.declare_node(
-            self._dht, self._config.swarm, self._contact, {"experts": len(self._uids)}, expiration=expiration
-        )
-        if missing := [str(uid) for uid, stands in listed.items() if not stands]:
-            logger.warning("%d experts could not be announced, among them %s", len(missing), missing[0])
-
-    async def run(self) -> None:
-        """Announce again and again."""
-        while True:
-            await trio.sleep(self._config.announce_period_s)
-            await self.announce()
-
-    async def withdraw(self) -> None:
-        """Take the announcements back, so that trainers stop calling at once; what cannot be reached expires."""
-        await directory.withdraw_experts(self._dht, self._uids, self._contact)
-        await directory.withdraw_node(self._dht, self._config.swarm, self._contact)
+    announcer = Announcer(
+        dht,
+        [parse_uid(uid) for uid in node.uids],
+        Contact(caller.peer_id, caller.address),
+        swarm=node.config.swarm,
+        period_s=node.config.announce_period_s,
+        lifetime_s=node.config.record_lifetime_s,
+        state=lambda: node.state,
+    )
+    try:
+        async with background_nursery() as nursery:
+            nursery.start_soon(node.run_batches)
+            try:
+                if node.must_compile:
+                    await announcer.announce()
+                nursery.start_soon(announcer.run)
+                await node.warm_up()
+                await announcer.announce()
+                yield node
+            finally:
+                nursery.cancel_scope.cancel()
+                with trio.move_on_after(2.0, shield=True):
+                    await announcer.withdraw()
+    finally:
+        node.unregister(caller)

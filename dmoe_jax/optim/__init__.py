@@ -1,8 +1,11 @@
-"""Averaging among peers for optimisers.
+"""Averaging among peers for optimisers: pure JAX and pure Optax.
 
-In Optax (`moshpit`), over an axis of simulated peers (`peer_axis`, with the methods that it is compared with in
-`averaging_methods`), and between trainer processes over the network (`trunk_averaging`, which is imported by its own
-name: what stands here does without a network).
+- `moshpit_average` and `diloco` make of any Optax optimiser one whose parameters, gradients or pseudo-gradients are
+  averaged with other peers'; `dmoe_jax.averaging` carries them over the network.
+- `moshpit_round` and its like average over a leading axis of simulated peers, on one device or split over a mesh;
+  `averaging_methods` are what Moshpit is compared with.
+
+Nothing here opens a connection, waits or starts a task. Of `net` it uses the rule by which groups follow from a grid.
 """
 
 from dmoe_jax.optim.averaging_methods import (
@@ -12,7 +15,15 @@ from dmoe_jax.optim.averaging_methods import (
     push_sum_round,
     random_groups_round,
 )
-from dmoe_jax.optim.moshpit import apply_average, averaging_due, moshpit_average, what_to_send, with_average
+from dmoe_jax.optim.moshpit import (
+    apply_average,
+    averaged_kind,
+    averaging_due,
+    diloco,
+    moshpit_average,
+    what_to_send,
+    with_average,
+)
 from dmoe_jax.optim.moshpit_state import MoshpitState, Sent
 from dmoe_jax.optim.peer_axis import (
     FailureRule,
@@ -30,7 +41,9 @@ __all__ = [
     "Sent",
     "all_reduce_round",
     "apply_average",
+    "averaged_kind",
     "averaging_due",
+    "diloco",
     "distortion",
     "gossip_round",
     "group_mean",

@@ -6,6 +6,10 @@ outcome arrives as state, and the next update applies it.
 
     optimizer = moshpit_average(optax.adam(1e-3), every=32)
     updates, opt_state = optimizer.update(grads, opt_state, params)       # jitted, as ever
+    opt_state = await averager.step(opt_state, params)                    # over the network, see `dmoe_jax.averaging`
+
+Over anything else than our network, the last line is this:
+
     if averaging_due(opt_state):
         sent = what_to_send(opt_state, params)
         averaged = await ...                                              # training may go on meanwhile
@@ -52,7 +56,9 @@ __all__ = [
     "MoshpitState",
     "Sent",
     "apply_average",
+    "averaged_kind",
     "averaging_due",
+    "diloco",
     "moshpit_average",
     "what_to_send",
     "with_average",
@@ -95,7 +101,8 @@ def moshpit_average(
       what: see above.
       outer: for pseudo-gradients only; default: SGD with Nesterov momentum, DiLoCo's.
       weighted: whether a peer counts by its samples: `update` then wants `samples=`, how many the gradient is a mean
-        of. Gradients of a peer count likewise among each other.
+        of. Gradients of a peer count likewise among each other. Parameters and pseudo-gradients count by all samples
+        since the last averaging that was not lost.
       average: averages inside `update`; None: the host does, between updates. A round whose outcome is not finite is
         lost. Under `vmap` it runs at every update, and its outcome is taken when it is due.
 
@@ -119,6 +126,36 @@ def moshpit_average(
         average=average,
     )
     return optax.GradientTransformationExtraArgs(functools.partial(_init, setting), functools.partial(_update, setting))
+
+
+def diloco(
+    inner: optax.GradientTransformation,
+    *,
+    every: int = 500,
+    outer: optax.GradientTransformation | None = None,
+    weighted: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """DiLoCo (Douillard et al. 2023): `moshpit_average` of pseudo-gradients, by default as in the paper.
+
+    Args:
+      inner: the paper's is AdamW.
+      every: updates between two averagings (H in the paper; section 3 has 500).
+      outer: default: SGD of rate 0.7 with Nesterov momentum 0.9.
+      weighted: whether a peer counts by its samples, see `moshpit_average`.
+    """
+    return moshpit_average(inner, every=every, what="pseudo_gradients", outer=outer, weighted=weighted)
+
+
+def averaged_kind(opt_state: PyTree) -> What:
+    """What the optimiser with this state averages.
+
+    Raises:
+      ValueError: there is no `moshpit_average` in it, or more than one.
+    """
+    state = find_state(opt_state)
+    if state.accumulated is not None:
+        return "gradients"
+    return "parameters" if state.anchor is None else "pseudo_gradients"
 
 
 def averaging_due(opt_state: PyTree) -> bool:

@@ -19,7 +19,8 @@ class MoshpitState(NamedTuple):
     Attributes:
       inner: of the optimiser inside.
       steps: updates since those whose outcome was offered last.
-      samples: that these updates saw; None unless weighted.
+      samples: behind what would be offered now; None unless weighted. For parameters and pseudo-gradients, all since
+        the last averaging that was not lost: what a lost one offered is still in them.
       due: whether enough updates were made for the next averaging.
       rounds: averagings so far, with lost ones; the number of the next.
       lost: averagings that came to nothing: the network failed, or gave what is not finite.
@@ -110,8 +111,9 @@ def receive(state: MoshpitState, sent: Sent, averaged: PyTree | None) -> tuple[P
     new = own if averaged is None else jax.tree.map(wide, averaged)
     is_good = jnp.asarray(averaged is not None) & _all_finite(new)
     if state.accumulated is not None:
-        # Without an average, the step with the peer's own gradients.
-        incoming, is_there = optax.tree.where(is_good, new, own), jnp.ones((), bool)
+        # Without an average, the step with the peer's own gradients; none if these are no numbers either.
+        incoming = optax.tree.where(is_good, new, own)
+        is_there = _all_finite(incoming)
     elif state.anchor is not None:
         is_good &= _all_finite(own)
         incoming, is_there = (new, own), is_good
@@ -119,7 +121,7 @@ def receive(state: MoshpitState, sent: Sent, averaged: PyTree | None) -> tuple[P
         incoming = jax.tree.map(jnp.subtract, new, own)
         is_good &= _all_finite(incoming)
         is_there = is_good
-    state = _without(state, sent)
+    state = _without(state, sent, is_good)
     return (
         incoming,
         is_there,
@@ -127,11 +129,13 @@ def receive(state: MoshpitState, sent: Sent, averaged: PyTree | None) -> tuple[P
     )
 
 
-def _without(state: MoshpitState, sent: Sent) -> MoshpitState:
-    """What came after `sent` is for the next averaging."""
+def _without(state: MoshpitState, sent: Sent, is_good: Bool[Array, ""]) -> MoshpitState:
+    """The state without what was sent: what came after it is for the next averaging."""
     steps = state.steps - sent.steps
     samples = None if state.samples is None or sent.samples is None else state.samples - sent.samples
     if state.accumulated is None:
+        if samples is not None and state.samples is not None:
+            samples = jnp.where(is_good, samples, state.samples)
         return state._replace(steps=steps, samples=samples)
     count = wide(sent.steps) if sent.samples is None else sent.samples
     rest = jax.tree.map(lambda total, mean: total - wide(mean) * count, state.accumulated, sent.tree)
@@ -142,6 +146,23 @@ def _without(state: MoshpitState, sent: Sent) -> MoshpitState:
         samples=None if samples is None else jnp.where(is_kept, samples, 0),
         accumulated=optax.tree.where(is_kept, rest, optax.tree.zeros_like(rest)),
     )
+
+
+def without_gathered(tree: PyTree) -> PyTree:
+    """A tree in which no `MoshpitState` has anything to offer yet; all else stays.
+
+    A peer that takes over another's state needs it: what the other has gathered, the other will send.
+    """
+
+    def emptied(each: Any) -> Any:
+        if not isinstance(each, MoshpitState):
+            return each
+        steps, samples, due, accumulated = jax.tree.map(
+            jnp.zeros_like, (each.steps, each.samples, each.due, each.accumulated)
+        )
+        return each._replace(steps=steps, samples=samples, due=due, accumulated=accumulated)
+
+    return jax.tree.map(emptied, tree, is_leaf=lambda each: isinstance(each, MoshpitState))
 
 
 def check_like(averaged: PyTree, sent: PyTree) -> None:

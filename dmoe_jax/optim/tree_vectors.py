@@ -36,8 +36,8 @@ class TreeLayout:
         rows = zip(self.names, self.dtypes, self.shapes, strict=True)
         return "\n".join(f"{name} {dtype} {list(shape)}" for name, dtype, shape in rows)
 
-    def to_vector(self, tree: PyTree) -> Array:
-        """The tree's numbers, float32 [size], in a fresh array on the host.
+    def check(self, tree: PyTree) -> None:
+        """Compare structure and shapes, without a look at the numbers.
 
         Raises:
           ValueError: the tree has another structure or other shapes.
@@ -45,6 +45,15 @@ class TreeLayout:
         leaves, structure = jax.tree.flatten(tree)
         if structure != self.structure or tuple(np.shape(leaf) for leaf in leaves) != self.shapes:
             raise ValueError("the tree is not of the layout: it has another structure or other shapes")
+
+    def to_vector(self, tree: PyTree) -> Array:
+        """The tree's numbers, float32 [size], in a fresh array on the host.
+
+        Raises:
+          ValueError: the tree has another structure or other shapes.
+        """
+        self.check(tree)
+        leaves = jax.tree.leaves(tree)
         vector = np.empty(self.size, np.float32)
         start = 0
         for leaf in leaves:

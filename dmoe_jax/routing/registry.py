@@ -1,8 +1,10 @@
 """Routers by name. To add one: write its file and add a line to `ROUTERS`."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from dmoe_jax.routing.base import Router, RouterError
+from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.expert_choice import expert_choice
 from dmoe_jax.routing.flat_top_k import flat_top_k
 from dmoe_jax.routing.frozen_random import frozen_random
@@ -12,7 +14,7 @@ from dmoe_jax.routing.peer import peer
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.routing.switch import switch
 from dmoe_jax.routing.uniform_random import uniform_random
-from dmoe_jax.routing.user_file import load_router
+from dmoe_jax.user_file import UserFileError, call_user, load_from_file
 
 ROUTERS: dict[str, Callable[[tuple[int, ...]], Router]] = {
     "product_key": product_key,
@@ -27,12 +29,16 @@ ROUTERS: dict[str, Callable[[tuple[int, ...]], Router]] = {
 }
 """Name -> factory, called with the grid size alone."""
 
+_UNNAMED = {"linen", "nnx"}
+"""What the Flax adapters call a router that its author did not name."""
+
 
 def make_router(spec: str, grid_size: tuple[int, ...]) -> Router:
     """The router of this name, or out of this file; equal arguments return the same object.
 
     Args:
-      spec: a name in `ROUTERS`, or "path/to/file.py:attribute" (see `user_file`).
+      spec: a name in `ROUTERS`, or "path/to/file.py:attribute" (see `dmoe_jax.user_file`), the attribute a
+        Router, or a function from grid_size to a Router.
       grid_size: extent of each dimension of the expert grid.
 
     Raises:
@@ -41,8 +47,18 @@ def make_router(spec: str, grid_size: tuple[int, ...]) -> Router:
     """
     if spec in ROUTERS:
         return ROUTERS[spec](grid_size)
-    if ":" in spec or spec.endswith(".py"):
-        return load_router(spec, grid_size)
-    raise RouterError(
-        f"unknown router {spec!r}; expected one of {', '.join(ROUTERS)}, or a file: 'path/to/file.py:attribute'"
-    )
+    if ":" not in spec and not spec.endswith(".py"):
+        raise RouterError(
+            f"unknown router {spec!r}; expected one of {', '.join(ROUTERS)}, or a file: 'path/to/file.py:attribute'"
+        )
+    try:
+        found = load_from_file(spec, kind="router")
+        if not isinstance(found, Router) and callable(found):
+            found = call_user(spec, found, grid_size, kind="router")
+        check_router(found, grid_size)
+    except UserFileError as error:
+        raise RouterError(str(error)) from error.__cause__
+    except RouterError as error:
+        raise RouterError(f"router {spec!r}: {error}") from error
+    path, _, attribute = spec.rpartition(":")
+    return found._replace(name=f"{Path(path).name}:{attribute}") if found.name in _UNNAMED else found

@@ -15,8 +15,7 @@ import numpy as np
 
 from dmoe_jax.data.batches import Batch, SegmentStream
 from dmoe_jax.data.wikitext2 import VOCAB_SIZE
-from dmoe_jax.models.dense_transformer_xl import DenseConfig
-from dmoe_jax.models.transformer_xl import TransformerXLConfig
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import step_keys
 from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.routing.base import Router
@@ -110,7 +109,7 @@ def measure_overhead(
     """
     preset = dataclasses.replace(PRESETS["dmoe", size], **_NO_DROPOUT)
     config = model_config(preset, VOCAB_SIZE, compute_dtype=compute_dtype)
-    assert not isinstance(config, DenseConfig)
+    assert config.is_mixture
     rows = batch_size or preset.batch_size
     moe, dense = _models(preset, config, make_router(router, config.grid_size), rows, seed)
     stream = SegmentStream(_text(rows * config.seq_len, seed), batch_size=rows, seq_len=config.seq_len, seed=seed)
@@ -119,12 +118,13 @@ def measure_overhead(
         for model in (moe, dense):
             model.step(batch)
     sizes = {"seq_len": config.seq_len, "mem_len": config.mem_len, "d_model": config.d_model}
-    d_head, k = config.d_model // config.num_heads, config.k_best
+    heads, d_ff, k = config.layer.num_heads, config.layer.d_ff, config.k_best
+    d_head = config.d_model // heads
     measured = Overhead(
         rounds=(),
         tokens_per_step=rows * config.seq_len,
-        dense_flops=layer_flops(**sizes, num_heads=k * config.num_heads, d_head=d_head, d_ff=k * config.d_ff),
-        moe_flops=k * layer_flops(**sizes, num_heads=config.num_heads, d_head=d_head, d_ff=config.d_ff),
+        dense_flops=layer_flops(**sizes, num_heads=k * heads, d_head=d_head, d_ff=k * d_ff),
+        moe_flops=k * layer_flops(**sizes, num_heads=heads, d_head=d_head, d_ff=d_ff),
     )
     for _ in range(rounds):
         measured = dataclasses.replace(measured, rounds=(*measured.rounds, _in_turns(moe, dense, batches)))

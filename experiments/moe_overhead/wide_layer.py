@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from dmoe_jax.data.batches import Batch
 from dmoe_jax.experts.relative_attention import relative_attention, relative_positions, visible_keys
 from dmoe_jax.experts.transformer_xl import INIT_STDDEV
-from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import embed, empty_memory, forget, init_embed_and_head, next_memory, token_nll
 from dmoe_jax.types import PyTree
 
@@ -81,18 +81,18 @@ class WideLayer(nn.Module):
         return cast(Array, norm(name="ff_norm")(attention + outer.astype(hidden.dtype)))
 
 
-def wide_layer(config: txl.TransformerXLConfig) -> WideLayer:
+def wide_layer(config: TransformerXLConfig) -> WideLayer:
     """The dense layer with the FLOPs of the `k_best` experts that a sequence goes to."""
     return WideLayer(
-        num_heads=config.k_best * config.num_heads,
-        d_head=config.d_model // config.num_heads,
-        d_ff=config.k_best * config.d_ff,
-        compute_dtype=config.compute_dtype,
+        num_heads=config.k_best * config.layer.num_heads,
+        d_head=config.d_model // config.layer.num_heads,
+        d_ff=config.k_best * config.layer.d_ff,
+        compute_dtype=config.layer.compute_dtype,
     )
 
 
 def wide_optimizer(
-    config: txl.TransformerXLConfig,
+    config: TransformerXLConfig,
     optimizer: optax.GradientTransformation,
     layer_optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
@@ -103,7 +103,7 @@ def wide_optimizer(
 
 
 def wide_state(
-    key: PRNGKeyArray, config: txl.TransformerXLConfig, optimizer: optax.GradientTransformation, batch_size: int
+    key: PRNGKeyArray, config: TransformerXLConfig, optimizer: optax.GradientTransformation, batch_size: int
 ) -> dict[str, PyTree]:
     """The state of the model with dense layers, for `wide_step`; `optimizer` is that of `wide_optimizer`."""
     embed_key, head_key, layer_key = jax.random.split(key, 3)
@@ -118,7 +118,7 @@ def wide_state(
 
 
 def wide_step(
-    config: txl.TransformerXLConfig, optimizer: optax.GradientTransformation
+    config: TransformerXLConfig, optimizer: optax.GradientTransformation
 ) -> Callable[[dict[str, PyTree], Batch], tuple[dict[str, PyTree], Array]]:
     """The jitted step: (state, batch) -> (state, loss), the state donated."""
     layer = wide_layer(config)

@@ -15,7 +15,9 @@ from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.data.errors import DataError
 from dmoe_jax.data.mnist import NUM_CLASSES, SIDE, read_mnist
 from dmoe_jax.data.vocabulary import UNK
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models import dense_transformer_xl as dense
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, empty_memory, forget
 from dmoe_jax.types import PyTree
 from experiments.moshpit_sgd.settings import ModelName
@@ -109,8 +111,8 @@ def _transformer_xl_task() -> Task:
     corpus = load_corpus()
     unknown = corpus.vocabulary.words.index(UNK)
     train, valid = (np.where(ids < _WORDS, ids, unknown) for ids in (corpus.train, corpus.valid))
-    config = dense.DenseConfig(
-        vocab_size=_WORDS, d_model=32, num_layers=2, num_heads=2, d_ff=64, seq_len=16, mem_len=16
+    config = TransformerXLConfig(
+        vocab_size=_WORDS, num_layers=2, layer=LayerConfig(d_model=32, num_heads=2, d_ff=64, seq_len=16, mem_len=16)
     )
     counts = np.bincount(train, minlength=_WORDS)
     segments = evaluation_segments(

@@ -19,15 +19,19 @@ import trio
 from dmoe_jax.cli.common import fail, parse_command_line
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.device import CostModel, InlineDevice
-from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
+from dmoe_jax.grid import layer_prefix
+from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import append_metric
+from dmoe_jax.swarm import open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
 from experiments.sim_scale.trainers import make_backends
-from experiments.simulated_swarm import open_simulated_trainer, start_simulated_nodes
+from experiments.simulated_swarm import start_simulated_nodes
 from net.identity import Address
 from net.rpc.faults import Fault, FaultPlan
 from net.transport.sim import run, simulate
@@ -52,8 +56,12 @@ SCHEDULE = (
 )
 
 
-CONFIG = txl.TransformerXLConfig(
-    vocab_size=200, d_model=16, num_layers=2, num_heads=2, d_ff=32, seq_len=8, mem_len=8, grid_size=(4, 4), k_best=2
+CONFIG = TransformerXLConfig(
+    vocab_size=200,
+    num_layers=2,
+    grid_size=(4, 4),
+    k_best=2,
+    layer=LayerConfig(d_model=16, num_heads=2, d_ff=32, seq_len=8, mem_len=8),
 )
 
 
@@ -133,11 +141,22 @@ async def _train(
         append_metric(settings.out, kind="lost", virtual_s=trio.current_time(), **fields)
 
     device = InlineDevice(CostModel(call_s=0.005, slowdown=1.0 + index % 3))
-    policy = CallPolicy(grace_s=0.5, timeout_s=4.0, compression=list(Compression)[index % len(Compression)])
-    async with open_simulated_trainer(
-        network, f"trainer{index}", seed=settings.seed, join=join, statistics=statistics
-    ) as place:
-        model = place.transformer_xl(CONFIG, product_key(CONFIG.grid_size), policy=policy, device=device)
+    waits = {"k_best": CONFIG.k_best, "grace_s": 0.5, "timeout_s": 4.0}
+    compression, router = list(Compression)[index % len(Compression)], product_key(CONFIG.grid_size)
+    async with open_swarm(
+        join,
+        network=network,
+        host=f"trainer{index}",
+        listen=None,
+        seed=settings.seed,
+        device=device,
+        statistics=statistics,
+    ) as swarm:
+        mixtures = [
+            swarm.mixture(layer_prefix(layer), CONFIG.expert(), router, **waits, compression=compression)
+            for layer in range(CONFIG.num_layers)
+        ]
+        model = txl.TransformerXL(CONFIG, router, mixtures)
         await Trainer(index, model, trunk, stream).run(settings.steps, on_step, on_lost)
 
 

@@ -26,34 +26,33 @@ from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.directory import DirectoryConfig
 from dmoe_jax.grid import all_uids, key_prefix, layer_prefix
-from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
+from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.swarm import open_swarm
 from dmoe_jax.trainer import Trainer
 from dmoe_jax.trunk import SharedTrunk
-from experiments.simulated_swarm import open_simulated_trainer, start_simulated_nodes
+from experiments.simulated_swarm import start_simulated_nodes
 from net.rpc.faults import Fault, FaultPlan
 from net.transport.sim import run, simulate
 from net.transport.sim.links import Constant
 
 NUM_NODES, BATCH_SIZE = 8, 4
-_MODEL = txl.TransformerXLConfig(
+_MODEL = TransformerXLConfig(
     vocab_size=2000,
-    d_model=128,
     num_layers=4,
-    num_heads=4,
-    d_ff=512,
-    seq_len=32,
-    mem_len=32,
     grid_size=(4, 4),
     k_best=2,
     cutoffs=(500,),
+    layer=LayerConfig(d_model=128, num_heads=4, d_ff=512, seq_len=32, mem_len=32),
 )
 """The demonstration's model; a run replaces the number of layers."""
 _OPTIMIZER = optax.adam(1e-3)  # one object: compiled programs are shared by the optimiser's identity
-_POLICY = CallPolicy(grace_s=math.inf, timeout_s=600.0)
+_WAITS = {"k_best": 2, "grace_s": math.inf, "timeout_s": 600.0}
 
 # Nodes that stay: announced every minute and looked up as often, not every few seconds as on a volunteer's machine.
 NODE_CONFIG = NodeConfig(max_batch_rows=16, announce_period_s=60.0, record_lifetime_s=300.0)
@@ -160,15 +159,22 @@ async def _train(
         all_ready = trio.Event()
 
         async def live(index: int) -> None:
-            async with open_simulated_trainer(
-                network, f"trainer{index}", seed=seed, join=join, statistics=statistics, config=DIRECTORY_CONFIG
-            ) as place:
+            async with open_swarm(
+                join,
+                network=network,
+                host=f"trainer{index}",
+                listen=None,
+                seed=seed,
+                device=device,
+                statistics=statistics,
+                directory=DIRECTORY_CONFIG,
+            ) as swarm:
                 stream = SegmentStream(
                     text, batch_size=BATCH_SIZE, seq_len=config.seq_len, shard=index, num_shards=num_trainers, seed=seed
                 )
-                await place.directory.children(prefixes)
-                model = place.transformer_xl(config, router, policy=_POLICY, device=device)
-                trainers.append(Trainer(index, model, trunk, stream))
+                await swarm.directory.children(prefixes)
+                mixtures = [swarm.mixture(layer, config.expert(), router, **_WAITS) for layer in layers]
+                trainers.append(Trainer(index, txl.TransformerXL(config, router, mixtures), trunk, stream))
                 if len(trainers) == num_trainers:
                     all_ready.set()
                 await trio.sleep_forever()
@@ -204,7 +210,7 @@ async def _step(trainers: list[Trainer]) -> list[float]:
     return losses
 
 
-def make_backends(config: txl.TransformerXLConfig, *, seed: int) -> dict[str, ExpertBackend]:
+def make_backends(config: TransformerXLConfig, *, seed: int) -> dict[str, ExpertBackend]:
     """Every expert of every layer."""
     expert = config.expert()
     uids = [str(uid) for layer in range(config.num_layers) for uid in all_uids(layer_prefix(layer), config.grid_size)]

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from dmoe_jax.data.corpora import Corpus
-from dmoe_jax.models.dense_transformer_xl import DenseConfig
 from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.routing.base import Router
 from experiments.transformer_xl.driver import Plan
@@ -71,7 +70,7 @@ def make_engine(
         "seed": seed,
         **({"batch_size": rows} if where == "local" else {"setting": setting}),
     }
-    if isinstance(config, DenseConfig):
+    if not config.is_mixture:
         return (local_dense if where == "local" else SimulatedDense)(config=config, **common)
     if router is None:
         raise ValueError(f"model {preset.model!r} is a mixture of experts and needs a router")

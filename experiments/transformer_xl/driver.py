@@ -18,11 +18,12 @@ from dmoe_jax.checkpoints import Checkpoints, host_copy
 from dmoe_jax.cli.progress import TrainingProgress
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.data.vocabulary import unigram_perplexity
+from dmoe_jax.model import Evaluation
 from dmoe_jax.runs.balance import layer_balances, mean_balance
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.report import write_report
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain
-from dmoe_jax.trainer import Evaluation, StepRecord
+from dmoe_jax.trainer import StepRecord
 from experiments.transformer_xl.engine import Engine, Totals
 from experiments.transformer_xl.resuming import cut_metrics
 
@@ -175,11 +176,11 @@ class _Run:
 
     def _on_step(self, record: StepRecord) -> None:
         self._step = record.step
-        self._tokens += record.tokens
+        self._tokens += record.items
         self._staleness += record.staleness
         now = time.perf_counter()
         if self._is_warm:
-            self._timed_tokens += record.tokens
+            self._timed_tokens += record.items
         else:
             # The first step of a process compiles.
             self._is_warm, self._timed_from = True, now
@@ -188,7 +189,7 @@ class _Run:
             step=record.step,
             trainer=record.trainer,
             loss=record.loss,
-            tokens=record.tokens,
+            tokens=record.items,
             staleness=record.staleness,
             time_s=self._training_s + now - self._stretch_began,
         )

@@ -6,7 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from dmoe_jax.trainer import Evaluation, StepRecord
+from dmoe_jax.model import Evaluation
+from dmoe_jax.trainer import StepRecord
 from dmoe_jax.types import PyTree
 
 

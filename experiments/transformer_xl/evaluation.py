@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dmoe_jax.data.batches import Batch, evaluation_segments
+from dmoe_jax.model import Evaluation
 from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import transformer_xl as txl
-from dmoe_jax.models.trunk import Memory
+from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.models.trunk import Memory, empty_memory
 from dmoe_jax.routing.base import Router
-from dmoe_jax.trainer import Evaluation
 from dmoe_jax.types import PyTree
 
 
@@ -33,12 +34,12 @@ class EvaluationConfig:
     same_length: bool = False
     """Whether every position sees mem_len keys, wherever in its segment it stands."""
 
-    def of(self, config: Any) -> Any:
+    def of(self, config: TransformerXLConfig) -> TransformerXLConfig:
         """The model's configuration with these lengths."""
         chosen = {
             name: value for name in ("seq_len", "mem_len", "clamp_len") if (value := getattr(self, name)) is not None
         }
-        return replace(config, **chosen, same_length=self.same_length or config.same_length)
+        return config.replace(**chosen, same_length=self.same_length or config.layer.same_length)
 
 
 class Evaluator(Protocol):
@@ -56,9 +57,9 @@ class Evaluator(Protocol):
 
 
 @functools.cache
-def dense_evaluator(config: dense.DenseConfig, evaluation: EvaluationConfig) -> Evaluator:
+def dense_evaluator(config: TransformerXLConfig, evaluation: EvaluationConfig) -> Evaluator:
     """An evaluator of a dense model; `params` as from `dense.init`."""
-    own: dense.DenseConfig = evaluation.of(config)
+    own: TransformerXLConfig = evaluation.of(config)
 
     def token_nll(params: PyTree, batch: Batch, memory: Memory) -> tuple[Any, Memory]:
         return dense.forward(params, own, batch, memory)
@@ -67,9 +68,9 @@ def dense_evaluator(config: dense.DenseConfig, evaluation: EvaluationConfig) -> 
 
 
 @functools.cache
-def dmoe_evaluator(config: txl.TransformerXLConfig, router: Router, evaluation: EvaluationConfig) -> Evaluator:
+def dmoe_evaluator(config: TransformerXLConfig, router: Router, evaluation: EvaluationConfig) -> Evaluator:
     """An evaluator of a DMoE model on this machine with all experts alive; `params` are (trunk, stacked experts)."""
-    own: txl.TransformerXLConfig = evaluation.of(config)
+    own: TransformerXLConfig = evaluation.of(config)
 
     def token_nll(params: PyTree, batch: Batch, memory: Memory) -> tuple[Any, Memory]:
         trunk, experts = params
@@ -89,7 +90,7 @@ def _evaluate(
     max_tokens: int | None,
     on_batch: Callable[[], None],
 ) -> Evaluation:
-    memory = txl.empty_memory(config, batch_size)
+    memory = empty_memory(config, batch_size)
     total, counted = 0.0, []
     # A part of the text is the beginning of every row, so that it stands for the whole.
     wanted = ids.size - 1 if max_tokens is None else min(max_tokens, ids.size - 1)
@@ -103,4 +104,4 @@ def _evaluate(
     targets = np.concatenate(counted)
     if not np.isfinite(total):
         raise FloatingPointError(f"the loss over {targets.size} words is {total / targets.size}")
-    return Evaluation(loss=total / targets.size, targets=targets)
+    return Evaluation(loss=total / targets.size, items=int(targets.size), targets=targets)

@@ -19,11 +19,13 @@ import optax
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.grid import all_uids, layer_prefix
 from dmoe_jax.mixture.local import init_opt_states
+from dmoe_jax.model import Evaluation
 from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import empty_memory, step_keys
 from dmoe_jax.routing.base import Router, RouterError
-from dmoe_jax.trainer import Evaluation, StepRecord
+from dmoe_jax.trainer import StepRecord
 from dmoe_jax.types import PyTree
 from experiments.transformer_xl.engine import Totals
 from experiments.transformer_xl.evaluation import EvaluationConfig, Evaluator, dense_evaluator, dmoe_evaluator
@@ -107,7 +109,7 @@ class LocalEngine:
                 )
         if not is_finite:
             raise FloatingPointError(f"{self.name}: loss {nll} of step {step}, or its gradient, is not finite")
-        return StepRecord(step=step, trainer=0, loss=float(nll), tokens=tokens, staleness=0)
+        return StepRecord(step=step, trainer=0, loss=float(nll), items=tokens, staleness=0)
 
     def evaluate(
         self, ids: np.ndarray, *, max_tokens: int | None, on_batch: Callable[[], None] = lambda: None
@@ -143,7 +145,7 @@ class LocalEngine:
 def local_dense(
     *,
     name: str,
-    config: dense.DenseConfig,
+    config: TransformerXLConfig,
     ids: np.ndarray,
     word_counts: np.ndarray | None,
     optimizer: optax.GradientTransformation,
@@ -180,7 +182,7 @@ def local_dense(
 def local_dmoe(
     *,
     name: str,
-    config: txl.TransformerXLConfig,
+    config: TransformerXLConfig,
     router: Router,
     ids: np.ndarray,
     word_counts: np.ndarray | None,
@@ -223,7 +225,7 @@ def local_dmoe(
 
 
 def local_dmoe_state(
-    config: txl.TransformerXLConfig,
+    config: TransformerXLConfig,
     router: Router,
     optimizer: optax.GradientTransformation,
     expert_optimizer: optax.GradientTransformation,

@@ -13,6 +13,7 @@ from dmoe_jax.data.batches import Batch
 from dmoe_jax.mixture.local import update_experts
 from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.layers import ForwardAux
 from dmoe_jax.models.trunk import Memory, StepKeys, forget
 from dmoe_jax.routing.base import Router
@@ -42,7 +43,7 @@ TrainStep = Callable[[State, Batch, StepKeys], tuple[State, StepReport]]
 
 
 @functools.cache
-def dense_step(config: dense.DenseConfig, optimizer: optax.GradientTransformation) -> TrainStep:
+def dense_step(config: TransformerXLConfig, optimizer: optax.GradientTransformation) -> TrainStep:
     """The jitted step of a dense model; equal arguments share it."""
 
     def step(state: State, batch: Batch, keys: StepKeys) -> tuple[State, StepReport]:
@@ -64,7 +65,7 @@ def dense_step(config: dense.DenseConfig, optimizer: optax.GradientTransformatio
 
 @functools.cache
 def dmoe_step(
-    config: txl.TransformerXLConfig,
+    config: TransformerXLConfig,
     router: Router,
     optimizer: optax.GradientTransformation,
     expert_optimizer: optax.GradientTransformation,

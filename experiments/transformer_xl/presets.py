@@ -12,22 +12,21 @@ without effect: the cosine begins after the warm-up (see `recipe`), and clusters
 out.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import init_embed_and_head
 from dmoe_jax.recipe import Recipe
 from dmoe_jax.routing.base import Router
 from experiments.transformer_xl.evaluation import EvaluationConfig
 from experiments.transformer_xl.names import Model, Size
-
-ModelConfig = txl.TransformerXLConfig | dense.DenseConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,7 @@ class Preset:
     cutoffs: tuple[int, ...] = ()
     """First word of each tail cluster of the adaptive softmax; those beyond the vocabulary are left out."""
     dropout: float = 0.0
-    """Rates of dropout, as in `DenseConfig`."""
+    """Rates of dropout, as in `TransformerXLConfig`."""
     attention_dropout: float = 0.0
     """Of the attention weights."""
     position_dropout: float = 0.0
@@ -160,22 +159,30 @@ PRESETS: dict[tuple[Model, Size], Preset] = {
 }
 """(model, size) -> preset. Change one with `dataclasses.replace`."""
 
-_MODEL_FIELDS = {field.name for field in dataclasses.fields(dense.DenseConfig)} & {
-    field.name for field in dataclasses.fields(Preset)
-}
 
-
-def model_config(preset: Preset, vocab_size: int, *, compute_dtype: str = "float32") -> ModelConfig:
+def model_config(preset: Preset, vocab_size: int, *, compute_dtype: str = "float32") -> TransformerXLConfig:
     """The configuration of the preset's model over this vocabulary."""
-    sizes: dict[str, Any] = {name: getattr(preset, name) for name in _MODEL_FIELDS}
-    sizes |= {
-        "vocab_size": vocab_size,
-        "cutoffs": tuple(cutoff for cutoff in preset.cutoffs if cutoff < vocab_size),
-        "compute_dtype": compute_dtype,
-    }
-    if preset.model == "dmoe":
-        return txl.TransformerXLConfig(**sizes, grid_size=preset.grid_size, k_best=preset.k_best)
-    return dense.DenseConfig(**sizes)
+    return TransformerXLConfig(
+        vocab_size=vocab_size,
+        num_layers=preset.num_layers,
+        layer=LayerConfig(
+            d_model=preset.d_model,
+            num_heads=preset.num_heads,
+            d_ff=preset.d_ff,
+            seq_len=preset.seq_len,
+            mem_len=preset.mem_len,
+            dropout=preset.dropout,
+            attention_dropout=preset.attention_dropout,
+            position_dropout=preset.position_dropout,
+            compute_dtype=compute_dtype,
+        ),
+        grid_size=preset.grid_size,
+        k_best=preset.k_best,
+        cutoffs=tuple(cutoff for cutoff in preset.cutoffs if cutoff < vocab_size),
+        embedding_dropout=preset.embedding_dropout,
+        input_dropout=preset.input_dropout,
+        output_dropout=preset.output_dropout,
+    )
 
 
 def trunk_recipe(preset: Preset, steps: int) -> Recipe:
@@ -204,7 +211,7 @@ def expert_recipe(preset: Preset, steps: int) -> Recipe:
     )
 
 
-def count_parameters(config: ModelConfig, router: Router | None = None) -> int:
+def count_parameters(config: TransformerXLConfig, router: Router | None = None) -> int:
     """Numbers that a model learns: of all its experts, for a mixture with this router. Computes none of them.
 
     Raises:
@@ -213,7 +220,7 @@ def count_parameters(config: ModelConfig, router: Router | None = None) -> int:
     key = jax.random.key(0)
 
     def init() -> Any:
-        if isinstance(config, dense.DenseConfig):
+        if not config.is_mixture:
             return dense.init(key, config)
         if router is None:
             raise ValueError("a mixture needs its router to be counted")

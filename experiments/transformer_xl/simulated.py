@@ -20,11 +20,14 @@ from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.grid import ExpertUid, all_uids, layer_prefix
 from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.model import Evaluation
 from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.models.trunk import empty_memory
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.base import Router
-from dmoe_jax.trainer import Evaluation, StepRecord, SwarmModel, Trainer
+from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
@@ -63,7 +66,7 @@ class SimulatedDmoe:
         self,
         *,
         name: str,
-        config: txl.TransformerXLConfig,
+        config: TransformerXLConfig,
         router: Router,
         ids: np.ndarray,
         word_counts: np.ndarray | None,
@@ -88,7 +91,7 @@ class SimulatedDmoe:
         next(iter(self._backends.values())).warm_up(2 * setting.batch_size)
         trunk = txl.init_trunk(key, config, router, word_counts=word_counts)
         self._trunk = SharedTrunk(trunk, optimizer, self._device)
-        self._memories = [txl.empty_memory(config, setting.batch_size) for _ in range(setting.num_trainers)]
+        self._memories = [empty_memory(config, setting.batch_size) for _ in range(setting.num_trainers)]
         self._statistics = CallStatistics()
         self._evaluate = dmoe_evaluator(config, router, evaluation)
 
@@ -121,9 +124,9 @@ class SimulatedDmoe:
                 config=_DIRECTORY_CONFIG,
             ) as place:
                 trainer = Trainer(index, self._model(place), self._trunk, self._run.streams[index], seed=self._run.seed)
-                trainer.memory = self._memories[index]
+                trainer.state = self._memories[index]
                 await trainer.run(last_step, took, self._run.lost)
-                self._memories[index] = trainer.memory
+                self._memories[index] = trainer.state
                 working -= 1
                 if not working:
                     all_done.set()
@@ -145,7 +148,7 @@ class SimulatedDmoe:
             await all_done.wait()
             self._run.counters.virtual_s += trio.current_time() - started
 
-    def _model(self, place: SimulatedTrainer) -> SwarmModel:
+    def _model(self, place: SimulatedTrainer) -> txl.TransformerXL:
         config, setting = self._config, self._run.setting
         policy = CallPolicy(k_min=1, grace_s=setting.grace_s, timeout_s=setting.timeout_s)
         mixtures = [
@@ -159,7 +162,7 @@ class SimulatedDmoe:
             )
             for layer in range(config.num_layers)
         ]
-        return SwarmModel(config, txl.segments(config, self._router), mixtures)
+        return txl.TransformerXL(config, self._router, mixtures)
 
     def evaluate(
         self, ids: np.ndarray, *, max_tokens: int | None, on_batch: Callable[[], None] = lambda: None

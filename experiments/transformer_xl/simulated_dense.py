@@ -17,10 +17,11 @@ import trio
 
 from dmoe_jax.data.batches import Batch
 from dmoe_jax.device import InlineDevice
+from dmoe_jax.model import Evaluation
 from dmoe_jax.models import dense_transformer_xl as dense
-from dmoe_jax.models import transformer_xl as txl
-from dmoe_jax.models.trunk import Memory, StepKeys, step_keys
-from dmoe_jax.trainer import Evaluation, StepRecord, all_finite
+from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.models.trunk import Memory, StepKeys, empty_memory, forget, step_keys
+from dmoe_jax.trainer import StepRecord, all_finite
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from experiments.transformer_xl.engine import Totals
@@ -39,7 +40,7 @@ class SimulatedDense:
         self,
         *,
         name: str,
-        config: dense.DenseConfig,
+        config: TransformerXLConfig,
         ids: np.ndarray,
         word_counts: np.ndarray | None,
         optimizer: optax.GradientTransformation,
@@ -52,9 +53,7 @@ class SimulatedDense:
         self._run = Stretches(name=name, ids=ids, seq_len=config.seq_len, setting=setting, seed=seed)
         params = dense.init(jax.random.key(seed), config, word_counts=word_counts)
         self._trunk = SharedTrunk(params, optimizer, InlineDevice())
-        self._memories: list[Memory] = [
-            txl.empty_memory(config, setting.batch_size) for _ in range(setting.num_trainers)
-        ]
+        self._memories: list[Memory] = [empty_memory(config, setting.batch_size) for _ in range(setting.num_trainers)]
         self._loss_and_grads = _dense_gradient(config)
         self._evaluate = dense_evaluator(config, evaluation)
 
@@ -105,7 +104,7 @@ class SimulatedDense:
             step=step,
             trainer=index,
             loss=float(loss),
-            tokens=int(batch.targets.size),
+            items=int(batch.targets.size),
             staleness=step - 1 - read_at,
         )
 
@@ -144,11 +143,11 @@ class SimulatedDense:
 
 
 @functools.cache
-def _dense_gradient(config: dense.DenseConfig) -> Any:
+def _dense_gradient(config: TransformerXLConfig) -> Any:
     """The compiled (params, batch, memory, keys) -> ((loss, next memory), gradients)."""
 
     def loss(params: PyTree, batch: Batch, memory: Memory, keys: StepKeys) -> tuple[Any, Memory]:
-        memory = txl.forget(memory, jnp.asarray(batch.is_first))
+        memory = forget(memory, jnp.asarray(batch.is_first))
         nll, memory = dense.forward(params, config, batch, memory, keys=keys)
         return jnp.mean(nll), memory
 

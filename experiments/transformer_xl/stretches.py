@@ -91,7 +91,7 @@ class Stretches:
     def took(self, record: StepRecord) -> None:
         """A trainer made a step."""
         self._lost_in_a_row = 0
-        self.counters.tokens += record.tokens
+        self.counters.tokens += record.items
         self.counters.staleness += record.staleness
 
     def lost(self, trainer: int, error: Exception) -> None:

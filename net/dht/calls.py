@@ -77,7 +77,7 @@ class DhtCalls:
             self._note_failure(contact, error)
             raise
         if answerer.peer_id != contact.peer_id:
-            self._book.failed(contact, self._clock.now())
+            self._book.failed(contact, trio.current_time(), f"{answerer.peer_id.short} answers at {contact.address}")
 
     async def find(
         self, contact: Contact, target: NodeId, *, record: bool
@@ -136,11 +136,11 @@ class DhtCalls:
             raise RemoteProtocolError(f"expected {contact}, but {peer_id.short} answered there")
 
     def _note_answer(self, contact: Contact) -> None:
-        self._on_met(contact, self._book.answered(contact, self._clock.now()))
+        self._on_met(contact, self._book.answered(contact, trio.current_time()))
 
     def _note_failure(self, contact: Contact, error: Exception) -> None:
         if not isinstance(error, PeerBusy):  # a busy peer is alive: ask it again another time
-            self._book.failed(contact, self._clock.now())
+            self._book.failed(contact, trio.current_time(), str(error))
 
 
 async def first_answers(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from net.dht.lookup import LookupConfig
+from net.peer_health import Pause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +24,9 @@ class DhtConfig:
     """Longest lookup, seconds; what was found by then is the result."""
     bootstrap_grace_s: float = 0.5
     """How long to wait for the other initial peers after the first has answered, seconds."""
-    blacklist_base_s: float = 5.0
-    """First pause after a peer did not answer, seconds; it doubles with each further failure."""
-    blacklist_cap_s: float = 120.0
-    """Longest pause, seconds. It also bounds how long two halves of a healed swarm can ignore each other."""
+    pause: Pause = Pause(first_s=5.0, longest_s=120.0)  # noqa: RUF009 (frozen)
+    """How long a peer that does not answer is left alone. The longest also bounds how long two halves of a healed swarm
+    can ignore each other."""
     max_lifetime_s: float = 86_400.0
     """Latest expiration of a record: now plus this, seconds. Later ones are brought down to it."""
     max_keys: int = 65_536

@@ -165,7 +165,7 @@ class Maintenance:
         period_s = self._config.refresh_period_s
         while True:
             await trio.sleep(jitter(period_s, self._refresh_rng))
-            stale = self._book.table.stale_targets(older_than=self._clock.now() - period_s, rng=self._refresh_rng)
+            stale = self._book.table.stale_targets(older_than=trio.current_time() - period_s, rng=self._refresh_rng)
             for target in stale[:MAX_STALE_BUCKETS]:
                 await self._lookup(target)
 

@@ -36,6 +36,7 @@ from net.dht.storage import RecordStorage
 from net.errors import DialFailed
 from net.identity import Address, Contact, PeerId
 from net.nursery import background_nursery
+from net.peer_health import PeerHealth
 from net.rpc.base import Caller
 
 Found = Record
@@ -106,10 +107,12 @@ class DhtNode:
         self.address = caller.address
         self.clock = clock
         self.config = config
+        self.health: PeerHealth = getattr(caller, "health", None) or PeerHealth()
+        """Who of this process's peers does not answer, as its calls found."""
         self._own_contact = None if is_client or self.address is None else Contact(self.peer_id, self.address)
         self._storage = RecordStorage(max_keys=config.max_keys, max_bytes=config.max_storage_bytes)
         self._cache = RecordStorage(max_keys=config.max_cached_keys, max_bytes=config.max_storage_bytes)
-        self._book = PeerBook(node_id(self.peer_id), config=config, now=clock.now())
+        self._book = PeerBook(node_id(self.peer_id), config=config, health=caller.health, now=trio.current_time())
         self._jobs = JobQueue()
         self._calls = DhtCalls(
             caller,
@@ -247,7 +250,7 @@ class DhtNode:
             records=len(self._storage),
             record_bytes=self._storage.bytes_held,
             cached_records=len(self._cache),
-            blacklisted=self._book.blacklist.blocked(self.clock.now()),
+            blacklisted=self._book.left_alone(trio.current_time()),
             lost_peers=self._book.lost_count,
             lookups=self._lookups,
             queries=self._queries,
@@ -266,7 +269,7 @@ class DhtNode:
         await self._maintenance.run()
 
     def close(self) -> None:
-        """Refuse calls from now on."""
+        """Serve no more calls."""
         self._service.close()
 
     async def _store(self, target: NodeId, updates: Sequence[SubkeyEntry]) -> list[bool]:
@@ -295,9 +298,11 @@ class DhtNode:
 
     async def _walk(self, target: NodeId, *, record: bool, first_value: bool = False) -> Lookup:
         table, local_id = self._book.table, self._book.table.local_id
-        seeds = self._book.usable(table.nearest(target, self.config.lookup.beam_size), self.clock.now())
+        # The lookup's and the book's time is trio's, not the swarm's: deadlines are then compared without rounding.
+        now = trio.current_time()
+        seeds = self._book.usable(table.nearest(target, self.config.lookup.beam_size), now)
         lookup = Lookup(target, seeds, local_id=local_id, config=self.config.lookup, first_value=first_value)
-        table.looked_up(target, self.clock.now())
+        table.looked_up(target, now)
         with trio.move_on_after(self.config.lookup_timeout_s):
             await self._carry_out(lookup, record=record)
         for contact in lookup.unresponsive():
@@ -315,12 +320,11 @@ class DhtNode:
             except PEER_ERRORS:
                 lookup.on_failure(contact.peer_id)
             else:
-                usable = self._book.usable(contacts, self.clock.now())
+                usable = self._book.usable(contacts, trio.current_time())
                 lookup.on_success(contact.peer_id, usable, found)
             changed.set()
 
         async with trio.open_nursery() as nursery:
-            # The lookup's time is trio's, not the swarm's: its deadlines are then compared without rounding.
             while not isinstance(step := lookup.next(trio.current_time()), Finished):
                 if isinstance(step, Ask):
                     nursery.start_soon(ask, step.contact)
@@ -344,16 +348,17 @@ async def open_dht_node(
     """Join the DHT, and stay in it until the block ends.
 
     All initial peers are tried at once; without any, the node is the first of a new swarm. On exit the background
-    stops and calls are refused; what the node held for others is not handed on (owners declare again, replicas
-    remain).
+    stops and the methods are unknown again; what the node held for others is not handed on (owners declare again,
+    replicas remain).
 
     Args:
-      caller: places and serves the calls. Register a DHT node on it once: handlers cannot be taken back.
+      caller: places and serves the calls; one DHT node at a time serves on it.
       initial_peers: through whom to join; a contact must be who it says, an address may be anybody.
       client_mode: only ask, never serve; implied when `caller` listens nowhere.
 
     Raises:
       DialFailed: naming the initial peers, when there are any and none answered.
+      ValueError: another DHT node serves on `caller`.
     """
     is_client = client_mode or caller.address is None
     node = DhtNode(caller, clock=clock, rng=rng, initial_peers=initial_peers, is_client=is_client, config=config)

@@ -1,4 +1,4 @@
-"""Who answers and who does not: the routing table, the blacklist, and the peers that got lost.
+"""Who answers and who does not: the routing table, who is left alone, and the peers that got lost.
 
 Three rules. A peer enters the table when it has *answered* (a claim in a request is checked by a ping first, unless
 its bucket is full). A peer that does not answer leaves the table, is left alone for a while, and is remembered among
@@ -9,10 +9,14 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from net.dht.blacklist import Blacklist
 from net.dht.config import DhtConfig
 from net.dht.routing_table import NodeId, RoutingTable, node_id, xor_distance
 from net.identity import Contact, PeerId
+from net.peer_health import PeerHealth
+
+ANSWERS = "dht.answers"
+"""What the health of `(peer_id, ANSWERS)` tells: whether a peer answers as one of the DHT does. It is stricter than
+`(peer_id, "dht")`, which RPC feeds: to RPC any answer is a success, nonsense and refusals included."""
 
 MAX_LOST = 256
 """Most lost peers remembered; the longest lost is forgotten first. Enough to find one survivor of the other half."""
@@ -29,11 +33,12 @@ class Met:
 
 
 class PeerBook:
-    """What one node knows of its peers."""
+    """What one node knows of its peers. Every `now` is a time of one clock, that of `health`."""
 
-    def __init__(self, local_id: NodeId, *, config: DhtConfig, now: float) -> None:
+    def __init__(self, local_id: NodeId, *, config: DhtConfig, health: PeerHealth, now: float) -> None:
         self.table = RoutingTable(local_id, bucket_size=config.bucket_size, depth_modulo=config.depth_modulo, now=now)
-        self.blacklist = Blacklist(base_s=config.blacklist_base_s, cap_s=config.blacklist_cap_s)
+        self._health = health
+        self._pause = config.pause
         self._check_after_s = config.check_after_s
         self._lost: dict[PeerId, Contact] = {}  # from longest to most recently lost
 
@@ -44,7 +49,7 @@ class PeerBook:
 
     def answered(self, contact: Contact, now: float) -> Met:
         """The peer answered a call at this address."""
-        self.blacklist.succeeded(contact.peer_id)
+        self._health.succeeded((contact.peer_id, ANSWERS))
         self._lost.pop(contact.peer_id, None)
         was_known = contact.peer_id in self.table
         oldest = self.table.add(contact, now)
@@ -52,9 +57,11 @@ class PeerBook:
         suspect = oldest.contact if oldest is not None and oldest.last_seen <= now - self._check_after_s else None
         return Met(is_new=is_new, suspect=suspect)
 
-    def failed(self, contact: Contact, now: float) -> None:
+    def failed(self, contact: Contact, now: float, reason: str) -> None:
         """The peer did not answer, or answered what no peer of the DHT answers."""
-        self.blacklist.failed(contact.peer_id, now)
+        target = (contact.peer_id, ANSWERS)
+        if not self._health.blocks(target, now, self._pause):  # calls that were under way together fail together
+            self._health.failed(target, now, reason)
         if self.table.remove(contact.peer_id):
             self._lost[contact.peer_id] = contact
             if len(self._lost) > MAX_LOST:
@@ -77,7 +84,19 @@ class PeerBook:
 
     def usable(self, contacts: Iterable[Contact], now: float) -> tuple[Contact, ...]:
         """The contacts that are not being left alone."""
-        return tuple(contact for contact in contacts if not self.blacklist.blocks(contact.peer_id, now))
+        return tuple(
+            contact for contact in contacts if not self._health.blocks((contact.peer_id, ANSWERS), now, self._pause)
+        )
+
+    def left_alone(self, now: float) -> tuple[PeerId, ...]:
+        """Every peer that is left alone, sorted."""
+        return tuple(
+            sorted(
+                target[0]
+                for target in self._health.blocked(now, self._pause)
+                if isinstance(target, tuple) and target[1:] == (ANSWERS,)
+            )
+        )
 
     def owes(self, newcomer: Contact, key: NodeId, *, replicas: int) -> bool:
         """Whether a record under `key` is to be handed over to a peer that has just been met.

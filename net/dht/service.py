@@ -1,6 +1,9 @@
 """Incoming calls of a DHT node. Requests come from anybody: whatever is wrong with them is refused, with a reason."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
+
+import trio
 
 from net.clock import SwarmClock
 from net.dht import messages
@@ -11,7 +14,7 @@ from net.dht.records import Entry, Record, SubkeyEntry, page
 from net.dht.storage import RecordStorage
 from net.errors import CallRefused, RemoteProtocolError
 from net.identity import Contact, PeerId
-from net.rpc.base import Caller, Handler, Reply, Request
+from net.rpc.base import Caller, Handler, Reply, Request, handlers
 
 
 class DhtService:
@@ -37,25 +40,24 @@ class DhtService:
         self._clock = clock
         self._config = config
         self._on_check = on_check
-        self._closed = False
+        self._served = ExitStack()
 
     def register(self, caller: Caller) -> None:
-        """Serve on `caller` from now on."""
-        for method, handler in (
-            (messages.PING, self._ping),
-            (messages.FIND, self._find),
-            (messages.STORE, self._store),
-        ):
-            caller.add_handler(method, self._guarded(handler))
+        """Serve on `caller` until `close`.
+
+        Raises:
+          ValueError: another DHT node serves on it.
+        """
+        served = {messages.PING: self._ping, messages.FIND: self._find, messages.STORE: self._store}
+        guarded = {method: self._guarded(handler) for method, handler in served.items()}
+        self._served.enter_context(handlers(caller, guarded))
 
     def close(self) -> None:
-        """Refuse everything from now on: handlers cannot be taken back, but a closed node must not look alive."""
-        self._closed = True
+        """Serve no more: a closed node must not look alive."""
+        self._served.close()
 
     def _guarded(self, handler: Callable[[Request], Reply]) -> Handler:
         async def handle(request: Request) -> Reply:
-            if self._closed:
-                raise CallRefused("this DHT node has closed")
             try:
                 reply = handler(request)
                 self._note_caller(request)
@@ -94,7 +96,7 @@ class DhtService:
         if messages.parse_client_untrusted(request.body) or request.peer_address is None:
             return
         contact = Contact(request.peer_id, request.peer_address)
-        if (suspect := self._book.heard_from(contact, self._clock.now())) is not None:
+        if (suspect := self._book.heard_from(contact, trio.current_time())) is not None:
             self._on_check(suspect)
 
 

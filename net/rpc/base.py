@@ -6,11 +6,13 @@ the caller with its message; anything else that it raises is logged on its side 
 `RemoteFailure` that says no more than that.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from net.identity import Address, Contact, PeerId
+from net.peer_health import PeerHealth
 from net.wire.tensors import Outgoing, Tensor
 
 Body = Mapping[str, Any]
@@ -66,6 +68,11 @@ class Caller(Protocol):
         """Where this process listens; None in client mode."""
         ...
 
+    @property
+    def health(self) -> PeerHealth:
+        """Who does not answer, by trio's clock: what was dialled, and each peer's services, as `(peer_id, "dht")`."""
+        ...
+
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Serve `method` with `handler`.
 
@@ -101,3 +108,23 @@ class Caller(Protocol):
           LocalProtocolError: the call itself cannot be sent (too large, or not CBOR).
         """
         ...
+
+
+@contextmanager
+def handlers(caller: Caller, served: Mapping[str, Handler], *, max_concurrent: int = 64) -> Iterator[None]:
+    """Serve the methods as long as the block lasts; afterwards their names are free again.
+
+    Calls that run at its end go on. If one of the methods cannot be served, none is.
+
+    Args:
+      served: handlers by the name of their method.
+      max_concurrent: how many calls run at once, of each method.
+
+    Raises:
+      ValueError: one of the methods has a handler already, or `max_concurrent` is below 1.
+    """
+    with ExitStack() as stack:
+        for method, handler in served.items():
+            caller.add_handler(method, handler, max_concurrent=max_concurrent)
+            stack.callback(caller.remove_handler, method)
+        yield

@@ -8,26 +8,28 @@ from contextlib import asynccontextmanager
 import trio
 
 from net.errors import (
+    CallFailed,
     ConnectionLost,
     DialFailed,
     HandshakeFailed,
-    LocalProtocolError,
+    NetError,
     PeerTimeout,
-    RemoteFailure,
+    PeerUnavailable,
+    RemoteProtocolError,
 )
 from net.identity import Address, Contact, PeerId, address_of
 from net.nursery import background_nursery
-from net.rpc.backoff import Backoff
-from net.rpc.base import Body, Handler, Reply, Request
+from net.peer_health import Pause, PeerHealth
+from net.rpc.base import Body, Handler, Reply
 from net.rpc.connection import HELLO_TIMEOUT_S, Connection
 from net.rpc.connections import ConnectionTable
 from net.rpc.faults import FaultInjector
+from net.rpc.own_calls import OwnCalls
 from net.rpc.service import Service
 from net.rpc.session import hello_of
 from net.transport.base import Link, Listener, Transport
-from net.wire.codec import decode_untrusted, encode
 from net.wire.messages import INSTANCE_BYTES, MAX_HOST_CHARACTERS, MAX_TIMEOUT_S, is_host
-from net.wire.tensors import Outgoing, as_received
+from net.wire.tensors import Outgoing
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +43,10 @@ IDLE_S = 120.0
 
 _PATIENCE_S = 3.0
 """A dial that its callers gave up sooner says nothing about the address."""
+
+DIAL_PAUSE = Pause(first_s=0.2, longest_s=30.0, forgiven=1)
+"""After failed dials. The first costs nothing: a process that was just restarted, or one that gave a connection up the
+moment we used it, answers the next call."""
 
 CHECK_PERIOD_S = 5.0
 """How often all connections are looked at: one timer for each peer, not for each connection."""
@@ -148,7 +154,6 @@ class RpcPeer:
         self._peer_id = peer_id
         self._address = address
         self._contact = None if address is None else Contact(peer_id, address)
-        self._own_calls: dict[trio.CancelScope, None] = {}
         self._faults = None if faults is None else faults.of(peer_id)
         self._idle_s = idle_s
         self._max_outgoing = max_outgoing_connections
@@ -158,7 +163,8 @@ class RpcPeer:
         port = None if address is None else address.port
         self._hello = hello_of(peer_id, instance=instance, port=port, host=announced_host)
         self._service = Service()
-        self._backoff = Backoff()
+        self._own_calls = OwnCalls(self._service, peer_id, address)
+        self._health = PeerHealth()
         self._dials: dict[Contact | Address, _Dial] = {}
         self._connections = ConnectionTable(peer_id)
         self._news = trio.Event()
@@ -174,8 +180,13 @@ class RpcPeer:
         """Where this process is reached; None in client mode."""
         return self._address
 
+    @property
+    def health(self) -> PeerHealth:
+        """Who does not answer. Every dial and every call's end goes into it, see `Caller.health`."""
+        return self._health
+
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
-        """See `Caller.add_handler`. The tensors of its replies must not be written to afterwards.
+        """Serve `method`, see `Caller.add_handler`. The tensors of its replies must not be written to afterwards.
 
         Raises:
           ValueError: the method has a handler already, or an argument is out of range.
@@ -183,7 +194,7 @@ class RpcPeer:
         self._service.add(method, handler, max_concurrent=max_concurrent)
 
     def remove_handler(self, method: str) -> None:
-        """See `Caller.remove_handler`.
+        """Serve `method` no more, see `Caller.remove_handler`.
 
         Raises:
           ValueError: the method has no handler.
@@ -199,8 +210,10 @@ class RpcPeer:
         *,
         timeout_s: float,
     ) -> Reply:
-        """See `Caller.call`. The tensors are sent from where they lie: until this returns, and a moment longer if it
-        is cancelled, nobody may write to them.
+        """Call `method` at `target`, see `Caller.call`.
+
+        The tensors are sent from where they lie: until this returns, and a moment longer if it is cancelled, nobody
+        may write to them.
 
         `timeout_s` covers dialling too; if it runs out there, the error is `DialFailed`, for the peer cannot have
         carried out the call.
@@ -213,57 +226,66 @@ class RpcPeer:
         if timeout_s <= 0:  # what is left of somebody's time may be nothing: then nothing is sent
             await trio.lowlevel.checkpoint()
             raise PeerTimeout(f"no time left to call {method!r} at {target}")
-        connection: Connection | None = None
-        is_own = target in (self._address, self._contact)
-        with trio.move_on_after(timeout_s) as scope:
-            if is_own:
-                return await self._call_own(method, body, tensors)
-            connection = await self._connection_to(target)
-            return await connection.call(method, body, tensors, deadline=scope.deadline)
-        if connection is None and not is_own:
-            raise DialFailed(f"cannot connect to {target} within {timeout_s:g} s")
-        raise PeerTimeout(f"{target} did not answer {method!r} within {timeout_s:g} s")
-
-    async def _call_own(self, method: str, body: Body, tensors: Sequence[Outgoing]) -> Reply:
-        """A trainer and the experts that it calls may live in one process."""
         if self._is_closed:
             raise ConnectionLost("this peer was closed")
-        request = Request(
-            method=method,
-            body=_copied(body),
-            tensors=tuple(map(as_received, tensors)),
-            peer_id=self._peer_id,
-            peer_address=self._address,
-        )
-        with trio.CancelScope() as scope:
-            self._own_calls[scope] = None
-            try:
-                reply = await self._service.run_own(request)
-            finally:
-                del self._own_calls[scope]
-            try:
-                return Reply(body=_copied(reply.body), tensors=tuple(map(as_received, reply.tensors)))
-            except LocalProtocolError as exc:
-                _log.error("the answer of %r to this peer itself could not travel: %s", method, exc)
-                raise RemoteFailure(f"the handler of {method!r} failed; the log says why") from exc
-        raise ConnectionLost("this peer was closed")
+        is_own = target in (self._address, self._contact)
+        peer_id = self._peer_id if is_own else target.peer_id if isinstance(target, Contact) else None
+        way = None if is_own else self._way_to(target)  # whoever is not even tried has not failed again
+        started = trio.current_time()
+        try:
+            with trio.move_on_after(timeout_s) as scope:
+                if way is None:
+                    reply = await self._own_calls.call(method, body, tensors)
+                else:
+                    connection = way if isinstance(way, Connection) else await self._dialled(target, way)
+                    way, peer_id = connection, connection.remote.peer_id if connection.remote else None
+                    reply = await connection.call(method, body, tensors, deadline=scope.deadline)
+            if scope.cancelled_caught and isinstance(way, _Dial):
+                raise DialFailed(f"cannot connect to {target} within {timeout_s:g} s")
+            if scope.cancelled_caught:
+                raise PeerTimeout(f"{target} did not answer {method!r} within {timeout_s:g} s")
+        except (PeerUnavailable, RemoteProtocolError, CallFailed) as error:
+            self._note_end(peer_id, method, started, error)
+            raise
+        self._note_end(peer_id, method, started, None)
+        return reply
+
+    def _note_end(self, peer_id: PeerId | None, method: str, started: float, error: NetError | None) -> None:
+        """Tell the peer's health how a call of it ended."""
+        service = (peer_id, method.partition(".")[0])
+        if error is None or isinstance(error, CallFailed):
+            self._health.succeeded(service)
+        elif peer_id is not None and not self._is_closed:
+            now = trio.current_time()
+            # Calls that were under way when the last one failed are one failure with it.
+            self._health.failed(service, now, str(error), together_s=now - started)
 
     def _close(self) -> None:
         """Place no more calls; end those of this peer to itself, which no connection ends."""
         self._is_closed = True
-        for scope in self._own_calls:
-            scope.cancel()
+        self._own_calls.close()
 
-    async def _connection_to(self, target: Contact | Address) -> Connection:
-        """The open connection, or a new one; callers that come meanwhile wait for the same dial."""
-        if self._is_closed:
-            raise ConnectionLost("this peer was closed")
+    def _way_to(self, target: Contact | Address) -> "Connection | _Dial":
+        """The open connection, or the dial that all who call the target meanwhile wait for; await it at once.
+
+        Raises:
+          DialFailed: this peer may not dial it now.
+        """
         connection = (
             self._connections.find(target.peer_id) if isinstance(target, Contact) else self._connections.find_at(target)
         )
         if connection is not None:
             return connection
-        connection = await self._dialled(target)
+        dial = self._dials.get(target)
+        if dial is None:
+            self._check_may_dial(target)
+            dial = self._dials[target] = _Dial()
+            self._nursery.start_soon(self._dial, target, dial)
+        return dial
+
+    async def _dialled(self, target: Contact | Address, dial: _Dial) -> Connection:
+        """The connection that comes of the dial, or that the other end prefers to it."""
+        connection = await self._outcome(target, dial)
         if not connection.has_parted:
             return connection
         # Both ends had dialled, and it gave way to the other connection in the moment between.
@@ -271,7 +293,7 @@ class RpcPeer:
         other = await self._other_connection(connection.remote.peer_id)
         if other is None:
             why = f"{target} parted as soon as it had said hello"
-            self._backoff.failed(target, why, trio.current_time())
+            self._health.failed(target, trio.current_time(), why)
             raise DialFailed(why)
         return other
 
@@ -292,12 +314,7 @@ class RpcPeer:
         self._news.set()
         self._news = trio.Event()
 
-    async def _dialled(self, target: Contact | Address) -> Connection:
-        dial = self._dials.get(target)
-        if dial is None:
-            self._check_may_dial(target)
-            dial = self._dials[target] = _Dial()
-            self._nursery.start_soon(self._dial, target, dial)
+    async def _outcome(self, target: Contact | Address, dial: _Dial) -> Connection:
         dial.num_waiting += 1
         try:
             await dial.done.wait()
@@ -316,9 +333,9 @@ class RpcPeer:
         if isinstance(target, Contact) and target.peer_id == self._peer_id:
             raise DialFailed(f"{target} is this peer itself")
         now = trio.current_time()
-        why_not = self._backoff.why_not(address_of(target), now) or self._backoff.why_not(target, now)
-        if why_not is not None:
-            raise DialFailed(why_not)
+        for dialled in (address_of(target), target):
+            if (why_not := self._health.why_not(dialled, now, DIAL_PAUSE)) is not None:
+                raise DialFailed(why_not)
         num_dials = sum(not dial.is_connected for dial in self._dials.values())
         is_full = self._connections.num_open(outgoing=True) + num_dials >= self._max_outgoing
         if is_full and not self._connections.close_longest_idle(outgoing=True):
@@ -349,7 +366,7 @@ class RpcPeer:
                     # Somebody else answers there: no reason to leave that one alone, only not to look for this one.
                     is_another = isinstance(dial.error.__cause__, HandshakeFailed)
                     failed = target if is_another else address_of(target)
-                    self._backoff.failed(failed, str(dial.error), trio.current_time())
+                    self._health.failed(failed, trio.current_time(), str(dial.error))
                 dial.done.set()
 
     async def _run_dialled(self, link: Link, target: Contact | Address, dial: _Dial, expected: PeerId | None) -> None:
@@ -397,8 +414,8 @@ class RpcPeer:
             port = link.remote_address.port if is_outgoing else remote.port
             if port is not None:
                 address = Address(link.remote_address.host, port)
-                self._backoff.succeeded(address)
-                self._backoff.succeeded(Contact(remote.peer_id, address))
+                self._health.succeeded(address)
+                self._health.succeeded(Contact(remote.peer_id, address))
             if dial is not None:
                 dial.connection = connection
                 for target in [target for target, known in self._dials.items() if known is dial]:
@@ -423,9 +440,3 @@ class RpcPeer:
             now = trio.current_time()
             for connection in self._connections:
                 connection.check(now, idle_s=self._idle_s)
-
-
-def _copied(body: Body) -> Body:
-    """A body as it comes out of a connection: nothing shared, and nothing in it that could not travel."""
-    copied: Body = decode_untrusted(encode(dict(body)))
-    return copied

@@ -1,15 +1,10 @@
 """The methods that a peer serves: handlers by name, and how many calls of each may run at once."""
 
-import logging
 from dataclasses import dataclass
 
-import trio
-
-from net.errors import CallFailed, CallRefused, PeerBusy, RemoteFailure
+from net.errors import CallRefused, PeerBusy
 from net.rpc.base import Handler, Reply, Request
 from net.wire.messages import MAX_METHOD_CHARACTERS
-
-_log = logging.getLogger(__name__)
 
 PING = "rpc.ping"
 """Served by every peer: answers `{}` to anything. It tells whether a peer lives, and how far it is."""
@@ -37,7 +32,7 @@ class Service:
         self._methods = {PING: Method(handler=_ping, max_concurrent=_MAX_CONCURRENT_PINGS)}
 
     def add(self, method: str, handler: Handler, *, max_concurrent: int) -> None:
-        """Serve `method` with `handler`; see `net.rpc.base.Caller.add_handler`.
+        """Serve `method` with `handler`, see `Caller.add_handler`.
 
         Raises:
           ValueError: the method has a handler already, or an argument is out of range.
@@ -51,7 +46,7 @@ class Service:
         self._methods[method] = Method(handler=handler, max_concurrent=max_concurrent)
 
     def remove(self, method: str) -> None:
-        """Serve `method` no more; see `net.rpc.base.Caller.remove_handler`.
+        """Serve `method` no more, see `Caller.remove_handler`.
 
         Raises:
           ValueError: it has no handler.
@@ -79,30 +74,6 @@ class Service:
         """Give back what `admit` took."""
         method.num_running -= 1
 
-    async def run_own(self, request: Request) -> Reply:
-        """Serve a call of this very peer, without a connection.
-
-        Raises:
-          CallFailed: as a caller elsewhere would get it.
-        """
-        method = self.admit(request.method)
-        try:
-            return await self.run(method, request)
-        except CallFailed:
-            raise
-        except Exception as exc:
-            raise _failed(request) from exc
-        except BaseExceptionGroup as group:
-            # The handler failed while it was being cancelled: its trouble is logged here, the rest goes on its way.
-            cancelled, failed = group.split(trio.Cancelled)
-            if failed is not None:
-                _failed(request)
-            if cancelled is not None:
-                raise cancelled from None
-            raise
-        finally:
-            self.release(method)
-
     async def run(self, method: Method, request: Request) -> Reply:
         """Run the handler; its exceptions come out as they are. `admit` must have taken a place for it.
 
@@ -113,9 +84,3 @@ class Service:
         if not isinstance(reply, Reply):
             raise TypeError(f"a handler must return a Reply, got {type(reply).__name__}")
         return reply
-
-
-def _failed(request: Request) -> RemoteFailure:
-    """In an except clause: log what a handler raised."""
-    _log.exception("serving %r to this peer itself failed", request.method)
-    return RemoteFailure(f"the handler of {request.method!r} failed; the log says why")

@@ -4,7 +4,7 @@ Nothing above this module knows which network it runs on. All methods that are a
 say otherwise, and raise only errors of `net.errors` (besides `trio.Cancelled`).
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from net.identity import Address, PeerId
 from net.wire.frames import Frame, Part
@@ -98,6 +98,7 @@ class Listener(Protocol):
         ...
 
 
+@runtime_checkable
 class Transport(Protocol):
     """One peer's access to a network: plain TCP, an encrypted one, a simulated one."""
 

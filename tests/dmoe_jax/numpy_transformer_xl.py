@@ -104,8 +104,8 @@ def dense_nll(params, config, text) -> np.ndarray:
                 entered,
                 past,
                 mem_len=config.mem_len,
-                clamp_len=config.clamp_len,
-                same_length=config.same_length,
+                clamp_len=config.layer.clamp_len,
+                same_length=config.layer.same_length,
             )
             past.extend(entered)
         targets = text[start + 1 : start + 1 + len(words)]

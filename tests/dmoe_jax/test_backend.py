@@ -7,9 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
-from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.node.backend import ExpertBackend, bucket_of, buckets_up_to
+from dmoe_jax.experts import expert_from_functions, expert_from_linen, feedforward
+from dmoe_jax.experts.base import init_by_uid
+from dmoe_jax.experts.dropout import row_keys_of_seed
+from dmoe_jax.node.backend import (
+    ExpertBackend,
+    UpdateRejected,
+    bucket_of,
+    buckets_up_to,
+    make_backends,
+)
 
 EXPERT = feedforward(d_model=6)
 OPTIMIZER = optax.adam(1e-2)
@@ -84,4 +93,165 @@ def test_experts_of_one_kind_share_their_programs(compilations: Any) -> None:
     compiled = compilations.count
     second.forward([rows(2, seed=8)])
     second.backward([rows(2, seed=8)], rows(2, seed=9))
+    assert compilations.count == compiled
+
+
+def test_make_backends_serves_patterns_from_one_seed() -> None:
+    """Each expert starts from what the seed and its uid decide, and has an optimiser state of its own."""
+    other = feedforward(d_model=6, expansion=2)
+    backends = make_backends({"ffn.[0:2].1": EXPERT, "wide.3": other}, OPTIMIZER, seed=5)
+    assert list(backends) == ["ffn.0.1", "ffn.1.1", "wide.3"]
+    expected = init_by_uid(jax.random.key(5), EXPERT, "ffn", (1, 1))
+    jax.tree.map(np.testing.assert_array_equal, backends["ffn.1.1"].params, expected)
+    assert backends["wide.3"].expert is other
+    backends["ffn.0.1"].backward([rows(1, seed=1)], rows(1, seed=2))
+    assert [backend.update_count for backend in backends.values()] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ([], "expected at least one expert, got none"),
+        (["ffn.[0:2].1", "ffn.1.[0:3]"], r"expert ffn.1.1 is named twice, by 'ffn.\[0:2\].1' and by 'ffn.1.\[0:3\]'"),
+        (["ffn"], "expected a grid pattern such as .*, got 'ffn'"),
+        (["ffn.[2:1]"], r"bad grid pattern 'ffn.\[2:1\]'"),
+    ],
+)
+def test_make_backends_names_a_bad_pattern(patterns: list[str], message: str) -> None:
+    """Nothing is made of a grid that is wrong."""
+    with pytest.raises(ValueError, match=message):
+        make_backends(dict.fromkeys(patterns, EXPERT), OPTIMIZER, seed=0)
+
+
+HUGE = np.full((2, 6), 1e38, np.float32)
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))])
+@pytest.mark.parametrize("inputs_too", [True, False])
+def test_no_finite_request_can_poison_an_expert(optimizer: optax.GradientTransformation, inputs_too: bool) -> None:
+    """After gradients (and inputs) of 1e38 the expert is finite, says why it did not learn, and goes on learning."""
+    backend, params = make(optimizer)
+    with pytest.raises(UpdateRejected) as rejected:
+        backend.backward([HUGE if inputs_too else rows(2, seed=1)], -HUGE)
+    assert rejected.value.reason == "update"
+    jax.tree.map(np.testing.assert_array_equal, backend.params, params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(backend.state))
+    assert backend.update_count == 0
+    untouched, _ = make(optimizer)
+    for expert in (backend, untouched):
+        expert.backward([rows(2, seed=3)], rows(2, seed=4))
+    jax.tree.map(np.testing.assert_array_equal, backend.state, untouched.state)
+    assert backend.update_count == 1
+
+
+def test_an_input_gradient_that_overflows_is_rejected_too() -> None:
+    """The optimiser is content with it (its step is bounded), but the trainer could do nothing with infinity."""
+    steep = expert_from_functions(
+        lambda key: {"w": jnp.full((6,), 1e30)}, lambda params, x: x * jax.lax.stop_gradient(params["w"]), rows(1, 0)
+    )
+    for optimizer in (OPTIMIZER, None):
+        backend = ExpertBackend(steep, optimizer, steep.init(jax.random.key(0)))
+        with pytest.raises(UpdateRejected) as rejected:
+            backend.backward([rows(2, seed=1)], HUGE)
+        assert rejected.value.reason == "input gradient"
+        assert backend.update_count == 0
+
+
+def test_gradients_come_back_in_the_type_of_each_input() -> None:
+    """float32 beside bfloat16, with an integer input between them that has none."""
+    init = lambda key: {"w": jnp.ones(3)}  # noqa: E731
+    examples = np.zeros((1, 3), np.float32), np.zeros(1, np.int32), jnp.zeros((1, 3), jnp.bfloat16)
+    expert = expert_from_functions(init, lambda params, x, n, y: params["w"] * x * y + n[:, None], *examples)
+    backend = ExpertBackend(expert, optax.sgd(0.1), expert.init(jax.random.key(0)))
+    x, n, y = np.full((3, 3), 2.0, np.float32), np.arange(3, dtype=np.int32), np.full((3, 3), 3, jnp.bfloat16)
+    output = backend.forward([x, n, y])
+    grads = backend.backward([x, n, y], np.ones(output.shape, output.dtype))
+    assert [grad.dtype for grad in grads] == [np.float32, jnp.bfloat16]
+    np.testing.assert_array_equal(grads[0], np.full((3, 3), 3.0))
+    np.testing.assert_array_equal(grads[1].astype(np.float32), np.full((3, 3), 2.0))
+
+
+CHAINS: dict[str, Any] = {
+    "adam": lambda: optax.adam(1e-2),
+    "schedule by updates": lambda: optax.sgd(optax.linear_schedule(0.0, 0.1, 4)),
+    "lion": lambda: optax.lion(1e-3),
+    "lamb": lambda: optax.lamb(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-2),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
+    "MultiSteps": lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+    "multi_transform": lambda: optax.multi_transform(
+        {"kernel": optax.adam(1e-2), "other": optax.set_to_zero()},
+        lambda params: jax.tree_util.tree_map_with_path(
+            lambda path, _: "kernel" if path[-1].key == "kernel" else "other", params
+        ),
+    ),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
+    "prodigy": lambda: optax.contrib.prodigy(1.0),
+    "lbfgs": lambda: optax.lbfgs(1e-2, linesearch=None),
+    "add_noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_any_optax_chain_trains_as_by_hand(name: str) -> None:
+    """Three updates are Optax's own, with donated states that may alias each other; one program does them all."""
+    expert = expert_from_linen(nn.Dense(3), rows(1, 0), check=False)
+    params, optimizer = expert.init(jax.random.key(0)), CHAINS[name]()
+    backend = ExpertBackend(expert, optimizer, params)
+
+    @jax.jit
+    def by_hand(params: Any, state: Any, x: Any, output_grads: Any) -> Any:
+        grads = jax.vjp(lambda p: expert.apply(p, x), params)[1](output_grads)[0]
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for step in range(3):
+        x, grads = rows(4, seed=step), rows(4, seed=10 + step)[:, :3]
+        backend.backward([x], grads)
+        params, state = by_hand(params, state, x, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), backend.params, params)
+    assert backend.update_count == 3
+    assert backend.programs.grad_and_update._cache_size() == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+        optax.polyak_sgd(),
+        optax.lbfgs(1e-2),
+    ],
+)
+def test_what_needs_the_loss_is_refused(optimizer: Any) -> None:
+    """At construction, before anybody calls: a node has no loss."""
+    with pytest.raises(ValueError, match=r"has gradients but no loss .*its update raised TypeError: .*'value'"):
+        make(optimizer)
+
+
+class Dropping(nn.Module):
+    """Ordinary dropout."""
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool) -> Any:
+        return nn.Dropout(0.5, deterministic=not train)(nn.Dense(32)(x))
+
+
+def test_backward_drops_what_forward_dropped(compilations: Any) -> None:
+    """In other batches, at other places and beside other padding; without keys nothing is dropped. All of it is warm
+    after the warm-up."""
+    expert = expert_from_linen(Dropping(), rows(1, 0))
+    backend = ExpertBackend(expert, optax.sgd(0.0), expert.init(jax.random.key(0)))
+    backend.warm_up(8)
+    compiled = compilations.count
+    x, keys = rows(5, seed=1), row_keys_of_seed(11, 5)
+    output = backend.forward([x], keys)
+    assert 0.2 < (output == 0).mean() < 0.8
+    assert (backend.forward([x]) != 0).all()
+    np.testing.assert_allclose(backend.forward([x[3:]], keys[3:]), output[3:], atol=1e-5)
+    (grads,) = backend.backward([x[2:]], np.ones((3, 32), np.float32), keys[2:])
+    kernel = np.asarray(backend.params["Dense_0"]["kernel"])
+    np.testing.assert_allclose(grads, 2 * (output[2:] != 0) @ kernel.T, atol=1e-4)
     assert compilations.count == compiled

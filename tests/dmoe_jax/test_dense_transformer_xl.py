@@ -1,7 +1,6 @@
 """The dense Transformer-XL against its equations; what may influence what; its dropout, sizes and lengths."""
 
 import functools
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +9,19 @@ import optax
 import pytest
 
 from dmoe_jax.data.batches import Batch, evaluation_segments
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import trunk
+from dmoe_jax.models.config import TransformerXLConfig
 from tests.dmoe_jax import numpy_transformer_xl as reference
 
-CONFIG = dense.DenseConfig(
-    vocab_size=20, d_model=8, num_layers=2, num_heads=2, d_ff=12, seq_len=4, mem_len=3, cutoffs=(6, 12)
+CONFIG = TransformerXLConfig(
+    vocab_size=20,
+    num_layers=2,
+    cutoffs=(6, 12),
+    layer=LayerConfig(d_model=8, num_heads=2, d_ff=12, seq_len=4, mem_len=3),
 )
-DROPPING = replace(
-    CONFIG,
+DROPPING = CONFIG.replace(
     dropout=0.2,
     attention_dropout=0.2,
     position_dropout=0.3,
@@ -76,7 +79,7 @@ def text_nll(config, text, batch_size=1):
 )
 def test_equals_the_papers_equations(clamp_len, same_length, cutoffs):
     """Three segments with memory give the losses of explicit loops over the whole text."""
-    config = replace(CONFIG, clamp_len=clamp_len, same_length=same_length, cutoffs=cutoffs)
+    config = CONFIG.replace(clamp_len=clamp_len, same_length=same_length, cutoffs=cutoffs)
     text = make_text(3 * CONFIG.seq_len + 1)
     params = make_params()
     head = params["head"]
@@ -93,7 +96,7 @@ def test_later_words_do_not_reach_earlier_losses(keys):
     """d loss[t] / d embedding[s] is exactly zero for s > t, and not zero for s <= t."""
     batch, params = make_batch(), make_params()
     # In training without the dropouts that may close a whole position for one loss.
-    config = CONFIG if keys is None else replace(CONFIG, attention_dropout=0.2, position_dropout=0.3)
+    config = CONFIG if keys is None else CONFIG.replace(attention_dropout=0.2, position_dropout=0.3)
 
     @jax.jit
     @jax.jacrev
@@ -126,7 +129,7 @@ def test_no_gradient_flows_into_memory():
 @pytest.mark.parametrize("same_length", [False, True])
 def test_a_word_reaches_exactly_as_far_as_memory(same_length):
     """Changing one word changes the losses from it on, up to where no path through layers and memories leads back."""
-    config = replace(CONFIG, same_length=same_length)
+    config = CONFIG.replace(same_length=same_length)
     segments, length = 4, 4 * CONFIG.seq_len
 
     def sees(p, j):
@@ -150,16 +153,16 @@ def test_a_word_reaches_exactly_as_far_as_memory(same_length):
 
 def test_with_same_length_segments_make_no_difference():
     """Cut into segments of 4, 8 or 16, every word of a text has the same loss."""
-    config = replace(CONFIG, same_length=True)
+    config = CONFIG.replace(same_length=True)
     text = make_text(33)
-    first, *others = (text_nll(replace(config, seq_len=seq_len), text) for seq_len in (4, 8, 16))
+    first, *others = (text_nll(config.replace(seq_len=seq_len), text) for seq_len in (4, 8, 16))
     for other in others:
         np.testing.assert_allclose(other, first, atol=1e-5)
 
 
 def test_the_batch_size_of_an_evaluation_concerns_only_the_start_of_rows():
     """Two rows instead of one: only the first layers * mem_len words of the second row have another past."""
-    config = replace(CONFIG, mem_len=4)
+    config = CONFIG.replace(mem_len=4)
     text = make_text(2 * 16 + 1)
     whole, rows = text_nll(config, text), text_nll(config, text, batch_size=2)
     start = 16 + config.num_layers * config.mem_len
@@ -212,7 +215,7 @@ def test_dropout_follows_the_keys():
 def test_position_dropout_has_one_mask_for_all():
     """The same features of the encodings are gone in all layers and rows: their kernel rows have no gradient."""
     batch, params = make_batch(), make_params()
-    config = replace(CONFIG, position_dropout=0.5)
+    config = CONFIG.replace(position_dropout=0.5)
 
     @jax.jit
     @jax.grad
@@ -233,7 +236,7 @@ def test_bfloat16_is_close_to_float32():
     """Losses differ by rounding only and are float32; so is the memory."""
     batch, memory = make_batch(), filled_memory()
     exact, _ = forward(make_params(), CONFIG, batch, memory)
-    rounded, remembered = forward(make_params(), replace(CONFIG, compute_dtype="bfloat16"), batch, memory)
+    rounded, remembered = forward(make_params(), CONFIG.replace(compute_dtype="bfloat16"), batch, memory)
     assert rounded.dtype == remembered[1].states.dtype == jnp.float32
     np.testing.assert_allclose(rounded, exact, atol=0.2)
     assert not np.array_equal(rounded, exact)
@@ -242,15 +245,11 @@ def test_bfloat16_is_close_to_float32():
 @pytest.mark.parametrize(("d_model", "d_ff", "per_layer"), [(400, 900, 1_522_900), (200, 450, 381_450)])
 def test_the_papers_sizes(d_model, d_ff, per_layer):
     """`base` and `small` of WikiText-2: 16 layers, 10 heads; parameters counted by hand."""
-    config = dense.DenseConfig(
+    config = TransformerXLConfig(
         vocab_size=33_278,
-        d_model=d_model,
         num_layers=16,
-        num_heads=10,
-        d_ff=d_ff,
-        seq_len=150,
-        mem_len=150,
         cutoffs=(20_000,),
+        layer=LayerConfig(d_model=d_model, num_heads=10, d_ff=d_ff, seq_len=150, mem_len=150),
     )
     # q, k, v, output and position; two matrices with biases; two norms
     assert per_layer == 5 * d_model**2 + 2 * d_model * d_ff + d_ff + d_model + 4 * d_model
@@ -263,7 +262,7 @@ def test_the_papers_sizes(d_model, d_ff, per_layer):
 
 def test_initialisation_follows_the_recipe():
     """Weights, u and v are N(0, 0.02); no two layers are alike; output biases may be those of a unigram model."""
-    config = replace(CONFIG, d_model=64, num_heads=4)
+    config = CONFIG.replace(d_model=64, num_heads=4)
     counts = np.arange(20, 0, -1)
     params = dense.init(jax.random.key(0), config, word_counts=counts)
     first, second = params["layers"]
@@ -276,7 +275,7 @@ def test_initialisation_follows_the_recipe():
 
 def test_training_reduces_the_loss():
     """A repeated sentence is learnt under dropout: from about log 20 = 3 nats to below 1 within 150 steps."""
-    config = replace(CONFIG, d_model=16, dropout=0.1, attention_dropout=0.1, input_dropout=0.1, output_dropout=0.1)
+    config = CONFIG.replace(d_model=16, dropout=0.1, attention_dropout=0.1, input_dropout=0.1, output_dropout=0.1)
     params = dense.init(jax.random.key(0), config)
     optimizer = optax.adam(1e-2)
     state = optimizer.init(params)
@@ -316,4 +315,4 @@ def test_training_reduces_the_loss():
 def test_configurations_that_cannot_work_are_refused(field, value, message):
     """Mistakes surface when the configuration is made, and name the field."""
     with pytest.raises(ValueError, match=message):
-        replace(CONFIG, **{field: value})
+        CONFIG.replace(**{field: value})

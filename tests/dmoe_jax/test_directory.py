@@ -12,11 +12,9 @@ from trio.testing import MockClock
 from dmoe_jax.directory import (
     DirectoryConfig,
     declare_experts,
-    declare_node,
-    list_nodes,
+    host_target,
     open_expert_directory,
     withdraw_experts,
-    withdraw_node,
 )
 from dmoe_jax.grid import ExpertUid, all_uids, parse_uid
 from net.dht.node import DhtNode
@@ -197,15 +195,43 @@ async def test_a_failing_host_is_avoided_for_a_while(autojump_clock: MockClock) 
         await declare_experts(nodes[0], wanted[1:], HOSTS[1], expiration=now() + 6000)
         async with open_expert_directory(nodes[1]) as directory:
             for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
-                directory.report_failure(HOSTS[0])
+                directory.health.failed(host_target(HOSTS[0]), now(), "no answer")
                 started = now()
                 assert list((await directory.find_experts(wanted)).values()) == [None, HOSTS[1]]
                 assert directory.avoided() == (HOSTS[0].peer_id,)
                 await trio.sleep_until(started + pause_s)
                 assert list((await directory.find_experts(wanted)).values()) == [HOSTS[0], HOSTS[1]]
-            directory.report_success(HOSTS[0])
-            directory.report_failure(HOSTS[0])
+            directory.health.succeeded(host_target(HOSTS[0]))
+            directory.health.failed(host_target(HOSTS[0]), now(), "no answer")
             await trio.sleep(1.0)
+            assert directory.avoided() == ()
+
+
+async def test_a_failing_expert_is_avoided_and_not_its_host(autojump_clock: MockClock) -> None:
+    """For 1 s, then 2 s; failures during a pause are those of calls that were under way, and make it no longer."""
+    async with open_swarm(DirectNetwork(), 3) as nodes:
+        bad, good = uids("ffn.0.0", "ffn.0.1")
+        await declare_experts(nodes[0], [bad, good], HOSTS[0], expiration=now() + 6000)
+        async with open_expert_directory(nodes[1]) as directory:
+            for pause_s in (1.0, 2.0, 4.0):
+                for _ in range(3):
+                    directory.avoid(str(bad), "not finite")
+                started = now()
+                assert await directory.find_experts([bad, good]) == {bad: None, good: HOSTS[0]}
+                assert directory.avoided() == (str(bad),)
+                await trio.sleep_until(started + pause_s)
+                assert (await directory.find_experts([bad]))[bad] == HOSTS[0]
+
+
+async def test_with_no_backoff_nobody_is_avoided(autojump_clock: MockClock) -> None:
+    """As in experiments whose failures are drawn for each call anew."""
+    async with open_swarm(DirectNetwork(), 3) as nodes:
+        wanted = uids("ffn.0.0", "ffn.0.1")
+        await declare_experts(nodes[0], wanted, HOSTS[0], expiration=now() + 60)
+        async with open_expert_directory(nodes[1], config=DirectoryConfig(backoff_base_s=0.0)) as directory:
+            directory.health.failed(host_target(HOSTS[0]), now(), "no answer")
+            directory.avoid("ffn.0.0", "not finite")
+            assert list((await directory.find_experts(wanted)).values()) == [HOSTS[0]] * 2
             assert directory.avoided() == ()
 
 
@@ -300,10 +326,10 @@ async def test_beam_search_goes_around_the_dead(autojump_clock: MockClock) -> No
         await withdraw_experts(nodes[3], list(all_uids("ffn", (4, 4)))[12:], HOSTS[3])
         scores = [np.array([[0.0, 1.0, 2.0, 3.0]]), np.array([[0.0, 0.1, 0.2, 0.3]])]
         async with open_expert_directory(nodes[7]) as directory:
-            directory.report_failure(HOSTS[2])
+            directory.health.failed(host_target(HOSTS[2]), now(), "no answer")
             (chosen,) = await directory.beam_search("ffn", scores, 2)
             assert [str(expert.uid) for expert in chosen] == ["ffn.1.3", "ffn.1.2"]
-            directory.report_success(HOSTS[2])
+            directory.health.succeeded(host_target(HOSTS[2]))
             (chosen,) = await directory.beam_search("ffn", scores, 20)
             assert [str(expert.uid) for expert in chosen[:2]] == ["ffn.2.3", "ffn.2.2"]
             assert len(chosen) == 12
@@ -336,25 +362,6 @@ async def test_beam_search_of_nothing(autojump_clock: MockClock) -> None:
             await directory.beam_search("ffn.", [np.zeros((1, 1))], 1)
         with pytest.raises(ValueError, match="finite"):
             await directory.beam_search("ffn", [np.array([[np.nan]])], 1)
-
-
-async def test_nodes_announce_and_withdraw_themselves(autojump_clock: MockClock) -> None:
-    """Nodes are listed, by swarm, with their information, until they withdraw or fall silent."""
-    async with open_swarm(DirectNetwork(), 4) as nodes:
-        end = now() + 60
-        for number, host in enumerate(HOSTS[:3]):
-            assert await declare_node(nodes[number], "demo", host, {"experts": number}, expiration=end + number)
-        await declare_node(nodes[0], "other", HOSTS[3], {}, expiration=end)
-        await nodes[1].store("nodes:demo", ["junk"], subkey="junk", expiration=end)
-        stolen = [[HOSTS[0].peer_id.raw, "10.6.6.6", 6], {}]
-        await nodes[1].store("nodes:demo", stolen, subkey="somebody else", expiration=end)
-        listed = await list_nodes(nodes[3], "demo")
-        assert {n.contact: n.info for n in listed} == {HOSTS[i]: {"experts": i} for i in range(3)}
-        assert [n.contact.peer_id for n in listed] == sorted(host.peer_id for host in HOSTS[:3])
-        await withdraw_node(nodes[1], "demo", HOSTS[1])
-        assert {n.contact for n in await list_nodes(nodes[3], "demo")} == {HOSTS[0], HOSTS[2]}
-        await trio.sleep_until(end + 1)
-        assert {n.contact for n in await list_nodes(nodes[3], "demo")} == {HOSTS[2]}
 
 
 async def test_errors_of_the_block_come_out_as_they_are(autojump_clock: MockClock) -> None:

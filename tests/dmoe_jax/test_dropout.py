@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dmoe_jax.experts.dropout import check_rates, dropout, locked_dropout, row_keys
+from dmoe_jax.checks import check_rates
+from dmoe_jax.experts.dropout import dropout, locked_dropout, row_keys
 
 BOTH = pytest.mark.parametrize("drop", [dropout, locked_dropout])
 RATE = 0.3

@@ -17,6 +17,7 @@ from dmoe_jax.device import CostModel, InlineDevice
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
 from dmoe_jax.grid import parse_uid
+from dmoe_jax.members import list_members
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
 from net.clock import SwarmClock
@@ -254,7 +255,7 @@ async def test_a_crash_in_a_batch_is_that_batch_s_alone(
     """An error of the device reaches its callers as RemoteFailure; other experts go on."""
     async with open_rig() as rig:
 
-        def broken(inputs: Any) -> Any:
+        def broken(inputs: Any, keys: Any) -> Any:
             raise MemoryError("out of device memory")
 
         monkeypatch.setattr(rig.backends["ffn.0.1"], "forward", broken)
@@ -300,8 +301,8 @@ async def test_experts_are_announced_renewed_and_withdrawn(autojump_clock: trio.
                 async with directory.open_expert_directory(observer) as reader:
                     found = await reader.find_experts(uids)
                 assert [uid for uid, contact in found.items() if contact is not None] == uids[:2]
-                assert [node.contact.address for node in await directory.list_nodes(observer, "dmoe")] == [HOST]
+                assert [member.contact.address for member in await list_members(observer, "dmoe")] == [HOST]
                 await trio.sleep(100.0)
         async with directory.open_expert_directory(observer) as reader:
             assert set((await reader.find_experts(uids)).values()) == {None}
-        assert await directory.list_nodes(observer, "dmoe") == ()
+        assert await list_members(observer, "dmoe") == ()

@@ -1,6 +1,5 @@
 """The Transformer-XL over a swarm: equal to one jit, compiled once, many trainers at once, faults survived."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -13,34 +12,32 @@ import trio
 
 from dmoe_jax.data.batches import Batch, SegmentStream, evaluation_segments
 from dmoe_jax.device import InlineDevice
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.mixture.fan_out import CallPolicy
 from dmoe_jax.mixture.local import init_opt_states, update_experts
 from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.models.trunk import empty_memory
 from dmoe_jax.routing.combinators import add_noise
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.routing.registry import ROUTERS
-from dmoe_jax.trainer import StepRecord, SwarmModel, Trainer
+from dmoe_jax.trainer import StepRecord, Trainer, loss_and_grads
 from dmoe_jax.trunk import SharedTrunk
 from net.errors import NetError
 from tests.dmoe_jax.small_swarm import SmallSwarm, close, direct_callers, open_small_swarm, tcp_callers
 from tests.net.direct_network import DirectNetwork
 
 GRID = (2, 2)
-CONFIG = txl.TransformerXLConfig(
+CONFIG = TransformerXLConfig(
     vocab_size=40,
-    d_model=16,
     num_layers=2,
-    num_heads=2,
-    d_ff=24,
-    seq_len=6,
-    mem_len=6,
     grid_size=GRID,
     k_best=2,
     cutoffs=(20,),
+    layer=LayerConfig(d_model=16, num_heads=2, d_ff=24, seq_len=6, mem_len=6),
 )
 ROUTER = product_key(GRID, init_scale=1.0)
-DROPPING = dataclasses.replace(
-    CONFIG,
+DROPPING = CONFIG.replace(
     dropout=0.2,
     attention_dropout=0.1,
     position_dropout=0.3,
@@ -54,12 +51,12 @@ LAYERS = ["layer0", "layer1"]
 TEXT = np.random.default_rng(0).integers(0, 40, 400)
 
 
-def make_model(swarm: SmallSwarm, policy: CallPolicy | None = None, on_shortfall: str = "skip") -> SwarmModel:
+def make_model(swarm: SmallSwarm, policy: CallPolicy | None = None, on_shortfall: str = "skip") -> txl.TransformerXL:
     mixtures = [
         swarm.mixture(CONFIG.expert(), ROUTER, layer, k_best=2, policy=policy, on_shortfall=on_shortfall)
         for layer in LAYERS
     ]
-    return SwarmModel(CONFIG, txl.segments(CONFIG, ROUTER), mixtures)
+    return txl.TransformerXL(CONFIG, ROUTER, mixtures)
 
 
 def swarm_on(callers: Any) -> Any:
@@ -86,19 +83,21 @@ async def check_equals_local(callers: Any, config: Any, router: Any, *, seed: in
     opened = open_small_swarm(callers, config.expert(), OPTIMIZER, prefixes=LAYERS, grid_size=GRID)
     async with opened as swarm:
         mixtures = [swarm.mixture(config.expert(), router, layer, k_best=2) for layer in LAYERS]
-        model = SwarmModel(config, txl.segments(config, router), mixtures)
+        model = txl.TransformerXL(config, router, mixtures)
         trunk = txl.init_trunk(jax.random.key(1), config, router)
         experts = tuple(swarm.stacked_params(layer, GRID) for layer in LAYERS)
         states = tuple(init_opt_states(OPTIMIZER, params) for params in experts)
-        memory = remote_memory = txl.empty_memory(config, 3)
+        memory = remote_memory = empty_memory(config, 3)
         text = stream()
         for _ in range(3):
-            keys = None if seed is None else model.step_keys(text, seed=seed, trainer=0)
+            position = text.position
             batch = next(text)
+            keys = None if seed is None else model.keys(batch, seed=seed, trainer=0, step=position)
             (expected_total, aux), (expected, expert_grads) = local_step(
                 config, router, trunk, experts, batch, memory, keys
             )
-            (total, (loss, remote_memory)), grads = await model.loss_and_grads(trunk, batch, remote_memory, keys)
+            (total, outcome), grads = await loss_and_grads(model)(trunk, batch, remote_memory, keys)
+            loss, remote_memory = outcome.reported, outcome.state
             np.testing.assert_allclose([total, loss], [expected_total, aux.nll], atol=1e-5)
             close(grads, expected)
             memory = aux.memory

@@ -1,7 +1,6 @@
 """The Transformer-XL language model in one jit: what may influence what, memory, and that it learns."""
 
 import functools
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +10,26 @@ import pytest
 
 from dmoe_jax.autodiff import value_and_grad
 from dmoe_jax.data.batches import Batch
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.mixture.local import init_opt_states, update_experts
 from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.layers import dmoe_layer
+from dmoe_jax.models.trunk import LayerMemory, embed, empty_memory, step_keys
 from dmoe_jax.routing import Router, product_key
 from dmoe_jax.routing.base import top_k_router
 from tests.dmoe_jax import numpy_transformer_xl as reference
 
-CONFIG = txl.TransformerXLConfig(
+CONFIG = TransformerXLConfig(
     vocab_size=20,
-    d_model=8,
     num_layers=2,
-    num_heads=2,
-    d_ff=12,
-    seq_len=4,
-    mem_len=3,
     grid_size=(2, 2),
     k_best=2,
     cutoffs=(6, 12),
+    layer=LayerConfig(d_model=8, num_heads=2, d_ff=12, seq_len=4, mem_len=3),
 )
 ROUTER = product_key(CONFIG.grid_size, init_scale=1.0)
-DROPPING = replace(
-    CONFIG,
+DROPPING = CONFIG.replace(
     dropout=0.2,
     attention_dropout=0.2,
     position_dropout=0.3,
@@ -71,7 +68,7 @@ def filled_memory(batch=2):
     """Memory of random states whose oldest slot is not filled."""
     states = jax.random.normal(jax.random.key(5), (CONFIG.num_layers, batch, CONFIG.mem_len, CONFIG.d_model))
     mask = jnp.ones((batch, CONFIG.mem_len), bool).at[:, 0].set(False)
-    return tuple(txl.LayerMemory(layer, mask) for layer in states)
+    return tuple(LayerMemory(layer, mask) for layer in states)
 
 
 def forward_from_hidden(hidden, trunk, experts, memory, targets, alive=None):
@@ -90,12 +87,12 @@ def jacobian_of_losses(*args):
     return jax.jacrev(lambda hidden: forward_from_hidden(hidden, *args[1:]).sum(axis=0))(args[0])
 
 
-@pytest.mark.parametrize("memory", [txl.empty_memory(CONFIG, 2), filled_memory()], ids=["empty", "filled"])
+@pytest.mark.parametrize("memory", [empty_memory(CONFIG, 2), filled_memory()], ids=["empty", "filled"])
 def test_later_words_do_not_reach_earlier_losses(memory):
     """d loss[t] / d embedding[s] is exactly zero for s > t through attention AND routing, and not zero for s = t."""
     trunk, experts = make_params()
     batch = make_batch()
-    hidden = txl.embed(trunk["embed"], batch.tokens)
+    hidden = embed(trunk["embed"], batch.tokens)
     jacobian = jacobian_of_losses(hidden, trunk, experts, memory, batch.targets)
     for t in range(CONFIG.seq_len):
         np.testing.assert_array_equal(jacobian[t, :, t + 1 :], 0)
@@ -129,23 +126,14 @@ def test_segments_joined_by_memory_equal_one_long_segment():
 
     One expert in each grid, so that routing (which sees more in the second segment) makes no difference.
     """
-    sizes = {
-        "vocab_size": 20,
-        "d_model": 8,
-        "num_layers": 2,
-        "num_heads": 2,
-        "d_ff": 12,
-        "grid_size": (1,),
-        "k_best": 1,
-    }
-    short = txl.TransformerXLConfig(**sizes, seq_len=4, mem_len=4)
-    long = txl.TransformerXLConfig(**sizes, seq_len=8, mem_len=4)
+    short = CONFIG.replace(grid_size=(1,), k_best=1, cutoffs=(), seq_len=4, mem_len=4)
+    long = short.replace(seq_len=8)
     router = product_key((1,))
     trunk = grown(txl.init_trunk(jax.random.key(0), long, router), 0)
     experts = grown(txl.init_experts(jax.random.key(1), long), 1)
     batch = make_batch(seq_len=8)
-    whole, _ = local_forward(trunk, experts, long, router, batch, txl.empty_memory(long, 2))
-    memory, parts = txl.empty_memory(short, 2), []
+    whole, _ = local_forward(trunk, experts, long, router, batch, empty_memory(long, 2))
+    memory, parts = empty_memory(short, 2), []
     for cut in (slice(0, 4), slice(4, 8)):
         piece = as_batch(batch.tokens[:, cut], batch.targets[:, cut])
         loss, aux = local_forward(trunk, experts, short, router, piece, memory)
@@ -158,7 +146,7 @@ def test_segments_equal_local_forward():
     """The cut model gives the loss of the whole one, and token_nll averages to loss_head."""
     trunk, experts = make_params()
     batch, memory = make_batch(), filled_memory()
-    nll = jax.jit(forward_from_hidden)(txl.embed(trunk["embed"], batch.tokens), trunk, experts, memory, batch.targets)
+    nll = jax.jit(forward_from_hidden)(embed(trunk["embed"], batch.tokens), trunk, experts, memory, batch.targets)
     loss, aux = local_forward(trunk, experts, CONFIG, ROUTER, batch, memory)
     np.testing.assert_allclose(loss, nll.mean(), rtol=1e-5)
     np.testing.assert_allclose(loss, aux.nll, rtol=0)
@@ -166,12 +154,12 @@ def test_segments_equal_local_forward():
 
 def test_segments_are_stable_objects():
     """Equal arguments give the same functions, so step two compiles nothing."""
-    again = txl.TransformerXLConfig(**{name: getattr(CONFIG, name) for name in CONFIG.__slots__})
+    again = TransformerXLConfig(**{name: getattr(CONFIG, name) for name in CONFIG.__slots__})
     assert txl.segments(CONFIG, ROUTER) is txl.segments(again, ROUTER)
     assert txl.segments(CONFIG, ROUTER).gate is not txl.segments(CONFIG, product_key(CONFIG.grid_size)).gate
     # What the experts alone see leaves the trunk's functions as they are.
-    assert txl.segments(CONFIG, ROUTER) is txl.segments(replace(CONFIG, seq_len=9, attention_dropout=0.5), ROUTER)
-    assert txl.segments(CONFIG, ROUTER) is not txl.segments(replace(CONFIG, output_dropout=0.5), ROUTER)
+    assert txl.segments(CONFIG, ROUTER) is txl.segments(CONFIG.replace(seq_len=9, attention_dropout=0.5), ROUTER)
+    assert txl.segments(CONFIG, ROUTER) is not txl.segments(CONFIG.replace(output_dropout=0.5), ROUTER)
 
 
 def test_without_keys_nothing_is_dropped():
@@ -181,7 +169,7 @@ def test_without_keys_nothing_is_dropped():
     plain, _ = local_forward(trunk, experts, CONFIG, ROUTER, batch, memory)
     args = (trunk, experts, DROPPING, ROUTER, batch, memory)
     np.testing.assert_allclose(local_forward(*args)[0], plain, rtol=1e-5)
-    keys = [txl.step_keys(num_layers=2, batch=2, seed=0, trainer=0, step=step) for step in (0, 0, 1)]
+    keys = [step_keys(num_layers=2, batch=2, seed=0, trainer=0, step=step) for step in (0, 0, 1)]
     first, again, other = (local_forward(*args, keys=k)[0] for k in keys)
     assert float(first) == float(again)
     assert abs(float(first) - float(other)) > 1e-3
@@ -205,11 +193,11 @@ def test_expert_inputs_are_those_of_the_expert():
 
 async def test_gradients_with_keys_are_those_of_the_recomputation():
     """Segments recomputed one by one in the backward pass, with the same keys, give the gradient of the whole."""
-    config = replace(DROPPING, num_layers=1)
+    config = DROPPING.replace(num_layers=1)
     trunk, experts = make_params()
     trunk, experts = trunk | {"gates": trunk["gates"][:1]}, experts[:1]
     batch, memory = make_batch(), filled_memory()[:1]
-    keys = txl.step_keys(num_layers=1, batch=2, seed=0, trainer=0, step=0)
+    keys = step_keys(num_layers=1, batch=2, seed=0, trainer=0, step=0)
     parts = txl.segments(config, ROUTER)
 
     def layer(params, scores, *inputs):
@@ -244,12 +232,12 @@ def test_the_router_sees_first_words_and_a_key():
         return jax.nn.one_hot((ids + shift) % 4, 4)
 
     router = top_k_router("curious", (4,), lambda key, d_model: {}, scores)
-    config = replace(CONFIG, grid_size=(4,), num_layers=1)
+    config = CONFIG.replace(grid_size=(4,), num_layers=1)
     trunk, experts = txl.init_trunk(jax.random.key(0), config, router), txl.init_experts(jax.random.key(1), config)
-    batch, memory = make_batch(batch=5), txl.empty_memory(config, 5)
+    batch, memory = make_batch(batch=5), empty_memory(config, 5)
     had_key.clear()
     jax.eval_shape(lambda: txl.local_forward(trunk, experts, config, router, batch, memory))
-    keys = txl.step_keys(num_layers=1, batch=5, seed=0, trainer=0, step=0)
+    keys = step_keys(num_layers=1, batch=5, seed=0, trainer=0, step=0)
     _, aux = local_forward(trunk, experts, config, router, batch, memory, keys=keys)
     expected = (np.asarray(batch.tokens[:, 0]) + int(keys.gates[0, 0] % 4)) % 4
     np.testing.assert_array_equal(aux.layers[0].indices[:, 0, 0], expected)
@@ -282,11 +270,11 @@ def test_a_layer_equals_the_equations():
 def test_parameters_serve_other_lengths():
     """Trained with segments of 4, evaluated with 2, a longer memory, clamped: the same parameters fit."""
     trunk, experts = make_params()
-    other = replace(CONFIG, seq_len=2, mem_len=6, clamp_len=5, same_length=True)
+    other = CONFIG.replace(seq_len=2, mem_len=6, clamp_len=5, same_length=True)
     shapes = jax.tree.map(jnp.shape, jax.eval_shape(lambda: txl.init_experts(jax.random.key(0), other)))
     assert shapes == jax.tree.map(jnp.shape, experts)
     batch = make_batch(seq_len=2)
-    loss, aux = local_forward(trunk, experts, other, ROUTER, batch, txl.empty_memory(other, 2))
+    loss, aux = local_forward(trunk, experts, other, ROUTER, batch, empty_memory(other, 2))
     assert np.isfinite(loss)
     assert aux.memory[0].states.shape == (2, 6, CONFIG.d_model)
 
@@ -316,7 +304,7 @@ def test_loss_starts_near_uniform():
         txl.init_experts(jax.random.key(1), CONFIG),
     )
     batch = as_batch(jnp.zeros((2, 4), jnp.int32), jnp.array([[0, 1, 7, 15]] * 2, jnp.int32))
-    loss, _ = local_forward(trunk, experts, CONFIG, ROUTER, batch, txl.empty_memory(CONFIG, 2))
+    loss, _ = local_forward(trunk, experts, CONFIG, ROUTER, batch, empty_memory(CONFIG, 2))
     # The head has 6 words and 2 cluster tokens; the clusters have 6 and 8 words.
     expected = np.mean([np.log(8), np.log(8), np.log(8 * 6), np.log(8 * 8)])
     assert float(loss) == pytest.approx(expected, abs=0.1)
@@ -347,7 +335,7 @@ def train(router: Router, steps: int) -> list[float]:
         return optax.apply_updates(trunk, updates), trunk_state, experts, expert_states, aux.memory, loss
 
     sentence = [3, 15, 0, 7, 11, 3, 1, 19]
-    memory, losses = txl.empty_memory(CONFIG, 2), []
+    memory, losses = empty_memory(CONFIG, 2), []
     for i in range(steps):
         text = jnp.array([[sentence[(4 * i + shift + j) % 8] for j in range(5)] for shift in (0, 4)], jnp.int32)
         batch = as_batch(text[:, :-1], text[:, 1:])
@@ -381,11 +369,10 @@ def test_a_router_for_another_grid_is_refused():
         ("input_dropout", 1.0, "input_dropout must be a probability of at least 0 and below 1, got 1.0"),
         ("dropout", -0.5, "dropout must be a probability"),
         ("clamp_len", 0, "clamp_len must be a positive integer"),
-        ("grid_size", (), "grid_size must be one or more positive integers"),
+        ("grid_size", (), "k_best is at most the number of cells of grid"),
     ],
 )
 def test_configurations_that_cannot_work_are_refused(field, value, message):
     """Mistakes surface when the configuration is made, and name the field."""
-    sizes = {name: getattr(CONFIG, name) for name in CONFIG.__slots__} | {field: value}
     with pytest.raises(ValueError, match=message):
-        txl.TransformerXLConfig(**sizes)
+        CONFIG.replace(**{field: value})

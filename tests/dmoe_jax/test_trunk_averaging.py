@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 import trio
+from dmoe_jax.optim.trunk_averaging import MISSED_BEFORE_CATCHING_UP, TrunkAveraging, trunk_source
 
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.optim.tree_vectors import layout_of
-from dmoe_jax.optim.trunk_averaging import MISSED_BEFORE_CATCHING_UP, TrunkAveraging, trunk_source
 from dmoe_jax.trunk import SharedTrunk
 from net.averaging.averager import Averager, AveragerConfig, AveragingStep, open_averager
 from net.averaging.grouping.group_key import MoshpitGrid

@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from dmoe_jax.data.batches import SegmentStream
-from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import forget, step_keys
 from dmoe_jax.recipe import Recipe, make_optimizer
 from dmoe_jax.routing.base import Router, RouterError, gather_logits
@@ -61,7 +61,7 @@ def step_by_hand(
     """Trunk, experts and loss after one update. Nothing is stacked or gathered: every expert has all samples, and of
     its outputs those count that were asked for."""
     config = model_config(preset, VOCAB_SIZE)
-    assert isinstance(config, txl.TransformerXLConfig)
+    assert isinstance(config, TransformerXLConfig)
     batch, parts = next(stream), txl.segments(config, router)
     keys = step_keys(num_layers=config.num_layers, batch=preset.batch_size, seed=0, trainer=0, step=step)
 
@@ -240,7 +240,7 @@ def test_the_full_size_has_the_papers_parameters() -> None:
     """By hand: a layer of width d has 5 d^2 for attention, 2 d f + f + d feeding forward, 4 d for norms."""
     vocab = 33_278
     base, small, dmoe = (model_config(PRESETS[model, "full"], vocab) for model in ("base", "small", "dmoe"))
-    assert isinstance(base, dense.DenseConfig)
+    assert isinstance(base, TransformerXLConfig)
     assert base.cutoffs == (20_000,)
     layer_of_base = 5 * 400**2 + (2 * 400 * 900 + 900 + 400) + 4 * 400
     layer_of_small = 5 * 200**2 + (2 * 200 * 450 + 450 + 200) + 4 * 200

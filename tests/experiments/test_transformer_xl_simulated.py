@@ -8,8 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from dmoe_jax.models.dense_transformer_xl import DenseConfig
-from dmoe_jax.models.transformer_xl import TransformerXLConfig
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.routing.combinators import add_noise
 from dmoe_jax.routing.product_key import product_key
@@ -55,7 +54,7 @@ def make_dmoe(*, seed: int = 0, router: Router = NOISY, setting: Setting = SETTI
 def make_dense(*, seed: int = 0, setting: Setting = SETTING) -> SimulatedDense:
     return SimulatedDense(
         name="small",
-        config=DenseConfig(**SIZES),
+        config=TransformerXLConfig(**SIZES),
         ids=IDS,
         word_counts=None,
         optimizer=OPTIMIZER,

@@ -32,7 +32,7 @@ class Watched:
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
-        self.peer_id, self.address = caller.peer_id, caller.address
+        self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
         self.before_call: Callable[[], Any] | None = None
         self.before_serving: Callable[[], Any] | None = None
         self.num_served = self.most_served = 0

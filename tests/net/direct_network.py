@@ -17,8 +17,9 @@ from net.dht.config import DhtConfig
 from net.dht.node import DhtNode, open_dht_node
 from net.dht.records import Entry
 from net.dht.routing_table import key_id, node_id
-from net.errors import CallFailed, CallRefused, DialFailed, PeerBusy, PeerTimeout, RemoteFailure
+from net.errors import CallFailed, CallRefused, DialFailed, PeerBusy, PeerTimeout, PeerUnavailable, RemoteFailure
 from net.identity import Address, Contact, PeerId
+from net.peer_health import PeerHealth
 from net.rpc.base import Body, Handler, Reply, Request
 from net.wire.tensors import Outgoing, Tensor, as_received, body_nbytes_untrusted, describe
 
@@ -68,6 +69,10 @@ class DirectNetwork:
         self.tensor_bytes[method] += body_nbytes_untrusted(describe(tensors))
         return tuple(map(as_received, tensors))
 
+    def at(self, address: Address) -> "DirectCaller | None":
+        """Who sits at an address."""
+        return self._callers.get(address)
+
     def target(self, source: Address | None, address: Address) -> "DirectCaller | None":
         """Who gets a call, or None if it is lost in silence.
 
@@ -88,6 +93,7 @@ class DirectCaller:
         self._handlers: dict[str, Handler] = {}
         self.peer_id = peer_id
         self.address = address
+        self.health = PeerHealth()
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Serve a method; the bound on concurrency is kept."""
@@ -121,9 +127,51 @@ class DirectCaller:
         *,
         timeout_s: float,
     ) -> Reply:
-        """Sleep once, then run the target's handler: of whoever sits at a contact's address, for nothing is proven."""
+        """Sleep once, then run the target's handler: of whoever sits at a contact's address, for nothing is proven.
+
+        As RPC does, it records who did not answer, by peer and service.
+        """
+        service = (target.peer_id if isinstance(target, Contact) else target, method.partition(".")[0])
+        try:
+            reply = await self._call(target, method, body, tensors, timeout_s=timeout_s)
+        except PeerUnavailable as error:
+            self.health.failed(service, trio.current_time(), str(error), together_s=1.0)
+            raise
+        except CallFailed:
+            self.health.succeeded(service)
+            raise
+        self.health.succeeded(service)
+        return reply
+
+    async def _call(
+        self,
+        target: Contact | Address,
+        method: str,
+        body: Body,
+        tensors: Sequence[Outgoing],
+        *,
+        timeout_s: float,
+    ) -> Reply:
         address = target.address if isinstance(target, Contact) else target
         self._network.calls.append((self.address, address, method))
+        started = trio.current_time()
+        callee = self._network.at(address)
+        service = (callee.peer_id if callee else address, method.partition(".")[0])
+        try:
+            reply = await self._call(address, method, body, tensors, timeout_s)
+        except PeerUnavailable as error:
+            now = trio.current_time()
+            self.health.failed(service, now, str(error), together_s=now - started)
+            raise
+        except CallFailed:
+            self.health.succeeded(service)
+            raise
+        self.health.succeeded(service)
+        return reply
+
+    async def _call(
+        self, address: Address, method: str, body: Body, tensors: Sequence[Outgoing], timeout_s: float
+    ) -> Reply:
         with trio.move_on_after(timeout_s):
             await trio.sleep(self._network.latency())
             callee = self._network.target(self.address, address)

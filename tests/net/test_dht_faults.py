@@ -222,18 +222,40 @@ async def test_hostile_answers_do_no_harm(autojump_clock: MockClock, body: dict[
 
 
 async def test_a_closed_node_is_gone(autojump_clock: MockClock) -> None:
-    """After its block ends a node refuses calls, and the others drop it."""
+    """After its block ends a node's methods are unknown at its peer, and the others drop it."""
     network = DirectNetwork()
     async with open_swarm(network, 3) as nodes:
         async with open_node(network, 9, [address_of(0)]):
             await trio.sleep(1.0)
             assert len(nodes[0].contacts()) == 3
-        with pytest.raises(CallRefused, match="closed"):
+        with pytest.raises(CallRefused, match="unknown method"):
             await network.caller(None, PeerId(bytes(32))).call(
                 address_of(9), "dht.ping", {"client": True}, timeout_s=3.0
             )
         await nodes[0].get("anything")
         assert len(nodes[0].contacts()) == 2
+
+
+async def test_a_peer_has_one_node_at_a_time_and_another_afterwards(autojump_clock: MockClock) -> None:
+    """Twice in a row a peer joins and is found; a second node beside the first is refused and does no harm."""
+    network = DirectNetwork()
+    async with open_swarm(network, 3) as nodes:
+        caller = network.caller(address_of(9), PeerId(b"9" * 32))
+
+        def opened() -> Any:
+            return open_dht_node(
+                caller, clock=SwarmClock.virtual(), rng=random.Random(9), initial_peers=[address_of(0)]
+            )
+
+        for number in range(2):
+            async with opened() as node:
+                assert await node.store("key", number, expiration=now() + 60 + number)
+                with pytest.raises(ValueError, match=r"dht\.ping"):
+                    await opened().__aenter__()
+                await trio.sleep(1.0)
+                assert caller.peer_id in {contact.peer_id for contact in nodes[0].contacts()}
+                assert await value_at(nodes[1], "key") == number
+            await trio.sleep(10.0)
 
 
 async def test_a_cancelled_get_leaves_nothing_behind(autojump_clock: MockClock) -> None:

@@ -1,4 +1,4 @@
-"""The lookup as a state machine, the blacklist and the peer book: no trio, time is a number."""
+"""The lookup as a state machine, and the peer book: no trio, time is a number."""
 
 import random
 from collections.abc import Callable
@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from net.dht.blacklist import Blacklist
 from net.dht.config import DhtConfig
 from net.dht.lookup import Ask, Finished, Lookup, LookupConfig, Wait
 from net.dht.peer_book import MAX_LOST, PeerBook
 from net.dht.records import make_entry
 from net.dht.routing_table import NodeId, node_id
 from net.identity import Address, Contact, PeerId
+from net.peer_health import PeerHealth
 
 CONFIG = LookupConfig(parallelism=3, beam_size=5, slow_after_s=1.0)
 
@@ -256,31 +256,8 @@ def test_parameters_must_be_positive(name: str) -> None:
         make(**{name: 0})
 
 
-def test_the_pause_doubles_up_to_its_cap() -> None:
-    """5, 10, 20, 40, then the cap of 60 s; failures in a pause do not count; a success clears all."""
-    blacklist, peer = Blacklist(base_s=5.0, cap_s=60.0), contact(1).peer_id
-    now = 0.0
-    for pause_s in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):
-        assert blacklist.failed(peer, now) == now + pause_s
-        assert blacklist.failed(peer, now + pause_s / 2) == now + pause_s
-        assert blacklist.blocks(peer, now + pause_s - 0.01)
-        now += pause_s
-        assert not blacklist.blocks(peer, now)
-    blacklist.succeeded(peer)
-    assert blacklist.failed(peer, now) == now + 5.0
-    assert blacklist.blocked(now) == (peer,)
-
-
-def test_the_blacklist_is_bounded() -> None:
-    """Beyond its size the peer whose pause ends first is forgotten."""
-    blacklist = Blacklist(base_s=5.0, cap_s=60.0, max_peers=2)
-    for number in (1, 2, 3):
-        blacklist.failed(contact(number).peer_id, float(number))
-    assert blacklist.blocked(3.0) == (contact(2).peer_id, contact(3).peer_id)
-
-
 def book() -> PeerBook:
-    return PeerBook(0, config=DhtConfig(bucket_size=2, depth_modulo=1), now=0.0)
+    return PeerBook(0, config=DhtConfig(bucket_size=2, depth_modulo=1), health=PeerHealth(), now=0.0)
 
 
 def test_a_failure_removes_and_an_answer_restores() -> None:
@@ -288,13 +265,29 @@ def test_a_failure_removes_and_an_answer_restores() -> None:
     known = book()
     assert known.answered(contact(9), 0.0).is_new
     assert not known.answered(contact(9), 1.0).is_new
-    known.failed(contact(9), 2.0)
+    known.failed(contact(9), 2.0, "silent")
     assert len(known.table) == 0
     assert known.usable([contact(9), contact(8)], 3.0) == (contact(8),)
     assert known.draw_lost(5, random.Random(0)) == (contact(9),)
     assert known.answered(contact(9), 3.0).is_new
     assert known.lost_count == 0
     assert known.usable([contact(9)], 3.0) == (contact(9),)
+
+
+def test_the_pause_doubles_and_failures_within_it_do_not_count() -> None:
+    """5, 10, 20, 40, 80, then at most 120 s; an answer clears all. RPC's opinion of the service does not matter."""
+    known, peer, now = book(), contact(9), 0.0
+    for pause_s in (5.0, 10.0, 20.0, 40.0, 80.0, 120.0, 120.0):
+        known.failed(peer, now, "silent")
+        known.failed(peer, now + pause_s / 2, "silent")
+        assert known.usable([peer], now + pause_s - 0.01) == ()
+        assert known.left_alone(now + pause_s - 0.01) == (peer.peer_id,)
+        now += pause_s
+        assert known.usable([peer], now) == (peer,)
+        assert known.left_alone(now) == ()
+    known.answered(peer, now)
+    known.failed(peer, now, "silent")
+    assert known.usable([peer], now + 5.0) == (peer,)
 
 
 def test_a_caller_must_prove_its_address() -> None:
@@ -321,17 +314,17 @@ def test_a_full_bucket_is_not_pinged_for_every_caller() -> None:
 
 def test_lost_peers_are_bounded() -> None:
     """The longest lost is forgotten first."""
-    known = PeerBook(0, config=DhtConfig(), now=0.0)
+    known = PeerBook(0, config=DhtConfig(), health=PeerHealth(), now=0.0)
     for number in range(1, MAX_LOST + 2):
         known.answered(contact(number), 0.0)
-        known.failed(contact(number), 0.0)
+        known.failed(contact(number), 0.0, "silent")
     assert known.lost_count == MAX_LOST
     assert contact(1) not in known.draw_lost(MAX_LOST, random.Random(0))
 
 
 def test_the_nearest_holder_hands_over_to_who_belongs_there() -> None:
     """Of two replicas of key 8, with nodes 0 (own), 16 and 20: 9 belongs there, 32 does not."""
-    known = PeerBook(0, config=DhtConfig(), now=0.0)
+    known = PeerBook(0, config=DhtConfig(), health=PeerHealth(), now=0.0)
     for node in (16, 20):
         known.answered(contact(node), 0.0)
     # Distances to key 8: own 8, 16 -> 24, 20 -> 28, 9 -> 1, 32 -> 40.

@@ -20,7 +20,7 @@ from net.errors import (
     RemoteFailure,
 )
 from net.identity import Address, PeerId
-from net.rpc.base import Caller, Reply, Request
+from net.rpc.base import Caller, Reply, Request, handlers
 from net.rpc.peer import open_rpc_peer
 from net.transport.tcp import TcpTransport
 from net.wire.messages import CallStart
@@ -313,6 +313,25 @@ async def test_a_removed_method_is_unknown_and_its_calls_go_on() -> None:
         for method in ("nothing", "rpc.ping"):
             with pytest.raises(ValueError, match="no handler to remove"):
                 server.remove_handler(method)
+
+
+async def test_handlers_are_served_as_long_as_their_block() -> None:
+    """All or none of them: if one name is taken, the others are free; after the block all are."""
+
+    async def call(client: Caller, address: Address, method: str) -> None:
+        await client.call(address, method, {}, timeout_s=LONG_S)
+
+    async with peers() as (server, client, address):
+        with handlers(server, {"a": echo, "b": echo}, max_concurrent=2):
+            await call(client, address, "a")
+            await call(client, address, "b")
+            with pytest.raises(ValueError, match="'b' has a handler"), handlers(server, {"c": echo, "b": echo}):
+                raise AssertionError("unreachable")
+            with pytest.raises(CallRefused, match="unknown method 'c'"):
+                await call(client, address, "c")
+        for method in "ab":
+            with pytest.raises(CallRefused, match="unknown method"):
+                await call(client, address, method)
 
 
 async def test_a_handler_that_crashes_is_logged_and_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import trio
 
-from net.errors import ConnectionLost, DialFailed, NetError, PeerTimeout
+from net.errors import CallRefused, ConnectionLost, DialFailed, NetError, PeerTimeout
 from net.identity import Address, Contact, PeerId
+from net.peer_health import Pause
 from net.rpc.base import Reply, Request
 from net.rpc.connection import LEAVE_S, SILENCE_S
 from net.rpc.peer import CHECK_PERIOD_S, IDLE_S, RpcPeer, open_rpc_peer
@@ -99,6 +100,53 @@ async def test_two_that_dial_each_other_at_once_end_with_one_connection() -> Non
             await trio.sleep(1.0)
         assert network.statistics().links == 1
         assert network.statistics().dials == 2
+
+
+@simulated
+async def test_every_end_of_a_call_goes_into_the_peers_health() -> None:
+    """Silence is a failure of the service asked, calls that wait together one; any answer clears it."""
+    async with pair() as (_, alice, bob):
+        stuck, pause, service = Stuck(), Pause(first_s=1.0, longest_s=100.0), (BOB, "stuck")
+        bob.add_handler("stuck.wait", stuck)
+
+        async def wait(timeout_s: float) -> None:
+            with pytest.raises(PeerTimeout):
+                await alice.call(contact(bob), "stuck.wait", {}, timeout_s=timeout_s)
+
+        def blocked_for(seconds: float) -> bool:
+            now = trio.current_time()
+            return alice.health.blocks(service, now + seconds - 0.01, pause) and not alice.health.blocks(
+                service, now + seconds, pause
+            )
+
+        async with trio.open_nursery() as nursery:
+            for timeout_s in (2.0, 2.0, 1.5):
+                nursery.start_soon(wait, timeout_s)
+        assert blocked_for(0.5)  # from the first end on; the others had begun before it
+        await wait(2.0)
+        assert blocked_for(2.0)
+        with trio.move_on_after(1.0):  # given up by the caller: says nothing
+            await alice.call(Address("b", 7), "stuck.wait", {}, timeout_s=60.0)
+        assert blocked_for(1.0)
+        assert not alice.health.blocks((BOB, "rpc"), trio.current_time(), pause)
+        with pytest.raises(CallRefused):
+            await alice.call(Address("b", 7), "stuck.unknown", {}, timeout_s=1.0)
+        assert not alice.health.blocks(service, trio.current_time(), pause)
+
+
+@simulated
+async def test_dials_that_are_not_tried_are_no_failures() -> None:
+    """A peer that is gone fails once for each dial; who calls in between is refused, and nothing is counted."""
+    async with pair() as (_, alice, _):
+        nobody, reasons = Contact(EVE, Address("b", 8)), []
+        for _ in range(20):
+            with pytest.raises(DialFailed) as caught:
+                await ping(alice, nobody)
+            reasons.append(str(caught.value))
+        assert sum("not tried" in reason for reason in reasons) == 18
+        told = alice.health.why_not((EVE, "rpc"), trio.current_time(), Pause(first_s=100.0, longest_s=1000.0))
+        assert told is not None
+        assert "2 times in a row" in told
 
 
 @simulated

@@ -2,6 +2,7 @@
 
 import math
 import random
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import trio
@@ -26,7 +27,7 @@ from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
 from net.averaging.grouping.search import GroupSearch
 from net.dht.node import DhtNode
 from net.errors import CallRefused, RemoteProtocolError
-from net.rpc.base import Caller, Reply, Request
+from net.rpc.base import Caller, Reply, Request, handlers
 
 _NOT_LOOKING = Refusal(reason=Reason.NOT_LOOKING)
 
@@ -47,8 +48,7 @@ class GroupAssembler:
     """Finds a peer's groups, one after the other; in between it tells others that it does not look for one.
 
     Args:
-      caller: serves `averaging.PREFIX.ask` and `.join`. Register one assembler for a prefix on it: handlers cannot be
-        taken back.
+      caller: serves `averaging.PREFIX.ask` and `.join`, for one assembler of a prefix at a time.
       dht: where peers that look for a group meet.
       prefix: what is averaged, see `group_key`.
       grid: whose groups are looked for.
@@ -95,17 +95,17 @@ class GroupAssembler:
         # By key, when our last entry ends. Those that have ended are dropped at each search, so there are no more than
         # searches begun within a window.
         self._ends: dict[str, float] = {}
+        self._served = ExitStack()
         if not self._is_client:
             # At most `side` followers of either kind wait, see `Matchmaking`.
             max_waiting = min(2 * grid.side, MAX_GROUP_SIZE) + _PLACES_TO_SPARE
-            caller.add_handler(self._ask_method, self._serve_ask)
-            caller.add_handler(self._join_method, self._serve_join, max_concurrent=max_waiting)
+            self._served.enter_context(handlers(caller, {self._ask_method: self._serve_ask}))
+            join = {self._join_method: self._serve_join}
+            self._served.enter_context(handlers(caller, join, max_concurrent=max_waiting))
 
     def close(self) -> None:
         """Serve no more calls."""
-        if not self._is_client:
-            for method in (self._ask_method, self._join_method):
-                self._caller.remove_handler(method)
+        self._served.close()
 
     async def find_group(self, me: Member, *, cell: int, round_number: int, deadline: float) -> Group | None:
         """Assemble a group with other peers of our cell's group in this round.

@@ -10,6 +10,7 @@ offers the same state, first of all the same one again. Another state begins ane
 import math
 import random
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from net.dht.messages import contact_to_wire
 from net.dht.node import DhtNode
 from net.errors import CallRefused, PeerBusy
 from net.identity import Contact
-from net.rpc.base import Caller, Reply, Request
+from net.rpc.base import Caller, Reply, Request, handlers
 
 _DEFAULTS = StateSharingConfig()
 
@@ -77,22 +78,21 @@ class StateSharing:
         self._caller = caller
         self._dht = dht
         self._key = state_key(prefix)
-        open_method, chunk_method = self._methods = state_methods(prefix)
         self._source = source
         self._config = config
         self._download = StateDownload(caller, dht, prefix=prefix, rng=rng, config=config)
         self._snapshots: dict[bytes, _Snapshot] = {}
         self._taken_at = -math.inf  # when the last snapshot was
         self._taking = trio.Lock()
+        self._served = ExitStack()
         if source is not None and caller.address is not None:
-            caller.add_handler(open_method, self._serve_open, max_concurrent=16)
-            caller.add_handler(chunk_method, self._serve_chunk, max_concurrent=64)
+            open_method, chunk_method = state_methods(prefix)
+            self._served.enter_context(handlers(caller, {open_method: self._serve_open}, max_concurrent=16))
+            self._served.enter_context(handlers(caller, {chunk_method: self._serve_chunk}))
 
     def close(self) -> None:
         """Serve no more calls. What was announced runs out by itself."""
-        if self._source is not None and self._caller.address is not None:
-            for method in self._methods:
-                self._caller.remove_handler(method)
+        self._served.close()
 
     async def run(self) -> None:
         """Announce this peer as a donor, until cancelled. A client, or a peer without a state, has nothing to do."""

@@ -1,0 +1,85 @@
+"""A training loop's state as arrays that travel, and back."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dmoe_jax.device import Device
+from dmoe_jax.types import PyTree
+from net.averaging.state.buffer import Table
+from net.averaging.state.download import SharedState
+from net.averaging.state.sharing import StateSource
+from net.errors import PeerBusy
+from net.types import Array
+
+_SNAPSHOT_ATTEMPTS = 3
+"""A loop in another thread may donate the arrays of a state just when they are copied."""
+
+
+def donor_source(state: Callable[[], tuple[int, PyTree]], device: Device) -> StateSource:
+    """A donor's state, copied whenever a newcomer asks for it.
+
+    Args:
+      state: (how far it is, the state now); called from the event loop.
+      device: brings the copies to the host.
+
+    Raises:
+      ValueError: the state has an array that cannot travel, such as a typed PRNG key.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state()[1]):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            name = jax.tree_util.keystr(path)
+            raise ValueError(f"a state is of plain arrays, {name} is of {leaf.dtype}: share jax.random.key_data of it")
+
+    async def snapshot() -> SharedState:
+        for _ in range(_SNAPSHOT_ATTEMPTS):
+            version, tree = state()
+            leaves = jax.tree.leaves(tree)
+            try:  # in the event loop: a training loop that runs in it cannot donate them meanwhile
+                copies = [jnp.array(leaf) if isinstance(leaf, jax.Array) else np.array(leaf) for leaf in leaves]
+            except RuntimeError:
+                if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+                    raise
+            else:
+                return SharedState(version=version, tensors=await device.run(_on_host, copies))
+        raise PeerBusy("the state was donated to an update while it was copied")
+
+    return StateSource(lambda: state()[0], snapshot)
+
+
+def table_of(tree: PyTree) -> Table:
+    """Type and shape of each array of a state, as donors announce them. Python numbers travel as NumPy's."""
+    return [[_dtype(leaf).name, list(np.shape(leaf))] for leaf in jax.tree.leaves(tree)]
+
+
+def tree_like(own: PyTree, tensors: Sequence[Array]) -> PyTree:
+    """A received state in the structure of this peer's own, each leaf as the kind of array or number that it is there.
+
+    Args:
+      tensors: one for each leaf, in their order.
+    """
+    leaves, structure = jax.tree.flatten(own)
+    return jax.tree.unflatten(structure, [_leaf_like(*pair) for pair in zip(leaves, tensors, strict=True)])
+
+
+def is_finite_state(state: SharedState) -> bool:
+    """Whether all its numbers are finite."""
+    return all(np.isfinite(tensor).all() for tensor in state.tensors if jnp.issubdtype(tensor.dtype, jnp.inexact))
+
+
+def _on_host(arrays: list[Any]) -> tuple[Array, ...]:
+    return tuple(np.asarray(array) for array in arrays)
+
+
+def _dtype(leaf: Any) -> np.dtype[Any]:
+    return np.dtype(leaf.dtype) if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+
+
+def _leaf_like(own: Any, tensor: Array) -> Any:
+    if isinstance(own, jax.Array):
+        return jnp.array(tensor)
+    array = np.array(tensor)
+    return array if isinstance(own, np.ndarray | np.generic) else array.item()

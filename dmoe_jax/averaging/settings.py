@@ -1,0 +1,110 @@
+"""How a peer averages, and what its rounds came to."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from net.averaging.averager import AveragerConfig
+from net.averaging.grouping.group_key import MoshpitGrid
+from net.averaging.grouping.join_messages import BANDWIDTHS_BPS
+from net.averaging.grouping.matchmaking import AssemblyConfig
+from net.averaging.reduction.all_reduce import AllReduceConfig
+from net.wire.compression import Compression
+
+RoleName = Literal["auto", "node", "client", "auxiliary"]
+CompressionName = Literal["none", "float16", "bfloat16", "blockwise8"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeAveragerConfig:
+    """How a peer averages."""
+
+    side: int = 4
+    """Peers in a full group, the same for all peers."""
+    dims: int = 1
+    """Axes of the grid of peers, the same for all: with 1 all are one group, with 2 and side M there are M groups of M,
+    others in each round."""
+    window_s: float = 5.0
+    """How long a group waits for more members, seconds; a full one begins at once."""
+    timeout_s: float = 30.0
+    """Longest that a round takes, seconds."""
+    compression: CompressionName = "none"
+    """How numbers travel."""
+    role: RoleName = "auto"
+    """A "client" is never called by others, who reduce its part, too; an "auxiliary" peer has nothing to average and
+    reduces for others (see `TreeAverager.assist`). "auto": a client where nobody can call, else a node."""
+    bandwidth_bps: float | None = None
+    """Bytes a second that this machine's connection carries, for the share that it reduces; None: unknown."""
+
+    def __post_init__(self) -> None:
+        if self.role not in get_args(RoleName):
+            raise ValueError(f"role is one of {', '.join(get_args(RoleName))}, got {self.role!r}")
+        least, most = BANDWIDTHS_BPS
+        if self.bandwidth_bps is not None and not least <= self.bandwidth_bps <= most:
+            raise ValueError(f"a bandwidth is from {least:g} to {most:g} bytes a second, got {self.bandwidth_bps:g}")
+        # The parts check the rest: a wrong value is refused here, and not when it is used.
+        self.grid()
+        self.averager()
+
+    def grid(self) -> MoshpitGrid:
+        """The grid of peers."""
+        return MoshpitGrid(side=self.side, dims=self.dims)
+
+    def averager(self) -> AveragerConfig:
+        """Settings of the averager of vectors."""
+        return AveragerConfig(
+            step_timeout_s=self.timeout_s,
+            assembly=AssemblyConfig(window_s=self.window_s, request_timeout_s=min(3.0, self.window_s / 2)),
+            all_reduce=AllReduceConfig(
+                sender_timeout_s=self.timeout_s / 3,
+                timeout_s=self.timeout_s,
+                compression=Compression(self.compression),
+            ),
+        )
+
+
+DEFAULTS = TreeAveragerConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What one round came to."""
+
+    number: int
+    """From 0; each peer counts its own."""
+    peers: int
+    """Members of the group, this peer included."""
+    received: float
+    """Share of the numbers that came back averaged, 0 to 1; the rest stay this peer's own."""
+    took_s: float
+    """Seconds from its beginning to its end."""
+    why_lost: str
+    """Why there is no average; empty if there is one."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AveragingTotals:
+    """What the rounds so far came to."""
+
+    done: int = 0
+    """Averages that were received and given to the optimiser."""
+    missed: int = 0
+    """Rounds in which nobody was met, the network failed, or this peer was held back (see `TreeAverager.why_not`)."""
+    rejected: int = 0
+    """Rounds in which the average, or what this peer would have sent, was not finite or of no valid weight."""
+    peers_met: int = 0
+    """Sum of the others in the groups of those that were done."""
+    states_taken: int = 0
+    """Whole states taken from others."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """How many rounds were lost for which reason."""
+
+    def headline(self) -> dict[str, Any]:
+        """The totals by the names that reports give them."""
+        return {
+            "averages_done": self.done,
+            "averages_missed": self.missed,
+            "averages_rejected": self.rejected,
+            "mean_group_size": 1 + self.peers_met / self.done if self.done else None,
+            "states_taken": self.states_taken,
+        }

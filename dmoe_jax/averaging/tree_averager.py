@@ -1,0 +1,332 @@
+"""Rounds of averaging beside a training loop: see `dmoe_jax.averaging`."""
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+import optax
+import trio
+
+from dmoe_jax.averaging.donor import donor_source, is_finite_state, table_of, tree_like
+from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, Round, TreeAveragerConfig
+from dmoe_jax.device import Device, ThreadDevice
+from dmoe_jax.optim.moshpit import What, averaged_kind, averaging_due, what_to_send, with_average
+from dmoe_jax.optim.moshpit_state import Sent, find_state, without_gathered
+from dmoe_jax.optim.tree_vectors import TreeLayout, layout_of
+from dmoe_jax.types import PyTree
+from net.averaging.averager import Averager, AveragingStep, open_averager
+from net.averaging.grouping.group import Role
+from net.averaging.grouping.join_messages import WEIGHTS
+from net.averaging.state.download import MAX_VERSION
+from net.averaging.state.sharing import StateSource
+from net.dht.node import DhtNode
+from net.errors import NetError
+from net.nursery import background_nursery
+from net.rpc.base import Caller
+from net.types import Array
+
+MISSED_BEFORE_CATCHING_UP = 3
+"""Rounds in a row that may come to nothing before a peer should ask whether the others have left it behind."""
+
+_CATCH_UP_ATTEMPTS = 3
+"""A connection may break; that nobody is ahead is no reason to wait."""
+
+
+@dataclass(slots=True, eq=False)
+class _UnderWay:
+    """A round and what came of it."""
+
+    sent: Sent
+    averaged: PyTree | None = None
+    done: trio.Event = field(default_factory=trio.Event)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+
+class TreeAverager:
+    """Averages what an optimiser offers with the peers of one name. Made by `open_tree_averager`."""
+
+    def __init__(
+        self,
+        averager: Averager,
+        layout: TreeLayout,
+        *,
+        what: What,
+        is_auxiliary: bool,
+        device: Device,
+        nursery: trio.Nursery,
+        on_round: Callable[[Round], None],
+    ) -> None:
+        self._averager = averager
+        self._layout = layout
+        self._what = what
+        self._is_auxiliary = is_auxiliary
+        self._device = device
+        self._nursery = nursery
+        self._on_round = on_round
+        self._under_way: _UnderWay | None = None
+        self._turn = trio.Lock()
+        self._missed_in_a_row = 0
+        self._left_behind = trio.Event()
+        self._held_back = ""
+        self.totals = AveragingTotals()
+        """What the rounds so far came to."""
+        self.why_not = ""
+        """Why the last round came to nothing, or why there are none now; empty if it gave an average."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round has begun whose outcome `step` has not put into an optimiser's state yet."""
+        return self._under_way is not None
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether `catch_up` should be called: rounds came to nothing, or were left out because others are ahead."""
+        return self._left_behind.is_set()
+
+    async def wait_until_left_behind(self) -> None:
+        """Wait until `is_left_behind`."""
+        await self._left_behind.wait()
+
+    async def step(self, opt_state: PyTree, params: PyTree, *, wait: bool = False) -> PyTree:
+        """Begin a round if one is due, and put the outcome of the last one into the state if it has come.
+
+        Call it after each update. It waits until the update is computed, in a worker thread, and never for others,
+        unless told to. The next update applies what has come; after a `wait`, `optim.apply_average` does so at once.
+        If cancelled, the round goes on, and a later call gives its outcome.
+
+        Args:
+          opt_state: of the optimiser with which the averager was opened; not donated while this runs.
+          params: the parameters after the update.
+          wait: whether to wait until a round that is due or under way is over (synchronous averaging).
+
+        Returns: the state to go on with.
+
+        Raises:
+          ValueError: the state or the parameters are of another optimiser or model, or this is an auxiliary peer.
+        """
+        if self._is_auxiliary:
+            raise ValueError("an auxiliary peer has nothing to average: call assist")
+        if self._under_way is None:
+            if not await self._device.run(averaging_due, opt_state):
+                return opt_state
+            if averaged_kind(opt_state) != self._what:
+                raise ValueError(f"the averager is for {self._what}, the optimiser averages {averaged_kind(opt_state)}")
+            sent = await self._device.run(what_to_send, opt_state, params)
+            self._layout.check(sent.tree)
+            self._under_way = _UnderWay(sent)
+            self._nursery.start_soon(self._carry, self._under_way)
+        this = self._under_way
+        if wait:
+            await this.done.wait()
+        if not this.done.is_set() or this is not self._under_way:
+            return opt_state
+        opt_state = await self._device.run(with_average, opt_state, this.sent, this.averaged)
+        self._under_way = None
+        return opt_state
+
+    async def assist(self) -> None:
+        """Reduce for others, round after round, until cancelled: what an auxiliary peer does.
+
+        Raises:
+          ValueError: this peer's role is another.
+        """
+        while True:
+            try:
+                await self._averager.step(None)
+            except NetError as error:
+                self.why_not = f"the network failed ({type(error).__name__})"
+                await trio.sleep(1.0)
+
+    async def catch_up(
+        self,
+        version: int,
+        tree: PyTree,
+        *,
+        min_lead: int = 1,
+        max_version: int = MAX_VERSION,
+        timeout_s: float = 120.0,
+    ) -> tuple[int, PyTree] | None:
+        """The whole state of the peer that is furthest ahead; None if nobody is, or it cannot be had.
+
+        As long as others are ahead and their state cannot be had, this peer takes no part in averages, since it would
+        hold theirs back: `why_not` says so. A round that is under way is dropped when a state is taken.
+
+        Args:
+          version: how far this peer's state is, such as its number of updates.
+          tree: this peer's state, of the same arrays as others': of other shapes none is taken.
+          min_lead: how far ahead the other must be, at least.
+          max_version: states that claim to be further are not taken. A run has an end, and a claim costs nothing.
+          timeout_s: longest that it takes.
+
+        Returns: the other's version and state.
+        """
+        taken = await self.fetch_state(version, tree, min_lead=min_lead, max_version=max_version, timeout_s=timeout_s)
+        if taken is not None:
+            self.state_was_taken()
+        return taken
+
+    async def fetch_state(
+        self, version: int, tree: PyTree, *, min_lead: int, max_version: int, timeout_s: float = 120.0
+    ) -> tuple[int, PyTree] | None:
+        """`catch_up` in two halves: who may still refuse the state calls `state_was_taken` when it did not."""
+        if self.is_left_behind:
+            self._left_behind = trio.Event()
+        self._missed_in_a_row = 0
+        table = table_of(tree)
+        try:
+            state = await self._averager.download_state(
+                min_version=version + min_lead,
+                timeout_s=timeout_s,
+                attempts=_CATCH_UP_ATTEMPTS,
+                expects=lambda theirs, offered: theirs <= max_version and offered == table,
+                accepts=is_finite_state,
+            )
+        except NetError as error:
+            self.why_not = self._held_back = str(error)
+            return None
+        self.why_not = self._held_back = ""
+        if state is None:
+            return None
+        return state.version, without_gathered(await self._device.run(tree_like, tree, state.tensors))
+
+    def state_was_taken(self) -> None:
+        """Drop the round that is under way, for its difference belongs to a state that is no more."""
+        self.totals.states_taken += 1
+        if self._under_way is not None:
+            self._under_way.scope.cancel()
+            self._under_way.done.set()
+            self._under_way = None
+
+    async def _carry(self, under_way: _UnderWay) -> None:
+        """One round, from what is sent to what came of it."""
+        number, began, done = self._averager.round_number, trio.current_time(), None
+        with under_way.scope:
+            async with self._turn:  # a dropped round has to end first
+                done, why_lost = await self._attempt(under_way)
+        if under_way.scope.cancelled_caught:
+            return
+        self.why_not = why_lost
+        under_way.done.set()
+        self._on_round(
+            Round(
+                number=number,
+                peers=len(done.peers) if done is not None else 1,
+                received=done.received if done is not None else 0.0,
+                took_s=trio.current_time() - began,
+                why_lost=why_lost,
+            )
+        )
+
+    async def _attempt(self, under_way: _UnderWay) -> tuple[AveragingStep | None, str]:
+        """(What the round came to, why it is lost); the average is left in `under_way`."""
+        if self._held_back:
+            self._left_behind.set()
+            return None, self._missed(self._held_back, reason="held back")
+        vector, weight = await self._device.run(_to_send, self._layout, under_way.sent)
+        name = self._what.replace("_", "-")
+        if not np.isfinite(vector).all():
+            if self._what != "gradients":  # they are gone with their round, parameters stay
+                self._left_behind.set()
+            return None, self._rejected(f"this peer's {name} are not finite")
+        if not WEIGHTS[0] <= weight <= WEIGHTS[1]:
+            return None, self._rejected(f"a weight of {weight:g} samples is not from {WEIGHTS[0]:g} to {WEIGHTS[1]:g}")
+        try:
+            done = await self._averager.step(vector, weight=weight)
+        except NetError as error:
+            return None, self._missed(f"the network failed: {error}", reason=f"network: {type(error).__name__}")
+        if done.received == 0:
+            return done, self._missed("nobody was met")
+        self._missed_in_a_row = 0
+        if not np.isfinite(done.average).all():
+            return done, self._rejected(f"the average of {name} is not finite")
+        under_way.averaged = await self._device.run(self._layout.to_tree, done.average)
+        self.totals.done += 1
+        self.totals.peers_met += len(done.peers) - 1
+        return done, ""
+
+    def _missed(self, why: str, *, reason: str = "") -> str:
+        self.totals.missed += 1
+        self.totals.reasons[reason or why] += 1
+        self._missed_in_a_row += 1
+        if self._missed_in_a_row >= MISSED_BEFORE_CATCHING_UP:
+            self._left_behind.set()
+        return why
+
+    def _rejected(self, why: str) -> str:
+        self.totals.rejected += 1
+        self.totals.reasons[why] += 1
+        return why
+
+
+@asynccontextmanager
+async def open_tree_averager(
+    caller: Caller,
+    dht: DhtNode,
+    params: PyTree,
+    *,
+    optimizer: optax.GradientTransformation,
+    name: str,
+    state: Callable[[], tuple[int, PyTree]] | StateSource | None = None,
+    config: TreeAveragerConfig = DEFAULTS,
+    device: Device | None = None,
+    rng: random.Random | None = None,
+    on_round: Callable[[Round], None] = lambda done: None,
+) -> AsyncIterator[TreeAverager]:
+    """This peer's averaging, as long as the block lasts. Rounds under way are given up at its end.
+
+    Args:
+      caller: places and serves the calls. dht: where groups and donors are found.
+      params: of the model, for their names, shapes and types. Peers with others are refused.
+      optimizer: with one `moshpit_average` in it, which leaves averaging to the host.
+      name: peers that give the same name average with each other; 1 to 64 letters, digits, '_' or '-'.
+      state: makes this peer a donor for newcomers: (how far it is, its state), or None. Everything the loop goes on
+        from belongs into the state: parameters, optimiser state. It is called from the event loop; where the training
+        runs in a thread of its own, keep version and state in one tuple and replace it as a whole.
+      config: see there.
+      device: copies between arrays and vectors; None: a worker thread of its own. In virtual time, an `InlineDevice`.
+      rng: draws the place on the grid; None: the system's.
+      on_round: called after each round, in the event loop.
+
+    Raises:
+      ValueError: an argument is out of range, the optimiser does not average by the host, a parameter is not of
+        floating-point numbers, or the state has an array that cannot travel.
+    """
+    opt_state = jax.eval_shape(optimizer.init, params)
+    if find_state(opt_state).arrived is None:
+        raise ValueError("this optimiser was made with `average` and averages by itself")
+    what = averaged_kind(opt_state)
+    layout = layout_of(params)
+    device = ThreadDevice() if device is None else device
+    async with (
+        open_averager(
+            caller,
+            dht,
+            prefix=name,
+            size=layout.size,
+            grid=config.grid(),
+            rng=random.SystemRandom() if rng is None else rng,
+            schema=f"{what}\n{layout.schema}",
+            role=None if config.role == "auto" else Role(config.role),
+            bandwidth=config.bandwidth_bps,
+            state=state if state is None or isinstance(state, StateSource) else donor_source(state, device),
+            config=config.averager(),
+        ) as averager,
+        background_nursery() as nursery,
+    ):
+        is_auxiliary = config.role == Role.AUXILIARY
+        yield TreeAverager(
+            averager,
+            layout,
+            what=what,
+            is_auxiliary=is_auxiliary,
+            device=device,
+            nursery=nursery,
+            on_round=on_round,
+        )
+
+
+def _to_send(layout: TreeLayout, sent: Sent) -> tuple[Array, float]:
+    return layout.to_vector(sent.tree), float(sent.weight)

@@ -1,0 +1,67 @@
+"""Sizes and rates of one Transformer-XL layer: of every expert of a mixture, and of every layer of a dense model.
+
+Declared once, for the library, the command line and the experiments. Nothing here imports JAX: `dmoe --help` reads it.
+"""
+
+from dataclasses import dataclass
+
+from dmoe_jax.checks import check_positive, check_rates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """Shape of one Transformer-XL layer. Nodes and trainers of a swarm must use the same.
+
+    Parameters do not depend on lengths, rates or types.
+
+    Raises:
+      ValueError: a size is not a positive integer, d_model is odd or not a multiple of num_heads, or a rate is not a
+        probability below 1.
+    """
+
+    d_model: int = 128
+    """Width of the hidden states; even, and a multiple of num_heads."""
+    num_heads: int = 4
+    """Attention heads; they divide d_model."""
+    d_ff: int = 512
+    """Width of the feed-forward part."""
+    seq_len: int = 32
+    """Tokens of one segment of text."""
+    mem_len: int = 32
+    """Hidden states of earlier segments that a layer attends to."""
+    dropout: float = 0.0
+    """Locked dropout inside a layer: one mask per sequence and feature, the same at every position."""
+    attention_dropout: float = 0.0
+    """Dropout of attention probabilities."""
+    position_dropout: float = 0.0
+    """Locked dropout of the positional encodings. Nodes and trainers may differ in a rate, but not in whether all three
+    are 0: only then do experts take no keys."""
+    clamp_len: int | None = None
+    """Distances above it count as this one; None for no such limit."""
+    same_length: bool = False
+    """Every position sees exactly mem_len keys, itself included, and not all that there are."""
+    compute_dtype: str = "float32"
+    """Type of matrix products, float32 or bfloat16; parameters, normalisations and what travels stay float32."""
+
+    def __post_init__(self) -> None:
+        check_positive(
+            d_model=self.d_model,
+            num_heads=self.num_heads,
+            d_ff=self.d_ff,
+            seq_len=self.seq_len,
+            mem_len=self.mem_len,
+        )
+        if self.d_model % self.num_heads or self.d_model % 2:
+            raise ValueError(f"d_model must be even and a multiple of num_heads ({self.num_heads}), got {self.d_model}")
+        if self.clamp_len is not None:
+            check_positive(clamp_len=self.clamp_len)
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"compute_dtype must be one of float32, bfloat16, got {self.compute_dtype!r}")
+        check_rates(
+            dropout=self.dropout, attention_dropout=self.attention_dropout, position_dropout=self.position_dropout
+        )
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is dropped inside the layer, so that it takes keys."""
+        return bool(self.dropout or self.attention_dropout or self.position_dropout)

@@ -1,0 +1,155 @@
+"""Who takes part in a swarm: expert nodes, trainers and averagers say so in the DHT, and `dmoe status` reads it.
+
+Each member has one entry for each of its roles under the key `members:SWARM`, with the contact that it listens at (none
+in client mode) and a small dictionary of facts. Entries live until their expiration: members announce again and again,
+and silence is how a crashed one disappears. Strangers write these records, so whatever is malformed is left out.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dmoe_jax.grid import check_prefix
+from net.dht.messages import contact_to_wire, parse_contact_untrusted
+from net.dht.node import DhtNode, StoreItem
+from net.dht.records import Dictionary, Entry, Value
+from net.errors import RemoteProtocolError
+from net.identity import Contact, PeerId
+
+ROLES = ("node", "trainer", "averager")
+"""What a member may be. One peer may have several roles at once."""
+
+MAX_FACTS = 32
+"""Most facts that a member tells."""
+MAX_TEXT = 64
+"""Most characters of a fact's name, or of a fact that is a text."""
+MAX_GRIDS = 64
+"""Most prefixes of experts that a node lists; of further ones it does not speak here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """What a member of a swarm says about itself."""
+
+    peer_id: PeerId
+    """Who it is."""
+    contact: Contact | None
+    """Where it can be called; None for a client, which listens nowhere."""
+    info: Mapping[str, Value]
+    """Facts by name: texts and finite numbers. "role" is always among them; "state" (such as "compiling" or "serving")
+    and "grids" (the prefixes that a node serves) often are."""
+    expiration: float
+    """Swarm time until which the announcement stands, seconds."""
+
+    @property
+    def role(self) -> str:
+        """One of `ROLES`."""
+        return str(self.info["role"])
+
+    @property
+    def grids(self) -> tuple[str, ...]:
+        """Prefixes of the experts that it serves."""
+        return tuple(self.info.get("grids", ()))
+
+
+async def declare_member(
+    dht: DhtNode,
+    swarm: str,
+    peer_id: PeerId,
+    contact: Contact | None,
+    info: Mapping[str, Value],
+    *,
+    expiration: float,
+) -> bool:
+    """Announce a member under its swarm's name. Returns whether the announcement stands.
+
+    Args:
+      contact: where it can be called; None in client mode.
+      info: see `Member.info`; it must name a role.
+      expiration: swarm time until which the announcement stands, seconds.
+
+    Raises:
+      ValueError: if a fact is of another kind than `Member.info` describes.
+    """
+    facts = check_info(info)
+    value = [None if contact is None else contact_to_wire(contact), facts]
+    return await dht.store(_key(swarm), value, subkey=_subkey(peer_id, facts["role"]), expiration=expiration)
+
+
+async def list_members(dht: DhtNode, swarm: str) -> tuple[Member, ...]:
+    """Every announced member of a swarm, ordered by peer id and role; malformed announcements are left out."""
+    record = await dht.get(_key(swarm))
+    entries = record.entries if isinstance(record, Dictionary) else {}
+    members = (_parse(subkey, entries[subkey]) for subkey in sorted(entries))
+    return tuple(member for member in members if member is not None)
+
+
+async def withdraw_member(dht: DhtNode, swarm: str, peer_id: PeerId, role: str) -> None:
+    """Take a member's announcement in this role back."""
+    key, subkey = _key(swarm), _subkey(peer_id, role)
+    record = await dht.get(key)
+    entry = record.entries.get(subkey) if isinstance(record, Dictionary) else None
+    if entry is not None and entry.value is not None:
+        await dht.store_many([tombstone(key, subkey, entry)])
+
+
+async def served_prefixes(dht: DhtNode, swarm: str) -> tuple[str, ...]:
+    """The prefixes of all experts that the swarm's nodes list, sorted."""
+    return tuple(sorted({prefix for member in await list_members(dht, swarm) for prefix in member.grids}))
+
+
+def check_info(info: Mapping[str, Value]) -> dict[str, Value]:
+    """A copy of a member's facts.
+
+    Raises:
+      ValueError: naming the fact that is not as `Member.info` describes.
+    """
+    if info.get("role") not in ROLES:
+        raise ValueError(f"expected a role among {', '.join(ROLES)}, got {info.get('role')!r:.80}")
+    if len(info) > MAX_FACTS:
+        raise ValueError(f"a member tells at most {MAX_FACTS} facts, got {len(info)}")
+    return {name: _check_fact(name, value) for name, value in info.items()}
+
+
+def _check_fact(name: str, value: Value) -> Value:
+    if not isinstance(name, str) or len(name) > MAX_TEXT:
+        raise ValueError(f"a fact's name has at most {MAX_TEXT} characters, got {name!r:.80}")
+    if name == "grids":
+        if not isinstance(value, list | tuple) or len(value) > MAX_GRIDS or not all(isinstance(p, str) for p in value):
+            raise ValueError(f"grids are a list of at most {MAX_GRIDS} prefixes, got {value!r:.80}")
+        return [check_prefix(prefix) for prefix in value]
+    if isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable():
+        return value
+    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise ValueError(f"{name} is a text of at most {MAX_TEXT} characters or a finite number, got {value!r:.80}")
+
+
+def tombstone(key: str, subkey: str, entry: Entry) -> StoreItem:
+    """What takes an entry back: a None that ends just after the entry would have ended."""
+    # The next representable time: later than the entry it takes back, earlier than any new announcement.
+    expiration = math.nextafter(entry.expiration, math.inf)
+    return StoreItem(key=key, subkey=subkey, value=None, expiration=expiration)
+
+
+def _parse(subkey: str, entry: Entry) -> Member | None:
+    if not isinstance(entry.value, list) or len(entry.value) != 2 or not isinstance(entry.value[1], dict):
+        return None
+    listed, info = entry.value
+    try:
+        peer_id = PeerId.parse(subkey.partition("/")[0])
+        contact = None if listed is None else parse_contact_untrusted(listed)
+        facts = check_info(info)
+    except (ValueError, RemoteProtocolError):
+        return None
+    if subkey != _subkey(peer_id, facts["role"]) or (contact is not None and contact.peer_id != peer_id):
+        return None
+    return Member(peer_id=peer_id, contact=contact, info=facts, expiration=entry.expiration)
+
+
+def _key(swarm: str) -> str:
+    return f"members:{check_prefix(swarm)}"
+
+
+def _subkey(peer_id: PeerId, role: str) -> str:
+    return f"{peer_id}/{role}"

@@ -1,0 +1,61 @@
+"""Whether a layer finds experts for its samples: a layer without any is silently the identity, so it says so."""
+
+import logging
+from collections import deque
+
+logger = logging.getLogger(__name__)
+
+WINDOW_CALLS = 32
+"""Calls over which the share of samples without an expert is taken. After so many without a gap a layer has recovered,
+and the next gap is worth a warning again."""
+
+
+class TooFewExperts(RuntimeError):
+    """More samples of a layer went without any expert than its user allows. No `NetError`: a trainer that drops the
+    step and goes on would train a model without this layer."""
+
+
+class Coverage:
+    """Watches the samples of one layer that no expert answered for.
+
+    Args:
+      prefix: of the layer's experts, for messages.
+      max_skipped: the largest share of samples without an expert, over the last `WINDOW_CALLS` calls.
+      instead: what such a sample gets, for the warning.
+    """
+
+    def __init__(self, prefix: str, *, max_skipped: float, instead: str) -> None:
+        self._prefix = prefix
+        self._max_skipped = max_skipped
+        self._instead = instead
+        self._shares: deque[float] = deque(maxlen=WINDOW_CALLS)
+        self._warned = False
+
+    def note(self, skipped: int, samples: int, *, found: int, answered: int) -> None:
+        """Record one call of the layer.
+
+        Args:
+          skipped: samples without any expert. samples: all of them.
+          found: experts that were alive and were asked. answered: those of them that answered.
+
+        Raises:
+          TooFewExperts: the share of samples without an expert exceeds `max_skipped`. Calls that were not made yet
+            count as complete, so that one gap at the start of a run ends it only if no gap at all is allowed.
+        """
+        self._shares.append(skipped / samples if samples else 0.0)
+        state = f"{found} experts were found alive and asked, {answered} of them answered"
+        if skipped and not self._warned:
+            self._warned = True
+            logger.warning(
+                "layer %r: no expert for %d of %d samples (%s); %s, until experts come back",
+                *(self._prefix, skipped, samples, state, self._instead),
+            )
+        elif self._warned and len(self._shares) == WINDOW_CALLS and not any(self._shares):
+            self._warned = False
+            logger.warning("layer %r: every sample of the last %d calls had an expert", self._prefix, WINDOW_CALLS)
+        share = sum(self._shares) / WINDOW_CALLS
+        if share > self._max_skipped:
+            raise TooFewExperts(
+                f"layer {self._prefix!r}: no expert for {share:.0%} of the samples of the last {WINDOW_CALLS} calls; "
+                f"max_skipped allows {self._max_skipped:.0%}; in the last call {state}"
+            )

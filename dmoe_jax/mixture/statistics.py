@@ -1,0 +1,81 @@
+"""What became of one process's expert calls, and why those that failed did."""
+
+import logging
+from dataclasses import dataclass, field
+
+from net.errors import (
+    CallFailed,
+    ConnectionLost,
+    LocalProtocolError,
+    NetError,
+    PeerBusy,
+    PeerTimeout,
+    PeerUnavailable,
+    RemoteProtocolError,
+)
+from net.identity import Contact
+
+logger = logging.getLogger(__name__)
+
+LATE = "late"
+"""Given up in the grace time: slow, perhaps not dead."""
+NOT_FINITE = "not finite"
+"""The answer holds NaN or infinity."""
+BAD_ANSWER = "bad answer"
+"""Tensors of another number, shape or type, or bytes that broke the protocol."""
+
+_REASONS: tuple[tuple[type[NetError], str], ...] = (
+    (PeerTimeout, "timeout"),
+    (ConnectionLost, "connection lost"),
+    (PeerUnavailable, "unreachable"),
+    (PeerBusy, "busy"),
+    (CallFailed, "refused"),
+    (RemoteProtocolError, BAD_ANSWER),
+    (LocalProtocolError, "not sent"),
+)
+
+REASONS = (*(reason for _, reason in _REASONS), NOT_FINITE, LATE)
+"""Every reason for which a call may fail, as reports and figures show them."""
+
+_LOG_EVERY = 100
+
+
+def reason_of(error: NetError) -> str:
+    """The reason that an error stands for, one of `REASONS`."""
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "unreachable")
+
+
+@dataclass(slots=True)
+class CallStatistics:
+    """Running totals of one process's expert calls."""
+
+    ok: int = 0
+    """Calls that were answered in time."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Calls that brought nothing, by reason; see `REASONS`."""
+    skipped_samples: int = 0
+    """Samples that went through a layer with no expert at all."""
+    staleness_total: int = 0
+    """Updates that experts took between a forward and its backward, by other trainers, summed over backward calls."""
+    staleness_calls: int = 0
+    """Backward calls in `staleness_total`."""
+    load: dict[str, int] = field(default_factory=dict)
+    """Samples sent through each expert in training, by uid."""
+    host: dict[str, Contact] = field(default_factory=dict)
+    """The node that last answered for each expert. Bounded by the grid, like `load`."""
+
+    @property
+    def failed(self) -> int:
+        """Calls that were refused, lost or timed out, or whose answer was no good."""
+        return sum(self.failures.values()) - self.late
+
+    @property
+    def late(self) -> int:
+        """Calls that were given up in the grace time."""
+        return self.failures.get(LATE, 0)
+
+    def note_failure(self, reason: str, text: str) -> None:
+        """Count a failure; log the first one of its reason, and every hundredth, as a warning."""
+        count = self.failures[reason] = self.failures.get(reason, 0) + 1
+        level = logging.WARNING if count == 1 or count % _LOG_EVERY == 0 else logging.DEBUG
+        logger.log(level, "expert call failed (%s, number %d): %s", reason, count, text)

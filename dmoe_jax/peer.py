@@ -1,0 +1,132 @@
+"""This process's peer in a swarm: its connections and its DHT node. Nothing here imports JAX."""
+
+import ipaddress
+import logging
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from dmoe_jax.joining import Target, find_entrances, parse_targets
+from dmoe_jax.security import Security, Tls
+from net.clock import SwarmClock
+from net.dht.config import DhtConfig
+from net.dht.node import DhtNode, open_dht_node
+from net.identity import Address, Contact, PeerId
+from net.rpc.base import Caller
+from net.rpc.faults import FaultInjector, FaultPlan
+from net.rpc.peer import open_rpc_peer
+from net.transport.base import Transport
+from net.transport.sim.network import SimNetwork
+
+_log = logging.getLogger(__name__)
+
+SIM_PORT = 1
+"""The port of every peer in a simulation: each has a host of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmPeer:
+    """A peer that has joined a swarm. Made by `open_peer`."""
+
+    rpc: Caller
+    """Places and serves calls."""
+    dht: DhtNode
+    """Finds peers and records."""
+    rng: random.Random
+    """What this peer draws from."""
+    is_simulated: bool
+    """Whether it lives in virtual time."""
+
+    @property
+    def contact(self) -> str:
+        """PEERID@HOST:PORT, what others join through.
+
+        Raises:
+          ValueError: this peer listens nowhere.
+        """
+        if self.rpc.address is None:
+            raise ValueError("this peer is a client: nobody can join through it; give listen='HOST:PORT'")
+        return Contact(self.rpc.peer_id, self.rpc.address).full
+
+
+@asynccontextmanager
+async def open_peer(
+    join: Target | Sequence[Target] = (),
+    *,
+    listen: str | Address | None = "auto",
+    announce: str | None = None,
+    security: Security = Tls(),  # noqa: B008 (frozen)
+    network: SimNetwork | None = None,
+    host: str = "",
+    seed: int | None = None,
+    faults: FaultPlan | None = None,
+    caller: Caller | None = None,
+    clock: SwarmClock | None = None,
+    dht: DhtConfig = DhtConfig(),  # noqa: B008 (frozen)
+) -> AsyncIterator[SwarmPeer]:
+    """Open this process's peer and DHT node, and join the swarm until the block ends.
+
+    Args: as of `dmoe_jax.swarm.open_swarm`.
+
+    Raises:
+      ValueError, DialFailed, ListenFailed: as of `open_swarm`.
+    """
+    targets = parse_targets(join)
+    rng: random.Random = random.SystemRandom() if seed is None else random.Random(f"{seed}/{host}")
+    async with AsyncExitStack() as stack:
+        if caller is None:
+            transport, peer_id = _open_transport(stack, security, network, host, rng)
+            caller = await stack.enter_async_context(
+                open_rpc_peer(
+                    transport,
+                    peer_id=peer_id,
+                    listen=_where_to_listen(listen, targets, host),
+                    announce=announce,
+                    faults=None if faults is None else FaultInjector(faults),
+                )
+            )
+            if network is None:
+                if caller.address is not None and security.is_open and not _is_loopback(caller.address):
+                    _log.warning("without a swarm secret everybody who reaches %s may join this swarm", caller.address)
+                is_plain = not isinstance(security, Tls)
+                targets = await find_entrances(caller, targets, terms=security.terms, is_plain=is_plain)
+        if clock is None:
+            clock = SwarmClock.wall() if network is None else SwarmClock.virtual()
+        is_client = caller.address is None
+        node = await stack.enter_async_context(
+            open_dht_node(caller, clock=clock, rng=rng, initial_peers=targets, client_mode=is_client, config=dht)
+        )
+        yield SwarmPeer(rpc=caller, dht=node, rng=rng, is_simulated=network is not None)
+
+
+def _open_transport(
+    stack: AsyncExitStack, security: Security, network: SimNetwork | None, host: str, rng: random.Random
+) -> tuple[Transport, PeerId]:
+    if network is None:
+        return stack.enter_context(security.open())
+    if not host:
+        raise ValueError("each peer of a simulated network has its own host: give network=..., host='node0'")
+    peer_id = PeerId.draw(rng)
+    return network.transport(host, peer_id), peer_id
+
+
+def _where_to_listen(
+    listen: str | Address | None, targets: Sequence[Contact | Address], simulated_host: str
+) -> Address | None:
+    if listen is None or isinstance(listen, Address):
+        return listen
+    if listen != "auto":
+        return Address.parse(listen)
+    if simulated_host:
+        return Address(simulated_host, SIM_PORT)
+    are_here = all(_is_loopback(each.address if isinstance(each, Contact) else each) for each in targets)
+    return Address("127.0.0.1", 0) if are_here else None
+
+
+def _is_loopback(address: Address) -> bool:
+    """Whether only this machine can reach it."""
+    try:
+        return ipaddress.ip_address(address.host).is_loopback
+    except ValueError:
+        return address.host == "localhost"

@@ -1,0 +1,468 @@
+"""A swarm in one object: serve experts, mix them, train over them, average with others.
+
+    async with open_swarm() as swarm:                                       # the first peer of a new swarm
+        await swarm.serve({"ffn.[0:4].[0:4]": feedforward(d_model=64)}, optimizer=optax.adam(1e-3))
+        print(swarm.contact)                                                # what others join through
+
+    async with open_swarm(join="PEERID@HOST:PORT") as swarm:                # somewhere else
+        mixture = swarm.mixture("ffn", feedforward(d_model=64), product_key((4, 4)), k_best=4)
+        trainers = swarm.trainer(MyModel(mixture), optax.adam(1e-3), batches)
+        await trainers.run(1000)
+
+The same code runs over TLS, over plain TCP (`security=Plain()`) and on a simulated network in virtual time
+(`network=`, see `net.transport.sim`). `dmoe_jax.connect` is the same without `async`, for notebooks and existing loops.
+"""
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import optax
+import trio
+
+from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tree_averager
+from dmoe_jax.device import Device, InlineDevice, ThreadDevice
+from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
+from dmoe_jax.experts.base import Expert
+from dmoe_jax.joining import Target
+from dmoe_jax.members import Member, declare_member, list_members, withdraw_member
+from dmoe_jax.mixture.fan_out import CallPolicy, ExpertCaller
+from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.mixture.statistics import CallStatistics
+from dmoe_jax.model import Model
+from dmoe_jax.node.backend import ExpertBackend, make_backends
+from dmoe_jax.node.saving import ExpertSaver
+from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
+from dmoe_jax.peer import SwarmPeer, open_peer
+from dmoe_jax.routing.base import Router
+from dmoe_jax.security import Security, Tls
+from dmoe_jax.trainer import Trainer, Trainers
+from dmoe_jax.trunk import SharedTrunk
+from dmoe_jax.types import PyTree
+from net.clock import SwarmClock
+from net.dht.config import DhtConfig
+from net.dht.node import DhtNode
+from net.dht.records import Value
+from net.errors import NetError
+from net.identity import Address, Contact, PeerId
+from net.nursery import background_nursery
+from net.rpc.base import Caller
+from net.rpc.faults import FaultPlan
+from net.transport.sim.network import SimNetwork
+from net.wire.compression import Compression
+
+_log = logging.getLogger(__name__)
+
+_STATUS_TIMEOUT_S = 2.0
+_ANNOUNCE_PERIOD_S, _ANNOUNCEMENT_LIFETIME_S = 10.0, 30.0
+"""Of trainers and averagers; an expert node has its own settings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedExpert:
+    """An expert that somebody serves now."""
+
+    contact: Contact
+    """The node that serves it."""
+    updates: int
+    """Optimiser steps that it has taken."""
+
+
+class Served:
+    """Experts that this process serves. Made by `Swarm.serve`; they are served until `close` or the swarm's end."""
+
+    def __init__(self, node: ExpertNode, backends: Mapping[str, ExpertBackend]) -> None:
+        self.node = node
+        self.backends = dict(backends)
+        """By uid: parameters and optimiser states, as they are now."""
+        self._leave = trio.Event()
+        self._gone = trio.Event()
+
+    @property
+    def uids(self) -> tuple[str, ...]:
+        """Which experts."""
+        return tuple(self.backends)
+
+    async def close(self) -> None:
+        """Withdraw the experts from the swarm, answer no more calls, and save once more if they are saved."""
+        self._leave.set()
+        await self._gone.wait()
+
+
+class Swarm:
+    """This process's place in a swarm. Made by `open_swarm`; everything that it starts ends with it."""
+
+    def __init__(
+        self,
+        name: str,
+        peer: SwarmPeer,
+        directory: ExpertDirectory,
+        device: Device,
+        nursery: trio.Nursery,
+        *,
+        seed: int,
+        statistics: CallStatistics,
+    ) -> None:
+        self.name = name
+        """Of the swarm: its members find each other under it."""
+        self.peer = peer
+        """This process's connections and DHT node."""
+        self.directory = directory
+        """Finds living experts."""
+        self.device = device
+        """Runs XLA work off the event loop."""
+        self.statistics = statistics
+        """Totals of this process's expert calls."""
+        self.seed = seed
+        """Of everything that is drawn here, unless a call gives its own."""
+        self._caller = ExpertCaller(peer.rpc, directory, statistics)
+        self._nursery = nursery
+
+    @property
+    def rpc(self) -> Caller:
+        """Places and serves calls."""
+        return self.peer.rpc
+
+    @property
+    def dht(self) -> DhtNode:
+        """Finds peers and records."""
+        return self.peer.dht
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Who this process is."""
+        return self.rpc.peer_id
+
+    @property
+    def clock(self) -> SwarmClock:
+        """The swarm's common time."""
+        return self.dht.clock
+
+    @property
+    def contact(self) -> str:
+        """PEERID@HOST:PORT, what others join through. Raises ValueError if this peer listens nowhere."""
+        return self.peer.contact
+
+    async def serve(
+        self,
+        experts: Mapping[str, Expert],
+        *,
+        optimizer: optax.GradientTransformation | None,
+        seed: int | None = None,
+        config: NodeConfig | None = None,
+        warm_up_rows: int | None = None,
+        checkpoint_dir: str | Path | None = None,
+        checkpoint_period_s: float = 60.0,
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> Served:
+        """Serve experts to the trainers of the swarm, who teach them by the gradients that they send.
+
+        Returns once the experts are compiled and announced; from then on they are served in the background.
+
+        Args:
+          experts: uid such as "ffn.3.1", or pattern such as "ffn.[0:4].[0:4]" -> network; see `dmoe_jax.experts`.
+          optimizer: any Optax optimiser, of each expert by itself; None: the experts answer and never learn.
+          seed: of the initial parameters; with the uid it decides them, on whichever node they live. None: the swarm's.
+          config: how batches are made and how often experts are announced.
+          warm_up_rows: compile for batches of up to so many rows before announcing; larger ones follow when they are
+            wanted, beside the serving. None: as configured.
+          checkpoint_dir: where the experts are saved, and taken up from if there is a checkpoint.
+          checkpoint_period_s: seconds between checkpoints; one more is written at the end.
+          on_progress: told what it is doing, in a few words.
+
+        Raises:
+          ValueError: this peer listens nowhere, a pattern is malformed or names an expert twice, the optimiser cannot
+            work on a node, or the checkpoint is of other experts.
+        """
+        if self.rpc.address is None:
+            raise ValueError("experts cannot be served by a client; give open_swarm(listen='HOST:PORT')")
+        config = NodeConfig(swarm=self.name) if config is None else replace(config, swarm=self.name)
+        if warm_up_rows is not None:
+            config = replace(config, warm_up_rows=warm_up_rows)
+        backends = await self.device.run(_make_backends, experts, optimizer, self.seed if seed is None else seed)
+        saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, self.device)
+        if saver is not None and (restored := saver.restore()) is not None:
+            on_progress(f"going on from a checkpoint in {checkpoint_dir} ({restored} updates)")
+        served: Served = await self._nursery.start(
+            self._serve, backends, config, saver, checkpoint_period_s, on_progress
+        )
+        return served
+
+    async def _serve(
+        self,
+        backends: dict[str, ExpertBackend],
+        config: NodeConfig,
+        saver: ExpertSaver | None,
+        period_s: float,
+        on_progress: Callable[[str], None],
+        task_status: trio.TaskStatus[Served] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        served: Served | None = None
+        try:
+            async with open_expert_node(
+                self.rpc,
+                self.dht,
+                backends,
+                device=self.device,
+                config=config,
+            ) as node:
+                served = Served(node, backends)
+                task_status.started(served)
+                async with trio.open_nursery() as nursery:
+                    if saver is not None:
+                        nursery.start_soon(saver.run, period_s)
+                    await served._leave.wait()
+                    nursery.cancel_scope.cancel()
+        finally:
+            if saver is not None and served is not None:
+                # After the withdrawal: nobody sends gradients any more.
+                with trio.CancelScope(shield=True):
+                    await saver.save()
+            if served is not None:
+                served._gone.set()
+
+    def mixture(
+        self,
+        prefix: str,
+        expert: Expert,
+        router: Router,
+        *,
+        k_best: int = 4,
+        k_min: int = 1,
+        grace_s: float = 1.0,
+        timeout_s: float = 10.0,
+        compression: Compression | str = Compression.NONE,
+        on_shortfall: Literal["skip", "raise"] = "skip",
+        max_skipped: float = 1.0,
+        seed: int | None = None,
+    ) -> RemoteMixture:
+        """A DMoE layer over the experts `prefix.i.j` of this swarm; `await mixture.check()` says whether there are any.
+
+        Args:
+          prefix: of the experts.
+          expert: their network, for its shapes.
+          router: chooses the experts of each sample; see `dmoe_jax.routing`.
+          k_best: experts asked for each sample.
+          k_min: answers that each sample needs before stragglers get only the grace time.
+          grace_s: seconds to wait for stragglers then. timeout_s: seconds after which a call is given up.
+          compression: how activations and gradients travel: "none", "float16", "bfloat16" or "blockwise8".
+          on_shortfall: what happens to a sample with fewer than `k_min` answers: "skip" mixes what there is, "raise"
+            gives the step up.
+          max_skipped: share of samples without any expert beyond which a call raises `TooFewExperts`; 1: never.
+          seed: of dropout in experts that take keys; None: the swarm's.
+
+        Raises:
+          ValueError: a setting is out of range.
+        """
+        policy = CallPolicy(k_min=k_min, grace_s=grace_s, timeout_s=timeout_s, compression=Compression(compression))
+        config = MixtureConfig(
+            prefix=prefix, k_best=k_best, policy=policy, on_shortfall=on_shortfall, max_skipped=max_skipped
+        )
+        return RemoteMixture(
+            expert=expert,
+            router=router,
+            directory=self.directory,
+            caller=self._caller,
+            device=self.device,
+            config=config,
+            seed=self.seed if seed is None else seed,
+        )
+
+    def trainer(
+        self,
+        model: Model,
+        optimizer: optax.GradientTransformation,
+        batches: Iterator[Any] | Sequence[Iterator[Any]],
+        *,
+        params: PyTree | None = None,
+        seed: int | None = None,
+    ) -> Trainers:
+        """Asynchronous trainers of one model: they share its parameters and do not wait for each other.
+
+        Args:
+          model: what they train.
+          optimizer: of the model's own parameters; its schedules count the updates of all trainers together.
+          batches: one iterator of batches for each trainer; a single iterator makes one trainer.
+          params: to begin with; None: `model.init`, from the seed.
+          seed: of initial parameters and of all chance in training; None: the swarm's.
+        """
+        seed = self.seed if seed is None else seed
+        params = model.init(jax.random.key(seed)) if params is None else params
+        trunk = SharedTrunk(params, optimizer, self.device)
+        several = list(batches) if isinstance(batches, Sequence) else [batches]
+        trainers = [Trainer(index, model, trunk, each, seed=seed) for index, each in enumerate(several)]
+        return Trainers(model, trunk, trainers)
+
+    @asynccontextmanager
+    async def averager(
+        self,
+        params: PyTree,
+        optimizer: optax.GradientTransformation,
+        *,
+        name: str,
+        state: Callable[[], tuple[int, PyTree]] | None = None,
+        config: TreeAveragerConfig = TreeAveragerConfig(),  # noqa: B008 (frozen)
+        on_round: Callable[[Round], None] = lambda done: None,
+    ) -> AsyncIterator[TreeAverager]:
+        """This process's part in averaging with others, for a training loop of one's own; see `dmoe_jax.averaging`.
+
+        Args:
+          params: of the model, for their names and shapes.
+          optimizer: with one `moshpit_average` in it.
+          name: peers that give the same name average with each other.
+          state: (how far this peer is, its whole state), which newcomers may take; None: it is no donor.
+          config: groups, windows, compression, role and bandwidth.
+          on_round: called after each round.
+
+        Raises:
+          ValueError: as of `open_tree_averager`.
+        """
+        facts = {"group": name}
+        async with (
+            open_tree_averager(
+                self.rpc,
+                self.dht,
+                params,
+                optimizer=optimizer,
+                name=name,
+                state=state,
+                config=config,
+                device=self.device,
+                rng=self.peer.rng,
+                on_round=on_round,
+            ) as averager,
+            self.announced("averager", lambda: {**facts, "averages": averager.totals.done}),
+        ):
+            yield averager
+
+    @asynccontextmanager
+    async def announced(self, role: str, facts: Callable[[], Mapping[str, Value]]) -> AsyncIterator[None]:
+        """List this process in the swarm in a role, such as "trainer", as long as the block lasts.
+
+        Args:
+          facts: what `dmoe status` shows of it, asked again every ten seconds; see `dmoe_jax.members.Member`.
+        """
+        contact = None if self.rpc.address is None else Contact(self.rpc.peer_id, self.rpc.address)
+
+        async def announce() -> None:
+            while True:
+                expiration = self.clock.now() + _ANNOUNCEMENT_LIFETIME_S
+                info = {"role": role, **facts()}
+                with contextlib.suppress(NetError):  # a lost announcement is made again
+                    await declare_member(self.dht, self.name, self.peer_id, contact, info, expiration=expiration)
+                await trio.sleep(_ANNOUNCE_PERIOD_S)
+
+        async with background_nursery() as nursery:
+            nursery.start_soon(announce)
+            try:
+                yield
+            finally:
+                nursery.cancel_scope.cancel()
+                with trio.move_on_after(1.0, shield=True), contextlib.suppress(NetError):
+                    await withdraw_member(self.dht, self.name, self.peer_id, role)
+
+    async def members(self) -> tuple[Member, ...]:
+        """Who takes part: nodes, those that still compile too, trainers and averagers, as they announced themselves."""
+        return await list_members(self.dht, self.name)
+
+    async def experts(self) -> dict[str, ServedExpert]:
+        """Every expert that a node of this swarm serves now, by uid. Nodes that do not answer are left out."""
+        found: dict[str, ServedExpert] = {}
+
+        async def ask(contact: Contact) -> None:
+            try:
+                reply = await self.rpc.call(contact, "node.status", {}, timeout_s=_STATUS_TIMEOUT_S)
+            except NetError as error:
+                _log.info("node %s does not say what it serves: %s", contact, error)
+                return
+            updates = reply.body.get("updates")
+            for uid, count in updates.items() if isinstance(updates, dict) else ():
+                if isinstance(count, int):
+                    found[uid] = ServedExpert(contact=contact, updates=count)
+
+        async with trio.open_nursery() as nursery:
+            for member in await self.members():
+                if member.role == "node" and member.contact is not None:
+                    nursery.start_soon(ask, member.contact)
+        return dict(sorted(found.items()))
+
+
+@asynccontextmanager
+async def open_swarm(
+    join: Target | Sequence[Target] = (),
+    *,
+    listen: str | Address | None = "auto",
+    announce: str | None = None,
+    security: Security = Tls(),  # noqa: B008 (frozen)
+    network: SimNetwork | None = None,
+    host: str = "",
+    name: str = "dmoe",
+    seed: int | None = None,
+    device: Device | None = None,
+    faults: FaultPlan | None = None,
+    caller: Caller | None = None,
+    peer: SwarmPeer | None = None,
+    clock: SwarmClock | None = None,
+    statistics: CallStatistics | None = None,
+    dht: DhtConfig = DhtConfig(),  # noqa: B008 (frozen)
+    directory: DirectoryConfig = DirectoryConfig(),  # noqa: B008 (frozen)
+) -> AsyncIterator[Swarm]:
+    """Take part in a swarm until the block ends.
+
+    Args:
+      join: peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there. None starts a new swarm.
+      listen: HOST:PORT to be called at, port 0 for one that the system chooses; None: this peer only calls, and can
+        serve nothing. "auto": on loopback if there is nobody to join or only on this machine, else None; in a
+        simulation, at `host`.
+      announce: host under which others reach this peer, if it is not the one that it listens on.
+      security: `Tls` (the default) or `Plain`.
+      network: a simulated network, in virtual time, instead of a real one. host: this peer's on it, its alone.
+      name: of the swarm: members find each other under it.
+      seed: of what this process draws. In a simulation its identity follows from it and the host. None: chance.
+      device: runs XLA work; None: a worker thread, in a simulation the calling task.
+      faults: what is to go wrong with this peer's answers, on purpose.
+      caller: places and serves this peer's calls; None: one is opened as the arguments above say.
+      peer: a peer that has joined already, instead of all arguments above but name and seed.
+      clock: the swarm's time; None: the wall clock's, in a simulation the virtual one.
+      statistics: totals to go on counting in; None: new ones.
+      dht, directory: settings of the parts.
+
+    Raises:
+      ValueError: an address or file cannot be used; the message names it.
+      DialFailed: nobody answers among the peers to join through, or another peer than the one that was named.
+      ListenFailed: the port is taken.
+    """
+    async with AsyncExitStack() as stack:
+        if peer is None:
+            peer = await stack.enter_async_context(
+                open_peer(
+                    join,
+                    listen=listen,
+                    announce=announce,
+                    security=security,
+                    network=network,
+                    host=host,
+                    seed=seed,
+                    faults=faults,
+                    caller=caller,
+                    clock=clock,
+                    dht=dht,
+                )
+            )
+        experts = await stack.enter_async_context(open_expert_directory(peer.dht, swarm=name, config=directory))
+        nursery = await stack.enter_async_context(background_nursery())
+        if device is None:
+            device = InlineDevice() if peer.is_simulated else ThreadDevice()
+        counted = CallStatistics() if statistics is None else statistics
+        yield Swarm(name, peer, experts, device, nursery, seed=0 if seed is None else seed, statistics=counted)
+
+
+def _make_backends(
+    experts: Mapping[str, Expert], optimizer: optax.GradientTransformation | None, seed: int
+) -> dict[str, ExpertBackend]:
+    return make_backends(experts, optimizer, seed=seed)
