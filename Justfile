@@ -5,7 +5,7 @@ default:
 
 # train a DMoE Transformer-XL over a local swarm of real processes (about four minutes on two cores)
 demo *ARGS:
-    python -m experiments.demo {{ARGS}}
+    python -m dmoe_jax.cli demo {{ARGS}}
 
 # the quick tests, a process for each core
 test *ARGS:

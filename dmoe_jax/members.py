@@ -6,15 +6,19 @@ and silence is how a crashed one disappears. Strangers write these records, so w
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+
+import trio
 
 from dmoe_jax.grid import check_prefix
 from net.dht.messages import contact_to_wire, parse_contact_untrusted
 from net.dht.node import DhtNode, StoreItem
 from net.dht.records import Dictionary, Entry, Value
-from net.errors import RemoteProtocolError
+from net.errors import NetError, RemoteProtocolError
 from net.identity import Contact, PeerId
+from net.nursery import background_nursery
 
 ROLES = ("node", "trainer", "averager")
 """What a member may be. One peer may have several roles at once."""
@@ -91,6 +95,47 @@ async def withdraw_member(dht: DhtNode, swarm: str, peer_id: PeerId, role: str) 
     entry = record.entries.get(subkey) if isinstance(record, Dictionary) else None
     if entry is not None and entry.value is not None:
         await dht.store_many([tombstone(key, subkey, entry)])
+
+
+@asynccontextmanager
+async def listed_member(
+    dht: DhtNode,
+    swarm: str,
+    peer_id: PeerId,
+    contact: Contact | None,
+    info: Callable[[], Mapping[str, Value]],
+    *,
+    period_s: float = 10.0,
+) -> AsyncIterator[None]:
+    """Keep a member listed while the context is open, and take its announcement back at the end.
+
+    An announcement that reaches nobody does no harm: it is made again, and each is valid for three periods. Taking it
+    back takes at most two seconds, for which `dht` must still run.
+
+    Args:
+      contact: where it can be called; None in client mode.
+      info: called for each announcement; see `Member.info`.
+      period_s: seconds between announcements.
+
+    Raises:
+      ValueError: a fact of the first announcement is of another kind than `Member.info` describes.
+    """
+
+    async def announce() -> None:
+        while True:
+            with suppress(NetError):
+                await declare_member(dht, swarm, peer_id, contact, info(), expiration=dht.clock.now() + 3 * period_s)
+            await trio.sleep(period_s)
+
+    role = str(check_info(info())["role"])
+    async with background_nursery() as nursery:
+        nursery.start_soon(announce)
+        try:
+            yield
+        finally:
+            nursery.cancel_scope.cancel()
+            with trio.move_on_after(2.0, shield=True), suppress(NetError):
+                await withdraw_member(dht, swarm, peer_id, role)
 
 
 async def served_prefixes(dht: DhtNode, swarm: str) -> tuple[str, ...]:

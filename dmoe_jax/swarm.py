@@ -13,7 +13,6 @@ The same code runs over TLS, over plain TCP (`security=Plain()`) and on a simula
 (`network=`, see `net.transport.sim`). `dmoe_jax.connect` is the same without `async`, for notebooks and existing loops.
 """
 
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -30,7 +29,7 @@ from dmoe_jax.device import Device, InlineDevice, ThreadDevice
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.joining import Target
-from dmoe_jax.members import Member, declare_member, list_members, withdraw_member
+from dmoe_jax.members import Member, list_members, listed_member
 from dmoe_jax.mixture.fan_out import CallPolicy, ExpertCaller
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.mixture.statistics import CallStatistics
@@ -59,8 +58,6 @@ from net.wire.compression import Compression
 _log = logging.getLogger(__name__)
 
 _STATUS_TIMEOUT_S = 2.0
-_ANNOUNCE_PERIOD_S, _ANNOUNCEMENT_LIFETIME_S = 10.0, 30.0
-"""Of trainers and averagers; an expert node has its own settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,11 +202,7 @@ class Swarm:
         served: Served | None = None
         try:
             async with open_expert_node(
-                self.rpc,
-                self.dht,
-                backends,
-                device=self.device,
-                config=config,
+                self.rpc, self.dht, backends, device=self.device, config=config, on_progress=on_progress
             ) as node:
                 served = Served(node, backends)
                 task_status.started(served)
@@ -349,22 +342,11 @@ class Swarm:
         """
         contact = None if self.rpc.address is None else Contact(self.rpc.peer_id, self.rpc.address)
 
-        async def announce() -> None:
-            while True:
-                expiration = self.clock.now() + _ANNOUNCEMENT_LIFETIME_S
-                info = {"role": role, **facts()}
-                with contextlib.suppress(NetError):  # a lost announcement is made again
-                    await declare_member(self.dht, self.name, self.peer_id, contact, info, expiration=expiration)
-                await trio.sleep(_ANNOUNCE_PERIOD_S)
+        def own() -> dict[str, Value]:
+            return {"role": role, **facts()}
 
-        async with background_nursery() as nursery:
-            nursery.start_soon(announce)
-            try:
-                yield
-            finally:
-                nursery.cancel_scope.cancel()
-                with trio.move_on_after(1.0, shield=True), contextlib.suppress(NetError):
-                    await withdraw_member(self.dht, self.name, self.peer_id, role)
+        async with listed_member(self.dht, self.name, self.peer_id, contact, own):
+            yield
 
     async def members(self) -> tuple[Member, ...]:
         """Who takes part: nodes, those that still compile too, trainers and averagers, as they announced themselves."""

@@ -49,6 +49,8 @@ SHELLS = {
     "dmoe_jax.runs.run_folder",
     "dmoe_jax.directory",
     "dmoe_jax.mixture.coverage",
+    "dmoe_jax.members",
+    "dmoe_jax.processes",
     "dmoe_jax.mixture.fan_out",
     "dmoe_jax.mixture.readiness",
     "dmoe_jax.mixture.remote",

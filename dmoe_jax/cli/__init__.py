@@ -1,9 +1,10 @@
-"""The `dmoe` command: run a DHT peer or an expert node, train over a swarm, look at one, name a key.
+"""The `dmoe` command: run a DHT peer or an expert node, train over a swarm, look at one, name a key; or all at once.
 
 Each subcommand is a frozen dataclass whose fields are its flags; `tyro` reads them from the command line. Modules that
 need JAX are imported by the command that uses them, so that `dmoe --help` answers at once.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -11,26 +12,47 @@ from typing import Annotated
 import tyro
 
 from dmoe_jax.cli.common import UsageError, fail, parse_command_line
+from dmoe_jax.cli.demo import DemoCommand
 from dmoe_jax.cli.dht import DhtCommand
 from dmoe_jax.cli.identity import IdentityCommand
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.status import StatusCommand
+from dmoe_jax.cli.swarm import parse_targets
 from dmoe_jax.cli.train import TrainCommand
+from dmoe_jax.cli.up import UpCommand
+from dmoe_jax.environment import HELP, JOIN_VARIABLE
 
 Command = (
-    Annotated[DhtCommand, tyro.conf.subcommand("dht")]
+    Annotated[DemoCommand, tyro.conf.subcommand("demo")]
+    | Annotated[UpCommand, tyro.conf.subcommand("up")]
+    | Annotated[DhtCommand, tyro.conf.subcommand("dht")]
     | Annotated[NodeCommand, tyro.conf.subcommand("node")]
     | Annotated[TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[StatusCommand, tyro.conf.subcommand("status")]
     | Annotated[IdentityCommand, tyro.conf.subcommand("identity")]
 )
 
+_JOINING = ("dht", "node", "train", "status")
+"""Commands that have `--join`."""
+
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `dmoe`. Exits 0 when done, 1 on an error, 2 on a wrong flag, 130 after Ctrl-C."""
-    description = "Decentralised mixture-of-experts training in JAX."
-    command = parse_command_line(Command, prog="dmoe", description=description, args=args)
+    description = f"Decentralised mixture-of-experts training in JAX.\n\n{HELP}"
+    words = _with_join_of_environment(sys.argv[1:] if args is None else args)
+    command = parse_command_line(Command, prog="dmoe", description=description, args=words)
     try:
+        # Before any import that takes seconds: a slip of the pen is told at once.
+        parse_targets(getattr(command, "join", ()))
         sys.exit(command.run())
     except UsageError as error:
         fail(str(error))
+
+
+def _with_join_of_environment(words: Sequence[str]) -> list[str]:
+    """The command line with `--join` from the environment, for a command that has it and was not given it."""
+    peers = os.environ.get(JOIN_VARIABLE, "").split()
+    is_given = any(word.partition("=")[0] in ("--join", "--help", "-h") for word in words)
+    if not peers or not words or words[0] not in _JOINING or is_given:
+        return list(words)
+    return [*words, "--join", *peers]

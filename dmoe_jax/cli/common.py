@@ -2,11 +2,13 @@
 
 import contextlib
 import ctypes
+import difflib
 import io
 import os
 import platform
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,41 +30,86 @@ class UsageError(Exception):
 def parse_command_line(command: Any, *, prog: str, description: str | None = None, args: Sequence[str] | None) -> Any:
     """Read the command line into `command` (a dataclass, or a union of them) with tyro.
 
-    A mistake ends the process with status 2 and one line instead of tyro's box.
+    A mistake ends the process with status 2 and one line instead of tyro's box. For a flag or command that does not
+    exist the line names the one that was probably meant, and the help page that lists them.
     """
+    words = list(sys.argv[1:] if args is None else args)
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(
-                command,
-                prog=prog,
-                description=description,
-                args=args,
-                config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
-            )
+            return _read(command, prog, description, words)
     except SystemExit as exit_:
         if not exit_.code:
             raise
-        fail(f"{_first_paragraph(errors.getvalue())}; see {prog} --help", status=2, prog=prog)
+        page, names = _help_page(command, prog, words)
+        message = f"{_first_paragraph(errors.getvalue())}{_suggestion(words, names)} {page} --help"
+        fail(message, status=2, prog=prog)
     except ValueError as error:  # a dataclass did not take its fields
         fail(str(error), status=2, prog=prog)
 
 
+def _read(command: Any, prog: str, description: str | None, words: list[str]) -> Any:
+    config = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff)
+    return tyro.cli(command, prog=prog, description=description, args=words, config=config)
+
+
 def _first_paragraph(box: str) -> str:
-    """The text in tyro's error box up to its first rule, as one line."""
+    """The text in tyro's error box between its title and the next rule, as one line.
+
+    Tyro draws the box with lines or, on a terminal without UTF-8, with hyphens; other versions may print none.
+    """
+    lines = [line.strip("│|╭╮╰╯ ") for line in box.splitlines()]
+    texts = [(line, not line.strip("─-=")) for line in lines]
+    # The title stands in the upper rule, or above a rule of its own.
+    if box.startswith("╭") or (len(texts) > 1 and texts[1][1]):
+        texts = texts[1:]
     words: list[str] = []
-    for line in box.splitlines():
-        text = line.strip("│╭╮╰╯ ")
-        if text.startswith("──") and words:
+    for text, is_rule in texts:
+        if is_rule and words:
             break
-        if not line.startswith("╭") and not text.startswith("──"):
+        if not is_rule:
             words += text.split()
     return " ".join(words).rstrip(".") or "unusable arguments"
+
+
+def _help_page(command: Any, prog: str, words: list[str]) -> tuple[str, list[str]]:
+    """The help page that fits a command line, and the flags or commands that it lists."""
+    for path in ([words[:1]] if words and not words[0].startswith("-") else []) + [[]]:
+        text = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(text), contextlib.redirect_stderr(io.StringIO()):
+                _read(command, prog, None, [*path, "--help"])
+        except SystemExit as exit_:
+            usage = re.search(r"usage: (.*?)(?: \[|$)", text.getvalue(), re.MULTILINE)
+            # An unknown subcommand, too, gets a page of help: that of the whole program.
+            if not exit_.code and usage is not None and usage[1].split() == [*prog.split(), *path]:
+                commands = re.search(r"\{([\w,-]+)\}", text.getvalue().partition("\n")[0])
+                flags = re.findall(r"^\W*(--[a-z][\w-]*)", text.getvalue(), re.MULTILINE)
+                return usage[1], flags + (commands[1].split(",") if commands and not path else [])
+    return prog, []
+
+
+def _suggestion(words: list[str], names: list[str]) -> str:
+    """What to do about a mistake: use the known name that is most like an unknown word, or see the help page."""
+    for index, word in enumerate(word.partition("=")[0] for word in words):
+        if word not in names and (word.startswith("--") or index == 0):
+            for close in difflib.get_close_matches(word, names, n=1, cutoff=0.75):
+                return f"; did you mean {close}? See"
+    return "; see"
 
 
 def one_line(error: BaseException) -> str:
     """The first line of an error's message; libraries follow it with advice that fills a screen."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+@contextlib.contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """What a wrong setting, a damaged file or a full folder raises while a command is set up is the user's to mend."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UsageError(one_line(error)) from error
 
 
 def fail(message: str, *, status: int = 1, prog: str = "dmoe") -> NoReturn:
@@ -99,9 +146,8 @@ def set_up_jax() -> None:
     keep_freed_memory()
     import jax
 
-    default = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dmoe_jax" / f"xla-{os.uname().nodename}"
-    )
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    default = caches / "dmoe_jax" / f"xla-{platform.node()}"
     folder = os.environ.get("DMOE_XLA_CACHE", str(default))
     if folder:
         jax.config.update("jax_compilation_cache_dir", folder)

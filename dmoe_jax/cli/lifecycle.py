@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import trio
 
-from dmoe_jax.cli.common import UsageError, fail
+from dmoe_jax.cli.common import UsageError, fail, one_line
+from dmoe_jax.processes import ProcessFailed
 from net.errors import NetError
 
 EXIT_INTERRUPTED = 130
@@ -23,21 +24,25 @@ EXIT_INTERRUPTED = 130
 _LEAVE_TIMEOUT_S = 5.0
 """For leaving in order. Withdrawing takes at most two seconds; the rest is closing connections."""
 
+MISTAKES = (NetError, UsageError, ProcessFailed)
+"""Errors that are told in one line: they are the swarm's or the user's, not ours."""
+
 
 class Stop:
     """Someone's wish that the command end, and what to cancel for it."""
 
-    def __init__(self, everything: trio.CancelScope) -> None:
+    def __init__(self, everything: trio.CancelScope, leave_timeout_s: float) -> None:
         self._everything = everything
+        self._leave_timeout_s = leave_timeout_s
         self._body: trio.CancelScope | None = None
 
     @contextlib.contextmanager
-    def body(self) -> Iterator[None]:
+    def body(self) -> Iterator[trio.CancelScope]:
         """The part of a command that runs until it is stopped; it then ends quietly and the command goes on."""
         with trio.CancelScope() as scope:
             self._body = scope
             try:
-                yield
+                yield scope
             finally:
                 self._body = None
 
@@ -47,17 +52,27 @@ class Stop:
             self._everything.cancel()
         else:
             self._body.cancel()
-            self._everything.deadline = trio.current_time() + _LEAVE_TIMEOUT_S
+            self._everything.deadline = trio.current_time() + self._leave_timeout_s
 
 
-def run_until_done(main: Callable[[Stop], Awaitable[int]], *, exit_on_stdin_eof: bool = False) -> int:
+def run_until_done(
+    main: Callable[[Stop], Awaitable[int]],
+    *,
+    prog: str = "dmoe",
+    exit_on_stdin_eof: bool = False,
+    leave_timeout_s: float = _LEAVE_TIMEOUT_S,
+    mistakes: tuple[type[Exception], ...] = MISTAKES,
+) -> int:
     """Run an async command to its end, or until it is stopped; returns the exit status.
 
-    Swarm errors and the user's mistakes become one line.
+    The process's own handlers of SIGINT and SIGTERM are back in place when this returns or raises.
 
     Args:
       main: the command. It may mark its body with the `Stop` that it is given; one without is cancelled as a whole.
+      prog: what messages begin with.
       exit_on_stdin_eof: also stop when standard input closes, that is, when the process that started this one is gone.
+      leave_timeout_s: longest that the command may take to end in order after the first wish, seconds.
+      mistakes: errors that become one line and exit status 1. Any other error is a bug and keeps its traceback.
     """
     _set_up_logging()
     status = EXIT_INTERRUPTED
@@ -65,8 +80,8 @@ def run_until_done(main: Callable[[Stop], Awaitable[int]], *, exit_on_stdin_eof:
     async def supervise() -> None:
         nonlocal status
         async with trio.open_nursery() as nursery:
-            stop = Stop(nursery.cancel_scope)
-            nursery.start_soon(_stop_on_signal, stop)
+            stop = Stop(nursery.cancel_scope, leave_timeout_s)
+            await nursery.start(_stop_on_signal, stop)
             if exit_on_stdin_eof:
                 nursery.start_soon(_stop_on_stdin_eof, stop)
             status = await main(stop)
@@ -74,13 +89,15 @@ def run_until_done(main: Callable[[Stop], Awaitable[int]], *, exit_on_stdin_eof:
 
     try:
         trio.run(supervise)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
     except BaseException as error:
         leaves = _leaves(error)
-        if not all(isinstance(leaf, NetError | UsageError) for leaf in leaves):
+        if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+            return EXIT_INTERRUPTED
+        # A process that failed explains whatever else went wrong beside it.
+        failed = [leaf for leaf in leaves if isinstance(leaf, ProcessFailed)]
+        if not failed and not all(isinstance(leaf, mistakes) for leaf in leaves):
             raise
-        fail(str(leaves[0]))
+        fail(one_line((failed or leaves)[0]), prog=prog)
     return status
 
 
@@ -98,15 +115,15 @@ def _set_up_logging() -> None:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-async def _stop_on_signal(stop: Stop) -> None:
+async def _stop_on_signal(stop: Stop, task_status: trio.TaskStatus[None]) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
         async for _ in signals:
             stop.request()
 
 
 async def _stop_on_stdin_eof(stop: Stop) -> None:
-    async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stdin:
-        with contextlib.suppress(trio.BrokenResourceError):
-            while await stdin.receive_some(4096):
-                pass
+    # In a thread: Windows knows no other way, and a non-blocking pipe would be one for whoever shares it, too.
+    while await trio.to_thread.run_sync(os.read, sys.stdin.fileno(), 4096, abandon_on_cancel=True):
+        pass
     stop.request()

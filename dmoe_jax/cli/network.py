@@ -10,12 +10,10 @@ from typing import Annotated
 import tyro
 
 from dmoe_jax.cli.common import UsageError
+from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.security import Plain, Security, Tls
 from net.identity import Address
 from net.wire.messages import is_host
-
-SECRET_VARIABLE = "DMOE_SWARM_SECRET_FILE"
-"""Environment variable that stands for `--swarm-secret-file` where that is not given; empty means none."""
 
 JoinTexts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PEER [PEER ...]")]
 """Peers to join through, as the command line takes them; `dmoe_jax.cli.swarm.parse_targets` reads them."""

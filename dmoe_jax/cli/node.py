@@ -1,20 +1,26 @@
 """`dmoe node`: serve experts."""
 
+import inspect
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import trio
 import tyro
 
-from dmoe_jax.cli.common import UsageError, set_up_jax
+from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, set_up_jax
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
 from dmoe_jax.cli.swarm import join_line, join_swarm
-from dmoe_jax.grid import ExpertUid, expand_grid_pattern
+from dmoe_jax.grid import expand_grid_pattern
 from dmoe_jax.layer_config import LayerConfig
 from net.rpc.faults import FaultPlan
+
+if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
+    import optax
+
+    from dmoe_jax.experts import Expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +37,14 @@ class NodeCommand:
     """Who this process is and which swarm it belongs to."""
     swarm: str = "dmoe"
     """Name under which the node is listed."""
+    kind: Annotated[str, tyro.conf.arg(name="expert", metavar="KIND")] = "transformer_xl"
+    """What an expert is: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, an Expert or a function
+    without arguments that returns one (see dmoe_jax.experts.as_expert)."""
     expert: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
     """Shape of one expert."""
+    optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
+    """What experts learn with: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
+    returns one. Default: Adam, with the step size and so on given here."""
     learning_rate: float = 1e-3
     """Step size of each expert's Adam."""
     warmup_steps: int = 0
@@ -66,71 +78,98 @@ class NodeCommand:
         return run_until_done(self._serve, exit_on_stdin_eof=self.exit_on_stdin_eof)
 
     async def _serve(self, stop: Stop) -> int:
-        from dmoe_jax.device import ThreadDevice
-        from dmoe_jax.node.server import NodeConfig, open_expert_node
-
-        for name in ("announce_period_s", "checkpoint_period_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
-        for name in ("warmup_steps", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
-        uids, faults = self._uids(), self._fault_plan()
+        self._check()
+        patterns, faults = self._patterns(), self._fault_plan()
         set_up_jax()
-        device = ThreadDevice()
-        try:
+        from dmoe_jax.node.server import NodeConfig
+        from dmoe_jax.swarm import open_swarm
+
+        with mistakes_in_one_line():
             config = NodeConfig(
                 swarm=self.swarm,
                 max_batch_rows=self.max_batch_rows,
+                warm_up_rows=self.warm_up_rows,
                 announce_period_s=self.announce_period_s,
                 record_lifetime_s=3 * self.announce_period_s,
             )
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        async with join_swarm(self.network, join=self.join, listen=self.listen, faults=faults) as peer:
+            expert, optimizer = await trio.to_thread.run_sync(self._recipe, abandon_on_cancel=True)
+        joining = join_swarm(self.network, join=self.join, listen=self.listen, faults=faults)
+        async with joining as peer, open_swarm(peer=peer, name=self.swarm, seed=self.seed) as swarm:
             # Joined first: a taken port or an unreachable swarm is reported before minutes of compilation.
+            print(f"Node {peer.rpc.peer_id.short} has joined the swarm at {peer.rpc.address}", flush=True)
             started = time.perf_counter()
-            backends = await device.run(self._make_backends, uids)
-            saver = self._saver(backends, device)
-            print(f"{len(uids)} experts ready after {time.perf_counter() - started:.1f} s", flush=True)
-            async with open_expert_node(peer.rpc, peer.dht, backends, device=device, config=config):
-                print(f"Node {peer.rpc.peer_id.short} serves {len(uids)} experts on {peer.rpc.address}")
+            with stop.body():
+                with mistakes_in_one_line():
+                    served = await swarm.serve(
+                        dict.fromkeys(patterns, expert),
+                        optimizer=optimizer,
+                        config=config,
+                        checkpoint_dir=self.checkpoint_dir,
+                        checkpoint_period_s=self.checkpoint_period_s,
+                        on_progress=lambda text: print(text, flush=True),
+                    )
+                took_s = time.perf_counter() - started
+                count = len(served.uids)
+                print(f"Node {peer.rpc.peer_id.short} serves {count} experts, ready after {took_s:.1f} s")
                 print(join_line("train", self.network, peer), flush=True)
                 if faults is not None:
                     print(f"This node misbehaves on purpose: --faults {' '.join(self.faults)}", flush=True)
-                with stop.body():
-                    if saver is None:
-                        await trio.sleep_forever()
-                    await saver.run(self.checkpoint_period_s)
-            if saver is not None:
-                # After the withdrawal: nobody sends gradients any more.
-                with trio.CancelScope(shield=True):
-                    await saver.save()
+                await trio.sleep_forever()
         return EXIT_INTERRUPTED
 
-    def _saver(self, backends: dict[str, Any], device: Any) -> Any:
-        """The `dmoe_jax.node.saving.ExpertSaver` of this node, after restoring what it finds; None without a folder."""
-        if self.checkpoint_dir is None:
-            return None
-        from dmoe_jax.node.saving import ExpertSaver
+    def _check(self) -> None:
+        for name in ("announce_period_s", "checkpoint_period_s", "warm_up_rows"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
+        if self.optimizer is None:
+            return
+        for each in fields(self):
+            is_theirs = each.name in ("learning_rate", "warmup_steps", "weight_decay", "grad_clip", "freeze_experts")
+            if is_theirs and getattr(self, each.name) != each.default:
+                raise UsageError(f"--{each.name.replace('_', '-')} would have no effect beside --optimizer")
 
-        try:
-            saver = ExpertSaver(self.checkpoint_dir, backends, device)
-            restored = saver.restore()
-        except (ValueError, OSError) as error:
-            raise UsageError(str(error)) from error
-        if restored is not None:
-            print(f"going on from a checkpoint in {self.checkpoint_dir} ({restored} updates)")
-        return saver
+    def _recipe(self) -> "tuple[Expert, optax.GradientTransformation | None]":
+        """What to serve, and what it learns with; None: nothing is learnt."""
+        from dmoe_jax.recipe import Recipe, make_optimizer
+        from dmoe_jax.user_file import user_optimizer
 
-    def _uids(self) -> list[ExpertUid]:
-        try:
+        if self.optimizer is not None:
+            return self._make_expert(), user_optimizer(self.optimizer)
+        recipe = Recipe(
+            learning_rate=self.learning_rate,
+            warmup_steps=self.warmup_steps,
+            total_steps=None,
+            weight_decay=self.weight_decay,
+            grad_clip=self.grad_clip,
+        )
+        return self._make_expert(), None if self.freeze_experts else make_optimizer(recipe)
+
+    def _make_expert(self) -> "Expert":
+        from dmoe_jax.experts import EXPERTS, make_expert
+        from dmoe_jax.experts.transformer_xl import layer_expert
+        from dmoe_jax.user_file import load_from_file, user_expert
+
+        if self.kind == "transformer_xl":
+            return layer_expert(self.expert)
+        given = {each.name: getattr(self.expert, each.name) for each in fields(self.expert)}
+        if self.kind in EXPERTS:
+            taken = set(inspect.signature(EXPERTS[self.kind]).parameters) & set(given)
+        else:
+            load_from_file(self.kind, kind="expert", choices=sorted(EXPERTS))
+            taken = set()
+        for each in fields(self.expert):
+            if each.name not in taken and given[each.name] != each.default:
+                raise UsageError(f"--{each.name.replace('_', '-')} would have no effect beside --expert {self.kind}")
+        if self.kind in EXPERTS:
+            return make_expert(self.kind, **{name: given[name] for name in taken})
+        return user_expert(self.kind)
+
+    def _patterns(self) -> list[str]:
+        with mistakes_in_one_line():
             uids = [uid for pattern in self.experts for uid in expand_grid_pattern(pattern)]
-        except ValueError as error:
-            raise UsageError(str(error)) from error
         if not uids or len(set(uids)) != len(uids):
             raise UsageError(f"--experts must name at least one expert and none twice, got {' '.join(self.experts)}")
-        return uids
+        return list(self.experts)
 
     def _fault_plan(self) -> FaultPlan | None:
         if not self.faults:
@@ -141,31 +180,3 @@ class NodeCommand:
             raise UsageError(f"--faults: {error}") from error
         # The DHT and the status stay honest: what is studied is a swarm whose experts fail.
         return replace(plan, methods=("expert.",))
-
-    def _make_backends(self, uids: list[ExpertUid]) -> dict[str, Any]:
-        """A warm `dmoe_jax.node.backend.ExpertBackend` for each uid."""
-        import jax
-        import optax
-
-        from dmoe_jax.experts.base import init_by_uid
-        from dmoe_jax.experts.transformer_xl import layer_expert
-        from dmoe_jax.node.backend import ExpertBackend
-        from dmoe_jax.recipe import decay_learning_weights
-
-        expert = layer_expert(self.expert)
-        rate: Any = self.learning_rate
-        if self.warmup_steps:
-            rate = optax.linear_schedule(0.0, self.learning_rate, self.warmup_steps)
-        decay = [decay_learning_weights(self.weight_decay)] if self.weight_decay else []
-        optimizer = optax.chain(optax.clip_by_global_norm(self.grad_clip), *decay, optax.adam(rate))
-        base = jax.random.key(self.seed)
-        backends = {
-            str(uid): ExpertBackend(
-                expert,
-                None if self.freeze_experts else optimizer,
-                init_by_uid(base, expert, uid.prefix, uid.coordinates),
-            )
-            for uid in uids
-        }
-        next(iter(backends.values())).warm_up(self.warm_up_rows)
-        return backends

@@ -1,51 +1,65 @@
-"""`dmoe status`: a live table of the swarm."""
+"""`dmoe status`: who takes part in a swarm, and what they do."""
 
+import contextlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import trio
 import tyro
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
 
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, NetworkOptions
 from dmoe_jax.cli.swarm import join_swarm
+from dmoe_jax.members import ROLES, Member, list_members
 from dmoe_jax.peer import SwarmPeer
 from net.errors import NetError
 from net.identity import Contact
 
 _STATUS_TIMEOUT_S = 2.0
 
+_ONCE_INTERVAL_S = 0.5
+"""Between the two readings of `--once`: rates need two, and this is enough to see whether anything moves."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeReading:
-    """One node's counters at one time; `status` is None when it did not answer."""
+class Reading:
+    """One member at one time."""
 
-    contact: Contact
-    status: dict[str, Any] | None
-    time_s: float
+    member: Member
+    """What it says about itself in the DHT."""
+    status: dict[str, Any] | None = None
+    """A node's counters, asked for directly; None when it did not answer, and for members of other roles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatusCommand:
-    """Show the nodes of a swarm: experts, calls a second, queue, updates. Refreshes until interrupted."""
+    """Show who takes part in a swarm: nodes (those that still compile, too), trainers and averagers.
+
+    Refreshes until interrupted.
+    """
 
     join: JoinTexts
     """Peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there."""
     network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
     """Who this process is and which swarm it belongs to."""
     swarm: str = "dmoe"
-    """Name under which the nodes are listed."""
+    """Name under which the members are listed."""
     interval_s: float = 2.0
     """Seconds between refreshes."""
     once: bool = False
-    """Print one table and end."""
+    """Print one table of each kind and end."""
     json: bool = False
-    """Print one JSON object instead of a table and end."""
+    """Print one JSON object instead of tables and end."""
 
     def run(self) -> int:
-        """Show the table; the exit status."""
+        """Show the tables; the exit status."""
         return run_until_done(self._show)
 
     async def _show(self, stop: Stop) -> int:
@@ -55,97 +69,148 @@ class StatusCommand:
         if not self.interval_s > 0:
             raise UsageError(f"--interval-s must be positive, got {self.interval_s}")
         async with join_swarm(self.network, join=self.join) as peer:
-            readings = await read_nodes(peer, self.swarm)
+            readings = await self._read(peer)
             if self.json:
-                print(json.dumps({"swarm": self.swarm, "nodes": [_as_json(reading) for reading in readings]}))
+                print(json.dumps({"swarm": self.swarm, **_as_json(readings)}))
                 return 0
             await self._show_tables(peer, readings)
         return 0
 
-    async def _show_tables(self, peer: SwarmPeer, readings: list[NodeReading]) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
+    async def _show_tables(self, peer: SwarmPeer, readings: list[Reading]) -> None:
         if self.once:
-            # Rates need two readings; half a second apart is enough to see whether anything moves.
-            await trio.sleep(0.5)
-            Console().print(status_table(self.swarm, readings, await read_nodes(peer, self.swarm)))
+            await trio.sleep(_ONCE_INTERVAL_S)
+            Console().print(status_tables(self.swarm, readings, await self._read(peer)))
             return
-        with Live(status_table(self.swarm, readings, readings), auto_refresh=False) as live:
+        with Live(status_tables(self.swarm, readings, readings), auto_refresh=False) as live:
             while True:
                 await trio.sleep(self.interval_s)
-                previous, readings = readings, await read_nodes(peer, self.swarm)
-                live.update(status_table(self.swarm, previous, readings), refresh=True)
+                previous, readings = readings, await self._read(peer)
+                live.update(status_tables(self.swarm, previous, readings), refresh=True)
 
-
-async def read_nodes(peer: SwarmPeer, swarm: str) -> list[NodeReading]:
-    """Every listed node's counters, asked for at once; a node that does not answer within two seconds has none."""
-    from dmoe_jax.members import list_members
-
-    members = await list_members(peer.dht, swarm)
-    contacts = [member.contact for member in members if member.role == "node" and member.contact is not None]
-    readings: dict[Contact, NodeReading] = {}
-
-    async def read(contact: Contact) -> None:
-        status: dict[str, Any] | None
+    async def _read(self, peer: SwarmPeer) -> list[Reading]:
         try:
-            reply = await peer.rpc.call(contact, "node.status", {}, timeout_s=_STATUS_TIMEOUT_S)
-            status = dict(reply.body)
-        except NetError:
-            status = None
-        readings[contact] = NodeReading(contact=contact, status=status, time_s=trio.current_time())
+            return await read_members(peer, self.swarm)
+        except ValueError as error:  # no name of a swarm
+            raise UsageError(f"--swarm: {error}") from error
 
+
+async def read_members(peer: SwarmPeer, swarm: str) -> list[Reading]:
+    """Every listed member. Nodes are asked for their counters at once; who does not answer in two seconds has none.
+
+    Raises:
+      ValueError: no swarm can have this name.
+    """
+    members = await list_members(peer.dht, swarm)
+    statuses: dict[Contact, dict[str, Any]] = {}
+
+    async def ask(node: Contact) -> None:
+        with contextlib.suppress(NetError):
+            reply = await peer.rpc.call(node, "node.status", {}, timeout_s=_STATUS_TIMEOUT_S)
+            statuses[node] = dict(reply.body)
+
+    nodes = {member.contact for member in members if member.role == "node" and member.contact is not None}
     async with trio.open_nursery() as nursery:
-        for contact in contacts:
-            nursery.start_soon(read, contact)
-    return [readings[contact] for contact in contacts]
-
-
-def status_table(swarm: str, before: list[NodeReading], now: list[NodeReading]) -> Any:
-    """A rich table: one row a node, rates from the difference between two readings."""
-    from rich import box
-    from rich.table import Table
-
-    nodes = f"{len(now)} node{'' if len(now) == 1 else 's'}"
-    title = f"swarm {swarm!r}: {nodes}, {sum(_experts(reading) for reading in now)} experts"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("node", "address", "experts", "calls/s", "queued", "busy", "updates", "up"):
-        table.add_column(column, no_wrap=True, justify="left" if column in ("node", "address") else "right")
-    earlier = {reading.contact: reading for reading in before}
-    for reading in now:
-        name, address = reading.contact.peer_id.short, str(reading.contact.address)
-        if reading.status is None:
-            table.add_row(name, address, "no answer", *[""] * 5, style="red")
-            continue
-        status = reading.status
-        table.add_row(
-            name,
-            address,
-            str(_experts(reading)),
-            f"{_rate(earlier.get(reading.contact), reading, 'forward', 'backward'):.1f}",
-            str(status.get("waiting_rows", "?")),
-            f"{100 * _rate(earlier.get(reading.contact), reading, 'busy_s'):.0f} %",
-            str(sum(status.get("updates", {}).values())),
-            f"{status.get('uptime_s', 0):.0f} s",
+        for node in nodes:
+            nursery.start_soon(ask, node)
+    return [
+        Reading(
+            member=member, status=statuses.get(member.contact) if member.role == "node" and member.contact else None
         )
+        for member in members
+    ]
+
+
+def status_tables(swarm: str, before: Sequence[Reading], now: Sequence[Reading]) -> RenderableType:
+    """A rich table for each role that is there; rates come from the difference between two readings."""
+    if not now:
+        return (
+            f"Nobody is listed under the name {swarm!r}. Names cannot be looked up here: "
+            "is --swarm the same as on the nodes and trainers?"
+        )
+    nodes, trainers, averagers = (_of_role(now, role) for role in ("node", "trainer", "averager"))
+    tables = [_node_table(swarm, _of_role(before, "node"), nodes)]
+    if trainers:
+        rows = [_row(reading, "state", "step", "loss", "items_per_s", "failed_calls") for reading in trainers]
+        tables.append(_table("trainers", ("trainer", "address", "state", "step", "loss", "items/s", "failed"), rows))
+    if averagers:
+        rows = [_row(reading, "name", "state", "rounds", "peers") for reading in averagers]
+        tables.append(_table("averagers", ("averager", "address", "average", "state", "rounds", "peers"), rows))
+    return Group(*tables)
+
+
+def _node_table(swarm: str, before: Sequence[Reading], now: Sequence[Reading]) -> Table:
+    title = f"swarm {swarm!r}: {len(now)} node{'' if len(now) == 1 else 's'}, {sum(map(_experts, now))} experts"
+    earlier = {reading.member.peer_id: reading.status for reading in before}
+    rows = [_node_row(reading, earlier.get(reading.member.peer_id)) for reading in now]
+    return _table(title, ("node", "address", "state", "experts", "calls/s", "queued", "busy", "updates", "up"), rows)
+
+
+def _node_row(reading: Reading, before: dict[str, Any] | None) -> list[str]:
+    status = reading.status
+    state = str(reading.member.info.get("state", "?"))
+    if status is None:  # as long as a node compiles it has no counters
+        return [*_row(reading), "no answer" if state == "serving" else state]
+    calls = _growth(before, status, "forward") + _growth(before, status, "backward")
+    return [
+        *_row(reading),
+        str(status.get("state", state)),
+        str(_experts(reading)),
+        f"{calls:.1f}",
+        str(status.get("waiting_rows", "?")),
+        # A batch counts when it is done: one that began before the first reading may be longer than the interval.
+        f"{100 * min(1.0, _growth(before, status, 'busy_s')):.0f} %",
+        str(sum(status.get("updates", {}).values())),
+        f"{status.get('uptime_s', 0):.0f} s",
+    ]
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in columns:
+        is_text = column in ("node", "trainer", "averager", "average", "address", "state")
+        table.add_column(column, no_wrap=True, justify="left" if is_text else "right")
+    for row in rows:
+        table.add_row(*row, style="red" if row[-1] == "no answer" else "")
     return table
 
 
-def _experts(reading: NodeReading) -> int:
-    return len(reading.status.get("updates", {})) if reading.status is not None else 0
+def _row(reading: Reading, *facts: str) -> list[str]:
+    """Who and where a member is, and these facts about it."""
+    member = reading.member
+    values = [member.info.get(name, "") for name in facts]
+    texts = [f"{value:,.4g}" if isinstance(value, float) else str(value) for value in values]
+    return [member.peer_id.short, "-" if member.contact is None else str(member.contact.address), *texts]
 
 
-def _rate(before: NodeReading | None, now: NodeReading, *fields: str) -> float:
-    """Growth of the summed counters per second; 0 without two readings."""
-    if before is None or before.status is None or now.status is None or now.time_s <= before.time_s:
+def _of_role(readings: Sequence[Reading], role: str) -> list[Reading]:
+    return [reading for reading in readings if reading.member.role == role]
+
+
+def _experts(reading: Reading) -> int:
+    if reading.status is not None and reading.status.get("updates"):
+        return len(reading.status["updates"])
+    listed = reading.member.info.get("experts", 0)
+    return listed if isinstance(listed, int) else 0
+
+
+def _growth(before: dict[str, Any] | None, now: dict[str, Any], counter: str) -> float:
+    """Growth of a node's counter per second of the node's own clock; 0 without two readings."""
+    if before is None or now.get("uptime_s", 0.0) <= before.get("uptime_s", 0.0):
         return 0.0
-    growth = sum(float(now.status.get(field, 0)) - float(before.status.get(field, 0)) for field in fields)
-    return max(0.0, growth / (now.time_s - before.time_s))
+    growth = float(now.get(counter, 0)) - float(before.get(counter, 0))
+    return max(0.0, growth / (now["uptime_s"] - before["uptime_s"]))
 
 
-def _as_json(reading: NodeReading) -> dict[str, Any]:
+def _as_json(readings: Sequence[Reading]) -> dict[str, list[dict[str, Any]]]:
+    """The readings under the plural of each role."""
+    return {f"{role}s": [_member_as_json(reading) for reading in _of_role(readings, role)] for role in ROLES}
+
+
+def _member_as_json(reading: Reading) -> dict[str, Any]:
+    member = reading.member
     return {
-        "peer_id": str(reading.contact.peer_id),
-        "address": str(reading.contact.address),
-        "status": reading.status,
+        "peer_id": str(member.peer_id),
+        "address": None if member.contact is None else str(member.contact.address),
+        "info": dict(member.info),
+        **({"status": reading.status} if member.role == "node" else {}),
     }

@@ -26,7 +26,7 @@ The seed of a layer call is the same forward and backward; without one an expert
 """
 
 import logging
-from collections.abc import AsyncIterator, Hashable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -130,7 +130,7 @@ class ExpertNode:
 
     @property
     def state(self) -> str:
-        """What the node is at: "compiling" until it is warm, then "serving"."""
+        """What the node is at: "compiling" and how far, until it is warm, then "serving"."""
         return self._state
 
     @property
@@ -179,14 +179,19 @@ class ExpertNode:
             "updates": {uid: backend.update_count for uid, backend in self._backends.items()},
         }
 
-    async def warm_up(self) -> None:
-        """Compile for batches of up to `warm_up_rows`; until then the node's state is "compiling".
+    async def warm_up(self, on_progress: Callable[[str], None] = lambda text: None) -> None:
+        """Compile for batches of up to `warm_up_rows`; until then the node's state is "compiling 2 of 5" and the like.
 
         Calls are answered meanwhile, as soon as the program that they need is compiled.
+
+        Args:
+          on_progress: told each state of the compilation.
         """
-        for bucket in self._first_buckets():
-            for backend in self._kinds():
-                await self._compile(backend, bucket)
+        jobs = [(backend, bucket) for bucket in self._first_buckets() for backend in self._kinds()]
+        for number, (backend, bucket) in enumerate(jobs, start=1):
+            self._state = f"compiling {number} of {len(jobs)}"
+            on_progress(self._state)
+            await self._compile(backend, bucket)
         self._state = "serving"
 
     async def run_batches(self) -> None:
@@ -396,14 +401,17 @@ async def open_expert_node(
     *,
     device: Device,
     config: NodeConfig,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> AsyncIterator[ExpertNode]:
     """Serve `backends` (by uid) at `caller` while the context is open; see `serve_node`."""
-    async with serve_node(ExpertNode(backends, device, config), caller, dht) as node:
+    async with serve_node(ExpertNode(backends, device, config), caller, dht, on_progress=on_progress) as node:
         yield node
 
 
 @asynccontextmanager
-async def serve_node(node: ExpertNode, caller: Caller, dht: DhtNode) -> AsyncIterator[ExpertNode]:
+async def serve_node(
+    node: ExpertNode, caller: Caller, dht: DhtNode, *, on_progress: Callable[[str], None] = lambda text: None
+) -> AsyncIterator[ExpertNode]:
     """Run a node at `caller` while the context is open, and announce it and its experts in the DHT.
 
     On entry the node is listed as compiling and answers `node.status`; its experts are announced, and the block begins,
@@ -433,7 +441,7 @@ async def serve_node(node: ExpertNode, caller: Caller, dht: DhtNode) -> AsyncIte
                 if node.must_compile:
                     await announcer.announce()
                 nursery.start_soon(announcer.run)
-                await node.warm_up()
+                await node.warm_up(on_progress)
                 await announcer.announce()
                 yield node
             finally:

@@ -18,9 +18,10 @@ from rich.console import Console
 from dmoe_jax.cli import main
 from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.common import UsageError
-from dmoe_jax.cli.network import SECRET_VARIABLE, ListenOptions, NetworkOptions
+from dmoe_jax.cli.network import ListenOptions, NetworkOptions
 from dmoe_jax.cli.status import NodeReading, status_table
 from dmoe_jax.cli.swarm import join_line, join_swarm
+from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.routing.registry import ROUTERS
 from net.errors import CallRefused
 from net.identity import Address, Contact, PeerId
@@ -78,7 +79,7 @@ def running(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 @pytest.mark.parametrize(
     ("args", "status", "line"),
     [
-        ([], 2, "Expected one of {dht, node, train, status, identity}"),
+        ([], 2, "Expected one of {demo, up, dht, node, train, status, identity}"),
         (["dht", "--bogus", "3"], 2, "Unrecognized options: --bogus, 3"),
         (["node", "--d-model", "x"], 2, "Error parsing --d-model: .*'x'"),
         (["train"], 2, "Missing from dmoe train: --join"),
@@ -232,7 +233,7 @@ def test_help_needs_no_jax() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["dht", "node", "train", "status"])
+@pytest.mark.parametrize("command", ["demo", "up", "dht", "node", "train", "status"])
 def test_help_describes_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`--help` succeeds and no flag is without a sentence."""
     with pytest.raises(SystemExit) as exit_:

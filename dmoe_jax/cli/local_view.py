@@ -1,0 +1,145 @@
+"""What the processes of a local swarm do, for the eye: a live table on a terminal, lines anywhere else."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import trio
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+
+from dmoe_jax.processes import LocalSwarm, SwarmProcess
+
+_FRAME_PERIOD_S = 0.125
+"""Between two pictures on a terminal; the spinner moves with each."""
+
+_LINE_PERIOD_S = 10.0
+"""Between two lines about a trainer where the output is no terminal."""
+
+
+class TrainerWatch:
+    """How far a trainer process is, read from the metrics of its run folder while they grow.
+
+    Args:
+      folder: the run folder; it may not exist yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "metrics.jsonl"
+        self._offset = 0
+        self._items = 0
+        self.step = 0
+        """Trunk updates so far."""
+        self.time_s = 0.0
+        """Seconds of training at that step."""
+        self.loss: float | None = None
+        """An exponential mean of the loss over about 20 steps."""
+        self.failed_calls = 0
+        """Calls of experts that brought no answer in time."""
+
+    def look(self) -> None:
+        """Read what was written since the last look."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, line_feed, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(line_feed)
+        for line in whole.splitlines():
+            self._take(json.loads(line))
+
+    def _take(self, record: Mapping[str, Any]) -> None:
+        if record["kind"] == "calls":
+            self.failed_calls = record["failed"]
+        elif record["kind"] == "train":
+            self.step, self.time_s = max(self.step, record["step"]), record["time_s"]
+            self._items += record.get("items", record.get("tokens", 0))
+            if (loss := record["loss"]) is not None:
+                self.loss = loss if self.loss is None else 0.95 * self.loss + 0.05 * loss
+
+    def figures(self, num_steps: int) -> str:
+        """One line of them."""
+        loss = "no number" if self.loss is None else f"{self.loss:.3f}"
+        rate = self._items / max(self.time_s, 1e-9)
+        return f"step {self.step}/{num_steps}  loss {loss}  {rate:,.0f} items/s  {self.failed_calls} failed calls"
+
+
+class LocalView:
+    """Shows every process of a swarm while `run` runs.
+
+    Args:
+      console: where to.
+      swarm: whose processes.
+      trainers: of each trainer process by its name, how far it is.
+      num_steps: trunk updates that each trainer is to make.
+    """
+
+    def __init__(
+        self, console: Console, swarm: LocalSwarm, trainers: Mapping[str, TrainerWatch], num_steps: int
+    ) -> None:
+        self._console = console
+        self._swarm = swarm
+        self._trainers = trainers
+        self._num_steps = num_steps
+        self._began_at = trio.current_time()
+        self._spinner = Spinner("dots")
+        self._last_lines: dict[str, tuple[float, str]] = {}
+
+    async def run(self) -> None:
+        """Show them until cancelled."""
+        if self._console.is_terminal:
+            with Live(self._table(), console=self._console, auto_refresh=False) as live:
+                try:
+                    while True:
+                        self._look()
+                        live.update(self._table(), refresh=True)
+                        await trio.sleep(_FRAME_PERIOD_S)
+                finally:
+                    live.update(self._table(), refresh=True)
+        while True:
+            self._look()
+            self._print_news()
+            await trio.sleep(_FRAME_PERIOD_S)
+
+    def _look(self) -> None:
+        for watch in self._trainers.values():
+            watch.look()
+
+    def _table(self) -> RenderableType:
+        """One row a process, under a line that always moves."""
+        nodes = [process for process in self._swarm.processes if process.kind == "node"]
+        serving = sum(bool(node.contact) and node.is_running for node in nodes)
+        self._spinner.text = f"{serving} of {len(nodes)} nodes serve, {trio.current_time() - self._began_at:.0f} s"
+        table = Table.grid(padding=(0, 2))
+        for process in self._swarm.processes:
+            failed = not process.is_running and process.process.returncode not in (0, 130)
+            table.add_row(f"  {process.name}", self._text(process), style="red" if failed else "")
+        grid = Table.grid()
+        grid.add_row(self._spinner)
+        grid.add_row(table)
+        return grid
+
+    def _text(self, process: SwarmProcess) -> str:
+        if not process.is_running:
+            status = process.process.returncode
+            return "done" if status == 0 else "stopped" if status == 130 else f"ended with status {status}"
+        watch = self._trainers.get(process.name)
+        if watch is not None and watch.step:
+            return watch.figures(self._num_steps)
+        if process.contact and process.kind != "train":
+            return f"serves at {process.address}"
+        return process.last_line or "starting"
+
+    def _print_news(self) -> None:
+        """A line for each process whose text is another one; about trainers that move on, every few seconds only."""
+        now = trio.current_time()
+        for process in self._swarm.processes:
+            text = self._text(process)
+            said_at, said = self._last_lines.get(process.name, (-_LINE_PERIOD_S, ""))
+            moves_on = text.startswith("step ") and said.startswith("step ")
+            if text != said and not (moves_on and now - said_at < _LINE_PERIOD_S):
+                self._last_lines[process.name] = now, text
+                self._console.print(f"{process.name}: {text}  ({now - self._began_at:.0f} s)", highlight=False)

@@ -1,0 +1,303 @@
+"""A swarm of `dmoe` processes on this machine, for `dmoe up`, the demonstration and measurements.
+
+Every process is started with a pipe as its standard input and told to end when that closes, so that none outlives the
+one that started it, even if that is killed. Each runs in a session of its own: Ctrl-C in a terminal reaches only the
+supervisor, which ends the others in order. Each writes to a log file of its own, which the supervisor reads.
+
+Links are encrypted, and every process joins through a peer that proves to be the one that was started. The swarm has
+no secret unless it is given one: it listens on loopback only, and lives as long as its supervisor.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from dmoe_jax.environment import JOIN_VARIABLE, SECRET_VARIABLE
+from dmoe_jax.grid import ExpertUid, all_uids, layer_prefix
+
+_GRACE_S = {"train": 60.0, "node": 10.0, "dht": 4.0}
+"""How long a process has between SIGTERM and SIGKILL, by its command, in the order in which they end: a trainer writes
+its report while the nodes are still there, and a node its checkpoints."""
+
+_HURRIED_GRACE_S = 4.0
+"""The same when everything ends at once. A node withdraws its experts within two seconds."""
+
+_OTHERS_GRACE_S = 60.0
+"""For the other trainer processes once the first is done."""
+
+_LOOK_PERIOD_S = 0.1
+"""Between two looks at a log."""
+
+_JOIN_LINE = re.compile(r"^Join it with: .*--join (\S+).*\n", re.MULTILINE)
+"""The whole line, since a contact cut in two would still match."""
+
+
+class ProcessFailed(Exception):
+    """A process of the swarm ended before it was ready, or with an error. The message has the end of its log."""
+
+
+@dataclass(slots=True, eq=False)
+class SwarmProcess:
+    """One `dmoe` process."""
+
+    name: str
+    """What logs and tables call it."""
+    kind: str
+    """Its command: dht, node or train."""
+    process: trio.Process
+    """The trio process."""
+    log: Path
+    """File with everything that it printed, unless it was started in the foreground."""
+    contact: str = ""
+    """PEERID@HOST:PORT to join it at; "" until it printed one, which it does when it serves."""
+    last_line: str = ""
+    """The last whole line of its log."""
+    settled: trio.Event = field(default_factory=trio.Event)
+    """Set when it has printed its contact, or has ended."""
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of its contact."""
+        return self.contact.rpartition("@")[2]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process still runs."""
+        return self.process.poll() is None
+
+    async def ready(self, *, timeout_s: float = 300.0) -> None:
+        """Wait until it has printed the line to join it with.
+
+        Raises:
+          ProcessFailed: it ended, or was not ready in time.
+        """
+        with trio.move_on_after(timeout_s):
+            await self.settled.wait()
+        if not self.contact:
+            what = f"was not ready within {timeout_s:g} s" if self.is_running else "did not start"
+            raise ProcessFailed(f"{self.name} {what}: {last_lines(self.log)}")
+
+
+class LocalSwarm:
+    """Starts `dmoe` processes and ends them all. Made by `open_local_swarm`."""
+
+    def __init__(
+        self, nursery: trio.Nursery, log_folder: Path, environment: Mapping[str, str], network_flags: Sequence[str]
+    ) -> None:
+        self._nursery = nursery
+        self._log_folder = log_folder
+        # Empty: whom to join and the secret of somebody's real swarm are not for this one. Several processes may share
+        # one GPU: none may take its whole memory. Lines in a log are not cut at the width of a terminal.
+        own = {"PYTHONUNBUFFERED": "1", "COLUMNS": "200", JOIN_VARIABLE: "", SECRET_VARIABLE: ""}
+        self._environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, **own, **environment}
+        self._network_flags = tuple(network_flags)
+        self.processes: list[SwarmProcess] = []
+        """Every process started, in order."""
+
+    async def launch(self, name: str, command: Sequence[str]) -> SwarmProcess:
+        """Run `dmoe COMMAND` with its output in its log; do not wait for it."""
+        log = self._log_folder / f"{name}.log"
+        with log.open("wb") as output:
+            launched = await self._open(name, command, log, output.fileno())
+        self._nursery.start_soon(_watch, launched)
+        return launched
+
+    async def start(self, name: str, command: Sequence[str], *, ready_timeout_s: float = 300.0) -> SwarmProcess:
+        """Run `dmoe COMMAND` and wait until it is ready; see `SwarmProcess.ready`."""
+        started = await self.launch(name, command)
+        await started.ready(timeout_s=ready_timeout_s)
+        return started
+
+    async def start_in_foreground(self, name: str, command: Sequence[str]) -> SwarmProcess:
+        """Run `dmoe COMMAND` with this process's standard output and error; do not wait for it."""
+        return await self._open(name, command, self._log_folder / f"{name}.log", None)
+
+    async def _open(self, name: str, command: Sequence[str], log: Path, output: int | None) -> SwarmProcess:
+        process = await trio.lowlevel.open_process(
+            [sys.executable, "-m", "dmoe_jax.cli", *command, *self._network_flags, "--exit-on-stdin-eof"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env=self._environment,
+        )
+        self.processes.append(SwarmProcess(name, command[0], process, log))
+        return self.processes[-1]
+
+    async def end(self, process: SwarmProcess, *, grace_s: float | None = None) -> None:
+        """SIGTERM, then SIGKILL after `grace_s` (None: what its kind needs). Returns when the process is gone."""
+        if process.is_running:
+            process.process.terminate()
+            with trio.move_on_after(_GRACE_S[process.kind] if grace_s is None else grace_s):
+                await process.process.wait()
+        if process.is_running:
+            process.process.kill()
+            await process.process.wait()
+
+    async def end_in_order(self) -> None:
+        """End the trainers, then the nodes, then the DHT peer."""
+        for kind in _GRACE_S:
+            async with trio.open_nursery() as ending:
+                for process in self.processes:
+                    if process.kind == kind:
+                        ending.start_soon(self.end, process)
+
+    async def _end_at_once(self) -> None:
+        async with trio.open_nursery() as ending:
+            for process in self.processes:
+
+                async def end(process: SwarmProcess = process) -> None:
+                    await self.end(process, grace_s=_HURRIED_GRACE_S)
+
+                ending.start_soon(end)
+
+
+@asynccontextmanager
+async def open_local_swarm(
+    log_folder: Path, environment: Mapping[str, str] | None = None, *, network_flags: Sequence[str] = ()
+) -> AsyncIterator[LocalSwarm]:
+    """A swarm whose processes are all gone when the context ends, however it ends.
+
+    At its end they end in order; if the context is cancelled, all at once, within seconds.
+
+    Args:
+      log_folder: existing folder for one log file a process.
+      environment: variables to set for every process, beside this one's own.
+      network_flags: for every process, such as `--insecure-loopback`; see `dmoe_jax.cli.network.NetworkOptions`.
+    """
+    async with trio.open_nursery() as nursery:
+        swarm = LocalSwarm(nursery, log_folder, environment or {}, network_flags)
+        try:
+            yield swarm
+            await swarm.end_in_order()
+        finally:
+            with trio.CancelScope(shield=True):
+                await swarm._end_at_once()
+            nursery.cancel_scope.cancel()
+
+
+def one_core_each() -> dict[str, str]:
+    """Variables for processes that share this machine's cores: XLA's own threads would only get in each other's way."""
+    return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()}
+
+
+def deal_experts(num_nodes: int, *, num_layers: int, grid_size: tuple[int, ...]) -> list[list[str]]:
+    """The experts of each node, where every layer is a full grid; see `deal`."""
+    return deal((uid for layer in range(num_layers) for uid in all_uids(layer_prefix(layer), grid_size)), num_nodes)
+
+
+def deal(uids: Iterable[ExpertUid], num_nodes: int) -> list[list[str]]:
+    """The experts of each node, dealt out in turn, so that every layer and grid row loses a few when one dies."""
+    hands: list[list[str]] = [[] for _ in range(num_nodes)]
+    rows: dict[tuple[object, ...], int] = {}
+    for index, uid in enumerate(uids):
+        # A step of one more per row keeps a node's experts from forming a column of the grid.
+        row = rows.setdefault((uid.prefix, uid.coordinates[:-1]), len(rows))
+        hands[(index + row) % num_nodes].append(str(uid))
+    return hands
+
+
+async def launch_nodes(
+    swarm: LocalSwarm, dht: SwarmProcess, hands: Sequence[Sequence[str]], flags_of: Callable[[int], Sequence[str]]
+) -> list[SwarmProcess]:
+    """Start a node for each hand of experts, all at once; do not wait for them.
+
+    Args:
+      swarm: where they run.
+      dht: whom they join.
+      hands: the experts of each node.
+      flags_of: further flags of `dmoe node`, by the node's index.
+    """
+    return [
+        await swarm.launch(f"node{index}", ["node", "--join", dht.contact, *flags_of(index), "--experts", *hand])
+        for index, hand in enumerate(hands)
+    ]
+
+
+async def start_nodes(
+    swarm: LocalSwarm, hands: Sequence[Sequence[str]], flags_of: Callable[[int], Sequence[str]]
+) -> list[SwarmProcess]:
+    """Start one DHT peer, then the nodes as `launch_nodes` does; returns them when all are ready.
+
+    Raises:
+      ProcessFailed: one of them did not start.
+    """
+    nodes = await launch_nodes(swarm, await swarm.start("dht", ["dht"]), hands, flags_of)
+    async with trio.open_nursery() as nursery:
+        for node in nodes:
+            nursery.start_soon(node.ready)
+    return nodes
+
+
+def trainer_folders(out: Path, count: int) -> list[Path]:
+    """A run folder for each trainer process: `out` for the first, the others' beside it."""
+    return [out if index == 0 else out.parent / f"{out.name}.trainer{index}" for index in range(count)]
+
+
+def averaging_flags(*, num_processes: int, every: int, seed: int, index: int) -> list[str]:
+    """Flags of `dmoe train` for the trainer process `index` of several that average their trunks in one group.
+
+    They begin with equal parameters; text and dropout are each one's own.
+    """
+    averaging = ["--average-every", str(every), "--average-side", str(num_processes)]
+    return ["--seed", str(seed), "--data-seed", str(seed + index), *(averaging if num_processes > 1 else [])]
+
+
+async def start_trainers(swarm: LocalSwarm, commands: Sequence[Sequence[str]]) -> list[SwarmProcess]:
+    """Start a trainer process for each command; the first has this process's terminal."""
+    first = await swarm.start_in_foreground("trainer0", commands[0])
+    return [first, *[await swarm.launch(f"trainer{index}", words) for index, words in enumerate(commands[1:], 1)]]
+
+
+async def wait_for_others(trainers: Sequence[SwarmProcess]) -> None:
+    """Let the other trainer processes finish: they began together with the first, which is done.
+
+    Raises:
+      ProcessFailed: one ended with an error of its own.
+    """
+    with trio.move_on_after(_OTHERS_GRACE_S):
+        for trainer in trainers:
+            check_status(trainer, await trainer.process.wait())
+
+
+def check_status(process: SwarmProcess, status: int) -> None:
+    """Check how a process ended: its work done, or killed from outside, which is no error of its own.
+
+    Raises:
+      ProcessFailed: it ended with an error.
+    """
+    if status not in (0, -getattr(signal, "SIGKILL", 9)):
+        raise ProcessFailed(f"{process.name} ended with status {status}: {last_lines(process.log)}")
+
+
+def last_lines(log: Path, count: int = 3) -> str:
+    """The end of a log in one line."""
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return " / ".join(lines[-count:]) if lines else "it printed nothing"
+
+
+async def _watch(process: SwarmProcess) -> None:
+    """Read a process's log while it grows: its last line, and the contact in it."""
+    unread = ""
+    with process.log.open(encoding="utf-8", errors="replace") as log:
+        while True:
+            was_running = process.is_running
+            unread += log.read()
+            *lines, rest = unread.split("\n")
+            process.last_line = next((line for line in reversed(lines) if line.strip()), process.last_line)
+            if not process.contact and (found := _JOIN_LINE.search(unread)) is not None:
+                process.contact = found[1]
+                process.settled.set()
+            unread = rest
+            if not was_running:
+                process.settled.set()
+                return
+            await trio.sleep(_LOOK_PERIOD_S)

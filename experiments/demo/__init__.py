@@ -1,1 +1,0 @@
-"""The demonstration behind `just demo`."""

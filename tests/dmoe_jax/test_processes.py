@@ -1,0 +1,179 @@
+"""Processes of a local swarm: experts dealt out so that a death is survivable, ends in order, failures in a line."""
+
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import trio
+
+from dmoe_jax.cli.common import UsageError
+from dmoe_jax.cli.lifecycle import Stop, run_until_done
+from dmoe_jax.environment import JOIN_VARIABLE, SECRET_VARIABLE
+from dmoe_jax.grid import all_uids, expand_grid_pattern
+from dmoe_jax.processes import (
+    LocalSwarm,
+    ProcessFailed,
+    SwarmProcess,
+    check_status,
+    deal,
+    deal_experts,
+    open_local_swarm,
+)
+from net.errors import DialFailed
+from net.identity import Contact
+
+NUM_LAYERS, GRID = 2, (4, 4)
+
+
+@pytest.mark.parametrize("num_nodes", [3, 4, 5])
+def test_every_expert_has_one_home_and_no_node_owns_a_row(num_nodes: int) -> None:
+    """All experts are served once; losing any node leaves every layer and every grid row with living experts."""
+    hands = deal_experts(num_nodes, num_layers=NUM_LAYERS, grid_size=GRID)
+    everything = [str(uid) for layer in range(NUM_LAYERS) for uid in all_uids(f"layer{layer}", GRID)]
+    assert sorted(uid for hand in hands for uid in hand) == sorted(everything)
+    for hand in hands:
+        rows = Counter(uid.rpartition(".")[0] for uid in everything if uid not in hand)
+        assert len(rows) == NUM_LAYERS * GRID[0]
+
+
+def test_columns_are_shared_out_too() -> None:
+    """As many nodes as columns: dealt row after row without a shift, each would own a column."""
+    hands = deal(expand_grid_pattern("ffn.[0:4].[0:4]"), 4)
+    assert [len(hand) for hand in hands] == [4] * 4
+    for hand in hands:
+        assert len({uid.rpartition(".")[2] for uid in hand}) == 4
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ExceptionGroup("", [ProcessFailed("node1 ended"), KeyError("its pipe")]), "node1 ended"),
+        (ProcessFailed("node1 ended"), "node1 ended"),
+        (ExceptionGroup("", [ExceptionGroup("", [UsageError("no such preset\nadvice")])]), "no such preset"),
+        (DialFailed("nobody there"), "nobody there"),
+    ],
+)
+def test_what_failed_ends_in_one_line(error: Exception, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever else the nursery put into the group beside the reason."""
+
+    async def fail(stop: Stop) -> int:
+        raise error
+
+    with pytest.raises(SystemExit) as exit_:
+        run_until_done(fail, prog="demo")
+    assert exit_.value.code == 1
+    assert capsys.readouterr().err == f"demo: error: {line}\n"
+
+
+def test_a_bug_keeps_its_traceback_and_an_early_interrupt_its_status() -> None:
+    """A mistake beside something else does not hide it; Ctrl-C before the handlers stand is an interruption."""
+
+    async def fail(stop: Stop) -> int:
+        raise ExceptionGroup("", [UsageError("wrong"), KeyError("bug")])
+
+    with pytest.raises(ExceptionGroup):
+        run_until_done(fail)
+
+    async def interrupted(stop: Stop) -> int:
+        raise BaseExceptionGroup("", [KeyboardInterrupt()])
+
+    assert run_until_done(interrupted) == 130
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_signals_end_the_body_first_and_handlers_are_put_back() -> None:
+    """The first signal ends the body and leaves time to end in order, the second everything; no handler stays."""
+    before, events = handlers(), []
+
+    async def command(stop: Stop) -> int:
+        with stop.body() as body:
+            signal.raise_signal(signal.SIGTERM)
+            await trio.sleep_forever()
+        events.append(body.cancelled_caught)
+        signal.raise_signal(signal.SIGINT)
+        await trio.sleep_forever()
+        return 0
+
+    assert run_until_done(command, leave_timeout_s=1000.0) == 130
+    assert events == [True]
+
+    async def fail(stop: Stop) -> int:
+        await trio.lowlevel.checkpoint()
+        raise UsageError("wrong")
+
+    with pytest.raises(SystemExit):
+        run_until_done(fail)
+    assert handlers() == before
+
+
+@pytest.mark.parametrize("network_flags", [(), ("--insecure-loopback",)])
+async def test_local_swarms_peers_prove_who_they_are(
+    network_flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process gives its id with its address; neither kind of network needs what the user's real swarm needs."""
+    monkeypatch.setenv(SECRET_VARIABLE, str(tmp_path / "nothing here"))
+    monkeypatch.setenv(JOIN_VARIABLE, "127.0.0.1:1")
+    async with open_local_swarm(tmp_path, network_flags=network_flags) as swarm:
+        first = await swarm.start("first", ["dht"])
+        second = await swarm.start("second", ["dht", "--join", first.contact])
+        assert str(Contact.parse(second.contact).address) == second.address
+    assert [process.process.returncode for process in (first, second)] == [130, 130]
+
+
+async def test_a_process_that_does_not_start_is_told_with_its_reason(tmp_path: Path) -> None:
+    """The end of its log is in the message; the swarm around it is ended."""
+    with pytest.RaisesGroup(pytest.RaisesExc(ProcessFailed, match="second did not start: .*expected an address")):
+        async with open_local_swarm(tmp_path) as swarm:
+            first = await swarm.start("first", ["dht"])
+            await swarm.start("second", ["dht", "--join", "nowhere"])
+    assert not first.is_running
+
+
+QUIET = "import time; print('up', flush=True); time.sleep(99)"
+OBSTINATE = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {QUIET}"
+
+
+async def run_script(swarm: LocalSwarm, kind: str, script: str, log: Path) -> SwarmProcess:
+    """A process that is no `dmoe`, put among those of the swarm, once it has begun."""
+    process = await trio.lowlevel.open_process([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    swarm.processes.append(SwarmProcess(log.stem, kind, process, log))
+    assert process.stdout is not None
+    assert await process.stdout.receive_some() != b""
+    return swarm.processes[-1]
+
+
+async def test_trainers_end_before_nodes_and_nodes_before_the_dht(tmp_path: Path) -> None:
+    """However they were started; who ignores SIGTERM is killed after its grace."""
+    ended: list[str] = []
+
+    async def note(process: SwarmProcess) -> None:
+        await process.process.wait()
+        ended.append(process.kind)
+
+    async with trio.open_nursery() as nursery, open_local_swarm(tmp_path) as swarm:
+        for kind in ("node", "dht", "train"):
+            process = await run_script(swarm, kind, QUIET, tmp_path / f"{kind}.log")
+            nursery.start_soon(note, process)
+        obstinate = await run_script(swarm, "node", OBSTINATE, tmp_path / "obstinate.log")
+        await swarm.end(obstinate, grace_s=0.2)
+        assert obstinate.process.returncode == -signal.SIGKILL
+    assert ended == ["train", "node", "dht"]
+
+
+async def test_how_a_process_ended_decides_whether_it_failed(tmp_path: Path) -> None:
+    """Done or killed from outside is no failure of its own; any other status is, with what it said last."""
+    async with open_local_swarm(tmp_path) as swarm:
+        process = await run_script(swarm, "train", QUIET, tmp_path / "trainer0")
+    check_status(process, 0)
+    check_status(process, -signal.SIGKILL)
+    with pytest.raises(ProcessFailed, match="trainer0 ended with status 1: it printed nothing"):
+        check_status(process, 1)
+    (tmp_path / "trainer0").write_text("first\nsecond\nthird\nfourth\n")
+    with pytest.raises(ProcessFailed, match="trainer0 ended with status 3: second / third / fourth"):
+        check_status(process, 3)
