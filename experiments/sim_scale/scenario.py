@@ -30,14 +30,12 @@ from dmoe_jax.runs.run_folder import append_metric
 from dmoe_jax.swarm import open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
-from experiments.sim_scale.trainers import make_backends
+from experiments.sim_scale.trainers import make_experts
 from experiments.simulated_swarm import start_simulated_nodes
-from net.identity import Address
 from net.rpc.faults import Fault, FaultPlan
 from net.transport.sim import run, simulate
 from net.transport.sim.events import Heal, HostDown, HostUp, Partition, SetHost
 from net.transport.sim.links import HostOptions, LogNormal
-from net.transport.sim.network import SimNetwork
 from net.wire.compression import Compression
 
 NUM_NODES = 6
@@ -88,14 +86,34 @@ def write_metrics(settings: ScenarioSettings) -> None:
 
 
 async def _simulate(settings: ScenarioSettings) -> None:
-    seed = settings.seed
+    seed, log = settings.seed, partial(append_metric, settings.out)
     router = product_key(CONFIG.grid_size)
-    backends = make_backends(CONFIG, seed=seed)
     trunk_params = txl.init_trunk(jax.random.key(seed), CONFIG, router)
     trunk = SharedTrunk(trunk_params, optax.adam(1e-3), InlineDevice(CostModel(call_s=0.02)))
     text = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, 5000)
-    shards = partial(SegmentStream, text, batch_size=2, seq_len=CONFIG.seq_len, num_shards=NUM_TRAINERS, seed=seed)
+    shards = partial(SegmentStream, text, batch_size=2, seq_len=CONFIG.layer.seq_len, num_shards=NUM_TRAINERS)
     statistics = CallStatistics()
+
+    def on_step(record: StepRecord) -> None:
+        log(kind="step", virtual_s=trio.current_time(), **asdict(record))
+
+    def on_lost(trainer: int, error: Exception) -> None:
+        fields = {"trainer": trainer, "error": type(error).__name__, "detail": str(error)}
+        log(kind="lost", virtual_s=trio.current_time(), **fields)
+
+    async def train(index: int) -> None:
+        """A trainer, in a process of its own but for the trunk."""
+        device = InlineDevice(CostModel(call_s=0.005, slowdown=1.0 + index % 3))
+        compression = list(Compression)[index % len(Compression)]
+        host = f"trainer{index}"
+        async with open_swarm(
+            join, network=network, host=host, listen=None, seed=seed, device=device, statistics=statistics
+        ) as swarm:
+            mixture = partial(swarm.mixture, k_best=CONFIG.k_best, grace_s=0.5, timeout_s=4.0, compression=compression)
+            layers = [mixture(layer_prefix(layer), CONFIG.expert(), router) for layer in range(CONFIG.num_layers)]
+            trainer = Trainer(index, txl.TransformerXL(CONFIG, router, layers), trunk, shards(shard=index, seed=seed))
+            await trainer.run(settings.steps, on_step, on_lost)
+
     async with simulate(
         seed=seed,
         latency=LogNormal(median_s=0.06, sigma=0.6, floor_s=0.01),
@@ -106,7 +124,7 @@ async def _simulate(settings: ScenarioSettings) -> None:
     ) as network:
         join = await start_simulated_nodes(
             network,
-            backends,
+            make_experts(CONFIG, seed=seed),
             num_nodes=NUM_NODES,
             seed=seed,
             device=lambda _: InlineDevice(CostModel(call_s=0.004, row_s=0.001)),
@@ -115,49 +133,11 @@ async def _simulate(settings: ScenarioSettings) -> None:
         )
         async with trio.open_nursery() as nursery:
             for index in range(NUM_TRAINERS):
-                nursery.start_soon(_train, network, index, join, trunk, shards(shard=index), statistics, settings)
-        append_metric(settings.out, kind="network", **asdict(network.statistics()))
+                nursery.start_soon(train, index)
+        log(kind="network", **asdict(network.statistics()))
     totals = asdict(statistics)
     del totals["host"]
-    append_metric(settings.out, kind="calls", virtual_s=trio.current_time(), **totals)
-
-
-async def _train(
-    network: SimNetwork,
-    index: int,
-    join: Address,
-    trunk: SharedTrunk,
-    stream: SegmentStream,
-    statistics: CallStatistics,
-    settings: ScenarioSettings,
-) -> None:
-    """A trainer, in a process of its own but for the trunk."""
-
-    def on_step(record: StepRecord) -> None:
-        append_metric(settings.out, kind="step", virtual_s=trio.current_time(), **asdict(record))
-
-    def on_lost(trainer: int, error: Exception) -> None:
-        fields = {"trainer": trainer, "error": type(error).__name__, "detail": str(error)}
-        append_metric(settings.out, kind="lost", virtual_s=trio.current_time(), **fields)
-
-    device = InlineDevice(CostModel(call_s=0.005, slowdown=1.0 + index % 3))
-    waits = {"k_best": CONFIG.k_best, "grace_s": 0.5, "timeout_s": 4.0}
-    compression, router = list(Compression)[index % len(Compression)], product_key(CONFIG.grid_size)
-    async with open_swarm(
-        join,
-        network=network,
-        host=f"trainer{index}",
-        listen=None,
-        seed=settings.seed,
-        device=device,
-        statistics=statistics,
-    ) as swarm:
-        mixtures = [
-            swarm.mixture(layer_prefix(layer), CONFIG.expert(), router, **waits, compression=compression)
-            for layer in range(CONFIG.num_layers)
-        ]
-        model = txl.TransformerXL(CONFIG, router, mixtures)
-        await Trainer(index, model, trunk, stream).run(settings.steps, on_step, on_lost)
+    log(kind="calls", virtual_s=trio.current_time(), **totals)
 
 
 def main() -> None:

@@ -25,12 +25,12 @@ from dmoe_jax import autodiff
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.directory import DirectoryConfig
-from dmoe_jax.grid import all_uids, key_prefix, layer_prefix
+from dmoe_jax.grid import key_prefix, layer_prefix
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.swarm import open_swarm
@@ -52,7 +52,6 @@ _MODEL = TransformerXLConfig(
 )
 """The demonstration's model; a run replaces the number of layers."""
 _OPTIMIZER = optax.adam(1e-3)  # one object: compiled programs are shared by the optimiser's identity
-_WAITS = {"k_best": 2, "grace_s": math.inf, "timeout_s": 600.0}
 
 # Nodes that stay: announced every minute and looked up as often, not every few seconds as on a volunteer's machine.
 NODE_CONFIG = NodeConfig(max_batch_rows=16, announce_period_s=60.0, record_lifetime_s=300.0)
@@ -139,7 +138,7 @@ async def _train(
 ) -> TrainersResult:
     config = dataclasses.replace(_MODEL, num_layers=num_layers)
     router, device = product_key(config.grid_size), InlineDevice()
-    backends = make_backends(config, seed=seed)
+    backends = make_experts(config, seed=seed)
     next(iter(backends.values())).warm_up(NODE_CONFIG.max_batch_rows)
     trunk = SharedTrunk(txl.init_trunk(jax.random.key(seed), config, router), optax.adam(1e-3), device)
     statistics = CallStatistics()
@@ -173,7 +172,10 @@ async def _train(
                     text, batch_size=BATCH_SIZE, seq_len=config.seq_len, shard=index, num_shards=num_trainers, seed=seed
                 )
                 await swarm.directory.children(prefixes)
-                mixtures = [swarm.mixture(layer, config.expert(), router, **_WAITS) for layer in layers]
+                mixtures = [
+                    swarm.mixture(layer, config.expert(), router, k_best=2, grace_s=math.inf, timeout_s=600.0)
+                    for layer in layers
+                ]
                 trainers.append(Trainer(index, txl.TransformerXL(config, router, mixtures), trunk, stream))
                 if len(trainers) == num_trainers:
                     all_ready.set()
@@ -210,9 +212,8 @@ async def _step(trainers: list[Trainer]) -> list[float]:
     return losses
 
 
-def make_backends(config: TransformerXLConfig, *, seed: int) -> dict[str, ExpertBackend]:
-    """Every expert of every layer."""
-    expert = config.expert()
-    uids = [str(uid) for layer in range(config.num_layers) for uid in all_uids(layer_prefix(layer), config.grid_size)]
-    keys = jax.random.split(jax.random.key(seed), len(uids))
-    return {uid: ExpertBackend(expert, _OPTIMIZER, expert.init(key)) for uid, key in zip(uids, keys, strict=True)}
+def make_experts(config: TransformerXLConfig, *, seed: int) -> dict[str, ExpertBackend]:
+    """Every expert of every layer, by uid, with the parameters that the seed decides."""
+    rows, columns = config.grid_size
+    patterns = [f"{layer_prefix(layer)}.[0:{rows}].[0:{columns}]" for layer in range(config.num_layers)]
+    return make_backends(dict.fromkeys(patterns, config.expert()), _OPTIMIZER, seed=seed)

@@ -18,8 +18,7 @@ from dmoe_jax.device import InlineDevice
 from dmoe_jax.directory import DirectoryConfig
 from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.grid import ExpertUid, all_uids, layer_prefix
-from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
-from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.model import Evaluation
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
@@ -27,10 +26,11 @@ from dmoe_jax.models.trunk import empty_memory
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.base import Router
+from dmoe_jax.swarm import Swarm, open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
-from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
+from experiments.simulated_swarm import start_simulated_nodes
 from experiments.transformer_xl.engine import Totals
 from experiments.transformer_xl.evaluation import EvaluationConfig, dmoe_evaluator
 from experiments.transformer_xl.stretches import Setting, Stretches
@@ -115,15 +115,17 @@ class SimulatedDmoe:
 
         async def live(index: int, join: Any) -> None:
             nonlocal working
-            async with open_simulated_trainer(
-                network,
-                f"trainer{index}",
+            async with open_swarm(
+                join,
+                network=network,
+                host=f"trainer{index}",
+                listen=None,
                 seed=seed,
-                join=join,
+                device=self._device,
                 statistics=self._statistics,
-                config=_DIRECTORY_CONFIG,
-            ) as place:
-                trainer = Trainer(index, self._model(place), self._trunk, self._run.streams[index], seed=self._run.seed)
+                directory=_DIRECTORY_CONFIG,
+            ) as swarm:
+                trainer = Trainer(index, self._model(swarm), self._trunk, self._run.streams[index], seed=self._run.seed)
                 trainer.state = self._memories[index]
                 await trainer.run(last_step, took, self._run.lost)
                 self._memories[index] = trainer.state
@@ -148,17 +150,16 @@ class SimulatedDmoe:
             await all_done.wait()
             self._run.counters.virtual_s += trio.current_time() - started
 
-    def _model(self, place: SimulatedTrainer) -> txl.TransformerXL:
+    def _model(self, swarm: Swarm) -> txl.TransformerXL:
         config, setting = self._config, self._run.setting
-        policy = CallPolicy(k_min=1, grace_s=setting.grace_s, timeout_s=setting.timeout_s)
         mixtures = [
-            RemoteMixture(
-                expert=config.expert(),
-                router=self._router,
-                directory=place.directory,
-                caller=place.caller,
-                device=self._device,
-                config=MixtureConfig(prefix=layer_prefix(layer), k_best=config.k_best, policy=policy),
+            swarm.mixture(
+                layer_prefix(layer),
+                config.expert(),
+                self._router,
+                k_best=config.k_best,
+                grace_s=setting.grace_s,
+                timeout_s=setting.timeout_s,
             )
             for layer in range(config.num_layers)
         ]
