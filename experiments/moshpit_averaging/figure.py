@@ -87,8 +87,8 @@ def _draw_rows(axes: Axes, rows: Sequence[Row]) -> None:
     axes.grid(axis="x", color=FAINT, linewidth=0.8)
     dress(axes, "Rounds to a variance of 1e-9", "dots: here, rings: the paper's simulators")
     for number, name in enumerate(BARRED[::-1]):
-        where: dict[str, Any] = {"transform": axes.transAxes, "ha": "right", "va": "top", "fontsize": 9}
-        axes.text(0.98, 0.99 - 0.05 * number, TITLES[name], color=_COLOURS[name], **where)
+        where: dict[str, Any] = {"transform": axes.transAxes, "ha": "left", "va": "top", "fontsize": 9}
+        axes.text(0.02, 0.99 - 0.05 * number, TITLES[name], color=_COLOURS[name], **where)
 
 
 def _draw_mixing(axes: Axes, mixing: Mixing) -> None:
