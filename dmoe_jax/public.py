@@ -1,5 +1,108 @@
-"""The names that the package promises; each is an attribute of `dmoe_jax` itself, which loads this module when first
-asked.
+"""The names that the package promises; each is an attribute of `dmoe_jax` itself, which loads this module when asked.
 
 Not imported by any other module of the package: those import one another, and `dmoe --help` need not load JAX.
 """
+
+from dmoe_jax.autodiff import Recording, value_and_grad
+from dmoe_jax.averaging import TreeAverager, TreeAveragerConfig, open_tree_averager
+from dmoe_jax.blocking import BlockingSwarm, connect
+from dmoe_jax.data.mnist import load_mnist, read_mnist
+from dmoe_jax.device import CostModel, InlineDevice, ThreadDevice
+from dmoe_jax.directory import DirectoryConfig
+from dmoe_jax.experts import (
+    Expert,
+    TensorSpec,
+    as_expert,
+    expert_from_functions,
+    expert_from_linen,
+    expert_from_nnx,
+    feedforward,
+    make_expert,
+    transformer_xl_layer,
+)
+from dmoe_jax.flax_layers import BlockingMixture, LinenMixture, NnxMixture
+from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.mixture.coverage import TooFewExperts
+from dmoe_jax.mixture.remote import RemoteMixture
+from dmoe_jax.mixture.statistics import CallStatistics
+from dmoe_jax.model import Evaluation, Model, Outcome
+from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.optim import (
+    apply_average,
+    averaging_due,
+    moshpit_average,
+    moshpit_round,
+    moshpit_rounds,
+    what_to_send,
+    with_average,
+)
+from dmoe_jax.recipe import Recipe, make_optimizer
+from dmoe_jax.routing import Router, RouterError, Scores, chain, from_linen, from_nnx, make_router, product_key, score
+from dmoe_jax.security import Plain, Tls
+from dmoe_jax.swarm import Served, ServedExpert, Swarm, open_swarm
+from dmoe_jax.trainer import StepRecord, Trainer, Trainers
+from dmoe_jax.trunk import SharedTrunk
+
+__all__ = [
+    "BlockingMixture",
+    "BlockingSwarm",
+    "CallStatistics",
+    "CostModel",
+    "DirectoryConfig",
+    "Evaluation",
+    "Expert",
+    "InlineDevice",
+    "LayerConfig",
+    "LinenMixture",
+    "Model",
+    "NnxMixture",
+    "NodeConfig",
+    "Outcome",
+    "Plain",
+    "Recipe",
+    "Recording",
+    "RemoteMixture",
+    "Router",
+    "RouterError",
+    "Scores",
+    "Served",
+    "ServedExpert",
+    "SharedTrunk",
+    "StepRecord",
+    "Swarm",
+    "TensorSpec",
+    "ThreadDevice",
+    "Tls",
+    "TooFewExperts",
+    "Trainer",
+    "Trainers",
+    "TreeAverager",
+    "TreeAveragerConfig",
+    "apply_average",
+    "as_expert",
+    "averaging_due",
+    "chain",
+    "connect",
+    "expert_from_functions",
+    "expert_from_linen",
+    "expert_from_nnx",
+    "feedforward",
+    "from_linen",
+    "from_nnx",
+    "load_mnist",
+    "make_expert",
+    "make_optimizer",
+    "make_router",
+    "moshpit_average",
+    "moshpit_round",
+    "moshpit_rounds",
+    "open_swarm",
+    "open_tree_averager",
+    "product_key",
+    "read_mnist",
+    "score",
+    "transformer_xl_layer",
+    "value_and_grad",
+    "what_to_send",
+    "with_average",
+]

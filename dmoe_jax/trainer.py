@@ -206,6 +206,7 @@ class Trainers:
         self.model = model
         self.trunk = trunk
         self.trainers = tuple(trainers)
+        self._is_compiled = False
 
     @property
     def params(self) -> PyTree:
@@ -232,6 +233,10 @@ class Trainers:
           FloatingPointError, RouterError, TooFewExperts: as of `Trainer.run`. They come alone, not in a group.
         """
         last_step = self.step + num_steps
+        if not self._is_compiled and last_step > self.step:
+            # Alone: what it compiles holds the event loop up for seconds, and answers to others would look late.
+            self._is_compiled = True
+            await self.trainers[0].run(self.step + 1, on_step, on_lost)
         failure: BaseException | None = None
         try:
             async with trio.open_nursery() as nursery:

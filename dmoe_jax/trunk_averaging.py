@@ -23,8 +23,7 @@ from dmoe_jax.averaging import (
 from dmoe_jax.averaging.settings import DEFAULTS
 from dmoe_jax.device import Device
 from dmoe_jax.trunk import SharedTrunk
-from net.averaging.state.download import MAX_VERSION, SharedState
-from net.averaging.state.sharing import StateSource
+from net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
 from net.dht.node import DhtNode
 from net.nursery import background_nursery
 from net.rpc.base import Caller

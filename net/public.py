@@ -8,8 +8,8 @@ from net.averaging.grouping.group import Role
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.reduction.all_reduce import AllReduceConfig
-from net.averaging.state.download import SharedState, StateSharingConfig
-from net.averaging.state.sharing import StateSource
+from net.averaging.state.download import StateUnavailable
+from net.averaging.state.sharing import SharedState, StateSharingConfig, StateSource
 from net.clock import SwarmClock
 from net.dht.config import DhtConfig
 from net.dht.node import DhtNode, DhtStatistics, StoreItem, open_dht_node
@@ -54,74 +54,17 @@ from net.transport.tcp import TcpTransport
 from net.transport.tls import TlsTransport
 from net.wire.compression import Compressed, Compression
 
+# fmt: off
 __all__ = [
-    "Address",
-    "AllReduceConfig",
-    "AssemblyConfig",
-    "Averager",
-    "AveragerConfig",
-    "AveragingStep",
-    "Body",
-    "CallFailed",
-    "CallRefused",
-    "Caller",
-    "Compressed",
-    "Compression",
-    "ConnectionLost",
-    "Constant",
-    "Contact",
-    "DhtConfig",
-    "DhtNode",
-    "DhtStatistics",
-    "DialFailed",
-    "Dictionary",
-    "Entry",
-    "Fault",
-    "FaultInjector",
-    "FaultPlan",
-    "Handler",
-    "HandshakeFailed",
-    "Heal",
-    "HostDown",
-    "HostOptions",
-    "HostUp",
-    "Identity",
-    "ListenFailed",
-    "LocalProtocolError",
-    "LogNormal",
-    "Membership",
-    "MoshpitGrid",
-    "NetError",
-    "NoQuorum",
-    "Partition",
-    "Pause",
-    "PeerBusy",
-    "PeerHealth",
-    "PeerId",
-    "PeerTimeout",
-    "PeerUnavailable",
-    "RemoteFailure",
-    "RemoteProtocolError",
-    "Reply",
-    "Request",
-    "Role",
-    "RpcPeer",
-    "SharedState",
-    "SimNetwork",
-    "StateSharingConfig",
-    "StateSource",
-    "StoreItem",
-    "SwarmClock",
-    "TcpTransport",
-    "TlsTransport",
-    "Transport",
-    "create_identity",
-    "handlers",
-    "load_identity",
-    "load_or_create_identity",
-    "open_averager",
-    "open_dht_node",
-    "open_rpc_peer",
-    "run",
-    "simulate",
+    "Address", "AllReduceConfig", "AssemblyConfig", "Averager", "AveragerConfig", "AveragingStep", "Body",
+    "CallFailed", "CallRefused", "Caller", "Compressed", "Compression", "ConnectionLost", "Constant", "Contact",
+    "DhtConfig", "DhtNode", "DhtStatistics", "DialFailed", "Dictionary", "Entry", "Fault", "FaultInjector",
+    "FaultPlan", "Handler", "HandshakeFailed", "Heal", "HostDown", "HostOptions", "HostUp", "Identity",
+    "ListenFailed", "LocalProtocolError", "LogNormal", "Membership", "MoshpitGrid", "NetError", "NoQuorum",
+    "Partition", "Pause", "PeerBusy", "PeerHealth", "PeerId", "PeerTimeout", "PeerUnavailable", "RemoteFailure",
+    "RemoteProtocolError", "Reply", "Request", "Role", "RpcPeer", "SharedState", "SimNetwork", "StateSharingConfig",
+    "StateSource", "StateUnavailable", "StoreItem", "SwarmClock", "TcpTransport", "TlsTransport", "Transport",
+    "create_identity", "handlers", "load_identity", "load_or_create_identity", "open_averager", "open_dht_node",
+    "open_rpc_peer", "run", "simulate",
 ]
+# fmt: on

@@ -10,8 +10,7 @@ import numpy as np
 from dmoe_jax.device import Device
 from dmoe_jax.types import PyTree
 from net.averaging.state.buffer import Table
-from net.averaging.state.download import SharedState
-from net.averaging.state.sharing import StateSource
+from net.averaging.state.sharing import SharedState, StateSource
 from net.errors import PeerBusy
 from net.types import Array
 

@@ -1,5 +1,6 @@
 """How a peer averages, and what its rounds came to."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -39,6 +40,11 @@ class TreeAveragerConfig:
     def __post_init__(self) -> None:
         if self.role not in get_args(RoleName):
             raise ValueError(f"role is one of {', '.join(get_args(RoleName))}, got {self.role!r}")
+        if self.side < 2:
+            raise ValueError(f"side must be at least 2, got {self.side}: a group of one peer averages with nobody")
+        for name in ("window_s", "timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
         least, most = BANDWIDTHS_BPS
         if self.bandwidth_bps is not None and not least <= self.bandwidth_bps <= most:
             raise ValueError(f"a bandwidth is from {least:g} to {most:g} bytes a second, got {self.bandwidth_bps:g}")
@@ -93,7 +99,7 @@ class AveragingTotals:
     rejected: int = 0
     """Rounds in which the average, or what this peer would have sent, was not finite or of no valid weight."""
     peers_met: int = 0
-    """Sum of the others in the groups of those that were done."""
+    """Other members of the groups of all rounds that were done, added up."""
     states_taken: int = 0
     """Whole states taken from others."""
     reasons: Counter[str] = field(default_factory=Counter)

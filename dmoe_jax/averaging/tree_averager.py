@@ -11,7 +11,7 @@ import optax
 import trio
 
 from dmoe_jax.averaging.donor import donor_source, is_finite_state, table_of, tree_like
-from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, Round, TreeAveragerConfig
+from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, RoleName, Round, TreeAveragerConfig
 from dmoe_jax.device import Device, ThreadDevice
 from dmoe_jax.optim.moshpit import What, averaged_kind, averaging_due, what_to_send, with_average
 from dmoe_jax.optim.moshpit_state import Sent, find_state, without_gathered
@@ -20,8 +20,7 @@ from dmoe_jax.types import PyTree
 from net.averaging.averager import Averager, AveragingStep, open_averager
 from net.averaging.grouping.group import Role
 from net.averaging.grouping.join_messages import WEIGHTS
-from net.averaging.state.download import MAX_VERSION
-from net.averaging.state.sharing import StateSource
+from net.averaging.state.sharing import MAX_VERSION, StateSource
 from net.dht.node import DhtNode
 from net.errors import NetError
 from net.nursery import background_nursery
@@ -54,7 +53,7 @@ class TreeAverager:
         layout: TreeLayout,
         *,
         what: What,
-        is_auxiliary: bool,
+        role: RoleName = "auto",
         device: Device,
         nursery: trio.Nursery,
         on_round: Callable[[Round], None],
@@ -62,7 +61,7 @@ class TreeAverager:
         self._averager = averager
         self._layout = layout
         self._what = what
-        self._is_auxiliary = is_auxiliary
+        self._role = role
         self._device = device
         self._nursery = nursery
         self._on_round = on_round
@@ -107,7 +106,7 @@ class TreeAverager:
         Raises:
           ValueError: the state or the parameters are of another optimiser or model, or this is an auxiliary peer.
         """
-        if self._is_auxiliary:
+        if self._role == Role.AUXILIARY:
             raise ValueError("an auxiliary peer has nothing to average: call assist")
         if self._under_way is None:
             if not await self._device.run(averaging_due, opt_state):
@@ -171,7 +170,7 @@ class TreeAverager:
     async def fetch_state(
         self, version: int, tree: PyTree, *, min_lead: int, max_version: int, timeout_s: float = 120.0
     ) -> tuple[int, PyTree] | None:
-        """`catch_up` in two halves: who may still refuse the state calls `state_was_taken` when it did not."""
+        """Do as `catch_up` does, but leave it to the caller to take the state and then to call `state_was_taken`."""
         if self.is_left_behind:
             self._left_behind = trio.Event()
         self._missed_in_a_row = 0
@@ -201,7 +200,7 @@ class TreeAverager:
             self._under_way = None
 
     async def _carry(self, under_way: _UnderWay) -> None:
-        """One round, from what is sent to what came of it."""
+        """Run one round to its end, and tell of it."""
         number, began, done = self._averager.round_number, trio.current_time(), None
         with under_way.scope:
             async with self._turn:  # a dropped round has to end first
@@ -221,7 +220,7 @@ class TreeAverager:
         )
 
     async def _attempt(self, under_way: _UnderWay) -> tuple[AveragingStep | None, str]:
-        """(What the round came to, why it is lost); the average is left in `under_way`."""
+        """Carry a round out, and leave its average in `under_way`; returns what it came to and why it is lost."""
         if self._held_back:
             self._left_behind.set()
             return None, self._missed(self._held_back, reason="held back")
@@ -298,8 +297,7 @@ async def open_tree_averager(
     if find_state(opt_state).arrived is None:
         raise ValueError("this optimiser was made with `average` and averages by itself")
     what = averaged_kind(opt_state)
-    layout = layout_of(params)
-    device = ThreadDevice() if device is None else device
+    layout, device = layout_of(params), device or ThreadDevice()
     async with (
         open_averager(
             caller,
@@ -316,15 +314,8 @@ async def open_tree_averager(
         ) as averager,
         background_nursery() as nursery,
     ):
-        is_auxiliary = config.role == Role.AUXILIARY
         yield TreeAverager(
-            averager,
-            layout,
-            what=what,
-            is_auxiliary=is_auxiliary,
-            device=device,
-            nursery=nursery,
-            on_round=on_round,
+            averager, layout, what=what, role=config.role, device=device, nursery=nursery, on_round=on_round
         )
 
 

@@ -17,7 +17,7 @@ from dmoe_jax.cli.dht import DhtCommand
 from dmoe_jax.cli.identity import IdentityCommand
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.status import StatusCommand
-from dmoe_jax.cli.swarm import parse_targets
+from dmoe_jax.cli.swarm import check_join
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.environment import HELP, JOIN_VARIABLE
@@ -43,7 +43,7 @@ def main(args: Sequence[str] | None = None) -> None:
     command = parse_command_line(Command, prog="dmoe", description=description, args=words)
     try:
         # Before any import that takes seconds: a slip of the pen is told at once.
-        parse_targets(getattr(command, "join", ()))
+        check_join(getattr(command, "join", ()))
         sys.exit(command.run())
     except UsageError as error:
         fail(str(error))

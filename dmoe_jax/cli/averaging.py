@@ -35,7 +35,7 @@ class AveragingOptions:
     average_name: str = "trunk"
     """Processes that give the same name average with each other."""
     average_by_samples: bool = True
-    """A process counts by the samples that it has seen since its last average, not as much as any other."""
+    """Whether a process counts by the samples that it has seen since its last average, or all count alike."""
     average_side: int = 4
     """Processes in a full group, the same for all."""
     average_dims: int = 1
@@ -51,9 +51,9 @@ class AveragingOptions:
     average_compression: Literal["none", "float16", "bfloat16", "blockwise8"] = "none"
     """How numbers travel."""
     outer_learning_rate: float = 0.7
-    """Of the outer optimiser; for pseudo-gradients only."""
+    """Step size of the outer optimiser, which only pseudo-gradients have."""
     outer_momentum: float = 0.9
-    """Nesterov momentum of the outer optimiser; for pseudo-gradients only."""
+    """Nesterov momentum of the outer optimiser."""
 
     def check(self) -> None:
         """Whether the flags can be meant.

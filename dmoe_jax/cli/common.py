@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 import tyro
 
+from dmoe_jax.grid import check_prefix
+
 _MALLOPT = {
     -8: 1,  # M_ARENA_MAX: one heap for all threads; those of other arenas cannot hold a large buffer
     -4: 0,  # M_MMAP_MAX: large buffers come from the heap, too
@@ -96,6 +98,18 @@ def _suggestion(words: list[str], names: list[str]) -> str:
             for close in difflib.get_close_matches(word, names, n=1, cutoff=0.75):
                 return f"; did you mean {close}? See"
     return "; see"
+
+
+def check_swarm_name(name: str) -> None:
+    """Check what --swarm was given.
+
+    Raises:
+      UsageError: no swarm can be called so.
+    """
+    try:
+        check_prefix(name)
+    except ValueError as error:
+        raise UsageError(f"--swarm must be 1 to 64 letters, digits, '_' or '-', got {name!r}") from error
 
 
 def one_line(error: BaseException) -> str:

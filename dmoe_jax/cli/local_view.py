@@ -128,7 +128,9 @@ class LocalView:
             return "done" if status == 0 else "stopped" if status == 130 else f"ended with status {status}"
         watch = self._trainers.get(process.name)
         if watch is not None and watch.step:
-            return watch.figures(self._num_steps)
+            # Between steps, too, it says what it does: evaluating, averaging alone.
+            aside = "" if process.last_line.startswith("step ") else f"  ({process.last_line})"
+            return watch.figures(self._num_steps) + aside
         if process.contact and process.kind != "train":
             return f"serves at {process.address}"
         return process.last_line or "starting"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import trio
 import tyro
 
-from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, set_up_jax
+from dmoe_jax.cli.common import UsageError, check_swarm_name, mistakes_in_one_line, set_up_jax
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
 from dmoe_jax.cli.swarm import join_line, join_swarm
@@ -38,8 +38,8 @@ class NodeCommand:
     swarm: str = "dmoe"
     """Name under which the node is listed."""
     kind: Annotated[str, tyro.conf.arg(name="expert", metavar="KIND")] = "transformer_xl"
-    """What an expert is: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, an Expert or a function
-    without arguments that returns one (see dmoe_jax.experts.as_expert)."""
+    """What an expert is: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, an Expert or a
+    function without arguments that returns one (see dmoe_jax.experts.as_expert)."""
     expert: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
     """Shape of one expert."""
     optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
@@ -118,9 +118,13 @@ class NodeCommand:
         return EXIT_INTERRUPTED
 
     def _check(self) -> None:
-        for name in ("announce_period_s", "checkpoint_period_s", "warm_up_rows"):
+        check_swarm_name(self.swarm)
+        for name in ("announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
+        for name in ("warmup_steps", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise UsageError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
         if self.optimizer is None:
             return
         for each in fields(self):

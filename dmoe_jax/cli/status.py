@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from dmoe_jax.cli.common import UsageError
+from dmoe_jax.cli.common import UsageError, check_swarm_name
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, NetworkOptions
 from dmoe_jax.cli.swarm import join_swarm
@@ -68,8 +68,9 @@ class StatusCommand:
             raise UsageError("--join needs at least one HOST:PORT")
         if not self.interval_s > 0:
             raise UsageError(f"--interval-s must be positive, got {self.interval_s}")
+        check_swarm_name(self.swarm)
         async with join_swarm(self.network, join=self.join) as peer:
-            readings = await self._read(peer)
+            readings = await read_members(peer, self.swarm)
             if self.json:
                 print(json.dumps({"swarm": self.swarm, **_as_json(readings)}))
                 return 0
@@ -79,27 +80,17 @@ class StatusCommand:
     async def _show_tables(self, peer: SwarmPeer, readings: list[Reading]) -> None:
         if self.once:
             await trio.sleep(_ONCE_INTERVAL_S)
-            Console().print(status_tables(self.swarm, readings, await self._read(peer)))
+            Console().print(status_tables(self.swarm, readings, await read_members(peer, self.swarm)))
             return
         with Live(status_tables(self.swarm, readings, readings), auto_refresh=False) as live:
             while True:
                 await trio.sleep(self.interval_s)
-                previous, readings = readings, await self._read(peer)
+                previous, readings = readings, await read_members(peer, self.swarm)
                 live.update(status_tables(self.swarm, previous, readings), refresh=True)
-
-    async def _read(self, peer: SwarmPeer) -> list[Reading]:
-        try:
-            return await read_members(peer, self.swarm)
-        except ValueError as error:  # no name of a swarm
-            raise UsageError(f"--swarm: {error}") from error
 
 
 async def read_members(peer: SwarmPeer, swarm: str) -> list[Reading]:
-    """Every listed member. Nodes are asked for their counters at once; who does not answer in two seconds has none.
-
-    Raises:
-      ValueError: no swarm can have this name.
-    """
+    """Every listed member. Nodes are asked for their counters at once; who does not answer in two seconds has none."""
     members = await list_members(peer.dht, swarm)
     statuses: dict[Contact, dict[str, Any]] = {}
 
@@ -142,30 +133,30 @@ def _node_table(swarm: str, before: Sequence[Reading], now: Sequence[Reading]) -
     title = f"swarm {swarm!r}: {len(now)} node{'' if len(now) == 1 else 's'}, {sum(map(_experts, now))} experts"
     earlier = {reading.member.peer_id: reading.status for reading in before}
     rows = [_node_row(reading, earlier.get(reading.member.peer_id)) for reading in now]
-    return _table(title, ("node", "address", "state", "experts", "calls/s", "queued", "busy", "updates", "up"), rows)
+    return _table(title, ("node", "address", "experts", "calls/s", "queue", "busy", "updates", "state"), rows)
 
 
 def _node_row(reading: Reading, before: dict[str, Any] | None) -> list[str]:
-    status = reading.status
-    state = str(reading.member.info.get("state", "?"))
-    if status is None:  # as long as a node compiles it has no counters
-        return [*_row(reading), "no answer" if state == "serving" else state]
+    """How long it has been up is the state of a node that serves: what else there is to see are its counters."""
+    state, status = str(reading.member.info.get("state", "")), reading.status
+    if status is None:  # as long as a node compiles it may have no counters
+        return [*_row(reading), str(_experts(reading)), "", "", "", "", "no answer" if state == "serving" else state]
+    state = str(status.get("state", state))
     calls = _growth(before, status, "forward") + _growth(before, status, "backward")
     return [
         *_row(reading),
-        str(status.get("state", state)),
         str(_experts(reading)),
         f"{calls:.1f}",
         str(status.get("waiting_rows", "?")),
         # A batch counts when it is done: one that began before the first reading may be longer than the interval.
         f"{100 * min(1.0, _growth(before, status, 'busy_s')):.0f} %",
         str(sum(status.get("updates", {}).values())),
-        f"{status.get('uptime_s', 0):.0f} s",
+        f"up {status.get('uptime_s', 0):.0f} s" if state == "serving" else state,
     ]
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for column in columns:
         is_text = column in ("node", "trainer", "averager", "average", "address", "state")
         table.add_column(column, no_wrap=True, justify="left" if is_text else "right")

@@ -8,7 +8,20 @@ from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.network import ListenOptions, NetworkOptions
 from dmoe_jax.joining import WrongPeer, parse_targets
 from dmoe_jax.peer import SwarmPeer, open_peer
+from net.identity import Address, Contact
 from net.keys import IdentityError
+
+
+def check_join(texts: Sequence[str]) -> tuple[Contact | Address, ...]:
+    """Whom --join names.
+
+    Raises:
+      UsageError: naming the text that is no peer.
+    """
+    try:
+        return parse_targets(tuple(texts))
+    except ValueError as error:
+        raise UsageError(f"--join: {error}") from error
 
 
 @asynccontextmanager
@@ -27,12 +40,8 @@ async def join_swarm(
       UsageError: for a text or file that will not do, and when another peer is where one was named.
       NetError: when the port is taken, or nobody answers.
     """
-    try:
-        targets = parse_targets(tuple(join))
-    except ValueError as error:
-        raise UsageError(f"--join: {error}") from error
     opened = open_peer(
-        targets,
+        check_join(join),
         listen=None if listen is None else listen.address,
         announce=None if listen is None else listen.announce,
         security=network.security(),

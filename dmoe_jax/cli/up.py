@@ -81,7 +81,7 @@ class UpCommand:
 
     def run(self) -> int:
         """Run the swarm; the exit status."""
-        plan = self._plan()
+        plan = self.plan()
         return run_until_done(
             lambda stop: self._train(plan, stop),
             exit_on_stdin_eof=self.exit_on_stdin_eof,
@@ -105,7 +105,7 @@ class UpCommand:
         if not local.trainers:
             await trio.sleep_forever()
 
-    def _plan(self) -> LocalPlan:
+    def plan(self) -> LocalPlan:
         """What is to run.
 
         Raises:

@@ -52,7 +52,7 @@ class Coverage:
             )
         elif self._warned and len(self._shares) == WINDOW_CALLS and not any(self._shares):
             self._warned = False
-            logger.warning("layer %r: every sample of the last %d calls had an expert", self._prefix, WINDOW_CALLS)
+            logger.info("layer %r: every sample of the last %d calls had an expert", self._prefix, WINDOW_CALLS)
         share = sum(self._shares) / WINDOW_CALLS
         if share > self._max_skipped:
             raise TooFewExperts(

@@ -284,8 +284,8 @@ class ExpertNode:
         uid = requests.uid_of(request, self._uids)
         parsed = requests.parse_backward(request, uid, self._backends[uid].expert, max_rows=self.config.max_batch_rows)
         assert parsed.request_id is not None
-        # The trainer is part of the key: ids of two trainers may coincide without one getting the other's gradients.
-        replay_key = request.peer_id.raw + parsed.request_id
+        # Trainer and expert are part of the key: equal ids of others do not get these gradients.
+        replay_key = request.peer_id.raw + uid.encode() + b"/" + parsed.request_id
         known = self._replays.find(replay_key)
         if known is not None:
             self._counts["replayed"] += 1

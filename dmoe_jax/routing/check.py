@@ -28,8 +28,8 @@ def check_router(router: Any, grid_size: tuple[int, ...], d_model: int | None = 
         type and grid are looked at.
 
     Raises:
-      RouterError: naming the router and what is wrong: another grid, a wrong shape or dtype, NaN, weights that are
-        negative or exceed 1, or what one of its functions raised.
+      RouterError: naming the router and what is wrong: another grid, a wrong shape or dtype, NaN, an expert selected
+        twice for a sample, weights that are negative or exceed 1, or what one of its functions raised.
     """
     if not isinstance(router, Router):
         raise RouterError(f"expected a Router, got {type(router).__name__}: {router!r}")
@@ -78,6 +78,7 @@ def _try(router: Router, d_model: int) -> None:
             raise RouterError(f"router {router.name!r}: select returned indices outside grid {router.grid_size}")
         if living is not None and not np.asarray(living)[tuple(indices[mask].T)].all():
             raise RouterError(f"router {router.name!r}: select chose an expert that is not alive")
+        _check_distinct(router, indices, mask)
         for answered, weights, loss, grads in answers:
             _check_weights(router, weights, answered)
             if not np.isfinite(loss):
@@ -150,6 +151,14 @@ def _check_selection(router: Router, chosen: Any) -> tuple[Any, Any]:
             f"{mask.dtype}"
         )
     return indices, mask
+
+
+def _check_distinct(router: Router, indices: np.ndarray, mask: np.ndarray) -> None:
+    for sample, (chosen, is_used) in enumerate(zip(indices, mask, strict=True)):
+        experts, counts = np.unique(chosen[is_used], axis=0, return_counts=True)
+        if (counts > 1).any():
+            twice = tuple(experts[np.argmax(counts)].tolist())
+            raise RouterError(f"router {router.name!r}: select chose expert {twice} more than once for sample {sample}")
 
 
 def _check_weights(router: Router, weights: np.ndarray, mask: np.ndarray) -> None:

@@ -13,23 +13,22 @@ together.
 import hashlib
 import math
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import trio
 
-from net.averaging.grouping.assembly import GroupAssembler
 from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.grouping.group_key import MoshpitGrid, check_prefix
 from net.averaging.grouping.join_messages import WEIGHTS
+from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.reduction.all_reduce import AllReduce, AllReduceConfig, AllReduceResult
 from net.averaging.reduction.reducer import is_finite
-from net.averaging.state.buffer import Table
-from net.averaging.state.download import SharedState, StateSharingConfig
-from net.averaging.state.sharing import StateSharing, StateSource
+from net.averaging.state.download import StateDownload
+from net.averaging.state.sharing import StateSharing, StateSharingConfig, StateSource
 from net.dht.node import DhtNode
 from net.identity import PeerId
 from net.nursery import background_nursery
@@ -85,9 +84,9 @@ class Averager:
         cell: int,
         role: Role,
         bandwidth: float | None,
-        assembler: GroupAssembler,
+        matchmaker: Matchmaker,
         all_reduce: AllReduce,
-        state: StateSharing,
+        download: StateDownload,
         dht: DhtNode,
         nursery: trio.Nursery,
         step_timeout_s: float,
@@ -97,9 +96,8 @@ class Averager:
         self._grid = grid
         self._role = role
         self._bandwidth = bandwidth
-        self._assembler = assembler
+        self._matchmaker = matchmaker
         self._all_reduce = all_reduce
-        self._state = state
         self._dht = dht
         self._nursery = nursery
         self._step_timeout_s = step_timeout_s
@@ -108,6 +106,8 @@ class Averager:
         """Where this peer is on the grid."""
         self.round_number = 0
         """Rounds so far. May be set to another peer's when joining late."""
+        self.download_state = download.run
+        """Fetches the freshest whole state of a donor, see `StateDownload.run`."""
 
     async def step(self, vector: Array | None, *, weight: float = 1.0, timeout_s: float | None = None) -> AveragingStep:
         """Average with this round's group.
@@ -135,20 +135,6 @@ class Averager:
         self.round_number += 1
         return done
 
-    async def download_state(
-        self,
-        *,
-        min_version: int = 0,
-        timeout_s: float = 600.0,
-        attempts: int | None = None,
-        expects: Callable[[int, Table], bool] = lambda version, table: True,
-        accepts: Callable[[SharedState], bool] = lambda state: True,
-    ) -> SharedState | None:
-        """See `StateSharing.download`."""
-        return await self._state.download(
-            min_version=min_version, timeout_s=timeout_s, attempts=attempts, expects=expects, accepts=accepts
-        )
-
     def _check(self, vector: Array | None, weight: float) -> None:
         lightest, heaviest = WEIGHTS
         if not lightest <= weight <= heaviest:
@@ -170,13 +156,13 @@ class Averager:
             bandwidth=self._bandwidth,
         )
         while self._dht.clock.now() < deadline:
-            group = await self._assembler.find_group(
+            group = await self._matchmaker.find_group(
                 member, cell=self.cell, round_number=self.round_number, deadline=deadline
             )
             if group is None:
                 break
             # The declaration by which the group was found is taken back meanwhile.
-            self._nursery.start_soon(self._assembler.withdraw)
+            self._nursery.start_soon(self._matchmaker.withdraw)
             if self._all_reduce.knows(group.group_id):
                 continue  # its leader makes one group of two
             result = await self._all_reduce.run(
@@ -266,16 +252,15 @@ async def open_averager(
         raise ValueError(f"a peer that listens nowhere can only be a client, got role {role}")
     async with AsyncExitStack() as stack:
         # Each serves calls from its making on, until it is closed; then the prefix is free again.
-        sharing = StateSharing(caller, dht, prefix=prefix, source=state, rng=rng, config=config.state)
-        stack.callback(sharing.close)
-        assembler = GroupAssembler(
+        matchmaker = Matchmaker(
             caller, dht, prefix=prefix, grid=grid, schema=schema_of(size, grid, schema), rng=rng, config=config.assembly
         )
-        stack.callback(assembler.close)
+        stack.callback(matchmaker.close)
         all_reduce = AllReduce(caller, prefix=prefix, config=config.all_reduce)
         stack.callback(all_reduce.close)
         nursery = await stack.enter_async_context(background_nursery())
-        nursery.start_soon(sharing.run)
+        if state is not None:
+            nursery.start_soon(StateSharing(caller, dht, prefix=prefix, source=state, config=config.state).run)
         yield Averager(
             caller,
             size=size,
@@ -283,9 +268,9 @@ async def open_averager(
             cell=rng.randrange(grid.num_cells) if cell is None else cell,
             role=role,
             bandwidth=bandwidth,
-            assembler=assembler,
+            matchmaker=matchmaker,
             all_reduce=all_reduce,
-            state=sharing,
+            download=StateDownload(caller, dht, prefix=prefix, rng=rng, config=config.state),
             dht=dht,
             nursery=nursery,
             step_timeout_s=config.step_timeout_s,

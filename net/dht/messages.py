@@ -12,7 +12,6 @@ A message must fit a header of 64 KiB. Values therefore travel in pages of `PAGE
 follow the last one given, and the caller asks again with `after`; stores are cut by `batches`.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from net.dht.routing_table import NodeId
 from net.errors import RemoteProtocolError
 from net.identity import PEER_ID_BYTES, Address, Contact, PeerId
 from net.rpc.base import Body
+from net.wire.fields import FLAG, HOST, PEER_ID, PORT, Field, optional, row_untrusted, several, text
 
 PING, FIND, STORE = "dht.ping", "dht.find", "dht.store"
 
@@ -30,8 +30,16 @@ PAGE_BYTES = 40 * 1024
 MAX_CONTACTS = 32
 """Most contacts of one answer; more is a broken peer."""
 
-MAX_HOST_BYTES = 255
-"""Longest host name (RFC 1035, section 2.3.4)."""
+_AFTER = optional(text(0, MAX_SUBKEY_BYTES))
+_LATEST_S = 2.0**63
+_SECONDS: Field[float] = Field(
+    f"a number of seconds up to {_LATEST_S:g}",
+    lambda value: type(value) in (int, float) and abs(value) <= _LATEST_S,
+    float,
+)
+_CONTACTS: Field[tuple[object, ...]] = Field(
+    f"a list of at most {MAX_CONTACTS}", lambda value: type(value) is list and len(value) <= MAX_CONTACTS
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +113,12 @@ def batches(entries: Sequence[SubkeyEntry]) -> Iterator[tuple[SubkeyEntry, ...]]
 
 def parse_client_untrusted(body: Body) -> bool:
     """Whether the caller is in client mode."""
-    return _flag(body, "client")
+    return FLAG.of_untrusted(body, "client")
 
 
 def parse_find_untrusted(body: Body) -> tuple[NodeId, bool, str | None]:
     """A request of `dht.find`: target, whether the record is wanted, and the subkey after which to go on."""
-    after = body.get("after")
-    if after is not None and (not isinstance(after, str) or len(after) > MAX_SUBKEY_BYTES):
-        raise RemoteProtocolError(f"after must be a subkey, got {after!r:.80}")
-    return _target(body), _flag(body, "record"), after
+    return _target(body), FLAG.of_untrusted(body, "record"), _AFTER.of_untrusted(body, "after")
 
 
 def parse_store_untrusted(body: Body, *, latest_expiration: float) -> tuple[NodeId, tuple[SubkeyEntry, ...]]:
@@ -123,38 +128,25 @@ def parse_store_untrusted(body: Body, *, latest_expiration: float) -> tuple[Node
 
 def parse_ping_reply_untrusted(body: Body) -> tuple[PeerId, float]:
     """An answer to `dht.ping`: who answers, and its swarm time."""
-    now = body.get("now")
-    if isinstance(now, bool) or not isinstance(now, (int, float)) or not abs(now) < math.inf:
-        raise RemoteProtocolError(f"now must be a number of seconds, got {now!r:.80}")
-    try:
-        return _peer_id(body.get("peer_id")), float(now)
-    except OverflowError as error:
-        raise RemoteProtocolError("now is beyond any time") from error
+    return PEER_ID.of_untrusted(body, "peer_id"), _SECONDS.of_untrusted(body, "now")
 
 
 def parse_find_reply_untrusted(body: Body, *, latest_expiration: float) -> FindReply:
     """An answer to `dht.find`."""
-    contacts = body.get("contacts")
-    if not isinstance(contacts, list) or len(contacts) > MAX_CONTACTS:
-        raise RemoteProtocolError(f"contacts must be a list of at most {MAX_CONTACTS}")
+    contacts = tuple(map(parse_contact_untrusted, _CONTACTS.of_untrusted(body, "contacts")))
     entries = parse_entries_untrusted(body.get("entries", []), latest_expiration=latest_expiration)
-    more = _flag(body, "more") if "more" in body else False
+    more = FLAG.of_untrusted(body, "more") if "more" in body else False
     if any(subkey is None for subkey, _ in entries) and (len(entries) > 1 or more):
         raise RemoteProtocolError("a plain value must be the only entry")
-    return FindReply(
-        peer_id=_peer_id(body.get("peer_id")),
-        contacts=tuple(parse_contact_untrusted(item) for item in contacts),
-        entries=entries,
-        more=more,
-    )
+    return FindReply(peer_id=PEER_ID.of_untrusted(body, "peer_id"), contacts=contacts, entries=entries, more=more)
 
 
 def parse_store_reply_untrusted(body: Body, *, count: int) -> tuple[PeerId, tuple[bool, ...]]:
     """An answer to `dht.store` of `count` entries."""
-    accepted = body.get("accepted")
-    if not isinstance(accepted, list) or len(accepted) != count or any(type(v) is not bool for v in accepted):
-        raise RemoteProtocolError(f"accepted must be a list of {count} booleans")
-    return _peer_id(body.get("peer_id")), tuple(accepted)
+    accepted = several(FLAG, count).of_untrusted(body, "accepted")
+    if len(accepted) != count:
+        raise RemoteProtocolError(f"accepted must have {count} booleans, got {len(accepted)}")
+    return PEER_ID.of_untrusted(body, "peer_id"), accepted
 
 
 def parse_contact_untrusted(item: object) -> Contact:
@@ -163,14 +155,8 @@ def parse_contact_untrusted(item: object) -> Contact:
     Raises:
       RemoteProtocolError: if it is anything else.
     """
-    if not isinstance(item, list) or len(item) != 3:
-        raise RemoteProtocolError("a contact must be [peer id, host, port]")
-    raw, host, port = item
-    if type(port) is not int or not 1 <= port <= 65535:
-        raise RemoteProtocolError(f"the port of a contact must be from 1 to 65535, got {port!r:.80}")
-    if not isinstance(host, str) or not 1 <= len(host) <= MAX_HOST_BYTES or not host.isascii():
-        raise RemoteProtocolError(f"the host of a contact must be 1 to {MAX_HOST_BYTES} ASCII characters")
-    return Contact(_peer_id(raw), Address(host, port))
+    peer_id, host, port = row_untrusted(item, "a contact", id=PEER_ID, host=HOST, port=PORT)
+    return Contact(peer_id, Address(host, port))
 
 
 def contact_to_wire(contact: Contact) -> list[object]:
@@ -183,17 +169,4 @@ def _id_bytes(target: NodeId) -> bytes:
 
 
 def _target(body: Body) -> NodeId:
-    return int.from_bytes(_peer_id(body.get("target")).raw, "big")
-
-
-def _peer_id(raw: object) -> PeerId:
-    if not isinstance(raw, bytes) or len(raw) != PEER_ID_BYTES:
-        raise RemoteProtocolError(f"an id must be {PEER_ID_BYTES} bytes, got {raw!r:.80}")
-    return PeerId(raw)
-
-
-def _flag(body: Body, name: str) -> bool:
-    value = body.get(name)
-    if type(value) is not bool:
-        raise RemoteProtocolError(f"{name} must be true or false, got {value!r:.80}")
-    return value
+    return int.from_bytes(PEER_ID.of_untrusted(body, "target").raw, "big")

@@ -50,7 +50,7 @@ class StoreItem:
     key: str
     """Name of the record, at most 512 bytes."""
     value: Value
-    """See `net.dht.records`."""
+    """What `net.dht.records` allows."""
     expiration: float
     """Absolute swarm time, seconds; brought down to now plus `DhtConfig.max_lifetime_s`."""
     subkey: str | None = None
@@ -155,7 +155,7 @@ class DhtNode:
         return self._own_contact is None
 
     async def store(self, key: str, value: Value, *, expiration: float, subkey: str | None = None) -> bool:
-        """Store one value; see `store_many`."""
+        """Store one value, as `store_many` does."""
         item = StoreItem(key=key, value=value, expiration=expiration, subkey=subkey)
         return (await self.store_many([item]))[0]
 

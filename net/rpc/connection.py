@@ -19,7 +19,7 @@ from net.identity import Address
 from net.rpc.base import Body, Reply, Request
 from net.rpc.fault_acts import act_before, act_instead_of_reply
 from net.rpc.faults import FaultInjector
-from net.rpc.service import Method, Service
+from net.rpc.service import Method, Service, reported
 from net.rpc.session import Action, CancelRun, FinishCall, RpcSession, RunCall
 from net.transport.base import Link
 from net.wire.frames import EncodedFrame, Frame, Part
@@ -334,31 +334,17 @@ class Connection:
         try:
             with scope:
                 try:
-                    reply = await self._reply(self._request(start), method)
-                    self._session.reply(start.call_id, reply.body, reply.tensors)
-                except CallFailed as exc:  # the handler's own words for its caller
+                    with reported(start.method, str(self.link.remote_address)):
+                        reply = await self._reply(self._request(start), method)
+                        self._session.reply(start.call_id, reply.body, reply.tensors)
+                except CallFailed as exc:
                     self._fail(start.call_id, exc)
             if scope.cancelled_caught:
                 self._session.forget(start.call_id)
-        except Exception:
-            self._handler_failed(start)
-        except BaseExceptionGroup as group:
-            # The handler failed while all was being cancelled: its trouble is logged here, the rest goes on its way.
-            cancelled, failed = group.split(trio.Cancelled)
-            if failed is not None:
-                self._handler_failed(start)
-            if cancelled is not None:
-                raise cancelled from None
         finally:
             del self._handler_scopes[start.call_id]
             self._service.release(method)
             self._wake.set()
-
-    def _handler_failed(self, start: CallStart) -> None:
-        """In an except clause: what a handler raised is for our log only."""
-        _log.exception("serving %r to %s failed", start.method, self.link.remote_address)
-        text = f"the handler of {start.method!r} failed; the peer's log says why"
-        self._fail(start.call_id, RemoteFailure(text))
 
     async def _reply(self, request: Request, method: Method) -> Reply:
         fate = None if self._faults is None else self._faults.draw(request.peer_id, request.method)

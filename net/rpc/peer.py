@@ -28,7 +28,8 @@ from net.rpc.own_calls import OwnCalls
 from net.rpc.service import Service
 from net.rpc.session import hello_of
 from net.transport.base import Link, Listener, Transport
-from net.wire.messages import INSTANCE_BYTES, MAX_HOST_CHARACTERS, MAX_TIMEOUT_S, is_host
+from net.wire.fields import MAX_HOST_CHARACTERS
+from net.wire.messages import INSTANCE_BYTES, MAX_TIMEOUT_S, is_host
 from net.wire.tensors import Outgoing
 
 _log = logging.getLogger(__name__)

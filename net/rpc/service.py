@@ -1,10 +1,17 @@
 """The methods that a peer serves: handlers by name, and how many calls of each may run at once."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from net.errors import CallRefused, PeerBusy
+import trio
+
+from net.errors import CallFailed, CallRefused, PeerBusy, RemoteFailure
 from net.rpc.base import Handler, Reply, Request
 from net.wire.messages import MAX_METHOD_CHARACTERS
+
+_log = logging.getLogger(__name__)
 
 PING = "rpc.ping"
 """Served by every peer: answers `{}` to anything. It tells whether a peer lives, and how far it is."""
@@ -84,3 +91,28 @@ class Service:
         if not isinstance(reply, Reply):
             raise TypeError(f"a handler must return a Reply, got {type(reply).__name__}")
         return reply
+
+
+@contextmanager
+def reported(method: str, caller: str) -> Iterator[None]:
+    """Around the serving of a call: what a handler raises is for our log, and only that it failed for the caller.
+
+    Raises:
+      CallFailed: the handler's own words for its caller as they are, or `RemoteFailure` for anything else.
+    """
+    failure = f"the handler of {method!r} failed; the log of the peer says why"
+    try:
+        yield
+    except CallFailed:
+        raise
+    except Exception as exc:
+        _log.exception("serving %r to %s failed", method, caller)
+        raise RemoteFailure(failure) from exc
+    except BaseExceptionGroup as group:
+        # The handler failed while it was being cancelled: its trouble is logged here, the rest goes on its way.
+        cancelled, failed = group.split(trio.Cancelled)
+        if failed is not None:
+            _log.exception("serving %r to %s failed", method, caller)
+        if cancelled is not None:
+            raise cancelled from None
+        raise RemoteFailure(failure) from failed

@@ -11,13 +11,14 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import trio
 
 from net.errors import ConnectionLost, DialFailed, ListenFailed
 from net.identity import Address
+from net.transport.base import Link
 from net.wire.frames import Part
 
 _log = logging.getLogger(__name__)
@@ -69,7 +70,6 @@ class ByteStream:
         self._sock.setblocking(False)
         self._is_sending = False
         self._turn_bytes = self._sent_turn_bytes = 0  # received and sent since others had a turn
-        self._unyielded = 0  # bytes received since other tasks could last run
         self.num_moved = 0
         """Bytes received so far, and sent after the system's buffer had been full."""
         self.remote_address = remote_address
@@ -273,12 +273,30 @@ async def listen(address: Address) -> trio.socket.SocketType:
     return sock
 
 
-async def accept(sock: trio.socket.SocketType, address: Address) -> ByteStream:
-    """The next connection that comes in at a socket listening at `address`. If cancelled, none is lost.
+class SocketListener:
+    """A listening socket as a `net.transport.base.Listener`, whose links are what `make_link` makes of connections."""
 
-    Raises:
-      ListenFailed: the socket is closed or broken.
-    """
+    def __init__(self, sock: trio.socket.SocketType, address: Address, make_link: Callable[[ByteStream], Link]) -> None:
+        self._sock = sock
+        self._address = address
+        self._make_link = make_link
+
+    @property
+    def address(self) -> Address:
+        """The address that peers dial."""
+        return self._address
+
+    async def accept(self) -> Link:
+        """The next link. If cancelled, none is lost."""
+        return self._make_link(await _accept(self._sock, self._address))
+
+    async def aclose(self) -> None:
+        """Stop listening."""
+        self._sock.close()
+        await trio.lowlevel.checkpoint()
+
+
+async def _accept(sock: trio.socket.SocketType, address: Address) -> ByteStream:
     while True:
         try:
             accepted, remote = await sock.accept()

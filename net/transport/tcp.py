@@ -10,7 +10,7 @@ import trio
 
 from net.errors import ConnectionLost, ListenFailed
 from net.identity import Address, PeerId
-from net.transport.sockets import ByteStream, accept, batches, connect, listen
+from net.transport.sockets import ByteStream, SocketListener, batches, connect, listen
 from net.wire.frame_reader import FrameReader
 from net.wire.frames import MAX_BODY_BYTES, Frame, Part
 
@@ -24,7 +24,6 @@ class TcpLink:
 
     @property
     def remote_address(self) -> Address:
-        """See `Link.remote_address`."""
         return self._stream.remote_address
 
     @property
@@ -34,7 +33,6 @@ class TcpLink:
 
     @property
     def num_moved(self) -> int:
-        """See `Link.num_moved`."""
         return self._stream.num_moved
 
     async def handshake(self) -> None:
@@ -42,7 +40,7 @@ class TcpLink:
         await trio.lowlevel.checkpoint()
 
     async def send(self, *parts: Part) -> None:
-        """See `Link.send`. After a failed or cancelled send nothing more can be sent.
+        """Send the parts. After a failed or cancelled send nothing more can be sent.
 
         Raises:
           trio.BusyResourceError: another task is sending, or nothing more can be sent.
@@ -52,7 +50,6 @@ class TcpLink:
                 await self._stream.send_all(batch)
 
     async def receive(self) -> Frame | None:
-        """See `Link.receive`."""
         while True:
             frame = self._reader.next_frame_untrusted()
             if frame is not None:
@@ -65,36 +62,11 @@ class TcpLink:
             self._reader.received(nbytes)
 
     async def aclose(self) -> None:
-        """See `Link.aclose`."""
         self._stream.close()
         await trio.lowlevel.checkpoint()
 
     def abort(self) -> None:
-        """See `Link.abort`."""
         self._stream.reset()
-
-
-class TcpListener:
-    """A listening socket as a `net.transport.base.Listener`."""
-
-    def __init__(self, sock: trio.socket.SocketType, address: Address, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        self._sock = sock
-        self._address = address
-        self._max_body_bytes = max_body_bytes
-
-    @property
-    def address(self) -> Address:
-        """See `Listener.address`."""
-        return self._address
-
-    async def accept(self) -> TcpLink:
-        """See `Listener.accept`."""
-        return TcpLink(await accept(self._sock, self._address), max_body_bytes=self._max_body_bytes)
-
-    async def aclose(self) -> None:
-        """See `Listener.aclose`."""
-        self._sock.close()
-        await trio.lowlevel.checkpoint()
 
 
 class TcpTransport:
@@ -113,15 +85,18 @@ class TcpTransport:
         return None
 
     async def dial(self, address: Address, *, peer_id: PeerId | None = None) -> TcpLink:
-        """See `Transport.dial`. A host name's addresses are tried in turn. Whoever answers is taken."""
+        """Connect to whoever answers; a host name's addresses are tried in turn."""
         del peer_id
-        return TcpLink(await connect(address), max_body_bytes=self._max_body_bytes)
+        return self._link(await connect(address))
 
-    async def listen(self, address: Address) -> TcpListener:
-        """See `Transport.listen`. Only loopback addresses are allowed; `localhost` means 127.0.0.1."""
+    async def listen(self, address: Address) -> SocketListener:
+        """Listen at a loopback address; `localhost` means 127.0.0.1."""
         host = _loopback_host(address)
         sock = await listen(Address(host, address.port))
-        return TcpListener(sock, Address(host, sock.getsockname()[1]), max_body_bytes=self._max_body_bytes)
+        return SocketListener(sock, Address(host, sock.getsockname()[1]), self._link)
+
+    def _link(self, stream: ByteStream) -> TcpLink:
+        return TcpLink(stream, max_body_bytes=self._max_body_bytes)
 
 
 def _loopback_host(address: Address) -> str:

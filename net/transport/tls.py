@@ -16,7 +16,7 @@ import trio
 from net.errors import ConnectionLost, DialFailed, HandshakeFailed, LocalProtocolError, RemoteProtocolError
 from net.identity import Address, PeerId
 from net.keys import Identity, Membership, certificate_chain, peer_id_of_certificate_untrusted
-from net.transport.sockets import BATCH_BYTES, ByteStream, accept, batches, connect, listen
+from net.transport.sockets import BATCH_BYTES, ByteStream, SocketListener, batches, connect, listen
 from net.transport.tls_engine import REFUSED, TlsEngine, client_context, server_context
 from net.wire.frame_reader import FrameReader
 from net.wire.frames import MAX_BODY_BYTES, Frame, Part
@@ -60,21 +60,18 @@ class TlsLink:
 
     @property
     def remote_address(self) -> Address:
-        """See `Link.remote_address`."""
         return self._stream.remote_address
 
     @property
     def remote_peer_id(self) -> PeerId | None:
-        """See `Link.remote_peer_id`."""
         return self._remote_peer_id
 
     @property
     def num_moved(self) -> int:
-        """See `Link.num_moved`."""
         return self._stream.num_moved
 
     async def handshake(self) -> None:
-        """See `Link.handshake`. After a failure the link is closed."""
+        """Prove both ends. After a failure the link is closed."""
         if self._remote_peer_id is not None:
             await trio.lowlevel.checkpoint()
             return
@@ -118,7 +115,7 @@ class TlsLink:
             await self._stream.send_all([ciphertext])
 
     async def send(self, *parts: Part) -> None:
-        """See `Link.send`. After a failed or cancelled send nothing more can be sent.
+        """Encrypt and send. After a failed or cancelled send nothing more can be sent.
 
         Raises:
           trio.BusyResourceError: another task is sending, or nothing more can be sent.
@@ -138,7 +135,7 @@ class TlsLink:
             yield self._engine.take_ciphertext()
 
     async def receive(self) -> Frame | None:
-        """See `Link.receive`.
+        """The next frame, or None at the end.
 
         Raises:
           HandshakeFailed: the peer that was dialled does not admit us, which it could not say before.
@@ -177,7 +174,7 @@ class TlsLink:
             raise LocalProtocolError(f"the link with {self.remote_address} needs its handshake first")
 
     async def aclose(self) -> None:
-        """See `Link.aclose`. Says farewell (close_notify) and does not wait for the peer's."""
+        """Say farewell (close_notify), do not wait for the peer's, and close."""
         try:
             # Inside a record, or of somebody unknown, there is no farewell.
             if self._remote_peer_id is None or self._stream.is_sending or self._stream.is_closed:
@@ -190,33 +187,7 @@ class TlsLink:
             self._stream.close()
 
     def abort(self) -> None:
-        """See `Link.abort`."""
         self._stream.reset()
-
-
-class TlsListener:
-    """A listening socket as a `net.transport.base.Listener`."""
-
-    def __init__(
-        self, sock: trio.socket.SocketType, address: Address, make_link: Callable[[ByteStream], TlsLink]
-    ) -> None:
-        self._sock = sock
-        self._address = address
-        self._make_link = make_link
-
-    @property
-    def address(self) -> Address:
-        """See `Listener.address`."""
-        return self._address
-
-    async def accept(self) -> TlsLink:
-        """See `Listener.accept`."""
-        return self._make_link(await accept(self._sock, self._address))
-
-    async def aclose(self) -> None:
-        """See `Listener.aclose`."""
-        self._sock.close()
-        await trio.lowlevel.checkpoint()
 
 
 class TlsTransport:
@@ -242,11 +213,10 @@ class TlsTransport:
 
     @property
     def peer_id(self) -> PeerId | None:
-        """See `Transport.peer_id`."""
         return self._peer_id
 
     async def dial(self, address: Address, *, peer_id: PeerId | None = None) -> TlsLink:
-        """See `Transport.dial`. A host name's addresses are tried in turn, until one takes the connection."""
+        """Connect and prove both ends. A host name's addresses are tried in turn, until one takes the connection."""
 
         def admit(remote: PeerId) -> None:
             if remote == self._peer_id:
@@ -267,10 +237,10 @@ class TlsTransport:
             raise
         return link
 
-    async def listen(self, address: Address) -> TlsListener:
-        """See `Transport.listen`. Any address of this machine; a host name means the first of its addresses."""
+    async def listen(self, address: Address) -> SocketListener:
+        """Listen at any address of this machine; a host name means the first of its addresses."""
         sock = await listen(address)
-        return TlsListener(sock, Address(address.host, sock.getsockname()[1]), self._accepted_link)
+        return SocketListener(sock, Address(address.host, sock.getsockname()[1]), self._accepted_link)
 
     def _accepted_link(self, stream: ByteStream) -> TlsLink:
         return self._link(stream, TlsEngine(self._server_context, remote=str(stream.remote_address)), self._admit)

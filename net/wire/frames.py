@@ -54,7 +54,7 @@ NUM_STREAMS = 2**32
 
 
 class PartKind(enum.IntEnum):
-    """See the head of this file."""
+    """What a part is; the head of this file explains each."""
 
     WHOLE = 0
     OPEN = 1

@@ -12,12 +12,13 @@ that its sender places no more calls: once both have said it and all calls are a
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from net.errors import LocalProtocolError, RemoteProtocolError
-from net.identity import PEER_ID_BYTES, PeerId
+from net.identity import PeerId
+from net.wire.fields import HOST, MAPPING, PEER_ID, PORT, Field, choice, integer, octets, optional, real, several, text
 from net.wire.frames import EncodedFrame, Frame, encode_frame
 from net.wire.tensors import Outgoing
 
@@ -33,9 +34,6 @@ MAX_WINDOW_BYTES = 2**40
 
 INSTANCE_BYTES = 8
 """Enough that a process started again never draws the same."""
-
-MAX_HOST_CHARACTERS = 255
-"""RFC 1035 section 2.3.4."""
 
 MAX_COMPRESSIONS = 16
 MAX_COMPRESSION_CHARACTERS = 32
@@ -144,10 +142,58 @@ class Goodbye:
 Message = Hello | CallStart | CallReply | CallError | CallCancel | Credit | Ping | Pong | Goodbye
 
 
-def is_host(value: Any) -> bool:
+_CALL_ID = integer(1, MAX_CALL_ID)
+_METHOD = text(1, MAX_METHOD_CHARACTERS)
+_COMPRESSIONS = several(text(1, MAX_COMPRESSION_CHARACTERS), MAX_COMPRESSIONS)
+
+_FIELDS: dict[type[Message], dict[str, tuple[str, Field[Any]]]] = {
+    Hello: {
+        "peer_id": ("peer_id", PEER_ID),
+        "instance": ("instance", octets(INSTANCE_BYTES, INSTANCE_BYTES)),
+        "host": ("host", optional(HOST)),
+        "port": ("port", optional(PORT)),
+        "window": ("window_bytes", integer(MIN_WINDOW_BYTES, MAX_WINDOW_BYTES)),
+        "compressions": ("compressions", _COMPRESSIONS),
+    },
+    CallStart: {
+        "id": ("call_id", _CALL_ID),
+        "method": ("method", _METHOD),
+        "timeout_s": ("timeout_s", real(math.nextafter(0.0, 1.0), MAX_TIMEOUT_S)),  # above 0
+        "body": ("body", MAPPING),
+    },
+    CallReply: {"id": ("call_id", _CALL_ID), "body": ("body", MAPPING)},
+    CallError: {
+        "id": ("call_id", _CALL_ID),
+        "kind": ("kind", choice(ErrorKind)),
+        "message": ("message", text(0, MAX_ERROR_CHARACTERS)),
+    },
+    CallCancel: {"id": ("call_id", _CALL_ID)},
+    Credit: {"nbytes": ("nbytes", integer(1, MAX_WINDOW_BYTES))},
+    Ping: {},
+    Pong: {},
+    Goodbye: {},
+}
+"""Field on the wire -> (attribute of the message, its kind)."""
+
+_TYPES: dict[str, type[Message]] = {
+    "hello": Hello,
+    "call": CallStart,
+    "reply": CallReply,
+    "error": CallError,
+    "cancel": CallCancel,
+    "credit": Credit,
+    "ping": Ping,
+    "pong": Pong,
+    "goodbye": Goodbye,
+}
+_NAMES = {kind: name for name, kind in _TYPES.items()}
+_KEYS = {kind: frozenset({"type", *fields}) for kind, fields in _FIELDS.items()}
+
+
+def is_host(value: object) -> bool:
     """Whether this may stand for a host: what DHT records may say of one too, or an honest peer that passes it on
     would break their rules."""
-    return type(value) is str and 1 <= len(value) <= MAX_HOST_CHARACTERS and value.isascii()
+    return HOST.holds(value)
 
 
 def encode_message(message: Message) -> EncodedFrame:
@@ -156,49 +202,15 @@ def encode_message(message: Message) -> EncodedFrame:
     Raises:
       LocalProtocolError: the body or a tensor cannot be sent, or is too large.
     """
-    header: dict[str, Any]
-    match message:
-        case Hello():
-            header = {
-                "type": "hello",
-                "peer_id": message.peer_id.raw,
-                "instance": message.instance,
-                "host": message.host,
-                "port": message.port,
-                "window": message.window_bytes,
-                "compressions": list(message.compressions),
-            }
-            return encode_frame(header)
-        case CallStart():
-            if not 1 <= len(message.method) <= MAX_METHOD_CHARACTERS:
-                raise LocalProtocolError(
-                    f"a method has 1 to {MAX_METHOD_CHARACTERS} characters, got {message.method!r:.200}"
-                )
-            header = {
-                "type": "call",
-                "id": message.call_id,
-                "method": message.method,
-                "timeout_s": float(message.timeout_s),
-                "body": dict(message.body),
-            }
-            return encode_frame(header, message.tensors)
-        case CallReply():
-            return encode_frame({"type": "reply", "id": message.call_id, "body": dict(message.body)}, message.tensors)
-        case CallError():
-            # An exception's text may hold lone surrogates, which UTF-8 cannot express.
-            text = message.message[:MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
-            header = {"type": "error", "id": message.call_id, "kind": message.kind.value, "message": text}
-            return encode_frame(header)
-        case CallCancel():
-            return encode_frame({"type": "cancel", "id": message.call_id})
-        case Credit():
-            return encode_frame({"type": "credit", "nbytes": message.nbytes})
-        case Ping():
-            return encode_frame({"type": "ping"})
-        case Pong():
-            return encode_frame({"type": "pong"})
-        case Goodbye():
-            return encode_frame({"type": "goodbye"})
+    kind = type(message)
+    header = {key: field.pack(getattr(message, name)) for key, (name, field) in _FIELDS[kind].items()}
+    header["type"] = _NAMES[kind]
+    if isinstance(message, CallStart) and not _METHOD.holds(message.method):
+        raise LocalProtocolError(f"a method has 1 to {MAX_METHOD_CHARACTERS} characters, got {message.method!r:.200}")
+    if isinstance(message, CallError):
+        # An exception's text may hold lone surrogates, which UTF-8 cannot express.
+        header["message"] = message.message[:MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
+    return encode_frame(header, message.tensors if isinstance(message, CallStart | CallReply) else ())
 
 
 def parse_untrusted(frame: Frame) -> Message:
@@ -208,128 +220,17 @@ def parse_untrusted(frame: Frame) -> Message:
       RemoteProtocolError: it is none of ours: unknown type, missing or additional fields, a value out of
         range.
     """
-    kind = frame.header.get("type")
-    entry = _PARSERS.get(kind) if type(kind) is str else None
-    if entry is None:
-        raise RemoteProtocolError(f"unknown message type {str(kind)[:32]!r}")
-    fields, carries_tensors, parse = entry
-    if frame.header.keys() != fields:
-        raise RemoteProtocolError(f"message {kind!r} must have the fields {', '.join(sorted(fields))}")
-    if frame.tensors and not carries_tensors:
-        raise RemoteProtocolError(f"message {kind!r} carries no tensors")
-    return parse(frame)
-
-
-def _parse_hello(frame: Frame) -> Hello:
-    raw, port = frame.header["peer_id"], frame.header["port"]
-    if type(raw) is not bytes or len(raw) != PEER_ID_BYTES:
-        raise RemoteProtocolError(f"peer_id must be {PEER_ID_BYTES} bytes")
-    if port is not None and (type(port) is not int or not 1 <= port <= 65535):
-        raise RemoteProtocolError("port must be an integer from 1 to 65535, or null")
-    host = frame.header["host"]
-    if host is not None and not is_host(host):
-        raise RemoteProtocolError(f"host must be a string of 1 to {MAX_HOST_CHARACTERS} ASCII characters, or null")
-    instance, window_bytes = frame.header["instance"], frame.header["window"]
-    if type(instance) is not bytes or len(instance) != INSTANCE_BYTES:
-        raise RemoteProtocolError(f"instance must be {INSTANCE_BYTES} bytes")
-    if type(window_bytes) is not int or not MIN_WINDOW_BYTES <= window_bytes <= MAX_WINDOW_BYTES:
-        raise RemoteProtocolError(f"window must be an integer from {MIN_WINDOW_BYTES} to {MAX_WINDOW_BYTES}")
-    return Hello(
-        peer_id=PeerId(raw),
-        instance=instance,
-        port=port,
-        host=host,
-        window_bytes=window_bytes,
-        compressions=_compressions(frame.header["compressions"]),
-    )
-
-
-def _compressions(names: Any) -> tuple[str, ...]:
-    if (
-        type(names) is not list
-        or len(names) > MAX_COMPRESSIONS
-        or not all(type(name) is str and 1 <= len(name) <= MAX_COMPRESSION_CHARACTERS for name in names)
-    ):
-        raise RemoteProtocolError(
-            f"compressions must be at most {MAX_COMPRESSIONS} names of 1 to {MAX_COMPRESSION_CHARACTERS} characters"
-        )
-    return tuple(names)
-
-
-def _parse_call(frame: Frame) -> CallStart:
-    method, timeout_s = frame.header["method"], frame.header["timeout_s"]
-    if type(method) is not str or not 1 <= len(method) <= MAX_METHOD_CHARACTERS:
-        raise RemoteProtocolError(f"method must be a string of 1 to {MAX_METHOD_CHARACTERS} characters")
-    if type(timeout_s) is not float or not (math.isfinite(timeout_s) and 0 < timeout_s <= MAX_TIMEOUT_S):
-        raise RemoteProtocolError(f"timeout_s must be a float above 0 and up to {MAX_TIMEOUT_S:g}")
-    return CallStart(
-        call_id=_call_id(frame), method=method, timeout_s=timeout_s, body=_body(frame), tensors=frame.tensors
-    )
-
-
-def _parse_reply(frame: Frame) -> CallReply:
-    return CallReply(call_id=_call_id(frame), body=_body(frame), tensors=frame.tensors)
-
-
-def _parse_error(frame: Frame) -> CallError:
-    kind, text = frame.header["kind"], frame.header["message"]
-    if type(kind) is not str or kind not in ErrorKind.__members__.values():
-        raise RemoteProtocolError("unknown kind of error")
-    if type(text) is not str or len(text) > MAX_ERROR_CHARACTERS:
-        raise RemoteProtocolError(f"an error's message must be a string of at most {MAX_ERROR_CHARACTERS} characters")
-    return CallError(call_id=_call_id(frame), kind=ErrorKind(kind), message=text)
-
-
-def _parse_cancel(frame: Frame) -> CallCancel:
-    return CallCancel(call_id=_call_id(frame))
-
-
-def _parse_credit(frame: Frame) -> Credit:
-    nbytes = frame.header["nbytes"]
-    if type(nbytes) is not int or not 1 <= nbytes <= MAX_WINDOW_BYTES:
-        raise RemoteProtocolError(f"nbytes must be an integer from 1 to {MAX_WINDOW_BYTES}")
-    return Credit(nbytes=nbytes)
-
-
-def _parse_ping(_: Frame) -> Ping:
-    return Ping()
-
-
-def _parse_pong(_: Frame) -> Pong:
-    return Pong()
-
-
-def _parse_goodbye(_: Frame) -> Goodbye:
-    return Goodbye()
-
-
-def _call_id(frame: Frame) -> int:
-    call_id = frame.header["id"]
-    if type(call_id) is not int or not 1 <= call_id <= MAX_CALL_ID:
-        raise RemoteProtocolError(f"id must be an integer from 1 to {MAX_CALL_ID}")
-    return call_id
-
-
-def _body(frame: Frame) -> dict[str, Any]:
-    body = frame.header["body"]
-    if type(body) is not dict:
-        raise RemoteProtocolError("body must be a map")
-    return body
-
-
-_PARSERS: dict[str, tuple[frozenset[str], bool, Callable[[Frame], Message]]] = {
-    "hello": (
-        frozenset({"type", "peer_id", "instance", "host", "port", "window", "compressions"}),
-        False,
-        _parse_hello,
-    ),
-    "call": (frozenset({"type", "id", "method", "timeout_s", "body"}), True, _parse_call),
-    "reply": (frozenset({"type", "id", "body"}), True, _parse_reply),
-    "error": (frozenset({"type", "id", "kind", "message"}), False, _parse_error),
-    "cancel": (frozenset({"type", "id"}), False, _parse_cancel),
-    "credit": (frozenset({"type", "nbytes"}), False, _parse_credit),
-    "ping": (frozenset({"type"}), False, _parse_ping),
-    "pong": (frozenset({"type"}), False, _parse_pong),
-    "goodbye": (frozenset({"type"}), False, _parse_goodbye),
-}
-"""Type on the wire -> (its fields, whether tensors may come with it, its parser)."""
+    name = frame.header.get("type")
+    kind = _TYPES.get(name) if type(name) is str else None
+    if kind is None:
+        raise RemoteProtocolError(f"unknown message type {str(name)[:32]!r}")
+    if frame.header.keys() != _KEYS[kind]:
+        raise RemoteProtocolError(f"message {name!r} must have the fields {', '.join(sorted(_KEYS[kind]))}")
+    values = {
+        attribute: field.read_untrusted(frame.header[key], key) for key, (attribute, field) in _FIELDS[kind].items()
+    }
+    if kind in (CallStart, CallReply):
+        values["tensors"] = frame.tensors
+    elif frame.tensors:
+        raise RemoteProtocolError(f"message {name!r} carries no tensors")
+    return kind(**values)

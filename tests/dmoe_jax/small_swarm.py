@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dmoe_jax.device import InlineDevice
+from dmoe_jax.device import Device, InlineDevice
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import all_uids
-from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics, ExpertCaller
+from dmoe_jax.mixture.fan_out import CallPolicy, ExpertCaller
 from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
 from dmoe_jax.routing.base import Router
@@ -37,6 +38,7 @@ class SmallSwarm:
     nodes: list[ExpertNode]
     directory: ExpertDirectory
     caller: ExpertCaller
+    device: Device
 
     @property
     def statistics(self) -> CallStatistics:
@@ -56,16 +58,23 @@ class SmallSwarm:
         k_best: int,
         policy: CallPolicy | None = None,
         on_shortfall: str = "skip",
+        max_skipped: float = 1.0,
+        seed: int = 0,
     ) -> RemoteMixture:
         return RemoteMixture(
             expert=expert,
             router=router,
             directory=self.directory,
             caller=self.caller,
-            device=InlineDevice(),
+            device=self.device,
             config=MixtureConfig(
-                prefix=prefix, k_best=k_best, policy=policy or CallPolicy(), on_shortfall=on_shortfall
+                prefix=prefix,
+                k_best=k_best,
+                policy=policy or CallPolicy(),
+                on_shortfall=on_shortfall,
+                max_skipped=max_skipped,
             ),
+            seed=seed,
         )
 
 
@@ -80,13 +89,14 @@ async def open_small_swarm(
     node_config: NodeConfig | None = None,
     directory_config: DirectoryConfig | None = None,
     clock: SwarmClock | None = None,
+    device: Device | None = None,
 ) -> AsyncIterator[SmallSwarm]:
     """Serve the grids from all callers but the last, dealt out in turn; the last caller is the trainer."""
     uids = [str(uid) for prefix in prefixes for uid in all_uids(prefix, grid_size)]
     backends = {
         uid: ExpertBackend(expert, optimizer, expert.init(jax.random.key(index))) for index, uid in enumerate(uids)
     }
-    clock = clock or SwarmClock(start_s=1000.0)
+    clock, device = clock or SwarmClock(start_s=1000.0), device or InlineDevice()
     async with AsyncExitStack() as stack:
         first = callers[0].address
         dhts = []
@@ -105,7 +115,7 @@ async def open_small_swarm(
         nodes = []
         for index, caller in enumerate(callers[:-1]):
             own = {uid: backends[uid] for uid in uids[index :: len(callers) - 1]}
-            node = open_expert_node(caller, dhts[index], own, device=InlineDevice(), config=node_config or NodeConfig())
+            node = open_expert_node(caller, dhts[index], own, device=device, config=node_config or NodeConfig())
             nodes.append(await stack.enter_async_context(node))
         directory = await stack.enter_async_context(
             open_expert_directory(dhts[-1], config=directory_config or DirectoryConfig())
@@ -115,6 +125,7 @@ async def open_small_swarm(
             nodes=nodes,
             directory=directory,
             caller=ExpertCaller(callers[-1], directory, CallStatistics()),
+            device=device,
         )
 
 

@@ -30,6 +30,29 @@ def test_a_request_never_overtakes_an_older_one_of_its_group() -> None:
     assert [payloads(queue.take()) for _ in range(2)] == [["first"], ["second", "small"]]
 
 
+def test_a_limit_of_the_moment_cuts_batches_but_never_a_request() -> None:
+    """Batches stay within what is compiled for their key; a single larger request is taken alone."""
+    queue: BatchQueue[str] = BatchQueue(max_batch_rows=8, max_waiting_rows=64)
+    for key, rows, name in [
+        ("a", 2, "a1"),
+        ("a", 1, "a2"),
+        ("a", 5, "a3"),
+        ("a", 1, "a4"),
+        ("b", 3, "b1"),
+        ("b", 3, "b2"),
+    ]:
+        queue.submit(key, rows, name)
+    limit = {"a": 3, "b": 100}
+    assert queue.waits("a")
+    assert [payloads(queue.take(lambda key: limit[str(key)])) for _ in range(4)] == [
+        ["a1", "a2"],
+        ["a3"],
+        ["a4"],
+        ["b1", "b2"],
+    ]
+    assert not queue.waits("a")
+
+
 def test_full_queue_turns_away_and_recovers() -> None:
     """Rows beyond the bound are refused at once; taking or withdrawing makes room."""
     queue: BatchQueue[str] = BatchQueue(max_batch_rows=4, max_waiting_rows=6)

@@ -16,12 +16,11 @@ import pytest
 from rich.console import Console
 
 from dmoe_jax.cli import main
-from dmoe_jax.cli.averaging import AveragingOptions
-from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.network import ListenOptions, NetworkOptions
-from dmoe_jax.cli.status import NodeReading, status_table
+from dmoe_jax.cli.status import Reading, status_tables
 from dmoe_jax.cli.swarm import join_line, join_swarm
-from dmoe_jax.environment import SECRET_VARIABLE
+from dmoe_jax.environment import JOIN_VARIABLE, SECRET_VARIABLE
+from dmoe_jax.members import Member
 from dmoe_jax.routing.registry import ROUTERS
 from net.errors import CallRefused
 from net.identity import Address, Contact, PeerId
@@ -32,6 +31,7 @@ STRANGER = "ab" * 32
 @pytest.fixture(autouse=True)
 def _no_secret_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    monkeypatch.delenv(JOIN_VARIABLE, raising=False)
 
 
 def private(path: Path, text: str) -> str:
@@ -55,8 +55,11 @@ TINY_NODE = [
 
 
 @contextmanager
-def running(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A `dmoe` process and the contact that it asks others to join; ended with SIGTERM if it still runs."""
+def running(*args: str, lines: list[str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A `dmoe` process and the contact that it asks others to join; ended with SIGTERM if it still runs.
+
+    The lines that it printed before are appended to `lines`.
+    """
     command = [sys.executable, "-m", "dmoe_jax.cli", *args]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
@@ -68,6 +71,8 @@ def running(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             while not contact:
                 line = process.stdout.readline()
                 assert line, "the process ended before it printed how to join it"
+                if lines is not None:
+                    lines.append(line.rstrip("\n"))
                 found = re.search(r"--join (\S+)", line)
                 contact = found[1] if found else ""
             yield process, contact
@@ -354,30 +359,165 @@ def test_a_peer_ends_with_the_process_that_started_it() -> None:
         assert process.wait(timeout=20) == 130
 
 
-def test_status_table_shows_rates_and_silence() -> None:
-    """Rates are differences over time; a node that does not answer is said so, not left out."""
-    contacts = [Contact(PeerId(bytes([index]) * 32), Address("127.0.0.1", 1000 + index)) for index in range(2)]
+def member(index: int, role: str, *, listens: bool = True, **facts: Any) -> Member:
+    peer_id = PeerId(bytes([index]) * 32)
+    contact = Contact(peer_id, Address("127.0.0.1", 1000 + index)) if listens else None
+    return Member(peer_id=peer_id, contact=contact, info={"role": role, **facts}, expiration=0.0)
 
-    def reading(contact: Contact, calls: int, time_s: float) -> NodeReading:
-        status = {
-            "forward": calls,
-            "backward": calls,
-            "busy_s": 0.5 * time_s,
-            "waiting_rows": 7,
-            "uptime_s": 60.0 + time_s,
-            "updates": {"a.0": 3, "a.1": 4},
-        }
-        return NodeReading(contact=contact, status=status, time_s=time_s)
 
-    silent = NodeReading(contact=contacts[1], status=None, time_s=2.0)
-    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 (rich owns it)
+def tables(before: list[Reading], now: list[Reading]) -> str:
+    """What the terminal shows, in 80 columns."""
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 (rich owns it)
     with console.file:
-        console.print(status_table("test", [reading(contacts[0], 10, 0.0)], [reading(contacts[0], 15, 2.0), silent]))
-    text = console.export_text()
-    assert "swarm 'test': 2 nodes, 2 experts" in text
+        console.print(status_tables("test", before, now))
+    return console.export_text()
+
+
+def test_status_shows_rates_silence_and_who_compiles() -> None:
+    """Rates are differences over the node's own time, busy never above all of it; silence is said, not left out."""
+
+    def reading(index: int, calls: int, uptime_s: float, busy_s: float) -> Reading:
+        counters = {"forward": calls, "backward": calls, "busy_s": busy_s, "waiting_rows": 7, "uptime_s": uptime_s}
+        served = {"updates": {"a.0": 3, "a.1": 4}}
+        return Reading(member=member(index, "node", state="serving", experts=2), status=counters | served)
+
+    silent = Reading(member=member(2, "node", state="serving", experts=2))
+    compiling = Reading(member=member(3, "node", state="compiling 3 of 8", experts=4))
+    before = [reading(0, 10, 60.0, 1.0), reading(1, 10, 60.0, 0.0)]
+    text = tables(before, [reading(0, 15, 62.0, 2.0), reading(1, 10, 62.0, 2.5), silent, compiling])
+    assert "swarm 'test': 4 nodes, 10 experts" in text
     # (15 - 10) forward and as many backward calls in two seconds; one second of work in two.
-    assert re.search(r"00000000 +127\.0\.0\.1:1000 +2 +5\.0 +7 +50 % +7 +62 s", text)
-    assert re.search(r"01010101 +127\.0\.0\.1:1001 +no answer", text)
+    assert re.search(r"00000000 +127\.0\.0\.1:1000 +2 +5\.0 +7 +50 % +7 +up 62 s", text)
+    # A batch of 2.5 s that ended within these two seconds.
+    assert re.search(r"01010101 +127\.0\.0\.1:1001 +2 +0\.0 +7 +100 % +7 +up 62 s", text)
+    assert re.search(r"02020202 +127\.0\.0\.1:1002 +2 +no answer", text)
+    assert re.search(r"03030303 +127\.0\.0\.1:1003 +4 +compiling 3 of 8", text)
+
+
+def test_status_shows_trainers_and_averagers() -> None:
+    """Those that listen nowhere, too, and those that leave a figure out."""
+    trainer = member(
+        1, "trainer", listens=False, state="training", step=40, loss=6.0625, items_per_s=1234.5, failed_calls=3
+    )
+    waiting = member(2, "trainer", state="waiting for experts")
+    averager = member(1, "averager", name="trunk", state="averaging", rounds=4, peers=2)
+    text = tables([], [Reading(member=each) for each in (trainer, waiting, averager)])
+    assert re.search(r"01010101 +- +training +40 +6\.062 +1,23[45] +3", text)
+    assert re.search(r"02020202 +127\.0\.0\.1:1002 +waiting for experts", text)
+    assert re.search(r"01010101 +127\.0\.0\.1:1001 +trunk +averaging +4 +2", text)
+
+
+def test_status_says_that_nobody_is_listed() -> None:
+    """A name with a slip of the pen is no empty table."""
+    assert "Nobody is listed under the name 'test'" in tables([], [])
+
+
+def test_the_environment_names_whom_to_join(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DMOE_JOIN stands for --join in every command that has it, and only where it is not given."""
+    monkeypatch.setenv(JOIN_VARIABLE, "127.0.0.1:1 nowhere")
+    for command in ("dht", "node", "train", "status"):
+        assert outcome([command], capsys)[1] == "dmoe: error: --join: expected an address as HOST:PORT, got 'nowhere'\n"
+    assert "127.0.0.1:2: Connection refused" in outcome(["status", "--join", "127.0.0.1:2"], capsys)[1]
+    assert outcome(["identity"], capsys)[0] == 2
+
+
+def test_a_wrong_address_is_told_before_jax_is_imported() -> None:
+    """A slip of the pen need not wait for seconds of imports."""
+    code = """if True:
+        import sys
+        from dmoe_jax.cli import main
+        try:
+            main(["train", "--join", "foo"])
+        except SystemExit as exit_:
+            sys.exit(exit_.code + 10 * ("jax" in sys.modules))
+    """
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "dmoe: error: --join: expected an address as HOST:PORT, got 'foo'\n")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_slips_of_the_pen_are_guessed_on_every_terminal(encoding: str) -> None:
+    """Tyro draws its boxes with other characters where the terminal lacks them; the line is the same."""
+    for args, line in [
+        (
+            ["train", "--learing-rate", "1", "--join", "a:1"],
+            "--learing-rate, 1; did you mean --learning-rate? See dmoe train",
+        ),
+        (["stauts"], "stauts; did you mean status? See dmoe"),
+        (["train"], "Missing from dmoe train: --join PEER .*; see dmoe train"),
+    ]:
+        done = subprocess.run(
+            [sys.executable, "-m", "dmoe_jax.cli", *args],
+            check=False,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONIOENCODING": encoding, JOIN_VARIABLE: ""},
+        )
+        assert done.returncode == 2
+        assert re.fullmatch(rf"dmoe: error: .*{line} --help\n".replace("?", r"\?"), done.stderr), done.stderr
+
+
+OWN_FILE = """
+import flax.linen as nn, numpy as np, optax
+from dmoe_jax.experts import as_expert
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(8)(x)
+
+def expert():
+    return as_expert(Block(), np.zeros((2, 8), np.float32))
+
+optimizer = optax.adamw(1e-3)
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--expert", "FILE:number"], "expert .*: expected an Expert .*got int: 3"),
+        (["--expert", "FILE:nothing"], "expert .* defines no 'nothing'; it defines Block"),
+        (["--expert", "/nowhere/e.py:expert"], "expert .*: there is no file /nowhere/e.py"),
+        (["--expert", "convolution"], "expert 'convolution': expected one of feedforward, transformer_xl, or"),
+        (["--expert", "feedforward", "--seq-len", "8"], "--seq-len would have no effect beside --expert feedforward"),
+        (["--expert", "FILE:expert", "--d-model", "8"], "--d-model would have no effect beside --expert"),
+        (["--optimizer", "FILE:number"], "optimizer .*: expected an optax.GradientTransformation, got int: 3"),
+        (["--optimizer", "FILE:optimizer", "--learning-rate", "3"], "--learning-rate would have no effect beside"),
+        (["--learning-rate", "0"], "--learning-rate must be positive, got 0.0"),
+        (["--swarm", "a b"], "--swarm must be 1 to 64 letters, .* got 'a b'"),
+    ],
+)
+def test_an_expert_that_will_not_do_gets_one_line(
+    flags: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the swarm is joined, which would fail too: nobody listens there."""
+    file = tmp_path / "own.py"
+    file.write_text(OWN_FILE)
+    words = [word.replace("FILE", str(file)) for word in flags]
+    status, error = outcome(["node", "--join", "127.0.0.1:1", *words], capsys)
+    assert status == 1
+    assert re.match(rf"dmoe: error: .*{line}", error)
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["own.py", "feedforward"])
+async def test_a_node_serves_any_kind_of_expert(kind: str, tmp_path: Path) -> None:
+    """An own network with an own optimiser, and a built-in kind by name; it says what it does, and then serves."""
+    file = tmp_path / "own.py"
+    file.write_text(OWN_FILE)
+    own = ["--expert", f"{file}:expert", "--optimizer", f"{file}:optimizer"]
+    flags = own if kind == "own.py" else ["--expert", "feedforward", "--d-model", "8"]
+    lines: list[str] = []
+    with running("node", "--experts", "ffn.[0:2]", "--warm-up-rows", "2", *flags, lines=lines) as (_, contact):
+        assert [line.split()[2:5] for line in lines[:1]] == [["has", "joined", "the"]]
+        assert lines[1:3] == ["compiling 1 of 2", "compiling 2 of 2"]
+        async with join_swarm(NetworkOptions(), join=[contact]) as peer:
+            reply = await peer.rpc.call(Contact.parse(contact), "expert.info", {"uid": "ffn.1"}, timeout_s=5)
+            assert reply.body["output"]["shape"] == [8]
 
 
 def test_averaging_options_that_pass_the_check_can_be_used() -> None:

@@ -1,15 +1,26 @@
-"""The demonstration and `dmoe up`: figures counted right, every line true, nothing left behind."""
+"""The demonstration and `dmoe up`: figures counted right, every flag arrives, every line true, nothing left behind."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import trio
+from rich.console import Console
 
-from dmoe_jax.cli.demo import headline_of
+from dmoe_jax.cli.common import UsageError, parse_command_line
+from dmoe_jax.cli.demo import DemoCommand, headline_of
+from dmoe_jax.cli.local_training import check_out
+from dmoe_jax.cli.local_view import LocalView, TrainerWatch
+from dmoe_jax.cli.node import NodeCommand
+from dmoe_jax.cli.train import TrainCommand
+from dmoe_jax.cli.up import UpCommand
+from dmoe_jax.processes import open_local_swarm
+from dmoe_jax.runs.run_folder import append_metric
 
 
 def test_failures_are_counted_from_the_kill_on() -> None:
@@ -25,6 +36,122 @@ def test_failures_are_counted_from_the_kill_on() -> None:
     assert headline["validation_perplexity"] == 500.0
     assert (headline["calls_after_kill"], headline["failed_calls_after_kill"]) == (80, 20)
     assert headline["failed_share_after_kill"] == 0.25
+
+
+def test_up_hands_its_flags_to_nodes_and_trainers(tmp_path: Path) -> None:
+    """Every expert has one home; shapes, kinds, seeds and further flags arrive; several trainers average."""
+    up = parse_command_line(
+        UpCommand,
+        prog="dmoe up",
+        args=[
+            *("--nodes", "3", "--trainers", "2", "--num-layers", "1", "--grid-size", "2", "4", "--d-model", "64"),
+            *("--steps", "40", "--seed", "7", "--average-every", "5", "--announce", "localhost"),
+            *(
+                "--out",
+                str(tmp_path / "run"),
+                "--node-flags=--grad-clip 2",
+                "--train-flags=--num-trainers 3 --k-best 2",
+            ),
+        ],
+    )
+    plan = up.plan()
+    assert sorted(uid for hand in plan.hands for uid in hand) == [f"layer0.{i}.{j}" for i in range(2) for j in range(4)]
+    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=[*plan.listen_flags, *plan.node_flags])
+    assert (node.expert.d_model, node.seed, node.grad_clip, node.listen.announce) == (64, 7, 2.0, "localhost")
+    trainers: list[TrainCommand] = [
+        parse_command_line(TrainCommand, prog="train", args=["--join", "127.0.0.1:1", *plan.trainer_flags(index)])
+        for index in range(2)
+    ]
+    for index, train in enumerate(trainers):
+        assert (train.expert.d_model, train.steps, train.seed, train.data_seed) == (64, 40, 7, 7 + index)
+        assert (train.num_layers, train.grid_size, train.num_trainers, train.k_best) == (1, (2, 4), 3, 2)
+        assert (train.averaging.average_every, train.averaging.average_side) == (5, 2)
+        assert train.listening.announce == "localhost"
+
+
+def test_up_serves_what_an_own_model_needs(tmp_path: Path) -> None:
+    """Own kinds, own optimisers and own patterns reach the nodes; the model reaches the trainer."""
+    up = UpCommand(
+        nodes=2, experts=("ffn.[0:4]",), kind="a.py:expert", optimizer="a.py:adam", model="a.py:model", out=tmp_path
+    )
+    plan = up.plan()
+    assert plan.hands == [["ffn.0", "ffn.2"], ["ffn.1", "ffn.3"]]
+    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=plan.node_flags)
+    assert (node.kind, node.optimizer) == ("a.py:expert", "a.py:adam")
+    words = list(plan.trainer_flags(0))
+    assert words[words.index("--model") + 1] == "a.py:model"
+    assert "--num-layers" not in words
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (UpCommand(nodes=0), "--nodes must be at least 1, got 0"),
+        (UpCommand(nodes=33), "--nodes 33 is more than there are experts: 32"),
+        (UpCommand(experts=("a",)), r"--experts: expected a grid pattern .* got 'a'"),
+        (UpCommand(grid_size=()), "--grid-size must be positive integers"),
+        (UpCommand(announce="host:1"), "--announce must be a host name"),
+        (UpCommand(train_flags="'"), "--train-flags: No closing quotation"),
+        (DemoCommand(num_nodes=2), "--num-nodes must be at least 3, got 2"),
+        (DemoCommand(steps=9), "--steps must be at least 10, got 9"),
+        (DemoCommand(kill_trainer=True, num_processes=1), "--kill-trainer needs --num-processes"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(command: UpCommand | DemoCommand, line: str) -> None:
+    """Before a process is started, in a sentence that names the flag."""
+    with pytest.raises(UsageError, match=line):
+        command.run()
+
+
+def test_a_run_goes_into_a_new_or_empty_folder(tmp_path: Path) -> None:
+    """A folder with something in it, or a file, is refused by name."""
+    (tmp_path / "file").touch()
+    assert check_out(tmp_path / "new") == tmp_path / "new"
+    for taken in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UsageError, match=f"new or empty folder, {taken} is not"):
+            check_out(taken)
+
+
+def test_a_trainers_figures_are_read_while_they_are_written(tmp_path: Path) -> None:
+    """Only whole lines count, each once; steps of asynchronous trainers may arrive out of order."""
+    watch, metrics = TrainerWatch(tmp_path), tmp_path / "metrics.jsonl"
+    watch.look()
+    assert watch.step == 0
+    append_metric(metrics, kind="train", step=2, loss=4.0, tokens=100, time_s=1.0)
+    append_metric(metrics, kind="train", step=1, loss=2.0, tokens=100, time_s=2.0)
+    with metrics.open("a") as file:
+        file.write('{"kind":"calls","ok":9,"fai')
+    watch.look()
+    assert (watch.step, watch.failed_calls) == (2, 0)
+    with metrics.open("a") as file:
+        file.write('led":3}\n')
+    watch.look()
+    watch.look()
+    assert watch.loss == pytest.approx(0.95 * 4.0 + 0.05 * 2.0)
+    assert watch.figures(50) == "step 2/50  loss 3.900  100 items/s  3 failed calls"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+async def test_every_process_is_seen(tmp_path: Path, is_terminal: bool) -> None:
+    """What it says while it starts, where it serves, how it ended: lines in a log, a table on a terminal."""
+    with (tmp_path / "screen").open("w") as screen:
+        console = Console(file=screen, force_terminal=is_terminal, width=120)
+        async with (
+            open_local_swarm(tmp_path, network_flags=["--insecure-loopback"]) as swarm,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(LocalView(console, swarm, {}, 10).run)
+            peer = await swarm.start("dht", ["dht"])
+            lost = await swarm.launch("node0", ["node", "--experts", "nonsense"])
+            await lost.settled.wait()
+            await trio.sleep(0.3)
+            await swarm.end_in_order()
+            await trio.sleep(0.3)
+            nursery.cancel_scope.cancel()
+    text = await trio.Path(tmp_path / "screen").read_text()
+    for line in (f"serves at {peer.address}", "ended with status 1", "stopped"):
+        assert line in text
+    assert ("0 of 1 nodes serve" in text) is is_terminal
 
 
 def processes_of(marker: str) -> list[int]:
@@ -77,11 +204,16 @@ def test_interrupted_demo_leaves_no_process(tmp_path: Path, how: signal.Signals)
     demo = start_demo(out)
     assert demo.stderr is not None
     for line in demo.stderr:
-        if "step " in line:  # the trainer trains: all processes are up
+        if "step " in line:  # a trainer trains: all processes are up
             break
     assert len(processes_of(str(out))) >= 6
     demo.send_signal(how)
-    demo.communicate(timeout=60)
+    demo.communicate(timeout=100)
     assert demo.returncode == (130 if how is signal.SIGINT else -signal.SIGKILL)
-    # Orphans end when they notice that standard input closed; communicate() waited for the pipes they hold.
+    # Orphans end when they notice that standard input closed.
+    deadline = time.monotonic() + 60
+    while processes_of(str(out)) and time.monotonic() < deadline:
+        time.sleep(0.2)
     assert processes_of(str(out)) == []
+    if how is signal.SIGINT:
+        assert (out / "report.md").exists()  # the trainers ended before the nodes, and in order

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dmoe_jax.checks import check_rates
-from dmoe_jax.experts.dropout import dropout, locked_dropout, row_keys
+from dmoe_jax.experts.dropout import dropout, locked_dropout, row_keys, row_keys_of_seed
 
 BOTH = pytest.mark.parametrize("drop", [dropout, locked_dropout])
 RATE = 0.3
@@ -107,3 +107,32 @@ def test_rates_that_are_no_probability_are_refused(rate):
     """The field and the value are named."""
     with pytest.raises(ValueError, match=f"dropout must be a probability of at least 0 and below 1, got {rate!r}"):
         check_rates(dropout=rate)
+
+
+def split_mix(value):
+    """SplitMix64's output function in plain integers (Steele et al. 2014, figure 17 with java.util's constants)."""
+    value = (value + 0x9E3779B97F4A7C15) % 2**64
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+    return value ^ (value >> 31)
+
+
+def test_keys_of_a_seed_are_what_every_node_derives():
+    """By their definition in plain integers; a prefix of more rows; other rows and other seeds have other keys."""
+    for seed in (0, 1, 2**63 - 1):
+        keys = row_keys_of_seed(seed, 5)
+        assert (keys.dtype, keys.shape) == (np.uint32, (5, 2))
+        for row in range(5):
+            word = split_mix((split_mix(seed) + row) % 2**64)
+            assert tuple(keys[row].tolist()) == (word >> 32, word % 2**32)
+        np.testing.assert_array_equal(row_keys_of_seed(seed, 2), keys[:2])
+    many = np.concatenate([row_keys_of_seed(seed, 100) for seed in range(100)])
+    assert len({tuple(key) for key in many.tolist()}) == 10_000
+    assert many.any(axis=1).all()  # zeros would mean evaluation
+
+
+def test_a_seed_out_of_range_is_refused():
+    """It must fit the wire's integers."""
+    for seed in (-1, 2**63):
+        with pytest.raises(ValueError, match=r"from 0 to 2\*\*63 - 1, got"):
+            row_keys_of_seed(seed, 1)

@@ -157,6 +157,36 @@ def test_wrong_number_of_inputs_is_refused():
         local_mixture(SCALE, jnp.ones(6), GRID, *make_selection(), jnp.ones((4, 2)), jnp.ones((4, 2)))
 
 
+def test_experts_that_draw_get_the_key_of_each_sample():
+    """Wherever the sample goes; without keys nothing is random, and experts that take none refuse them."""
+    noisy = SCALE._replace(
+        apply=lambda factor, x, keys=None: factor * x + (0 if keys is None else keys[:, :1].astype(jnp.float32)),
+        takes_key=True,
+    )
+    indices, mask, weights = make_selection()
+    x, keys = jnp.ones((4, 2)), jnp.array([[10, 0], [20, 0], [30, 0], [40, 0]], jnp.uint32)
+    plain = local_mixture(SCALE, jnp.arange(6.0), GRID, indices, mask, weights, x)
+    np.testing.assert_array_equal(local_mixture(noisy, jnp.arange(6.0), GRID, indices, mask, weights, x), plain)
+    drawn = local_mixture(noisy, jnp.arange(6.0), GRID, indices, mask, weights, x, dropout_keys=keys)
+    # Weights sum to 1 but for the last sample, which no expert sees.
+    np.testing.assert_allclose(drawn - plain, [[10, 10], [20, 20], [30, 30], [0, 0]], rtol=1e-6)
+    with pytest.raises(ValueError, match="'scale' takes no dropout keys"):
+        local_mixture(SCALE, jnp.ones(6), GRID, indices, mask, weights, x, dropout_keys=keys)
+
+
+def test_an_output_of_another_shape_or_type_leaves_no_rest():
+    """What the weights leave over adds nothing: half a weight is half an output, and none is zero."""
+    wide = SCALE._replace(
+        apply=lambda factor, x: factor * jnp.concatenate([x, x], axis=1),
+        output=TensorSpec(name="y", shape=(4,), dtype="float32", differentiable=True),
+    )
+    indices, mask, weights = make_selection()
+    output = local_mixture(wide, jnp.arange(6.0), GRID, indices, mask, weights / 2, jnp.ones((4, 2)))
+    np.testing.assert_allclose(output[:, 0], [0.75 * 5 / 2, 1 / 2, (0.5 * 5 + 0.5 * 2) / 2, 0])
+    half = SCALE._replace(apply=lambda factor, x: (factor * x).astype(jnp.bfloat16))
+    assert local_mixture(half, jnp.arange(6.0), GRID, indices, mask, weights, jnp.ones((4, 2)))[3].tolist() == [0, 0]
+
+
 OPTIMIZERS = {
     "sgd+momentum": optax.sgd(0.1, momentum=0.9),
     "adam": optax.adam(1e-2),

@@ -221,7 +221,6 @@ class LosesReplies:
         self._caller = caller
         self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
         self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
-        self.health = caller.health
         self.lost = 0
 
     async def call(self, address: Address, method: str, body: Any, tensors: Any = (), *, timeout_s: float) -> Reply:
@@ -319,7 +318,6 @@ class Eavesdropper:
         self._caller = caller
         self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
         self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
-        self.health = caller.health
         self.sent: list[tuple[str, dict[str, Any], list[Outgoing]]] = []
         self.received: list[Tensor] = []
 

@@ -15,7 +15,9 @@ from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.optim.moshpit import (
     MoshpitState,
     apply_average,
+    averaged_kind,
     averaging_due,
+    diloco,
     moshpit_average,
     what_to_send,
     with_average,
@@ -287,6 +289,41 @@ def test_weighted_by_samples() -> None:
     host = moshpit_average(optax.sgd(1.0), weighted=True)
     own, own_state = update(host, jnp.zeros(1), host.init(jnp.zeros(1)), 1.0, samples=24)
     assert float(what_to_send(own_state, own).weight) == 24
+
+
+@pytest.mark.parametrize(("what", "expected"), [("parameters", 3), ("gradients", 2), ("pseudo_gradients", 3)])
+def test_a_lost_average_is_not_forgotten_by_the_next(what: Any, expected: int) -> None:
+    """1 sample, its average lost, then 2 more: these parameters have learnt from 3, gradients are spent with each."""
+    optimizer = moshpit_average(optax.sgd(1.0), what=what, weighted=True)
+    params = jnp.zeros(1)
+    params, state = update(optimizer, params, optimizer.init(params), 1.0, samples=1)
+    state = with_average(state, what_to_send(state, params), None)
+    params, state = apply_average(optimizer, state, params)
+    params, state = update(optimizer, params, state, 1.0, samples=2)
+    assert float(what_to_send(state, params).weight) == expected
+    state = with_average(state, what_to_send(state, params), params)
+    assert float(state.samples) == 0
+
+
+def test_own_gradients_that_are_no_numbers_are_no_step() -> None:
+    """Neither with a lost average: the parameters stay, and the next averaging begins anew."""
+    optimizer = moshpit_average(optax.adam(1.0), what="gradients")
+    params = jnp.zeros(1)
+    params, state = update(optimizer, params, optimizer.init(params), jnp.nan)
+    state = with_average(state, what_to_send(state, params), None)
+    params, state = update(optimizer, params, state, 2.0)
+    assert params.tolist() == [0.0]
+    assert int(state.lost) == 1
+    assert what_to_send(state, params).tree.tolist() == [2.0]
+    jax.tree.map(np.testing.assert_array_equal, state.inner, optimizer.init(params).inner)
+
+
+@pytest.mark.parametrize("what", EVERYTHING)
+def test_kinds_are_told_apart(what: Any) -> None:
+    """By the state alone, wherever it is."""
+    optimizer = optax.chain(optax.clip(1.0), moshpit_average(optax.sgd(1.0), what=what))
+    assert averaged_kind(optimizer.init(jnp.zeros(1))) == what
+    assert averaged_kind(diloco(optax.sgd(1.0)).init(jnp.zeros(1))) == "pseudo_gradients"
 
 
 @pytest.mark.parametrize("what", EVERYTHING)

@@ -80,8 +80,12 @@ MISTAKES: dict[str, tuple[Router, str]] = {
         broken(select=select_with(jnp.full((3, 2, 2), 2, jnp.int32), jnp.ones((3, 2), bool))),
         r"outside grid \(2, 3\)",
     ),
+    "select of one expert twice": (
+        broken(select=select_with(jnp.ones((3, 2, 2), jnp.int32), jnp.ones((3, 2), bool))),
+        r"select chose expert \(1, 1\) more than once for sample 0",
+    ),
     "select of the dead": (
-        broken(select=select_with(jnp.zeros((3, 2, 2), jnp.int32), jnp.ones((3, 2), bool))),
+        broken(select=select_with(jnp.tile(jnp.array([[0, 0], [0, 1]], jnp.int32), (3, 1, 1)), jnp.ones((3, 2), bool))),
         "chose an expert that is not alive",
     ),
     "weights of another shape": (broken(combine=lambda logits, mask: logits[:, :1]), r"weights \(3, 2\)"),

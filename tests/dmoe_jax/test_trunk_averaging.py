@@ -9,29 +9,25 @@ import numpy as np
 import optax
 import pytest
 import trio
-from dmoe_jax.optim.trunk_averaging import MISSED_BEFORE_CATCHING_UP, TrunkAveraging, trunk_source
 
+from dmoe_jax.averaging import MISSED_BEFORE_CATCHING_UP, Round
+from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.device import InlineDevice
-from dmoe_jax.optim.tree_vectors import layout_of
+from dmoe_jax.optim import moshpit_average
 from dmoe_jax.trunk import SharedTrunk
-from net.averaging.averager import Averager, AveragerConfig, AveragingStep, open_averager
-from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.grouping.matchmaking import AssemblyConfig
-from net.averaging.reduction.all_reduce import AllReduceConfig
-from net.identity import PeerId
+from dmoe_jax.trunk_averaging import TrunkAveraging, open_trunk_averaging
 from net.transport.sim.events import HostDown
+from tests.dmoe_jax.averaging_peers import CONFIG
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 
-CONFIG = AveragerConfig(
-    step_timeout_s=4.0,
-    assembly=AssemblyConfig(window_s=2.0, request_timeout_s=1.0),
-    all_reduce=AllReduceConfig(sender_timeout_s=1.0, timeout_s=3.0),
-)
+GRADS = {"w": jnp.ones((2, 3))}
+SGD = moshpit_average(optax.sgd(1.0))
+ADAM = moshpit_average(optax.adam(0.1))
 
 
-def trunk_of(value: float) -> SharedTrunk:
-    """Six parameters of one value, under Adam."""
-    return SharedTrunk({"w": jnp.full((2, 3), value)}, optax.adam(0.1), InlineDevice())
+def trunk_of(value: float, optimizer: optax.GradientTransformation = ADAM) -> SharedTrunk:
+    """Six parameters of one value."""
+    return SharedTrunk({"w": jnp.full((2, 3), value)}, optimizer, InlineDevice())
 
 
 def values(trunk: SharedTrunk) -> np.ndarray:
@@ -39,46 +35,54 @@ def values(trunk: SharedTrunk) -> np.ndarray:
     return np.asarray(trunk.params["w"])
 
 
+async def idle(trunk: SharedTrunk, *, until: float) -> None:
+    """Updates of zero, one a second, so that averages begin and are applied."""
+    while trio.current_time() < until:
+        await trunk.apply({"w": jnp.zeros((2, 3))})
+        await trio.sleep(1.0)
+
+
 Live = Callable[[TrunkAveraging, SharedTrunk], Awaitable[Any]]
 
 
-def start(swarm: Swarm, name: str, trunk: SharedTrunk, live: Live, *, max_step: int | None = None) -> None:
+def start(swarm: Swarm, name: str, trunk: SharedTrunk, live: Live, **settings: Any) -> None:
     """A process with this trunk, averaging in a group of two."""
 
     async def main() -> None:
-        layout = layout_of(trunk.params)
         async with (
             open_place(swarm, name) as place,
-            open_averager(
+            open_trunk_averaging(
                 place.rpc,
                 place.dht,
-                prefix="trunk",
-                size=layout.size,
-                grid=MoshpitGrid(side=2, dims=1),
-                rng=place.rng,
-                schema=layout.schema,
-                state=trunk_source(trunk),
+                trunk,
+                name="trunk",
                 config=CONFIG,
-            ) as averager,
+                device=InlineDevice(),
+                rng=place.rng,
+                **settings,
+            ) as averaging,
         ):
-            await live(TrunkAveraging(trunk, averager, layout, InlineDevice(), max_step=max_step), trunk)
+            await live(averaging, trunk)
             await trio.sleep_forever()
 
     swarm.network.start(name, main)
 
 
 def test_two_trunks_meet_in_the_middle_and_keep_their_progress() -> None:
-    """1 and 5 become 3; what is added to one while the average is under way is added to the mean."""
+    """1 and 5 become 3; what one learns while the average is under way is added to the mean."""
 
     async def body(swarm: Swarm) -> None:
-        ann, bob = trunk_of(1.0), trunk_of(5.0)
+        ann, bob, rounds = trunk_of(1.0, SGD), trunk_of(5.0, SGD), list[Round]()
 
-        async def waits(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
+        async def learns(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
             await trio.sleep_until(5.0)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(averaging.average)
-                await trio.sleep(0.01)
-                await trunk.shift({"w": jnp.full((2, 3), 0.25)})
+            assert await trunk.apply({"w": jnp.zeros((2, 3))}) == 1
+            assert await trunk.apply({"w": jnp.full((2, 3), -0.25)}) == 2
+            np.testing.assert_array_equal(values(trunk), 1.25)
+            await trio.sleep_until(9.0)
+            await trunk.apply({"w": jnp.zeros((2, 3))})  # the outcome comes into the state
+            await trunk.apply({"w": jnp.zeros((2, 3))})  # and from there into the parameters
+            np.testing.assert_allclose(values(trunk), 3.25, rtol=1e-6)
             assert averaging.headline() == {
                 "averages_done": 1,
                 "averages_missed": 0,
@@ -89,28 +93,78 @@ def test_two_trunks_meet_in_the_middle_and_keep_their_progress() -> None:
 
         async def comes_later(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
             await trio.sleep_until(6.0)
-            await averaging.average()
+            await idle(trunk, until=9.0)
+            np.testing.assert_allclose(values(trunk), 3.0, rtol=1e-6)
 
-        start(swarm, "ann", ann, waits)
+        start(swarm, "ann", ann, learns, on_round=rounds.append)
         start(swarm, "bob", bob, comes_later)
-        await trio.sleep_until(20.0)
-        np.testing.assert_allclose(values(ann), 3.25, rtol=1e-6)
-        np.testing.assert_allclose(values(bob), 3.0, rtol=1e-6)
+        await trio.sleep_until(12.0)
+        assert [(done.peers, done.why_lost) for done in rounds[:1]] == [(2, "")]
+        assert (ann.step, bob.step) == (4, 3)
 
     in_swarm(body)
+
+
+@pytest.mark.parametrize("what", ["parameters", "gradients", "pseudo-gradients"])
+def test_trunks_with_the_flags_of_dmoe_train_learn_together(what: Any) -> None:
+    """A process with 3 samples an update pulls the trunk three times as much as one with 1, to the same place.
+
+    Gradients of the two are 1 and 5, so of both 2: trunks that began together are, once both have applied the same
+    rounds, at -2 for each of them, and DiLoCo's first outer step is (1 + 0.9) * 0.7 of that.
+    """
+    options = AveragingOptions(average_every=1, average=what)
+    swarm_of = [trunk_of(0.0, options.wrap(optax.sgd(1.0))) for _ in range(2)]
+
+    async def body(swarm: Swarm) -> None:
+        def learner(grad: float, samples: int) -> Live:
+            async def learns(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
+                await trio.sleep_until(5.0)
+                await trunk.apply({"w": jnp.full((2, 3), grad)}, samples=samples)
+                await trio.sleep_until(9.0)
+                await trunk.apply({"w": jnp.zeros((2, 3))}, samples=samples)
+                await trunk.apply({"w": jnp.zeros((2, 3))}, samples=samples)
+                assert averaging.totals.done == 1
+                done.append(averaging)
+
+            return learns
+
+        done: list[TrunkAveraging] = []
+        for name, trunk, grad, samples in zip("ab", swarm_of, (1.0, 5.0), (3, 1), strict=True):
+            start(swarm, name, trunk, learner(grad, samples))
+        await trio.sleep_until(10.0)
+        assert len(done) == 2
+
+    in_swarm(body)
+    expected = -2.0 * (0.7 * 1.9 if what == "pseudo-gradients" else 1.0)
+    for trunk in swarm_of:
+        assert trunk.step == 3
+        np.testing.assert_allclose(values(trunk), expected, rtol=1e-6)
+
+
+def test_a_weighted_trunk_wants_samples() -> None:
+    """They are not guessed; a trunk that does not weigh leaves them aside."""
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="wants the number of samples"):
+            await trunk_of(1.0, AveragingOptions(average_every=1).wrap(optax.sgd(1.0))).apply(GRADS)
+        for plain in (optax.sgd(1.0), SGD):
+            trunk = trunk_of(1.0, plain)
+            await trunk.apply(GRADS, samples=5)
+            np.testing.assert_array_equal(values(trunk), 0.0)
+
+    trio.run(main)
 
 
 def test_a_latecomer_takes_parameters_statistics_and_step() -> None:
     """It begins where the other is; its next update is the other's next update."""
 
     async def body(swarm: Swarm) -> None:
-        old, new = trunk_of(1.0), trunk_of(7.0)
-        grads = {"w": jnp.ones((2, 3))}
-        done = trio.Event()
+        optimizer = moshpit_average(optax.adam(0.1), every=100)
+        old, new, done = trunk_of(1.0, optimizer), trunk_of(7.0, optimizer), trio.Event()
 
         async def trains(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
             for _ in range(5):
-                await trunk.apply(grads)
+                await trunk.apply(GRADS)
 
         async def joins(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
             await trio.sleep_until(40.0)  # announcements are renewed
@@ -123,9 +177,11 @@ def test_a_latecomer_takes_parameters_statistics_and_step() -> None:
         start(swarm, "new", new, joins)
         await done.wait()
         assert new.step == 5
-        await old.apply(grads)
-        await new.apply(grads)
-        jax.tree.map(np.testing.assert_array_equal, new.state, old.state)
+        await old.apply(GRADS)
+        await new.apply(GRADS)
+        np.testing.assert_array_equal(values(new), values(old))
+        jax.tree.map(np.testing.assert_array_equal, new.opt_state.inner, old.opt_state.inner)
+        assert (int(new.opt_state.steps), int(old.opt_state.steps)) == (1, 6)
 
     in_swarm(body)
 
@@ -135,46 +191,24 @@ def test_who_was_left_behind_catches_up() -> None:
 
     async def body(swarm: Swarm) -> None:
         ahead, behind = trunk_of(1.0), trunk_of(7.0)
+        ahead.step = 1000
 
-        async def trains(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
-            await trunk.apply({"w": jnp.ones((2, 3))})
+        async def gives(averaging: TrunkAveraging, trunk: SharedTrunk) -> None: ...
 
         async def averages(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
-            for number in range(MISSED_BEFORE_CATCHING_UP):
-                assert trunk.step == 0
-                assert averaging.totals.missed == number
-                await averaging.average()
-            assert averaging.totals.caught_up == 1
+            while not averaging.totals.states_taken:
+                assert trunk.step < 1000
+                await idle(trunk, until=trio.current_time() + 1.0)
+            assert averaging.totals.missed == MISSED_BEFORE_CATCHING_UP
+            assert trunk.step == 1000
 
-        start(swarm, "ahead", ahead, trains)
+        start(swarm, "ahead", ahead, gives)
         start(swarm, "behind", behind, averages)
         await trio.sleep_until(100.0)
-        assert behind.step == 1
+        assert behind.step == 1000
         np.testing.assert_array_equal(values(behind), values(ahead))
 
     in_swarm(body)
-
-
-class PoisonedAverager(Averager):
-    """Its average is not a number."""
-
-    def __init__(self) -> None: ...
-
-    async def step(
-        self, vector: np.ndarray | None, *, weight: float = 1.0, timeout_s: float | None = None
-    ) -> AveragingStep:
-        assert vector is not None
-        us = (PeerId(bytes(32)), PeerId(b"\1" * 32))
-        return AveragingStep(average=np.full_like(vector, np.nan), received=1.0, peers=us, round_number=0, weight=1.0)
-
-
-def test_an_average_that_is_no_number_is_left_alone() -> None:
-    """It is counted, and the parameters stay."""
-    trunk = trunk_of(2.0)
-    averaging = TrunkAveraging(trunk, PoisonedAverager(), layout_of(trunk.params), InlineDevice())
-    trio.run(averaging.average)
-    assert (averaging.totals.rejected, averaging.totals.done) == (1, 0)
-    np.testing.assert_array_equal(values(trunk), 2.0)
 
 
 def test_a_trunk_does_not_go_back() -> None:
@@ -198,7 +232,7 @@ def test_a_newcomer_passes_over_states_of_no_use(fault: str) -> None:
     """The donor that is furthest has one; the state of the next is taken."""
 
     async def body(swarm: Swarm) -> None:
-        bad = SharedTrunk({"w": jnp.zeros((5, 5))}, optax.adam(0.1), InlineDevice())
+        bad = SharedTrunk({"w": jnp.zeros((5, 5))}, ADAM, InlineDevice())
         if fault != "another model":
             bad = trunk_of(float("nan") if fault == "not finite" else 3.0)
         honest, new, done = trunk_of(1.0), trunk_of(7.0), trio.Event()
@@ -226,8 +260,8 @@ def test_no_averages_while_others_are_ahead_and_their_state_is_not_to_be_had() -
     """A random start would hold the others back. Once nobody is announced any more, averaging begins."""
 
     async def body(swarm: Swarm) -> None:
-        gone, new, done = trunk_of(1.0), trunk_of(7.0), trio.Event()
-        gone.step = 40
+        gone, new, done, rounds = trunk_of(1.0), trunk_of(7.0), trio.Event(), list[Round]()
+        gone.step = 400
 
         async def gives(averaging: TrunkAveraging, trunk: SharedTrunk) -> None: ...
 
@@ -235,17 +269,18 @@ def test_no_averages_while_others_are_ahead_and_their_state_is_not_to_be_had() -
             await trio.sleep_until(5.0)
             assert not await averaging.catch_up(min_lead=5)
             assert "announced" in averaging.why_not
-            assert await averaging.average() is None
-            await trio.sleep_until(200.0)
-            assert await averaging.average() is not None
-            assert averaging.why_not == ""
+            await idle(trunk, until=200.0)
             done.set()
 
         start(swarm, "gone", gone, gives)
         await trio.sleep(1.0)
         swarm.network.apply(HostDown("gone", silent=True))
-        start(swarm, "new", new, joins, max_step=1000)
+        start(swarm, "new", new, joins, max_step=1000, on_round=rounds.append)
         await done.wait()
-        assert new.step == 0
+        assert new.step < 400
+        held_back = [each for each in rounds if "announced" in each.why_lost]
+        assert held_back
+        assert rounds[: len(held_back)] == held_back
+        assert {each.why_lost for each in rounds[len(held_back) :]} == {"nobody was met"}
 
     in_swarm(body)

@@ -10,7 +10,6 @@ from typing import Any
 
 import trio
 
-from net.averaging.grouping.assembly import GroupAssembler
 from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.grouping.group_key import MoshpitGrid, group_key
 from net.averaging.grouping.join_messages import (
@@ -18,6 +17,7 @@ from net.averaging.grouping.join_messages import (
     accepted_body,
     declaration_of,
 )
+from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.clock import SwarmClock
 from net.dht.config import DhtConfig
@@ -48,7 +48,7 @@ class Peer:
     host: str
     rpc: RpcPeer
     dht: DhtNode
-    assembler: GroupAssembler
+    matchmaker: Matchmaker
 
     def member(self, **facts: Any) -> Member:
         """It, as groups see it."""
@@ -58,7 +58,7 @@ class Peer:
     async def find(self, seconds: float = 20.0, *, cell: int = 0, round_number: int = 0, **facts: Any) -> Group | None:
         """Search for so long at most; it must have ended by then."""
         deadline = self.dht.clock.now() + seconds
-        group = await self.assembler.find_group(
+        group = await self.matchmaker.find_group(
             self.member(**facts), cell=cell, round_number=round_number, deadline=deadline
         )
         assert self.dht.clock.now() <= deadline + 1e-6
@@ -97,8 +97,8 @@ class Swarm:
                 for method, handler in fakes.items():
                     rpc.add_handler(f"averaging.model.{method}", handler)
                 prefix = "unused" if fakes else "model"
-                assembler = GroupAssembler(rpc, dht, prefix=prefix, grid=grid, schema=schema, rng=rng, config=CONFIG)
-                self.peers.append(Peer(host=host, rpc=rpc, dht=dht, assembler=assembler))
+                matchmaker = Matchmaker(rpc, dht, prefix=prefix, grid=grid, schema=schema, rng=rng, config=CONFIG)
+                self.peers.append(Peer(host=host, rpc=rpc, dht=dht, matchmaker=matchmaker))
                 is_ready.set()
                 await trio.sleep_forever()
 

@@ -127,31 +127,7 @@ class DirectCaller:
         *,
         timeout_s: float,
     ) -> Reply:
-        """Sleep once, then run the target's handler: of whoever sits at a contact's address, for nothing is proven.
-
-        As RPC does, it records who did not answer, by peer and service.
-        """
-        service = (target.peer_id if isinstance(target, Contact) else target, method.partition(".")[0])
-        try:
-            reply = await self._call(target, method, body, tensors, timeout_s=timeout_s)
-        except PeerUnavailable as error:
-            self.health.failed(service, trio.current_time(), str(error), together_s=1.0)
-            raise
-        except CallFailed:
-            self.health.succeeded(service)
-            raise
-        self.health.succeeded(service)
-        return reply
-
-    async def _call(
-        self,
-        target: Contact | Address,
-        method: str,
-        body: Body,
-        tensors: Sequence[Outgoing],
-        *,
-        timeout_s: float,
-    ) -> Reply:
+        """Sleep once, then run the target's handler: of whoever sits at a contact's address, for nothing is proven."""
         address = target.address if isinstance(target, Contact) else target
         self._network.calls.append((self.address, address, method))
         started = trio.current_time()

@@ -160,7 +160,7 @@ async def test_a_key_is_searched_again_at_once() -> None:
             assert found[0] is not None
             assert found[0] == found[1]
             assert trio.current_time() - start < 5.1
-            await peers.peers[0].assembler.withdraw()
-            await peers.peers[1].assembler.withdraw()
+            await peers.peers[0].matchmaker.withdraw()
+            await peers.peers[1].matchmaker.withdraw()
             record = await peers.peers[2].dht.get(group_key("model", LINE, 0, 0))
             assert candidates_in_untrusted(record) == ()

@@ -9,12 +9,12 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from net.averaging.grouping.assembly import GroupAssembler
 from net.averaging.grouping.group_key import MoshpitGrid, group_key
 from net.averaging.grouping.join_messages import (
     candidates_in_untrusted,
     request_body,
 )
+from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.grouping.matchmaking import Matchmaking
 from net.clock import SwarmClock
 from net.errors import CallRefused
@@ -234,7 +234,7 @@ async def test_wrong_use_is_told(autojump_clock: MockClock) -> None:
         ):
             usual: dict[str, Any] = {"prefix": "a", "schema": SCHEMA, "grid": LINE}
             with pytest.raises(ValueError, match=message):
-                GroupAssembler(peer.rpc, peer.dht, rng=random.Random(0), config=CONFIG, **(usual | options))
+                Matchmaker(peer.rpc, peer.dht, rng=random.Random(0), config=CONFIG, **(usual | options))
 
 
 async def test_requests_are_checked(autojump_clock: MockClock) -> None:

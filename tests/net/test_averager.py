@@ -11,8 +11,7 @@ from net.averaging.averager import Averager, AveragerConfig, AveragingStep, open
 from net.averaging.grouping.group import Role
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaking import AssemblyConfig
-from net.averaging.state.download import SharedState
-from net.averaging.state.sharing import StateSource
+from net.averaging.state.sharing import SharedState, StateSource
 from net.errors import CallRefused
 from net.transport.sim.events import HostDown
 from tests.net.averaging_peers import CONFIG, ROUND_S, SIZE, Peers, vector_of

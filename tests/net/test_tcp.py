@@ -11,8 +11,8 @@ import trio.testing
 from net.errors import ConnectionLost, DialFailed, ListenFailed, RemoteProtocolError
 from net.identity import Address
 from net.keys import Identity
-from net.transport.sockets import BATCH_BYTES, batches
-from net.transport.tcp import TcpLink, TcpListener, TcpTransport
+from net.transport.sockets import BATCH_BYTES, SocketListener, batches
+from net.transport.tcp import TcpLink, TcpTransport
 from net.wire.frames import Frame, Part
 from tests.net.link_frames import assert_same, bytes_of, exchange, numbered, parts_of
 
@@ -285,7 +285,7 @@ async def test_accept_survives_a_shortage(
 ) -> None:
     """No descriptors: log, wait, try again; a peer that gave up in the queue is passed over at once."""
     sock = ExhaustedSocket(errno.EMFILE, errno.ECONNABORTED, errno.ENFILE)
-    listener = TcpListener(sock, ANY_PORT)  # type: ignore[arg-type]
+    listener = SocketListener(sock, ANY_PORT, TcpLink)  # type: ignore[arg-type]
     link = await listener.accept()
     assert link.remote_address == Address("127.0.0.1", 9)
     assert len(caplog.records) == 2
@@ -296,7 +296,7 @@ async def test_accept_survives_a_shortage(
 async def test_accept_passes_other_errors_on() -> None:
     """An error that waiting cannot mend is ListenFailed."""
     with pytest.raises(ListenFailed, match="Bad file descriptor"):
-        await TcpListener(ExhaustedSocket(errno.EBADF), ANY_PORT).accept()  # type: ignore[arg-type]
+        await SocketListener(ExhaustedSocket(errno.EBADF), ANY_PORT, TcpLink).accept()  # type: ignore[arg-type]
 
 
 def _has_ipv6() -> bool:

@@ -16,16 +16,15 @@ may end later: a key's next entry must expire later than its last one, or the DH
 """
 
 import enum
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group, Member, Role
-from net.dht.messages import parse_contact_untrusted
 from net.dht.records import MAX_KEY_BYTES, Dictionary, Record, Value
 from net.errors import RemoteProtocolError
-from net.identity import PEER_ID_BYTES, Contact, PeerId
+from net.identity import Address, Contact, PeerId
 from net.rpc.base import Body
+from net.wire.fields import HOST, PEER_ID, PORT, Field, choice, integer, octets, optional, real, row_untrusted, text
 
 MAX_SCHEMA_BYTES = 64
 """A schema is a hash of what the vector means."""
@@ -42,6 +41,25 @@ WEIGHTS = (1e-9, 1e12)
 BANDWIDTHS_BPS = (1e3, 1e11)
 """Least and most bytes a second that a member may claim. Shares are solved for in floating point: one member that
 claimed 1e-300 would spoil them for its whole group."""
+
+_MAX_SIDE = 2**31
+_FINITE = real()
+_KEY, _SCHEMA, _SIDE = text(0, MAX_KEY_BYTES), octets(0, MAX_SCHEMA_BYTES), integer(1, _MAX_SIDE)
+_WINDOW = optional(_FINITE)
+_DECLARATION: dict[str, Field[Any]] = {"host": HOST, "port": PORT, "expiration": _FINITE}
+_MEMBER: dict[str, Field[Any]] = {
+    "id": PEER_ID,
+    "host": optional(HOST),
+    "port": optional(PORT),
+    "role": choice(Role),
+    "slot": integer(0, _MAX_SIDE - 1),
+    "weight": _FINITE,
+    "bandwidth": optional(real(*BANDWIDTHS_BPS)),
+}
+_GROUP_ID = octets(GROUP_ID_BYTES, GROUP_ID_BYTES)
+_MEMBERS: Field[list[object]] = Field(
+    f"a list of at most {MAX_GROUP_SIZE}", lambda value: type(value) is list and len(value) <= MAX_GROUP_SIZE
+)
 
 
 class Reason(enum.StrEnum):
@@ -154,12 +172,11 @@ def candidates_in_untrusted(record: Record | None) -> tuple[Candidate, ...]:
     found: list[Candidate] = []
     for subkey, entry in record.entries.items():
         try:
-            value = entry.value
-            if type(value) is not list or len(value) != 3 or len(subkey) != 2 * PEER_ID_BYTES:
-                continue
-            candidate = _parse_candidate_untrusted([_parse_hex_untrusted(subkey), *value])
-        except RemoteProtocolError:
+            host, port, expiration = row_untrusted(entry.value, "a declaration", **_DECLARATION)
+            contact = Contact(PeerId.parse(subkey), Address(host, port))
+        except (RemoteProtocolError, ValueError):
             continue
+        candidate = Candidate(contact=contact, expiration=expiration)
         if candidate.expiration <= entry.expiration:
             found.append(candidate)
     return tuple(found)
@@ -171,26 +188,24 @@ def parse_request_untrusted(body: Body, peer_id: PeerId) -> JoinRequest:
     Raises:
       RemoteProtocolError: it is anything else, or speaks for another peer.
     """
-    key, schema, side = body.get("key"), body.get("schema"), body.get("side")
-    if type(key) is not str or len(key) > MAX_KEY_BYTES:
-        raise RemoteProtocolError(f"key must be a string of at most {MAX_KEY_BYTES} characters, got {key!r:.80}")
-    if type(schema) is not bytes or len(schema) > MAX_SCHEMA_BYTES:
-        raise RemoteProtocolError(f"schema must be at most {MAX_SCHEMA_BYTES} bytes, got {schema!r:.80}")
-    if type(side) is not int or side < 1:
-        raise RemoteProtocolError(f"side must be a positive integer, got {side!r:.80}")
+    key, schema = _KEY.of_untrusted(body, "key"), _SCHEMA.of_untrusted(body, "schema")
+    side = _SIDE.of_untrusted(body, "side")
     member = _parse_member_untrusted(body.get("member"), side)
     if member.peer_id != peer_id:
         raise RemoteProtocolError(f"{peer_id.short} asks for {member.peer_id.short}")
-    expiration = _parse_number_untrusted(body.get("expiration"), "expiration")
-    window = None if "window" not in body else _parse_number_untrusted(body["window"], "window")
-    return JoinRequest(key=key, schema=schema, side=side, member=member, expiration=expiration, window=window)
+    return JoinRequest(
+        key=key,
+        schema=schema,
+        side=side,
+        member=member,
+        expiration=_FINITE.of_untrusted(body, "expiration"),
+        window=_WINDOW.of_untrusted(body, "window"),
+    )
 
 
 def parse_asked_untrusted(body: Body) -> float | Refusal:
     """The answer to `ask`: when the willing leader stops gathering, or its refusal."""
-    if "refusal" in body:
-        return _parse_refusal_untrusted(body)
-    return _parse_number_untrusted(body.get("expiration"), "expiration")
+    return _parse_refusal_untrusted(body) if "refusal" in body else _FINITE.of_untrusted(body, "expiration")
 
 
 def parse_joined_untrusted(body: Body, request: JoinRequest, leader: PeerId) -> Group | Refusal:
@@ -201,12 +216,8 @@ def parse_joined_untrusted(body: Body, request: JoinRequest, leader: PeerId) -> 
     """
     if "refusal" in body:
         return _parse_refusal_untrusted(body)
-    group_id, raw = body.get("group_id"), body.get("members")
-    if type(group_id) is not bytes or len(group_id) != GROUP_ID_BYTES:
-        raise RemoteProtocolError(f"group_id must be {GROUP_ID_BYTES} bytes, got {group_id!r:.80}")
-    if type(raw) is not list or len(raw) > MAX_GROUP_SIZE:
-        raise RemoteProtocolError(f"members must be a list of at most {MAX_GROUP_SIZE}")
-    members = tuple(_parse_member_untrusted(item, request.side) for item in raw)
+    group_id = _GROUP_ID.of_untrusted(body, "group_id")
+    members = tuple(_parse_member_untrusted(item, request.side) for item in _MEMBERS.of_untrusted(body, "members"))
     if request.member not in members:
         raise RemoteProtocolError("the group that we joined does not have us as a member, or with other facts")
     num_senders = sum(member.sends for member in members)
@@ -221,43 +232,29 @@ def parse_joined_untrusted(body: Body, request: JoinRequest, leader: PeerId) -> 
 
 
 def _parse_refusal_untrusted(body: Body) -> Refusal:
-    reason = body.get("refusal")
-    if type(reason) is not str or reason not in Reason.__members__.values():
-        raise RemoteProtocolError(f"unknown reason {reason!r:.80}")
-    leader = body.get("leader")
-    return Refusal(reason=Reason(reason), leader=None if leader is None else _parse_candidate_untrusted(leader))
+    reason, raw = choice(Reason).of_untrusted(body, "refusal"), body.get("leader")
+    if raw is None:
+        return Refusal(reason=reason)
+    peer_id, host, port, expiration = row_untrusted(raw, "a leader", id=PEER_ID, **_DECLARATION)
+    return Refusal(
+        reason=reason, leader=Candidate(contact=Contact(peer_id, Address(host, port)), expiration=expiration)
+    )
 
 
-def _parse_candidate_untrusted(raw: Any) -> Candidate:
-    if type(raw) is not list or len(raw) != 4:
-        raise RemoteProtocolError("a leader must be [peer id, host, port, expiration]")
-    expiration = _parse_number_untrusted(raw[3], "expiration")
-    return Candidate(contact=parse_contact_untrusted(raw[:3]), expiration=expiration)
-
-
-def _parse_member_untrusted(raw: Any, side: int) -> Member:
-    if type(raw) is not list or len(raw) != 7:
-        raise RemoteProtocolError("a member must be [peer id, host, port, role, slot, weight, bandwidth]")
-    peer_id, host, port, role, slot, weight, bandwidth = raw
-    if type(role) is not str or role not in Role.__members__.values():
-        raise RemoteProtocolError(f"unknown role {role!r:.80}")
-    if type(peer_id) is not bytes or len(peer_id) != PEER_ID_BYTES:
-        raise RemoteProtocolError(f"an id must be {PEER_ID_BYTES} bytes, got {peer_id!r:.80}")
-    if type(slot) is not int or not 0 <= slot < side:
-        raise RemoteProtocolError(f"the slot of a member must be from 0 to {side - 1}, got {slot!r:.80}")
-    low, high = WEIGHTS
-    if not low <= _parse_number_untrusted(weight, "weight") <= high and role != Role.AUXILIARY:
-        raise RemoteProtocolError(f"the weight of a member must be from {low:g} to {high:g}, got {weight:g}")
-    if bandwidth is not None:
-        low, high = BANDWIDTHS_BPS
-        if not low <= _parse_number_untrusted(bandwidth, "bandwidth") <= high:
-            raise RemoteProtocolError(f"the bandwidth of a member must be from {low:g} to {high:g}, got {bandwidth:g}")
-    is_nowhere = host is None and port is None
+def _parse_member_untrusted(raw: object, side: int) -> Member:
+    peer_id, host, port, role, slot, weight, bandwidth = row_untrusted(raw, "a member", **_MEMBER)
+    if slot >= side:
+        raise RemoteProtocolError(f"the slot of a member must be from 0 to {side - 1}, got {slot}")
+    lightest, heaviest = WEIGHTS
+    if role is not Role.AUXILIARY and not lightest <= weight <= heaviest:
+        raise RemoteProtocolError(f"the weight of a member must be from {lightest:g} to {heaviest:g}, got {weight:g}")
+    if (host is None) != (port is None):
+        raise RemoteProtocolError(f"a member has both host and port or neither, got {host!r:.80} and {port}")
     try:
         return Member(
-            peer_id=PeerId(peer_id),
-            address=None if is_nowhere else parse_contact_untrusted([peer_id, host, port]).address,
-            role=Role(role),
+            peer_id=peer_id,
+            address=None if host is None else Address(host, port),
+            role=role,
             wanted_slot=slot,
             weight=weight,
             bandwidth=bandwidth,
@@ -266,27 +263,8 @@ def _parse_member_untrusted(raw: Any, side: int) -> Member:
         raise RemoteProtocolError(f"bad member: {exc}") from exc
 
 
-def _parse_number_untrusted(raw: Any, name: str) -> float:
-    if type(raw) is not float or not math.isfinite(raw):
-        raise RemoteProtocolError(f"{name} must be a finite float, got {raw!r:.80}")
-    return raw
-
-
-def _parse_hex_untrusted(text: str) -> bytes:
-    try:
-        return PeerId.parse(text).raw
-    except ValueError as exc:
-        raise RemoteProtocolError(str(exc)) from exc
-
-
 def _member_to_wire(member: Member) -> list[object]:
-    address = member.address
-    return [
-        member.peer_id.raw,
-        None if address is None else address.host,
-        None if address is None else address.port,
-        member.role.value,
-        member.wanted_slot,
-        float(member.weight),
-        None if member.bandwidth is None else float(member.bandwidth),
-    ]
+    host, port = (None, None) if member.address is None else (member.address.host, member.address.port)
+    bandwidth = None if member.bandwidth is None else float(member.bandwidth)
+    raw, role, weight = member.peer_id.raw, member.role.value, float(member.weight)
+    return [raw, host, port, role, member.wanted_slot, weight, bandwidth]

@@ -16,6 +16,14 @@ import numpy as np
 import trio
 
 from net.averaging.state.buffer import Table, check_table_untrusted, receive_untrusted
+from net.averaging.state.sharing import (
+    DIGEST,
+    VERSION,
+    SharedState,
+    StateSharingConfig,
+    state_key,
+    state_methods,
+)
 from net.dht.messages import parse_contact_untrusted
 from net.dht.node import DhtNode
 from net.dht.records import Dictionary
@@ -23,60 +31,14 @@ from net.errors import CallFailed, NetError, PeerTimeout, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.rpc.base import Caller, Reply
 from net.rpc.service import PING
-from net.wire.tensors import Tensor, aligned_buffer
+from net.wire.fields import MAPPING, Field, integer, row_untrusted
+from net.wire.tensors import aligned_buffer
 
-DIGEST_BYTES = 32
-MAX_VERSION = 2**62
 MAX_PINGED = 32
 """Donors that are looked at, the furthest first."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SharedState:
-    """A state and how far it is."""
-
-    version: int
-    """Grows with training; the highest is the freshest."""
-    tensors: tuple[Tensor, ...]
-    """Its arrays, in an order that all peers of one prefix share."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Small things that belong to it; what the RPC layer carries in a body."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateSharingConfig:
-    """Periods and bounds."""
-
-    announce_period_s: float = 30.0
-    """Between two announcements; they live three times as long."""
-    snapshot_lifetime_s: float = 60.0
-    """How long a snapshot is kept after it was last asked for. Within it later newcomers get the same one, unless it
-    is more than `max_lag` versions old."""
-    max_lag: int = 100
-    """See `snapshot_lifetime_s`."""
-    max_snapshots: int = 2
-    """Kept at once: one that is being downloaded and a fresher one. Each is a whole state in memory."""
-    chunk_bytes: int = 2**20
-    """Of a piece: what others wait for behind it on the same connection."""
-    window: int = 4
-    """Pieces on their way to a newcomer."""
-    snapshot_period_s: float = 2.0
-    """Between two snapshots at least, whatever is asked for: each costs a copy of the state and a digest."""
-    call_timeout_s: float = 30.0
-    """For one piece, and for the snapshot. After it a download that would not end in time is given up for another
-    donor."""
-    ping_timeout_s: float = 3.0
-    """A donor that does not answer a ping for so long is passed over. An announcement outlives its peer."""
-    max_bytes: int = 2**34
-    """Of a state that is accepted."""
-
-    def __post_init__(self) -> None:
-        for name in ("announce_period_s", "snapshot_lifetime_s", "call_timeout_s", "ping_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("max_snapshots", "chunk_bytes", "window", "max_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+_ANY_VERSION = integer(-(2**63), 2**63)
+_ANY_LIST: Field[list[object]] = Field("a list", lambda value: type(value) is list)
 
 
 class StateUnavailable(NetError):
@@ -141,7 +103,7 @@ class StateDownload:
         self,
         *,
         min_version: int = 0,
-        timeout_s: float,
+        timeout_s: float = 600.0,
         attempts: int | None = None,
         expects: Callable[[int, Table], bool] = lambda version, table: True,
         accepts: Callable[[SharedState], bool] = lambda state: True,
@@ -203,7 +165,8 @@ class StateDownload:
         found = []
         for subkey, entry in record.entries.items():
             try:
-                version, contact = _parse_announcement_untrusted(entry.value)
+                version, raw = row_untrusted(entry.value, "an announcement", version=_ANY_VERSION, contact=_ANY_LIST)
+                contact = parse_contact_untrusted(raw)
             except RemoteProtocolError:
                 continue
             is_own = contact.peer_id == self._caller.peer_id or str(contact.peer_id) != subkey
@@ -298,12 +261,11 @@ class StateDownload:
 
     def _parse_offer_untrusted(self, reply: Reply, donor: PeerId, search: _Download) -> _Partial:
         body, config = reply.body, self._config
-        version, digest, facts = (body.get(name) for name in ("version", "digest", "facts"))
+        version, digest = VERSION.of_untrusted(body, "version"), DIGEST.of_untrusted(body, "digest")
+        facts = MAPPING.of_untrusted(body, "facts")
         table: Any = body.get("table")
-        if type(version) is not int or not search.min_version <= version <= MAX_VERSION:
-            raise RemoteProtocolError(f"expected a state of version {search.min_version} or later, got {version!r:.80}")
-        if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES or not isinstance(facts, dict):
-            raise RemoteProtocolError(f"expected a digest of {DIGEST_BYTES} bytes and a map of facts")
+        if version < search.min_version:
+            raise RemoteProtocolError(f"expected a state of version {search.min_version} or later, got {version}")
         nbytes = check_table_untrusted(table, max_bytes=config.max_bytes)
         if not search.expects(version, table):
             raise RemoteProtocolError(f"a state of version {version} and {len(table)} arrays is of no use here")
@@ -334,24 +296,3 @@ class StateDownload:
         target[:] = piece.data
         partial.missing.discard(index)
         partial.donors.add(contact.peer_id)
-
-
-def state_key(prefix: str) -> str:
-    """Under which donors are announced."""
-    return f"{prefix}.state"
-
-
-def state_methods(prefix: str) -> tuple[str, str]:
-    """Of a donor: for a snapshot, and for a piece of it."""
-    return f"averaging.{prefix}.state.open", f"averaging.{prefix}.state.chunk"
-
-
-def _parse_announcement_untrusted(value: Any) -> tuple[int, Contact]:
-    """(version, contact) of a donor.
-
-    Raises:
-      RemoteProtocolError: it is anything else.
-    """
-    if not isinstance(value, list) or len(value) != 2 or type(value[0]) is not int:
-        raise RemoteProtocolError("an announcement is [version, contact]")
-    return value[0], parse_contact_untrusted(value[1])

@@ -8,29 +8,82 @@ offers the same state, first of all the same one again. Another state begins ane
 """
 
 import math
-import random
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import trio
 
-from net.averaging.state.buffer import StateBuffer, Table, pack
-from net.averaging.state.download import (
-    SharedState,
-    StateDownload,
-    StateSharingConfig,
-    state_key,
-    state_methods,
-)
+from net.averaging.state.buffer import StateBuffer, pack
 from net.dht.messages import contact_to_wire
 from net.dht.node import DhtNode
-from net.errors import CallRefused, PeerBusy
+from net.errors import CallRefused, PeerBusy, RemoteProtocolError
 from net.identity import Contact
 from net.rpc.base import Caller, Reply, Request, handlers
+from net.wire.fields import Field, integer, octets, several
+from net.wire.tensors import Tensor
 
-_DEFAULTS = StateSharingConfig()
+DIGEST = octets(32, 32)
+MAX_VERSION = 2**62
+VERSION = integer(0, MAX_VERSION)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedState:
+    """A state and how far it is."""
+
+    version: int
+    """Grows with training; the highest is the freshest."""
+    tensors: tuple[Tensor, ...]
+    """Its arrays, in an order that all peers of one prefix share."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Small things that belong to it; what the RPC layer carries in a body."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSharingConfig:
+    """Periods and bounds."""
+
+    announce_period_s: float = 30.0
+    """Between two announcements; they live three times as long."""
+    snapshot_lifetime_s: float = 60.0
+    """How long a snapshot is kept after it was last asked for. Within it later newcomers get the same one, unless it
+    is more than `max_lag` versions old."""
+    max_lag: int = 100
+    """Versions by which a snapshot may be behind for a newcomer to get it."""
+    max_snapshots: int = 2
+    """Kept at once: one that is being downloaded and a fresher one. Each is a whole state in memory."""
+    chunk_bytes: int = 2**20
+    """Of a piece: what others wait for behind it on the same connection."""
+    window: int = 4
+    """Pieces on their way to a newcomer."""
+    snapshot_period_s: float = 2.0
+    """Between two snapshots at least, whatever is asked for: each costs a copy of the state and a digest."""
+    call_timeout_s: float = 30.0
+    """For one piece, and for the snapshot. After it a download that would not end in time is given up for another
+    donor."""
+    ping_timeout_s: float = 3.0
+    """A donor that does not answer a ping for so long is passed over. An announcement outlives its peer."""
+    max_bytes: int = 2**34
+    """Of a state that is accepted."""
+
+    def __post_init__(self) -> None:
+        for name in ("announce_period_s", "snapshot_lifetime_s", "call_timeout_s", "ping_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("max_snapshots", "chunk_bytes", "window", "max_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+def state_key(prefix: str) -> str:
+    """Under which donors are announced."""
+    return f"{prefix}.state"
+
+
+def state_methods(prefix: str) -> tuple[str, str]:
+    """Of a donor: for a snapshot, and for a piece of it."""
+    return f"averaging.{prefix}.state.open", f"averaging.{prefix}.state.chunk"
 
 
 class StateSource:
@@ -57,12 +110,11 @@ class _Snapshot:
 
 
 class StateSharing:
-    """Serves this peer's state and downloads others'. Make one for each caller and prefix.
+    """Announces this peer's state and serves it. Make one for each caller and prefix.
 
     Args:
       caller: places and serves the calls. dht: where donors are announced.
-      prefix: what is shared. source: this peer's state; None for one that has nothing to offer.
-      rng: chooses among donors that are equally far.
+      prefix: what is shared. source: this peer's state.
     """
 
     def __init__(
@@ -71,38 +123,33 @@ class StateSharing:
         dht: DhtNode,
         *,
         prefix: str,
-        source: StateSource | None,
-        rng: random.Random,
-        config: StateSharingConfig = _DEFAULTS,
+        source: StateSource,
+        config: StateSharingConfig = StateSharingConfig(),
     ) -> None:
         self._caller = caller
         self._dht = dht
-        self._key = state_key(prefix)
+        self._prefix = prefix
         self._source = source
         self._config = config
-        self._download = StateDownload(caller, dht, prefix=prefix, rng=rng, config=config)
         self._snapshots: dict[bytes, _Snapshot] = {}
         self._taken_at = -math.inf  # when the last snapshot was
         self._taking = trio.Lock()
-        self._served = ExitStack()
-        if source is not None and caller.address is not None:
-            open_method, chunk_method = state_methods(prefix)
-            self._served.enter_context(handlers(caller, {open_method: self._serve_open}, max_concurrent=16))
-            self._served.enter_context(handlers(caller, {chunk_method: self._serve_chunk}))
-
-    def close(self) -> None:
-        """Serve no more calls. What was announced runs out by itself."""
-        self._served.close()
 
     async def run(self) -> None:
-        """Announce this peer as a donor, until cancelled. A client, or a peer without a state, has nothing to do."""
-        address, config = self._caller.address, self._config
-        if self._source is None or address is None:
-            return
-        contact = contact_to_wire(Contact(self._caller.peer_id, address))
+        """Announce and serve until cancelled; what was announced runs out by itself. A client has nothing to do."""
+        open_method, chunk_method = state_methods(self._prefix)
+        with (
+            handlers(self._caller, {open_method: self._serve_open}, max_concurrent=16),
+            handlers(self._caller, {chunk_method: self._serve_chunk}),
+        ):
+            if self._caller.address is not None:
+                await self._announce(contact_to_wire(Contact(self._caller.peer_id, self._caller.address)))
+
+    async def _announce(self, contact: list[object]) -> None:
+        config = self._config
         while True:
             await self._dht.store(
-                self._key,
+                state_key(self._prefix),
                 [self._source.version(), contact],
                 subkey=str(self._caller.peer_id),
                 expiration=self._dht.clock.now() + 3 * config.announce_period_s,
@@ -110,29 +157,12 @@ class StateSharing:
             await trio.sleep(config.announce_period_s)
             self._forget_old()
 
-    async def download(
-        self,
-        *,
-        min_version: int = 0,
-        timeout_s: float,
-        attempts: int | None = None,
-        expects: Callable[[int, Table], bool] = lambda version, table: True,
-        accepts: Callable[[SharedState], bool] = lambda state: True,
-    ) -> SharedState | None:
-        """See `StateDownload.run`."""
-        return await self._download.run(
-            min_version=min_version, timeout_s=timeout_s, attempts=attempts, expects=expects, accepts=accepts
-        )
-
     async def _serve_open(self, request: Request) -> Reply:
-        min_version, offered = request.body.get("min_version"), request.body.get("offered")
-        if type(min_version) is not int or not isinstance(offered, list):
-            raise CallRefused("expected min_version, an integer, and offered, a list of digests")
-        assert self._source is not None
+        min_version, offered = (_refusing(field, request, name) for name, field in _OPEN.items())
         version = self._source.version()
         if version < min_version:
             raise CallRefused(f"this peer's state is of version {version}, {min_version} was asked for")
-        snapshot = await self._snapshot(min_version, [each for each in offered if isinstance(each, bytes)])
+        snapshot = await self._snapshot(min_version, offered)
         if snapshot.version < min_version:
             raise CallRefused(f"this peer's state is of version {snapshot.version}, {min_version} was asked for")
         return Reply(
@@ -144,9 +174,8 @@ class StateSharing:
             }
         )
 
-    async def _snapshot(self, min_version: int, offered: list[bytes]) -> _Snapshot:
+    async def _snapshot(self, min_version: int, offered: Sequence[bytes]) -> _Snapshot:
         """One that the newcomer has begun to fetch, one that is fresh enough, or a new one."""
-        assert self._source is not None
         async with self._taking:  # several newcomers at once share one
             self._forget_old()
             oldest = max(min_version, self._source.version() - self._config.max_lag)
@@ -177,12 +206,10 @@ class StateSharing:
             del self._snapshots[oldest]
 
     async def _serve_chunk(self, request: Request) -> Reply:
-        digest, index, size = (request.body.get(name) for name in ("digest", "index", "chunk_bytes"))
-        snapshot = self._snapshots.get(digest) if isinstance(digest, bytes) else None
+        digest, index, size = (_refusing(field, request, name) for name, field in _CHUNK.items())
+        snapshot = self._snapshots.get(digest)
         if snapshot is None:
             raise CallRefused("this state is no longer held; open it again")
-        if type(size) is not int or not 1 <= size <= 2**24 or type(index) is not int or index < 0:
-            raise CallRefused(f"expected a piece's number and size (1 to {2**24}), got {index!r:.40} and {size!r:.40}")
         piece = snapshot.packed.chunk(index, size)
         if not piece.size:
             raise CallRefused(f"a state of {snapshot.packed.buffer.nbytes} bytes has no piece {index} of {size}")
@@ -193,3 +220,14 @@ class StateSharing:
         oldest = trio.current_time() - self._config.snapshot_lifetime_s
         for digest in [each for each, held in self._snapshots.items() if held.used_at < oldest]:
             del self._snapshots[digest]
+
+
+_OPEN: dict[str, Field[Any]] = {"min_version": integer(-(2**63), 2**63), "offered": several(octets(0, 64), 64)}
+_CHUNK: dict[str, Field[Any]] = {"digest": DIGEST, "index": integer(0, 2**63), "chunk_bytes": integer(1, 2**24)}
+
+
+def _refusing(field: Field[Any], request: Request, name: str) -> Any:
+    try:
+        return field.of_untrusted(request.body, name)
+    except RemoteProtocolError as error:
+        raise CallRefused(str(error)) from error

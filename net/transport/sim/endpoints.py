@@ -103,12 +103,11 @@ class SimLink:
 
     @property
     def remote_address(self) -> Address:
-        """See `Link.remote_address`."""
         return self._remote_address
 
     @property
     def remote_peer_id(self) -> PeerId | None:
-        """See `Link.remote_peer_id`. The network itself knows it."""
+        """Who is at the other end; the network itself knows it."""
         return self.other._own_id if self._is_proved else None
 
     @property
@@ -118,7 +117,6 @@ class SimLink:
 
     @property
     def num_moved(self) -> int:
-        """See `Link.num_moved`."""
         return self._num_moved
 
     async def connect(self) -> None:
@@ -134,15 +132,15 @@ class SimLink:
             await self._receiver.wait()
 
     async def handshake(self) -> None:
-        """See `Link.handshake`. It takes no time: the network knows who is who."""
+        """Take no time: the network knows who is who."""
         await trio.lowlevel.checkpoint()
         if self._cause is not None:
             raise self._lost()
         self._is_proved = True
 
     async def send(self, *parts: Part) -> None:
-        """See `Link.send`. No checkpoint unless it has to wait: a turn of the event loop would cost more than all the
-        rest. After a cancelled send every later one raises `trio.BusyResourceError`.
+        """Take the parts over. No checkpoint unless it has to wait: a turn of the event loop would cost more than all
+        the rest. After a cancelled send every later one raises `trio.BusyResourceError`.
 
         Raises:
           trio.BusyResourceError: another task is sending.
@@ -161,7 +159,7 @@ class SimLink:
             raise self._lost()
 
     async def receive(self) -> Frame | None:
-        """See `Link.receive`.
+        """The next frame, or None at the end.
 
         Raises:
           trio.BusyResourceError: another task is receiving.
@@ -183,7 +181,6 @@ class SimLink:
         raise self._lost()
 
     async def aclose(self) -> None:
-        """See `Link.aclose`."""
         if not self._is_closed:
             self._is_closed = True
             if self._cause is None:
@@ -192,7 +189,7 @@ class SimLink:
         await trio.lowlevel.checkpoint()
 
     def abort(self) -> None:
-        """See `Link.abort`. What the uplink has taken counts as having left."""
+        """Close at once; what the uplink has taken counts as having left."""
         if self._is_closed:
             return
         self._is_closed = True

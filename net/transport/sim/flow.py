@@ -79,8 +79,9 @@ class FlowEnd(Protocol):
 
 
 class Flow:
-    """See the head of this file. All its queues are bounded by the two buffers, except for signals, of which a link
-    has a handful.
+    """One direction of a link, as the head of this file explains.
+
+    All its queues are bounded by the two buffers, except for signals, of which a link has a handful.
 
     Args:
       medium: what it runs over.

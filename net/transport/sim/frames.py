@@ -53,11 +53,10 @@ class CheckedPassage:
 
     @property
     def at_boundary(self) -> bool:
-        """See `FramePassage.at_boundary`."""
         return self._reader.at_boundary
 
     def take(self, part: Part) -> Frame | None:
-        """See `FramePassage.take`.
+        """As `FramePassage.take`, by way of the bytes.
 
         Raises:
           RemoteProtocolError: the parts are not what a real receiver would accept.

@@ -49,7 +49,6 @@ class Constant:
         _check_seconds("seconds", self.seconds)
 
     def sample_s(self, u: float) -> float:
-        """See `LatencyModel.sample_s`."""
         return self.seconds
 
 
@@ -70,7 +69,6 @@ class Exponential:
         _check_above_floor("mean_s", self.mean_s, self.floor_s)
 
     def sample_s(self, u: float) -> float:
-        """See `LatencyModel.sample_s`."""
         return self.floor_s - (self.mean_s - self.floor_s) * math.log1p(-u)
 
 
@@ -95,7 +93,6 @@ class LogNormal:
             raise ValueError(f"sigma must be a finite number of at least 0, got {self.sigma!r}")
 
     def sample_s(self, u: float) -> float:
-        """See `LatencyModel.sample_s`."""
         z = _STANDARD_NORMAL.inv_cdf(max(u, _SMALLEST_U))
         return self.floor_s + (self.median_s - self.floor_s) * math.exp(self.sigma * z)
 

@@ -34,7 +34,6 @@ class SimListener:
 
     @property
     def address(self) -> Address:
-        """See `Listener.address`."""
         return self._address
 
     @property
@@ -51,7 +50,7 @@ class SimListener:
         return True
 
     async def accept(self) -> SimLink:
-        """See `Listener.accept`.
+        """The next link.
 
         Raises:
           trio.BusyResourceError: another task is accepting.
@@ -64,7 +63,7 @@ class SimListener:
         raise ListenFailed(f"no longer listening at {self._address}")
 
     async def aclose(self) -> None:
-        """See `Listener.aclose`. Links that nobody has accepted are reset."""
+        """Stop listening; links that nobody has accepted are reset."""
         self.close()
         await trio.lowlevel.checkpoint()
 
@@ -94,11 +93,10 @@ class SimTransport:
 
     @property
     def peer_id(self) -> PeerId:
-        """See `Transport.peer_id`."""
         return self._peer_id
 
     async def dial(self, address: Address, *, peer_id: PeerId | None = None) -> SimLink:
-        """See `Transport.dial`. `address.host` is the name of a host of the simulation."""
+        """Connect to a host of the simulation: `address.host` is its name."""
         await trio.lowlevel.checkpoint()
         destination = self._topology.hosts.get(address.host)
         if self._topology.is_closed or self._host.is_down:
@@ -126,7 +124,7 @@ class SimTransport:
         return link
 
     async def listen(self, address: Address) -> SimListener:
-        """See `Transport.listen`. Only this transport's own host can be listened on."""
+        """Listen on this transport's own host."""
         await trio.lowlevel.checkpoint()
         if self._topology.is_closed or self._host.is_down:
             raise ListenFailed(f"cannot listen at {address}: {self._why_not()}")

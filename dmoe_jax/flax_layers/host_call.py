@@ -1,0 +1,256 @@
+"""A remote mixture as one differentiable function of arrays, for code that lives under `jit`.
+
+Theory of operation. Scores and mixing are ordinary JAX. Between them stands one host callback, which chooses the
+experts, calls them all at once over the network and returns their outputs; its `custom_vjp` has one more, which sends
+the gradients. (Callbacks of one program run one after the other, so one for each expert would add up their waits.)
+XLA waits while the network does: the asynchronous `dmoe_jax.autodiff` costs less and lets one thread run many trainers.
+
+- The callbacks are `io_callback`, which XLA never drops; a `pure_callback` whose result is not used vanishes, and with
+  it the experts' learning. JAX asks for a backward pass only where something that is differentiated comes in. `anchor`
+  is that something, a scalar parameter of gradient zero: experts that are fed with plain data learn, too, and so do
+  those of a router without parameters.
+- Nothing is computed with JAX inside a callback, which could wait for the very thread that it blocks. Routers that must
+  see the whole grid therefore select in the graph, and a callback before it fetches which experts are alive.
+- XLA's CPU client runs at most 32 programs at once, those included that an expert node in this process needs.
+  `CallSlots` refuses a call too many with an error; without it the process would stand still for ever.
+- What the backward pass needs stays on the host, under a ticket that travels through the graph. The backward pass takes
+  it away; of forward passes that are never followed by one the oldest are forgotten. Evaluation keeps nothing.
+
+Errors inside a callback come out of the compiled program as `jax.errors.JaxRuntimeError`, with their message in it.
+`vmap` is refused with a sentence. `jax.checkpoint` (remat) around the layer is refused by JAX itself ("Effects not
+supported"): put it around the parts beside it. Forward-mode differentiation does not exist for a `custom_vjp`.
+"""
+
+import contextlib
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jax.experimental import io_callback
+from jaxtyping import Array, Float, Int32, PRNGKeyArray
+
+from dmoe_jax.mixture.remote import RemoteMixture, Residual, mix_segment
+from dmoe_jax.routing.base import Scores, score
+from dmoe_jax.routing.check import check_finite
+from dmoe_jax.types import PyTree
+
+T = TypeVar("T")
+
+MAX_WAITING_CALLS = 16
+"""Callbacks of remote layers that may wait for the network at once in one process: half of XLA's 32."""
+
+MAX_RESIDUALS = 64
+"""Forward passes of one layer whose backward pass may be outstanding."""
+
+
+@runtime_checkable
+class Portal(Protocol):
+    """A way into the thread in which trio and the swarm live."""
+
+    def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Run `await function(*args)` there, and wait for its result or its error here."""
+        ...
+
+
+class CallSlots:
+    """Bounds how many callbacks wait at once.
+
+    Args:
+      limit: how many.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def take(self, what: str) -> Iterator[None]:
+        """Hold a slot while the block lasts.
+
+        Raises:
+          RuntimeError: all are taken. To wait for one would block the thread that another callback's expert needs.
+        """
+        with self._lock:
+            if self._taken >= self._limit:
+                raise RuntimeError(
+                    f"{what}: {self._limit} calls of remote layers are waiting in this process already, one more could "
+                    "stop XLA for good; run fewer training loops at once, or asynchronous ones (dmoe_jax.autodiff)"
+                )
+            self._taken += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._taken -= 1
+
+
+PROCESS_SLOTS = CallSlots(MAX_WAITING_CALLS)
+"""The bound is the process's, so its count is, too."""
+
+
+class HostCall:
+    """One remote mixture, callable with arrays or tracers.
+
+    Args:
+      mixture: does the work, in the portal's thread.
+      portal: leads there.
+      slots: bounds how many calls wait at once.
+    """
+
+    def __init__(self, mixture: RemoteMixture, portal: Portal, *, slots: CallSlots = PROCESS_SLOTS) -> None:
+        self._mixture = mixture
+        self._portal = portal
+        self._slots = slots
+        self._name = f"remote layer {mixture.config.prefix!r}"
+        self._residuals: OrderedDict[int, Residual] = OrderedDict()  # touched in the portal's thread only
+        self._tickets = 0
+        self._ask = _refusing_vmap(functools.partial(self._forward_callback, keep=False), self._name)
+        self._ask_to_learn = _refusing_vmap(functools.partial(self._forward_callback, keep=True), self._name)
+        self._teach = _refusing_vmap(self._backward_callback, self._name)
+        self._fetch_alive = _refusing_vmap(self._alive_callback, self._name)
+        self._remote: Any = jax.custom_vjp(lambda anchor, chosen, inputs: self._ask(chosen, inputs)[:3])
+        self._remote.defvjp(self._vjp_forward, self._vjp_backward)
+
+    @property
+    def mixture(self) -> RemoteMixture:
+        """The mixture that does the work."""
+        return self._mixture
+
+    def __call__(
+        self,
+        gate: PyTree,
+        anchor: Float[Array, ""],
+        features: Float[Array, "batch features"],
+        *inputs: Array,
+        key: PRNGKeyArray | None = None,
+        ids: Int32[Array, " batch"] | None = None,
+    ) -> tuple[Array, Float[Array, ""]]:
+        """Mix the experts' outputs for a batch of samples.
+
+        Args:
+          gate: the router's parameters.
+          anchor: a scalar that is differentiated whenever the experts shall learn; its gradient is zero.
+          features: what the router looks at.
+          inputs: the experts' inputs, [batch, ...].
+          key, ids: see `dmoe_jax.routing.base.Router`.
+        Returns: (mixed [batch, ...], the router's auxiliary loss, a scalar).
+        Raises:
+          ValueError: the inputs are not those of the expert.
+        """
+        self._check(inputs)
+        router = self._mixture.router
+        scores = score(router, gate, features, key=key, ids=ids)
+        selected: tuple[Any, ...] = ()
+        if router.whole_grid:
+            alive = self._fetch_alive()
+            selected = (*router.select(scores, self._mixture.config.k_best, alive), alive)
+        outputs, answered, indices = self._remote(anchor, (scores.logits, selected), inputs)
+        mixed, penalty = mix_segment(router)(scores, indices, answered, outputs, inputs[0])
+        return mixed, penalty
+
+    def without_network(self, *inputs: Array) -> Array:
+        """What the layer returns if no expert answers, for a model that is being initialised: nobody is called."""
+        self._check(inputs)
+        spec, batch = self._mixture.expert.output, inputs[0].shape[0]
+        return inputs[0] if self._mixture.expert.is_residual else jnp.zeros((batch, *spec.shape), spec.dtype)
+
+    def _check(self, inputs: tuple[Any, ...]) -> None:
+        specs = self._mixture.expert.inputs
+        expected = [(spec.shape, np.dtype(spec.dtype)) for spec in specs]
+        if [(part.shape[1:], np.dtype(part.dtype)) for part in inputs] != expected:
+            wanted = ", ".join(f"{spec.name} {spec.dtype}{list(spec.shape)}" for spec in specs)
+            got = ", ".join(f"{part.dtype}{list(part.shape)}" for part in inputs)
+            raise ValueError(
+                f"{self._name}: for each sample its experts take {wanted}; got the batch {got or 'nothing'}"
+            )
+
+    # The graph's side.
+
+    def _vjp_forward(self, anchor: Any, chosen: Any, inputs: Any) -> tuple[Any, Any]:
+        outputs, answered, indices, ticket = self._ask_to_learn(chosen, inputs)
+        return (outputs, answered, indices), ticket
+
+    def _vjp_backward(self, ticket: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        found = iter(self._teach(ticket, grads[0]))
+        specs = self._mixture.expert.inputs
+        return None, None, tuple(next(found) if spec.differentiable else None for spec in specs)
+
+    def _forward_callback(self, chosen: Any, inputs: Any, *, keep: bool) -> Any:
+        logits, selected = chosen
+        expert, router = self._mixture.expert, self._mixture.router
+        batch = logits[0].shape[0]
+        slots = selected[0].shape[1] if selected else self._mixture.config.k_best
+        shapes = (
+            jax.ShapeDtypeStruct((batch, slots, *expert.output.shape), expert.output.dtype),
+            jax.ShapeDtypeStruct((batch, slots), np.bool_),
+            jax.ShapeDtypeStruct((batch, slots, len(router.grid_size)), np.int32),
+            jax.ShapeDtypeStruct((), np.uint32),
+        )
+        return io_callback(functools.partial(self._on_host, self._forward, keep), shapes, chosen, inputs)
+
+    def _backward_callback(self, ticket: Any, grads: Any) -> Any:
+        shapes = [
+            jax.ShapeDtypeStruct((grads.shape[0], *spec.shape), spec.dtype)
+            for spec in self._mixture.expert.inputs
+            if spec.differentiable
+        ]
+        return io_callback(functools.partial(self._on_host, self._backward), shapes, ticket, grads)
+
+    def _alive_callback(self) -> Any:
+        shape = jax.ShapeDtypeStruct(self._mixture.router.grid_size, np.bool_)
+        return io_callback(functools.partial(self._on_host, self._mixture.alive), shape)
+
+    # The host's side: first in XLA's thread, then in the portal's.
+
+    def _on_host(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        with self._slots.take(self._name):
+            return self._portal.run(function, *jax.tree.map(np.asarray, args))
+
+    async def _forward(self, keep: Any, chosen: Any, inputs: Any) -> tuple[Any, ...]:
+        mixture = self._mixture
+        logits, selected = chosen
+        if selected:
+            check_finite(mixture.router, logits, mixture.config.prefix)
+            choice = await mixture.choose_selected(*selected)
+        else:
+            choice = await mixture.choose(Scores(logits))
+        seed = mixture.dropout_seed() if keep else None
+        outputs, answered, residual = await mixture.forward(choice, inputs, seed)
+        return outputs, answered, choice.indices, np.uint32(self._put(residual) if keep else 0)
+
+    async def _backward(self, ticket: Any, grads: Any) -> list[Any]:
+        residual = self._residuals.pop(int(ticket), None)
+        if residual is None:
+            raise RuntimeError(
+                f"{self._name}: what its forward pass kept for this backward pass is gone; a forward pass has one "
+                f"backward pass, and at most {MAX_RESIDUALS} may be outstanding"
+            )
+        found = await self._mixture.backward(residual, grads)
+        return [grad for grad in found if grad is not None]
+
+    def _put(self, residual: Residual) -> int:
+        self._tickets = (self._tickets + 1) % 2**32
+        self._residuals[self._tickets] = residual
+        if len(self._residuals) > MAX_RESIDUALS:
+            self._residuals.popitem(last=False)
+        return self._tickets
+
+
+def _refusing_vmap(function: Callable[..., Any], name: str) -> Any:
+    """The function, which `vmap` refuses: it would call the experts once for each element, one after the other."""
+    guarded = custom_vmap(function)
+
+    @guarded.def_vmap
+    def refuse(axis_size: int, in_batched: Any, *args: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} cannot be used under vmap; its inputs have a batch axis already: put all samples into it"
+        )
+
+    return guarded

@@ -1,0 +1,92 @@
+"""Peers with an optimiser that averages, in the simulated swarm of the tests of averaging."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import trio
+
+from dmoe_jax.averaging import TreeAverager, TreeAveragerConfig, open_tree_averager
+from dmoe_jax.device import InlineDevice
+from tests.net.averaging_swarm import Swarm, open_place
+
+CONFIG = TreeAveragerConfig(side=2, window_s=2.0, timeout_s=4.0)
+
+
+class Loop:
+    """A training loop of one's own: parameters {"w": [3]}, an optimiser, gradients given from outside."""
+
+    def __init__(self, optimizer: optax.GradientTransformationExtraArgs, start: float = 0.0) -> None:
+        self.optimizer = optimizer
+        self.params = {"w": jnp.full(3, start)}
+        self.opt_state = optimizer.init(self.params)
+        self.steps = 0
+        self._update = jax.jit(optimizer.update)
+
+    @property
+    def values(self) -> np.ndarray:
+        """The parameters, [3]."""
+        return np.asarray(self.params["w"])
+
+    @property
+    def state(self) -> tuple[int, Any]:
+        """What a newcomer takes."""
+        return self.steps, (self.params, self.opt_state)
+
+    @state.setter
+    def state(self, taken: tuple[int, Any]) -> None:
+        self.steps, (self.params, self.opt_state) = taken
+
+    async def step(self, averager: TreeAverager, grad: Any, *, wait: bool = False, **extra: Any) -> None:
+        """One update with the gradient, and the averager's turn."""
+        grads = {"w": jnp.broadcast_to(jnp.asarray(grad, jnp.float32), 3)}
+        updates, self.opt_state = self._update(grads, self.opt_state, self.params, **extra)
+        self.params = optax.apply_updates(self.params, updates)
+        self.steps += 1
+        self.opt_state = await averager.step(self.opt_state, self.params, wait=wait)
+
+
+async def swarm_lived(swarm: Swarm, *names: str) -> None:
+    """Wait until these peers have lived."""
+    with trio.fail_after(1000):
+        for name in names:
+            await _lived(swarm, name).wait()
+
+
+def _lived(swarm: Swarm, name: str) -> trio.Event:
+    return swarm.done.setdefault(f"{name} lived", trio.Event())
+
+
+def start(
+    swarm: Swarm,
+    name: str,
+    loop: Loop,
+    live: Callable[[TreeAverager, Loop], Awaitable[None]],
+    **settings: Any,
+) -> None:
+    """A peer with this loop, in a group of two unless the settings say otherwise; it stays when it has lived."""
+
+    async def main() -> None:
+        settings.setdefault("config", CONFIG)
+        settings.setdefault("name", "run")
+        async with (
+            open_place(swarm, name) as place,
+            open_tree_averager(
+                place.rpc,
+                place.dht,
+                loop.params,
+                optimizer=loop.optimizer,
+                device=InlineDevice(),
+                rng=place.rng,
+                **settings,
+            ) as averager,
+        ):
+            await live(averager, loop)
+            swarm.done[name] = averager
+            _lived(swarm, name).set()
+            await trio.sleep_forever()
+
+    swarm.network.start(name, main)

@@ -1,0 +1,109 @@
+"""Whole states among loops of one's own: who takes one, when, and how it travels."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import trio
+
+from dmoe_jax.averaging import MISSED_BEFORE_CATCHING_UP, TreeAverager
+from dmoe_jax.averaging.donor import donor_source, table_of, tree_like
+from dmoe_jax.device import InlineDevice
+from dmoe_jax.optim import apply_average, moshpit_average
+from net.errors import NetError
+from tests.dmoe_jax.averaging_peers import Loop, start, swarm_lived
+from tests.net.averaging_swarm import Swarm, in_swarm
+
+
+def test_a_newcomer_takes_the_whole_state_and_goes_on_like_its_donor() -> None:
+    """Parameters, statistics, step and Python numbers; what the donor had gathered, the donor sends itself."""
+    optimizer = moshpit_average(optax.adam(0.1), every=100, what="gradients", weighted=True)
+    old, new = Loop(optimizer, 1.0), Loop(optimizer, 7.0)
+
+    async def trains(averager: TreeAverager, loop: Loop) -> None:
+        for _ in range(5):
+            await loop.step(averager, 1.0, samples=8.0)
+
+    async def joins(averager: TreeAverager, loop: Loop) -> None:
+        await trio.sleep_until(40.0)
+        assert await averager.catch_up(*loop.state, min_lead=6) is None
+        assert averager.why_not == ""
+        assert await averager.catch_up(*loop.state, min_lead=5, max_version=4) is None
+        taken = await averager.catch_up(*loop.state, min_lead=5)
+        assert taken is not None
+        loop.state = taken
+        assert averager.totals.states_taken == 1
+
+    async def body(swarm: Swarm) -> None:
+        start(swarm, "old", old, trains, state=lambda: old.state)
+        start(swarm, "new", new, joins)
+        await swarm_lived(swarm, "old", "new")
+
+    in_swarm(body)
+    assert new.steps == 5
+    np.testing.assert_array_equal(new.values, old.values)
+    jax.tree.map(np.testing.assert_array_equal, new.opt_state.inner, old.opt_state.inner)
+    assert float(old.opt_state.samples) == 40
+    assert (float(new.opt_state.samples), int(new.opt_state.steps)) == (0, 0)
+    assert np.asarray(new.opt_state.accumulated["w"]).tolist() == [0, 0, 0]
+
+
+def test_who_meets_nobody_is_told_that_it_may_be_left_behind() -> None:
+    """After some rounds in a row; whoever then takes a state drops the round that is under way."""
+    optimizer = moshpit_average(optax.sgd(1.0))
+    ahead, behind = Loop(optimizer, 1.0), Loop(optimizer, 7.0)
+    ahead.steps = 50
+
+    async def gives(averager: TreeAverager, loop: Loop) -> None: ...
+
+    async def averages(averager: TreeAverager, loop: Loop) -> None:
+        for _ in range(MISSED_BEFORE_CATCHING_UP):
+            assert not averager.is_left_behind
+            await loop.step(averager, 0.0, wait=True)
+            loop.params, loop.opt_state = apply_average(optimizer, loop.opt_state, loop.params)
+        assert averager.is_left_behind
+        await loop.step(averager, 0.0)
+        assert averager.is_under_way
+        taken = await averager.catch_up(*loop.state)
+        assert taken is not None
+        loop.state = taken
+        assert not averager.is_under_way
+        assert not averager.is_left_behind
+        # The next round begins when the old one has ended, and counts.
+        await loop.step(averager, 0.0, wait=True)
+        assert averager.totals.missed == MISSED_BEFORE_CATCHING_UP + 1
+
+    async def body(swarm: Swarm) -> None:
+        start(swarm, "ahead", ahead, gives, state=lambda: ahead.state)
+        start(swarm, "behind", behind, averages)
+        await swarm_lived(swarm, "behind")
+
+    in_swarm(body)
+    assert behind.steps == 51
+    np.testing.assert_array_equal(behind.values, 1.0)
+
+
+def test_states_travel_with_the_kinds_of_their_numbers() -> None:
+    """Arrays, NumPy arrays and Python numbers come back as such; donated arrays are asked for again."""
+    state: Any = {"a": jnp.ones(2, jnp.bfloat16), "b": np.arange(3), "c": 5, "d": 0.5, "e": True}
+    gone = jnp.ones(2)
+    gone.delete()
+    calls = iter([(3, state), (3, state | {"a": gone}), (4, state), *[(5, {"a": gone})] * 3])
+
+    async def main() -> None:
+        source = donor_source(lambda: next(calls), InlineDevice())
+        shared = await source.snapshot()
+        assert shared.version == 4
+        assert [[each.dtype.name, list(each.shape)] for each in shared.tensors] == table_of(state)
+        back = tree_like(state, shared.tensors)
+        assert jax.tree.map(type, back) == jax.tree.map(type, state)
+        assert (back["c"], back["d"], back["e"], back["b"].tolist()) == (5, 0.5, True, [0, 1, 2])
+        with pytest.raises(NetError, match="donated"):
+            await source.snapshot()
+
+    trio.run(main)
+    with pytest.raises(ValueError, match=r"\['key'\] is of key<fry>"):
+        donor_source(lambda: (0, {"key": jax.random.key(0)}), InlineDevice())

@@ -1,0 +1,347 @@
+"""Remote mixtures inside Flax models under jit: equal to the local mixture, never standing still, and clear in refusal.
+
+The swarm is a real one, over TCP on loopback in a thread of its own, with its expert node in this very process.
+"""
+
+import functools
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import trio
+from flax import linen as nn
+from flax import nnx
+
+from dmoe_jax.device import ThreadDevice
+from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.flax_layers import MAX_WAITING_CALLS, AuxiliaryLoss, BlockingMixture, CallSlots
+from dmoe_jax.flax_layers.host_call import MAX_RESIDUALS
+from dmoe_jax.mixture.fan_out import CallPolicy
+from dmoe_jax.models.layers import dmoe_layer
+from dmoe_jax.routing import flat_top_k, hash_router, noisy_top_k, product_key, with_balancing_loss
+from dmoe_jax.routing.base import Router, score
+from net.rpc.base import Reply, Request
+from tests.dmoe_jax.small_swarm import SmallSwarm, close, open_small_swarm, tcp_callers
+
+GRID = (2, 2)
+D_MODEL = 4
+EXPERT = feedforward(d_model=D_MODEL)
+ROUTER = with_balancing_loss(product_key(GRID, init_scale=1.0))
+X = jax.random.normal(jax.random.key(0), (5, D_MODEL))
+STEP_SIZE = 0.1
+NO_EXPERTS = "nowhere"
+
+
+class SwarmThread:
+    """A portal: trio in a thread of its own, with a swarm of one node and one client."""
+
+    def __enter__(self) -> "SwarmThread":
+        self._ready, self._over = threading.Event(), trio.Event()
+        self._thread = threading.Thread(target=trio.run, args=(self._main,))
+        self._thread.start()
+        assert self._ready.wait(60)
+        return self
+
+    async def _main(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        async with (
+            tcp_callers(2) as callers,
+            open_small_swarm(
+                callers, EXPERT, optax.sgd(STEP_SIZE), prefixes=["ffn"], grid_size=GRID, device=ThreadDevice()
+            ) as swarm,
+        ):
+            self.callers, self.swarm = callers, swarm
+            self._ready.set()
+            await self._over.wait()
+
+    def run(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        return trio.from_thread.run(function, *args, trio_token=self._token)
+
+    def __exit__(self, *error: object) -> None:
+        self._token.run_sync_soon(self._over.set)
+        self._thread.join()
+
+    def mixture(self, router: Router = ROUTER, prefix: str = "ffn", slots: CallSlots | None = None, **kw: Any) -> Any:
+        """A blocking mixture over all four experts unless told otherwise, with a count of its own."""
+        mixture = self.swarm.mixture(EXPERT, router, prefix, k_best=kw.pop("k_best", 2), **kw)
+        return BlockingMixture(mixture, self, slots=slots or CallSlots(MAX_WAITING_CALLS))
+
+    @contextmanager
+    def held_up(self) -> Iterator[threading.Event]:
+        """Until the block ends, the node answers no forward call; the event is set once `MAX_WAITING_CALLS` wait."""
+        full, go, waiting = threading.Event(), trio.Event(), 0
+        (node,) = self.swarm.nodes
+        served = node._forward
+
+        async def hold(request: Request) -> Reply:
+            nonlocal waiting
+            waiting += 1
+            if waiting == MAX_WAITING_CALLS:
+                full.set()
+            await go.wait()
+            return await served(request)
+
+        async def swap(handler: Any) -> None:
+            self.callers[0].remove_handler("expert.forward")
+            self.callers[0].add_handler("expert.forward", handler)
+
+        self.run(swap, hold)
+        try:
+            yield full
+        finally:
+            self._token.run_sync_soon(go.set)
+            self.run(swap, served)
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[SwarmThread]:
+    with SwarmThread() as thread:
+        yield thread
+
+
+def updates(swarm: SmallSwarm) -> int:
+    return sum(backend.update_count for backend in swarm.backends.values())
+
+
+class LinenModel(nn.Module):
+    layer: Any
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return self.layer.linen(name="experts")(jnp.tanh(x))
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, layer: BlockingMixture, gate: Any, *, rngs: nnx.Rngs) -> None:
+        self.experts = layer.nnx(rngs=rngs)
+        nnx.update(self, nnx.State({"experts": {"gate": jax.tree.map(nnx.Param, gate)}}))
+
+    def __call__(self, x: Any) -> Any:
+        return self.experts(jnp.tanh(x))
+
+
+def total(y: Any, penalty: Any) -> Any:
+    return jnp.mean(jnp.sin(3 * y)) + 0.5 * penalty
+
+
+def local_loss(gate: Any, experts: Any, x: Any, router: Router) -> Any:
+    hidden = jnp.tanh(x)
+    mixed, aux = dmoe_layer(EXPERT, experts, router, 2, score(router, gate, hidden), None, hidden)
+    return total(mixed, aux.aux_loss)
+
+
+def linen_grads(layer: BlockingMixture, gate: Any) -> Any:
+    """(loss, (gate gradients, anchor's gradient, input gradients)) of a Linen model."""
+    model = LinenModel(layer)
+
+    def loss(params: Any, x: Any) -> Any:
+        y, sown = model.apply({"params": params}, x, mutable=["losses"])
+        return total(y, sum(jax.tree.leaves(sown["losses"])))
+
+    params = model.init(jax.random.key(1), X)["params"]
+    assert jax.tree.structure(params["experts"]["gate"]) == jax.tree.structure(gate)
+    params = {"experts": {**params["experts"], "gate": gate}}
+    value, (grads, x_grad) = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, X)
+    return value, (grads["experts"]["gate"], grads["experts"]["anchor"], x_grad)
+
+
+def nnx_grads(layer: BlockingMixture, gate: Any) -> Any:
+    """The same of an NNX model."""
+
+    def loss(model: NnxModel, x: Any) -> Any:
+        y = model(x)
+        return total(y, sum(jax.tree.leaves(nnx.state(model, AuxiliaryLoss))))
+
+    @nnx.jit
+    def step(model: NnxModel, x: Any) -> Any:
+        return nnx.value_and_grad(loss, argnums=(0, 1))(model, x)
+
+    model = NnxModel(layer, gate, rngs=nnx.Rngs(1))
+    value, (grads, x_grad) = step(model, X)
+    assert np.isfinite(model.experts.aux_loss[...])
+    pure = nnx.to_pure_dict(grads)["experts"]
+    return value, (pure["gate"], pure["anchor"], x_grad)
+
+
+@pytest.mark.parametrize("flax", [linen_grads, nnx_grads], ids=["linen", "nnx"])
+@pytest.mark.parametrize("router", [ROUTER, flat_top_k(GRID)], ids=["beam search", "whole grid"])
+def test_equals_local_under_jit(thread: SwarmThread, flax: Any, router: Router) -> None:
+    """Loss, gradients of gate and input, and the experts after one step of SGD, to 1e-5."""
+    gate = router.init(jax.random.key(7), D_MODEL)
+    experts = thread.swarm.stacked_params("ffn", GRID)
+    value, (gate_grad, anchor_grad, x_grad) = flax(thread.mixture(router), gate)
+    of_all = jax.jit(jax.value_and_grad(local_loss, (0, 1, 2)), static_argnums=3)
+    expected, (gate_expected, expert_grads, x_expected) = of_all(gate, experts, X, router)
+    np.testing.assert_allclose(value, expected, atol=1e-5)
+    close((gate_grad, x_grad), (gate_expected, x_expected))
+    assert float(anchor_grad) == 0.0
+    moved = jax.tree.map(lambda p, g: p - STEP_SIZE * g, experts, expert_grads)
+    assert not np.allclose(jax.tree.leaves(moved)[0], jax.tree.leaves(experts)[0], atol=1e-4)
+    close(thread.swarm.stacked_params("ffn", GRID), moved)
+    assert thread.swarm.statistics.failures == {}
+
+
+@pytest.mark.parametrize("router", [hash_router(GRID), ROUTER], ids=["hash", "product key"])
+def test_experts_that_are_fed_with_data_learn(thread: SwarmThread, router: Router) -> None:
+    """Only parameters are differentiated, of which a hash router has none but the layer's anchor."""
+    layer = thread.mixture(router).linen()
+    ids = jnp.arange(5, dtype=jnp.int32)
+    params = layer.init(jax.random.key(1), X, ids=ids)["params"]
+    before = updates(thread.swarm)
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(layer.apply({"params": p}, X, ids=ids))))({"gate": {}, **params})
+    jax.block_until_ready(grads)
+    assert updates(thread.swarm) > before
+
+
+def test_evaluation_teaches_nobody_and_keeps_nothing(thread: SwarmThread) -> None:
+    """A forward pass alone has no backward call and no residual."""
+    blocking = thread.mixture()
+    layer = blocking.linen()
+    params = layer.init(jax.random.key(1), X)
+    before = updates(thread.swarm)
+    y = jax.jit(layer.apply)(params, X)
+    assert y.shape == X.shape
+    assert not np.allclose(y, X)
+    assert updates(thread.swarm) == before
+    assert not blocking.call._residuals
+
+
+def test_initialising_calls_nobody(thread: SwarmThread) -> None:
+    """Not even where the swarm has no such experts: shapes alone are enough, `eval_shape` included."""
+    blocking = thread.mixture(prefix=NO_EXPERTS, max_skipped=0.0)
+    shapes = jax.eval_shape(blocking.linen().init, jax.random.key(0), X)
+    assert set(shapes["params"]) == {"gate", "anchor"}
+    y, _ = blocking.linen().init_with_output(jax.random.key(0), X)
+    np.testing.assert_array_equal(y, X)
+    assert isinstance(blocking.nnx(rngs=nnx.Rngs(0)).gate, dict)
+
+
+def test_routers_draw_from_their_own_stream(thread: SwarmThread) -> None:
+    """With a stream "router" scores are noisy, in Linen and NNX; without it nothing is random."""
+    noisy = noisy_top_k(GRID)
+    layer = thread.mixture(noisy, k_best=4).linen()
+    params = layer.init(jax.random.key(1), X)
+    apply = jax.jit(layer.apply)
+    still = [apply(params, X) for _ in range(2)]
+    drawn = [apply(params, X, rngs={"router": jax.random.key(seed)}) for seed in (0, 1)]
+    np.testing.assert_allclose(*still, atol=1e-6)
+    assert not np.allclose(*drawn, atol=1e-4)
+    module = thread.mixture(noisy, k_best=4).nnx(rngs=nnx.Rngs(0, router=1))
+    run = nnx.jit(lambda module, x: module(x))
+    assert not np.allclose(run(module, X), run(module, X), atol=1e-4)
+
+
+def train(layer: BlockingMixture, steps: int, seed: int) -> float:
+    """A training loop that somebody already had: jitted SGD steps; the last loss."""
+    model = layer.linen()
+    x = jax.random.normal(jax.random.key(seed), (5, D_MODEL))
+    params = model.init(jax.random.key(seed), x)
+
+    @jax.jit
+    def step(params: Any) -> Any:
+        value, grads = jax.value_and_grad(lambda p: jnp.mean((model.apply(p, x) - 1.0) ** 2))(params)
+        return value, jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
+
+    value = jnp.inf
+    for _ in range(steps):
+        value, params = step(params)
+    return float(value)
+
+
+def test_eight_loops_at_once_do_not_stand_still(thread: SwarmThread) -> None:
+    """Eight threads train over one layer, whose experts compute in this process; every backward call arrives."""
+    layer = thread.mixture(policy=CallPolicy(timeout_s=60.0, grace_s=60.0))
+    before = thread.swarm.statistics.staleness_calls
+    with ThreadPoolExecutor(8) as pool:
+        losses = list(pool.map(functools.partial(train, layer, 4), range(8)))
+    assert np.isfinite(losses).all()
+    assert thread.swarm.statistics.failures == {}
+    assert thread.swarm.statistics.staleness_calls - before >= 8 * 4 * 2
+    assert not layer.call._residuals
+
+
+def test_the_seventeenth_waiting_call_is_an_error(thread: SwarmThread) -> None:
+    """It comes at once while the others wait; they then finish as if nothing had been."""
+    layer = thread.mixture(k_best=1)
+    model = layer.linen()
+    params = model.init(jax.random.key(1), X[:1])
+    apply = jax.jit(model.apply)
+    apply(params, X[:1]).block_until_ready()
+    with ThreadPoolExecutor(MAX_WAITING_CALLS) as pool:
+        with thread.held_up() as full:
+            waiting = [pool.submit(lambda: np.asarray(apply(params, X[:1]))) for _ in range(MAX_WAITING_CALLS)]
+            assert full.wait(30)
+            with pytest.raises(jax.errors.JaxRuntimeError, match="'ffn': 16 calls of remote layers are waiting"):
+                apply(params, X[:1]).block_until_ready()
+        assert len({call.result(timeout=30).tobytes() for call in waiting}) == 1
+    assert np.isfinite(apply(params, X[:1])).all()
+
+
+def test_a_forward_pass_has_one_backward_pass(thread: SwarmThread) -> None:
+    """A second one finds nothing, nor does one that comes after too many others: both say so."""
+    blocking = thread.mixture()
+    layer = blocking.linen()
+    params = layer.init(jax.random.key(1), X)
+    first, *others = [jax.vjp(layer.apply, params, X)[1] for _ in range(MAX_RESIDUALS + 1)]
+    assert len(blocking.call._residuals) == MAX_RESIDUALS
+    with pytest.raises(jax.errors.JaxRuntimeError, match="its forward pass kept for this backward pass is gone"):
+        jax.block_until_ready(first(X))
+    jax.block_until_ready(others[0](X))
+    assert len(blocking.call._residuals) == MAX_RESIDUALS - 1
+    with pytest.raises(jax.errors.JaxRuntimeError, match="has one backward pass, and at most 64 may be outstanding"):
+        jax.block_until_ready(others[0](X))
+
+
+def test_transformations_that_cannot_work_are_refused(thread: SwarmThread) -> None:
+    """vmap with a sentence of ours, checkpoint by JAX; inputs of another shape where the program is traced."""
+    blocking = thread.mixture()
+    layer = blocking.linen()
+    params = layer.init(jax.random.key(1), X)
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(layer.apply(params, x))
+
+    many = jnp.stack([X, X])
+    with pytest.raises(
+        NotImplementedError, match="remote layer 'ffn' cannot be used under vmap; its inputs have a batch"
+    ):
+        jax.vmap(loss, (None, 0))(params, many)
+    with pytest.raises(NotImplementedError, match="'ffn' cannot be used under vmap"):
+        jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, many)
+    with pytest.raises(NotImplementedError, match="Effects not supported"):
+        jax.grad(jax.checkpoint(loss))(params, X)
+    with pytest.raises(ValueError, match=r"experts take x float32\[4\]; got the batch float32\[5, 3\]"):
+        jax.jit(layer.init)(jax.random.key(1), X[:, :3])
+    with pytest.raises(ValueError, match=r"got the batch float32\[5, 4\], float32\[5, 4\]"):
+        layer.apply(params, X, X)
+
+
+def test_errors_inside_come_out_with_their_message(thread: SwarmThread) -> None:
+    """Too few answers, a router whose scores are no numbers, a layer that finds too few experts."""
+    cases = {
+        r"'nowhere': 5 of 5 samples got fewer than k_min=1": thread.mixture(prefix=NO_EXPERTS, on_shortfall="raise"),
+        r"TooFewExperts.*max_skipped allows 0%": thread.mixture(prefix=NO_EXPERTS, max_skipped=0.0),
+    }
+    params = thread.mixture().linen().init(jax.random.key(1), X)
+    for message, blocking in cases.items():
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(jax.jit(blocking.linen().apply)(params, X))
+    for router in (ROUTER, flat_top_k(GRID)):
+        layer = thread.mixture(router).linen()
+        broken = jax.tree.map(lambda leaf: leaf * jnp.nan, layer.init(jax.random.key(1), X))
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"RouterError: router .* are NaN"):
+            jax.block_until_ready(jax.jit(layer.apply)(broken, X))
+
+
+def test_check_blocks(thread: SwarmThread) -> None:
+    """The same words as from trio."""
+    said: list[str] = []
+    assert thread.mixture().check(say=said.append) == 4
+    assert said == ["ffn: 4 of 4 experts alive"]

@@ -1,0 +1,292 @@
+"""What a remote mixture is told to do with unusual experts and routers, and what it says when experts are missing."""
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import trio
+
+from dmoe_jax.autodiff import Recording, Value, value_and_grad
+from dmoe_jax.experts.base import Expert, TensorSpec
+from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.mixture.coverage import WINDOW_CALLS, Coverage, TooFewExperts
+from dmoe_jax.mixture.fan_out import CallPolicy
+from dmoe_jax.mixture.local import local_mixture
+from dmoe_jax.mixture.readiness import ExpertMismatch
+from dmoe_jax.mixture.statistics import REASONS, CallStatistics, reason_of
+from dmoe_jax.routing.base import gather_logits
+from dmoe_jax.routing.product_key import product_key
+from net.errors import (
+    CallRefused,
+    ConnectionLost,
+    DialFailed,
+    LocalProtocolError,
+    NoQuorum,
+    PeerBusy,
+    PeerTimeout,
+    RemoteFailure,
+    RemoteProtocolError,
+)
+from net.rpc.base import Reply, Request
+from tests.dmoe_jax.small_swarm import close, direct_callers, open_small_swarm
+from tests.net.direct_network import DirectNetwork
+
+GRID = (2, 2)
+ROUTER = product_key(GRID, init_scale=1.0)
+GATE = ROUTER.init(jax.random.key(4), 4)
+X = jax.random.normal(jax.random.key(3), (5, 4))
+
+
+def spec(name: str, shape: tuple[int, ...], dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(name=name, shape=shape, dtype=dtype, differentiable=True)
+
+
+MIXED = Expert(
+    name="mixed",
+    init=lambda key: {"w": jax.random.normal(key, (4, 4)), "v": jax.random.normal(key, (2, 4))},
+    apply=lambda params, x, side: x + x @ params["w"] + side.astype(jnp.float32) @ params["v"],
+    inputs=(spec("x", (4,)), spec("side", (2,), "bfloat16")),
+    output=spec("y", (4,)),
+)
+"""Two differentiable inputs of different types."""
+
+NARROW = Expert(
+    name="narrow",
+    init=lambda key: jax.random.normal(key, (4, 3)),
+    apply=lambda w, x: x @ w,
+    inputs=(spec("x", (4,)),),
+    output=spec("y", (3,)),
+)
+"""Its output has another shape than its input."""
+
+
+def remote_loss(mixture: Any, router: Any) -> Any:
+    async def forward(run: Recording, params: Any) -> Value:
+        scores = run(router.scores, params["gate"], params["inputs"][0])
+        mixed, _ = await mixture(run, scores, *params["inputs"])
+        return run(jax.tree_util.Partial(_square), mixed)
+
+    return value_and_grad(forward)
+
+
+def _square(mixed: Any) -> Any:
+    return jnp.sum(jnp.sin(mixed))
+
+
+def local_loss(params: Any, experts: Any, expert: Expert, router: Any) -> Any:
+    scores = router.scores(params["gate"], params["inputs"][0])
+    indices, mask = router.select(scores, 2)
+    weights = router.combine(gather_logits(scores, indices, GRID), mask)
+    return _square(local_mixture(expert, experts, GRID, indices, mask, weights, *params["inputs"]))
+
+
+async def check_against_local(expert: Expert, router: Any, params: Any, atol: float = 1e-5) -> None:
+    """Loss, gradients of all inputs and of the gate, and one SGD step of the experts."""
+    callers = direct_callers(DirectNetwork(latency_s=0.1), 2)
+    async with open_small_swarm(callers, expert, optax.sgd(0.1), prefixes=["ffn"], grid_size=GRID) as swarm:
+        experts = swarm.stacked_params("ffn", GRID)
+        mixture = swarm.mixture(expert, router, "ffn", k_best=2)
+        loss, grads = await remote_loss(mixture, router)(params)
+        of_both = jax.jit(jax.value_and_grad(local_loss, argnums=(0, 1)), static_argnums=(2, 3))
+        expected_loss, (expected, expert_grads) = of_both(params, experts, expert, router)
+        np.testing.assert_allclose(loss, expected_loss, atol=atol)
+        assert jax.tree.map(lambda leaf: leaf.dtype, grads) == jax.tree.map(lambda leaf: leaf.dtype, expected)
+        as_floats = [jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), tree) for tree in (grads, expected)]
+        close(*as_floats, atol=atol)
+        close(swarm.stacked_params("ffn", GRID), jax.tree.map(lambda p, g: p - 0.1 * g, experts, expert_grads), atol)
+        assert swarm.statistics.failures == {}
+
+
+async def test_inputs_of_different_types(autojump_clock: trio.testing.MockClock) -> None:
+    """Each gradient is checked against its own input's type: float32 beside bfloat16."""
+    side = jnp.ones((5, 2), jnp.bfloat16)
+    # Two bfloat16 gradients of size below 2 are summed in another order: half a unit in the last place, 2^-7.
+    await check_against_local(MIXED, ROUTER, {"gate": GATE, "inputs": (X, side)}, atol=2**-7)
+
+
+async def test_an_output_of_another_shape(autojump_clock: trio.testing.MockClock) -> None:
+    """The mixture is the weighted sum of the outputs; there is no input to pass through."""
+    await check_against_local(NARROW, ROUTER, {"gate": GATE, "inputs": (X,)})
+
+
+async def test_an_expert_selected_twice_gets_both_gradients(autojump_clock: trio.testing.MockClock) -> None:
+    """`check_router` refuses such a router, but a mixture keeps its mathematics."""
+
+    def twice(scores: Any, k: int, alive: Any = None) -> Any:
+        indices, mask = ROUTER.select(scores, 1, alive)
+        return jnp.repeat(indices, k, axis=1), jnp.repeat(mask, k, axis=1)
+
+    router = ROUTER._replace(select=twice, whole_grid=True)
+    await check_against_local(feedforward(d_model=4), router, {"gate": GATE, "inputs": (X,)})
+
+
+async def test_without_answers_another_shape_gives_zeros(autojump_clock: trio.testing.MockClock) -> None:
+    """There is nothing to pass through, neither a value nor a gradient."""
+    network = DirectNetwork(latency_s=0.1)
+    callers = direct_callers(network, 2)
+    async with open_small_swarm(callers, NARROW, None, prefixes=["ffn"], grid_size=GRID) as swarm:
+        await swarm.directory.living("ffn", GRID)
+        network.take_down(callers[0].address)
+        mixture = swarm.mixture(NARROW, ROUTER, "ffn", k_best=2, policy=CallPolicy(timeout_s=1.0))
+        loss, grads = await remote_loss(mixture, ROUTER)({"gate": GATE, "inputs": (X,)})
+        assert float(loss) == 0.0
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
+        assert swarm.statistics.failures == {"timeout": 4}
+
+
+def noisy(params: Any, x: Any, keys: Any = None) -> Any:
+    chance = 1.0 if keys is None else jax.vmap(lambda key: jax.random.uniform(jax.random.wrap_key_data(key)))(keys)
+    return x + params * jnp.reshape(chance, (-1, 1))
+
+
+NOISY = Expert(
+    name="noisy",
+    init=lambda key: jnp.ones(()),
+    apply=noisy,
+    inputs=(spec("x", (4,)),),
+    output=spec("y", (4,)),
+    takes_key=True,
+)
+
+
+async def seeds_of(seed: int, expert: Expert, *, differentiate: bool) -> list[tuple[str, int | None]]:
+    """The dropout seeds that two steps of a mixture send, by method."""
+    callers = direct_callers(DirectNetwork(latency_s=0.1), 2)
+    sent: list[tuple[str, int | None]] = []
+    async with open_small_swarm(callers, expert, None, prefixes=["ffn"], grid_size=GRID) as swarm:
+        for method in ("expert.forward", "expert.backward"):
+
+            async def spy(request: Request, served: Any = callers[0]._handlers[method]) -> Reply:
+                sent.append((request.method, request.body.get("dropout_seed")))
+                return await served(request)
+
+            callers[0]._handlers[method] = spy
+        mixture = swarm.mixture(expert, ROUTER, "ffn", k_best=4, seed=seed)
+        for _ in range(2):
+            run = Recording(differentiate=differentiate)
+            mixed, _ = await mixture(run, run(ROUTER.scores, GATE, Value(X)), Value(X))
+            if differentiate:
+                await run.backward(run(_square, mixed))
+    return list(dict.fromkeys(sent))
+
+
+async def test_dropout_seeds(autojump_clock: trio.testing.MockClock) -> None:
+    """One for each layer call, the same forward and backward, decided by the mixture's seed; none in evaluation."""
+    first = await seeds_of(0, NOISY, differentiate=True)
+    (_, one), (_, same), (_, other), (_, again) = first
+    assert [method for method, _ in first] == ["expert.forward", "expert.backward"] * 2
+    assert (one, other) == (same, again)
+    assert one != other
+    assert all(isinstance(seed, int) and 0 <= seed < 2**63 for seed in (one, other))
+    assert await seeds_of(0, NOISY, differentiate=True) == first
+    assert await seeds_of(1, NOISY, differentiate=True) != first
+    assert await seeds_of(0, NOISY, differentiate=False) == [("expert.forward", None)]
+    plain = await seeds_of(0, feedforward(d_model=4), differentiate=True)
+    assert plain == [("expert.forward", None), ("expert.backward", None)]
+
+
+async def test_a_layer_without_experts_warns_and_at_last_raises(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At once and once; beyond the allowed share of the last 32 calls the step ends with an error of its own."""
+    callers = direct_callers(DirectNetwork(latency_s=0.1), 2)
+    expert = feedforward(d_model=4)
+    async with open_small_swarm(callers, expert, None, prefixes=["ffn"], grid_size=GRID) as swarm:
+        mixture = swarm.mixture(expert, ROUTER, "nowhere", k_best=2, max_skipped=0.1)
+        step = remote_loss(mixture, ROUTER)
+        for _ in range(3):
+            await step({"gate": GATE, "inputs": (X,)})
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert warnings == [
+            "layer 'nowhere': no expert for 5 of 5 samples (0 experts were found alive and asked, 0 of them answered); "
+            "such samples pass unchanged, until experts come back"
+        ]
+        with pytest.raises(TooFewExperts, match=r"'nowhere': no expert for 12% of the samples .* allows 10%") as caught:
+            await step({"gate": GATE, "inputs": (X,)})
+        assert not isinstance(caught.value, NoQuorum)
+        assert swarm.statistics.skipped_samples == 4 * 5
+
+
+def test_a_layer_that_has_recovered_warns_anew(caplog: pytest.LogCaptureFixture) -> None:
+    """After as many complete calls as the window holds; with gaps in between it is silent."""
+    caplog.set_level(logging.INFO)
+    coverage = Coverage("ffn", max_skipped=1.0, instead="such samples give zeros")
+    for skipped in (1, 0, 2, *[0] * WINDOW_CALLS, 3):
+        coverage.note(skipped, 4, found=2, answered=1)
+    kinds = [record.levelname for record in caplog.records]
+    assert kinds == ["WARNING", "INFO", "WARNING"]
+    strict = Coverage("ffn", max_skipped=0.0, instead="")
+    strict.note(0, 4, found=1, answered=1)
+    with pytest.raises(TooFewExperts):
+        strict.note(1, 4, found=1, answered=1)
+
+
+FAILURES = {
+    "timeout": PeerTimeout("x"),
+    "unreachable": DialFailed("x"),
+    "connection lost": ConnectionLost("x"),
+    "busy": PeerBusy("x"),
+    "refused": RemoteFailure("x"),
+    "bad answer": RemoteProtocolError("x"),
+    "not sent": LocalProtocolError("x"),
+}
+
+
+def test_failures_have_reasons(caplog: pytest.LogCaptureFixture) -> None:
+    """Every error has one; the first failure of a reason is a warning with its text, then every hundredth."""
+    statistics = CallStatistics()
+    assert {reason: reason_of(error) for reason, error in FAILURES.items()} == {reason: reason for reason in FAILURES}
+    assert reason_of(CallRefused("x")) == "refused"
+    assert set(REASONS) == {*FAILURES, "not finite", "late"}
+    for number in range(200):
+        statistics.note_failure("timeout", f"expert ffn.0 at somewhere: call {number}")
+    statistics.note_failure("late", "expert ffn.1")
+    assert (statistics.failed, statistics.late, statistics.failures) == (200, 1, {"timeout": 200, "late": 1})
+    warned = [record.args for record in caplog.records if record.levelno == logging.WARNING]
+    assert [args[:2] for args in warned if isinstance(args, tuple)] == [
+        ("timeout", 1),
+        ("timeout", 100),
+        ("timeout", 200),
+        ("late", 1),
+    ]
+
+
+async def test_check_waits_for_experts_and_compares_them(autojump_clock: trio.testing.MockClock) -> None:
+    """It tells how many are alive; shapes that differ are both in the error."""
+    callers = direct_callers(DirectNetwork(latency_s=0.1), 2)
+    async with open_small_swarm(callers, feedforward(d_model=4), None, prefixes=["ffn"], grid_size=GRID) as swarm:
+        said: list[str] = []
+        assert await swarm.mixture(feedforward(d_model=4), ROUTER, "ffn", k_best=2).check(say=said.append) == 4
+        assert said == ["ffn: 4 of 4 experts alive"]
+        with pytest.raises(
+            ExpertMismatch, match=r"with float32\[4\], float32\[4\], .* needs float32\[4\], float32\[3\]"
+        ):
+            await swarm.mixture(NARROW, ROUTER, "ffn", k_best=2).check()
+
+
+async def test_check_says_what_the_swarm_serves_instead(autojump_clock: trio.testing.MockClock) -> None:
+    """After the time it was given, with news once a second in between."""
+    callers = direct_callers(DirectNetwork(latency_s=0.1), 2)
+    expert = feedforward(d_model=4)
+    async with open_small_swarm(callers, expert, None, prefixes=["layer0", "b"], grid_size=GRID) as swarm:
+        said: list[str] = []
+        mixture = swarm.mixture(expert, ROUTER, "layer1", k_best=2)
+        with pytest.raises(NoQuorum, match=r"'layer1' was announced within 3 s; this swarm serves 'b', 'layer0'$"):
+            await mixture.check(timeout_s=3.0, say=said.append)
+        assert said == ["waiting for experts of 'layer1' (1 s)", "waiting for experts of 'layer1' (2 s)"]
+
+
+async def test_check_of_experts_that_are_only_announced(autojump_clock: trio.testing.MockClock) -> None:
+    """The error has the last failure."""
+    network = DirectNetwork(latency_s=0.1)
+    callers = direct_callers(network, 2)
+    expert = feedforward(d_model=4)
+    async with open_small_swarm(callers, expert, None, prefixes=["ffn"], grid_size=GRID) as swarm:
+        await swarm.directory.living("ffn", GRID)
+        network.take_down(callers[0].address)
+        with pytest.raises(NoQuorum, match=r"none answered within 8 s; the last one: .* did not answer expert.info"):
+            await swarm.mixture(expert, ROUTER, "ffn", k_best=2).check(timeout_s=8.0)
