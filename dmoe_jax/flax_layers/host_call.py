@@ -13,8 +13,8 @@ XLA waits while the network does: the asynchronous `dmoe_jax.autodiff` costs les
   see the whole grid therefore select in the graph, and a callback before it fetches which experts are alive.
 - A callback may wait on one of the few threads with which XLA's CPU client computes, by default as many as there are
   cores. Were all of them waiting for experts that compute in this very process, it would stand still for ever (seen
-  with two training loops on two cores). So `make_room` gives the client threads to spare, where JAX has computed nothing
-  yet, and `CallSlots` refuses a call too many with an error.
+  with two training loops on two cores). So `make_room` gives the client threads to spare, where JAX has computed
+  nothing yet, and `CallSlots` refuses a call too many with an error.
 - What the backward pass needs stays on the host, under a ticket that travels through the graph. The backward pass takes
   it away; of forward passes that are never followed by one the oldest are forgotten. Evaluation keeps nothing.
 
