@@ -77,17 +77,18 @@ async def open_peer(
     async with AsyncExitStack() as stack:
         if caller is None:
             transport, peer_id = _open_transport(stack, security, network, host, rng)
+            here = _where_to_listen(listen, targets, host)
             caller = await stack.enter_async_context(
                 open_rpc_peer(
                     transport,
                     peer_id=peer_id,
-                    listen=_where_to_listen(listen, targets, host),
+                    listen=here,
                     announce=announce,
                     faults=None if faults is None else FaultInjector(faults),
                 )
             )
             if network is None:
-                if caller.address is not None and security.is_open and not _is_loopback(caller.address):
+                if here is not None and security.is_open and not _is_loopback(here):
                     _log.warning("without a swarm secret everybody who reaches %s may join this swarm", caller.address)
                 is_plain = not isinstance(security, Tls)
                 targets = await find_entrances(caller, targets, terms=security.terms, is_plain=is_plain)

@@ -138,9 +138,9 @@ async def open_trunk_averaging(
     if not options.average_every:
         yield None
         return
-    from dmoe_jax import trunk_averaging
+    from dmoe_jax.trunk_averaging import open_trunk_averaging as open_averaging
 
-    async with trunk_averaging.open_trunk_averaging(
+    async with open_averaging(
         rpc,
         dht,
         trunk,

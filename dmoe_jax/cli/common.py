@@ -29,14 +29,22 @@ class UsageError(Exception):
     """A mistake of the user's; the message is the one line that is printed."""
 
 
+@contextlib.contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """Turn what a wrong setting, a damaged file or a full folder raises in the block into a `UsageError`."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UsageError(one_line(error)) from error
+
+
 def parse_command_line(
     command: Any, *, prog: str, description: str | None = None, args: Sequence[str] | None, default: Any = None
 ) -> Any:
     """Read the command line into `command` (a dataclass, or a union of them) with tyro.
 
     A mistake ends the process with status 2 and one line instead of tyro's box. For a flag or command that does not
-    exist the line names the one that was probably meant, and the help page that lists them. Flags that are not given
-    are as in `default`, if there is one.
+    exist the line names the one that was probably meant, and the help page that lists them.
     """
     words = list(sys.argv[1:] if args is None else args)
     errors = io.StringIO()
@@ -54,9 +62,9 @@ def parse_command_line(
 
 
 def _read(command: Any, prog: str, description: str | None, words: list[str], default: Any = None) -> Any:
-    given = {} if default is None else {"default": default}
     config = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff)
-    return tyro.cli(command, prog=prog, description=description, args=words, config=config, **given)
+    kept = {} if default is None else {"default": default}
+    return tyro.cli(command, prog=prog, description=description, args=words, config=config, **kept)
 
 
 def _first_paragraph(box: str) -> str:
@@ -119,15 +127,6 @@ def check_swarm_name(name: str) -> None:
 def one_line(error: BaseException) -> str:
     """The first line of an error's message; libraries follow it with advice that fills a screen."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-@contextlib.contextmanager
-def mistakes_in_one_line() -> Iterator[None]:
-    """What a wrong setting, a damaged file or a full folder raises while a command is set up is the user's to mend."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise UsageError(one_line(error)) from error
 
 
 def fail(message: str, *, status: int = 1, prog: str = "dmoe") -> NoReturn:

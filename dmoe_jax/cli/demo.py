@@ -222,5 +222,7 @@ def headline_table(headline: dict[str, Any]) -> Table:
     """The headline figures for the terminal."""
     table = Table(title="DMoE Transformer-XL over a local swarm", show_header=False, title_justify="left")
     for name, value in headline.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{reason} {count}" for reason, count in value.items()) or "none"
         table.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
     return table

@@ -56,7 +56,7 @@ class TrainerWatch:
             self.failed_calls = record["failed"]
         elif record["kind"] == "train":
             self.step, self.time_s = max(self.step, record["step"]), record["time_s"]
-            self._items += record.get("items", record.get("tokens", 0))
+            self._items += record["items"]
             if (loss := record["loss"]) is not None:
                 self.loss = loss if self.loss is None else 0.95 * self.loss + 0.05 * loss
 

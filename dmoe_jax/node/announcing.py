@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from dmoe_jax import directory
+from dmoe_jax.directory import declare_experts, withdraw_experts
 from dmoe_jax.grid import ExpertUid
 from dmoe_jax.members import MAX_GRIDS, declare_member, withdraw_member
 from net.dht.node import DhtNode
@@ -55,7 +55,7 @@ class Announcer:
         await declare_member(self._dht, self._swarm, peer_id, self._contact, info, expiration=expiration)
         if state != "serving":
             return
-        listed = await directory.declare_experts(self._dht, self._uids, self._contact, expiration=expiration)
+        listed = await declare_experts(self._dht, self._uids, self._contact, expiration=expiration)
         if missing := [str(uid) for uid, stands in listed.items() if not stands]:
             logger.warning("%d experts could not be announced, among them %s", len(missing), missing[0])
 
@@ -67,5 +67,5 @@ class Announcer:
 
     async def withdraw(self) -> None:
         """Take the announcements back, so that trainers stop calling at once; what cannot be reached expires."""
-        await directory.withdraw_experts(self._dht, self._uids, self._contact)
+        await withdraw_experts(self._dht, self._uids, self._contact)
         await withdraw_member(self._dht, self._swarm, self._contact.peer_id, "node")

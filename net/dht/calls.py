@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import trio
 
@@ -28,6 +29,7 @@ def jitter(period_s: float, rng: random.Random) -> float:
     return period_s * rng.uniform(0.75, 1.25)
 
 
+@dataclass(eq=False)
 class DhtCalls:
     """The three calls of `net.dht.messages`, each bounded by `config.rpc_timeout_s`.
 
@@ -35,38 +37,31 @@ class DhtCalls:
     raise `PEER_ERRORS`; cancelling one abandons the call and changes nothing in the book.
     """
 
-    def __init__(
-        self,
-        caller: Caller,
-        *,
-        book: PeerBook,
-        clock: SwarmClock,
-        config: DhtConfig,
-        is_client: bool,
-        on_met: Callable[[Contact, Met], None],
-    ) -> None:
-        self._caller = caller
-        self._book = book
-        self._clock = clock
-        self._config = config
-        self._is_client = is_client
-        self._on_met = on_met
+    caller: Caller
+    _: KW_ONLY
+    book: PeerBook
+    clock: SwarmClock
+    config: DhtConfig
+    is_client: bool
+    on_met: Callable[[Contact, Met], None]
+
+    def __post_init__(self) -> None:
         self.clock_skew_s: float | None = None
         """The last pinged peer's swarm time minus the own, seconds, to within half a round trip; None before."""
 
     @property
     def latest_expiration(self) -> float:
         """The latest expiration that a record may have now."""
-        return self._clock.now() + self._config.max_lifetime_s
+        return self.clock.now() + self.config.max_lifetime_s
 
     async def ping(self, target: Contact | Address) -> Contact:
         """Who listens there? The answer goes into the book; a failure does not (nobody is known to fail)."""
-        sent = self._clock.now()
-        body = await self._call(target, messages.PING, messages.ping_body(client=self._is_client))
+        sent = self.clock.now()
+        body = await self._call(target, messages.PING, messages.ping_body(client=self.is_client))
         peer_id, their_now = messages.parse_ping_reply_untrusted(body)
         contact = Contact(peer_id, address_of(target))
         self._note_answer(contact)
-        self.clock_skew_s = their_now - (sent + self._clock.now()) / 2
+        self.clock_skew_s = their_now - (sent + self.clock.now()) / 2
         return contact
 
     async def check(self, contact: Contact) -> None:
@@ -77,7 +72,7 @@ class DhtCalls:
             self._note_failure(contact, error)
             raise
         if answerer.peer_id != contact.peer_id:
-            self._book.failed(contact, trio.current_time(), f"{answerer.peer_id.short} answers at {contact.address}")
+            self.book.failed(contact, trio.current_time(), f"{answerer.peer_id.short} answers at {contact.address}")
 
     async def find(
         self, contact: Contact, target: NodeId, *, record: bool
@@ -89,7 +84,7 @@ class DhtCalls:
         for number in range(MAX_PAGES):
             reply = await self._find_page(contact, target, record=record, after=after)
             contacts = contacts or reply.contacts
-            now = self._clock.now()
+            now = self.clock.now()
             fresh = [update for update in reply.entries if update[1].expiration > now]
             found, _ = merge_entries(found, fresh)
             if not reply.more or number + 1 == MAX_PAGES:
@@ -101,7 +96,7 @@ class DhtCalls:
         """Store entries at one peer; for each, whether the peer accepted it."""
         accepted: list[bool] = []
         for batch in messages.batches(entries):
-            body = messages.store_body(target, batch, client=self._is_client)
+            body = messages.store_body(target, batch, client=self.is_client)
             try:
                 answer = await self._call(contact, messages.STORE, body)
                 peer_id, verdicts = messages.parse_store_reply_untrusted(answer, count=len(batch))
@@ -114,7 +109,7 @@ class DhtCalls:
         return tuple(accepted)
 
     async def _find_page(self, contact: Contact, target: NodeId, *, record: bool, after: str | None) -> FindReply:
-        body = messages.find_body(target, client=self._is_client, record=record, after=after)
+        body = messages.find_body(target, client=self.is_client, record=record, after=after)
         try:
             answer = await self._call(contact, messages.FIND, body)
             reply = messages.parse_find_reply_untrusted(answer, latest_expiration=self.latest_expiration)
@@ -128,7 +123,7 @@ class DhtCalls:
         return reply
 
     async def _call(self, target: Contact | Address, method: str, body: Body) -> Body:
-        reply = await self._caller.call(target, method, body, timeout_s=self._config.rpc_timeout_s)
+        reply = await self.caller.call(target, method, body, timeout_s=self.config.rpc_timeout_s)
         return reply.body
 
     def _expect(self, contact: Contact, peer_id: PeerId) -> None:
@@ -136,11 +131,11 @@ class DhtCalls:
             raise RemoteProtocolError(f"expected {contact}, but {peer_id.short} answered there")
 
     def _note_answer(self, contact: Contact) -> None:
-        self._on_met(contact, self._book.answered(contact, trio.current_time()))
+        self.on_met(contact, self.book.answered(contact, trio.current_time()))
 
     def _note_failure(self, contact: Contact, error: Exception) -> None:
         if not isinstance(error, PeerBusy):  # a busy peer is alive: ask it again another time
-            self._book.failed(contact, trio.current_time(), str(error))
+            self.book.failed(contact, trio.current_time(), str(error))
 
 
 async def first_answers(

@@ -81,6 +81,7 @@ class JobQueue:
         return True
 
 
+@dataclass(eq=False, kw_only=True)
 class Maintenance:
     """The background of one node; `run` never returns by itself and never fails because of a peer.
 
@@ -88,30 +89,23 @@ class Maintenance:
       lookup: walks towards an id and thereby fills the table.
     """
 
-    def __init__(
-        self,
-        *,
-        own_address: Address | None,
-        initial_peers: Sequence[Contact | Address],
-        book: PeerBook,
-        storages: Sequence[RecordStorage],
-        jobs: JobQueue,
-        calls: DhtCalls,
-        lookup: Callable[[NodeId], Awaitable[object]],
-        clock: SwarmClock,
-        config: DhtConfig,
-        rng: random.Random,
-    ) -> None:
-        self._initial_peers = tuple(dict.fromkeys(peer for peer in initial_peers if address_of(peer) != own_address))
-        self._book = book
-        self._storages = storages
-        self._jobs = jobs
-        self._calls = calls
-        self._lookup = lookup
-        self._clock = clock
-        self._config = config
+    own_address: Address | None
+    initial_peers: tuple[Contact | Address, ...]
+    book: PeerBook
+    storages: Sequence[RecordStorage]
+    jobs: JobQueue
+    calls: DhtCalls
+    lookup: Callable[[NodeId], Awaitable[object]]
+    clock: SwarmClock
+    config: DhtConfig
+    rng: random.Random
+
+    def __post_init__(self) -> None:
+        others = (peer for peer in self.initial_peers if address_of(peer) != self.own_address)
+        self.initial_peers = tuple(dict.fromkeys(others))
         # A stream of its own for each task: what one draws does not depend on when the others run.
-        self._refresh_rng, self._rejoin_rng, self._sweep_rng = (random.Random(rng.getrandbits(64)) for _ in range(3))
+        streams = (random.Random(self.rng.getrandbits(64)) for _ in range(3))
+        self._refresh_rng, self._rejoin_rng, self._sweep_rng = streams
 
     async def join(self) -> tuple[Contact | Address, ...]:
         """Meet the swarm through the initial peers.
@@ -119,12 +113,12 @@ class Maintenance:
         Returns:
           the initial peers (without this node) if none of them answered; empty if one did, or there are none.
         """
-        if not self._initial_peers:
+        if not self.initial_peers:
             return ()
-        grace_s = self._config.bootstrap_grace_s
-        if not await first_answers(self._calls, self._initial_peers, grace_s=grace_s):
-            return self._initial_peers
-        await self._lookup(self._book.table.local_id)
+        grace_s = self.config.bootstrap_grace_s
+        if not await first_answers(self.calls, self.initial_peers, grace_s=grace_s):
+            return self.initial_peers
+        await self.lookup(self.book.table.local_id)
         return ()
 
     async def run(self) -> None:
@@ -138,54 +132,54 @@ class Maintenance:
 
     async def _work(self) -> None:
         while True:
-            job = await self._jobs.next_job()
+            job = await self.jobs.next_job()
             if isinstance(job, _HandOver):
                 await self._hand_over(job.contact)
                 continue
             try:
-                await self._calls.check(job.contact)
+                await self.calls.check(job.contact)
             except PEER_ERRORS:
                 continue  # the peer book knows
             finally:
-                self._jobs.checked(job.contact)
+                self.jobs.checked(job.contact)
 
     async def _hand_over(self, newcomer: Contact) -> None:
         # The first storage holds the swarm's records; the cache is nobody's replica.
-        for key, record in list(self._storages[0].items(self._clock.now())):
+        for key, record in list(self.storages[0].items(self.clock.now())):
             await trio.lowlevel.checkpoint()  # a full storage takes a while to look through
-            if not self._book.owes(newcomer, key, replicas=self._config.replicas):
+            if not self.book.owes(newcomer, key, replicas=self.config.replicas):
                 continue
             try:
-                await self._calls.store(newcomer, key, as_updates(record))
+                await self.calls.store(newcomer, key, as_updates(record))
             except PEER_ERRORS:
                 return
 
     async def _refresh(self) -> None:
         """Kademlia, section 2.3: a bucket without lookups is looked up, or it would fill with the dead."""
-        period_s = self._config.refresh_period_s
+        period_s = self.config.refresh_period_s
         while True:
             await trio.sleep(jitter(period_s, self._refresh_rng))
-            stale = self._book.table.stale_targets(older_than=trio.current_time() - period_s, rng=self._refresh_rng)
+            stale = self.book.table.stale_targets(older_than=trio.current_time() - period_s, rng=self._refresh_rng)
             for target in stale[:MAX_STALE_BUCKETS]:
-                await self._lookup(target)
+                await self.lookup(target)
 
     async def _rejoin(self) -> None:
         """Try the initial peers that are not in the table, and some lost ones: so a split swarm becomes one again."""
-        due = trio.current_time() + jitter(self._config.rejoin_period_s, self._rejoin_rng)
+        due = trio.current_time() + jitter(self.config.rejoin_period_s, self._rejoin_rng)
         while True:
-            await trio.sleep(jitter(self._config.lonely_rejoin_period_s, self._rejoin_rng))
-            if len(self._book.table) > 0 and trio.current_time() < due:
+            await trio.sleep(jitter(self.config.lonely_rejoin_period_s, self._rejoin_rng))
+            if len(self.book.table) > 0 and trio.current_time() < due:
                 continue
-            due = trio.current_time() + jitter(self._config.rejoin_period_s, self._rejoin_rng)
-            known = {contact.address for contact in self._book.table.contacts()}
-            lost = self._book.draw_lost(LOST_DRAWS, self._rejoin_rng)
-            wanted = dict.fromkeys((*self._initial_peers, *lost))
+            due = trio.current_time() + jitter(self.config.rejoin_period_s, self._rejoin_rng)
+            known = {contact.address for contact in self.book.table.contacts()}
+            lost = self.book.draw_lost(LOST_DRAWS, self._rejoin_rng)
+            wanted = dict.fromkeys((*self.initial_peers, *lost))
             unknown = [target for target in wanted if address_of(target) not in known]
-            if await first_answers(self._calls, unknown, grace_s=self._config.rpc_timeout_s):
-                await self._lookup(self._book.table.local_id)
+            if await first_answers(self.calls, unknown, grace_s=self.config.rpc_timeout_s):
+                await self.lookup(self.book.table.local_id)
 
     async def _sweep(self) -> None:
         while True:
-            await trio.sleep(jitter(self._config.sweep_period_s, self._sweep_rng))
-            for storage in self._storages:
-                storage.sweep(self._clock.now())
+            await trio.sleep(jitter(self.config.sweep_period_s, self._sweep_rng))
+            for storage in self.storages:
+                storage.sweep(self.clock.now())

@@ -20,7 +20,7 @@ from net.dht.routing_table import NodeId
 from net.errors import RemoteProtocolError
 from net.identity import PEER_ID_BYTES, Address, Contact, PeerId
 from net.rpc.base import Body
-from net.wire.fields import FLAG, HOST, PEER_ID, PORT, Field, optional, row_untrusted, several, text
+from net.wire.fields import FLAG, HOST, PEER_ID, PORT, Field, optional, row_untrusted, rows, several, text
 
 PING, FIND, STORE = "dht.ping", "dht.find", "dht.store"
 
@@ -37,9 +37,7 @@ _SECONDS: Field[float] = Field(
     lambda value: type(value) in (int, float) and abs(value) <= _LATEST_S,
     float,
 )
-_CONTACTS: Field[tuple[object, ...]] = Field(
-    f"a list of at most {MAX_CONTACTS}", lambda value: type(value) is list and len(value) <= MAX_CONTACTS
-)
+_CONTACTS = rows(MAX_CONTACTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

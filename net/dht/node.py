@@ -36,7 +36,6 @@ from net.dht.storage import RecordStorage
 from net.errors import DialFailed
 from net.identity import Address, Contact, PeerId
 from net.nursery import background_nursery
-from net.peer_health import PeerHealth
 from net.rpc.base import Caller
 
 Found = Record
@@ -107,12 +106,12 @@ class DhtNode:
         self.address = caller.address
         self.clock = clock
         self.config = config
-        self.health: PeerHealth = getattr(caller, "health", None) or PeerHealth()
-        """Who of this process's peers does not answer, as its calls found."""
+        self.health = caller.health
+        """Who does not answer, as this process's calls found."""
         self._own_contact = None if is_client or self.address is None else Contact(self.peer_id, self.address)
         self._storage = RecordStorage(max_keys=config.max_keys, max_bytes=config.max_storage_bytes)
         self._cache = RecordStorage(max_keys=config.max_cached_keys, max_bytes=config.max_storage_bytes)
-        self._book = PeerBook(node_id(self.peer_id), config=config, health=caller.health, now=trio.current_time())
+        self._book = PeerBook(node_id(self.peer_id), config=config, health=self.health, now=trio.current_time())
         self._jobs = JobQueue()
         self._calls = DhtCalls(
             caller,
@@ -134,7 +133,7 @@ class DhtNode:
             self._service.register(caller)
         self._maintenance = Maintenance(
             own_address=self.address,
-            initial_peers=initial_peers,
+            initial_peers=tuple(initial_peers),
             book=self._book,
             storages=(self._storage, self._cache),
             jobs=self._jobs,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass
 
 import trio
 
@@ -17,6 +18,7 @@ from net.identity import Contact, PeerId
 from net.rpc.base import Caller, Handler, Reply, Request, handlers
 
 
+@dataclass(eq=False)
 class DhtService:
     """Serves ping, find and store from the node's table and storage.
 
@@ -24,22 +26,15 @@ class DhtService:
       on_check: told of a caller (or an old contact) that is worth a ping.
     """
 
-    def __init__(
-        self,
-        peer_id: PeerId,
-        *,
-        book: PeerBook,
-        storage: RecordStorage,
-        clock: SwarmClock,
-        config: DhtConfig,
-        on_check: Callable[[Contact], None],
-    ) -> None:
-        self._peer_id = peer_id
-        self._book = book
-        self._storage = storage
-        self._clock = clock
-        self._config = config
-        self._on_check = on_check
+    peer_id: PeerId
+    _: KW_ONLY
+    book: PeerBook
+    storage: RecordStorage
+    clock: SwarmClock
+    config: DhtConfig
+    on_check: Callable[[Contact], None]
+
+    def __post_init__(self) -> None:
         self._served = ExitStack()
 
     def register(self, caller: Caller) -> None:
@@ -68,36 +63,36 @@ class DhtService:
         return handle
 
     def _ping(self, request: Request) -> Reply:
-        return Reply(body=messages.ping_reply_body(self._peer_id, self._clock.now()))
+        return Reply(body=messages.ping_reply_body(self.peer_id, self.clock.now()))
 
     def _find(self, request: Request) -> Reply:
         target, wants_record, after = messages.parse_find_untrusted(request.body)
         # One more than is answered, since the caller itself may be among them and knows itself already.
-        nearest = self._book.table.nearest(target, self._config.bucket_size + 1)
+        nearest = self.book.table.nearest(target, self.config.bucket_size + 1)
         contacts = [contact for contact in nearest if contact.peer_id != request.peer_id]
-        record = self._storage.get(target, self._clock.now()) if wants_record else None
+        record = self.storage.get(target, self.clock.now()) if wants_record else None
         entries, more = _first_entries(record, after)
         reply = FindReply(
-            peer_id=self._peer_id,
-            contacts=tuple(contacts[: self._config.bucket_size]),
+            peer_id=self.peer_id,
+            contacts=tuple(contacts[: self.config.bucket_size]),
             entries=entries,
             more=more,
         )
         return Reply(body=messages.find_reply_body(reply))
 
     def _store(self, request: Request) -> Reply:
-        now = self._clock.now()
+        now = self.clock.now()
         target, entries = messages.parse_store_untrusted(
-            request.body, latest_expiration=now + self._config.max_lifetime_s
+            request.body, latest_expiration=now + self.config.max_lifetime_s
         )
-        return Reply(body=messages.store_reply_body(self._peer_id, self._storage.store(target, entries, now)))
+        return Reply(body=messages.store_reply_body(self.peer_id, self.storage.store(target, entries, now)))
 
     def _note_caller(self, request: Request) -> None:
         if messages.parse_client_untrusted(request.body) or request.peer_address is None:
             return
         contact = Contact(request.peer_id, request.peer_address)
-        if (suspect := self._book.heard_from(contact, trio.current_time())) is not None:
-            self._on_check(suspect)
+        if (suspect := self.book.heard_from(contact, trio.current_time())) is not None:
+            self.on_check(suspect)
 
 
 def _first_entries(record: Record | None, after: str | None) -> tuple[tuple[SubkeyEntry, ...], bool]:

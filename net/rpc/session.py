@@ -66,7 +66,6 @@ MAX_ANSWER_BYTES = WINDOW_BYTES
 
 
 _CREDIT: Key = ("credit", 0)
-_COMPRESSIONS = tuple(COMPRESSIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,24 +95,11 @@ Action = RunCall | CancelRun | FinishCall
 def hello_of(
     peer_id: PeerId, *, instance: bytes, port: int | None, host: str | None = None, window_bytes: int = WINDOW_BYTES
 ) -> EncodedFrame:
-    """The greeting of a peer.
-
-    Args:
-      peer_id: who we are.
-      instance: drawn once for each process.
-      port: where we listen; None in client mode.
-      host: where we are reached, if not on the host that we call from.
-      window_bytes: what the other end may send ahead.
-    """
-    hello = Hello(
-        peer_id=peer_id,
-        instance=instance,
-        port=port,
-        host=host,
-        window_bytes=window_bytes,
-        compressions=_COMPRESSIONS,
+    """The greeting of a peer: a `Hello` that names every compression of ours."""
+    names = tuple(COMPRESSIONS)
+    return encode_message(
+        Hello(peer_id=peer_id, instance=instance, port=port, host=host, window_bytes=window_bytes, compressions=names)
     )
-    return encode_message(hello)
 
 
 class RpcSession:

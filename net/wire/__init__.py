@@ -1,1 +1,1 @@
-"""Cores that turn values into bytes and back: CBOR (`codec`), tensors, frames, RPC messages."""
+"""Cores that turn values into bytes and back: CBOR (`codec`), tensors, frames, RPC messages and their fields."""

@@ -96,6 +96,11 @@ def several(each: Field[T], most: int) -> Field[tuple[T, ...]]:
     )
 
 
+def rows(most: int) -> Field[list[object]]:
+    """A list of at most `most` values, which are still to be read one by one."""
+    return Field(f"a list of at most {most}", lambda value: type(value) is list and len(value) <= most)
+
+
 def optional(field: Field[T]) -> Field[T | None]:
     """A value of a kind, or None."""
     return Field(

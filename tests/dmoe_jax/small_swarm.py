@@ -12,17 +12,16 @@ import numpy as np
 import optax
 
 from dmoe_jax.device import Device, InlineDevice
-from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
+from dmoe_jax.directory import DirectoryConfig, ExpertDirectory
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import all_uids
-from dmoe_jax.mixture.fan_out import CallPolicy, ExpertCaller
-from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
+from dmoe_jax.node.server import ExpertNode, NodeConfig
 from dmoe_jax.routing.base import Router
+from dmoe_jax.swarm import Swarm, open_swarm
 from net.clock import SwarmClock
-from net.dht.node import open_dht_node
 from net.identity import Address, PeerId
 from net.rpc.base import Caller
 from net.rpc.peer import open_rpc_peer
@@ -34,48 +33,30 @@ from tests.net.direct_network import DirectCaller, DirectNetwork
 class SmallSwarm:
     """What a test needs of a running swarm."""
 
+    swarm: Swarm
+    """The trainer's place in it."""
     backends: dict[str, ExpertBackend]
     nodes: list[ExpertNode]
-    directory: ExpertDirectory
-    caller: ExpertCaller
-    device: Device
+
+    @property
+    def directory(self) -> ExpertDirectory:
+        return self.swarm.directory
 
     @property
     def statistics(self) -> CallStatistics:
-        return self.caller.statistics
+        return self.swarm.statistics
 
     def stacked_params(self, prefix: str, grid_size: tuple[int, ...]) -> Any:
         """Copies of the experts' parameters of one layer, stacked as `mixture.local` keeps them."""
         params = [self.backends[str(uid)].params for uid in all_uids(prefix, grid_size)]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
 
-    def mixture(
-        self,
-        expert: Expert,
-        router: Router,
-        prefix: str,
-        *,
-        k_best: int,
-        policy: CallPolicy | None = None,
-        on_shortfall: str = "skip",
-        max_skipped: float = 1.0,
-        seed: int = 0,
-    ) -> RemoteMixture:
-        return RemoteMixture(
-            expert=expert,
-            router=router,
-            directory=self.directory,
-            caller=self.caller,
-            device=self.device,
-            config=MixtureConfig(
-                prefix=prefix,
-                k_best=k_best,
-                policy=policy or CallPolicy(),
-                on_shortfall=on_shortfall,
-                max_skipped=max_skipped,
-            ),
-            seed=seed,
-        )
+    def mixture(self, expert: Expert, router: Router, prefix: str, **options: Any) -> RemoteMixture:
+        """As `Swarm.mixture`; the policy may be given whole."""
+        policy = options.pop("policy", None)
+        if policy is not None:
+            options |= {name: getattr(policy, name) for name in ("k_min", "grace_s", "timeout_s", "compression")}
+        return self.swarm.mixture(prefix, expert, router, **options)
 
 
 @asynccontextmanager
@@ -93,39 +74,30 @@ async def open_small_swarm(
 ) -> AsyncIterator[SmallSwarm]:
     """Serve the grids from all callers but the last, dealt out in turn; the last caller is the trainer."""
     uids = [str(uid) for prefix in prefixes for uid in all_uids(prefix, grid_size)]
-    backends = {
-        uid: ExpertBackend(expert, optimizer, expert.init(jax.random.key(index))) for index, uid in enumerate(uids)
-    }
-    clock, device = clock or SwarmClock(start_s=1000.0), device or InlineDevice()
+    clock = clock or SwarmClock(start_s=1000.0)
     async with AsyncExitStack() as stack:
         first = callers[0].address
-        dhts = []
-        for index, caller in enumerate(callers):
-            dhts.append(
-                await stack.enter_async_context(
-                    open_dht_node(
-                        caller,
-                        clock=clock,
-                        rng=random.Random(index),
-                        initial_peers=[first] if index and first is not None else [],
-                        client_mode=caller.address is None,
-                    )
+        swarms = [
+            await stack.enter_async_context(
+                open_swarm(
+                    [first] if index and first is not None else [],
+                    caller=caller,
+                    clock=clock,
+                    device=device or InlineDevice(),
+                    seed=index,
+                    directory=directory_config or DirectoryConfig(),
                 )
             )
-        nodes = []
-        for index, caller in enumerate(callers[:-1]):
-            own = {uid: backends[uid] for uid in uids[index :: len(callers) - 1]}
-            node = open_expert_node(caller, dhts[index], own, device=device, config=node_config or NodeConfig())
-            nodes.append(await stack.enter_async_context(node))
-        directory = await stack.enter_async_context(
-            open_expert_directory(dhts[-1], config=directory_config or DirectoryConfig())
-        )
+            for index, caller in enumerate(callers)
+        ]
+        served = []
+        for index, swarm in enumerate(swarms[:-1]):
+            own = dict.fromkeys(uids[index :: len(callers) - 1], expert)
+            served.append(await swarm.serve(own, optimizer=optimizer, seed=0, config=node_config))
         yield SmallSwarm(
-            backends=backends,
-            nodes=nodes,
-            directory=directory,
-            caller=ExpertCaller(callers[-1], directory, CallStatistics()),
-            device=device,
+            swarm=swarms[-1],
+            backends={uid: backend for each in served for uid, backend in each.backends.items()},
+            nodes=[each.node for each in served],
         )
 
 

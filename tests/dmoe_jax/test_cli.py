@@ -98,9 +98,9 @@ def running(*args: str, lines: list[str] | None = None) -> Iterator[tuple[subpro
             "--weight-decay must not be negative, got -1.0",
         ),
         (["train", "--join", "127.0.0.1:1", "--learning-rate-floor", "2"], 1, "-floor must be from 0 to 1, got 2.0"),
-        (["train", "--join", "127.0.0.1:1", "--eval-tokens", "0", "--d-ff", "0"], 1, "d_ff must be .*, got 0"),
-        (["train", "--join", "127.0.0.1:1", "--dropout", "1"], 1, "dropout must be .* below 1, got 1.0"),
-        (["train", "--join", "127.0.0.1:1", "--compute-dtype", "int8"], 2, "invalid choice 'int8'"),
+        (["train", "--join", "127.0.0.1:1", "--eval-tokens", "0", "--d-ff", "0"], 2, "d_ff must be .*, got 0"),
+        (["train", "--join", "127.0.0.1:1", "--dropout", "1"], 2, "dropout must be .* below 1, got 1.0"),
+        (["train", "--join", "127.0.0.1:1", "--compute-dtype", "int8"], 2, "compute_dtype must be .*, got 'int8'"),
         (["train", "--join", "127.0.0.1:1", "--router", "best"], 1, "unknown router 'best'; expected .*product_key"),
         (["train", "--join", "127.0.0.1:1", "--router", "/nowhere/r.py:mine"], 1, "router '/nowhere/r.py:mine': .* no"),
         (["train", "--join", "127.0.0.1:1"], 1, "cannot join the swarm: cannot connect to 127.0.0.1:1: .*refused"),
@@ -525,7 +525,7 @@ def test_averaging_options_that_pass_the_check_can_be_used() -> None:
     for window_s in (0.5, 2.0, 3.0, 30.0):
         options = AveragingOptions(average_every=10, average_window_s=window_s)
         options.check()
-        assert options.config().assembly.window_s == window_s
+        assert options.config().averager().assembly.window_s == window_s
     for wishes in ({"average_window_s": 1e9}, {"average_timeout_s": 1e9}, {"average_side": 1}, {"average_name": "a.b"}):
         with pytest.raises(UsageError, match="average"):
             AveragingOptions(average_every=10, **wishes).check()

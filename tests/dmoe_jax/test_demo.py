@@ -63,8 +63,9 @@ def test_up_hands_its_flags_to_nodes_and_trainers(tmp_path: Path) -> None:
         for index in range(2)
     ]
     for index, train in enumerate(trainers):
-        assert (train.expert.d_model, train.steps, train.seed, train.data_seed) == (64, 40, 7, 7 + index)
-        assert (train.num_layers, train.grid_size, train.num_trainers, train.k_best) == (1, (2, 4), 3, 2)
+        assert (train.language.layer.d_model, train.run_length.steps) == (64, 40)
+        assert (train.data.seed, train.data.data_seed, train.data.num_trainers) == (7, 7 + index, 3)
+        assert (train.language.num_layers, train.language.grid_size, train.calls.k_best) == (1, (2, 4), 2)
         assert (train.averaging.average_every, train.averaging.average_side) == (5, 2)
         assert train.listening.announce == "localhost"
 
@@ -117,8 +118,8 @@ def test_a_trainers_figures_are_read_while_they_are_written(tmp_path: Path) -> N
     watch, metrics = TrainerWatch(tmp_path), tmp_path / "metrics.jsonl"
     watch.look()
     assert watch.step == 0
-    append_metric(metrics, kind="train", step=2, loss=4.0, tokens=100, time_s=1.0)
-    append_metric(metrics, kind="train", step=1, loss=2.0, tokens=100, time_s=2.0)
+    append_metric(metrics, kind="train", step=2, loss=4.0, items=100, time_s=1.0)
+    append_metric(metrics, kind="train", step=1, loss=2.0, items=100, time_s=2.0)
     with metrics.open("a") as file:
         file.write('{"kind":"calls","ok":9,"fai')
     watch.look()

@@ -21,8 +21,7 @@ from flax import nnx
 
 from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.flax_layers import MAX_WAITING_CALLS, AuxiliaryLoss, BlockingMixture, CallSlots
-from dmoe_jax.flax_layers.host_call import MAX_RESIDUALS
+from dmoe_jax.flax_layers import MAX_WAITING_CALLS, AuxiliaryLoss, BlockingMixture, CallSlots, host_call
 from dmoe_jax.mixture.fan_out import CallPolicy
 from dmoe_jax.models.layers import dmoe_layer
 from dmoe_jax.routing import flat_top_k, hash_router, noisy_top_k, product_key, with_balancing_loss
@@ -284,18 +283,19 @@ def test_the_seventeenth_waiting_call_is_an_error(thread: SwarmThread) -> None:
     assert np.isfinite(apply(params, X[:1])).all()
 
 
-def test_a_forward_pass_has_one_backward_pass(thread: SwarmThread) -> None:
+def test_a_forward_pass_has_one_backward_pass(thread: SwarmThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second one finds nothing, nor does one that comes after too many others: both say so."""
+    monkeypatch.setattr(host_call, "MAX_RESIDUALS", 3)
     blocking = thread.mixture()
     layer = blocking.linen()
     params = layer.init(jax.random.key(1), X)
-    first, *others = [jax.vjp(layer.apply, params, X)[1] for _ in range(MAX_RESIDUALS + 1)]
-    assert len(blocking.call._residuals) == MAX_RESIDUALS
+    first, *others = [jax.vjp(layer.apply, params, X)[1] for _ in range(4)]
+    assert len(blocking.call._residuals) == 3
     with pytest.raises(jax.errors.JaxRuntimeError, match="its forward pass kept for this backward pass is gone"):
         jax.block_until_ready(first(X))
     jax.block_until_ready(others[0](X))
-    assert len(blocking.call._residuals) == MAX_RESIDUALS - 1
-    with pytest.raises(jax.errors.JaxRuntimeError, match="has one backward pass, and at most 64 may be outstanding"):
+    assert len(blocking.call._residuals) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="has one backward pass, and at most 3 may be outstanding"):
         jax.block_until_ready(others[0](X))
 
 

@@ -148,7 +148,7 @@ async def test_a_large_dictionary_is_read_page_by_page(autojump_clock: MockClock
 
 def nodes_network(nodes: list[DhtNode]) -> DirectNetwork:
     """The network that these nodes are on."""
-    network: DirectNetwork = nodes[0]._calls._caller._network  # type: ignore[attr-defined]
+    network: DirectNetwork = nodes[0]._calls.caller._network  # type: ignore[attr-defined]
     return network
 
 

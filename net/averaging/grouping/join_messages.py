@@ -24,7 +24,20 @@ from net.dht.records import MAX_KEY_BYTES, Dictionary, Record, Value
 from net.errors import RemoteProtocolError
 from net.identity import Address, Contact, PeerId
 from net.rpc.base import Body
-from net.wire.fields import HOST, PEER_ID, PORT, Field, choice, integer, octets, optional, real, row_untrusted, text
+from net.wire.fields import (
+    HOST,
+    PEER_ID,
+    PORT,
+    Field,
+    choice,
+    integer,
+    octets,
+    optional,
+    real,
+    row_untrusted,
+    rows,
+    text,
+)
 
 MAX_SCHEMA_BYTES = 64
 """A schema is a hash of what the vector means."""
@@ -57,9 +70,7 @@ _MEMBER: dict[str, Field[Any]] = {
     "bandwidth": optional(real(*BANDWIDTHS_BPS)),
 }
 _GROUP_ID = octets(GROUP_ID_BYTES, GROUP_ID_BYTES)
-_MEMBERS: Field[list[object]] = Field(
-    f"a list of at most {MAX_GROUP_SIZE}", lambda value: type(value) is list and len(value) <= MAX_GROUP_SIZE
-)
+_MEMBERS = rows(MAX_GROUP_SIZE)
 
 
 class Reason(enum.StrEnum):

@@ -1,6 +1,7 @@
 """The two ends of the calls that an all-reduce consists of: who brings chunks of a part, and who averages them."""
 
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import trio
@@ -131,6 +132,7 @@ class ChunkReducer:
             outcome.tell()
 
 
+@dataclass(eq=False)
 class ChunkSender:
     """Brings one reducer the chunks of its part, and takes their means.
 
@@ -147,34 +149,22 @@ class ChunkSender:
       compression: of the values.
     """
 
-    def __init__(
-        self,
-        caller: Caller,
-        method: str,
-        *,
-        group_id: bytes,
-        reducer: Member,
-        part: Part,
-        vector: Array,
-        average: Array,
-        window: int,
-        patience_s: float,
-        timeout_s: float,
-        compression: Compression,
-    ) -> None:
-        self._caller = caller
-        self._method = method
-        self._group_id = group_id
-        self._reducer = reducer
-        self._part = part
-        self._vector = vector
-        self._average = average
-        self._window = window
-        self._patience_s = patience_s
-        self._timeout_s = timeout_s
-        self._compression = compression
+    caller: Caller
+    method: str
+    _: KW_ONLY
+    group_id: bytes
+    reducer: Member
+    part: Part
+    vector: Array
+    average: Array
+    window: int
+    patience_s: float
+    timeout_s: float
+    compression: Compression
+
+    def __post_init__(self) -> None:
         self._patience = trio.CancelScope()
-        self._num_senders = [0] * part.num_chunks
+        self._num_senders = [0] * self.part.num_chunks
 
     @property
     def num_senders(self) -> list[int]:
@@ -186,12 +176,12 @@ class ChunkSender:
         self._be_patient()
         with self._patience:
             async with trio.open_nursery() as nursery:
-                chunks = iter(range(self._part.num_chunks))
-                for _ in range(min(self._window, self._part.num_chunks)):
+                chunks = iter(range(self.part.num_chunks))
+                for _ in range(min(self.window, self.part.num_chunks)):
                     nursery.start_soon(self._bring, chunks)
 
     def _be_patient(self) -> None:
-        self._patience.deadline = trio.current_time() + self._patience_s
+        self._patience.deadline = trio.current_time() + self.patience_s
 
     async def _bring(self, chunks: Iterator[int]) -> None:
         """One chunk after the other; several tasks share the iterator."""
@@ -204,24 +194,24 @@ class ChunkSender:
             self._be_patient()
 
     async def _average_untrusted(self, chunk: int) -> None:
-        where = self._part.chunk(chunk)
-        values = self._vector[where]
-        name = ChunkName(group_id=self._group_id, size=self._vector.size, start=where.start)
+        where = self.part.chunk(chunk)
+        values = self.vector[where]
+        name = ChunkName(group_id=self.group_id, size=self.vector.size, start=where.start)
         reply = await self._call(name, values)
         answer = parse_answer_untrusted(reply.body)
         received = values_untrusted([plain(tensor) for tensor in reply.tensors], values.size)
         if answer.is_difference:
-            np.add(values, received, out=self._average[where])
+            np.add(values, received, out=self.average[where])
         else:
-            self._average[where] = received
+            self.average[where] = received
         self._num_senders[chunk] = answer.num_senders
 
     async def _call(self, name: ChunkName, values: Array) -> Reply:
-        tensors = (as_outgoing(values, self._compression),)
+        tensors = (as_outgoing(values, self.compression),)
         for pause_s in (*_PAUSES_S, None):
             try:
-                return await self._caller.call(
-                    self._reducer.contact, self._method, name.body(), tensors, timeout_s=self._timeout_s
+                return await self.caller.call(
+                    self.reducer.contact, self.method, name.body(), tensors, timeout_s=self.timeout_s
                 )
             except (DialFailed, PeerBusy):
                 if pause_s is None:

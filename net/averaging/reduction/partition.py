@@ -10,11 +10,13 @@ is refused and not averaged.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group
 from net.errors import RemoteProtocolError
 from net.rpc.base import Body
+from net.wire.fields import FLAG, integer, octets
+
+_GROUP, _NATURAL, _SENDERS = octets(GROUP_ID_BYTES, GROUP_ID_BYTES), integer(0, 2**63 - 1), integer(1, MAX_GROUP_SIZE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +110,11 @@ def parse_name_untrusted(body: Body) -> ChunkName:
     Raises:
       RemoteProtocolError: it did not make this.
     """
-    group_id, size, start = (body.get(key) for key in ("group", "size", "start"))
-    if not isinstance(group_id, bytes) or len(group_id) != GROUP_ID_BYTES:
-        raise RemoteProtocolError(f"expected a group id of {GROUP_ID_BYTES} bytes")
-    return ChunkName(group_id=group_id, size=_natural_untrusted(size), start=_natural_untrusted(start))
+    return ChunkName(
+        group_id=_GROUP.read_untrusted(body.get("group"), "the group id"),
+        size=_NATURAL.of_untrusted(body, "size"),
+        start=_NATURAL.of_untrusted(body, "start"),
+    )
 
 
 def parse_answer_untrusted(body: Body) -> ChunkAnswer:
@@ -120,13 +123,6 @@ def parse_answer_untrusted(body: Body) -> ChunkAnswer:
     Raises:
       RemoteProtocolError: it did not make this.
     """
-    num_senders, is_difference = _natural_untrusted(body.get("senders")), body.get("difference")
-    if not 1 <= num_senders <= MAX_GROUP_SIZE or not isinstance(is_difference, bool):
-        raise RemoteProtocolError("expected the number of senders, and whether the values are a difference")
-    return ChunkAnswer(num_senders=num_senders, is_difference=is_difference)
-
-
-def _natural_untrusted(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise RemoteProtocolError(f"expected an integer from 0 upwards, got {str(value)[:32]!r}")
-    return value
+    return ChunkAnswer(
+        num_senders=_SENDERS.of_untrusted(body, "senders"), is_difference=FLAG.of_untrusted(body, "difference")
+    )

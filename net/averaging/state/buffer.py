@@ -13,10 +13,14 @@ from typing import Any
 import numpy as np
 
 from net.errors import RemoteProtocolError
+from net.wire.fields import Field, integer, row_untrusted, rows, several
 from net.wire.tensors import ALIGNMENT, DTYPES, MAX_RANK, Tensor, aligned_buffer
 
 MAX_ARRAYS = 1024
 """Of a state: parameters and optimiser state of some thirty layers. Its table still fits into one message's body."""
+
+_DTYPE: Field[str] = Field("the name of a dtype", lambda value: type(value) is str and value in DTYPES)
+_SHAPE, _TABLE = several(integer(0, 2**40), MAX_RANK), rows(MAX_ARRAYS)
 
 Table = list[list[Any]]
 """For each array `[dtype name, [dim, ...]]`."""
@@ -87,16 +91,8 @@ def check_table_untrusted(table: Any, *, max_bytes: int) -> int:
     Raises:
       RemoteProtocolError: the table is malformed, or describes more than `max_bytes`.
     """
-    if not isinstance(table, list) or len(table) > MAX_ARRAYS:
-        raise RemoteProtocolError(f"the table of a state is a list of at most {MAX_ARRAYS} rows")
-    for row in table:
-        if not (isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) and row[0] in DTYPES):
-            raise RemoteProtocolError(f"a row of a state's table is [dtype, shape], got {row!r:.80}")
-        shape = row[1]
-        if not (isinstance(shape, list) and len(shape) <= MAX_RANK):
-            raise RemoteProtocolError(f"a shape is a list of at most {MAX_RANK} integers, got {shape!r:.80}")
-        if not all(isinstance(dim, int) and not isinstance(dim, bool) and 0 <= dim < 2**40 for dim in shape):
-            raise RemoteProtocolError(f"a dimension is an integer from 0 to 2**40, got {shape!r:.80}")
+    for row in _TABLE.read_untrusted(table, "the table of a state"):
+        row_untrusted(row, "a row of a state's table", dtype=_DTYPE, shape=_SHAPE)
     nbytes = _nbytes(table)
     if nbytes > max_bytes:
         raise RemoteProtocolError(f"a state of {nbytes} bytes, at most {max_bytes} are accepted")

@@ -19,11 +19,12 @@ from net.averaging.state.buffer import Table, check_table_untrusted, receive_unt
 from net.averaging.state.sharing import (
     DIGEST,
     VERSION,
-    SharedState,
     StateSharingConfig,
     state_key,
     state_methods,
 )
+from net.averaging.state.sharing import MAX_VERSION as MAX_VERSION
+from net.averaging.state.sharing import SharedState as SharedState
 from net.dht.messages import parse_contact_untrusted
 from net.dht.node import DhtNode
 from net.dht.records import Dictionary
@@ -31,14 +32,13 @@ from net.errors import CallFailed, NetError, PeerTimeout, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.rpc.base import Caller, Reply
 from net.rpc.service import PING
-from net.wire.fields import MAPPING, Field, integer, row_untrusted
+from net.wire.fields import MAPPING, integer, row_untrusted, rows
 from net.wire.tensors import aligned_buffer
 
 MAX_PINGED = 32
 """Donors that are looked at, the furthest first."""
 
 _ANY_VERSION = integer(-(2**63), 2**63)
-_ANY_LIST: Field[list[object]] = Field("a list", lambda value: type(value) is list)
 
 
 class StateUnavailable(NetError):
@@ -165,7 +165,7 @@ class StateDownload:
         found = []
         for subkey, entry in record.entries.items():
             try:
-                version, raw = row_untrusted(entry.value, "an announcement", version=_ANY_VERSION, contact=_ANY_LIST)
+                version, raw = row_untrusted(entry.value, "an announcement", version=_ANY_VERSION, contact=rows(3))
                 contact = parse_contact_untrusted(raw)
             except RemoteProtocolError:
                 continue

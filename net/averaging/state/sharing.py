@@ -86,17 +86,14 @@ def state_methods(prefix: str) -> tuple[str, str]:
     return f"averaging.{prefix}.state.open", f"averaging.{prefix}.state.chunk"
 
 
+@dataclass(frozen=True, slots=True)
 class StateSource:
-    """Where a donor's state comes from.
+    """Where a donor's state comes from."""
 
-    Args:
-      version: how far the state is now; called often.
-      snapshot: a consistent copy of it, or at least one that nobody writes to before it was packed.
-    """
-
-    def __init__(self, version: Callable[[], int], snapshot: Callable[[], Awaitable[SharedState]]) -> None:
-        self.version = version
-        self.snapshot = snapshot
+    version: Callable[[], int]
+    """How far the state is now; called often."""
+    snapshot: Callable[[], Awaitable[SharedState]]
+    """A consistent copy of it, or at least one that nobody writes to before it was packed."""
 
 
 @dataclass(slots=True, eq=False)
