@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dmoe_jax.cli.common import mistakes_in_one_line, parse_command_line, set_up_jax
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.swarm import join_swarm
-from dmoe_jax.cli.train_options import TrainOptions, with_saved
+from dmoe_jax.cli.train_options import TrainOptions, with_saved, without_switches
 from dmoe_jax.training.saving import PreparedRun, prepare_run, saved_settings
 
 
@@ -26,9 +26,10 @@ class TrainCommand(TrainOptions):
         if not self.resume or self.out is None or not (self.out / "config.json").exists():
             return self
         with mistakes_in_one_line():
-            before = with_saved(self, saved_settings(self.out))
+            saved = saved_settings(self.out)
+        before = with_saved(without_switches(self), saved, switches=False)
         command: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=args, default=before)
-        return command
+        return with_saved(command, saved, switches=True)
 
     def prepared(self) -> PreparedRun:
         """The run in its folder, once the flags and the folder have been looked at; nothing is written yet.

@@ -211,12 +211,14 @@ class TrainOptions:
         return frozenset(_dotted(self)) - {*_FIXED}
 
 
-def with_saved(options: D, saved: Mapping[str, Any]) -> D:
+def with_saved(options: D, saved: Mapping[str, Any], *, switches: bool) -> D:
     """These options with the values that config.json has of them; what it lacks stays.
 
     Args:
       options: a dataclass of flags, perhaps of groups of flags.
       saved: `TrainOptions.settings` through JSON.
+      switches: whether flags without a value are meant, or those with one. A switch can only be given, not taken back:
+        as a default it would change its name, so the saved ones are put in after the command line has been read.
     """
     hints = get_type_hints(type(options))
     changes: dict[str, Any] = {}
@@ -225,12 +227,26 @@ def with_saved(options: D, saved: Mapping[str, Any]) -> D:
             continue
         value, now = saved[each.name], getattr(options, each.name)
         if is_dataclass(now):
-            value = with_saved(now, value) if isinstance(value, Mapping) else now
+            value = with_saved(now, value, switches=switches) if isinstance(value, Mapping) else now
+        elif isinstance(now, bool) is not switches or (switches and now is not each.default):
+            continue
         elif isinstance(value, list):
             value = tuple(value)
         elif isinstance(value, str) and Path in (hints[each.name], *get_args(hints[each.name])):
             value = Path(value)
         changes[each.name] = value
+    return replace(options, **changes)  # type: ignore[type-var]
+
+
+def without_switches(options: D) -> D:
+    """These options with every flag without a value as it is where it is not given."""
+    changes: dict[str, Any] = {}
+    for each in fields(options):  # type: ignore[arg-type]
+        value = getattr(options, each.name)
+        if is_dataclass(value):
+            changes[each.name] = without_switches(value)
+        elif isinstance(value, bool):
+            changes[each.name] = each.default
     return replace(options, **changes)  # type: ignore[type-var]
 
 

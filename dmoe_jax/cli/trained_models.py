@@ -87,17 +87,7 @@ async def language_training(options: TrainOptions, swarm: Swarm, progress: Train
     progress.say(f"corpus: {corpus.description}")
     seed = data.seed if data.data_seed is None else data.data_seed
     with mistakes_in_one_line():
-        config = TransformerXLConfig(
-            layer=language.layer,
-            vocab_size=len(corpus.vocabulary),
-            num_layers=language.num_layers,
-            embedding_dropout=language.embedding_dropout,
-            input_dropout=language.input_dropout,
-            output_dropout=language.output_dropout,
-            grid_size=language.grid_size,
-            k_best=calls.k_best,
-            cutoffs=language.cutoffs_below(len(corpus.vocabulary)),
-        )
+        config = trunk_config(options, len(corpus.vocabulary))
         mixtures = [
             swarm.mixture(
                 layer_prefix(layer),
@@ -132,6 +122,26 @@ async def language_training(options: TrainOptions, swarm: Swarm, progress: Train
         facts={"router": router.name, "trainers": data.num_trainers},
         corpus=corpus,
         seq_len=config.seq_len,
+    )
+
+
+def trunk_config(options: TrainOptions, vocab_size: int) -> TransformerXLConfig:
+    """Sizes and rates of the language model over this vocabulary.
+
+    Raises:
+      ValueError: they do not fit each other.
+    """
+    language = options.language
+    return TransformerXLConfig(
+        layer=language.layer,
+        vocab_size=vocab_size,
+        num_layers=language.num_layers,
+        embedding_dropout=language.embedding_dropout,
+        input_dropout=language.input_dropout,
+        output_dropout=language.output_dropout,
+        grid_size=language.grid_size,
+        k_best=options.calls.k_best,
+        cutoffs=language.cutoffs_below(vocab_size),
     )
 
 

@@ -53,7 +53,7 @@ async def run_training(options: TrainOptions, run: PreparedRun, swarm: Swarm) ->
         progress.unit = training.task.unit
         await _wait_for_experts(training.mixtures, options.calls.wait_s, progress)
         with mistakes_in_one_line():
-            optimizer = options.averaging.wrap(make_optimizer(_recipe(options)))
+            optimizer = options.averaging.wrap(make_optimizer(trunk_recipe(options)))
             trainers = swarm.trainer(training.model, optimizer, training.batches, seed=options.data.seed)
         try:
             return await _train(options, run, swarm, training, trainers, progress)
@@ -116,7 +116,7 @@ async def _train(
             )
 
 
-def _recipe(options: TrainOptions) -> Recipe:
+def trunk_recipe(options: TrainOptions) -> Recipe:
     """How the trunk is trained."""
     optimizer = options.optimizer
     return Recipe(

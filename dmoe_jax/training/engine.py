@@ -31,7 +31,7 @@ class Totals:
     """uid ("layer0.3.1") -> samples sent to this expert in training. Empty for a dense model."""
     peers: Mapping[str, str] = field(default_factory=dict)
     """uid -> address of the node that last answered for this expert."""
-    figures: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float | int | None] = field(default_factory=dict)
     """Further figures of the engine for the headline, by name."""
     virtual_s: float | None = None
     """Seconds of virtual time; None for a model that is not simulated."""

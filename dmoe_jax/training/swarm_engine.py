@@ -35,7 +35,7 @@ class SwarmEngine:
         evaluation: EvaluationBatches,
         *,
         layers: Mapping[str, tuple[str, ...]],
-        figures: Callable[[], Mapping[str, float]] = dict,
+        figures: Callable[[], Mapping[str, float | int | None]] = dict,
     ) -> None:
         self._trainers = trainers
         self._statistics = statistics

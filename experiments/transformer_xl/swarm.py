@@ -19,7 +19,7 @@ from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.network import SECRET_VARIABLE
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
-from dmoe_jax.training.saving import CHECKPOINT_FOLDER, finished_headline
+from dmoe_jax.training.saving import CHECKPOINT_FOLDER
 from experiments.bench import Experiment, Run
 from experiments.local_swarm import (
     LocalSwarm,
@@ -216,9 +216,10 @@ def _as_flags(values: Mapping[str, object]) -> list[str]:
 def summarise(run: Run[TransformerXLSettings]) -> Result | None:
     """The figures of the first trainer process, whose report has the rest."""
     settings, folder = run.settings, RunFolder(trainer_folder(run.folder.path, 0))
-    figures = finished_headline(folder)
-    if figures is None:
+    headlines = [record for record in folder.metrics() if record["kind"] == "headline"]
+    if not headlines:
         return None
+    figures = headlines[-1]  # of a run that ended early, too
     training_figure(folder.metrics(), run.folder.path / FIGURE, title=f"dmoe on {figures['corpus']}, {settings.size}")
     ours = {name: figures.get(name) for name in _HEADLINE}
     where = "a swarm that was running" if settings.join else f"one DHT peer and {settings.nodes} expert nodes"

@@ -47,7 +47,9 @@ def open_folder(settings: TransformerXLSettings, name: str) -> RunFolder:
     """
     fields = {key: value for key, value in dataclasses.asdict(settings).items() if key not in ("out", "resume", "json")}
     fields = {"experiment": name, **fields}
-    return prepare_run(settings.out, fields, name=name, resume=settings.resume, may_differ=MAY_DIFFER).begin()
+    # In a swarm of processes each trainer looks at its own settings.
+    may_differ = tuple(fields) if settings.where == "swarm" else MAY_DIFFER
+    return prepare_run(settings.out, fields, name=name, resume=settings.resume, may_differ=may_differ).begin()
 
 
 def make_engine(setup: Setup, where: Place, *, batch_size: int | None = None, setting: Setting | None = None) -> Engine:

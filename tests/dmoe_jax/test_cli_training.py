@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from dmoe_jax.cli.common import UsageError
+from dmoe_jax.cli.averaging import AveragingOptions
+from dmoe_jax.cli.common import UsageError, parse_command_line
 from dmoe_jax.cli.network import NetworkOptions
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.train_options import CallOptions, DataOptions, LanguageModelOptions, OptimizerOptions, RunOptions
@@ -106,11 +107,16 @@ def test_a_resumed_run_has_its_own_flags(tmp_path: Path) -> None:
     began = command(out, steps=200, data_seed=2, cutoffs="none", wait_s=7.5)
     began.prepared().begin()
     words = ["--join", "127.0.0.1:9", "--out", str(out), "--resume", "--steps", "600"]
+    words += ["--average-every", "5", "--average-client"]
     typed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=words)
     resumed = typed.resumed(words)
     assert (resumed.run_length.steps, resumed.join, resumed.resume) == (600, ("127.0.0.1:9",), True)
     assert resumed == replace(
-        began, join=("127.0.0.1:9",), resume=True, run_length=replace(began.run_length, steps=600)
+        began,
+        join=("127.0.0.1:9",),
+        resume=True,
+        run_length=replace(began.run_length, steps=600),
+        averaging=AveragingOptions(average_every=5, average_client=True),
     )
 
 

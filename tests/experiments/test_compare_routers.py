@@ -1,20 +1,22 @@
 """Routers put side by side: which runs are made, what becomes of them, and that nothing is trained twice."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments.compare_routers.report import run_name
-from experiments.compare_routers.run import CompareRoutersCommand
-from experiments.transformer_xl.driver import Plan
 
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.routing.registry import ROUTERS
 from dmoe_jax.runs.run_folder import RunFolder, read_metrics
-from experiments.compare_routers import comparing, run
+from dmoe_jax.training.plan import Plan
+from dmoe_jax.training.saving import finished_headline, prepare_run
+from experiments.compare_routers import measurement
+from experiments.compare_routers.__main__ import main
+from experiments.compare_routers.measurement import load_routers, run_name
+from experiments.compare_routers.settings import CompareRoutersSettings
 from experiments.transformer_xl.presets import PRESETS
+from experiments.transformer_xl.setup import Setup
 
 GRID = PRESETS["dmoe", "tiny"].grid_size
 
@@ -41,8 +43,6 @@ def broken(grid_size):
 noisy = partial(chain, product_key({GRID}))(partial(add_noise, stddev=0.1))
 """
 
-Train = Callable[..., dict[str, Any]]
-
 
 @pytest.fixture
 def my_file(tmp_path: Path) -> Path:
@@ -60,31 +60,28 @@ class Trainings:
         self.plans: list[Plan] = []
         self.errors: dict[str, BaseException] = {}
 
-    def __call__(self, engine: Any, folder: RunFolder, plan: Plan, *_: Any, **__: Any) -> dict[str, Any]:
-        name = folder.path.name
+    def __call__(self, setup: Setup, plan: Plan, path: Path, *, resume: bool, **_: Any) -> None:
+        folder = prepare_run(path, {"seed": setup.seed}, resume=resume).begin()
+        if finished_headline(folder) is not None:
+            return
+        name = path.name
         self.begun.append(name)
         self.plans.append(plan)
-        folder.log("train", step=1, tokens=10, time_s=1.0, staleness=2)
+        folder.log("train", step=1, items=10, time_s=1.0, staleness=2)
         if (error := self.errors.pop(name, None)) is not None:
             folder.log("headline", complete=False)
             raise error
-        label, seed = engine
-        perplexity = 100.0 * len(label) + 10 * seed
-        folder.log("eval", step=1, split="valid", perplexity=perplexity, tokens_seen=10)
-        folder.log("eval", step=1, split="test", perplexity=perplexity + 1, tokens_seen=10)
+        perplexity = 100.0 * len(setup.title) + 10 * setup.seed
+        folder.log("eval", step=1, split="valid", perplexity=perplexity, items_seen=10)
+        folder.log("eval", step=1, split="test", perplexity=perplexity + 1, items_seen=10)
         folder.log("headline", validation_perplexity=perplexity, complete=True)
-        return {}
 
 
 @pytest.fixture
 def trainings(monkeypatch: pytest.MonkeyPatch) -> Trainings:
-    """`main` without JAX's cache, signals, engines and training."""
+    """`main` without training."""
     found = Trainings()
-    monkeypatch.setattr(run, "set_up_jax", lambda: None)
-    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(comparing, "make_engine", lambda *_, name, seed, **__: (name, seed))
-    monkeypatch.setattr(comparing, "headline_facts", lambda *_, **__: {})
-    monkeypatch.setattr(comparing, "train", found)
+    monkeypatch.setattr(measurement, "train_in_folder", found)
     return found
 
 
@@ -108,24 +105,24 @@ def arguments(out: Path, *more: str) -> list[str]:
 def test_settings_are_checked(wrong: dict[str, Any], message: str) -> None:
     """Whatever would fail later fails at once, with its name and value."""
     with pytest.raises(ValueError, match=message):
-        CompareRoutersCommand(**wrong)
+        CompareRoutersSettings(**wrong)
 
 
 def test_what_is_compared_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every registered router on three seeds; quick: some on two; a tiny model in a simulated swarm."""
-    monkeypatch.setattr(comparing, "check_router", lambda *_: None)  # its own tests try every registered router
-    command, quick = CompareRoutersCommand(), CompareRoutersCommand(quick=True)
-    assert list(comparing.load_routers(command)) == [ROUTERS[name](GRID).name for name in ROUTERS]
-    assert len(comparing.load_routers(quick)) == 3
+    monkeypatch.setattr(measurement, "check_router", lambda *_: None)  # its own tests try every registered router
+    command, quick = CompareRoutersSettings(), CompareRoutersSettings(quick=True)
+    assert list(load_routers(command)) == [ROUTERS[name](GRID).name for name in ROUTERS]
+    assert len(load_routers(quick)) == 3
     assert (command.chosen_seeds, quick.chosen_seeds) == ((0, 1, 2), (0, 1))
-    assert CompareRoutersCommand(quick=True, seeds=(7,), routers=("peer",)).chosen_seeds == (7,)
-    assert [command.place, CompareRoutersCommand(size="full").place] == ["simulated", "local"]
+    assert CompareRoutersSettings(quick=True, seeds=(7,), routers=("peer",)).chosen_seeds == (7,)
+    assert [command.place, CompareRoutersSettings(size="full").place] == ["simulated", "local"]
 
 
 def test_own_routers_go_by_their_names(my_file: Path) -> None:
     """A factory, or a router for this grid, beside registered ones."""
     specs = (f"{my_file}:mine", "switch", f"{my_file}:noisy")
-    routers = comparing.load_routers(CompareRoutersCommand(routers=specs))
+    routers = load_routers(CompareRoutersSettings(routers=specs))
     assert [spec for spec, _ in routers.values()] == list(specs)
     assert [router.name for _, router in routers.values()] == list(routers)
     assert list(routers)[:2] == ["my/router", "switch"]
@@ -151,13 +148,13 @@ def test_unusable_routers_are_refused_before_training(
     """In one line that names the router; no folder is made."""
     named = [spec.replace("FILE", str(my_file)) for spec in specs]
     with pytest.raises(SystemExit) as exit_:
-        run.main(["--data", "embedded", "--out", str(tmp_path / "out"), "--routers", *named])
+        main(["--data", "embedded", "--out", str(tmp_path / "out"), "--routers", *named])
     assert exit_.value.code == 1
     error = capsys.readouterr().err
     assert error.startswith("compare_routers: error: ")
     assert len(error.splitlines()) == 1
     with pytest.raises(ValueError, match=message):
-        comparing.load_routers(CompareRoutersCommand(routers=tuple(named)))
+        load_routers(CompareRoutersSettings(routers=tuple(named)))
     assert not (tmp_path / "out").exists()
     assert not trainings.begun
 
@@ -176,7 +173,7 @@ def test_all_runs_are_made_and_compared(
 ) -> None:
     """Every router before the next seed, a folder each; means over seeds in the table, the headline and the JSON."""
     out = tmp_path / "out"
-    run.main(arguments(out, "--steps", "50", "--where", "local", "--json"))
+    main(arguments(out, "--steps", "50", "--where", "local", "--json"))
     names = ["product_key-seed3", "hash-seed3", "product_key-seed5", "hash-seed5"]
     assert trainings.begun == names
     assert {plan.steps for plan in trainings.plans} == {50}
@@ -207,19 +204,19 @@ def test_finished_runs_are_not_trained_again(
     out = tmp_path / "out"
     trainings.errors["product_key-seed5"] = BaseExceptionGroup("of a nursery", [KeyboardInterrupt()])
     with pytest.raises(SystemExit) as exit_:
-        run.main(arguments(out))
+        main(arguments(out))
     assert exit_.value.code == 130
     assert capsys.readouterr().err.splitlines()[-1] == "compare_routers: interrupted; --resume goes on"
     assert "| runs finished | 2 |" in (out / "report.md").read_text()
     assert "| product_key | 1 | 1,130 |" in (out / "report.md").read_text()
-    run.main(arguments(out, "--resume"))
+    main(arguments(out, "--resume"))
     assert trainings.begun[2:] == ["product_key-seed5", "product_key-seed5", "hash-seed5"]
     assert "| runs finished | 4 |" in (out / "report.md").read_text()
     with pytest.raises(SystemExit):
-        run.main(arguments(out))
+        main(arguments(out))
     assert "not empty" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        run.main(arguments(out, "--resume", "--batch-size", "9"))
+        main(arguments(out, "--resume", "--batch-size", "9"))
     assert "begun with batch_size None " in capsys.readouterr().err.splitlines()[-1]
     assert len(trainings.begun) == 5
 
@@ -228,7 +225,7 @@ def test_interrupted_before_anything_was_finished(tmp_path: Path, trainings: Tra
     """There is nothing to compare, and no figure; the headline says so."""
     trainings.errors["product_key-seed3"] = KeyboardInterrupt()
     with pytest.raises(SystemExit) as exit_:
-        run.main(arguments(tmp_path / "out"))
+        main(arguments(tmp_path / "out"))
     assert exit_.value.code == 130
     headline = read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]
     assert (headline["kind"], headline["runs_finished"], headline["routers"]) == ("headline", 0, {})
@@ -243,7 +240,7 @@ def test_a_failed_run_does_not_stop_the_others(
     error = RouterError("router 'product_key': scores in layer0 are NaN\nand much more")
     trainings.errors["product_key-seed3"] = BaseExceptionGroup("of a nursery", [error])
     with pytest.raises(SystemExit) as exit_:
-        run.main(arguments(out, "--json"))
+        main(arguments(out, "--json"))
     assert exit_.value.code == 1
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1] == "compare_routers: error: 1 runs failed: product_key-seed3"
@@ -254,34 +251,28 @@ def test_a_failed_run_does_not_stop_the_others(
     assert "| run failed | product_key-seed3: router 'product_key': scores in layer0 are NaN |" in report
     trainings.errors["product_key-seed3"] = ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError):
-        run.main(arguments(out, "--resume"))
+        main(arguments(out, "--resume"))
 
 
 def test_quick_shortens_every_run(tmp_path: Path, trainings: Trainings) -> None:
     """Fewer updates and evaluated words, but never more than were asked for."""
-    run.main(arguments(tmp_path / "a", "--quick"))
-    run.main(arguments(tmp_path / "b", "--quick", "--steps", "5", "--eval-tokens", "100"))
+    main(arguments(tmp_path / "a", "--quick"))
+    main(arguments(tmp_path / "b", "--quick", "--steps", "5", "--eval-tokens", "100"))
     usual, short = trainings.plans[0], trainings.plans[-1]
     assert usual.steps <= 200
-    assert 0 < usual.final_eval_tokens == usual.eval_tokens <= 8192
-    assert (short.steps, short.eval_tokens, short.final_eval_tokens) == (5, 100, 100)
+    assert 0 < usual.final_eval_items == usual.eval_items <= 8192
+    assert (short.steps, short.eval_items, short.final_eval_items) == (5, 100, 100)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_real_comparison(my_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A registered and an own router, trained for a few steps in a small simulated swarm, end in figures of each."""
-    command = CompareRoutersCommand(
-        routers=("product_key", f"{my_file}:mine"),
-        seeds=(0,),
-        trainers=4,
-        steps=8,
-        eval_every=4,
-        quick=True,
-        data="embedded",
-        out=tmp_path / "out",
-    )
-    headline = comparing.compare_routers(command)
+    flags = ["--routers", "product_key", f"{my_file}:mine", "--seeds", "0", "--trainers", "4", "--steps", "8"]
+    flags += ["--eval-every", "4", "--quick", "--data", "embedded", "--out", str(tmp_path / "out"), "--json"]
+    main(flags)
+    captured = capsys.readouterr()
+    headline = json.loads(captured.out.splitlines()[-1])
     assert headline["runs_finished"] == 2
     for label in ("product_key", "my/router"):
         figures = headline["routers"][label]
@@ -289,5 +280,6 @@ def test_a_real_comparison(my_file: Path, tmp_path: Path, capsys: pytest.Capture
         assert 0 < figures["calls_lost"] < 0.5
         assert 0 < figures["final_load_entropy"] <= 1
         assert figures["virtual_s"] > 0
-    assert comparing.compare_routers(CompareRoutersCommand(**(vars(command) | {"resume": True}))) == headline
-    assert "run 2 of 2: my/router, seed 0" in capsys.readouterr().err
+    assert "run 2 of 2: my/router, seed 0" in captured.err
+    main([*flags, "--resume"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == headline

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from experiments.transformer_xl.assembly import make_engine
-from experiments.transformer_xl.engine import Engine
 
 from dmoe_jax.data.batches import SegmentStream
+from dmoe_jax.model import Evaluation
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import forget, step_keys
@@ -22,6 +21,8 @@ from dmoe_jax.routing.base import Router, RouterError, gather_logits
 from dmoe_jax.routing.noisy_top_k import noisy_top_k
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trainer import StepRecord
+from dmoe_jax.training.engine import Engine
+from dmoe_jax.training.run import train_without_waiting
 from dmoe_jax.types import PyTree
 from experiments.moe_overhead.wide_layer import layer_flops
 from experiments.transformer_xl.local import LocalEngine
@@ -33,6 +34,7 @@ from experiments.transformer_xl.presets import (
     model_config,
     trunk_recipe,
 )
+from experiments.transformer_xl.setup import Setup
 from tests.experiments.small_runs import DROPOUT, VOCAB_SIZE, small_corpus, small_preset
 
 STEPS = 20
@@ -40,15 +42,18 @@ NOISY = small_preset("dmoe", batch_size=2, warmup_steps=0, **DROPOUT), noisy_top
 
 
 def local_engine(preset: Preset, router: Router | None = None, *, seed: int = 0) -> LocalEngine:
-    engine = make_engine(preset, small_corpus(), where="local", steps=STEPS, seed=seed, router=router)
-    assert isinstance(engine, LocalEngine)
-    return engine
+    setup = Setup(preset=preset, corpus=small_corpus(), steps=STEPS, seed=seed, router=router)
+    return LocalEngine(setup, preset.batch_size)
 
 
 def advance(engine: LocalEngine, num_steps: int) -> list[StepRecord]:
     records: list[StepRecord] = []
-    engine.advance(num_steps, records.append)
+    train_without_waiting(engine.advance(num_steps, records.append, lambda trainer, error: None))
     return records
+
+
+def evaluate(engine: LocalEngine, max_items: int | None = None, on_batch: Any = lambda *_: None) -> Evaluation:
+    return train_without_waiting(engine.evaluate("valid", max_items=max_items, on_batch=on_batch))
 
 
 def near(found: PyTree, expected: PyTree, atol: float = 1e-5) -> None:
@@ -139,15 +144,14 @@ def test_a_mixture_of_one_expert_is_the_dense_model() -> None:
     }
     optimizer = make_optimizer(trunk_recipe(plain, STEPS))
     state = single.state() | {"params": params, "opt_state": optimizer.init(params)}
-    single.load(state, {"step": 0, "tokens": 0, "position": 0})
+    single.load(0, state, {"items": 0, "position": 0})
     ours, theirs = advance(mixture, 4), advance(single, 4)
     assert [record.loss for record in ours] == pytest.approx([record.loss for record in theirs], abs=1e-4)
     assert ours[0].loss != pytest.approx(ours[-1].loss, abs=1e-3)
     near(mixture.state()["trunk"]["embed"], single.state()["params"]["embed"], atol=1e-4)
     after = jax.tree.map(lambda leaf: leaf[0], mixture.state()["experts"][0])
     near(after["ff_in"], single.state()["params"]["layers"][0]["ff_in"], atol=1e-4)
-    text = small_corpus().valid
-    evaluations = [engine.evaluate(text, max_tokens=None).loss for engine in (mixture, single)]
+    evaluations = [evaluate(engine).loss for engine in (mixture, single)]
     assert evaluations[0] == pytest.approx(evaluations[1], abs=1e-4)
 
 
@@ -158,25 +162,25 @@ def test_every_step_is_reported_once_and_in_order(model: Any) -> None:
     assert isinstance(engine, Engine)
     records = advance(engine, 3) + advance(engine, 1) + advance(engine, 2)
     assert [record.step for record in records] == [1, 2, 3, 4, 5, 6]
-    assert {(record.tokens, record.staleness) for record in records} == {(18, 0)}
+    assert {(record.items, record.staleness) for record in records} == {(18, 0)}
     totals = engine.totals()
-    assert (engine.step, totals.tokens) == (6, 6 * 18)
+    assert (engine.step, totals.items) == (6, 6 * 18)
     # 6 steps of 3 sequences to 2 experts in each of 2 layers.
     assert sum(totals.load.values()) == (72 if model == "dmoe" else 0)
     assert len(totals.load) == (8 if model == "dmoe" else 0)
 
 
 def test_evaluation_changes_nothing_and_repeats_itself() -> None:
-    """Neither the state nor a second evaluation differs after one; `max_tokens` reads part of every row."""
+    """Neither the state nor a second evaluation differs after one; `max_items` reads part of every row."""
     engine = local_engine(*NOISY)
     advance(engine, 2)
     before, facts = jax.tree.map(np.array, engine.state()), engine.facts()
-    text, batches = small_corpus().valid, []
-    first = engine.evaluate(text, max_tokens=None, on_batch=lambda: batches.append(1))
-    assert first.loss == engine.evaluate(text, max_tokens=None).loss
-    assert first.targets.size == text.size - 1
-    assert len(batches) == 25  # 299 targets in 2 rows of 150 words, 6 at a time
-    assert engine.evaluate(text, max_tokens=24).targets.size == 24
+    batches: list[tuple[int, int | None]] = []
+    first = evaluate(engine, on_batch=lambda *progress: batches.append(progress))
+    assert first.loss == evaluate(engine).loss
+    assert first.targets.size == first.items == small_corpus().valid.size - 1
+    assert batches == [(done, 25) for done in range(1, 26)]  # 299 targets in 2 rows of 150 words, 6 at a time
+    assert evaluate(engine, 24).targets.size == 24
     jax.tree.map(np.testing.assert_array_equal, before, engine.state())
     assert engine.facts() == facts
 
@@ -187,7 +191,7 @@ def test_a_broken_router_is_named() -> None:
     advance(engine, 2)
     state = jax.tree.map(jnp.array, engine.state())
     state["trunk"]["gates"][1] = jax.tree.map(lambda leaf: leaf * jnp.nan, state["trunk"]["gates"][1])
-    engine.load(state, engine.facts())
+    engine.load(engine.step, state, engine.facts())
     with pytest.raises(RouterError, match=r"router 'product_key'.* in layer1 .* in step 3 of dmoe"):
         advance(engine, 2)
 
@@ -199,7 +203,7 @@ def test_a_loss_that_is_not_finite_names_model_and_step(model: Any) -> None:
     state = jax.tree.map(jnp.array, engine.state())
     params = state["trunk" if model == "dmoe" else "params"]
     params["embed"]["table"] = params["embed"]["table"] * jnp.nan
-    engine.load(state, engine.facts())
+    engine.load(engine.step, state, engine.facts())
     with pytest.raises(FloatingPointError, match=rf"{model}: loss nan of step 1"):
         advance(engine, 1)
 
@@ -208,12 +212,10 @@ def test_bfloat16_is_near_float32() -> None:
     """The compute type reaches the layers: losses differ, a little."""
     losses = []
     for compute_dtype in ("float32", "bfloat16"):
-        engine = make_engine(
-            small_preset("small"), small_corpus(), where="local", steps=STEPS, seed=0, compute_dtype=compute_dtype
-        )
-        engine.advance(2, lambda record: losses.append(record.loss))
-    assert losses[0] != losses[2]
-    assert losses[:2] == pytest.approx(losses[2:], rel=0.02)
+        setup = Setup(preset=small_preset("small"), corpus=small_corpus(), steps=2, seed=0, compute_dtype=compute_dtype)
+        losses.append([record.loss for record in advance(LocalEngine(setup, 3), 2)])
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 @pytest.mark.parametrize("size", ["tiny", "full"])

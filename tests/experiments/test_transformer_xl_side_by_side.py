@@ -5,9 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
-from experiments.transformer_xl.run import TransformerXLCommand, main
 
 from experiments.transformer_xl import side_by_side
+from experiments.transformer_xl.__main__ import main
+from experiments.transformer_xl.settings import TransformerXLSettings
 
 FLAGS = ["--model", "small", "base", "--quick", "--steps", "2", "--trainers", "2", "--data", "embedded"]
 
@@ -23,14 +24,14 @@ def test_cores_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_how_many_train_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two simulated ones if there are two cores, one on a device, and never more than there are models."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert TransformerXLCommand().num_jobs == 2
-    assert TransformerXLCommand(jobs=3).num_jobs == 3
-    assert TransformerXLCommand(model=("dmoe",), jobs=3).num_jobs == 1
-    assert TransformerXLCommand(size="full").num_jobs == 1
+    assert TransformerXLSettings().num_jobs == 2
+    assert TransformerXLSettings(jobs=3).num_jobs == 3
+    assert TransformerXLSettings(model=("dmoe",), jobs=3).num_jobs == 1
+    assert TransformerXLSettings(size="full").num_jobs == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
-    assert TransformerXLCommand().num_jobs == 1
+    assert TransformerXLSettings().num_jobs == 1
     with pytest.raises(ValueError, match="--jobs"):
-        TransformerXLCommand(jobs=0)
+        TransformerXLSettings(jobs=0)
 
 
 @pytest.mark.slow

@@ -5,71 +5,45 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 import pytest
 
-from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.routing.combinators import add_noise
 from dmoe_jax.routing.product_key import product_key
-from experiments.transformer_xl.evaluation import EvaluationConfig
+from dmoe_jax.training.run import train_without_waiting
+from experiments.transformer_xl.setup import Setup
 from experiments.transformer_xl.simulated import SimulatedDmoe
 from experiments.transformer_xl.simulated_dense import SimulatedDense
 from experiments.transformer_xl.stretches import Setting
+from tests.experiments.small_runs import small_corpus, small_preset
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 50,
-    "d_model": 16,
-    "num_layers": 2,
-    "num_heads": 2,
-    "d_ff": 16,
-    "seq_len": 8,
-    "mem_len": 8,
-    "dropout": 0.1,
-    "input_dropout": 0.1,
-}
-GRID = (2, 2)
 SETTING = Setting(num_trainers=4, num_nodes=2, grace_s=5.0)
-IDS = np.random.default_rng(0).integers(0, 50, 2000).astype(np.int32)
-OPTIMIZER = optax.adam(1e-2)
-EXPERT_OPTIMIZER = optax.adam(1e-3)
-NOISY = add_noise(product_key(GRID), stddev=0.5)
+RATES = {"dropout": 0.1, "input_dropout": 0.1, "warmup_steps": 0, "expert_warmup_steps": 0, "cutoffs": ()}
+NOISY = add_noise(product_key((2, 2)), stddev=0.5)
 
 
 def make_dmoe(*, seed: int = 0, router: Router = NOISY, setting: Setting = SETTING) -> SimulatedDmoe:
-    return SimulatedDmoe(
-        name="dmoe",
-        config=TransformerXLConfig(**SIZES, grid_size=GRID, k_best=2),
-        router=router,
-        ids=IDS,
-        word_counts=None,
-        optimizer=OPTIMIZER,
-        expert_optimizer=EXPERT_OPTIMIZER,
-        setting=setting,
-        evaluation=EvaluationConfig(batch_size=2),
-        seed=seed,
-    )
+    preset = small_preset("dmoe", **RATES)
+    return SimulatedDmoe(Setup(preset=preset, corpus=small_corpus(), steps=100, seed=seed, router=router), setting)
 
 
 def make_dense(*, seed: int = 0, setting: Setting = SETTING) -> SimulatedDense:
-    return SimulatedDense(
-        name="small",
-        config=TransformerXLConfig(**SIZES),
-        ids=IDS,
-        word_counts=None,
-        optimizer=OPTIMIZER,
-        setting=setting,
-        evaluation=EvaluationConfig(batch_size=2),
-        seed=seed,
-    )
+    preset = small_preset("small", **RATES)
+    return SimulatedDense(Setup(preset=preset, corpus=small_corpus(), steps=100, seed=seed), setting)
 
 
 def train(engine: Any, *stretches: int) -> list[Any]:
     """Records of the steps of these stretches."""
     records: list[Any] = []
     for num_steps in stretches:
-        engine.advance(num_steps, records.append)
+        train_without_waiting(engine.advance(num_steps, records.append, lambda trainer, error: None))
     return records
+
+
+def evaluate(engine: Any, max_items: int | None = None) -> float:
+    """Validation loss."""
+    found = engine.evaluate("valid", max_items=max_items, on_batch=lambda done, total: None)
+    return train_without_waiting(found).loss
 
 
 def assert_same(left: Any, right: Any) -> None:
@@ -77,8 +51,7 @@ def assert_same(left: Any, right: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, left.state(), right.state())
     assert left.facts() == right.facts()
     assert left.totals() == right.totals()
-    evaluations = [engine.evaluate(IDS, max_tokens=100).loss for engine in (left, right)]
-    assert evaluations[0] == evaluations[1]
+    assert evaluate(left, 100) == evaluate(right, 100)
 
 
 @pytest.mark.parametrize("make", [make_dmoe, make_dense])
@@ -97,7 +70,7 @@ def test_an_interrupted_run_resumed_equals_one_that_was_not(make: Any) -> None:
     records = train(whole, 6, 6)
     train(until, 6)
     state = jax.tree.map(np.array, until.state())
-    after.load(state, json.loads(json.dumps(until.facts())))
+    after.load(until.step, state, json.loads(json.dumps(until.facts())))
     assert train(after, 6) == records[6:]
     assert_same(whole, after)
 
@@ -118,7 +91,7 @@ def test_evaluation_changes_nothing(make: Any) -> None:
     looked, plain = make(), make()
     train(looked, 4)
     train(plain, 4)
-    losses = {looked.evaluate(IDS, max_tokens=None).loss for _ in range(2)}
+    losses = {evaluate(looked) for _ in range(2)}
     assert len(losses) == 1
     assert train(looked, 4) == train(plain, 4)
 
@@ -155,7 +128,7 @@ def test_without_delay_and_failures_nothing_is_lost() -> None:
 
 def test_a_router_that_goes_wrong_ends_the_run_with_its_name() -> None:
     """NaN scores are an error that names the router, not a long row of lost steps."""
-    sound = product_key(GRID)
+    sound = product_key((2, 2))
 
     def scores(params: Any, x: Any, *, key: Any = None, ids: Any = None) -> Any:
         return jax.tree.map(lambda part: part / 0.0 * 0.0, sound.scores(params, x, key=key, ids=ids))

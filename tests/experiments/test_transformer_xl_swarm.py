@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dmoe_jax.cli.assembly import model_config as config_of_flags
-from experiments.transformer_xl.run import TransformerXLCommand
 
-from dmoe_jax.cli.common import UsageError, parse_command_line
+from dmoe_jax.cli.common import parse_command_line
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train import TrainCommand
+from dmoe_jax.cli.trained_models import trunk_config
+from dmoe_jax.cli.training import trunk_recipe
+from dmoe_jax.experts.transformer_xl import layer_expert
 from dmoe_jax.runs.run_folder import read_metrics
-from experiments.local_swarm import deal_experts, trainer_folders
-from experiments.transformer_xl.presets import PRESETS, Size, model_config
-from experiments.transformer_xl.swarm import node_flags, run_swarm, trainer_flags
+from experiments.local_swarm import deal_experts
+from experiments.transformer_xl.__main__ import main
+from experiments.transformer_xl.names import Size
+from experiments.transformer_xl.presets import PRESETS, model_config
+from experiments.transformer_xl.presets import trunk_recipe as preset_recipe
+from experiments.transformer_xl.settings import TransformerXLSettings
+from experiments.transformer_xl.swarm import node_flags, trainer_flags, trainer_folder
 
 
 @pytest.mark.parametrize("size", ["tiny", "full"])
@@ -26,24 +31,24 @@ from experiments.transformer_xl.swarm import node_flags, run_swarm, trainer_flag
 def test_the_trainer_gets_the_presets_model(size: Size, bf16: bool) -> None:
     """`dmoe train` reads its flags as the configuration that the preset has elsewhere."""
     preset = PRESETS["dmoe", size]
-    command = TransformerXLCommand(where="swarm", size=size, bf16=bf16)
+    command = TransformerXLSettings(where="swarm", size=size, bf16=bf16)
     flags = trainer_flags(command, preset, ["127.0.0.1:1"], Path("out"))
     train: TrainCommand = parse_command_line(TrainCommand, prog="train", args=flags)
     dtype = "bfloat16" if bf16 else "float32"
-    assert config_of_flags(train, 33_278) == model_config(preset, 33_278, compute_dtype=dtype)
-    sequences = command.processes * train.num_trainers * train.batch_size
-    assert (train.steps, sequences) == (preset.steps, preset.batch_size)
-    rates = (train.learning_rate, train.warmup_steps, train.weight_decay, train.grad_clip)
-    assert rates == (preset.learning_rate, preset.warmup_steps, preset.weight_decay, preset.grad_clip)
+    assert trunk_config(train, 33_278) == model_config(preset, 33_278, compute_dtype=dtype)
+    sequences = command.processes * train.data.num_trainers * train.data.batch_size
+    assert (train.run_length.steps, sequences) == (preset.steps, preset.batch_size)
+    ours, theirs = trunk_recipe(train), preset_recipe(preset, preset.steps)
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("size", ["tiny", "full"])
 def test_the_nodes_get_the_presets_expert(size: Size) -> None:
     """`dmoe node` reads its flags as the expert that the trainer's model has, with the preset's rates."""
     preset = PRESETS["dmoe", size]
-    flags = node_flags(TransformerXLCommand(where="swarm", size=size), preset, Path("nodes"), 3)
+    flags = node_flags(TransformerXLSettings(where="swarm", size=size), preset, Path("nodes"), 3)
     node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=flags)
-    assert node.expert.make_expert() == model_config(preset, 33_278).expert()
+    assert layer_expert(node.expert) == model_config(preset, 33_278).expert()
     rates = (node.learning_rate, node.warmup_steps, node.weight_decay, node.grad_clip)
     assert rates == (
         preset.expert_learning_rate,
@@ -57,35 +62,39 @@ def test_the_nodes_get_the_presets_expert(size: Size) -> None:
 def test_the_commands_own_wishes_reach_the_trainer(tmp_path: Path) -> None:
     """Router, seed, steps, batch, corpus and whether to resume; a quick run is no longer than was asked for."""
     wishes: dict[str, Any] = {"router": "switch", "seed": 7, "steps": 50, "batch_size": 3, "data": "embedded"}
-    command = TransformerXLCommand(where="swarm", **wishes, quick=True, resume=True, out=tmp_path, eval_tokens=0)
+    command = TransformerXLSettings(where="swarm", **wishes, quick=True, resume=True, out=tmp_path, eval_tokens=0)
+    (tmp_path / "checkpoints").mkdir()
     flags = trainer_flags(command, PRESETS["dmoe", "tiny"], ["127.0.0.1:1", "127.0.0.1:2"], tmp_path)
     train: TrainCommand = parse_command_line(TrainCommand, prog="train", args=flags)
-    assert {name: getattr(train, name) for name in wishes} == wishes
+    found = {"router": train.language.router, "seed": train.data.seed, "steps": train.run_length.steps}
+    assert found | {"batch_size": train.data.batch_size, "data": train.data.data} == wishes
     assert (train.resume, train.out, train.join) == (True, tmp_path, ("127.0.0.1:1", "127.0.0.1:2"))
-    assert train.max_minutes > 0
+    assert train.run_length.max_minutes > 0
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
 def test_trainer_processes_share_the_batch_and_average(processes: int, tmp_path: Path) -> None:
     """Equal parameters, own text, one group; alone there is nothing to average. Only the first reads all text."""
-    command = TransformerXLCommand(where="swarm", seed=5, processes=processes, average_every=7)
+    command = TransformerXLSettings(where="swarm", seed=5, processes=processes, average_every=7)
     trains: list[TrainCommand] = []
     for index in range(processes):
         flags = trainer_flags(command, PRESETS["dmoe", "tiny"], ["127.0.0.1:1"], tmp_path / str(index), index)
         trains.append(parse_command_line(TrainCommand, prog="train", args=flags))
-    assert {train.seed for train in trains} == {5}
-    assert [train.data_seed for train in trains] == list(range(5, 5 + processes))
+    assert {train.data.seed for train in trains} == {5}
+    assert [train.data.data_seed for train in trains] == list(range(5, 5 + processes))
     assert {train.averaging.average_every for train in trains} == {7 if processes > 1 else 0}
     assert {train.averaging.average_side for train in trains} <= {processes, 4}
-    assert sum(train.num_trainers * train.batch_size for train in trains) <= PRESETS["dmoe", "tiny"].batch_size
-    assert [train.final_eval_tokens == 0 for train in trains] == [index == 0 for index in range(processes)]
+    assert (
+        sum(train.data.num_trainers * train.data.batch_size for train in trains) <= PRESETS["dmoe", "tiny"].batch_size
+    )
+    assert [train.run_length.final_eval_tokens == 0 for train in trains] == [index == 0 for index in range(processes)]
 
 
 def test_a_resumed_run_may_have_more_processes(tmp_path: Path) -> None:
     """Those that have a checkpoint go on; a new one begins, and finds the others ahead."""
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    command = TransformerXLCommand(where="swarm", out=tmp_path / "run", resume=True)
-    folders = trainer_folders(tmp_path / "run", 2)
+    (tmp_path / "run" / "trainer0" / "checkpoints").mkdir(parents=True)
+    command = TransformerXLSettings(where="swarm", out=tmp_path / "run", resume=True)
+    folders = [trainer_folder(tmp_path / "run", index) for index in range(2)]
     resumed = [
         "--resume" in trainer_flags(command, PRESETS["dmoe", "tiny"], ["127.0.0.1:1"], folder, index)
         for index, folder in enumerate(folders)
@@ -102,24 +111,25 @@ def test_every_expert_of_many_layers_has_one_home() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "line"),
+    ("wishes", "status", "line"),
     [
-        ({"model": ("small", "base")}, "--where swarm trains dmoe only, got --model small base"),
-        ({"model": ("dmoe", "small")}, "--where swarm trains dmoe only, got --model dmoe small"),
-        ({"router": "best"}, "unknown router 'best'"),
-        ({"resume": True}, "there is no checkpoint in .*run to resume from"),
-        ({}, r"run\.nodes is not empty"),
-        ({"processes": 3}, r"run\.trainer2 is not empty"),
+        (["--model", "small", "base"], 2, "--where swarm trains dmoe only, got --model small base"),
+        (["--model", "dmoe", "small"], 2, "--where swarm trains dmoe only, got --model dmoe small"),
+        (["--router", "best"], 1, "unknown router 'best'"),
+        (["--resume"], 1, "is not a run that could be resumed"),
+        ([], 1, "run is not empty"),
     ],
 )
-def test_a_mistake_costs_no_process(wishes: dict[str, Any], line: str, tmp_path: Path) -> None:
-    """Other models, a router that is not there, nothing to resume, another run's experts: one line each."""
-    for folder in ("run.nodes", "run.trainer2"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "something").touch()
-    with pytest.raises(UsageError, match=line):
-        run_swarm(TransformerXLCommand(where="swarm", out=tmp_path / "run", **wishes))
-    assert {path.name for path in tmp_path.iterdir()} == {"run.nodes", "run.trainer2"}
+def test_a_mistake_costs_no_process(
+    wishes: list[str], status: int, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other models, a router that is not there, nothing to resume, another run's folder: one line each."""
+    (tmp_path / "run" / "nodes").mkdir(parents=True)
+    with pytest.raises(SystemExit) as ended:
+        main(["--where", "swarm", "--out", str(tmp_path / "run"), *wishes])
+    assert ended.value.code == status
+    assert line in capsys.readouterr().err.splitlines()[-1]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["nodes"]
 
 
 def start(out: Path, *args: str) -> subprocess.Popen[str]:
@@ -148,14 +158,16 @@ def test_a_swarm_is_interrupted_and_resumed(tmp_path: Path) -> None:
     first.communicate(timeout=120)
     assert first.returncode == 130
     assert (out / "report.md").exists()
-    reached = max(record["step"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "train")
-    assert all(any((tmp_path / "run.nodes" / node).iterdir()) for node in ("node0", "node1"))
+    assert (out / "trainer0" / "report.md").exists()
+    metrics = read_metrics(out / "trainer0" / "metrics.jsonl")
+    reached = max(record["step"] for record in metrics if record["kind"] == "train")
+    assert all(any((out / "nodes" / node).iterdir()) for node in ("node0", "node1"))
 
     second = start(out, "--resume", "--steps", str(reached + 10))
     stdout, stderr = second.communicate(timeout=400)
     assert second.returncode == 0, stderr
     assert f"continuing from step {reached}" in stderr
-    assert "going on from a checkpoint" in (tmp_path / "run.logs" / "node0.log").read_text()
+    assert "going on from a checkpoint" in (out / "logs" / "node0.log").read_text()
     headline = json.loads(stdout.splitlines()[-1])
     assert (headline["where"], headline["router"]) == ("swarm", "product_key")
     assert headline["models"]["dmoe"]["steps"] == reached + 10
