@@ -203,7 +203,8 @@ def run_experiment(
         try:
             _measure(run, experiment, name)
         except BaseException as error:
-            if ending_of(error, **errors) is not None:
+            if (ending := ending_of(error, **errors)) is not None:
+                run.log("event", name="ended_early", detail=ending.message)
                 _report(run, experiment)
             raise
         result = _report(run, experiment)

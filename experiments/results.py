@@ -127,7 +127,7 @@ def _rows(result: Result) -> list[tuple[str, str]]:
     in_ranges = {end for pair in ranges.values() for end in pair}
     rows = []
     for name in (name for name in figures if name not in in_ranges):
-        text = format_value(figures[name])
+        text = "none" if name == MISSED_BARS and not figures[name] else format_value(figures[name])
         if name in ranges:
             least, greatest = (format_value(figures[end]) for end in ranges[name])
             text += f" ({least} to {greatest})"

@@ -1,89 +1,24 @@
-"""A swarm in one process and in virtual time: expert nodes and trainers' places on a simulated network.
+"""Expert nodes on a simulated network, which outlive the crashes of their hosts.
 
-The code that runs is the code of a real swarm: the RPC layer, the DHT, the expert nodes, the directory. Only the
-network and the devices are simulated. Use it inside `net.transport.sim.simulate`, under `net.transport.sim.run`.
+A trainer is `dmoe_jax.open_swarm(join, network=network, host=..., listen=None, seed=...)`: the code that runs is that
+of a real swarm, and only the network and the devices are simulated. Use it inside `net.transport.sim.simulate`, under
+`net.transport.sim.run`.
 """
 
-import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import trio
 
 from dmoe_jax.device import Device, InlineDevice
-from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
-from dmoe_jax.mixture.fan_out import CallStatistics, ExpertCaller
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig, open_expert_node
-from net.clock import SwarmClock
-from net.dht.config import DhtConfig
-from net.dht.node import DhtNode, open_dht_node
+from dmoe_jax.peer import SIM_PORT, open_peer
 from net.errors import DialFailed
-from net.identity import Address, PeerId
-from net.rpc.faults import FaultInjector, FaultPlan
-from net.rpc.peer import RpcPeer, open_rpc_peer
+from net.identity import Address
+from net.rpc.faults import FaultPlan
 from net.transport.sim.network import SimNetwork
 
-PORT = 1
-"""Every peer's: each has a host of its own."""
-
 _JOIN_AGAIN_S = 0.3
-
-NO_FAULTS = FaultPlan()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedPeer:
-    """A process of the swarm."""
-
-    rpc: RpcPeer
-    """Places and serves calls."""
-    dht: DhtNode
-    """Finds things."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedTrainer:
-    """A trainer's access to the experts."""
-
-    peer: SimulatedPeer
-    """Its process."""
-    directory: ExpertDirectory
-    """Knows the living experts."""
-    caller: ExpertCaller
-    """Places the expert calls and counts them."""
-
-
-@asynccontextmanager
-async def open_simulated_peer(
-    network: SimNetwork,
-    host: str,
-    *,
-    seed: int,
-    join: Sequence[Address] = (),
-    client_mode: bool = False,
-    faults: FaultPlan = NO_FAULTS,
-    dht: DhtConfig | None = None,
-) -> AsyncIterator[SimulatedPeer]:
-    """A peer alone on `host`. Its identity and its choices follow from the seed and the host's name."""
-    rng = random.Random(f"{seed}/{host}")
-    peer_id = PeerId.draw(rng)
-    listen = None if client_mode else Address(host, PORT)
-    injector = FaultInjector(faults) if faults.rates else None
-    transport = network.transport(host, peer_id)
-    async with (
-        open_rpc_peer(transport, peer_id=peer_id, listen=listen, faults=injector) as rpc,
-        open_dht_node(
-            rpc,
-            clock=SwarmClock.virtual(),
-            rng=rng,
-            initial_peers=join,
-            client_mode=client_mode,
-            config=DhtConfig() if dht is None else dht,
-        ) as node,
-    ):
-        yield SimulatedPeer(rpc=rpc, dht=node)
 
 
 async def start_simulated_nodes(
@@ -93,7 +28,7 @@ async def start_simulated_nodes(
     num_nodes: int,
     seed: int,
     device: Callable[[str], Device] | None = None,
-    faults: FaultPlan = NO_FAULTS,
+    faults: FaultPlan | None = None,
     config: NodeConfig | None = None,
 ) -> Address:
     """Start expert nodes as programs of the hosts node0, node1, ...; experts are dealt out in turn.
@@ -118,7 +53,7 @@ async def start_simulated_nodes(
     """
     if not 1 <= num_nodes <= len(backends):
         raise ValueError(f"num_nodes must be from 1 to the {len(backends)} experts, got {num_nodes}")
-    addresses = [Address(f"node{index}", PORT) for index in range(num_nodes)]
+    addresses = [Address(f"node{index}", SIM_PORT) for index in range(num_nodes)]
     first = addresses[0]
     all_serve = trio.Event()
     have_served: dict[str, None] = {}  # hosts
@@ -131,7 +66,7 @@ async def start_simulated_nodes(
         while True:
             try:
                 async with (
-                    open_simulated_peer(network, host, seed=seed, join=join, faults=faults) as peer,
+                    open_peer(join, network=network, host=host, seed=seed, faults=faults) as peer,
                     open_expert_node(peer.rpc, peer.dht, own, device=own_device, config=config or NodeConfig()),
                 ):
                     have_served[host] = None
@@ -146,34 +81,3 @@ async def start_simulated_nodes(
         network.start(address.host, serve, address.host, own)
     await all_serve.wait()
     return first
-
-
-@asynccontextmanager
-async def open_simulated_trainer(
-    network: SimNetwork,
-    host: str,
-    *,
-    seed: int,
-    join: Address,
-    statistics: CallStatistics | None = None,
-    config: DirectoryConfig | None = None,
-) -> AsyncIterator[SimulatedTrainer]:
-    """A trainer's process: in client mode, as behind a router that lets nobody in.
-
-    Args:
-      network: where it lives.
-      host: its host, with nothing else on it.
-      seed: of its identity and choices.
-      join: what `start_simulated_nodes` returned.
-      statistics: of its expert calls; several trainers may share one.
-      config: how often it looks for experts.
-
-    Raises:
-      DialFailed: nobody is there to join.
-    """
-    async with (
-        open_simulated_peer(network, host, seed=seed, join=[join], client_mode=True) as peer,
-        open_expert_directory(peer.dht, config=DirectoryConfig() if config is None else config) as directory,
-    ):
-        caller = ExpertCaller(peer.rpc, directory, CallStatistics() if statistics is None else statistics)
-        yield SimulatedTrainer(peer=peer, directory=directory, caller=caller)

@@ -21,6 +21,10 @@ if jax.__version_info__[:2] == (0, 10):
     )
 
 
+# Threads for host callbacks that wait, which XLA counts once, when JAX first computes. See dmoe_jax.flax_layers.
+os.environ.setdefault("NPROC", str(16 + (os.cpu_count() or 1)))
+
+
 class CompilationCounter:
     """Counts what XLA compiles while the test runs."""
 

@@ -121,11 +121,11 @@ def status_tables(swarm: str, before: Sequence[Reading], now: Sequence[Reading])
     nodes, trainers, averagers = (_of_role(now, role) for role in ("node", "trainer", "averager"))
     tables = [_node_table(swarm, _of_role(before, "node"), nodes)]
     if trainers:
-        rows = [_row(reading, "state", "step", "loss", "items_per_s", "failed_calls") for reading in trainers]
-        tables.append(_table("trainers", ("trainer", "address", "state", "step", "loss", "items/s", "failed"), rows))
+        rows = [_row(reading, "step", "loss", "items_per_s", "failed_calls") for reading in trainers]
+        tables.append(_table("trainers", ("trainer", "address", "step", "loss", "items/s", "failed calls"), rows))
     if averagers:
-        rows = [_row(reading, "name", "state", "rounds", "peers") for reading in averagers]
-        tables.append(_table("averagers", ("averager", "address", "average", "state", "rounds", "peers"), rows))
+        rows = [_row(reading, "group", "averages") for reading in averagers]
+        tables.append(_table("averagers", ("averager", "address", "group", "averages"), rows))
     return Group(*tables)
 
 
@@ -158,7 +158,7 @@ def _node_row(reading: Reading, before: dict[str, Any] | None) -> list[str]:
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for column in columns:
-        is_text = column in ("node", "trainer", "averager", "average", "address", "state")
+        is_text = column in ("node", "trainer", "averager", "group", "address", "state")
         table.add_column(column, no_wrap=True, justify="left" if is_text else "right")
     for row in rows:
         table.add_row(*row, style="red" if row[-1] == "no answer" else "")

@@ -47,17 +47,15 @@ async def join_swarm(
         security=network.security(),
         **options,
     )
+    is_open = False
     try:
-        peer = await opened.__aenter__()
+        async with opened as peer:
+            is_open = True
+            yield peer
     except (IdentityError, WrongPeer) as error:
-        raise UsageError(str(error)) from error
-    try:
-        yield peer
-    except BaseException as error:
-        if not await opened.__aexit__(type(error), error, error.__traceback__):
+        if is_open:  # the command's own
             raise
-    else:
-        await opened.__aexit__(None, None, None)
+        raise UsageError(str(error)) from error
 
 
 def join_line(command: str, network: NetworkOptions, peer: SwarmPeer) -> str:

@@ -197,9 +197,11 @@ class _Facts:
         self._before: tuple[float, int] | None = None
 
     def now(self) -> dict[str, Any]:
-        """Step, items a second since the last time, and failed calls."""
+        """Step, loss, items a second since the last time, and failed calls."""
         totals = self._engine.totals()
         facts: dict[str, Any] = {"step": self._engine.step, "failed_calls": totals.calls_failed}
+        if (loss := self._engine.last_loss) is not None and math.isfinite(loss):
+            facts["loss"] = loss
         now = time.monotonic()
         if self._before is not None and now > self._before[0]:
             facts["items_per_s"] = (totals.items - self._before[1]) / (now - self._before[0])

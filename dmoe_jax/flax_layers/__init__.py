@@ -10,7 +10,7 @@ done, and what it cannot do.
 """
 
 from dmoe_jax.flax_layers.blocking import BlockingMixture, Portal
-from dmoe_jax.flax_layers.host_call import MAX_WAITING_CALLS, CallSlots
+from dmoe_jax.flax_layers.host_call import MAX_WAITING_CALLS, CallSlots, make_room
 from dmoe_jax.flax_layers.linen import LinenMixture
 from dmoe_jax.flax_layers.nnx import AuxiliaryLoss, NnxMixture
 
@@ -22,4 +22,5 @@ __all__ = [
     "LinenMixture",
     "NnxMixture",
     "Portal",
+    "make_room",
 ]

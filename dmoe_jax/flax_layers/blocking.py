@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from flax import nnx
 
-from dmoe_jax.flax_layers.host_call import PROCESS_SLOTS, CallSlots, HostCall, Portal
+from dmoe_jax.flax_layers.host_call import CallSlots, HostCall, Portal
 from dmoe_jax.flax_layers.linen import LinenMixture
 from dmoe_jax.flax_layers.nnx import NnxMixture
 from dmoe_jax.mixture.remote import RemoteMixture
@@ -17,10 +17,10 @@ class BlockingMixture:
 
     Args:
       mixture: the mixture. portal: leads into the thread of its swarm.
-      slots: bounds how many calls wait at once; see `host_call`.
+      slots: bounds how many calls wait at once; None: those of the process, see `make_room`.
     """
 
-    def __init__(self, mixture: RemoteMixture, portal: Portal, *, slots: CallSlots = PROCESS_SLOTS) -> None:
+    def __init__(self, mixture: RemoteMixture, portal: Portal, *, slots: CallSlots | None = None) -> None:
         self.call = HostCall(mixture, portal, slots=slots)
         """The layer as a plain function of arrays, for models without Flax."""
         self._portal = portal

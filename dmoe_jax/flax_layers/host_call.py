@@ -11,8 +11,10 @@ XLA waits while the network does: the asynchronous `dmoe_jax.autodiff` costs les
   those of a router without parameters.
 - Nothing is computed with JAX inside a callback, which could wait for the very thread that it blocks. Routers that must
   see the whole grid therefore select in the graph, and a callback before it fetches which experts are alive.
-- XLA's CPU client runs at most 32 programs at once, those included that an expert node in this process needs.
-  `CallSlots` refuses a call too many with an error; without it the process would stand still for ever.
+- A callback may wait on one of the few threads with which XLA's CPU client computes, by default as many as there are
+  cores. Were all of them waiting for experts that compute in this very process, it would stand still for ever (seen
+  with two training loops on two cores). So `make_room` gives the client threads to spare, where JAX has computed
+  nothing yet, and `CallSlots` refuses a call too many with an error.
 - What the backward pass needs stays on the host, under a ticket that travels through the graph. The backward pass takes
   it away; of forward passes that are never followed by one the oldest are forgotten. Evaluation keeps nothing.
 
@@ -23,6 +25,7 @@ supported"): put it around the parts beside it. Forward-mode differentiation doe
 
 import contextlib
 import functools
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
@@ -43,7 +46,8 @@ from dmoe_jax.types import PyTree
 T = TypeVar("T")
 
 MAX_WAITING_CALLS = 16
-"""Callbacks of remote layers that may wait for the network at once in one process: half of XLA's 32."""
+"""Callbacks of remote layers that may wait for the network at once in one process, where there is room: half of the 32
+programs that XLA's CPU client runs at once, for an expert node in this process needs some of them."""
 
 MAX_RESIDUALS = 64
 """Forward passes of one layer whose backward pass may be outstanding."""
@@ -79,9 +83,13 @@ class CallSlots:
         """
         with self._lock:
             if self._taken >= self._limit:
+                remedy = (
+                    "" if self._limit == MAX_WAITING_CALLS else "call make_room() before JAX computes anything, or "
+                )
                 raise RuntimeError(
                     f"{what}: {self._limit} calls of remote layers are waiting in this process already, one more could "
-                    "stop XLA for good; run fewer training loops at once, or asynchronous ones (dmoe_jax.autodiff)"
+                    f"stop XLA for good; {remedy}run fewer training loops at once, or asynchronous ones "
+                    "(dmoe_jax.autodiff)"
                 )
             self._taken += 1
         try:
@@ -91,8 +99,42 @@ class CallSlots:
                 self._taken -= 1
 
 
-PROCESS_SLOTS = CallSlots(MAX_WAITING_CALLS)
-"""The bound is the process's, so its count is, too."""
+@functools.cache
+def make_room() -> int:
+    """Give XLA's CPU client threads to spare for callbacks that wait; effective only before JAX's first computation.
+
+    Returns: how many callbacks may wait at once in this process: `MAX_WAITING_CALLS`, or where it is too late one less
+      than the client has threads (but at least 1).
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    asked = os.environ.get("NPROC")  # where XLA looks for the number of threads
+    threads = int(asked) if asked and asked.isdigit() else cores
+    if threads <= MAX_WAITING_CALLS and not _has_computed():
+        threads = cores + MAX_WAITING_CALLS
+        os.environ["NPROC"] = str(threads)
+        try:
+            jax.local_devices(backend="cpu")  # makes the client
+        finally:
+            # Processes that this one starts are to have threads as ever.
+            os.environ.pop("NPROC")
+            if asked is not None:
+                os.environ["NPROC"] = asked
+    return max(1, min(MAX_WAITING_CALLS, threads - 1))
+
+
+def _has_computed() -> bool:
+    """Whether JAX's clients exist already. Nothing public tells; without the private function: yes, to be safe."""
+    try:
+        from jax._src.xla_bridge import backends_are_initialized
+    except ImportError:
+        return True
+    return bool(backends_are_initialized())
+
+
+@functools.cache
+def process_slots() -> CallSlots:
+    """The slots of this process: the bound is the process's, so its count is, too."""
+    return CallSlots(make_room())
 
 
 class HostCall:
@@ -101,13 +143,13 @@ class HostCall:
     Args:
       mixture: does the work, in the portal's thread.
       portal: leads there.
-      slots: bounds how many calls wait at once.
+      slots: bounds how many calls wait at once; None: those of the process.
     """
 
-    def __init__(self, mixture: RemoteMixture, portal: Portal, *, slots: CallSlots = PROCESS_SLOTS) -> None:
+    def __init__(self, mixture: RemoteMixture, portal: Portal, *, slots: CallSlots | None = None) -> None:
         self._mixture = mixture
         self._portal = portal
-        self._slots = slots
+        self._slots = process_slots() if slots is None else slots
         self._name = f"remote layer {mixture.config.prefix!r}"
         self._residuals: OrderedDict[int, Residual] = OrderedDict()  # touched in the portal's thread only
         self._tickets = 0

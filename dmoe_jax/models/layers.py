@@ -1,7 +1,7 @@
 """What the models share: DMoE layers in one jit, and what is reported of them."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray, UInt32
@@ -16,6 +16,15 @@ from dmoe_jax.types import PyTree
 Mixture = Callable[..., Awaitable[tuple[Value, Value]]]
 """A DMoE layer that must be awaited: async (run, scores, *inputs) -> (mixed, the router's auxiliary loss), on the tape;
 `dmoe_jax.mixture.remote.RemoteMixture` is one."""
+
+
+@runtime_checkable
+class MixtureMaker(Protocol):
+    """What makes remote mixtures: `dmoe_jax.Swarm`."""
+
+    def mixture(self, prefix: str, expert: Expert, router: Router, /, **options: Any) -> Mixture:
+        """A mixture of the experts under the prefix."""
+        ...
 
 
 class LayerAux(NamedTuple):
@@ -92,3 +101,10 @@ def init_layers(key: PRNGKeyArray, expert: Expert, grid_size: tuple[int, ...], n
 def total_of(loss: Float[Array, ""], penalties: Sequence[Float[Array, ""]]) -> Float[Array, ""]:
     """`total_loss` on the tape: the segment (loss, auxiliary losses) -> what is differentiated."""
     return sum(penalties, start=loss)
+
+
+def layer_mixtures(
+    swarm: MixtureMaker, expert: Expert, router: Router, num_layers: int, **options: Any
+) -> list[Mixture]:
+    """A remote mixture for each layer of a model: of the experts `layer0.…`, `layer1.…` and so on."""
+    return [swarm.mixture(layer_prefix(layer), expert, router, **options) for layer in range(num_layers)]

@@ -28,7 +28,16 @@ from dmoe_jax.experts.dropout import KeyData, wrap_key
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.models.adaptive_softmax import softmax_nll
-from dmoe_jax.models.layers import ForwardAux, Mixture, dmoe_layer, init_layers, total_loss, total_of
+from dmoe_jax.models.layers import (
+    ForwardAux,
+    Mixture,
+    MixtureMaker,
+    dmoe_layer,
+    init_layers,
+    layer_mixtures,
+    total_loss,
+    total_of,
+)
 from dmoe_jax.routing.base import Router, Scores, check_grid_size, score
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.types import PyTree
@@ -211,6 +220,17 @@ class MLP(Model):
         self.router = router
         self.mixtures = tuple(mixtures)
         self._segments = segments(config, router)
+
+    @classmethod
+    def on(cls, swarm: MixtureMaker, config: MLPConfig, router: Router, **options: Any) -> "MLP":
+        """The model over the experts `layer0...`, `layer1...` of a swarm.
+
+        Args:
+          swarm: makes the mixtures, a `dmoe_jax.Swarm`.
+          options: of each mixture, such as `k_min`; see `Swarm.mixture`.
+        """
+        mixtures = layer_mixtures(swarm, config.expert(), router, config.num_layers, k_best=config.k_best, **options)
+        return cls(config, router, mixtures)
 
     def init(self, key: PRNGKeyArray) -> PyTree:
         return init_trunk(key, self.config, self.router)

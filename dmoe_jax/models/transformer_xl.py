@@ -33,7 +33,17 @@ from dmoe_jax.experts.dropout import KeyData, RowKeys, wrap_key
 from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.models import trunk as trunk_parts
 from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.models.layers import ForwardAux, LayerAux, Mixture, dmoe_layer, init_layers, total_loss, total_of
+from dmoe_jax.models.layers import (
+    ForwardAux,
+    LayerAux,
+    Mixture,
+    MixtureMaker,
+    dmoe_layer,
+    init_layers,
+    layer_mixtures,
+    total_loss,
+    total_of,
+)
 from dmoe_jax.models.trunk import (
     LayerMemory,
     Memory,
@@ -278,6 +288,26 @@ class TransformerXL(Model):
         self.mixtures = tuple(mixtures)
         self._segments = segments(config, router)
         self._word_counts = word_counts
+
+    @classmethod
+    def on(
+        cls,
+        swarm: MixtureMaker,
+        config: TransformerXLConfig,
+        router: Router,
+        *,
+        word_counts: Num[np.ndarray, " vocab"] | None = None,
+        **options: Any,
+    ) -> "TransformerXL":
+        """The model over the experts `layer0...`, `layer1...` of a swarm.
+
+        Args:
+          swarm: makes the mixtures, a `dmoe_jax.Swarm`.
+          word_counts: as of the class.
+          options: of each mixture, such as `k_min`; see `Swarm.mixture`.
+        """
+        mixtures = layer_mixtures(swarm, config.expert(), router, config.num_layers, k_best=config.k_best, **options)
+        return cls(config, router, mixtures, word_counts=word_counts)
 
     def init(self, key: PRNGKeyArray) -> PyTree:
         return init_trunk(key, self.config, self.router, word_counts=self._word_counts)

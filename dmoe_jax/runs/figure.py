@@ -215,7 +215,7 @@ def _failures(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], 
     reasons = next((record.get("failures") for record in reversed(metrics) if record["kind"] == "calls"), None) or {}
     named = sorted(reasons.items(), key=lambda item: -item[1])[:_MAX_REASONS]
     why = f" ({', '.join(f'{count:,} {reason}' for reason, count in named)})" if named else ""
-    axes.set_title(f"{new_failed.sum():,.0f} of {total:,.0f}{why}", loc="right", fontsize=9, color=GREY, pad=16)
+    axes.set_title(f"{new_failed.sum():,.0f} of {total:,.0f} calls{why}", loc="right", fontsize=9, color=GREY, pad=16)
     _mark_kills(axes, kills, "time_s", seconds, lambda kill: "killed")
 
 

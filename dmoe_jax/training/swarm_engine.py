@@ -43,6 +43,8 @@ class SwarmEngine:
         self._layers = layers
         self._figures = figures
         self._items = self._staleness = self._steps_lost = 0
+        self.last_loss: float | None = None
+        """Loss of the last step."""
 
     @property
     def name(self) -> str:
@@ -60,6 +62,7 @@ class SwarmEngine:
         def count_step(record: StepRecord) -> None:
             self._items += record.items
             self._staleness += record.staleness
+            self.last_loss = record.loss
             on_step(record)
 
         def count_lost(trainer: int, error: Exception) -> None:

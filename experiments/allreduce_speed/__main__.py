@@ -1,5 +1,8 @@
 """`python -m experiments.allreduce_speed`; see README.md beside this file."""
 
-from experiments.allreduce_speed.run import main
+from experiments.allreduce_speed.settings import SpeedSettings
+from experiments.bench import run_experiment
 
-main()
+run_experiment(
+    SpeedSettings, "experiments.allreduce_speed.measurement:EXPERIMENT", name="allreduce_speed", uses_jax=False
+)

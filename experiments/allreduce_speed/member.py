@@ -1,13 +1,10 @@
-"""A member's process: `python -m experiments.allreduce_speed.member ...`, started by `member_process`.
+"""A member's process: `python -m experiments.allreduce_speed.member ...`.
 
-It prints where it listens, answers each line on standard input with one of its own, and ends with its standard input.
+It says where it listens, and answers each order with what its exchange took.
 """
 
-import json
-import os
-import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +12,16 @@ from typing import Any, Literal
 import trio
 import tyro
 
-from experiments.allreduce_speed import rpc_side
-from experiments.allreduce_speed.blocking_side import BlockingMember
+from experiments.allreduce_speed.baseline import BlockingMember
 from experiments.allreduce_speed.vectors import Vector, digest_of, vector_of
-from net.averaging.reduction.all_reduce import AllReduceConfig
+from experiments.processes import async_orders, memory_bytes, orders, say
+from net.averaging.grouping.group import Group, Member
+from net.averaging.reduction.all_reduce import AllReduce, AllReduceConfig
 from net.identity import Address, Contact
+from net.keys import Identity
+from net.rpc.peer import open_rpc_peer
+from net.transport.tcp import TcpTransport
+from net.transport.tls import TlsTransport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class MemberSettings:
 
 
 def main() -> None:
-    """Entry point."""
+    """Take part until standard input closes."""
     settings = tyro.cli(MemberSettings)
     if settings.side == "rpc":
         trio.run(_serve_rpc, settings)
@@ -56,32 +58,40 @@ def main() -> None:
 
 
 async def _serve_rpc(settings: MemberSettings) -> None:
+    """Ours: a peer with an `AllReduce`, as in every process that averages."""
     config = AllReduceConfig(chunk_bytes=settings.chunk_bytes, window_bytes=settings.window_bytes)
-    async with rpc_side.open_member(encrypted=settings.network == "tls", config=config) as member:
-        _say(where=member.contact.full)
-        before_bytes = _memory_bytes("VmRSS")
+    identity = Identity.generate()
+    transport = TlsTransport(identity) if settings.network == "tls" else TcpTransport()
+    async with open_rpc_peer(transport, peer_id=identity.peer_id, listen=Address("127.0.0.1", 0)) as peer:
+        assert peer.address is not None
+        all_reduce = AllReduce(peer, prefix="speed", config=config)
+        say(where=Contact(peer.peer_id, peer.address).full)
+        held = memory_bytes()
         vector = vector_of(settings.index, settings.size, settings.seed)
-        async for order in _orders():
-            measured = await _exchange(member, order, vector)
-            _say(**measured, grown_bytes=_memory_bytes("VmHWM") - before_bytes)
+        async for order in async_orders():
+            measured = await _exchange(all_reduce, order, vector)
+            memory = memory_bytes()
+            say(**measured, grown_bytes=memory[1] - held[0] if memory and held else None)
 
 
-async def _exchange(member: rpc_side.RpcMember, order: dict[str, Any], vector: Vector) -> dict[str, Any]:
+async def _exchange(all_reduce: AllReduce, order: Mapping[str, Any], vector: Vector) -> dict[str, Any]:
+    """Average with the others.
+
+    Raises:
+      ConnectionError: not everybody took part to the end.
+    """
     contacts = [Contact.parse(text) for text in order["members"]]
-    cpu_s = time.process_time()
-    started, ended, average = await member.exchange(contacts, bytes.fromhex(order["group"]), vector)
-    cpu_s = time.process_time() - cpu_s
-    return {"started": started, "ended": ended, "cpu_s": cpu_s, "digest": digest_of(average)}
-
-
-async def _orders() -> AsyncIterator[dict[str, Any]]:
-    rest = b""
-    # A duplicate: closing standard input itself would surprise the interpreter's end.
-    async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stream:
-        async for data in stream:
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                yield json.loads(line)
+    members = tuple(
+        Member(peer_id=contact.peer_id, address=contact.address, wanted_slot=slot)
+        for slot, contact in enumerate(contacts)
+    )
+    group = Group(group_id=bytes.fromhex(order["group"]), members=members, side=len(members))
+    cpu_s, started = time.process_time(), time.perf_counter()
+    result = await all_reduce.run(group, vector)
+    ended, cpu_s = time.perf_counter(), time.process_time() - cpu_s
+    if not result.complete:
+        raise ConnectionError("the average is not that of all members")
+    return {"started": started, "ended": ended, "cpu_s": cpu_s, "digest": digest_of(result.average)}
 
 
 def _serve_blocking(settings: MemberSettings) -> None:
@@ -90,27 +100,13 @@ def _serve_blocking(settings: MemberSettings) -> None:
         part_bytes=settings.size * 4 // settings.peers,
         certificate=settings.certificate if settings.network == "tls" else None,
     )
-    _say(where=str(member.address))
-    for number, line in enumerate(sys.stdin):
-        order = json.loads(line)
+    say(where=str(member.address))
+    for number, order in enumerate(orders()):
         if number == 0:
             member.connect([Address.parse(text) for text in order["members"]])
         cpu_s = time.process_time()
         started, ended = member.exchange()
-        _say(started=started, ended=ended, cpu_s=time.process_time() - cpu_s)
-
-
-def _say(**fields: object) -> None:
-    print(json.dumps(fields), flush=True)
-
-
-def _memory_bytes(name: str) -> int:
-    """VmRSS: what this process holds; VmHWM: the most that it ever held. 0 where the system does not say."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+        say(started=started, ended=ended, cpu_s=time.process_time() - cpu_s)
 
 
 if __name__ == "__main__":

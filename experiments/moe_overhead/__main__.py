@@ -1,5 +1,15 @@
 """`python -m experiments.moe_overhead`; see README.md beside this file."""
 
-from experiments.moe_overhead.run import main
+from experiments.bench import run_experiment
+from experiments.moe_overhead.settings import OverheadSettings
 
-main()
+NAME = "moe_overhead"
+
+
+def main(args: list[str] | None = None) -> None:
+    """Entry point."""
+    run_experiment(OverheadSettings, f"experiments.{NAME}.experiment:EXPERIMENT", name=NAME, args=args)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import jax
@@ -19,22 +20,15 @@ from dmoe_jax.models.trunk import step_keys
 from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.registry import make_router
-from experiments.moe_overhead.wide_layer import layer_flops, wide_state, wide_step
+from dmoe_jax.types import PyTree
+from experiments.moe_overhead.wide_layer import layer_flops, wide_optimizer, wide_state, wide_step
 from experiments.transformer_xl.local import local_dmoe_state
 from experiments.transformer_xl.local_steps import dmoe_step
 from experiments.transformer_xl.names import Size
 from experiments.transformer_xl.presets import PRESETS, Preset, expert_recipe, model_config, trunk_recipe
 
 _NO_DROPOUT: dict[str, Any] = dict.fromkeys(
-    (
-        "dropout",
-        "attention_dropout",
-        "position_dropout",
-        "embedding_dropout",
-        "input_dropout",
-        "output_dropout",
-    ),
-    0.0,
+    ("dropout", "attention_dropout", "position_dropout", "embedding_dropout", "input_dropout", "output_dropout"), 0.0
 )
 
 _STEPS_OF_A_RUN = 10_000
@@ -43,15 +37,12 @@ _STEPS_OF_A_RUN = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """A few steps of each model.
-
-    Attributes:
-      dense_s: median seconds of a step with dense layers.
-      moe_s: median seconds of a step with mixtures.
-    """
+    """A few steps of each model."""
 
     dense_s: float
+    """Median seconds of a step with dense layers."""
     moe_s: float
+    """Median seconds of a step with mixtures."""
 
     @property
     def ratio(self) -> float:
@@ -61,34 +52,31 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:
-    """What was measured.
-
-    Attributes:
-      rounds: in order.
-      tokens_per_step: target tokens of one step.
-      dense_flops: of one dense layer's forward pass over one sequence.
-      moe_flops: of the experts that a sequence goes to.
-    """
+    """What was measured; all figures are medians over the rounds."""
 
     rounds: tuple[Round, ...]
+    """In order."""
     tokens_per_step: int
+    """Target tokens of one step."""
     dense_flops: int
+    """Operations of one dense layer's forward pass over one sequence."""
     moe_flops: int
+    """Operations of the experts that a sequence goes to."""
 
     @property
     def ratio(self) -> float:
-        """Median over the rounds."""
-        return float(np.median([one.ratio for one in self.rounds]))
+        """Of tokens a second, dense layers over mixtures."""
+        return median(one.ratio for one in self.rounds)
 
     @property
     def dense_tokens_per_s(self) -> float:
-        """Median over the rounds."""
-        return self.tokens_per_step / float(np.median([one.dense_s for one in self.rounds]))
+        """With dense layers."""
+        return self.tokens_per_step / median(one.dense_s for one in self.rounds)
 
     @property
     def moe_tokens_per_s(self) -> float:
-        """Median over the rounds."""
-        return self.tokens_per_step / float(np.median([one.moe_s for one in self.rounds]))
+        """With mixtures."""
+        return self.tokens_per_step / median(one.moe_s for one in self.rounds)
 
 
 def measure_overhead(
@@ -100,7 +88,7 @@ def measure_overhead(
     rounds: int,
     steps_per_round: int,
     seed: int,
-    on_round: Callable[[Round], None] = lambda _: None,
+    on_round: Callable[[Overhead], None] = lambda _: None,
 ) -> Overhead:
     """Time training steps of the preset's mixture, and of the same model with a dense layer for each mixture.
 
@@ -114,7 +102,7 @@ def measure_overhead(
       rounds: this often, with a ratio of its own each.
       steps_per_round: of each model, in turns; who is first, in turns, too.
       seed: of parameters and text.
-      on_round: called after each round.
+      on_round: called after each round with what was measured so far.
 
     Raises:
       ValueError: an unknown router, or one that does not keep to its contract.
@@ -129,21 +117,19 @@ def measure_overhead(
     for batch in batches[:1] * 2:  # the first compiles
         for model in (moe, dense):
             model.step(batch)
-    done = []
-    for _ in range(rounds):
-        moe_s, dense_s = _in_turns(moe, dense, batches)
-        done.append(Round(dense_s=dense_s, moe_s=moe_s))
-        on_round(done[-1])
     sizes = {"seq_len": config.seq_len, "mem_len": config.mem_len, "d_model": config.d_model}
-    d_head, k = config.d_model // config.layer.num_heads, config.k_best
-    return Overhead(
-        rounds=tuple(done),
+    heads, d_ff, k = config.layer.num_heads, config.layer.d_ff, config.k_best
+    d_head = config.d_model // heads
+    measured = Overhead(
+        rounds=(),
         tokens_per_step=rows * config.seq_len,
-        dense_flops=layer_flops(
-            **sizes, num_heads=k * config.layer.num_heads, d_head=d_head, d_ff=k * config.layer.d_ff
-        ),
-        moe_flops=k * layer_flops(**sizes, num_heads=config.layer.num_heads, d_head=d_head, d_ff=config.layer.d_ff),
+        dense_flops=layer_flops(**sizes, num_heads=k * heads, d_head=d_head, d_ff=k * d_ff),
+        moe_flops=k * layer_flops(**sizes, num_heads=heads, d_head=d_head, d_ff=d_ff),
     )
+    for _ in range(rounds):
+        measured = dataclasses.replace(measured, rounds=(*measured.rounds, _in_turns(moe, dense, batches)))
+        on_round(measured)
+    return measured
 
 
 def _models(
@@ -153,30 +139,29 @@ def _models(
     optimizer = make_optimizer(trunk_recipe(preset, _STEPS_OF_A_RUN))
     expert_optimizer = make_optimizer(expert_recipe(preset, _STEPS_OF_A_RUN))
     train_moe = dmoe_step(config, router, optimizer, expert_optimizer)
-    train_dense = wide_step(config, optimizer, expert_optimizer)
-    moe = _Timed(
-        lambda state, batch, step: train_moe(
-            state, batch, step_keys(num_layers=config.num_layers, batch=rows, seed=seed, trainer=0, step=step)
-        ),
-        local_dmoe_state(config, router, optimizer, expert_optimizer, batch_size=rows, seed=seed),
+
+    def step_moe(state: PyTree, batch: Batch, step: int) -> tuple[PyTree, PyTree]:
+        keys = step_keys(num_layers=config.num_layers, batch=rows, seed=seed, trainer=0, step=step)
+        return train_moe(state, batch, keys)
+
+    both = wide_optimizer(config, optimizer, expert_optimizer)
+    train_dense = wide_step(config, both)
+    return (
+        _Timed(step_moe, local_dmoe_state(config, router, optimizer, expert_optimizer, batch_size=rows, seed=seed)),
+        _Timed(lambda state, batch, _: train_dense(state, batch), wide_state(jax.random.key(seed), config, both, rows)),
     )
-    dense = _Timed(
-        lambda state, batch, _: train_dense(state, batch),
-        wide_state(jax.random.key(seed), config, optimizer, expert_optimizer, rows),
-    )
-    return moe, dense
 
 
 class _Timed:
     """A model that is trained step by step."""
 
-    def __init__(self, step: Callable[[Any, Batch, int], tuple[Any, Any]], state: Any) -> None:
+    def __init__(self, step: Callable[[PyTree, Batch, int], tuple[PyTree, PyTree]], state: PyTree) -> None:
         self._step = step
         self._state = state
         self._done = 0
 
     def step(self, batch: Batch) -> float:
-        """The seconds of the next step."""
+        """Make the next step. Returns its seconds."""
         started = time.perf_counter()
         self._state, report = self._step(self._state, batch, self._done)
         jax.block_until_ready((self._state, report))
@@ -184,19 +169,13 @@ class _Timed:
         return time.perf_counter() - started
 
 
-def _in_turns(moe: "_Timed", dense: "_Timed", batches: list[Batch]) -> tuple[float, float]:
-    """Median seconds of a step of each."""
-    seconds = []
+def _in_turns(moe: _Timed, dense: _Timed, batches: list[Batch]) -> Round:
+    """A step of each model for each batch; every other batch the other one is first."""
+    seconds: dict[_Timed, list[float]] = {moe: [], dense: []}
     for number, batch in enumerate(batches):
-        if number % 2:
-            dense_s = dense.step(batch)
-            moe_s = moe.step(batch)
-        else:
-            moe_s = moe.step(batch)
-            dense_s = dense.step(batch)
-        seconds.append((moe_s, dense_s))
-    moe_s, dense_s = np.median(seconds, axis=0)
-    return float(moe_s), float(dense_s)
+        for model in (dense, moe) if number % 2 else (moe, dense):
+            seconds[model].append(model.step(batch))
+    return Round(dense_s=float(np.median(seconds[dense])), moe_s=float(np.median(seconds[moe])))
 
 
 def _text(num_tokens: int, seed: int) -> np.ndarray:

@@ -8,7 +8,7 @@ weighted sums, and both matrices of the feed-forward network are k times as much
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -91,76 +91,54 @@ def wide_layer(config: TransformerXLConfig) -> WideLayer:
     )
 
 
-def wide_state(
-    key: PRNGKeyArray,
+def wide_optimizer(
     config: TransformerXLConfig,
     optimizer: optax.GradientTransformation,
     layer_optimizer: optax.GradientTransformation,
-    batch_size: int,
+) -> optax.GradientTransformation:
+    """The optimiser of `wide_step`: one for the trunk and one for each layer, as every expert has its own."""
+    layers = [f"layer{index}" for index in range(config.num_layers)]
+    parts = {"trunk": optimizer} | dict.fromkeys(layers, layer_optimizer)
+    return optax.partition(parts, {"trunk": "trunk", "layers": layers})
+
+
+def wide_state(
+    key: PRNGKeyArray, config: TransformerXLConfig, optimizer: optax.GradientTransformation, batch_size: int
 ) -> dict[str, PyTree]:
-    """The state of the model with dense layers, for `wide_step`."""
+    """The state of the model with dense layers, for `wide_step`; `optimizer` is that of `wide_optimizer`."""
     embed_key, head_key, layer_key = jax.random.split(key, 3)
     embed_params, head_params = init_embed_and_head(
         embed_key, head_key, vocab_size=config.vocab_size, d_model=config.d_model, cutoffs=config.cutoffs
     )
-    trunk = {"embed": embed_params, "head": head_params}
     sample, filled = jnp.zeros((1, 1, config.d_model)), jnp.ones((1, 1), bool)
     init = jax.jit(lambda own: wide_layer(config).init(own, sample, sample, filled)["params"])
     layers = [init(own) for own in jax.random.split(layer_key, config.num_layers)]
-    return {
-        "trunk": trunk,
-        "trunk_opt_state": optimizer.init(trunk),
-        "layers": layers,
-        "layer_opt_states": [layer_optimizer.init(layer) for layer in layers],
-        "memory": empty_memory(config, batch_size),
-    }
+    params = {"trunk": {"embed": embed_params, "head": head_params}, "layers": layers}
+    return {"params": params, "opt_state": optimizer.init(params), "memory": empty_memory(config, batch_size)}
 
 
 def wide_step(
-    config: TransformerXLConfig,
-    optimizer: optax.GradientTransformation,
-    layer_optimizer: optax.GradientTransformation,
+    config: TransformerXLConfig, optimizer: optax.GradientTransformation
 ) -> Callable[[dict[str, PyTree], Batch], tuple[dict[str, PyTree], Array]]:
-    """The jitted step: (state, batch) -> (state, loss), the state donated.
-
-    As the mixture's: every layer has an optimiser of its own, as every expert has.
-    """
+    """The jitted step: (state, batch) -> (state, loss), the state donated."""
     layer = wide_layer(config)
 
     def step(state: dict[str, PyTree], batch: Batch) -> tuple[dict[str, PyTree], Array]:
         memory = forget(state["memory"], jnp.asarray(batch.is_first))
         tokens, targets = jnp.asarray(batch.tokens), jnp.asarray(batch.targets)
 
-        def loss(trunk: PyTree, layers: PyTree) -> tuple[Array, Any]:
-            hidden, memories = embed(trunk["embed"], tokens), []
-            for own, past in zip(layers, memory, strict=True):
+        def loss(params: PyTree) -> tuple[Array, PyTree]:
+            trunk, memories = params["trunk"], []
+            hidden = embed(trunk["embed"], tokens)
+            for own, past in zip(params["layers"], memory, strict=True):
                 memories.append(next_memory(past, hidden))
                 hidden = cast(Array, layer.apply({"params": own}, hidden, past.states, past.mask))
             nll = token_nll(trunk["embed"], trunk["head"], hidden, targets, cutoffs=config.cutoffs)
             return jnp.mean(nll), tuple(memories)
 
-        (nll, memories), (grads, layer_grads) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
-            state["trunk"], state["layers"]
-        )
-        trunk, trunk_opt_state = _apply(optimizer, grads, state["trunk_opt_state"], state["trunk"])
-        updated = [
-            _apply(layer_optimizer, own_grads, opt_state, own)
-            for own_grads, opt_state, own in zip(layer_grads, state["layer_opt_states"], state["layers"], strict=True)
-        ]
-        layers, layer_opt_states = (list(part) for part in zip(*updated, strict=True))
-        return {
-            "trunk": trunk,
-            "trunk_opt_state": trunk_opt_state,
-            "layers": layers,
-            "layer_opt_states": layer_opt_states,
-            "memory": memories,
-        }, nll
+        (nll, memories), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
+        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state, "memory": memories}, nll
 
     return jax.jit(step, donate_argnums=0)
-
-
-def _apply(
-    optimizer: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree
-) -> tuple[PyTree, PyTree]:
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state

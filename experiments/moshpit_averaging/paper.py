@@ -1,8 +1,8 @@
-"""The settings of the paper's averaging table (Ryabinin et al., NeurIPS 2021), and what it has for them."""
+"""The rows of the paper's averaging table (Ryabinin et al., NeurIPS 2021), the paper's rounds, and ours beside them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from net.averaging.grouping.group_key import MoshpitGrid
 
@@ -27,6 +27,11 @@ TOLERANCE = 0.5
 BARRED: tuple[MethodName, ...] = ("random_groups", "moshpit")
 """Methods to which the tolerance applies, under "exclude". Deterministic ones agree anyway or differ by definition."""
 
+_MIXING_TOLERANCE = 0.05
+"""Parts of the formula by which random groups may mix otherwise."""
+
+_MIN_MIXING_GROUPS = 8
+"""Below this many groups what a round leaves varies so much that the mean over 200 runs is itself not known to 5 %."""
 
 _MAX_CELLS = 2**22
 """All cells of each restart are shuffled to seat its peers."""
@@ -59,9 +64,13 @@ class Setting:
         """Side and axes: 32^2."""
         return f"{self.grid.side}^{self.grid.dims}"
 
+    @property
+    def failure_text(self) -> str:
+        """Probability of failure, and the failure rule where it is not the published one."""
+        return f"{self.failure:g}" + (", groups skip" if self.failure_rule == "group_skips" else "")
+
     def __str__(self) -> str:
-        skips = ", groups skip" if self.failure_rule == "group_skips" else ""
-        return f"{self.num_peers} peers on {self.grid_text}, p = {self.failure:g}{skips}"
+        return f"{self.num_peers} peers on {self.grid_text}, p = {self.failure_text}"
 
 
 SQUARE, CUBE = MoshpitGrid(side=32, dims=2), MoshpitGrid(side=8, dims=3)
@@ -113,3 +122,73 @@ def paper_rounds(setting: Setting) -> dict[MethodName, Rounds]:
         return {"moshpit": _GROUP_SKIPS[row]} if row in _GROUP_SKIPS else {}
     known = zip(_ORDER, _EXCLUDE.get(row, ()), strict=False)
     return {method: rounds for method, rounds in known if rounds is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixing:
+    """Random groups of peers who are all there, beside the theory."""
+
+    num_peers: int
+    """N."""
+    group_size: int
+    """Peers of a group."""
+    runs: int
+    """Runs over which means were taken."""
+    factor: float
+    """What the formula leaves of the variance in one round."""
+    factor_ratio: float
+    """What a round leaves of the variance, mean over all rounds of all runs, over the formula's factor."""
+    kept: Sequence[float]
+    """Mean over the runs of what 0, 1, 2, ... rounds leave of the variance; the formula has factor^t."""
+
+    def missed_bars(self) -> list[str]:
+        """What is further from the formula than it may be, where there are groups enough to know."""
+        is_known = self.num_peers // self.group_size >= _MIN_MIXING_GROUPS
+        is_off = is_known and abs(self.factor_ratio - 1) > _MIXING_TOLERANCE
+        return [f"mixing of random groups: {self.factor_ratio:.3f} of the formula"] if is_off else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The rounds that the methods needed in one setting."""
+
+    setting: Setting
+    """Which swarm."""
+    rounds: Mapping[MethodName, Mapping[str, float]]
+    """Mean rounds to each target."""
+    variances: Mapping[MethodName, Sequence[float]]
+    """Mean over the restarts, before the first round and after each."""
+
+    @property
+    def paper(self) -> dict[MethodName, Rounds]:
+        """The paper's mean rounds in this setting, where it has them."""
+        return paper_rounds(self.setting)
+
+    def summary(self) -> dict[str, Any]:
+        """Setting and rounds, for JSON."""
+        ours = {method: list(rounds.items()) for method, rounds in self.rounds.items()}
+        paper = {method: list(zip(TARGETS, rounds, strict=True)) for method, rounds in self.paper.items()}
+        return {
+            "peers": self.setting.num_peers,
+            "grid": [self.setting.grid.side, self.setting.grid.dims],
+            "failure": self.setting.failure,
+            "failure_rule": self.setting.failure_rule.replace("_", "-"),
+            "methods": {method: {f"rounds_to_{name}": value for name, value in of} for method, of in ours.items()},
+            "paper": {method: {f"rounds_to_{name}": value for name, value in of} for method, of in paper.items()},
+        }
+
+    def missed_bars(self) -> list[str]:
+        """Methods and targets that are further from the paper than they may be."""
+        if self.setting.failure_rule != "exclude":
+            return []
+        pairs = [
+            (method, target, self.rounds[method][target], theirs)
+            for method in BARRED
+            for target, theirs in zip(TARGETS, self.paper.get(method, ()), strict=False)
+            if theirs is not None
+        ]
+        return [
+            f"{TITLES[method]} to {target}, {self.setting}: {ours:.2f}, paper {theirs:g}"
+            for method, target, ours, theirs in pairs
+            if abs(ours - theirs) > TOLERANCE
+        ]

@@ -1,12 +1,13 @@
-"""Numbers of N(0, 1), one a peer, averaged by each method while peers come and go; all restarts at once.
+"""The measurement: numbers of N(0, 1), one a peer, averaged by each method while peers come and go.
 
 Definitions are those of the simulator published with Moshpit SGD. In each round each peer is absent with probability
-p, independently, and keeps its number. All methods see the same numbers and the same absences.
+p, independently, and keeps its number. All methods see the same numbers and the same absences, and all restarts are
+simulated at once.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, get_args
 
 import jax
@@ -24,7 +25,7 @@ from dmoe_jax.optim.averaging_methods import (
 )
 from dmoe_jax.optim.peer_axis import FailureRule, moshpit_round, random_cells
 from dmoe_jax.optim.peer_trees import distortion
-from experiments.moshpit_averaging.paper import TARGETS, MethodName, Setting
+from experiments.moshpit_averaging.paper import TARGETS, MethodName, Mixing, Row, Setting
 from net.averaging.grouping.group_key import MoshpitGrid
 
 _MAX_ABSENCES = 2**26
@@ -32,6 +33,9 @@ _MAX_ABSENCES = 2**26
 
 _ROUNDING = 1e-10
 """Parts of the first variance that float32 may make of none."""
+
+_MIXING_ROUNDS, _MIXING_NUMBERS = 3, 2**21
+"""Rounds beside the formula, and the numbers averaged in all runs of them: 2048 runs of 1024 peers; at least 200."""
 
 
 class _Swarms(NamedTuple):
@@ -50,20 +54,13 @@ class _Swarms(NamedTuple):
     keys: PRNGKeyArray
 
 
-class Mixing(NamedTuple):
-    """Random groups beside the theory.
-
-    Attributes:
-      runs: over which means were taken.
-      factor: the formula's, for one round.
-      factor_ratio: what a round leaves of the variance, mean over all rounds of all runs, over the formula's.
-      kept: mean over the runs of what 0, 1, 2, ... rounds leave of the variance; the formula has factor^t.
-    """
-
-    runs: int
-    factor: float
-    factor_ratio: float
-    kept: tuple[float, ...]
+def row_of(setting: Setting, variances: Mapping[MethodName, np.ndarray]) -> Row:
+    """Means over the restarts, from [restarts, rounds + 1] for each method."""
+    return Row(
+        setting=setting,
+        rounds={method: mean_rounds(found) for method, found in variances.items()},
+        variances={method: found.mean(axis=0, dtype=np.float64).tolist() for method, found in variances.items()},
+    )
 
 
 def simulate(
@@ -81,7 +78,7 @@ def simulate(
       restarts: independent repetitions.
       rounds: of each.
       seed: of everything random.
-      on_progress: told, now and then, which share of the work was done since it was told last.
+      on_progress: called with the share of the work done since its last call.
 
     Returns:
       [restarts, rounds + 1] for each method.
@@ -112,6 +109,14 @@ def mean_rounds(variances: np.ndarray) -> dict[str, float]:
     return {name: float(rounds_to(variances, target).mean()) for name, target in TARGETS.items()}
 
 
+def mixing_of(setting: Setting, *, seed: int) -> Mixing | None:
+    """Random groups beside the formula at this size; None where there is one group, which is exact at once."""
+    if setting.num_peers < 2 * setting.grid.side:
+        return None
+    runs = max(200, min(2048, _MIXING_NUMBERS // setting.num_peers))
+    return measure_mixing(setting.num_peers, setting.grid.side, runs=runs, rounds=_MIXING_ROUNDS, seed=seed)
+
+
 def measure_mixing(num_peers: int, group_size: int, *, runs: int, rounds: int, seed: int) -> Mixing:
     """Random groups of peers who are all there, beside the formula for what a round leaves of the distortion.
 
@@ -136,16 +141,18 @@ def measure_mixing(num_peers: int, group_size: int, *, runs: int, rounds: int, s
     before, after = variances[:, :-1], variances[:, 1:]
     counts = before > _ROUNDING * variances[:, :1]  # a handful of peers may all agree by chance
     return Mixing(
+        num_peers=num_peers,
+        group_size=group_size,
         runs=runs,
         factor=factor,
         factor_ratio=float((after[counts] / before[counts]).mean() / factor),
-        kept=tuple(float(kept) for kept in (variances / variances[:, :1]).mean(axis=0)),
+        kept=tuple((variances / variances[:, :1]).mean(axis=0).tolist()),
     )
 
 
 @functools.partial(jax.jit, static_argnames=("num_peers", "grid", "rounds"))
 def _draw(keys: PRNGKeyArray, failure: float, *, num_peers: int, grid: MoshpitGrid, rounds: int) -> _Swarms:
-    """Swarms for as many restarts as there are keys."""
+    """Draw the swarms of as many restarts as there are keys."""
 
     def restart(key: PRNGKeyArray) -> _Swarms:
         values_key, absence_key, cells_key, groups_key = jax.random.split(key, 4)
@@ -163,51 +170,36 @@ def _draw(keys: PRNGKeyArray, failure: float, *, num_peers: int, grid: MoshpitGr
 def _variances(
     swarms: _Swarms, *, method: MethodName, grid: MoshpitGrid, failure_rule: FailureRule
 ) -> Float[Array, "restarts rounds_and_start"]:
-    """What `simulate` gives for one method."""
+    """Simulate one method; the variances are those of `simulate`."""
+
+    def mix(swarm: _Swarms, values: Array, weights: Array, number: Array, alive: Array) -> tuple[Array, Array]:
+        match method:
+            case "all_reduce":
+                return all_reduce_round(values, alive=alive), weights
+            case "gossip":
+                return gossip_round(values, alive=alive), weights
+            case "push_sum":
+                return _published_push_sum(values, number, alive), weights
+            case "push_sum_weighted":
+                return push_sum_round(values, weights, round_number=number, alive=alive)
+            case "random_groups":
+                key, size = jax.random.fold_in(swarm.keys, number), grid.side
+                mixed = random_groups_round(values, key=key, group_size=size, alive=alive, failure_rule=failure_rule)
+                return mixed, weights
+            case "moshpit":
+                average = functools.partial(moshpit_round, grid=grid, cells=swarm.cells, failure_rule=failure_rule)
+                return average(values, round_number=number, alive=alive), weights
 
     def restart(swarm: _Swarms) -> Array:
         def one_round(held: tuple[Array, Array], inputs: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
-            values, push_weights = held
-            number, alive = inputs
-            if method == "push_sum_weighted":
-                values, push_weights = push_sum_round(values, push_weights, round_number=number, alive=alive)
-            else:
-                values = _mix(values, swarm, number, alive, method=method, grid=grid, failure_rule=failure_rule)
-            return (values, push_weights), distortion(values)
+            values, weights = mix(swarm, *held, *inputs)
+            return (values, weights), distortion(values)
 
         start = (swarm.values, jnp.ones_like(swarm.values))
         _, after = jax.lax.scan(one_round, start, (jnp.arange(swarm.alive.shape[0]), swarm.alive))
         return jnp.append(distortion(swarm.values), after)
 
     return jax.vmap(restart)(swarms)
-
-
-def _mix(
-    values: Array,
-    swarm: _Swarms,
-    number: Array,
-    alive: Array,
-    *,
-    method: MethodName,
-    grid: MoshpitGrid,
-    failure_rule: FailureRule,
-) -> Array:
-    """What the peers hold after round `number`."""
-    match method:
-        case "all_reduce":
-            return all_reduce_round(values, alive=alive)
-        case "gossip":
-            return gossip_round(values, alive=alive)
-        case "push_sum":
-            return _published_push_sum(values, number, alive)
-        case "random_groups":
-            key = jax.random.fold_in(swarm.keys, number)
-            return random_groups_round(values, key=key, group_size=grid.side, alive=alive, failure_rule=failure_rule)
-        case "moshpit":
-            return moshpit_round(
-                values, grid=grid, cells=swarm.cells, round_number=number, alive=alive, failure_rule=failure_rule
-            )
-    raise ValueError(f"no rule for {method!r}")
 
 
 def _published_push_sum(values: Array, number: Array, alive: Array) -> Array:

@@ -5,14 +5,12 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
+from experiments.moshpit_sgd.settings import MethodName
 from experiments.moshpit_sgd.simulation import Method, Simulation, Ticket
 from net.averaging.grouping.group_key import MoshpitGrid, assign_slots
-
-MethodName = Literal["all_reduce", "gossip", "pushsum", "moshpit"]
 
 
 def make_method(name: MethodName, simulation: Simulation) -> Method:

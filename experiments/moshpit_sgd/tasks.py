@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,7 @@ from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, empty_memory, forget
 from dmoe_jax.types import PyTree
-
-ModelName = Literal["mnist", "transformer_xl"]
+from experiments.moshpit_sgd.settings import ModelName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """`python -m experiments.overlap`; see README.md beside this file."""
 
-from experiments.overlap.run import main
+from experiments.bench import run_experiment
+from experiments.overlap.settings import OverlapSettings
 
-main()
+run_experiment(OverlapSettings, "experiments.overlap.measurement:EXPERIMENT", name="overlap")

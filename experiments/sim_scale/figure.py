@@ -5,48 +5,37 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from dmoe_jax.runs.run_folder import read_metrics, replaced_file
+from dmoe_jax.runs.run_folder import read_metrics
 from dmoe_jax.runs.style import FAINT, GREY, INK, KILLED, VALID, dress
-from net.transport.sim.events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost, SetLatency
+from experiments.bench import Run
+from experiments.sim_scale.scenario import SCHEDULE
+from experiments.sim_scale.settings import ScaleSettings
+from net.transport.sim.events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost
 
 
-def scale_figure(
-    headline: Mapping[str, Any],
-    records: Sequence[Mapping[str, Any]],
-    path: Path,
-    *,
-    trainers: int,
-    bars: tuple[float, float],
-) -> Path:
-    """Draw figure.png.
+def scale_figure(run: Run[ScaleSettings], *, ratio_bar: float, rate_bar: float) -> Figure:
+    """Draw the time of a step, the messages a second, and the story of the scenario.
 
     Args:
-      headline: the figures of the run.
-      records: its metrics.
-      path: where the picture goes; the scenario's metrics lie beside it.
-      trainers: that took a step.
-      bars: of the time of that step, as a multiple of its computing, and of the messages a second.
+      run: whose folder has the scenarios' metrics.
+      ratio_bar: of the time of a step, as a multiple of its computing.
+      rate_bar: of the messages a second.
     """
     figure = Figure(figsize=(12, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     cost, rate, story = figure.subplots(1, 3, width_ratios=(3, 3, 7))
-    _draw_cost(cost, [record for record in records if record["kind"] == "step"], bars[0])
-    dress(cost, f"A step of {trainers} trainers (s)", "measurement")
-    rates = [record["messages_per_s"] for record in records if record["kind"] == "messages"]
-    places = range(1, len(rates) + 1)
-    rate.bar(places, rates, color=VALID, width=0.6)
-    for place, value in zip(places, rates, strict=True):
+    _draw_cost(cost, run.records("step"), ratio_bar)
+    dress(cost, f"A step of {run.settings.trainers} trainers (s)", "measurement")
+    rates = [record["messages_per_s"] for record in run.records("messages")]
+    for place, value in enumerate(rates, start=1):
+        rate.bar(place, value, color=VALID, width=0.6)
         rate.text(place, value, f"{value:,.0f}", ha="center", va="bottom", fontsize=9, color=INK)
-    rate.axhline(bars[1], color=KILLED, linestyle="--", linewidth=1.2, label=f"bar {bars[1]:,.0f}")
-    _fit(rate, len(rates), max(bars[1], *rates))
-    dress(rate, f"Messages/s, {headline['peers']:,} peers", "measurement")
-    _draw_story(story, path.parent)
-    with replaced_file(path) as temporary:
-        figure.savefig(temporary, dpi=130)
-    return path
+    rate.axhline(rate_bar, color=KILLED, linestyle="--", linewidth=1.2, label=f"bar {rate_bar:,.0f}")
+    _fit(rate, len(rates), max(rate_bar, *rates))
+    dress(rate, f"Messages/s, {run.settings.peers:,} peers", "measurement")
+    _draw_story(story, run.folder.path)
+    return figure
 
 
 def _draw_cost(axes: Axes, steps: Sequence[Mapping[str, Any]], bar: float) -> None:
@@ -60,11 +49,11 @@ def _draw_cost(axes: Axes, steps: Sequence[Mapping[str, Any]], bar: float) -> No
         text = f"bar {bar:g}x" if place == 1 else None
         ends = [place - 0.4, place + 0.4]
         axes.plot(ends, [bar * alone] * 2, color=KILLED, linestyle="--", linewidth=1.2, label=text)
-    _fit(axes, len(steps), max((max(bar * step["compute_s"], step["wall_s"]) for step in steps), default=1.0))
+    _fit(axes, len(steps), max(max(bar * step["compute_s"], step["wall_s"]) for step in steps))
 
 
 def _fit(axes: Axes, num_places: int, greatest: float) -> None:
-    """Room above for the legend; a single measurement is not as wide as the panel."""
+    """Leave room above for the legend; a single measurement is not as wide as the panel."""
     margin = 0.5 if num_places > 1 else 1.0
     axes.set_xlim(1 - margin, num_places + margin)
     axes.set_xticks(range(1, num_places + 1))
@@ -74,8 +63,6 @@ def _fit(axes: Axes, num_places: int, greatest: float) -> None:
 
 def _draw_story(axes: Axes, folder: Path) -> None:
     """Steps of the scenario over virtual time, one line for each process: they coincide."""
-    from experiments.sim_scale.scenario import SCHEDULE  # imports JAX
-
     runs = [read_metrics(path) for path in sorted(folder.glob("scenario-*.jsonl"))]
     last_s = last_step = 1.0
     for number, records in enumerate(runs):
@@ -92,11 +79,11 @@ def _draw_story(axes: Axes, folder: Path) -> None:
             axes.axvspan(cut_s, when_s, color=FAINT, zorder=0)
         cut_s = when_s if isinstance(event, Partition) else cut_s
         axes.axvline(when_s, color=KILLED, linestyle=":", linewidth=1)
-        axes.text(when_s, 1.48 * last_step, f" {_words(event)}", rotation=90, va="top", fontsize=8, color=KILLED)
+        axes.text(when_s, 1.48 * last_step, f" {_name_of(event)}", rotation=90, va="top", fontsize=8, color=KILLED)
     dress(axes, f"Steps of the troubled swarm in {len(runs)} processes, a line each", "virtual time (s)")
 
 
-def _words(event: NetworkEvent) -> str:
+def _name_of(event: NetworkEvent) -> str:
     match event:
         case SetHost(host=host):
             return f"{host} slow"
@@ -108,5 +95,4 @@ def _words(event: NetworkEvent) -> str:
             return "partition"
         case Heal():
             return "healed"
-        case SetLatency():
-            return "other latencies"
+    raise ValueError(f"the figure has no name for {event}")

@@ -18,21 +18,18 @@ METHOD = "gossip"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesResult:
-    """What it took.
-
-    Attributes:
-      messages: requests and replies; neither greetings nor what opens a connection.
-      frames: all that the network delivered.
-      dials: connections made.
-      wall_s: real time from the first call to the last answer, dialling included.
-      virtual_s: the same in the simulation.
-    """
+    """What an exchange took."""
 
     messages: int
+    """Requests and replies; neither greetings nor what opens a connection."""
     frames: int
+    """All that the network delivered."""
     dials: int
+    """Connections made."""
     wall_s: float
+    """Real time from the first call to the last answer, dialling included."""
     virtual_s: float
+    """The same in the simulation."""
 
 
 def measure_messages(*, peers: int, messages: int, neighbours: int, seed: int) -> MessagesResult:

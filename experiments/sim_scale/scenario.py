@@ -8,6 +8,7 @@ garbage, late or in a wrong shape. Every step goes into the metrics with its vir
 """
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,36 +21,28 @@ from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.device import CostModel, InlineDevice
 from dmoe_jax.grid import layer_prefix
 from dmoe_jax.layer_config import LayerConfig
-from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
-from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import append_metric
+from dmoe_jax.swarm import open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
-from experiments.sim_scale.trainers import make_backends
-from experiments.simulated_swarm import open_simulated_trainer, start_simulated_nodes
-from net.identity import Address
+from experiments.sim_scale.trainers import make_experts
+from experiments.simulated_swarm import start_simulated_nodes
 from net.rpc.faults import Fault, FaultPlan
 from net.transport.sim import run, simulate
 from net.transport.sim.events import Heal, HostDown, HostUp, Partition, SetHost
 from net.transport.sim.links import HostOptions, LogNormal
-from net.transport.sim.network import SimNetwork
 from net.wire.compression import Compression
 
 NUM_NODES = 6
 NUM_TRAINERS = 8
 
-FAULTS = {
-    Fault.REFUSE: 0.02,
-    Fault.HANG: 0.01,
-    Fault.DIE: 0.01,
-    Fault.GARBAGE: 0.01,
-    Fault.LATE: 0.1,
-    Fault.WRONG_SHAPE: 0.02,
-}
+FAULTS = {Fault.REFUSE: 0.02, Fault.HANG: 0.01, Fault.DIE: 0.01, Fault.GARBAGE: 0.01, Fault.LATE: 0.1}
+FAULTS |= {Fault.WRONG_SHAPE: 0.02}
 
 SCHEDULE = (
     (4.0, SetHost("node1", HostOptions(up_bps=2e6, down_bps=2e6, extra_latency_s=0.2))),
@@ -58,6 +51,15 @@ SCHEDULE = (
     (14.0, Heal()),
     (16.0, HostUp("node2")),
     (18.0, HostDown("node4", silent=True)),
+)
+
+
+CONFIG = TransformerXLConfig(
+    vocab_size=200,
+    num_layers=2,
+    grid_size=(4, 4),
+    k_best=2,
+    layer=LayerConfig(d_model=16, num_heads=2, d_ff=32, seq_len=8, mem_len=8),
 )
 
 
@@ -77,15 +79,6 @@ class ScenarioSettings:
             raise ValueError(f"expected steps >= 1 and seed >= 0, got {self.steps} and {self.seed}")
 
 
-CONFIG = TransformerXLConfig(
-    vocab_size=200,
-    num_layers=2,
-    grid_size=(4, 4),
-    k_best=2,
-    layer=LayerConfig(d_model=16, num_heads=2, d_ff=32, seq_len=8, mem_len=8),
-)
-
-
 def write_metrics(settings: ScenarioSettings) -> None:
     """Run the scenario from the beginning; `settings.out` gets a line for each step, lost step and total."""
     settings.out.unlink(missing_ok=True)
@@ -93,13 +86,34 @@ def write_metrics(settings: ScenarioSettings) -> None:
 
 
 async def _simulate(settings: ScenarioSettings) -> None:
-    seed = settings.seed
+    seed, log = settings.seed, partial(append_metric, settings.out)
     router = product_key(CONFIG.grid_size)
-    backends = make_backends(CONFIG, seed=seed)
     trunk_params = txl.init_trunk(jax.random.key(seed), CONFIG, router)
     trunk = SharedTrunk(trunk_params, optax.adam(1e-3), InlineDevice(CostModel(call_s=0.02)))
     text = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, 5000)
+    shards = partial(SegmentStream, text, batch_size=2, seq_len=CONFIG.layer.seq_len, num_shards=NUM_TRAINERS)
     statistics = CallStatistics()
+
+    def on_step(record: StepRecord) -> None:
+        log(kind="step", virtual_s=trio.current_time(), **asdict(record))
+
+    def on_lost(trainer: int, error: Exception) -> None:
+        fields = {"trainer": trainer, "error": type(error).__name__, "detail": str(error)}
+        log(kind="lost", virtual_s=trio.current_time(), **fields)
+
+    async def train(index: int) -> None:
+        """A trainer, in a process of its own but for the trunk."""
+        device = InlineDevice(CostModel(call_s=0.005, slowdown=1.0 + index % 3))
+        compression = list(Compression)[index % len(Compression)]
+        host = f"trainer{index}"
+        async with open_swarm(
+            join, network=network, host=host, listen=None, seed=seed, device=device, statistics=statistics
+        ) as swarm:
+            mixture = partial(swarm.mixture, k_best=CONFIG.k_best, grace_s=0.5, timeout_s=4.0, compression=compression)
+            layers = [mixture(layer_prefix(layer), CONFIG.expert(), router) for layer in range(CONFIG.num_layers)]
+            trainer = Trainer(index, txl.TransformerXL(CONFIG, router, layers), trunk, shards(shard=index, seed=seed))
+            await trainer.run(settings.steps, on_step, on_lost)
+
     async with simulate(
         seed=seed,
         latency=LogNormal(median_s=0.06, sigma=0.6, floor_s=0.01),
@@ -110,7 +124,7 @@ async def _simulate(settings: ScenarioSettings) -> None:
     ) as network:
         join = await start_simulated_nodes(
             network,
-            backends,
+            make_experts(CONFIG, seed=seed),
             num_nodes=NUM_NODES,
             seed=seed,
             device=lambda _: InlineDevice(CostModel(call_s=0.004, row_s=0.001)),
@@ -119,52 +133,11 @@ async def _simulate(settings: ScenarioSettings) -> None:
         )
         async with trio.open_nursery() as nursery:
             for index in range(NUM_TRAINERS):
-                stream = SegmentStream(
-                    text, batch_size=2, seq_len=CONFIG.seq_len, shard=index, num_shards=NUM_TRAINERS, seed=seed
-                )
-                nursery.start_soon(_train, network, index, join, trunk, stream, statistics, settings)
-        append_metric(settings.out, kind="network", **asdict(network.statistics()))
+                nursery.start_soon(train, index)
+        log(kind="network", **asdict(network.statistics()))
     totals = asdict(statistics)
     del totals["host"]
-    append_metric(settings.out, kind="calls", virtual_s=trio.current_time(), **totals)
-
-
-async def _train(
-    network: SimNetwork,
-    index: int,
-    join: Address,
-    trunk: SharedTrunk,
-    stream: SegmentStream,
-    statistics: CallStatistics,
-    settings: ScenarioSettings,
-) -> None:
-    """A trainer, in a process of its own but for the trunk."""
-
-    def on_step(record: StepRecord) -> None:
-        append_metric(settings.out, kind="step", virtual_s=trio.current_time(), **asdict(record))
-
-    def on_lost(trainer: int, error: Exception) -> None:
-        fields = {"trainer": trainer, "error": type(error).__name__, "detail": str(error)}
-        append_metric(settings.out, kind="lost", virtual_s=trio.current_time(), **fields)
-
-    router, device = product_key(CONFIG.grid_size), InlineDevice(CostModel(call_s=0.005, slowdown=1.0 + index % 3))
-    policy = CallPolicy(grace_s=0.5, timeout_s=4.0, compression=list(Compression)[index % len(Compression)])
-    async with open_simulated_trainer(
-        network, f"trainer{index}", seed=settings.seed, join=join, statistics=statistics
-    ) as place:
-        mixtures = [
-            RemoteMixture(
-                expert=CONFIG.expert(),
-                router=router,
-                directory=place.directory,
-                caller=place.caller,
-                device=device,
-                config=MixtureConfig(prefix=layer_prefix(layer), k_best=CONFIG.k_best, policy=policy),
-            )
-            for layer in range(CONFIG.num_layers)
-        ]
-        model = txl.TransformerXL(CONFIG, router, mixtures)
-        await Trainer(index, model, trunk, stream).run(settings.steps, on_step, on_lost)
+    log(kind="calls", virtual_s=trio.current_time(), **totals)
 
 
 def main() -> None:

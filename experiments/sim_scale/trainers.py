@@ -25,26 +25,32 @@ from dmoe_jax import autodiff
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.directory import DirectoryConfig
-from dmoe_jax.grid import all_uids, key_prefix, layer_prefix
+from dmoe_jax.grid import key_prefix, layer_prefix
 from dmoe_jax.layer_config import LayerConfig
-from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
-from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.swarm import open_swarm
 from dmoe_jax.trainer import Trainer
 from dmoe_jax.trunk import SharedTrunk
-from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
+from experiments.simulated_swarm import start_simulated_nodes
 from net.rpc.faults import Fault, FaultPlan
 from net.transport.sim import run, simulate
 from net.transport.sim.links import Constant
 
-GRID = (4, 4)
-K_BEST = 2
-NUM_NODES = 8
-BATCH_SIZE = 4
+NUM_NODES, BATCH_SIZE = 8, 4
+_MODEL = TransformerXLConfig(
+    vocab_size=2000,
+    num_layers=4,
+    grid_size=(4, 4),
+    k_best=2,
+    cutoffs=(500,),
+    layer=LayerConfig(d_model=128, num_heads=4, d_ff=512, seq_len=32, mem_len=32),
+)
+"""The demonstration's model; a run replaces the number of layers."""
 _OPTIMIZER = optax.adam(1e-3)  # one object: compiled programs are shared by the optimiser's identity
 
 # Nodes that stay: announced every minute and looked up as often, not every few seconds as on a volunteer's machine.
@@ -54,40 +60,25 @@ DIRECTORY_CONFIG = DirectoryConfig(ttl_s=120.0, idle_s=600.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainersResult:
-    """What a step of every trainer took.
-
-    Attributes:
-      wall_s: real seconds in the simulated swarm.
-      compute_s: real seconds of the same XLA calls alone.
-      virtual_s: seconds in the simulation.
-      calls: expert calls placed and answered.
-      xla_calls: that were replayed.
-      loss: mean over the trainers, nats.
-    """
+    """What a step of every trainer took."""
 
     wall_s: float
+    """Real seconds in the simulated swarm."""
     compute_s: float
+    """Real seconds of the same XLA calls alone."""
     virtual_s: float
+    """Seconds in the simulation."""
     calls: int
+    """Expert calls placed and answered."""
     xla_calls: int
+    """XLA calls that were replayed."""
     loss: float
+    """Mean over the trainers, nats."""
 
     @property
     def ratio(self) -> float:
         """The simulation's time over the computing's."""
         return self.wall_s / self.compute_s
-
-
-def model_config(num_layers: int) -> TransformerXLConfig:
-    """The demonstration's model, with as many layers as are asked for."""
-    return TransformerXLConfig(
-        vocab_size=2000,
-        num_layers=num_layers,
-        grid_size=GRID,
-        k_best=K_BEST,
-        cutoffs=(500,),
-        layer=LayerConfig(d_model=128, num_heads=4, d_ff=512, seq_len=32, mem_len=32),
-    )
 
 
 @dataclass(slots=True)
@@ -145,9 +136,9 @@ def measure_trainers(*, trainers: int, calls_in_a_row: int, delay_s: float, seed
 async def _train(
     num_trainers: int, num_layers: int, delay_s: float, seed: int, tape: WorkTape | None
 ) -> TrainersResult:
-    config = model_config(num_layers)
-    router, device = product_key(GRID), InlineDevice()
-    backends = make_backends(config, seed=seed)
+    config = dataclasses.replace(_MODEL, num_layers=num_layers)
+    router, device = product_key(config.grid_size), InlineDevice()
+    backends = make_experts(config, seed=seed)
     next(iter(backends.values())).warm_up(NODE_CONFIG.max_batch_rows)
     trunk = SharedTrunk(txl.init_trunk(jax.random.key(seed), config, router), optax.adam(1e-3), device)
     statistics = CallStatistics()
@@ -158,19 +149,34 @@ async def _train(
             network, backends, num_nodes=NUM_NODES, seed=seed, faults=late, config=NODE_CONFIG
         )
         layers = [layer_prefix(layer) for layer in range(num_layers)]
-        prefixes = [key_prefix(layer, path) for layer in layers for path in ((), *((row,) for row in range(GRID[0])))]
+        prefixes = [
+            key_prefix(layer, path)
+            for layer in layers
+            for path in ((), *((row,) for row in range(config.grid_size[0])))
+        ]
         trainers: list[Trainer] = []
         all_ready = trio.Event()
 
         async def live(index: int) -> None:
-            async with open_simulated_trainer(
-                network, f"trainer{index}", seed=seed, join=join, statistics=statistics, config=DIRECTORY_CONFIG
-            ) as place:
+            async with open_swarm(
+                join,
+                network=network,
+                host=f"trainer{index}",
+                listen=None,
+                seed=seed,
+                device=device,
+                statistics=statistics,
+                directory=DIRECTORY_CONFIG,
+            ) as swarm:
                 stream = SegmentStream(
                     text, batch_size=BATCH_SIZE, seq_len=config.seq_len, shard=index, num_shards=num_trainers, seed=seed
                 )
-                await place.directory.children(prefixes)
-                trainers.append(Trainer(index, _model(config, place), trunk, stream))
+                await swarm.directory.children(prefixes)
+                mixtures = [
+                    swarm.mixture(layer, config.expert(), router, k_best=2, grace_s=math.inf, timeout_s=600.0)
+                    for layer in layers
+                ]
+                trainers.append(Trainer(index, txl.TransformerXL(config, router, mixtures), trunk, stream))
                 if len(trainers) == num_trainers:
                     all_ready.set()
                 await trio.sleep_forever()
@@ -206,27 +212,8 @@ async def _step(trainers: list[Trainer]) -> list[float]:
     return losses
 
 
-def _model(config: TransformerXLConfig, place: SimulatedTrainer) -> txl.TransformerXL:
-    router = product_key(GRID)
-    mixtures = [
-        RemoteMixture(
-            expert=config.expert(),
-            router=router,
-            directory=place.directory,
-            caller=place.caller,
-            device=InlineDevice(),
-            config=MixtureConfig(
-                prefix=layer_prefix(layer), k_best=K_BEST, policy=CallPolicy(grace_s=math.inf, timeout_s=600.0)
-            ),
-        )
-        for layer in range(config.num_layers)
-    ]
-    return txl.TransformerXL(config, router, mixtures)
-
-
-def make_backends(config: TransformerXLConfig, *, seed: int) -> dict[str, ExpertBackend]:
-    """Every expert of every layer."""
-    expert = config.expert()
-    uids = [str(uid) for layer in range(config.num_layers) for uid in all_uids(layer_prefix(layer), GRID)]
-    keys = jax.random.split(jax.random.key(seed), len(uids))
-    return {uid: ExpertBackend(expert, _OPTIMIZER, expert.init(key)) for uid, key in zip(uids, keys, strict=True)}
+def make_experts(config: TransformerXLConfig, *, seed: int) -> dict[str, ExpertBackend]:
+    """Every expert of every layer, by uid, with the parameters that the seed decides."""
+    rows, columns = config.grid_size
+    patterns = [f"{layer_prefix(layer)}.[0:{rows}].[0:{columns}]" for layer in range(config.num_layers)]
+    return make_backends(dict.fromkeys(patterns, config.expert()), _OPTIMIZER, seed=seed)

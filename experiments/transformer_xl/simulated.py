@@ -14,18 +14,18 @@ import trio
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.directory import DirectoryConfig
 from dmoe_jax.experts.base import init_by_uid
-from dmoe_jax.grid import layer_prefix, parse_uid
-from dmoe_jax.mixture.fan_out import CallPolicy, CallStatistics
-from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.grid import parse_uid
+from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.swarm import Swarm, open_swarm
 from dmoe_jax.trainer import Trainer
 from dmoe_jax.training.engine import OnLost, OnStep, Totals
 from dmoe_jax.training.swarm_engine import call_totals, load_statistics, saved_statistics
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
-from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
+from experiments.simulated_swarm import start_simulated_nodes
 from experiments.transformer_xl.setup import Setup
 from experiments.transformer_xl.stretches import Setting, SimulatedEngine
 from net.transport.sim import simulate
@@ -69,15 +69,17 @@ class SimulatedDmoe(SimulatedEngine):
 
         async def live(index: int, join: Any) -> None:
             nonlocal working
-            async with open_simulated_trainer(
-                network,
-                f"trainer{index}",
+            async with open_swarm(
+                join,
+                network=network,
+                host=f"trainer{index}",
+                listen=None,
                 seed=seed,
-                join=join,
+                device=self._device,
                 statistics=self._statistics,
-                config=_DIRECTORY_CONFIG,
-            ) as place:
-                trainer = Trainer(index, self._model(place), self.trunk, self.streams[index], seed=self.setup.seed)
+                directory=_DIRECTORY_CONFIG,
+            ) as swarm:
+                trainer = Trainer(index, self._model(swarm), self.trunk, self.streams[index], seed=self.setup.seed)
                 trainer.state = self.memories[index]
                 await trainer.run(last_step, on_step, on_lost)
                 self.memories[index] = trainer.state
@@ -102,21 +104,10 @@ class SimulatedDmoe(SimulatedEngine):
             await all_done.wait()
             self.counters.virtual_s += trio.current_time() - started
 
-    def _model(self, place: SimulatedTrainer) -> txl.TransformerXL:
-        config, setting = self._config, self.setting
-        policy = CallPolicy(k_min=1, grace_s=setting.grace_s, timeout_s=setting.timeout_s)
-        mixtures = [
-            RemoteMixture(
-                expert=config.expert(),
-                router=self._router,
-                directory=place.directory,
-                caller=place.caller,
-                device=self._device,
-                config=MixtureConfig(prefix=layer_prefix(layer), k_best=config.k_best, policy=policy),
-            )
-            for layer in range(config.num_layers)
-        ]
-        return txl.TransformerXL(config, self._router, mixtures)
+    def _model(self, swarm: Swarm) -> txl.TransformerXL:
+        setting = self.setting
+        policy = {"k_min": 1, "grace_s": setting.grace_s, "timeout_s": setting.timeout_s}
+        return txl.TransformerXL.on(swarm, self._config, self._router, **policy)
 
     def params(self) -> PyTree:
         return self.trunk.params, tuple(stacked["params"] for stacked in self._stacked())

@@ -1,5 +1,8 @@
 """`python -m experiments.transport_speed`; see README.md beside this file."""
 
-from experiments.transport_speed.run import main
+from experiments.bench import run_experiment
+from experiments.transport_speed.settings import SpeedSettings
 
-main()
+run_experiment(
+    SpeedSettings, "experiments.transport_speed.measurement:EXPERIMENT", name="transport_speed", uses_jax=False
+)

@@ -1,13 +1,9 @@
-"""The server process: `python -m experiments.transport_speed.server rpc|blocking ...`, started by `server_process`.
+"""The server process: `python -m experiments.transport_speed.server --side rpc|blocking ...`.
 
-It prints its two addresses, answers each line on standard input with what it has used so far, and ends with its
-standard input.
+It says where it listens, and answers each order with what it has used so far.
 """
 
-import json
-import os
 import random
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +13,8 @@ import numpy as np
 import trio
 import tyro
 
-from experiments.transport_speed import blocking_side, rpc_side
-from net.identity import Address
+from experiments.processes import async_orders, memory_bytes, orders, say
+from experiments.transport_speed import baseline, ours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,56 +34,29 @@ class ServerSettings:
 
 
 def main() -> None:
-    """Entry point."""
+    """Serve until standard input closes."""
     settings = tyro.cli(ServerSettings)
     tensor = random.Random(settings.seed).randbytes(settings.tensor_bytes)
     if settings.side == "rpc":
         trio.run(_serve_rpc, tensor)
         return
-    plain, encrypted = blocking_side.serve(
-        certificate=settings.certificate, small_bytes=settings.small_bytes, tensor=tensor
-    )
-    _announce(plain, encrypted)
-    for _ in sys.stdin:
-        _tell_usage()
+    addresses = baseline.serve(certificate=settings.certificate, small_bytes=settings.small_bytes, tensor=tensor)
+    say(**{network: str(address) for network, address in addresses.items()}, **_usage())
+    for _ in orders():
+        say(**_usage())
 
 
 async def _serve_rpc(tensor: bytes) -> None:
-    async with (
-        rpc_side.open_peer(encrypted=False, listen=True) as plain,
-        rpc_side.open_peer(encrypted=True, listen=True) as encrypted,
-    ):
-        for peer in (plain, encrypted):
-            rpc_side.add_handlers(peer, np.frombuffer(tensor, np.uint8))
-        assert plain.address is not None
-        assert encrypted.address is not None
-        _announce(plain.address, encrypted.address)
-        # A duplicate: closing standard input itself would surprise the interpreter's end.
-        async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as lines:
-            async for chunk in lines:
-                for _ in range(chunk.count(b"\n")):
-                    _tell_usage()
+    array = np.frombuffer(tensor, np.uint8)
+    async with ours.open_server("plain", array) as plain, ours.open_server("tls", array) as tls:
+        say(plain=str(plain), tls=str(tls), **_usage())
+        async for _ in async_orders():
+            say(**_usage())
 
 
-def _announce(plain: Address, encrypted: Address) -> None:
-    print(json.dumps({"plain": str(plain), "encrypted": str(encrypted)}), flush=True)
-
-
-def _tell_usage() -> None:
-    print(json.dumps({"cpu_s": time.process_time(), "peak_bytes": _peak_bytes()}), flush=True)
-
-
-def _peak_bytes() -> int | None:
-    """The most memory that this process ever held; None where the system does not say.
-
-    Not `getrusage`: on Linux its figure begins with that of the process that started this one.
-    """
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
-    return peaks[0] if peaks else None
+def _usage() -> dict[str, float | None]:
+    memory = memory_bytes()
+    return {"cpu_s": time.process_time(), "peak_bytes": None if memory is None else memory[1]}
 
 
 if __name__ == "__main__":

@@ -396,15 +396,13 @@ def test_status_shows_rates_silence_and_who_compiles() -> None:
 
 def test_status_shows_trainers_and_averagers() -> None:
     """Those that listen nowhere, too, and those that leave a figure out."""
-    trainer = member(
-        1, "trainer", listens=False, state="training", step=40, loss=6.0625, items_per_s=1234.5, failed_calls=3
-    )
-    waiting = member(2, "trainer", state="waiting for experts")
-    averager = member(1, "averager", name="trunk", state="averaging", rounds=4, peers=2)
-    text = tables([], [Reading(member=each) for each in (trainer, waiting, averager)])
-    assert re.search(r"01010101 +- +training +40 +6\.062 +1,23[45] +3", text)
-    assert re.search(r"02020202 +127\.0\.0\.1:1002 +waiting for experts", text)
-    assert re.search(r"01010101 +127\.0\.0\.1:1001 +trunk +averaging +4 +2", text)
+    trainer = member(1, "trainer", listens=False, step=40, loss=6.0625, items_per_s=1234.5, failed_calls=3)
+    beginner = member(2, "trainer", step=0, failed_calls=0)
+    averager = member(1, "averager", group="trunk", averages=4)
+    text = tables([], [Reading(member=each) for each in (trainer, beginner, averager)])
+    assert re.search(r"01010101 +- +40 +6\.062 +1,23[45] +3", text)
+    assert re.search(r"02020202 +127\.0\.0\.1:1002 +0 +0", text)
+    assert re.search(r"01010101 +127\.0\.0\.1:1001 +trunk +4", text)
 
 
 def test_status_says_that_nobody_is_listed() -> None:

@@ -4,10 +4,14 @@ The swarm is a real one, over TCP on loopback in a thread of its own, with its e
 """
 
 import functools
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +25,7 @@ from flax import nnx
 
 from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.flax_layers import MAX_WAITING_CALLS, AuxiliaryLoss, BlockingMixture, CallSlots, host_call
+from dmoe_jax.flax_layers import MAX_WAITING_CALLS, AuxiliaryLoss, BlockingMixture, CallSlots, host_call, make_room
 from dmoe_jax.mixture.fan_out import CallPolicy
 from dmoe_jax.models.layers import dmoe_layer
 from dmoe_jax.routing import flat_top_k, hash_router, noisy_top_k, product_key, with_balancing_loss
@@ -31,6 +35,7 @@ from tests.dmoe_jax.small_swarm import SmallSwarm, close, open_small_swarm, tcp_
 
 GRID = (2, 2)
 D_MODEL = 4
+ROWS = 5
 EXPERT = feedforward(d_model=D_MODEL)
 ROUTER = with_balancing_loss(product_key(GRID, init_scale=1.0))
 X = jax.random.normal(jax.random.key(0), (5, D_MODEL))
@@ -240,7 +245,7 @@ def test_routers_draw_from_their_own_stream(thread: SwarmThread) -> None:
 def train(layer: BlockingMixture, steps: int, seed: int) -> float:
     """A training loop that somebody already had: jitted SGD steps; the last loss."""
     model = layer.linen()
-    x = jax.random.normal(jax.random.key(seed), (5, D_MODEL))
+    x = jax.random.normal(jax.random.key(seed), (ROWS, D_MODEL))
     params = model.init(jax.random.key(seed), x)
 
     @jax.jit
@@ -264,6 +269,35 @@ def test_eight_loops_at_once_do_not_stand_still(thread: SwarmThread) -> None:
     assert thread.swarm.statistics.failures == {}
     assert thread.swarm.statistics.staleness_calls - before >= 8 * 4 * 2
     assert not layer.call._residuals
+
+
+LOOPS = """
+from dmoe_jax.flax_layers import make_room
+assert make_room() == 16
+import functools
+from concurrent.futures import ThreadPoolExecutor
+import tests.dmoe_jax.test_flax_layers as here
+from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.mixture.fan_out import CallPolicy
+
+here.D_MODEL, here.ROWS = 128, 128
+here.EXPERT = feedforward(d_model=128)
+with here.SwarmThread() as thread:
+    layer = here.BlockingMixture(thread.mixture(policy=CallPolicy(timeout_s=200.0, grace_s=200.0)).mixture, thread)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(functools.partial(here.train, layer, 3), range(8)))
+    assert thread.swarm.statistics.failures == {}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_eight_loops_with_large_arrays() -> None:
+    """As in a user's process, where XLA shares out large products among its threads: experts compute while all wait."""
+    environment = {name: text for name, text in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
+    subprocess.run(
+        [sys.executable, "-c", LOOPS], check=True, timeout=280, env=environment, cwd=Path(__file__).parents[2]
+    )
 
 
 def test_the_seventeenth_waiting_call_is_an_error(thread: SwarmThread) -> None:
@@ -338,6 +372,17 @@ def test_errors_inside_come_out_with_their_message(thread: SwarmThread) -> None:
         broken = jax.tree.map(lambda leaf: leaf * jnp.nan, layer.init(jax.random.key(1), X))
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"RouterError: router .* are NaN"):
             jax.block_until_ready(jax.jit(layer.apply)(broken, X))
+
+
+def test_without_room_fewer_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once JAX has computed, the client's threads are what they are, and all but one may wait."""
+    assert make_room() == MAX_WAITING_CALLS  # tests/conftest.py sees to it
+    for threads, may_wait in (("2", 1), ("1", 1), ("9", 8), ("64", MAX_WAITING_CALLS)):
+        monkeypatch.setenv("NPROC", threads)
+        assert make_room.__wrapped__() == may_wait
+    slots, stack = CallSlots(1), ExitStack()
+    with stack, slots.take("b"), pytest.raises(RuntimeError, match=r"call make_room\(\) before JAX computes"):
+        stack.enter_context(slots.take("c"))
 
 
 def test_check_blocks(thread: SwarmThread) -> None:

@@ -436,13 +436,16 @@ async def test_a_node_is_listed_while_it_compiles(autojump_clock: trio.testing.M
         async def watch() -> None:
             await trio.sleep(12.0)  # buckets 1 and 2 are compiled, 4 is not
             status = (await asker.call(HOST, "node.status", {}, (), timeout_s=1.0)).body
-            assert (status["state"], status["warm_rows"]) == ("compiling", 2)
+            assert (status["state"], status["warm_rows"]) == ("compiling 3 of 3", 2)
             (listed,) = await list_members(observer, "dmoe")
-            assert dict(listed.info) == {"role": "node", "state": "compiling", "experts": 1}
+            assert (listed.role, listed.info["experts"], listed.grids) == ("node", 1, ("ffn",))
+            assert str(listed.info["state"]).startswith("compiling")
             assert not await found()
 
+        progress: list[str] = []
         nursery.start_soon(watch)
-        async with serve_node(node, host, host_dht):
+        async with serve_node(node, host, host_dht, on_progress=progress.append):
+            assert progress == [f"compiling {number} of 3" for number in (1, 2, 3)]
             assert trio.current_time() > 12.0
             assert (node.state, node.status()["warm_rows"]) == ("serving", 4)
             assert await found()

@@ -33,7 +33,7 @@ def run_metrics(*, kill_step: int | None = 100, num_steps: int = 200, grid: int 
     for step in range(1, num_steps + 1):
         time_s, is_dead = 0.5 * step, kill_step is not None and step > kill_step
         loss = 5.9 + 4.5 * math.exp(-step / 40)
-        metrics.append({"kind": "train", "step": step, "trainer": 0, "loss": loss, "tokens": 256, "time_s": time_s})
+        metrics.append({"kind": "train", "step": step, "trainer": 0, "loss": loss, "items": 256, "time_s": time_s})
         for uid in uids:
             load[uid] += rng.randrange(3) * (not is_dead or peer[uid] != "127.0.0.1:4003")
         ok, failed = ok + 30, failed + (is_dead and step < 120)

@@ -181,7 +181,9 @@ def test_signal_leaves_a_report_of_what_there_is(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.endswith("dice: interrupted; --resume goes on\n")
-    assert "| mean | 1 (0 to 2) |" in (tmp_path / "run" / "report.md").read_text()
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "| mean | 1 (0 to 2) |" in report
+    assert "| ended early | interrupted |" in report
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dmoe_jax.runs.comparison import (
+
+from dmoe_jax.runs.run_folder import RunFolder
+from experiments.comparison import (
     comparison_figure,
     comparison_headline,
     comparison_table,
     draw_comparison,
     write_comparison_report,
 )
-from dmoe_jax.runs.run_summary import deviation, perplexity_curve, summarise_run
-
-from dmoe_jax.runs.run_folder import RunFolder
+from experiments.run_summary import deviation, perplexity_curve, summarise_run
 from tests.dmoe_jax.figure_texts import assert_readable, words_of
 
 Record = dict[str, Any]
@@ -30,7 +30,7 @@ def run_metrics(seed: int, *, gain: float = 1.5, is_mixture: bool = True, is_sim
     metrics: list[Record] = [{"kind": "baseline", "unigram_perplexity": 965.09}]
     for step in range(1, 121):
         loss = 7.4 - gain * (1 - math.exp(-step / 30)) + 0.02 * rng.random()
-        metrics.append({"kind": "train", "step": step, "loss": loss, "tokens": 2048, "time_s": 0.5 * step})
+        metrics.append({"kind": "train", "step": step, "loss": loss, "items": 2048, "time_s": 0.5 * step})
         if step % 30 == 0:
             virtual = {"virtual_s": 3.0 * step} if is_simulated else {}
             metrics.append({"kind": "eval", "step": step, "split": "valid", "perplexity": math.exp(loss), **virtual})
@@ -43,16 +43,16 @@ def run_metrics(seed: int, *, gain: float = 1.5, is_mixture: bool = True, is_sim
 
 SMALL: list[Record] = [
     {"kind": "baseline", "unigram_perplexity": 900.0},
-    {"kind": "train", "step": 1, "tokens": 10, "time_s": 1.0, "staleness": 0, "loss": 2.0},
+    {"kind": "train", "step": 1, "items": 10, "time_s": 1.0, "staleness": 0, "loss": 2.0},
     {"kind": "balance", "step": 1, "layer": "layer0", "cv": 9.0, "entropy": 0.1, "dead": 3, "histogram": [0, 0, 0, 1]},
     {"kind": "eval", "step": 1, "perplexity": 500.0, "virtual_s": 4.0},
     {"kind": "calls", "step": 1, "time_s": 1.0, "ok": 5, "failed": 1},
-    {"kind": "train", "step": 2, "tokens": 30, "time_s": 5.0, "staleness": 3, "loss": None},
+    {"kind": "train", "step": 2, "items": 30, "time_s": 5.0, "staleness": 3, "loss": None},
     {"kind": "calls", "step": 2, "time_s": 5.0, "ok": 15, "failed": 5},
     {"kind": "balance", "step": 2, "layer": "layer0", "cv": 0.5, "entropy": 0.8, "dead": 1, "histogram": [0, 1, 1, 1]},
     {"kind": "balance", "step": 2, "layer": "layer1", "cv": 0.7, "entropy": None, "dead": 2, "histogram": [0, 0, 1, 1]},
     {"kind": "eval", "step": 2, "perplexity": 410.0, "split": "valid", "virtual_s": 9.0},
-    {"kind": "eval", "step": 2, "perplexity": 400.0, "split": "valid", "tokens_seen": 44, "virtual_s": 9.0},
+    {"kind": "eval", "step": 2, "perplexity": 400.0, "split": "valid", "items_seen": 44, "virtual_s": 9.0},
     {"kind": "eval", "step": 2, "perplexity": 450.0, "split": "test", "virtual_s": None},
     {"kind": "eval", "step": 3, "perplexity": None},
 ]
@@ -173,8 +173,8 @@ def test_panels_without_data_are_left_out() -> None:
 
 def test_curves_are_means_with_a_band() -> None:
     """At steps that all seeds have: mean of tokens and perplexities, band from the least to the greatest."""
-    one = [{"kind": "eval", "step": s, "perplexity": p, "tokens_seen": 10 * s} for s, p in ((1, 90.0), (2, 60.0))]
-    two = [{"kind": "eval", "step": s, "perplexity": p, "tokens_seen": 12 * s} for s, p in ((1, 70.0), (3, 50.0))]
+    one = [{"kind": "eval", "step": s, "perplexity": p, "items_seen": 10 * s} for s, p in ((1, 90.0), (2, 60.0))]
+    two = [{"kind": "eval", "step": s, "perplexity": p, "items_seen": 12 * s} for s, p in ((1, 70.0), (3, 50.0))]
     figure = draw_comparison({"a": [one, two, []], "b": [one]})
     curves = figure.axes[0].lines
     np.testing.assert_allclose(curves[0].get_xydata(), [[11.0, 80.0]])

@@ -8,13 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import step_keys
 from dmoe_jax.recipe import Recipe, make_optimizer
 from experiments.moe_overhead import measurement
+from experiments.moe_overhead.__main__ import main
 from experiments.moe_overhead.measurement import Overhead, Round
-from experiments.moe_overhead.run import main
-from experiments.moe_overhead.wide_layer import WideLayer, layer_flops, wide_layer, wide_state, wide_step
+from experiments.moe_overhead.wide_layer import (
+    WideLayer,
+    layer_flops,
+    wide_layer,
+    wide_optimizer,
+    wide_state,
+    wide_step,
+)
 from experiments.transformer_xl.presets import PRESETS, model_config
 from tests.experiments.small_runs import small_corpus, small_preset
 
@@ -39,7 +45,7 @@ def test_flops_of_a_layer_by_hand() -> None:
 def test_the_wide_layer_is_a_transformer_xl_layer() -> None:
     """With the sizes of an expert and its parameters it computes what the expert computes."""
     config = model_config(small_preset("dmoe"), 60)
-    assert not isinstance(config, TransformerXLConfig)
+    assert config.is_mixture
     expert, layer = config.expert(), WideLayer(num_heads=2, d_head=8, d_ff=24, compute_dtype="float32")
     params = expert.init(jax.random.key(0))
     hidden, memory = (jax.random.normal(jax.random.key(n), (3, 6, 16)) for n in (1, 2))
@@ -51,17 +57,18 @@ def test_the_wide_layer_is_a_transformer_xl_layer() -> None:
 def test_the_wide_layer_has_k_times_heads_and_units() -> None:
     """Four experts of the tiny preset: 4 heads of 16 and 144 units each."""
     config = model_config(PRESETS["dmoe", "tiny"], 60)
-    assert not isinstance(config, TransformerXLConfig)
+    assert config.is_mixture
     assert wide_layer(config) == WideLayer(num_heads=16, d_head=16, d_ff=576, compute_dtype="float32")
 
 
 def test_the_dense_model_learns() -> None:
     """Twenty steps on one batch bring its loss down: it is trained, not merely timed."""
     config = model_config(small_preset("dmoe", num_layers=1), 60)
-    assert not isinstance(config, TransformerXLConfig)
+    assert config.is_mixture
     optimizer = make_optimizer(Recipe(learning_rate=1e-2, warmup_steps=0, total_steps=None, grad_clip=1.0))
-    state = wide_state(jax.random.key(0), config, optimizer, optimizer, 3)
-    train = wide_step(config, optimizer, optimizer)
+    optimizer = wide_optimizer(config, optimizer, optimizer)
+    state = wide_state(jax.random.key(0), config, optimizer, 3)
+    train = wide_step(config, optimizer)
     batch = measurement.SegmentStream(small_corpus().train, batch_size=3, seq_len=6).at(0)
     losses = []
     for _ in range(20):

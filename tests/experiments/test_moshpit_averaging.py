@@ -11,10 +11,20 @@ import pytest
 
 from dmoe_jax.runs.run_folder import read_metrics
 from experiments.moshpit_averaging import paper, simulation
-from experiments.moshpit_averaging.paper import BARRED, CUBE, SQUARE, TABLE, TARGETS, Setting, paper_rounds
-from experiments.moshpit_averaging.reporting import Result, headline_of, result_of
-from experiments.moshpit_averaging.run import AveragingCommand, main
-from experiments.moshpit_averaging.simulation import Mixing, mean_rounds, measure_mixing, rounds_to, simulate
+from experiments.moshpit_averaging.__main__ import main
+from experiments.moshpit_averaging.paper import (
+    BARRED,
+    CUBE,
+    SQUARE,
+    TABLE,
+    TARGETS,
+    Mixing,
+    Row,
+    Setting,
+    paper_rounds,
+)
+from experiments.moshpit_averaging.settings import AveragingSettings
+from experiments.moshpit_averaging.simulation import mean_rounds, measure_mixing, rounds_to, row_of, simulate
 from net.averaging.grouping.group_key import MoshpitGrid
 
 
@@ -23,7 +33,7 @@ def test_rounds_are_the_papers(num_peers: int) -> None:
     """Moshpit and random groups at both precisions and all probabilities, within half a round."""
     for row in (row for row in TABLE if row.num_peers == num_peers and row.grid == SQUARE):
         if row.failure_rule == "exclude":
-            found = result_of(row, simulate(row, restarts=100, rounds=12, seed=0))
+            found = row_of(row, simulate(row, restarts=100, rounds=12, seed=0))
             assert set(BARRED) <= set(found.paper)
             assert not found.missed_bars()
 
@@ -107,14 +117,13 @@ def test_what_is_off_is_named() -> None:
     row = Setting(num_peers=512, grid=SQUARE, failure=0.0)
     assert paper_rounds(row)["moshpit"] == (8.2, 3.6)
     rounds: Any = {"random_groups": {"1e-9": 6.1, "1e-4": 2.4}, "moshpit": {"1e-9": 8.8, "1e-4": 3.6}}
-    result = Result(setting=row, rounds=rounds, variances={}, paper=paper_rounds(row))
-    assert result.missed_bars() == [
+    assert Row(setting=row, rounds=rounds, variances={}).missed_bars() == [
         "Random groups to 1e-4, 512 peers on 32^2, p = 0: 2.40, paper 3",
         "Moshpit to 1e-9, 512 peers on 32^2, p = 0: 8.80, paper 8.2",
     ]
-    off = Mixing(runs=200, factor=0.03, factor_ratio=1.06, kept=(1.0,))
-    headline = headline_of([result], off, wall_s=1.0, restarts=1, rounds=1)
-    assert headline["missed_bars"][2:] == ["mixing of random groups: 1.060 of the formula"]
+    off = {"group_size": 32, "runs": 200, "factor": 0.03, "factor_ratio": 1.06, "kept": (1.0,)}
+    assert Mixing(num_peers=256, **off).missed_bars() == ["mixing of random groups: 1.060 of the formula"]
+    assert Mixing(num_peers=255, **off).missed_bars() == []  # too few groups to know
 
 
 def test_one_setting_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,23 +158,23 @@ def test_the_whole_table_from_the_command_line(
         Setting(num_peers=3, grid=grid, failure=0.0),
         Setting(num_peers=4, grid=grid, failure=0.1, failure_rule="group_skips"),
     )
-    monkeypatch.setattr("experiments.moshpit_averaging.run.TABLE", rows)
+    monkeypatch.setattr("experiments.moshpit_averaging.settings.TABLE", rows)
     main(["--json", "--restarts", "2", "--rounds", "3", "--out", str(tmp_path / "run")])
     headline = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(row["peers"], row["failure_rule"]) for row in headline["table"]] == [(3, "exclude"), (4, "group-skips")]
     assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
-    assert AveragingCommand(failure_rule="exclude").settings() == rows[:1]
-    assert AveragingCommand(failure_rule="group-skips").settings() == rows[1:]
+    assert AveragingSettings(failure_rule="exclude").rows() == rows[:1]
+    assert AveragingSettings(failure_rule="group-skips").rows() == rows[1:]
 
 
 def test_defaults_of_the_command() -> None:
     """Quick rows, a full grid where only the grid is given, and a square that seats more peers than the paper has."""
-    quick = AveragingCommand(quick=True).settings()
+    quick = AveragingSettings(quick=True).rows()
     assert [(row.num_peers, row.failure) for row in quick] == [(n, p) for n in (512, 1024) for p in paper.FAILURES]
-    assert AveragingCommand(grid="8,3").settings() == (Setting(num_peers=512, grid=CUBE, failure=0.0),)
-    assert AveragingCommand(failure=0.1).settings() == (Setting(num_peers=1024, grid=SQUARE, failure=0.1),)
-    assert AveragingCommand(peers=100).settings()[0].grid == SQUARE
-    assert AveragingCommand(peers=1025).settings()[0].grid == MoshpitGrid(side=33, dims=2)
+    assert AveragingSettings(grid="8,3").rows() == (Setting(num_peers=512, grid=CUBE, failure=0.0),)
+    assert AveragingSettings(failure=0.1).rows() == (Setting(num_peers=1024, grid=SQUARE, failure=0.1),)
+    assert AveragingSettings(peers=100).rows()[0].grid == SQUARE
+    assert AveragingSettings(peers=1025).rows()[0].grid == MoshpitGrid(side=33, dims=2)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +191,7 @@ def test_defaults_of_the_command() -> None:
         (["--failure-rule", "retry"], "failure-rule"),
         (["--restarts", "0"], "--restarts must be at least 1, got 0"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
-        (["--seed", "-1"], "--seed must not be negative, got -1"),
+        (["--seed", "-1"], "--seed must be at least 0, got -1"),
         (["--out", "FULL"], "is not empty"),
     ],
 )

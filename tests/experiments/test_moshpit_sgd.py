@@ -13,10 +13,10 @@ import optax
 import pytest
 
 from experiments.moshpit_sgd import tasks
+from experiments.moshpit_sgd.__main__ import main
 from experiments.moshpit_sgd.learning import PeerLearner, Programs
+from experiments.moshpit_sgd.measurement import figures_of
 from experiments.moshpit_sgd.methods import Moshpit, make_method
-from experiments.moshpit_sgd.report import make_headline
-from experiments.moshpit_sgd.run import main
 from experiments.moshpit_sgd.simulation import Simulation
 from experiments.moshpit_sgd.tasks import Task
 from experiments.moshpit_sgd.time_model import TimeModel
@@ -281,7 +281,7 @@ def test_headline_names_what_was_missed() -> None:
     def result(model: str, method: str, reached_s: float | None) -> dict[str, Any]:
         return {"model": model, "peers": 16, "method": method, "reached_s": reached_s}
 
-    headline = make_headline(
+    figures, missed = figures_of(
         [
             result("mnist", "all_reduce", 300.0),
             result("mnist", "pushsum", 240.0),
@@ -290,12 +290,12 @@ def test_headline_names_what_was_missed() -> None:
             result("transformer_xl", "moshpit", 500.0),
         ]
     )
-    assert headline["mnist_16_all_reduce_over_moshpit"] == 1.5
-    assert headline["mnist_16_pushsum_over_moshpit"] == 1.2
-    assert headline["transformer_xl_16_all_reduce_over_moshpit"] is None
-    assert headline["missed_bars"] == []
+    assert figures["mnist_16_all_reduce_over_moshpit"] == 1.5
+    assert figures["mnist_16_pushsum_over_moshpit"] == 1.2
+    assert figures["transformer_xl_16_all_reduce_over_moshpit"] is None
+    assert missed == []
     slow = [result("mnist", "all_reduce", 200.0), result("mnist", "moshpit", 200.0)]
-    assert make_headline(slow)["missed_bars"] == ["mnist_16_all_reduce_over_moshpit"]
+    assert figures_of(slow)[1] == ["mnist_16_all_reduce_over_moshpit"]
 
 
 def test_the_command_trains_and_reports(

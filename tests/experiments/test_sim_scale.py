@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,13 @@ from rich.console import Console
 from dmoe_jax import autodiff
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.runs.run_folder import RunFolder, read_metrics
-from experiments.sim_scale import messages, run, scenario, trainers
-from experiments.sim_scale.figure import scale_figure
+from experiments.bench import Run
+from experiments.sim_scale import scenario
+from experiments.sim_scale.__main__ import main
+from experiments.sim_scale.measurement import EXPERIMENT, scenario_digests
 from experiments.sim_scale.messages import MessagesResult, measure_messages
-from experiments.sim_scale.run import ScaleSettings
 from experiments.sim_scale.scenario import ScenarioSettings
+from experiments.sim_scale.settings import ScaleSettings
 from experiments.sim_scale.trainers import TrainersResult, WorkTape
 
 ROOT = Path(__file__).parents[2]
@@ -33,15 +37,15 @@ EXCHANGE = MessagesResult(messages=100, frames=120, dials=16, wall_s=0.01, virtu
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"calls_in_a_row": 7}, "calls_in_a_row.*7"),
-        ({"calls_in_a_row": 0}, "calls_in_a_row.*0"),
+        ({"calls_in_a_row": 7}, "calls-in-a-row.*7"),
+        ({"calls_in_a_row": 0}, "calls-in-a-row.*0"),
         ({"neighbours": 0}, "neighbours.*0"),
         ({"peers": 8}, "neighbours.*8"),
         ({"messages": 1999}, "messages.*1999"),
         ({"trainers": 0}, "trainers.*0"),
-        ({"delay_s": 0.0}, "delay_s.*0"),
-        ({"delay_s": float("nan")}, "delay_s.*nan"),
-        ({"delay_s": 31.0}, "delay_s.*31"),
+        ({"delay_s": 0.0}, "delay-s.*0"),
+        ({"delay_s": float("nan")}, "delay-s.*nan"),
+        ({"delay_s": 31.0}, "delay-s.*31"),
         ({"seed": -1}, "seed.*-1"),
     ],
 )
@@ -71,14 +75,12 @@ def test_mistakes_are_one_line(
     status: int,
     message: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A wrong value, an unknown flag and a folder that is in use end the command before it starts."""
     (tmp_path / "something").touch()
-    monkeypatch.setattr(sys, "argv", ["sim_scale", *(str(tmp_path) if word == "FULL" else word for word in arguments)])
     with pytest.raises(SystemExit) as exit_:
-        run.main()
+        main([str(tmp_path) if word == "FULL" else word for word in arguments])
     captured = capsys.readouterr()
     assert exit_.value.code == status
     assert message in captured.err
@@ -97,23 +99,38 @@ def test_scenario_says_where_it_cannot_write(
     assert capsys.readouterr().err.startswith("scenario: error: cannot write")
 
 
-@pytest.mark.parametrize(("quick", "times"), [(False, 3), (True, 1)])
-def test_headline_is_of_medians(quick: bool, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_with(folder: Path, *, walls_s: Sequence[float], exchanges_s: Sequence[float], digests: str) -> Run[Any]:
+    """A run whose measurements took these seconds."""
+    settings = ScaleSettings()
+    run = Run(settings=settings, folder=RunFolder.create(folder, settings), console=Console(file=io.StringIO()))
+    run.log("scenario", digests=list(digests))
+    for wall_s in exchanges_s:
+        run.log("messages", **asdict(replace(EXCHANGE, wall_s=wall_s)), messages_per_s=100 / wall_s)
+    for wall_s in walls_s:
+        step = replace(STEP, wall_s=wall_s)
+        run.log("step", **asdict(step), trainers_ratio=step.ratio)
+    return run
+
+
+def test_headline_is_of_medians(tmp_path: Path) -> None:
     """Ratios 1.5, 4 and 3 have the median 3; 100 messages in 0.01, 0.1 and 0.02 s are 5000 a second in the middle."""
-    walls, exchange_walls = iter([3.0, 8.0, 6.0]), iter([0.01, 0.1, 0.02])
-    monkeypatch.setattr(trainers, "measure_trainers", lambda **_: replace(STEP, wall_s=next(walls)))
-    monkeypatch.setattr(messages, "measure_messages", lambda **_: replace(EXCHANGE, wall_s=next(exchange_walls)))
-    monkeypatch.setattr(run, "_scenario_digests", lambda *_, hash_seeds: ["a"] * (len(hash_seeds) - 1) + ["b"])
-    folder = RunFolder.create(tmp_path / "run", ScaleSettings())
-    headline = run._measure(ScaleSettings(quick=quick), folder, Console(file=io.StringIO()))
-    assert headline["trainers_ratio"] == (1.5 if quick else 3.0)
-    assert headline["messages_per_s"] == pytest.approx(10_000.0 if quick else 5000.0)
-    assert headline["trainers_wall_s"] == (3.0 if quick else 6.0)
-    assert headline["reproducible"] is False
-    assert headline["missed_bars"] == ["reproducible"]  # exactly the bar meets it
-    assert [record["kind"] for record in folder.metrics()] == ["scenario"] + ["messages"] * times + ["step"] * times
-    figure = scale_figure(headline, folder.metrics(), tmp_path / "figure.png", trainers=64, bars=(3.0, 5000.0))
-    assert figure.read_bytes().startswith(b"\x89PNG")
+    run = run_with(tmp_path / "run", walls_s=(3.0, 8.0, 6.0), exchanges_s=(0.01, 0.1, 0.02), digests="aaab")
+    result = EXPERIMENT.summarise(run)
+    assert result is not None
+    assert result.headline["trainers_ratio"] == 3.0
+    assert result.headline["messages_per_s"] == pytest.approx(5000.0)
+    assert result.headline["trainers_wall_s"] == 6.0
+    assert result.headline["reproducible"] is False
+    assert result.missed_bars == ["reproducible"]  # exactly the bar meets it
+
+
+def test_a_run_that_ended_early_says_what_it_has(tmp_path: Path) -> None:
+    """One measurement of each is enough for a report; without a step there is none."""
+    run = run_with(tmp_path / "one", walls_s=(3.0,), exchanges_s=(0.01,), digests="aa")
+    result = EXPERIMENT.summarise(run)
+    assert result is not None
+    assert result.missed_bars == []
+    assert EXPERIMENT.summarise(run_with(tmp_path / "none", walls_s=(), exchanges_s=(0.01,), digests="aa")) is None
 
 
 def test_ratio_is_the_swarm_over_the_computing() -> None:
@@ -182,31 +199,9 @@ def test_failed_scenario_is_said_and_nothing_is_left(tmp_path: Path, monkeypatch
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(RuntimeError, match="the scenario failed: the reason"):
-        run._scenario_digests(ScaleSettings(), tmp_path, hash_seeds=range(1, 3))
+        scenario_digests(0, tmp_path, hash_seeds=range(1, 3))
     for pid in (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []:
         assert not Path("/proc", pid).exists()
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "line"),
-    [
-        (KeyboardInterrupt(), 130, "sim_scale: interrupted"),
-        (BaseExceptionGroup("", [BaseExceptionGroup("", [KeyboardInterrupt()])]), 130, "sim_scale: interrupted"),
-        (RuntimeError("two runs differ"), 1, "sim_scale: error: two runs differ"),
-    ],
-)
-def test_how_it_ends(error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ctrl-C in the midst of a simulation comes in groups, and ends in one line like any other."""
-    with pytest.raises(SystemExit) as exit_:
-        run._exit_after(error)
-    assert exit_.value.code == status
-    assert capsys.readouterr().err == f"{line}\n"
-
-
-def test_a_bug_keeps_its_traceback() -> None:
-    """What is neither is not hidden."""
-    with pytest.raises(ExceptionGroup):
-        run._exit_after(ExceptionGroup("", [KeyError("bug")]))
 
 
 @pytest.mark.slow
@@ -229,19 +224,25 @@ def test_scenario_is_the_same_in_two_processes(tmp_path: Path) -> None:
     assert first != other
     records = read_metrics(files[0])
     assert [record["step"] for record in records if record["kind"] == "step"] == list(range(1, 31))
-    assert records[-1]["failed"] > 0
+    assert sum(records[-1]["failures"].values()) > 0
     assert records[-1]["virtual_s"] > 9.0  # past the first half of the schedule
 
 
-def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextmanager
+def started(out: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A run of the command in a process of its own, ended with the block whatever happens."""
+    with subprocess.Popen(
         [sys.executable, "-m", "experiments.sim_scale", "--quick", "--json", "--out", str(out), *arguments],
         cwd=ROOT,
         env={**os.environ, "DMOE_TEST_MARKER": str(out)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def processes_of(marker: str) -> list[int]:
@@ -263,8 +264,8 @@ def test_tiny_run_reports_every_figure(tmp_path: Path) -> None:
     """Few trainers and peers: all figures and files are there, and the report says what the picture shows."""
     out = tmp_path / "run"
     sizes = ("--trainers", "2", "--calls-in-a-row", "2", "--peers", "30", "--messages", "600", "--neighbours", "4")
-    measurement = start(out, *sizes)
-    stdout, stderr = measurement.communicate(timeout=190)
+    with started(out, *sizes) as measurement:
+        stdout, stderr = measurement.communicate(timeout=190)
     assert measurement.returncode == 0, stderr
     headline = json.loads(stdout.splitlines()[-1])
     assert headline["reproducible"] is True
@@ -285,15 +286,15 @@ def test_tiny_run_reports_every_figure(tmp_path: Path) -> None:
 def test_interrupted_run_leaves_no_process(stage: str, tmp_path: Path) -> None:
     """Ctrl-C ends the processes of the scenario, and a simulation in this one, with one line."""
     out = tmp_path / "run"
-    measurement = start(out, "--messages", "1000000")
-    assert measurement.stderr is not None
-    for line in measurement.stderr:
-        if stage in line:
-            break
-    time.sleep(2.0)  # real time: well into it
-    assert len(processes_of(str(out))) == (3 if stage.startswith("a swarm") else 1)
-    measurement.send_signal(signal.SIGINT)
-    _, stderr = measurement.communicate(timeout=30)
+    with started(out, "--messages", "1000000") as measurement:
+        assert measurement.stderr is not None
+        for line in measurement.stderr:
+            if stage in line:
+                break
+        time.sleep(2.0)  # real time: well into it
+        assert len(processes_of(str(out))) == (3 if stage.startswith("a swarm") else 1)
+        measurement.send_signal(signal.SIGINT)
+        _, stderr = measurement.communicate(timeout=30)
     assert measurement.returncode == 130
     assert stderr == "sim_scale: interrupted\n"
     assert processes_of(str(out)) == []

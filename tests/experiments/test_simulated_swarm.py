@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,17 @@ from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.device import CostModel, Device, InlineDevice
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.grid import all_uids
-from dmoe_jax.mixture.fan_out import CallPolicy
-from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.product_key import product_key
-from experiments.simulated_swarm import SimulatedTrainer, open_simulated_trainer, start_simulated_nodes
+from dmoe_jax.swarm import Swarm, open_swarm
+from experiments.simulated_swarm import start_simulated_nodes
+from net.identity import Address
 from net.rpc.faults import Fault, FaultPlan
 from net.transport.sim import run, simulate
 from net.transport.sim.events import HostDown, HostUp
 from net.transport.sim.links import Constant, LogNormal
+from net.transport.sim.network import SimNetwork
 
 ROOT = Path(__file__).parents[2]
 GRID = (2, 3)
@@ -50,16 +52,14 @@ def make_backends() -> dict[str, ExpertBackend]:
     return {uid: ExpertBackend(EXPERT, OPTIMIZER, EXPERT.init(jax.random.key(i))) for i, uid in enumerate(uids)}
 
 
-def step_of(place: SimulatedTrainer) -> Step:
+def open_trainer(network: SimNetwork, *, seed: int, join: Address) -> AbstractAsyncContextManager[Swarm]:
+    """A trainer's process: a client, as behind a router that lets nobody in."""
+    return open_swarm(join, network=network, host="trainer0", listen=None, seed=seed)
+
+
+def step_of(swarm: Swarm) -> Step:
     """A step that calls every living expert, forward and backward; its loss."""
-    mixture = RemoteMixture(
-        expert=EXPERT,
-        router=ROUTER,
-        directory=place.directory,
-        caller=place.caller,
-        device=InlineDevice(),
-        config=MixtureConfig(prefix="ffn", k_best=6, policy=CallPolicy(grace_s=1.0, timeout_s=2.0)),
-    )
+    mixture = swarm.mixture("ffn", EXPERT, ROUTER, k_best=6, grace_s=1.0, timeout_s=2.0)
 
     async def forward(run: Recording, params: Any) -> Value:
         mixed, _ = await mixture(run, run(ROUTER.scores, params["gate"], params["x"]), params["x"])
@@ -98,8 +98,8 @@ def test_nodes_come_back_and_the_trainer_goes_on(hosts: tuple[str, ...], silent:
             join = await start_simulated_nodes(
                 network, backends, num_nodes=NUM_NODES, seed=0, device=device, config=NODE_CONFIG
             )
-            async with open_simulated_trainer(network, "trainer0", seed=0, join=join) as place:
-                step = step_of(place)
+            async with open_trainer(network, seed=0, join=join) as swarm:
+                step = step_of(swarm)
                 for until_s in (19.9, 39.9, 80.0, 100.0):
                     num_steps = 0
                     while trio.current_time() < until_s:
@@ -127,11 +127,11 @@ def test_the_same_seed_gives_the_same_training() -> None:
         faults = FaultPlan(rates={Fault.REFUSE: 0.1, Fault.LATE: 0.2}, methods=("expert.",), seed=seed)
         async with simulate(seed=seed, latency=LogNormal(median_s=0.05, sigma=0.5), loss=0.02) as network:
             join = await start_simulated_nodes(network, make_backends(), num_nodes=2, seed=seed, faults=faults)
-            async with open_simulated_trainer(network, "trainer0", seed=seed, join=join) as place:
-                step = step_of(place)
+            async with open_trainer(network, seed=seed, join=join) as swarm:
+                step = step_of(swarm)
                 for _ in range(8):
                     trace.append((await step(), trio.current_time()))
-            assert place.caller.statistics.failed > 0
+            assert swarm.statistics.failed > 0
         return trace
 
     first = run(main, 1, seed=1)
@@ -142,20 +142,20 @@ def test_the_same_seed_gives_the_same_training() -> None:
 def test_device_costs_and_faults_strike_the_experts_alone() -> None:
     """Calls take the device's virtual time, one after the other; a plan for "expert." leaves the DHT alone."""
 
-    async def main(faults: FaultPlan) -> tuple[float, int, int]:
+    async def main(faults: FaultPlan | None) -> tuple[float, int, int]:
         cost = InlineDevice(CostModel(call_s=0.1))
         async with simulate(latency=Constant(0.001)) as network:
             join = await start_simulated_nodes(
                 network, make_backends(), num_nodes=1, seed=0, device=lambda host: cost, faults=faults
             )
-            async with open_simulated_trainer(network, "trainer0", seed=0, join=join) as place:
-                assert len((await place.directory.children(["ffn.0."]))["ffn.0."]) == GRID[1]
+            async with open_trainer(network, seed=0, join=join) as swarm:
+                assert len((await swarm.directory.children(["ffn.0."]))["ffn.0."]) == GRID[1]
                 start_s = trio.current_time()
-                await step_of(place)()
-                statistics = place.caller.statistics
+                await step_of(swarm)()
+                statistics = swarm.statistics
                 return trio.current_time() - start_s, statistics.ok, statistics.failed
 
-    duration_s, ok, failed = run(main, FaultPlan())
+    duration_s, ok, failed = run(main, None)
     assert (ok, failed) == (12, 0)
     assert 1.2 <= duration_s < 1.4  # six calls there and six back, on one device
     _, ok, failed = run(main, FaultPlan(rates={Fault.REFUSE: 1.0}, methods=("expert.",)))

@@ -6,15 +6,14 @@ waits for anything but the network. It is received into a buffer that was made a
 """
 
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from experiments.blocking_sockets import Listener, dial, receive_into
 from net.identity import Address
 
-_HOST = "127.0.0.1"
 _PASSES = 2
 """There, and the average back."""
 
@@ -34,9 +33,13 @@ class BlockingMember:
         self._index = index
         self._part = memoryview(bytearray(b"\1") * part_bytes)
         self._certificate = certificate
-        self._listener = socket.create_server((_HOST, 0), backlog=64)
-        self.address = Address(_HOST, self._listener.getsockname()[1])
+        self._listener = Listener(certificate)
         self._work: list[Work] = []
+
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        return self._listener.address
 
     def connect(self, addresses: Sequence[Address]) -> None:
         """Connect with all others, who do the same meanwhile."""
@@ -44,7 +47,7 @@ class BlockingMember:
         accepting.start()
         for index, address in enumerate(addresses):
             if index != self._index:
-                self._work.append(self._sending(self._dial(address)))
+                self._work.append(self._sending(dial(address, certificate=self._certificate)))
         accepting.join()
 
     def exchange(self) -> tuple[float, float]:
@@ -58,25 +61,8 @@ class BlockingMember:
         return started, time.perf_counter()
 
     def _accept(self, count: int) -> None:
-        context = None
-        if self._certificate is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.minimum_version = ssl.TLSVersion.TLSv1_3
-            context.load_cert_chain(self._certificate)
         for _ in range(count):
-            connection, _ = self._listener.accept()
-            if context is not None:
-                connection = context.wrap_socket(connection, server_side=True)
-            self._work.append(self._receiving(connection))
-
-    def _dial(self, address: Address) -> socket.socket:
-        connection = socket.create_connection((address.host, address.port))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._certificate is None:
-            return connection
-        context = ssl.create_default_context(cafile=str(self._certificate))
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        return context.wrap_socket(connection, server_hostname=address.host)
+            self._work.append(self._receiving(self._listener.accept()))
 
     def _sending(self, connection: socket.socket) -> Work:
         def send() -> None:
@@ -90,11 +76,7 @@ class BlockingMember:
 
         def receive() -> None:
             for _ in range(_PASSES):
-                filled = 0
-                while filled < len(buffer):
-                    nbytes = connection.recv_into(buffer[filled:])
-                    if nbytes == 0:
-                        raise ConnectionError("a member went away")
-                    filled += nbytes
+                if not receive_into(connection, buffer):
+                    raise ConnectionError("a member went away")
 
         return receive

@@ -1,0 +1,81 @@
+"""What the command line of this experiment can ask for."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from experiments.bench import Settings
+from experiments.moshpit_sgd.time_model import TimeModel
+
+ModelName = Literal["mnist", "transformer_xl"]
+MethodName = Literal["all_reduce", "gossip", "pushsum", "moshpit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoshpitSgdSettings(Settings):
+    """Time to a target loss, in virtual time, of peers of unequal speed that come and go."""
+
+    quick: bool = False
+    """The MNIST network and 16 peers only."""
+    seed: int = 0
+    """Seed of parameters, batches, speeds, absences and places on the grid."""
+    model: ModelName | None = None
+    """What is trained. Default: one after the other; with --quick the MNIST network."""
+    peers: int | None = None
+    """How many train. Default: 16, then 64; with --quick 16."""
+    methods: tuple[MethodName, ...] = get_args(MethodName)
+    """How they average."""
+    local_steps: int = 4
+    """Steps of a peer between two averagings."""
+    target: float | None = None
+    """Validation loss in nats that is to be reached. Default: the model's."""
+    max_virtual_s: float = 1500.0
+    """After which a method is given up."""
+    evaluate_every_s: float = 10.0
+    """Virtual seconds between two evaluations."""
+    mean_uptime_s: float = 900.0
+    """Of a peer, exponentially distributed; inf: nobody leaves."""
+    mean_downtime_s: float = 120.0
+    """Until a peer that left is back."""
+    straggling: float = 0.02
+    """Probability that local steps take five times as long."""
+    speed_sigma: float = 0.35
+    """Of the log-normal distribution of peers' speeds; 0: all are equal."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least(1, "local_steps")
+        self.require_at_least(2, "peers")
+        if not self.methods or len(set(self.methods)) < len(self.methods):
+            raise ValueError(f"--methods must be different ones, got {' '.join(self.methods) or 'none'}")
+        for name in ("max_virtual_s", "evaluate_every_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} must be above 0 and finite, got {getattr(self, name)}")
+        self.times()
+
+    @property
+    def models(self) -> tuple[ModelName, ...]:
+        """What is trained, in order."""
+        if self.model is not None:
+            return (self.model,)
+        return ("mnist",) if self.quick else ("mnist", "transformer_xl")
+
+    @property
+    def swarms(self) -> tuple[int, ...]:
+        """Numbers of peers, in order."""
+        if self.peers is not None:
+            return (self.peers,)
+        return (16,) if self.quick else (16, 64)
+
+    def times(self) -> TimeModel:
+        """The clock of the simulated swarm.
+
+        Raises:
+          ValueError: a time or a probability cannot be.
+        """
+        return TimeModel(
+            mean_uptime_s=self.mean_uptime_s,
+            mean_downtime_s=self.mean_downtime_s,
+            straggling=self.straggling,
+            speed_sigma=self.speed_sigma,
+        )

@@ -1,0 +1,149 @@
+"""Helper processes of a measurement: modules of ours that answer orders, one JSON object a line.
+
+The measuring process starts them with `open_helpers` and gives orders. A helper prints an object first, once it is
+ready (`say`), then one for each order (`orders` or `async_orders`). It ends when its standard input does, hence also
+when the measuring process is killed. It runs in a session of its own: Ctrl-C reaches the measuring process alone, which
+ends the others.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import trio
+
+_END_GRACE_S = 5.0
+"""A helper ends with its standard input, at once; after this many seconds it is killed."""
+
+
+class HelperFailed(Exception):
+    """A helper process ended too early; it has said why on standard error."""
+
+
+class HelperProcess:
+    """The measuring process's end of a helper. Made by `open_helpers`.
+
+    Attributes:
+      hello: what it said when it was ready.
+    """
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        self.hello: dict[str, Any] = {}
+
+    def tell(self, **order: object) -> None:
+        """Send an order; `hear` has its answer.
+
+        Raises:
+          HelperFailed: it has ended.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as exc:
+            raise HelperFailed("a helper process ended too early") from exc
+
+    def hear(self) -> dict[str, Any]:
+        """Wait for what it says next.
+
+        Raises:
+          HelperFailed: it has ended instead.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise HelperFailed("a helper process ended too early")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, **order: object) -> dict[str, Any]:
+        """Send an order and wait for its answer. Raises as `tell` and `hear`."""
+        self.tell(**order)
+        return self.hear()
+
+
+@contextmanager
+def open_helpers(module: str, arguments: Sequence[Sequence[str]]) -> Iterator[list[HelperProcess]]:
+    """Start helpers side by side and wait until all are ready; they are gone when the block ends.
+
+    Args:
+      module: what to run, as of `python -m`.
+      arguments: the command line of each.
+
+    Raises:
+      HelperFailed: one of them did not start.
+    """
+    with ExitStack() as stack:
+        helpers = [HelperProcess(stack.enter_context(_open_process(module, words))) for words in arguments]
+        for helper in helpers:
+            helper.hello = helper.hear()
+        yield helpers
+
+
+@contextmanager
+def _open_process(module: str, arguments: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(_END_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def say(**fields: object) -> None:
+    """In a helper: print that it is ready, or the answer to an order."""
+    print(json.dumps(fields), flush=True)
+
+
+def orders() -> Iterator[dict[str, Any]]:
+    """In a helper: the orders, until the measuring process is done or dead."""
+    for line in sys.stdin:
+        yield json.loads(line)
+
+
+async def async_orders() -> AsyncIterator[dict[str, Any]]:
+    """In a helper that runs trio: the orders, until the measuring process is done or dead."""
+    rest = b""
+    # A duplicate: closing standard input itself would surprise the interpreter's end.
+    async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stream:
+        async for data in stream:
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                yield json.loads(line)
+
+
+def memory_bytes() -> tuple[int, int] | None:
+    """What this process holds, and the most that it ever held; None where the system does not say.
+
+    Not `getrusage`: on Linux its figure begins with that of the process that started this one.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = {name: text for name, _, text in (line.partition(":") for line in lines)}
+    if not {"VmRSS", "VmHWM"} <= sizes.keys():
+        return None
+    held, peak = (int(sizes[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    return held, peak

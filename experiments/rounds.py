@@ -1,0 +1,99 @@
+"""Measurements that take turns, round after round, and the ratios of two of them in the same round.
+
+Ratios within a round hold on a machine whose speed drifts; the headline is their median over the rounds.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+from experiments.bench import Run, S
+from experiments.results import Bar
+
+SLICE = "slice"
+"""Kind of the records: one uninterrupted measurement, with its "round", its "name" and its quantities."""
+
+Record = Mapping[str, Any]
+Measurement = Callable[[], Mapping[str, Record]]
+"""Measures once; returns the quantities of each slice by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A quantity of one slice over that of another one of the same round.
+
+    Attributes:
+      name: in the headline.
+      quantity: key of the slices' records that is divided.
+      ours, baseline: names of the slices; `ours` is the numerator.
+      comparison, bound: what the median of the rounds must reach.
+    """
+
+    name: str
+    quantity: str
+    ours: str
+    baseline: str
+    comparison: Literal["<=", ">="]
+    bound: float
+
+    @property
+    def bar(self) -> Bar:
+        """What the headline must reach."""
+        return Bar(name=self.name, bound=self.bound, comparison=self.comparison)
+
+    def of_rounds(self, slices: Iterable[Record]) -> list[float]:
+        """Compute the ratio of each round that has both slices, in order; round 0 warms up and does not count."""
+        values = {(record["round"], record["name"]): record.get(self.quantity) for record in slices}
+        pairs = [
+            (values.get((number, self.ours)), values.get((number, self.baseline)))
+            for number in sorted({number for number, _ in values if number > 0})
+        ]
+        return [ours / baseline for ours, baseline in pairs if ours is not None and baseline is not None]
+
+
+def measure_rounds(run: Run[S], measurements: Sequence[Measurement], ratios: Sequence[Ratio], *, rounds: int) -> None:
+    """Measure all in turn, so many rounds and one before them that warms up, and log a record for each slice."""
+    for number in range(rounds + 1):
+        done: list[Record] = []
+        # Every other round backwards: whatever drifts does not always favour the same side.
+        for measure in measurements if number % 2 == 0 else reversed(measurements):
+            for name, quantities in measure().items():
+                done.append({"round": number, "name": name, **quantities})
+                run.log(SLICE, **done[-1])
+        progress = " (warm-up)"
+        if number > 0:
+            values = {ratio.name: ratio.of_rounds(done)[0] for ratio in ratios}
+            progress = ": " + ", ".join(
+                f"{name.removesuffix('_ratio').replace('_', ' ')} {value:.2f}" for name, value in values.items()
+            )
+        run.say(f"round {number}/{rounds}{progress}")
+
+
+def ratio_figures(ratios: Sequence[Ratio], slices: Sequence[Record]) -> dict[str, float] | None:
+    """Compute the headline of the ratios: how many rounds have all of them, and of each the median of its rounds, the
+    least and the greatest.
+
+    Returns: None if there is no such round.
+    """
+    of_rounds = {ratio.name: ratio.of_rounds(slices) for ratio in ratios}
+    figures: dict[str, float] = {"rounds": min(map(len, of_rounds.values()))}
+    if not figures["rounds"]:
+        return None
+    for name, values in of_rounds.items():
+        figures |= {name: median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+    return figures
+
+
+def median_figures(slices: Sequence[Record], quantities: Sequence[str]) -> dict[str, float]:
+    """Compute what the ratios are made of: by "slice_quantity", the medians over the rounds that count."""
+    by_name: dict[str, list[Record]] = {}
+    for record in slices:
+        if record["round"] > 0:
+            by_name.setdefault(record["name"], []).append(record)
+    return {
+        f"{name}_{quantity}": median(record[quantity] for record in records)
+        for name, records in by_name.items()
+        for quantity in quantities
+        if quantity in records[0]
+    }

@@ -1,0 +1,154 @@
+"""The arithmetic of measurements that take turns, and of the two experiments that consist of them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from dmoe_jax.runs.run_folder import RunFolder
+from experiments.allreduce_speed import measurement as allreduce
+from experiments.allreduce_speed.settings import SpeedSettings
+from experiments.allreduce_speed.vectors import digest_of, expected_digest, vector_of
+from experiments.bench import Run
+from experiments.rounds import SLICE, Ratio, measure_rounds, median_figures, ratio_figures
+from experiments.transport_speed.slice_timer import SliceTimer, percentile, slice_record
+
+RATIO = Ratio("speed_ratio", "speed", "ours", "theirs", ">=", 0.5)
+
+
+def record(number: int, name: str, speed: float) -> dict[str, Any]:
+    return {"round": number, "name": name, "speed": speed}
+
+
+def run_in(folder: Path, settings: SpeedSettings) -> Run[SpeedSettings]:
+    return Run(settings=settings, folder=RunFolder.create(folder, settings), console=Console(quiet=True))
+
+
+def test_ratios_are_of_pairs_of_one_round() -> None:
+    """Rounds are divided one by one, whatever their order; the warm-up and a round with one side only do not count."""
+    slices = [
+        record(0, "ours", 99.0),
+        record(0, "theirs", 1.0),
+        record(1, "ours", 3.0),
+        record(1, "theirs", 10.0),
+        record(2, "theirs", 4.0),
+        record(2, "ours", 2.0),
+        record(3, "ours", 5.0),
+        record(2, "something_else", 8.0),
+    ]
+    assert RATIO.of_rounds(slices) == [0.3, 0.5]
+    assert median_figures(slices, ("speed", "weight"))["ours_speed"] == 3.0
+    assert ratio_figures([RATIO], slices[:3]) is None
+
+
+def test_headline_is_the_median_of_ratios_not_the_ratio_of_medians() -> None:
+    """1, 20, 300 over 10, 100, 1000: ratios 0.1, 0.2, 0.3. The warm-up would have been the greatest."""
+    pairs = [(9.0, 1.0), (1.0, 10.0), (20.0, 100.0), (300.0, 1000.0)]
+    slices = [
+        record(number, name, speed)
+        for number, pair in enumerate(pairs)
+        for name, speed in zip(("ours", "theirs"), pair, strict=True)
+    ]
+    figures = ratio_figures([RATIO], slices)
+    assert figures == {"rounds": 3, "speed_ratio": 0.2, "speed_ratio_min": 0.1, "speed_ratio_max": 0.3}
+    assert not RATIO.bar.is_met_by(figures["speed_ratio"])
+
+
+def test_every_other_round_goes_backwards(tmp_path: Path) -> None:
+    """So that what drifts does not always favour the same side; the warm-up is round 0."""
+
+    def measured(name: str) -> Mapping[str, Mapping[str, float]]:
+        return {name: {"speed": 1.0}}
+
+    run = run_in(tmp_path / "run", SpeedSettings())
+    measure_rounds(run, [lambda: measured("ours"), lambda: measured("theirs")], [RATIO], rounds=2)
+    assert [(record["round"], record["name"]) for record in run.records(SLICE)] == [
+        (0, "ours"),
+        (0, "theirs"),
+        (1, "theirs"),
+        (1, "ours"),
+        (2, "ours"),
+        (2, "theirs"),
+    ]
+
+
+def test_percentile_is_the_nearest_rank() -> None:
+    """Of 1 to 200, 198 are at most 198; a single sample is every percentile; the order does not matter."""
+    samples = [float(value) for value in range(200, 0, -1)]
+    assert percentile(samples, 99) == 198.0
+    assert percentile(samples, 50) == 100.0
+    assert percentile(samples, 100) == 200.0
+    assert percentile([7.0], 1) == 7.0
+
+
+@pytest.mark.parametrize(("samples", "percent"), [([], 50.0), ([1.0], 0.0), ([1.0], 100.5)])
+def test_percentile_of_nothing_is_refused(samples: list[float], percent: float) -> None:
+    """There is no percentile of no samples, and none beyond 100."""
+    with pytest.raises(ValueError, match="percentage"):
+        percentile(samples, percent)
+
+
+def test_record_of_a_slice() -> None:
+    """4 transfers of half a gigabyte in 2 s are 1 GB/s; 3 s of processor time of both ends are 1.5 s for each GB."""
+    ends = {"wall_s": 2.0, "client_cpu_s": 1.0, "server_cpu_s": 2.0}
+    assert slice_record([0.5] * 4, nbytes=5 * 10**8, **ends) == {
+        "calls": 4,
+        **ends,
+        "gigabytes_per_s": 1.0,
+        "cpu_s_per_gigabyte": 1.5,
+    }
+    calls = slice_record([0.25, 0.5], nbytes=0, **ends)
+    assert calls == {"calls": 2, **ends, "calls_per_s": 1.0, "p50_ms": 250.0, "p99_ms": 500.0}
+
+
+def test_slice_waits_for_calls_but_not_for_ever() -> None:
+    """A slice ends with its time and its calls, and at five times its time whatever is missing."""
+    timer = SliceTimer(server_cpu_s=lambda: 0.0, slice_s=1.0, min_calls=10, warm_up_calls=0, latencies_s=[0.1] * 9)
+    assert timer.goes_on_at(4.9)
+    assert not timer.goes_on_at(5.0)
+    timer.latencies_s.append(0.1)
+    assert timer.goes_on_at(0.9)
+    assert not timer.goes_on_at(1.0)
+
+
+def test_record_of_an_exchange() -> None:
+    """From the first start to the last end; processor time of all, memory of the greediest, if the system says."""
+    answers = [
+        {"started": 1.0, "ended": 3.0, "cpu_s": 0.5, "grown_bytes": 7},
+        {"started": 0.5, "ended": 2.0, "cpu_s": 0.25, "grown_bytes": 9},
+    ]
+    assert allreduce.exchange_record(answers) == {"wall_s": 2.5, "cpu_s": 0.75, "grown_bytes": 9}
+    unknown = [answer | {"grown_bytes": None} for answer in answers]
+    assert allreduce.exchange_record(unknown) == {"wall_s": 2.5, "cpu_s": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("grown", "ratio", "missed"),
+    [(24, 2.4, ["allreduce_plain_ratio"]), (26, 2.6, ["allreduce_plain_ratio", "memory_ratio"])],
+)
+def test_memory_counts_from_the_warm_up_on(tmp_path: Path, grown: int, ratio: float, missed: list[str]) -> None:
+    """24 bytes for a vector of 10 are 2.4 times it; the times of the warm-up do not count, and 4.1 is above 4."""
+    settings = SpeedSettings(mib=40 / 2**20)
+    run = run_in(tmp_path / "run", settings)
+    walls = {"blocking_tls": [1.0, 1.0], "blocking_plain": [1.0, 1.0], "rpc_tls": [99.0, 3.0], "rpc_plain": [1.0, 4.1]}
+    for name, times in walls.items():
+        for number, wall_s in enumerate(times):
+            memory = {"grown_bytes": 4 * grown if number == 0 else 1} if name.startswith("rpc") else {}
+            run.log(SLICE, round=number, name=name, wall_s=wall_s, cpu_s=1.0, **memory)
+    result = allreduce.summarise(run)
+    assert result is not None
+    assert result.figures["memory_ratio"] == ratio
+    assert result.figures["rpc_tls_wall_s"] == 3.0
+    assert result.missed_bars == missed
+
+
+def test_expected_digest_is_that_of_the_mean() -> None:
+    """Pieces and whole vectors are the same draws, across the boundary of a piece."""
+    size = 2**20 + 3
+    vectors = [vector_of(index, size, 5) for index in range(3)]
+    mean = ((vectors[0] + vectors[1]) + vectors[2]) / np.float32(3)
+    assert expected_digest(3, size, 5) == digest_of(mean)
+    assert expected_digest(3, size, 6) != digest_of(mean)
