@@ -106,8 +106,9 @@ class SimulatedDmoe(SimulatedEngine):
 
     def _model(self, swarm: Swarm) -> txl.TransformerXL:
         setting = self.setting
-        policy = {"k_min": 1, "grace_s": setting.grace_s, "timeout_s": setting.timeout_s}
-        return txl.TransformerXL.on(swarm, self._config, self._router, **policy)
+        return txl.TransformerXL.on(
+            swarm, self._config, self._router, grace_s=setting.grace_s, timeout_s=setting.timeout_s
+        )
 
     def params(self) -> PyTree:
         return self.trunk.params, tuple(stacked["params"] for stacked in self._stacked())
