@@ -331,8 +331,8 @@ class BlockingAverager:
 def connect(join: Target | Sequence[Target] = (), **options: Any) -> BlockingSwarm:
     """Take part in a swarm from ordinary code; arguments as of `dmoe_jax.swarm.open_swarm`.
 
-    Call it before JAX computes anything, where remote layers are to be used under `jit`: 16 of their calls may then wait
-    at once, else hardly one (see `dmoe_jax.flax_layers.make_room`).
+    Call it before JAX computes anything, where remote layers are to be used under `jit`. Then 16 of their calls may
+    wait at once, else hardly one (see `dmoe_jax.flax_layers.make_room`).
 
     Raises:
       ValueError, NetError: as of `open_swarm`.

@@ -62,9 +62,9 @@ def parse_command_line(
 
 
 def _read(command: Any, prog: str, description: str | None, words: list[str], default: Any = None) -> Any:
+    given = {} if default is None else {"default": default}
     config = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff)
-    kept = {} if default is None else {"default": default}
-    return tyro.cli(command, prog=prog, description=description, args=words, config=config, **kept)
+    return tyro.cli(command, prog=prog, description=description, args=words, config=config, **given)
 
 
 def _first_paragraph(box: str) -> str:
@@ -127,6 +127,15 @@ def check_swarm_name(name: str) -> None:
 def one_line(error: BaseException) -> str:
     """The first line of an error's message; libraries follow it with advice that fills a screen."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+@contextlib.contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """Turn what a wrong setting, a damaged file or a full folder raises in the block into a `UsageError`."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UsageError(one_line(error)) from error
 
 
 def fail(message: str, *, status: int = 1, prog: str = "dmoe") -> NoReturn:

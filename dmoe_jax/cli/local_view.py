@@ -63,8 +63,9 @@ class TrainerWatch:
     def figures(self, num_steps: int) -> str:
         """One line of them."""
         loss = "no number" if self.loss is None else f"{self.loss:.3f}"
-        rate = self._items / max(self.time_s, 1e-9)
-        return f"step {self.step}/{num_steps}  loss {loss}  {rate:,.0f} items/s  {self.failed_calls} failed calls"
+        # The clock starts with the first step, which compiles.
+        rate = f"{self._items / self.time_s:,.0f} items/s  " if self.time_s > 0.1 else ""
+        return f"step {self.step}/{num_steps}  loss {loss}  {rate}{self.failed_calls} failed calls"
 
 
 class LocalView:
@@ -128,8 +129,7 @@ class LocalView:
             return "done" if status == 0 else "stopped" if status == 130 else f"ended with status {status}"
         watch = self._trainers.get(process.name)
         if watch is not None and watch.step:
-            # Between steps, too, it says what it does: evaluating, averaging alone.
-            aside = "" if process.last_line.startswith("step ") else f"  ({process.last_line})"
+            aside = f"  ({process.last_line})" if process.last_line.startswith("evaluating") else ""
             return watch.figures(self._num_steps) + aside
         if process.contact and process.kind != "train":
             return f"serves at {process.address}"

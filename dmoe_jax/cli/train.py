@@ -52,9 +52,13 @@ class TrainCommand(TrainOptions):
         del stop  # a cancelled run writes its report by itself
         prepared = self.prepared()
         set_up_jax()
-        from dmoe_jax.cli.training import run_training
+        from dmoe_jax.cli.trained_models import check_before_joining
+        from dmoe_jax.cli.training import run_training, trunk_recipe
         from dmoe_jax.swarm import open_swarm
 
+        with mistakes_in_one_line():
+            trunk_recipe(self)
+        await check_before_joining(self)
         listen = self.listening if self.averaging.average_every and not self.averaging.average_client else None
         async with (
             join_swarm(self.network, join=self.join, listen=listen) as peer,

@@ -19,7 +19,6 @@ from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.model import Model
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL
-from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.swarm import Swarm
@@ -81,7 +80,8 @@ async def language_training(options: TrainOptions, swarm: Swarm, progress: Train
       UsageError: for a router, a corpus or sizes that will not do.
     """
     data, language, calls = options.data, options.language, options.calls
-    router = await _checked_router(options)
+    with mistakes_in_one_line():
+        router = make_router(options.language.router, options.language.grid_size)
     with progress.phase("loading the corpus"), mistakes_in_one_line():
         corpus = await trio.to_thread.run_sync(lambda: load_corpus(source=data.data), abandon_on_cancel=True)
     progress.say(f"corpus: {corpus.description}")
@@ -179,18 +179,20 @@ async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
     )
 
 
-async def _checked_router(options: TrainOptions) -> Router:
-    """The language model's router, after a trial: before the swarm hears of us.
+async def check_before_joining(options: TrainOptions) -> None:
+    """Look at what the flags name in the user's own files, before the swarm hears of us.
 
     Raises:
-      UsageError: there is no such router, or it does not keep to its contract. The message names it.
+      UsageError: there is no such router or model, or the router does not keep to its contract. The message names it.
     """
 
-    def make() -> Router:
+    def look() -> None:
+        if options.model is not None:
+            user_model(options.model)
+            return
         router = make_router(options.language.router, options.language.grid_size)
         check_router(router, options.language.grid_size, options.language.layer.d_model)
-        return router
 
     with mistakes_in_one_line():
         # In a thread: a file of the user's may import anything.
-        return await trio.to_thread.run_sync(make, abandon_on_cancel=True)
+        await trio.to_thread.run_sync(look, abandon_on_cancel=True)

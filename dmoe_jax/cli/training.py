@@ -117,7 +117,11 @@ async def _train(
 
 
 def trunk_recipe(options: TrainOptions) -> Recipe:
-    """How the trunk is trained."""
+    """How the trunk is trained.
+
+    Raises:
+      ValueError: a rate is out of range.
+    """
     optimizer = options.optimizer
     return Recipe(
         learning_rate=optimizer.learning_rate,

@@ -16,12 +16,8 @@ from pathlib import Path
 import trio
 
 from dmoe_jax.cli.common import UsageError
-from dmoe_jax.cli.network import SECRET_VARIABLE
-from dmoe_jax.runs.figure import training_figure
-from dmoe_jax.runs.run_folder import FIGURE, RunFolder
-from dmoe_jax.training.saving import CHECKPOINT_FOLDER
-from experiments.bench import Experiment, Run
-from experiments.local_swarm import (
+from dmoe_jax.environment import SECRET_VARIABLE
+from dmoe_jax.processes import (
     LocalSwarm,
     ProcessFailed,
     averaging_flags,
@@ -31,6 +27,10 @@ from experiments.local_swarm import (
     start_trainers,
     wait_for_others,
 )
+from dmoe_jax.runs.figure import training_figure
+from dmoe_jax.runs.run_folder import FIGURE, RunFolder
+from dmoe_jax.training.saving import CHECKPOINT_FOLDER
+from experiments.bench import Experiment, Run
 from experiments.results import Result
 from experiments.transformer_xl.presets import PRESETS, Preset
 from experiments.transformer_xl.settings import QUICK_EVAL_TOKENS, QUICK_PAUSES, TransformerXLSettings

@@ -16,8 +16,8 @@ from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.trained_models import trunk_config
 from dmoe_jax.cli.training import trunk_recipe
 from dmoe_jax.experts.transformer_xl import layer_expert
+from dmoe_jax.processes import deal_experts
 from dmoe_jax.runs.run_folder import read_metrics
-from experiments.local_swarm import deal_experts
 from experiments.transformer_xl.__main__ import main
 from experiments.transformer_xl.names import Size
 from experiments.transformer_xl.presets import PRESETS, model_config
