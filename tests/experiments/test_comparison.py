@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from dmoe_jax.runs.run_folder import RunFolder
 from experiments.comparison import (
     comparison_figure,
     comparison_headline,
@@ -16,8 +18,6 @@ from experiments.comparison import (
     write_comparison_report,
 )
 from experiments.run_summary import deviation, perplexity_curve, summarise_run
-
-from dmoe_jax.runs.run_folder import RunFolder
 from tests.dmoe_jax.figure_texts import assert_readable, words_of
 
 Record = dict[str, Any]
