@@ -5,6 +5,7 @@ is answered after an exponential delay, or never. See `stretches` for how a run 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -129,7 +130,8 @@ class SimulatedDmoe(SimulatedEngine):
         load_statistics(self._statistics, facts["statistics"])
 
     def totals(self) -> Totals:
-        return call_totals(self._statistics, super().totals())
+        # Where an expert lives is told by its number, and a resumed run has not asked yet.
+        return replace(call_totals(self._statistics, super().totals()), peers={})
 
     def _stacked(self) -> tuple[PyTree, ...]:
         """The experts' parameters and optimiser states of each layer, stacked as `mixture.local` keeps them."""
