@@ -42,10 +42,8 @@ async def main():
             started = trio.Event()
             network.start(f"node{index}", node, network, index, swarm.contact, started)
             await started.wait()
-        mixtures = [
-            swarm.mixture(f"layer{layer}", CONFIG.expert(), ROUTER, k_best=2) for layer in range(CONFIG.num_layers)
-        ]
-        trainers = swarm.trainer(MLP(CONFIG, ROUTER, mixtures), optax.adam(1e-2), [batches(seed) for seed in range(8)])
+        model = MLP.on(swarm, CONFIG, ROUTER)
+        trainers = swarm.trainer(model, optax.adam(1e-2), [batches(seed) for seed in range(8)])
         losses = []
         for _ in range(5):
             await trainers.run(40)
