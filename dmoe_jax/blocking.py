@@ -23,7 +23,7 @@ import trio
 from dmoe_jax.autodiff import value_and_grad
 from dmoe_jax.averaging import AveragingTotals, Round, TreeAverager, TreeAveragerConfig
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.flax_layers import BlockingMixture
+from dmoe_jax.flax_layers import BlockingMixture, make_room
 from dmoe_jax.joining import Target
 from dmoe_jax.members import Member
 from dmoe_jax.mixture.statistics import CallStatistics
@@ -331,9 +331,13 @@ class BlockingAverager:
 def connect(join: Target | Sequence[Target] = (), **options: Any) -> BlockingSwarm:
     """Take part in a swarm from ordinary code; arguments as of `dmoe_jax.swarm.open_swarm`.
 
+    Call it before JAX computes anything, where remote layers are to be used under `jit`. Then 16 of their calls may
+    wait at once, else hardly one (see `dmoe_jax.flax_layers.make_room`).
+
     Raises:
       ValueError, NetError: as of `open_swarm`.
     """
+    make_room()
     thread = TrioThread()
     stack = contextlib.ExitStack()
     stack.callback(thread.close)

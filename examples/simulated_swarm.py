@@ -11,29 +11,29 @@ from dmoe_jax import open_swarm, product_key
 from dmoe_jax.models.mlp import MLP, Batch, MLPConfig
 from net.transport.sim import HostDown, LogNormal, run, simulate
 
-CONFIG = MLPConfig(input_dim=16, num_classes=2, d_model=16, num_layers=2, grid_size=(4, 4), k_best=4)
+CONFIG = MLPConfig(input_dim=8, num_classes=2, d_model=16, num_layers=1, grid_size=(4, 2), k_best=2)
 ROUTER = product_key(CONFIG.grid_size)
 
 
 def batches(seed):
-    """The sign of a product is what is to be learnt."""
+    """Which of two numbers is larger?"""
     rng = np.random.default_rng(seed)
     while True:
-        x = rng.normal(size=(16, CONFIG.input_dim)).astype(np.float32)
-        yield Batch(x, (x[:, 0] * x[:, 1] > 0).astype(np.int32))
+        x = rng.normal(size=(8, CONFIG.input_dim)).astype(np.float32)
+        yield Batch(x, (x[:, 0] > x[:, 1]).astype(np.int32))
 
 
 async def node(network, index, join, started):
     """A host that serves one row of each layer's grid."""
     async with open_swarm(join, network=network, host=f"node{index}", seed=index) as swarm:
-        experts = {f"layer{layer}.{index}.[0:4]": CONFIG.expert() for layer in range(CONFIG.num_layers)}
+        experts = {f"layer{layer}.{index}.[0:2]": CONFIG.expert() for layer in range(CONFIG.num_layers)}
         await swarm.serve(experts, optimizer=optax.adam(3e-3))
         started.set()
         await trio.sleep_forever()
 
 
 async def main():
-    deaths = [(60.0, HostDown("node2")), (90.0, HostDown("node3"))]
+    deaths = [(15.0, HostDown("node2")), (25.0, HostDown("node3"))]
     async with (
         simulate(seed=1, latency=LogNormal(median_s=0.08, sigma=0.5), schedule=deaths) as network,
         open_swarm(network=network, host="trainer", seed=7) as swarm,
@@ -42,11 +42,11 @@ async def main():
             started = trio.Event()
             network.start(f"node{index}", node, network, index, swarm.contact, started)
             await started.wait()
-        mixtures = [swarm.mixture(f"layer{layer}", CONFIG.expert(), ROUTER) for layer in range(CONFIG.num_layers)]
-        trainers = swarm.trainer(MLP(CONFIG, ROUTER, mixtures), optax.adam(3e-3), [batches(seed) for seed in range(8)])
+        model = MLP.on(swarm, CONFIG, ROUTER)
+        trainers = swarm.trainer(model, optax.adam(1e-2), [batches(seed) for seed in range(8)])
         losses = []
-        for _ in range(6):
-            await trainers.run(100)
+        for _ in range(5):
+            await trainers.run(40)
             evaluation = await trainers.evaluate([next(batches(99)) for _ in range(8)])
             losses.append(evaluation.loss)
             print(

@@ -121,15 +121,6 @@ def one_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-@contextlib.contextmanager
-def mistakes_in_one_line() -> Iterator[None]:
-    """Turn what a wrong setting, a damaged file or a full folder raises in the block into a `UsageError`."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise UsageError(one_line(error)) from error
-
-
 def fail(message: str, *, status: int = 1, prog: str = "dmoe") -> NoReturn:
     """Print one line to standard error and exit."""
     print(f"{prog}: error: {message}", file=sys.stderr)

@@ -22,8 +22,8 @@ Mixture = Callable[..., Awaitable[tuple[Value, Value]]]
 class MixtureMaker(Protocol):
     """What makes remote mixtures: `dmoe_jax.Swarm`."""
 
-    def mixture(self, prefix: str, expert: Expert, router: Router, /, **options: Any) -> Mixture:
-        """A mixture of the experts under the prefix."""
+    def mixture(self, *args: Any, **options: Any) -> Any:
+        """A `Mixture` from (prefix, expert, router) and settings; see `Swarm.mixture`."""
         ...
 
 

@@ -90,7 +90,7 @@ def plain_log_ticks(axes: Axes) -> None:
     subs = (1.0, 2.0, 5.0) if high / low > 30 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
     # Between two such ticks a log axis is as good as linear.
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=subs) if high / low > 2 else MaxNLocator(nbins=5))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="y", which="minor", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10], integer=True))

@@ -1,11 +1,14 @@
 """Training the models on equal numbers of tokens, and comparing them."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
 
-from dmoe_jax.cli.common import mistakes_in_one_line
+from dmoe_jax.cli.common import UsageError, mistakes_in_one_line
 from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.runs.report import format_value
@@ -58,25 +61,30 @@ def measure(run: Run[TransformerXLSettings]) -> None:
     else:
         for model in settings.models:
             train_model(settings, model, corpus, run.folder.path / model)
-    if settings.place == "local" and "dmoe" in settings.models and not settings.no_overhead:
+    if (
+        settings.place == "local"
+        and "dmoe" in settings.models
+        and not settings.no_overhead
+        and not run.records("overhead")
+    ):
         run.say("what the mixture costs beside a dense layer of its FLOPs")
-        run.log("overhead", ratio=_overhead(settings))
+        run.log("overhead", ratio=_overhead(run))
 
 
-def _overhead(settings: TransformerXLSettings) -> float:
-    """What the mixture costs on this device, beside a dense layer of its FLOPs."""
-    from experiments.moe_overhead.measurement import measure_overhead
-
-    measured = measure_overhead(
-        size=settings.size,
-        router=settings.router,
-        batch_size=settings.batch_size,
-        compute_dtype=settings.compute_dtype,
-        rounds=3 if settings.quick else 7,
-        steps_per_round=3 if settings.quick else 10,
-        seed=settings.seed,
-    )
-    ratio: float = measured.ratio
+def _overhead(run: Run[TransformerXLSettings]) -> float | None:
+    """What the mixture costs on this device, beside a dense layer of its FLOPs: another experiment, in a process."""
+    settings = run.settings
+    rounds, steps = (3, 3) if settings.quick else (7, 10)
+    flags: list[object] = ["--size", settings.size, "--router", settings.router, "--seed", settings.seed]
+    flags += ["--rounds", rounds]
+    flags += ["--steps-per-round", steps, "--out", run.folder.path / "overhead", "--json"]
+    flags += ["--batch-size", settings.batch_size] if settings.batch_size else []
+    flags += ["--bf16"] if settings.bf16 else []
+    command = [sys.executable, "-m", "experiments.moe_overhead", *map(str, flags)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise UsageError(f"experiments.moe_overhead ended with status {done.returncode}")
+    ratio: float | None = json.loads(done.stdout.splitlines()[-1]).get("moe_overhead")
     return ratio
 
 

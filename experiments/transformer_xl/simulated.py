@@ -5,6 +5,7 @@ is answered after an exponential delay, or never. See `stretches` for how a run 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -106,8 +107,9 @@ class SimulatedDmoe(SimulatedEngine):
 
     def _model(self, swarm: Swarm) -> txl.TransformerXL:
         setting = self.setting
-        policy = {"k_min": 1, "grace_s": setting.grace_s, "timeout_s": setting.timeout_s}
-        return txl.TransformerXL.on(swarm, self._config, self._router, **policy)
+        return txl.TransformerXL.on(
+            swarm, self._config, self._router, grace_s=setting.grace_s, timeout_s=setting.timeout_s
+        )
 
     def params(self) -> PyTree:
         return self.trunk.params, tuple(stacked["params"] for stacked in self._stacked())
@@ -128,7 +130,8 @@ class SimulatedDmoe(SimulatedEngine):
         load_statistics(self._statistics, facts["statistics"])
 
     def totals(self) -> Totals:
-        return call_totals(self._statistics, super().totals())
+        # Where an expert lives is told by its number, and a resumed run has not asked yet.
+        return replace(call_totals(self._statistics, super().totals()), peers={})
 
     def _stacked(self) -> tuple[PyTree, ...]:
         """The experts' parameters and optimiser states of each layer, stacked as `mixture.local` keeps them."""

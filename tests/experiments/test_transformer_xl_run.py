@@ -121,7 +121,7 @@ def test_the_command_compares_its_models(
         (["--steps", "0"], "--steps must be at least 1"),
         (["--model", "small", "small"], "--model names a model twice"),
         (["--resume"], "--resume needs --out"),
-        (["--failure-rate", "1"], "--failure-rate from 0 to below 1"),
+        (["--failure-rate", "1"], "--failure-rate must be from 0 to below 1"),
         (["--router", "nonesuch", "--out", "OUT"], "nonesuch"),
     ],
 )

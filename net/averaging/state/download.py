@@ -19,12 +19,11 @@ from net.averaging.state.buffer import Table, check_table_untrusted, receive_unt
 from net.averaging.state.sharing import (
     DIGEST,
     VERSION,
+    SharedState,
     StateSharingConfig,
     state_key,
     state_methods,
 )
-from net.averaging.state.sharing import MAX_VERSION as MAX_VERSION
-from net.averaging.state.sharing import SharedState as SharedState
 from net.dht.messages import parse_contact_untrusted
 from net.dht.node import DhtNode
 from net.dht.records import Dictionary
