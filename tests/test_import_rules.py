@@ -70,7 +70,6 @@ SHELLS = {
     "dmoe_jax.trunk",
     "dmoe_jax.trunk_averaging",
     "dmoe_jax.cli",
-    "dmoe_jax.blocking",
     "dmoe_jax.joining",
     "dmoe_jax.peer",
     "dmoe_jax.swarm",

@@ -29,14 +29,22 @@ class UsageError(Exception):
     """A mistake of the user's; the message is the one line that is printed."""
 
 
+@contextlib.contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """Turn what a wrong setting, a damaged file or a full folder raises in the block into a `UsageError`."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UsageError(one_line(error)) from error
+
+
 def parse_command_line(
     command: Any, *, prog: str, description: str | None = None, args: Sequence[str] | None, default: Any = None
 ) -> Any:
     """Read the command line into `command` (a dataclass, or a union of them) with tyro.
 
     A mistake ends the process with status 2 and one line instead of tyro's box. For a flag or command that does not
-    exist the line names the one that was probably meant, and the help page that lists them. Flags that are not given
-    are as in `default`, if there is one.
+    exist the line names the one that was probably meant, and the help page that lists them.
     """
     words = list(sys.argv[1:] if args is None else args)
     errors = io.StringIO()
