@@ -48,6 +48,9 @@ class PeerId:
     def __str__(self) -> str:
         return self.raw.hex()
 
+    def __repr__(self) -> str:
+        return f"PeerId.parse({self.raw.hex()!r})"
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Address:

@@ -31,6 +31,11 @@ class DataOptions:
     data_seed: int | None = None
     """Seed of the trainers' places in the data, of dropout and of the router's noise. Default: --seed."""
 
+    @property
+    def chance_seed(self) -> int:
+        """Seed of everything but the initial parameters."""
+        return self.seed if self.data_seed is None else self.data_seed
+
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelOptions:

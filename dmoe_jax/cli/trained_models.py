@@ -85,7 +85,7 @@ async def language_training(options: TrainOptions, swarm: Swarm, progress: Train
     with progress.phase("loading the corpus"), mistakes_in_one_line():
         corpus = await trio.to_thread.run_sync(lambda: load_corpus(source=data.data), abandon_on_cancel=True)
     progress.say(f"corpus: {corpus.description}")
-    seed = data.seed if data.data_seed is None else data.data_seed
+    seed = data.chance_seed
     with mistakes_in_one_line():
         config = trunk_config(options, len(corpus.vocabulary))
         mixtures = [
@@ -152,7 +152,7 @@ async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
       UsageError: it is not what `--model` asks for; the message names it.
     """
     data, spec = options.data, options.model or ""
-    seed = data.seed if data.data_seed is None else data.data_seed
+    seed = data.chance_seed
 
     def make() -> tuple[Model, list[Iterator[Any]]]:
         make_model = user_model(spec)

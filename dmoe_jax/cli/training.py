@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 import trio
 
 from dmoe_jax.averaging import Round
@@ -54,7 +55,11 @@ async def run_training(options: TrainOptions, run: PreparedRun, swarm: Swarm) ->
         await _wait_for_experts(training.mixtures, options.calls.wait_s, progress)
         with mistakes_in_one_line():
             optimizer = options.averaging.wrap(make_optimizer(trunk_recipe(options)))
-            trainers = swarm.trainer(training.model, optimizer, training.batches, seed=options.data.seed)
+            # --seed decides the parameters, which all processes share; the rest of chance is each one's own.
+            params = training.model.init(jax.random.key(options.data.seed))
+            trainers = swarm.trainer(
+                training.model, optimizer, training.batches, params=params, seed=options.data.chance_seed
+            )
         try:
             return await _train(options, run, swarm, training, trainers, progress)
         except (CheckpointError, OSError) as error:

@@ -61,7 +61,7 @@ class CallStatistics:
     """Backward calls in `staleness_total`."""
     load: dict[str, int] = field(default_factory=dict)
     """Samples sent through each expert in training, by uid."""
-    host: dict[str, Contact] = field(default_factory=dict)
+    host: dict[str, Contact] = field(default_factory=dict, repr=False)
     """The node that last answered for each expert. Bounded by the grid, like `load`."""
 
     @property

@@ -268,6 +268,17 @@ async def test_check_waits_for_experts_and_compares_them(autojump_clock: trio.te
             await swarm.mixture(NARROW, ROUTER, "ffn", k_best=2).check()
 
 
+async def test_check_is_content_with_one_expert_that_answers(autojump_clock: trio.testing.MockClock) -> None:
+    """A node that has just died is listed for a while longer: the next expert is asked."""
+    network = DirectNetwork(latency_s=0.1)
+    callers = direct_callers(network, 3)
+    expert = feedforward(d_model=4)
+    async with open_small_swarm(callers, expert, None, prefixes=["ffn"], grid_size=GRID) as swarm:
+        await swarm.directory.living("ffn", GRID)
+        network.take_down(callers[1].address)
+        assert await swarm.mixture(expert, ROUTER, "ffn", k_best=2).check(timeout_s=20.0) >= 1
+
+
 async def test_check_says_what_the_swarm_serves_instead(autojump_clock: trio.testing.MockClock) -> None:
     """After the time it was given, with news once a second in between."""
     callers = direct_callers(DirectNetwork(latency_s=0.1), 2)
