@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from dmoe_jax.types import PyTree
 
@@ -33,7 +32,11 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        # Here, for it takes a second, and a node that saves nothing starts without.
+        import orbax.checkpoint as ocp
+
         self._folder = folder.absolute()
+        self._args = ocp.args
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=(_STATE, _FACTS))
 
@@ -58,7 +61,7 @@ class Checkpoints:
         stored = jax.tree.map(lambda leaf: leaf if leaf.size else None, arrays)
         self._manager.save(
             step,
-            args=ocp.args.Composite(**{_STATE: ocp.args.StandardSave(stored), _FACTS: ocp.args.JsonSave(record)}),
+            args=self._args.Composite(**{_STATE: self._args.StandardSave(stored), _FACTS: self._args.JsonSave(record)}),
         )
 
     def restore_latest(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]]:
@@ -73,7 +76,7 @@ class Checkpoints:
         step = self.latest_step()
         if step is None:
             raise CheckpointError(f"there is no checkpoint in {self._folder}")
-        saved = self._manager.restore(step, args=ocp.args.Composite(**{_FACTS: ocp.args.JsonRestore()}))[_FACTS]
+        saved = self._manager.restore(step, args=self._args.Composite(**{_FACTS: self._args.JsonRestore()}))[_FACTS]
         # Orbax would cut or pad an array to the shape asked for, so the inventory is compared first.
         wanted, held = _inventory(like), saved["arrays"]
         if wanted != held:
@@ -84,7 +87,7 @@ class Checkpoints:
             )
         leaves, structure = jax.tree.flatten(like)
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if leaf.size else None for leaf in leaves]
-        args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(jax.tree.unflatten(structure, shapes))})
+        args = self._args.Composite(**{_STATE: self._args.StandardRestore(jax.tree.unflatten(structure, shapes))})
         stored = iter(jax.tree.leaves(self._manager.restore(step, args=args)[_STATE]))
         restored = [next(stored) if leaf.size else np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
         return step, jax.tree.unflatten(structure, restored), saved["facts"]

@@ -115,6 +115,8 @@ class DemoCommand:
                 "--max-minutes": max_minutes,
                 "--num-layers": NUM_LAYERS,
                 "--eval-every": max(20, steps // 8),
+                # Only the first one's evaluations are read.
+                "--eval-tokens": 1024 if index else 8192 if self.quick else 16384,
                 # Only the first one's text at the end is read.
                 "--final-eval-tokens": 16384 if self.quick or index else 0,
             }
@@ -127,7 +129,8 @@ class DemoCommand:
         learning = ["--seed", str(self.seed), *(["--freeze-experts"] if self.freeze_experts else [])]
         return LocalPlan(
             hands=deal_experts(self.num_nodes, num_layers=NUM_LAYERS, grid_size=GRID),
-            node_flags=[*learning, "--announce-period-s", "5"],
+            # Few rows are compiled first, so that training begins soon; larger batches follow beside it.
+            node_flags=[*learning, "--announce-period-s", "5", "--warm-up-rows", "4"],
             trainer_flags=trainer_flags,
             num_trainers=self.num_processes,
             num_steps=steps,
