@@ -13,7 +13,8 @@ from flax import nnx
 
 from dmoe_jax import Model, Outcome, connect, expert_from_linen, expert_from_nnx, load_mnist, product_key, score
 
-WIDTH, BATCH, STEPS, ROUTER = 64, 128, 1600, product_key((2, 2))
+WIDTH, BATCH, STEPS, ROUTER = 128, 128, 1600, product_key((2, 2))
+OPTIMIZER = optax.adam(optax.cosine_decay_schedule(1.5e-3, STEPS))  # of the trunk, and of each expert by itself
 
 
 class LinenExpert(nn.Module):
@@ -24,7 +25,7 @@ class LinenExpert(nn.Module):
 
 class NnxExpert(nnx.Module):
     def __init__(self, rngs):
-        self.inner, self.outer = nnx.Linear(WIDTH, 128, rngs=rngs), nnx.Linear(128, WIDTH, rngs=rngs)
+        self.inner, self.outer = nnx.Linear(WIDTH, 256, rngs=rngs), nnx.Linear(256, WIDTH, rngs=rngs)
 
     def __call__(self, x):
         return x + self.outer(nnx.gelu(self.inner(x)))
@@ -61,7 +62,7 @@ class Classifier(Model):
 if len(sys.argv) > 1:  # a node process: python mnist_remote.py PEER ROW
     with connect(sys.argv[1]) as swarm:
         mine = {f"{kind}.{sys.argv[2]}.[0:2]": expert for kind, expert in EXPERTS.items()}
-        swarm.serve(mine, optimizer=optax.adam(1e-3), warm_up_rows=BATCH)
+        swarm.serve(mine, optimizer=OPTIMIZER, warm_up_rows=BATCH)
         print("serving", flush=True)
         sys.exit(sys.stdin.read())  # serve until our parent is gone
 
@@ -71,7 +72,7 @@ with connect() as swarm:
     train, test = load_mnist()
     drawn = (np.random.default_rng(step).integers(60_000, size=BATCH) for step in range(STEPS))
     batches = ((train.pixels[rows] / np.float32(255), train.labels[rows]) for rows in drawn)
-    trainers = swarm.trainer(Classifier(swarm), optax.adam(1e-3), [batches] * 4)  # four trainers read one stream
+    trainers = swarm.trainer(Classifier(swarm), OPTIMIZER, [batches] * 2)  # two trainers read one stream
     trainers.run(STEPS // 2)
     nodes[0].kill()
     trainers.run(STEPS // 2)
