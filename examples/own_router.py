@@ -50,7 +50,7 @@ def main():
             served = swarm.serve({f"{prefix}.[0:4].[0:4]": CONFIG.expert()}, optimizer=optax.adam(1e-3))
             mixture = swarm.mixture(prefix, CONFIG.expert(), router, k_best=CONFIG.k_best).remote
             trainers = swarm.trainer(MLP(CONFIG, router, [mixture]), optax.adam(3e-3), batches(1))
-            trainers.run(150)
+            trainers.run(80)
             found = trainers.evaluate([next(batches(2)) for _ in range(8)])
             load = sorted((swarm.statistics.load.get(uid, 0) for uid in served.uids), reverse=True)
             print(f"{router.name}: loss {found.loss:.3f}, accuracy {found.metrics['accuracy']:.3f}, load {load}")

@@ -8,7 +8,7 @@ from flax import linen as nn
 
 from dmoe_jax import connect, feedforward, product_key
 
-WIDTH, BATCH, STEPS = 16, 32, 120
+WIDTH, BATCH, STEPS = 16, 32, 90
 
 
 class Classifier(nn.Module):

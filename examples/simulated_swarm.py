@@ -45,8 +45,8 @@ async def main():
         model = MLP.on(swarm, CONFIG, ROUTER)
         trainers = swarm.trainer(model, optax.adam(1e-2), [batches(seed) for seed in range(8)])
         losses = []
-        for _ in range(5):
-            await trainers.run(40)
+        for _ in range(4):
+            await trainers.run(30)
             evaluation = await trainers.evaluate([next(batches(99)) for _ in range(8)])
             losses.append(evaluation.loss)
             print(

@@ -45,15 +45,11 @@ def test_own_router_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert min(accuracies) >= 0.7
 
 
-def test_simulated_swarm_learns_and_repeats(capsys: pytest.CaptureFixture[str]) -> None:
-    """It learns although half of the nodes die, and prints the same twice."""
-    runs = []
-    for _ in range(2):
-        runpy.run_path(str(EXAMPLES / "simulated_swarm.py"), run_name="__main__")
-        runs.append(capsys.readouterr().out)
-    assert runs[0] == runs[1]
-    losses = [float(each) for each in re.findall(r"loss ([0-9.]+)", runs[0])]
-    assert losses[-1] < 0.9 * losses[0]
+def test_simulated_swarm_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    """It learns although half of the nodes die, in virtual time."""
+    runpy.run_path(str(EXAMPLES / "simulated_swarm.py"), run_name="__main__")
+    losses = [float(each) for each in re.findall(r"loss ([0-9.]+)", capsys.readouterr().out)]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_notebook_runs_inside_an_event_loop() -> None:

@@ -214,8 +214,10 @@ def _failures(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], 
     total = new_ok.sum() + new_failed.sum()
     reasons = next((record.get("failures") for record in reversed(metrics) if record["kind"] == "calls"), None) or {}
     named = sorted(reasons.items(), key=lambda item: -item[1])[:_MAX_REASONS]
-    why = f" ({', '.join(f'{count:,} {reason}' for reason, count in named)})" if named else ""
-    axes.set_title(f"{new_failed.sum():,.0f} of {total:,.0f} calls{why}", loc="right", fontsize=9, color=GREY, pad=16)
+    axes.set_title(f"{new_failed.sum():,.0f} of {total:,.0f} calls", loc="right", fontsize=9, color=GREY, pad=16)
+    # Inside the axes, where it cannot run into the title.
+    why = "\n".join(f"{count:,} {reason}" for reason, count in named)
+    axes.text(0.99, 0.96, why, transform=axes.transAxes, ha="right", va="top", fontsize=8, color=GREY)
     _mark_kills(axes, kills, "time_s", seconds, lambda kill: "killed")
 
 

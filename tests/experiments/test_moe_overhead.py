@@ -86,6 +86,7 @@ def test_the_ratio_is_the_median_over_rounds() -> None:
     assert measured.moe_tokens_per_s == pytest.approx(500)
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

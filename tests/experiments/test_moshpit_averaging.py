@@ -126,6 +126,7 @@ def test_what_is_off_is_named() -> None:
     assert Mixing(num_peers=255, **off).missed_bars() == []  # too few groups to know
 
 
+@pytest.mark.slow
 def test_one_setting_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A size that the paper does not have: JSON on the last line, everything in the folder, the same figures twice."""
     flags = ["--peers", "20", "--grid", "3,3", "--failure", "0.05", "--failure-rule", "group-skips", "--json"]
@@ -149,6 +150,7 @@ def test_one_setting_from_the_command_line(tmp_path: Path, capsys: pytest.Captur
     assert "True PushSum" in (tmp_path / "first" / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_whole_table_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -298,6 +298,7 @@ def test_headline_names_what_was_missed() -> None:
     assert figures_of(slow)[1] == ["mnist_16_all_reduce_over_moshpit"]
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,6 +314,7 @@ def test_the_command_trains_and_reports(
     assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,7 @@ def small_command(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--where", "local", "--steps", "4", "--eval-every", "2", "--no-overhead", "--json"]
 
 
+@pytest.mark.slow
 def test_the_command_compares_its_models(
     small_command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
