@@ -47,9 +47,8 @@ def train(swarm, index):
             opt_state = averager.step(opt_state, params, wait=True)  # without wait: training goes on meanwhile
         x, y = sample(rng, -1.0, 1.0)
         done, missed = averager.totals.done, averager.totals.missed
-        print(
-            f"process {index}: loss over the whole line {loss_of(params, x, y):.5f}, averages {done} ({missed} missed)"
-        )
+        loss = loss_of(params, x, y)
+        print(f"process {index}: loss over the whole line {loss:.5f}, {done} averages, {missed} missed")
 
 
 with connect(sys.argv[1:2]) as swarm:

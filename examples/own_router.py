@@ -14,7 +14,7 @@ from dmoe_jax import connect
 from dmoe_jax.models.mlp import MLP, Batch, MLPConfig
 from dmoe_jax.routing import add_noise, chain, from_linen, product_key, with_balancing_loss
 
-CONFIG = MLPConfig(input_dim=16, num_classes=4, d_model=16, num_layers=1, grid_size=(4, 4), k_best=2)
+CONFIG = MLPConfig(input_dim=16, num_classes=4, d_model=16, num_layers=1, grid_size=(2, 4), k_best=2)
 
 
 class TwoHeads(nn.Module):
@@ -47,10 +47,10 @@ def main():
     with connect(seed=0) as swarm:
         for router in (product_key(CONFIG.grid_size), two_headed(CONFIG.grid_size)):
             prefix = router.name.replace("+", "_")
-            served = swarm.serve({f"{prefix}.[0:4].[0:4]": CONFIG.expert()}, optimizer=optax.adam(1e-3))
+            served = swarm.serve({f"{prefix}.[0:2].[0:4]": CONFIG.expert()}, optimizer=optax.adam(1e-3))
             mixture = swarm.mixture(prefix, CONFIG.expert(), router, k_best=CONFIG.k_best).remote
             trainers = swarm.trainer(MLP(CONFIG, router, [mixture]), optax.adam(3e-3), batches(1))
-            trainers.run(80)
+            trainers.run(50)
             found = trainers.evaluate([next(batches(2)) for _ in range(8)])
             load = sorted((swarm.statistics.load.get(uid, 0) for uid in served.uids), reverse=True)
             print(f"{router.name}: loss {found.loss:.3f}, accuracy {found.metrics['accuracy']:.3f}, load {load}")
