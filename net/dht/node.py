@@ -5,11 +5,11 @@ async with open_dht_node(peer, clock=clock, rng=rng, initial_peers=[address]) as
     found = await dht.get("answer")
 """
 
-import copy
+import math
 import random
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -33,13 +33,10 @@ from net.dht.records import (
 from net.dht.routing_table import NodeId, key_id, node_id, xor_distance
 from net.dht.service import DhtService
 from net.dht.storage import RecordStorage
-from net.errors import DialFailed
 from net.identity import Address, Contact, PeerId
 from net.nursery import background_nursery
-from net.rpc.base import Caller
-
-Found = Record
-"""What a get returns: an `Entry` (value, expiration) or a `Dictionary` (entries by subkey)."""
+from net.rpc.base import Caller, handlers
+from net.wire.codec import decode_untrusted, encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,36 +108,26 @@ class DhtNode:
         self._own_contact = None if is_client or self.address is None else Contact(self.peer_id, self.address)
         self._storage = RecordStorage(max_keys=config.max_keys, max_bytes=config.max_storage_bytes)
         self._cache = RecordStorage(max_keys=config.max_cached_keys, max_bytes=config.max_storage_bytes)
-        self._book = PeerBook(node_id(self.peer_id), config=config, health=self.health, now=trio.current_time())
         self._jobs = JobQueue()
-        self._calls = DhtCalls(
-            caller,
-            book=self._book,
-            clock=clock,
+        self._book = PeerBook(
+            node_id(self.peer_id),
             config=config,
-            is_client=self.is_client,
-            on_met=self._jobs.on_met,
+            health=self.health,
+            now=trio.current_time(),
+            check=self._jobs.check,
+            hand_over=self._jobs.hand_over,
         )
+        self._calls = DhtCalls(caller, book=self._book, clock=clock, config=config, is_client=self.is_client)
         self._service = DhtService(
-            self.peer_id,
-            book=self._book,
-            storage=self._storage,
-            clock=clock,
-            config=config,
-            on_check=self._jobs.check,
+            peer_id=self.peer_id, book=self._book, storage=self._storage, clock=clock, config=config
         )
-        if not self.is_client:
-            self._service.register(caller)
         self._maintenance = Maintenance(
             own_address=self.address,
             initial_peers=tuple(initial_peers),
-            book=self._book,
             storages=(self._storage, self._cache),
             jobs=self._jobs,
             calls=self._calls,
             lookup=self.find_nearest,
-            clock=clock,
-            config=config,
             rng=rng,
         )
         # A table of thousands of keys must not open thousands of lookups: each is some twenty calls and their memory.
@@ -177,9 +164,10 @@ class DhtNode:
         updates: list[SubkeyEntry] = []
         for index, item in enumerate(items):
             by_key.setdefault(_check_key(item.key), []).append(index)
-            expiration = min(item.expiration, latest)
+            entry = make_entry(item.value, item.expiration, latest=latest)
             # A copy, so that what the caller does to a list afterwards does not change a record.
-            updates.append((check_subkey(item.subkey), make_entry(copy.deepcopy(item.value), expiration)))
+            entry = replace(entry, value=decode_untrusted(encode(entry.value)))
+            updates.append((check_subkey(item.subkey), entry))
         results = [False] * len(items)
 
         async def store_key(key: str, indices: list[int]) -> None:
@@ -193,7 +181,7 @@ class DhtNode:
                 nursery.start_soon(store_key, key, indices)
         return results
 
-    async def get(self, key: str, *, latest: bool = True) -> Found | None:
+    async def get(self, key: str, *, latest: bool = True) -> Record | None:
         """Look a key up.
 
         Args:
@@ -202,7 +190,7 @@ class DhtNode:
             subkeys.
 
         Returns:
-          what has not expired, read-only; or None.
+          what has not expired, read-only: an `Entry`, a `Dictionary` of entries by subkey, or None.
 
         Raises:
           ValueError: if the key is not a string of at most 512 bytes.
@@ -220,9 +208,9 @@ class DhtNode:
             self._cache.store(target, as_updates(found), now)
         return found
 
-    async def get_many(self, keys: Iterable[str], *, latest: bool = True) -> dict[str, Found | None]:
+    async def get_many(self, keys: Iterable[str], *, latest: bool = True) -> dict[str, Record | None]:
         """`get` for several keys, some at a time; each distinct key is looked up once."""
-        found: dict[str, Found | None] = dict.fromkeys(_check_key(key) for key in keys)
+        found: dict[str, Record | None] = dict.fromkeys(_check_key(key) for key in keys)
 
         async def get_one(key: str) -> None:
             async with self._operations:
@@ -256,20 +244,6 @@ class DhtNode:
             dropped_jobs=self._jobs.dropped,
             clock_skew_s=self._calls.clock_skew_s,
         )
-
-    async def join(self) -> None:
-        """Meet the swarm; `open_dht_node` does it. Raises `DialFailed` if there are initial peers and none
-        answers."""
-        if silent := await self._maintenance.join():
-            raise DialFailed(f"none of the initial peers answered: {', '.join(map(str, silent))}")
-
-    async def run(self) -> None:
-        """The background; `open_dht_node` starts it. Runs until cancelled."""
-        await self._maintenance.run()
-
-    def close(self) -> None:
-        """Serve no more calls."""
-        self._service.close()
 
     async def _store(self, target: NodeId, updates: Sequence[SubkeyEntry]) -> list[bool]:
         candidates = list(await self.find_nearest(target))
@@ -329,7 +303,7 @@ class DhtNode:
                     nursery.start_soon(ask, step.contact)
                     continue
                 changed = trio.Event()
-                with trio.CancelScope(deadline=float("inf") if step.until is None else step.until):
+                with trio.CancelScope(deadline=math.inf if step.until is None else step.until):
                     await changed.wait()
             nursery.cancel_scope.cancel()
 
@@ -361,13 +335,11 @@ async def open_dht_node(
     """
     is_client = client_mode or caller.address is None
     node = DhtNode(caller, clock=clock, rng=rng, initial_peers=initial_peers, is_client=is_client, config=config)
-    try:
-        await node.join()
+    with handlers(caller, {} if is_client else node._service.methods()):
+        await node._maintenance.join()
         async with background_nursery() as nursery:
-            nursery.start_soon(node.run)
+            nursery.start_soon(node._maintenance.run)
             yield node
-    finally:
-        node.close()
 
 
 def _check_key(key: str) -> str:

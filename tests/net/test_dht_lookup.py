@@ -256,27 +256,41 @@ def test_parameters_must_be_positive(name: str) -> None:
         make(**{name: 0})
 
 
-def book() -> PeerBook:
-    return PeerBook(0, config=DhtConfig(bucket_size=2, depth_modulo=1), health=PeerHealth(), now=0.0)
+class Book(PeerBook):
+    """A peer book that keeps what it asks for."""
+
+    def __init__(self, **config: int) -> None:
+        self.to_check: list[Contact] = []
+        self.newcomers: list[Contact] = []
+        super().__init__(
+            0,
+            config=DhtConfig(**config),  # type: ignore[arg-type]
+            health=PeerHealth(),
+            now=0.0,
+            check=self.to_check.append,
+            hand_over=self.newcomers.append,
+        )
 
 
 def test_a_failure_removes_and_an_answer_restores() -> None:
     """A silent peer leaves the table, is avoided and remembered; one answer brings it back as new."""
-    known = book()
-    assert known.answered(contact(9), 0.0).is_new
-    assert not known.answered(contact(9), 1.0).is_new
+    known = Book()
+    for now in (0.0, 1.0):
+        known.answered(contact(9), now)
+        assert known.newcomers == [contact(9)]
     known.failed(contact(9), 2.0, "silent")
     assert len(known.table) == 0
     assert known.usable([contact(9), contact(8)], 3.0) == (contact(8),)
     assert known.draw_lost(5, random.Random(0)) == (contact(9),)
-    assert known.answered(contact(9), 3.0).is_new
+    known.answered(contact(9), 3.0)
+    assert known.newcomers == [contact(9)] * 2
     assert known.lost_count == 0
     assert known.usable([contact(9)], 3.0) == (contact(9),)
 
 
 def test_the_pause_doubles_and_failures_within_it_do_not_count() -> None:
     """5, 10, 20, 40, 80, then at most 120 s; an answer clears all. RPC's opinion of the service does not matter."""
-    known, peer, now = book(), contact(9), 0.0
+    known, peer, now = Book(), contact(9), 0.0
     for pause_s in (5.0, 10.0, 20.0, 40.0, 80.0, 120.0, 120.0):
         known.failed(peer, now, "silent")
         known.failed(peer, now + pause_s / 2, "silent")
@@ -292,29 +306,34 @@ def test_the_pause_doubles_and_failures_within_it_do_not_count() -> None:
 
 def test_a_caller_must_prove_its_address() -> None:
     """A stranger's claim, or a known peer's new address, is to be pinged; other calls only refresh."""
-    known = book()
-    assert known.heard_from(contact(9), 0.0) == contact(9)
+    known = Book()
+    known.heard_from(contact(9), 0.0)
+    assert known.to_check == [contact(9)]
     assert len(known.table) == 0
     known.answered(contact(9), 1.0)
-    assert known.heard_from(contact(9), 2.0) is None
+    known.heard_from(contact(9), 2.0)
+    assert known.to_check == [contact(9)]
     moved = Contact(contact(9).peer_id, Address("10.9.9.9", 9))
-    assert known.heard_from(moved, 3.0) == moved
+    known.heard_from(moved, 3.0)
+    assert known.to_check == [contact(9), moved]
     assert known.table.contacts() == (contact(9),)
 
 
 def test_a_full_bucket_is_not_pinged_for_every_caller() -> None:
     """Callers that would not fit wait unpinged; only a contact silent for a minute is checked."""
-    known, top = book(), 1 << 255
+    known, top = Book(bucket_size=2, depth_modulo=1), 1 << 255
     for low in (1, 2):
         known.answered(contact(top + low), 0.0)
     known.answered(contact(5), 0.0)
-    assert known.heard_from(contact(top + 3), 59.0) is None
-    assert known.heard_from(contact(top + 4), 60.0) == contact(top + 1)
+    known.heard_from(contact(top + 3), 59.0)
+    assert known.to_check == []
+    known.heard_from(contact(top + 4), 60.0)
+    assert known.to_check == [contact(top + 1)]
 
 
 def test_lost_peers_are_bounded() -> None:
     """The longest lost is forgotten first."""
-    known = PeerBook(0, config=DhtConfig(), health=PeerHealth(), now=0.0)
+    known = Book()
     for number in range(1, MAX_LOST + 2):
         known.answered(contact(number), 0.0)
         known.failed(contact(number), 0.0, "silent")
@@ -324,7 +343,7 @@ def test_lost_peers_are_bounded() -> None:
 
 def test_the_nearest_holder_hands_over_to_who_belongs_there() -> None:
     """Of two replicas of key 8, with nodes 0 (own), 16 and 20: 9 belongs there, 32 does not."""
-    known = PeerBook(0, config=DhtConfig(), health=PeerHealth(), now=0.0)
+    known = Book()
     for node in (16, 20):
         known.answered(contact(node), 0.0)
     # Distances to key 8: own 8, 16 -> 24, 20 -> 28, 9 -> 1, 32 -> 40.

@@ -9,6 +9,7 @@ from trio.testing import MockClock
 
 from net.clock import SwarmClock
 from net.dht.config import DhtConfig
+from net.dht.lookup import LookupConfig
 from net.dht.node import DhtNode, StoreItem, open_dht_node
 from net.dht.records import Dictionary, Entry, make_entry
 from net.dht.routing_table import key_id
@@ -28,8 +29,10 @@ from tests.net.direct_network import (
 
 
 async def test_every_value_is_found_from_every_node(autojump_clock: MockClock) -> None:
-    """24 nodes, random latency: each value is found from each node, and lies on exactly the 5 nearest."""
-    async with open_swarm(DirectNetwork(latency_s=exponential_latency(0.05, seed=1)), 24) as nodes:
+    """24 nodes that ask 8 each, random latency: each value is found from each node, and lies on the 5 nearest."""
+    network = DirectNetwork(latency_s=exponential_latency(0.05, seed=1))
+    config = DhtConfig(bucket_size=8, lookup=LookupConfig(beam_size=8))
+    async with open_swarm(network, 24, config=config) as nodes:
         for number, node in enumerate(nodes[::4]):
             assert await node.store(f"key{number}", number, expiration=now() + 3600)
         for number in range(6):
@@ -38,7 +41,7 @@ async def test_every_value_is_found_from_every_node(autojump_clock: MockClock) -
         for node in nodes:
             found = await node.get_many([f"key{number}" for number in range(6)])
             assert [entry.value for entry in found.values() if isinstance(entry, Entry)] == list(range(6))
-            assert node.statistics().contacts == 23
+            assert 8 <= node.statistics().contacts <= 23
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 20])
@@ -157,10 +160,12 @@ async def test_wrong_arguments_store_nothing(autojump_clock: MockClock) -> None:
     async with open_swarm(DirectNetwork(), 2) as nodes:
         good = StoreItem(key="key", value=1, expiration=now() + 60)
         bad_items = [
-            StoreItem(key="key", value=(1, 2), expiration=now() + 60),
+            StoreItem(key="key", value={1, 2}, expiration=now() + 60),
             StoreItem(key="k" * 513, value=1, expiration=now() + 60),
             StoreItem(key="key", value=1, subkey="s" * 257, expiration=now() + 60),
             StoreItem(key="key", value=1, expiration=float("nan")),
+            StoreItem(key="key", value=-(2**64), expiration=now() + 60),
+            StoreItem(key="key", value=1, expiration=10**400),
         ]
         for bad in bad_items:
             with pytest.raises(ValueError, match=r"DHT|subkey|expiration"):
