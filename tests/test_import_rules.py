@@ -35,7 +35,6 @@ SHELLS = {
     "net.dht.calls",
     "net.dht.maintenance",
     "net.dht.node",
-    "net.dht.service",
     "net.averaging.reduction.all_reduce",
     "net.averaging.grouping.matchmaker",
     "net.averaging.averager",

@@ -1,8 +1,9 @@
-"""Outgoing calls of a DHT node: send, check the answer, and keep the peer book."""
+"""The calls of a DHT node, outgoing and incoming: send, serve, check what comes, and keep the peer book."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 import trio
 
@@ -12,10 +13,11 @@ from net.dht.config import DhtConfig
 from net.dht.peer_book import PeerBook
 from net.dht.records import Record, SubkeyEntry, merge_entries
 from net.dht.routing_table import NodeId
-from net.errors import CallFailed, PeerBusy, PeerUnavailable, RemoteProtocolError
-from net.identity import Address, Contact, address_of
-from net.rpc.base import Body, Caller
-from net.wire.fields import PEER_ID
+from net.dht.storage import RecordStorage
+from net.errors import CallFailed, CallRefused, PeerBusy, PeerUnavailable, RemoteProtocolError
+from net.identity import Address, Contact, PeerId, address_of
+from net.rpc.base import Body, Caller, Handler, Reply, Request
+from net.wire.fields import FLAG, PEER_ID
 
 PEER_ERRORS = (PeerUnavailable, CallFailed, RemoteProtocolError)
 """What a peer can do to a call. `LocalProtocolError` is not among them: it would be a bug here and has to surface."""
@@ -110,6 +112,53 @@ class DhtCalls:
                 self.book.failed(contact, trio.current_time(), str(error))
             raise
         self.book.answered(contact, trio.current_time())
+
+
+@dataclass(eq=False, kw_only=True)
+class DhtService:
+    """Serves ping, find and store from the node's table and storage.
+
+    Requests come from anybody: whatever is wrong with them is refused, with a reason.
+    """
+
+    peer_id: PeerId
+    book: PeerBook
+    storage: RecordStorage
+    clock: SwarmClock
+    config: DhtConfig
+
+    def methods(self) -> dict[str, Handler]:
+        """What to serve, by the method's name."""
+        served = {messages.PING: self._ping, messages.FIND: self._find, messages.STORE: self._store}
+        return {method: partial(self._serve, answer) for method, answer in served.items()}
+
+    async def _serve(self, answer: Callable[[Request], Body], request: Request) -> Reply:
+        try:
+            body = answer(request)
+            is_client = FLAG.of_untrusted(request.body, "client")
+        except RemoteProtocolError as error:
+            raise CallRefused(str(error)) from error
+        if not is_client and request.peer_address is not None:
+            self.book.heard_from(Contact(request.peer_id, request.peer_address), trio.current_time())
+        return Reply(body={**body, "peer_id": self.peer_id.raw})
+
+    def _ping(self, _: Request) -> Body:
+        return {"now": self.clock.now()}
+
+    def _find(self, request: Request) -> Body:
+        target, wants_record, after = messages.parse_find_untrusted(request.body)
+        # One more than is answered, since the caller itself may be among them and knows itself already.
+        nearest = self.book.table.nearest(target, self.config.bucket_size + 1)
+        contacts = [contact for contact in nearest if contact.peer_id != request.peer_id]
+        record = self.storage.get(target, self.clock.now()) if wants_record else None
+        reply = messages.FindReply(tuple(contacts[: self.config.bucket_size]), *messages.page(record, after))
+        return messages.find_reply_body(reply)
+
+    def _store(self, request: Request) -> Body:
+        now = self.clock.now()
+        latest = now + self.config.max_lifetime_s
+        target, entries = messages.parse_store_untrusted(request.body, latest_expiration=latest)
+        return {"accepted": list(self.storage.store(target, entries, now))}
 
 
 async def first_answers(

@@ -2,7 +2,7 @@
 
 import enum
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -73,7 +73,7 @@ class Maintenance:
 
     own_address: Address | None
     initial_peers: tuple[Contact | Address, ...]
-    storages: Sequence[RecordStorage]
+    storage: RecordStorage
     jobs: JobQueue
     calls: DhtCalls
     lookup: Callable[[NodeId], Awaitable[object]]
@@ -119,8 +119,7 @@ class Maintenance:
                 self.jobs.checking.discard(contact.peer_id)
 
     async def _hand_over(self, newcomer: Contact) -> None:
-        # The first storage holds the swarm's records; the cache is nobody's replica.
-        for key, record in list(self.storages[0].items(self.calls.clock.now())):
+        for key, record in list(self.storage.items(self.calls.clock.now())):
             await trio.lowlevel.checkpoint()  # a full storage takes a while to look through
             if self.book.owes(newcomer, key, replicas=self.config.replicas):
                 await self.calls.store(newcomer, key, as_updates(record))
@@ -152,8 +151,7 @@ class Maintenance:
     async def _sweep(self) -> None:
         while True:
             await trio.sleep(_jitter(self.config.sweep_period_s, self._sweep_rng))
-            for storage in self.storages:
-                storage.sweep(self.calls.clock.now())
+            self.storage.sweep(self.calls.clock.now())
 
 
 def _jitter(period_s: float, rng: random.Random) -> float:

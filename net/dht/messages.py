@@ -11,7 +11,7 @@ port]`, entries as `[subkey or None, value, expiration]` (a plain value is the s
 A message must fit a header of 64 KiB. Values therefore travel in pages of `PAGE_BYTES`: `more` says that subkeys
 follow the last one given, and the caller asks again with `after`; stores are cut by `batches`.
 
-What all calls have in common, `client` and `peer_id`, is written and read by `net.dht.calls` and `net.dht.service`.
+What all calls have in common, `client` and `peer_id`, is written and read by `net.dht.calls`.
 """
 
 from collections.abc import Iterable, Iterator

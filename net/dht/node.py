@@ -5,7 +5,6 @@ async with open_dht_node(peer, clock=clock, rng=rng, initial_peers=[address]) as
     found = await dht.get("answer")
 """
 
-import math
 import random
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -14,9 +13,9 @@ from dataclasses import dataclass, replace
 import trio
 
 from net.clock import SwarmClock
-from net.dht.calls import PEER_ERRORS, DhtCalls
+from net.dht.calls import PEER_ERRORS, DhtCalls, DhtService
 from net.dht.config import DhtConfig
-from net.dht.lookup import Ask, Finished, Lookup
+from net.dht.lookup import Lookup
 from net.dht.maintenance import JobQueue, Maintenance
 from net.dht.peer_book import PeerBook
 from net.dht.records import (
@@ -24,14 +23,12 @@ from net.dht.records import (
     Record,
     SubkeyEntry,
     Value,
-    as_updates,
     check_subkey,
     live,
     make_entry,
     merge,
 )
-from net.dht.routing_table import NodeId, key_id, node_id, xor_distance
-from net.dht.service import DhtService
+from net.dht.routing_table import NodeId, key_id, node_id
 from net.dht.storage import RecordStorage
 from net.identity import Address, Contact, PeerId
 from net.nursery import background_nursery
@@ -65,8 +62,6 @@ class DhtStatistics:
     """Records kept for the swarm."""
     record_bytes: int
     """Their encoded size (an upper bound)."""
-    cached_records: int
-    """Records kept from own gets."""
     blacklisted: tuple[PeerId, ...]
     """Peers left alone now."""
     lost_peers: int
@@ -107,7 +102,6 @@ class DhtNode:
         """Who does not answer, as this process's calls found."""
         self._own_contact = None if is_client or self.address is None else Contact(self.peer_id, self.address)
         self._storage = RecordStorage(max_keys=config.max_keys, max_bytes=config.max_storage_bytes)
-        self._cache = RecordStorage(max_keys=config.max_cached_keys, max_bytes=config.max_storage_bytes)
         self._jobs = JobQueue()
         self._book = PeerBook(
             node_id(self.peer_id),
@@ -124,7 +118,7 @@ class DhtNode:
         self._maintenance = Maintenance(
             own_address=self.address,
             initial_peers=tuple(initial_peers),
-            storages=(self._storage, self._cache),
+            storage=self._storage,
             jobs=self._jobs,
             calls=self._calls,
             lookup=self.find_nearest,
@@ -181,13 +175,8 @@ class DhtNode:
                 nursery.start_soon(store_key, key, indices)
         return results
 
-    async def get(self, key: str, *, latest: bool = True) -> Record | None:
-        """Look a key up.
-
-        Args:
-          latest: ask all of the nearest peers and merge their copies (later expirations win). Otherwise any
-            copy will do: this node's own, a cached one, or the first that turns up; a dictionary may then lack
-            subkeys.
+    async def get(self, key: str) -> Record | None:
+        """Look a key up: ask all of the nearest peers and merge their copies; later expirations win.
 
         Returns:
           what has not expired, read-only: an `Entry`, a `Dictionary` of entries by subkey, or None.
@@ -196,25 +185,17 @@ class DhtNode:
           ValueError: if the key is not a string of at most 512 bytes.
         """
         target = key_id(_check_key(key))
-        if not latest:
-            now = self.clock.now()
-            at_hand = merge(self._storage.get(target, now), self._cache.get(target, now))
-            if at_hand is not None:
-                return at_hand
-        lookup = await self._walk(target, record=True, first_value=not latest)
+        lookup = await self._walk(target, record=True)
         now = self.clock.now()
-        found = live(merge(self._storage.get(target, now), lookup.record), now)
-        if found is not None:
-            self._cache.store(target, as_updates(found), now)
-        return found
+        return live(merge(self._storage.get(target, now), lookup.record), now)
 
-    async def get_many(self, keys: Iterable[str], *, latest: bool = True) -> dict[str, Record | None]:
+    async def get_many(self, keys: Iterable[str]) -> dict[str, Record | None]:
         """`get` for several keys, some at a time; each distinct key is looked up once."""
         found: dict[str, Record | None] = dict.fromkeys(_check_key(key) for key in keys)
 
         async def get_one(key: str) -> None:
             async with self._operations:
-                found[key] = await self.get(key, latest=latest)
+                found[key] = await self.get(key)
 
         async with trio.open_nursery() as nursery:
             for key in found:
@@ -236,7 +217,6 @@ class DhtNode:
             buckets=self._book.table.bucket_count,
             records=len(self._storage),
             record_bytes=self._storage.bytes_held,
-            cached_records=len(self._cache),
             blacklisted=self._book.left_alone(trio.current_time()),
             lost_peers=self._book.lost_count,
             lookups=self._lookups,
@@ -249,7 +229,7 @@ class DhtNode:
         candidates = list(await self.find_nearest(target))
         if self._own_contact is not None:
             candidates.append(self._own_contact)
-            candidates.sort(key=lambda contact: xor_distance(node_id(contact.peer_id), target))
+            candidates.sort(key=lambda contact: node_id(contact.peer_id) ^ target)
         remaining = iter(candidates)
         verdicts: list[tuple[bool, ...]] = []
 
@@ -269,12 +249,12 @@ class DhtNode:
                 nursery.start_soon(fill_one_replica)
         return [2 * sum(votes) > len(votes) for votes in zip(*verdicts, strict=True)] or [False] * len(updates)
 
-    async def _walk(self, target: NodeId, *, record: bool, first_value: bool = False) -> Lookup:
+    async def _walk(self, target: NodeId, *, record: bool) -> Lookup:
         table, local_id = self._book.table, self._book.table.local_id
         # The lookup's and the book's time is trio's, not the swarm's: deadlines are then compared without rounding.
         now = trio.current_time()
         seeds = self._book.usable(table.nearest(target, self.config.lookup.beam_size), now)
-        lookup = Lookup(target, seeds, local_id=local_id, config=self.config.lookup, first_value=first_value)
+        lookup = Lookup(target, seeds, local_id=local_id, config=self.config.lookup)
         table.looked_up(target, now)
         with trio.move_on_after(self.config.lookup_timeout_s):
             await self._carry_out(lookup, record=record)
@@ -298,12 +278,12 @@ class DhtNode:
             changed.set()
 
         async with trio.open_nursery() as nursery:
-            while not isinstance(step := lookup.next(trio.current_time()), Finished):
-                if isinstance(step, Ask):
-                    nursery.start_soon(ask, step.contact)
+            while (step := lookup.next(trio.current_time())) is not None:
+                if isinstance(step, Contact):
+                    nursery.start_soon(ask, step)
                     continue
                 changed = trio.Event()
-                with trio.CancelScope(deadline=math.inf if step.until is None else step.until):
+                with trio.CancelScope(deadline=step):
                     await changed.wait()
             nursery.cancel_scope.cancel()
 

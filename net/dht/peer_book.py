@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterable
 
 from net.dht.config import DhtConfig
-from net.dht.routing_table import NodeId, RoutingTable, node_id, xor_distance
+from net.dht.routing_table import NodeId, RoutingTable, node_id
 from net.identity import Contact, PeerId
 from net.peer_health import PeerHealth
 
@@ -113,11 +113,11 @@ class PeerBook:
         all holders one hands over, and in a swarm at rest nobody does.
         """
         others = (c for c in self.table.nearest(key, replicas + 1) if c.peer_id != newcomer.peer_id)
-        own = xor_distance(self.table.local_id, key)
-        distances = sorted([own, *(xor_distance(node_id(contact.peer_id), key) for contact in others)])[:replicas]
+        own = self.table.local_id ^ key
+        distances = sorted([own, *(node_id(contact.peer_id) ^ key for contact in others)])[:replicas]
         if distances[0] != own:
             return False
-        return len(distances) < replicas or xor_distance(node_id(newcomer.peer_id), key) < distances[-1]
+        return len(distances) < replicas or node_id(newcomer.peer_id) ^ key < distances[-1]
 
     def draw_lost(self, count: int, rng: random.Random) -> tuple[Contact, ...]:
         """Up to `count` lost peers, drawn at random. They are tried whether or not they are being left alone."""

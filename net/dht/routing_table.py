@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from net.identity import PEER_ID_BYTES, Contact, PeerId
 
 NodeId = int
-"""A point of the key space: an integer of 256 bits. Peers and keys share the space."""
+"""A point of the key space: an integer of 256 bits. Peers and keys share the space, whose metric is XOR."""
 
 ID_BITS = 8 * PEER_ID_BYTES
 
@@ -26,11 +26,6 @@ def node_id(peer_id: PeerId) -> NodeId:
 def key_id(key: str) -> NodeId:
     """Where a key sits in the key space: SHA-256 of its UTF-8 text."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest(), "big")
-
-
-def xor_distance(left: NodeId, right: NodeId) -> int:
-    """Kademlia's metric (section 2.1): symmetric, zero only for equal ids, and it obeys the triangle inequality."""
-    return left ^ right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

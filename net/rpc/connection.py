@@ -31,7 +31,7 @@ HELLO_TIMEOUT_S = 10.0
 """A connection whose peer does not say who it is does not keep its place for longer."""
 
 _CLOSE_TIMEOUT_S = 1.0
-"""For the transport's farewell; then the link is aborted."""
+"""How long the transport may take to say farewell; then the link is aborted."""
 
 _WRITE_BYTES = 512 * 1024
 """Parts written in one go, at least. Small calls placed meanwhile leave together; larger batches gain nothing and make
@@ -42,11 +42,14 @@ _READ_FRAMES = 8
 and both ends work at the same time instead of by turns."""
 
 SILENCE_S = 30.0
-"""Of a peer while calls are under way; then it is pinged, and after as long again it is taken for gone. TCP alone would
-wait a quarter of an hour for a peer that vanished without a word."""
+"""A peer that is silent for so long while calls are under way is pinged, and after as long again it is taken for gone.
+TCP alone would wait a quarter of an hour for a peer that vanished without a word."""
+
+IDLE_S = 120.0
+"""A connection without calls for so long is closed. Trainers call every few seconds, DHT peers every minute or so."""
 
 LEAVE_S = 10.0
-"""For the other end's goodbye, once nothing else is under way."""
+"""How long the other end's goodbye is waited for once nothing else is under way."""
 
 _MIN_TIMEOUT_S = 0.001
 """What a call says on the wire when its caller's deadline is here already."""
@@ -134,11 +137,8 @@ class Connection:
             self.session.leave()
             self._wake.set()
 
-    def check(self, now: float, *, idle_s: float) -> None:
-        """What time brings: part from a peer without calls for `idle_s`, ping a silent one, give up a dead one.
-
-        To be called every few seconds.
-        """
+    def check(self, now: float) -> None:
+        """Part from a peer without calls, ping a silent one, give up a dead one. To be called every few seconds."""
         if self.link.num_moved != self._num_moved:
             # Not only frames: a large one takes its time on a slow line, in either direction.
             self._num_moved, self.last_heard = self.link.num_moved, now
@@ -147,7 +147,7 @@ class Connection:
             if now - self._leaving_since >= LEAVE_S:
                 self.end(ConnectionLost("parting took too long"))
         elif self.session.is_idle:
-            if now - max(self.last_used, self.last_heard) >= idle_s:
+            if now - max(self.last_used, self.last_heard) >= IDLE_S:
                 self.leave()
         elif now - self.last_heard >= SILENCE_S:
             if self._pinged_at <= self.last_heard:

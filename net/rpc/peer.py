@@ -39,9 +39,6 @@ MAX_INCOMING_CONNECTIONS = 512
 """Together they stay below the 1024 descriptors that most systems give a process. At either bound the connection that
 has been idle for longest makes room; its peer dials again when it next needs to."""
 
-IDLE_S = 120.0
-"""A connection without calls for so long is closed. Trainers call every few seconds, DHT peers every minute or so."""
-
 _PATIENCE_S = 3.0
 """A dial that its callers gave up sooner says nothing about the address."""
 
@@ -391,4 +388,4 @@ class RpcPeer:
             await trio.sleep(CHECK_PERIOD_S)
             now = trio.current_time()
             for connection in self._connections:
-                connection.check(now, idle_s=IDLE_S)
+                connection.check(now)

@@ -1,5 +1,6 @@
 """The lookup as a state machine, and the peer book: no trio, time is a number."""
 
+import math
 import random
 from collections.abc import Callable
 
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from net.dht.config import DhtConfig
-from net.dht.lookup import Ask, Finished, Lookup, LookupConfig, Wait
+from net.dht.lookup import Lookup, LookupConfig
 from net.dht.peer_book import MAX_LOST, PeerBook
 from net.dht.records import make_entry
 from net.dht.routing_table import NodeId, node_id
@@ -29,8 +30,8 @@ def peers(*nodes: NodeId) -> list[Contact]:
 def ask_all(lookup: Lookup, now: float) -> list[NodeId]:
     """Everybody whom the lookup wants to ask now."""
     asked = []
-    while isinstance(step := lookup.next(now), Ask):
-        asked.append(node_id(step.contact.peer_id))
+    while isinstance(step := lookup.next(now), Contact):
+        asked.append(node_id(step.peer_id))
     return asked
 
 
@@ -38,7 +39,7 @@ def test_the_nearest_are_asked_first() -> None:
     """Of the seeds the alpha nearest to the target are asked, nearest first; then it waits."""
     lookup = Lookup(0, peers(9, 4, 7, 1, 8), local_id=100, config=CONFIG)
     assert ask_all(lookup, 0.0) == [1, 4, 7]
-    assert lookup.next(0.0) == Wait(until=1.0)
+    assert lookup.next(0.0) == 1.0
 
 
 def test_a_nearer_peer_is_asked_next() -> None:
@@ -60,7 +61,7 @@ def test_without_progress_the_whole_beam_is_asked() -> None:
     assert ask_all(lookup, 0.2) == []  # the beam of five is 1 to 5, all asked
     for node in (4, 5):
         lookup.on_success(contact(node).peer_id, [])
-    assert lookup.next(0.3) == Finished()
+    assert lookup.next(0.3) is None
     assert lookup.closest() == tuple(peers(1, 2, 3, 4, 5))
 
 
@@ -88,7 +89,7 @@ def test_a_silent_peer_frees_its_place_and_may_still_answer() -> None:
     assert lookup.unresponsive() == (contact(1),)
     lookup.on_success(contact(1).peer_id, [])
     lookup.on_success(contact(2).peer_id, [])
-    assert lookup.next(1.1) == Finished()
+    assert lookup.next(1.1) is None
     assert lookup.closest() == tuple(peers(1, 2))
     assert lookup.unresponsive() == ()
 
@@ -97,14 +98,14 @@ def test_where_everybody_is_slow_nobody_is_skipped() -> None:
     """With fewer than beam_size answers each silent peer is awaited until it answers or fails."""
     lookup = Lookup(0, peers(1, 2, 3), local_id=100, config=CONFIG)
     assert ask_all(lookup, 0.0) == [1, 2, 3]
-    assert lookup.next(50.0) == Wait(until=None)
+    assert lookup.next(50.0) == math.inf
     lookup.on_success(contact(3).peer_id, peers(4))
     assert ask_all(lookup, 51.0) == [4]
     lookup.on_success(contact(4).peer_id, [])
     lookup.on_success(contact(1).peer_id, [])
-    assert lookup.next(52.0) == Wait(until=None)
+    assert lookup.next(52.0) == math.inf
     lookup.on_failure(contact(2).peer_id)
-    assert lookup.next(52.0) == Finished()
+    assert lookup.next(52.0) is None
     assert lookup.closest() == tuple(peers(1, 3, 4))
 
 
@@ -114,26 +115,16 @@ def test_copies_of_a_record_are_merged() -> None:
     ask_all(lookup, 0.0)
     lookup.on_success(contact(1).peer_id, [], make_entry("old", 5.0))
     lookup.on_success(contact(2).peer_id, [], make_entry("new", 9.0))
-    assert lookup.next(0.0) == Wait(until=1.0)
+    assert lookup.next(0.0) == 1.0
     lookup.on_success(contact(3).peer_id, [], make_entry("older", 1.0))
-    assert lookup.next(0.0) == Finished()
+    assert lookup.next(0.0) is None
     assert lookup.record == make_entry("new", 9.0)
-
-
-def test_any_copy_may_do() -> None:
-    """With first_value the lookup ends at the first record, and later answers change nothing."""
-    lookup = Lookup(0, peers(1, 2, 3), local_id=100, config=CONFIG, first_value=True)
-    ask_all(lookup, 0.0)
-    lookup.on_success(contact(2).peer_id, peers(4), make_entry("x", 5.0))
-    assert lookup.next(0.0) == Finished()
-    lookup.on_success(contact(1).peer_id, [], make_entry("y", 9.0))
-    assert lookup.record == make_entry("x", 5.0)
 
 
 def test_knowing_nobody_is_finished() -> None:
     """Without seeds there is nothing to do, and the own id is no seed."""
-    assert Lookup(0, [], local_id=100, config=CONFIG).next(0.0) == Finished()
-    assert Lookup(0, peers(100), local_id=100, config=CONFIG).next(0.0) == Finished()
+    assert Lookup(0, [], local_id=100, config=CONFIG).next(0.0) is None
+    assert Lookup(0, peers(100), local_id=100, config=CONFIG).next(0.0) is None
 
 
 def test_answers_that_nobody_asked_for_are_ignored() -> None:
@@ -156,10 +147,10 @@ def test_inventors_of_ever_nearer_peers_are_outlasted() -> None:
     config = LookupConfig(parallelism=3, beam_size=5, max_queries=40)
     lookup = Lookup(0, peers(1 << 200), local_id=1 << 255, config=config)
     rounds = 0
-    while not isinstance(step := lookup.next(0.0), Finished):
-        assert isinstance(step, Ask)
-        place = node_id(step.contact.peer_id)
-        lookup.on_success(step.contact.peer_id, peers(place >> 1 or 1, place - 1, place - 2))
+    while (step := lookup.next(0.0)) is not None:
+        assert isinstance(step, Contact)
+        place = node_id(step.peer_id)
+        lookup.on_success(step.peer_id, peers(place >> 1 or 1, place - 1, place - 2))
         rounds += 1
         assert rounds <= 40
     assert lookup.queries == 40
@@ -188,11 +179,11 @@ def test_a_lookup_ends_asks_nobody_twice_and_keeps_its_bounds(
     now, open_since, asked = 0.0, dict[PeerId, float](), list[PeerId]()
     for _ in range(1000):
         step = lookup.next(now)
-        if isinstance(step, Finished):
+        if step is None:
             break
-        if isinstance(step, Ask):
-            asked.append(step.contact.peer_id)
-            open_since[step.contact.peer_id] = now
+        if isinstance(step, Contact):
+            asked.append(step.peer_id)
+            open_since[step.peer_id] = now
             counted = sum(now - since < 1.0 for since in open_since.values())
             assert counted <= max(parallelism, beam_size)
             continue
@@ -201,8 +192,8 @@ def test_a_lookup_ends_asks_nobody_twice_and_keeps_its_bounds(
             peer = rng.choice(answering)
             del open_since[peer]
             lookup.on_failure(peer) if peer in dead else lookup.on_success(peer, known[peer])
-        elif step.until is not None:
-            now = step.until
+        elif step < math.inf:
+            now = step
         else:  # only silent peers are left: their calls time out
             for peer in [peer for peer in open_since if peer in silent]:
                 del open_since[peer]
@@ -226,8 +217,8 @@ def test_while_there_is_progress_alpha_is_the_bound(seed: int, parallelism: int)
     lookup = Lookup(0, [contact((1 << 250) + n) for n in range(10)], local_id=1 << 255, config=config)
     is_open: list[Contact] = []
     for depth in range(249, 200, -1):
-        while isinstance(step := lookup.next(0.0), Ask):
-            is_open.append(step.contact)
+        while isinstance(step := lookup.next(0.0), Contact):
+            is_open.append(step)
             assert len(is_open) <= parallelism
         answerer = is_open.pop(rng.randrange(len(is_open)))
         lookup.on_success(answerer.peer_id, peers(1 << depth))
@@ -242,9 +233,9 @@ def test_in_a_healthy_swarm_the_nearest_are_found(seed: int, size: int) -> None:
     target = rng.getrandbits(256)
     by_distance = sorted(swarm, key=lambda c: node_id(c.peer_id) ^ target)
     lookup = Lookup(target, [rng.choice(swarm)], local_id=1, config=LookupConfig(beam_size=10))
-    while not isinstance(step := lookup.next(0.0), Finished):
-        assert isinstance(step, Ask)
-        lookup.on_success(step.contact.peer_id, by_distance[:10])
+    while (step := lookup.next(0.0)) is not None:
+        assert isinstance(step, Contact)
+        lookup.on_success(step.peer_id, by_distance[:10])
     assert lookup.closest() == tuple(by_distance[:10])
 
 

@@ -102,13 +102,12 @@ async def test_a_record_ends_when_it_says(autojump_clock: MockClock) -> None:
         await trio.sleep(50)
         assert await value_at(nodes[1], "key") == 1
         await trio.sleep(15)
-        for latest in (True, False):
-            assert await nodes[1].get("key", latest=latest) is None
+        assert await nodes[1].get("key") is None
         found = await nodes[1].get("all")
         assert isinstance(found, Dictionary)
         assert list(found.entries) == ["late"]
         await trio.sleep(80)
-        assert all(node.statistics().records == node.statistics().cached_records == 0 for node in nodes)
+        assert all(node.statistics().records == 0 for node in nodes)
 
 
 async def test_an_expired_store_is_refused_and_a_far_one_is_capped(autojump_clock: MockClock) -> None:
@@ -235,22 +234,6 @@ async def test_one_living_initial_peer_is_enough(autojump_clock: MockClock) -> N
         async with open_node(network, 9, initial) as late:
             assert now() - started < 2.0
             assert {contact.peer_id for contact in late.contacts()} == {node.peer_id for node in nodes}
-
-
-async def test_any_copy_saves_the_lookup(autojump_clock: MockClock) -> None:
-    """`latest=False` answers from what a former get left here, without a call; `latest=True` asks again."""
-    network = DirectNetwork()
-    async with open_swarm(network, 12) as nodes:
-        await nodes[0].store("key", 1, expiration=now() + 600)
-        reader = next(node for node in nodes if node not in holders(nodes, "key"))
-        await reader.get("key")
-        await nodes[0].store("key", 2, expiration=now() + 700)
-        before = len(network.calls)
-        found = await reader.get("key", latest=False)
-        assert isinstance(found, Entry)
-        assert found.value == 1
-        assert len(network.calls) == before
-        assert await value_at(reader, "key") == 2
 
 
 async def test_the_same_seed_gives_the_same_swarm(autojump_clock: MockClock) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from net.dht.routing_table import ID_BITS, NodeId, RoutingTable, key_id, node_id, xor_distance
+from net.dht.routing_table import ID_BITS, NodeId, RoutingTable, key_id, node_id
 from net.identity import Address, Contact, PeerId
 
 
@@ -29,7 +29,6 @@ def test_a_key_is_its_sha256() -> None:
 def test_a_peer_sits_where_its_id_says() -> None:
     """The 32 bytes of a peer id are read as a big-endian integer."""
     assert node_id(PeerId(bytes(31) + b"\x07")) == 7
-    assert xor_distance(0b1100, 0b1010) == 0b0110
 
 
 @pytest.mark.parametrize(
