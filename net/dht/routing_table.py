@@ -69,8 +69,6 @@ class RoutingTable:
     """
 
     def __init__(self, local_id: NodeId, *, bucket_size: int = 20, depth_modulo: int = 5, now: float = 0.0) -> None:
-        if bucket_size < 1 or depth_modulo < 1:
-            raise ValueError(f"bucket_size and depth_modulo must be positive, got {bucket_size} and {depth_modulo}")
         self.local_id = local_id
         self._bucket_size = bucket_size
         self._depth_modulo = depth_modulo
@@ -116,10 +114,14 @@ class RoutingTable:
                 bucket.contacts.pop(node, None)  # popped first: the newest stands last
                 bucket.contacts[node] = Seen(contact=contact, last_seen=now)
                 return None
-            if not self._may_split(bucket):
-                self._add_replacement(bucket, node, Seen(contact=contact, last_seen=now))
-                return next(iter(bucket.contacts.values()))
-            self._split(bucket)
+            if self._may_split(bucket):
+                self._split(bucket)
+                continue
+            bucket.replacements.pop(node, None)
+            bucket.replacements[node] = Seen(contact=contact, last_seen=now)
+            if len(bucket.replacements) > self._bucket_size:  # as many spares as places: more could never all be used
+                del bucket.replacements[next(iter(bucket.replacements))]
+            return next(iter(bucket.contacts.values()))
 
     def has_room(self, peer_id: PeerId) -> bool:
         """Whether `add` would put a newcomer into the table rather than among the replacements."""
@@ -134,8 +136,7 @@ class RoutingTable:
         if bucket.contacts.pop(node, None) is None:
             return False
         if bucket.replacements:
-            promoted, seen = bucket.replacements.popitem()
-            bucket.contacts[promoted] = seen
+            bucket.contacts.update([bucket.replacements.popitem()])
         return True
 
     def nearest(self, target: NodeId, count: int) -> tuple[Contact, ...]:
@@ -180,9 +181,3 @@ class RoutingTable:
             (left if left.covers(node) else right).replacements[node] = seen
         index = self._buckets.index(bucket)
         self._buckets[index : index + 1] = [left, right]
-
-    def _add_replacement(self, bucket: _Bucket, node: NodeId, seen: Seen) -> None:
-        bucket.replacements.pop(node, None)
-        bucket.replacements[node] = seen
-        if len(bucket.replacements) > self._bucket_size:  # as many spares as places: more could never all be used
-            del bucket.replacements[next(iter(bucket.replacements))]

@@ -79,7 +79,7 @@ class Connection:
       is_outgoing: whether we dialled it.
       hello: who we are and where we listen, for the peer.
       service: what the other end may call.
-      on_hello: called once, when the other end has said who it is, and that is true as far as the network can tell.
+      on_hello: called once, when the other end has said who it is; may raise an error that ends the connection.
       faults: what is to go wrong with our answers; None for nothing.
     """
 
@@ -90,7 +90,7 @@ class Connection:
         is_outgoing: bool,
         hello: Hello,
         service: Service,
-        on_hello: Callable[["Connection"], None],
+        on_hello: Callable[["Connection", Hello], None],
         faults: FaultInjector | None = None,
     ) -> None:
         self.link = link
@@ -259,21 +259,13 @@ class Connection:
     def _take_untrusted(self, frame: Frame, nursery: trio.Nursery) -> None:
         action = self.session.receive_untrusted(frame)
         self.last_heard = trio.current_time()
-        if self._scope.deadline != math.inf:
-            self._greet_untrusted()
+        if self._scope.deadline != math.inf and self.session.remote is not None:
+            self._scope.deadline = math.inf
+            self._on_hello(self, self.session.remote)
         if action is not None:
             self._carry_out(action, nursery)
         if self.session.wants_to_write:
             self._wake.set()
-
-    def _greet_untrusted(self) -> None:
-        """The other end has just said who it is."""
-        self._scope.deadline = math.inf
-        remote, proven = self.session.remote, self.link.remote_peer_id
-        assert remote is not None
-        if proven is not None and remote.peer_id != proven:
-            raise RemoteProtocolError(f"{proven.short} says that it is {remote.peer_id.short}")
-        self._on_hello(self)
 
     def _carry_out(self, action: Action, nursery: trio.Nursery) -> None:
         match action:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from net.errors import ConnectionLost, RemoteProtocolError
 from net.identity import Address, Contact, PeerId
 from net.rpc.connection import Connection
+from net.wire.messages import Hello
 
 
 class ConnectionTable:
@@ -41,20 +42,19 @@ class ConnectionTable:
         """Take in a new connection, whose other end is not known yet."""
         self._all[connection] = None
 
-    def greeted_untrusted(self, connection: Connection) -> None:
+    def greeted_untrusted(self, connection: Connection, remote: Hello) -> None:
         """Note that the other end of `connection` has said who it is, and keep one connection with it.
 
         Raises:
           RemoteProtocolError: it is this peer itself.
         """
-        remote = connection.remote
-        assert remote is not None
         if remote.peer_id == self._peer_id:
             raise RemoteProtocolError("that is this peer itself")
         if connection.is_outgoing:
             self._peer_at[connection.link.remote_address] = remote.peer_id
         known = self.find(remote.peer_id)
-        if known is not None and known.remote is not None:
+        if known is not None:
+            assert known.remote is not None  # it stands in the table by that
             if known.remote.instance != remote.instance:
                 known.end(ConnectionLost("the peer was started again"))
             elif known.is_outgoing != connection.is_outgoing and self._is_preferred(known, remote.peer_id):

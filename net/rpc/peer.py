@@ -355,12 +355,12 @@ class RpcPeer:
     def _connection(self, link: Link, dial: _Dial | None = None) -> Connection:
         """A connection over a link that came in, or that the dial has brought."""
 
-        def on_hello(connection: Connection) -> None:
-            remote = connection.remote
-            assert remote is not None
+        def on_hello(connection: Connection, remote: Hello) -> None:
+            if link.remote_peer_id not in (None, remote.peer_id):
+                raise RemoteProtocolError(f"{link.remote_peer_id} says that it is {remote.peer_id}")
             if dial is not None and dial.expected not in (None, remote.peer_id):
                 raise HandshakeFailed(f"{remote.peer_id.short} answers at {link.remote_address}, not {dial.expected}")
-            self._connections.greeted_untrusted(connection)
+            self._connections.greeted_untrusted(connection, remote)
             self._tell_news()
             port = remote.port if dial is None else link.remote_address.port
             if port is not None:

@@ -88,11 +88,7 @@ class Service:
         self._own_calls: dict[trio.CancelScope, None] = {}
 
     def add(self, method: str, handler: Handler, *, max_concurrent: int) -> None:
-        """Serve `method` with `handler`, see `Caller.add_handler`.
-
-        Raises:
-          ValueError: the method has a handler already, or an argument is out of range.
-        """
+        """Serve `method` with `handler`, see `RpcPeer.add_handler`."""
         if not 1 <= len(method) <= MAX_METHOD_CHARACTERS:
             raise ValueError(f"a method's name has 1 to {MAX_METHOD_CHARACTERS} characters, got {method!r}")
         if method in self._methods:
@@ -102,11 +98,7 @@ class Service:
         self._methods[method] = Method(name=method, handler=handler, max_concurrent=max_concurrent)
 
     def remove(self, method: str) -> None:
-        """Serve `method` no more, see `Caller.remove_handler`.
-
-        Raises:
-          ValueError: it has no handler.
-        """
+        """Serve `method` no more, see `RpcPeer.remove_handler`."""
         if method not in self._methods or method == PING:
             raise ValueError(f"method {method!r} has no handler to remove")
         del self._methods[method]

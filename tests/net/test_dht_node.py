@@ -260,6 +260,6 @@ async def test_statistics_tell_of_a_clock_that_is_off(autojump_clock: MockClock)
 
 def test_a_config_is_checked() -> None:
     """Impossible settings raise ValueError and name the field."""
-    for name in ("bucket_size", "replicas", "rpc_timeout_s", "rejoin_period_s"):
+    for name in ("bucket_size", "depth_modulo", "replicas", "rpc_timeout_s", "max_keys", "max_storage_bytes"):
         with pytest.raises(ValueError, match=name):
             DhtConfig(**{name: 0})

@@ -145,11 +145,3 @@ def test_stale_buckets_come_oldest_first() -> None:
     assert (first >> 255, second >> 255) == (1, 0)
     assert [target >> 255 for target in table.stale_targets(older_than=15.0, rng=rng)] == [1]
     assert table.stale_targets(older_than=10.0, rng=rng) == ()
-
-
-def test_sizes_must_be_positive() -> None:
-    """k and b below one are refused."""
-    with pytest.raises(ValueError, match="bucket_size"):
-        RoutingTable(0, bucket_size=0)
-    with pytest.raises(ValueError, match="depth_modulo"):
-        RoutingTable(0, depth_modulo=0)
