@@ -104,7 +104,7 @@ class DhtCalls:
 
     @contextmanager
     def _noting(self, contact: Contact) -> Iterator[None]:
-        """Around a call of the contact: how it ends goes into the book."""
+        """Note in the book how a call of the contact ends."""
         try:
             yield
         except PEER_ERRORS as error:

@@ -119,7 +119,7 @@ class Lookup:
         return None
 
     def on_success(self, peer_id: PeerId, closer: Iterable[Contact], record: Record | None = None) -> None:
-        """A peer answered with contacts and perhaps a record. Ignored unless its question is still open."""
+        """Take in a peer's answer, contacts and perhaps a record. Ignored unless its question is still open."""
         peer = self._asked(peer_id)
         if peer is None or self._finished:
             return
@@ -130,7 +130,7 @@ class Lookup:
         self._without_progress = 0 if self._order[0] < nearest else self._without_progress + 1
 
     def on_failure(self, peer_id: PeerId) -> None:
-        """A peer did not answer usefully."""
+        """Note that a peer did not answer usefully."""
         if (peer := self._asked(peer_id)) is not None:
             peer.state = _State.FAILED
 

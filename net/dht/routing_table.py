@@ -30,7 +30,7 @@ def key_id(key: str) -> NodeId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A contact and when it last proved to be alive (seconds of swarm time)."""
+    """A contact and when it last proved to be alive (seconds of the table's clock)."""
 
     contact: Contact
     last_seen: float

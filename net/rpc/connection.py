@@ -119,7 +119,7 @@ class Connection:
 
     @property
     def takes_calls(self) -> bool:
-        """Calls can be placed."""
+        """Whether calls can be placed."""
         return self.cause is None and not self.session.is_leaving
 
     def end(self, cause: NetError) -> None:

@@ -35,7 +35,7 @@ class ConnectionTable:
 
     @property
     def has_strangers(self) -> bool:
-        """Somebody has dialled us and not said yet who it is."""
+        """Whether somebody has dialled us and not said yet who it is."""
         return any(each.remote is None and each.cause is None and not each.is_outgoing for each in self._all)
 
     def add(self, connection: Connection) -> None:

@@ -60,7 +60,7 @@ class FaultPlan:
     methods: tuple[str, ...] | None = None
     """The methods concerned, by name or by prefix with a dot at its end ("expert."); None for all."""
     seed: int = 0
-    """Of chance."""
+    """Seed of the draws."""
 
     def __post_init__(self) -> None:
         if not all(0 <= rate <= 1 for rate in self.rates.values()) or sum(self.rates.values()) > 1 + 1e-9:
@@ -109,7 +109,7 @@ class FaultInjector:
         self._num_calls: dict[PeerId, int] = {}
 
     def of(self, server: PeerId) -> "FaultInjector":
-        """One for this peer, at its first call, under the same plan."""
+        """An injector for this peer under the same plan, which has not counted any call yet."""
         return FaultInjector(self._plan, server)
 
     def draw(self, caller: PeerId, method: str) -> tuple[Fault, float] | None:

@@ -56,11 +56,11 @@ class Outbox:
         return any(key in queue for queue in (self._plain, self._small, self._large, self._streams))
 
     def open_window(self, window_bytes: int) -> None:
-        """The receiver said how large its window is; before that, nothing with a body leaves."""
+        """Note how large the receiver's window is; before that, nothing with a body leaves."""
         self._window_bytes = self._free_bytes = window_bytes
 
     def grant_untrusted(self, nbytes: int) -> None:
-        """The receiver gave room back.
+        """Note that the receiver gave room back.
 
         Raises:
           RemoteProtocolError: more than it was sent.

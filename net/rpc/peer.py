@@ -43,8 +43,8 @@ _PATIENCE_S = 3.0
 """A dial that its callers gave up sooner says nothing about the address."""
 
 DIAL_PAUSE = Pause(first_s=0.2, longest_s=30.0, forgiven=1)
-"""After failed dials. The first costs nothing: a process that was just restarted, or one that gave a connection up the
-moment we used it, answers the next call."""
+"""How long a target is left alone after failed dials. The first costs nothing: a process that was just restarted, or
+one that gave a connection up the moment we used it, answers the next call."""
 
 CHECK_PERIOD_S = 5.0
 """How often all connections are looked at: one timer for each peer, not for each connection."""

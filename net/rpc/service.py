@@ -19,8 +19,6 @@ _log = logging.getLogger(__name__)
 PING = "rpc.ping"
 """Served by every peer: answers `{}` to anything. It tells whether a peer lives, and how far it is."""
 
-_MAX_CONCURRENT_PINGS = 64
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Method:
@@ -28,7 +26,7 @@ class Method:
 
     name: str
     handler: Handler
-    max_concurrent: int
+    max_concurrent: int = 64
     num_running: int = 0
 
     async def run(self, request: Request) -> Reply:
@@ -44,8 +42,8 @@ class Method:
 
     @contextmanager
     def serving(self, caller: str) -> Iterator[None]:
-        """Around the serving of an admitted call, whose place is free afterwards. What the handler raises is for our
-        log, and only that it failed for the caller.
+        """Guard the serving of an admitted call: its place is free afterwards, and what the handler raises goes into
+        our log, while the caller only learns that it failed.
 
         Raises:
           CallFailed: the handler's own words for its caller as they are, or `RemoteFailure` for anything else.
@@ -84,7 +82,7 @@ class Service:
     def __init__(self, peer_id: PeerId, address: Address | None) -> None:
         self._peer_id = peer_id
         self._address = address
-        self._methods = {PING: Method(name=PING, handler=_ping, max_concurrent=_MAX_CONCURRENT_PINGS)}
+        self._methods = {PING: Method(name=PING, handler=_ping)}
         self._own_calls: dict[trio.CancelScope, None] = {}
 
     def add(self, method: str, handler: Handler, *, max_concurrent: int) -> None:

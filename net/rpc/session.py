@@ -100,17 +100,17 @@ class RpcSession:
 
     @property
     def is_idle(self) -> bool:
-        """No call is under way in either direction."""
+        """Whether no call is under way in either direction."""
         return not self._placed and not self._running
 
     @property
     def is_over(self) -> bool:
-        """Both said goodbye, and nothing is left to be done."""
+        """Whether both said goodbye, and nothing is left to be done."""
         return self._said_goodbye and self._heard_goodbye and self.is_idle and not self._outbox
 
     @property
     def wants_to_write(self) -> bool:
-        """`take_parts` may have something, or the session has become over: wake the writer."""
+        """Whether `take_parts` may have something, or the session has become over: wake the writer."""
         return bool(self._outbox) or self._owes_credit or self.is_over
 
     def place_call(self, method: str, body: Body, tensors: Sequence[Outgoing], *, timeout_s: float) -> int:
@@ -133,7 +133,7 @@ class RpcSession:
         return call_id
 
     def abandon_call(self, call_id: int) -> None:
-        """Nobody waits for this call any more: take it back, or tell the peer if it has been sent."""
+        """Take back a call for which nobody waits any more, or tell the peer if it has been sent."""
         if call_id not in self._placed:
             return
         self._placed.remove(call_id)
@@ -288,7 +288,7 @@ class RpcSession:
         return f"answers of {self._outbox.answer_bytes} bytes wait for you to read them"
 
     def _release(self, call_id: int) -> None:
-        """The request of a running call is dealt with."""
+        """Count the request of a running call as dealt with."""
         self._owed_bytes += self._running[call_id]
         self._running[call_id] = 0
 
