@@ -21,7 +21,8 @@ from net.errors import LocalProtocolError
 from net.wire.codec import encode
 
 Value = Any
-"""None, bool, int, float, str, bytes, or lists and string-keyed dicts of these. Treat as read-only once stored."""
+"""None, bool, int, float, str, bytes, or lists and string-keyed dicts of these; tuples are stored as lists. Treat as
+read-only once stored."""
 
 MAX_VALUE_BYTES = 16 * 1024
 """Largest encoded value. Records are small facts (who serves what); tensors go from peer to peer, not here."""

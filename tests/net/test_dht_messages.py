@@ -57,7 +57,7 @@ def test_a_store_survives_the_wire() -> None:
 
 
 @given(bodies)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_garbage_raises_only_a_protocol_error(body: dict[str, Any]) -> None:
     """Every parser either reads a body or raises RemoteProtocolError."""
     parsers = [

@@ -29,11 +29,11 @@ from tests.net.direct_network import (
 
 
 async def test_every_value_is_found_from_every_node(autojump_clock: MockClock) -> None:
-    """24 nodes that ask 8 each, random latency: each value is found from each node, and lies on the 5 nearest."""
+    """16 nodes that ask 8 each, random latency: each value is found from each node, and lies on the 5 nearest."""
     network = DirectNetwork(latency_s=exponential_latency(0.05, seed=1))
     config = DhtConfig(bucket_size=8, lookup=LookupConfig(beam_size=8))
-    async with open_swarm(network, 24, config=config) as nodes:
-        for number, node in enumerate(nodes[::4]):
+    async with open_swarm(network, 16, config=config) as nodes:
+        for number, node in enumerate(nodes[::3]):
             assert await node.store(f"key{number}", number, expiration=now() + 3600)
         for number in range(6):
             kept = {node.peer_id for node in holders(nodes, f"key{number}")}
@@ -41,7 +41,7 @@ async def test_every_value_is_found_from_every_node(autojump_clock: MockClock) -
         for node in nodes:
             found = await node.get_many([f"key{number}" for number in range(6)])
             assert [entry.value for entry in found.values() if isinstance(entry, Entry)] == list(range(6))
-            assert 8 <= node.statistics().contacts <= 23
+            assert 8 <= node.statistics().contacts <= 15
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 20])
@@ -175,12 +175,13 @@ async def test_wrong_arguments_store_nothing(autojump_clock: MockClock) -> None:
 
 
 async def test_what_the_caller_does_to_a_value_later_changes_nothing(autojump_clock: MockClock) -> None:
-    """The node keeps a copy."""
+    """The node keeps a copy, as it arrives at the others: a tuple becomes a list."""
     async with open_swarm(DirectNetwork(), 2) as nodes:
         value = [1]
-        await nodes[0].store("key", value, expiration=now() + 60)
+        await nodes[0].store("key", (value, 2), expiration=now() + 60)
         value.append(2)
-        assert await value_at(nodes[1], "key") == [1]
+        for node in nodes:
+            assert await value_at(node, "key") == [[1], 2]
 
 
 async def test_a_client_is_in_nobodys_table_and_keeps_nothing(autojump_clock: MockClock) -> None:

@@ -178,8 +178,8 @@ async def test_an_idle_connection_is_closed_and_no_call_is_lost_by_that() -> Non
         await ping(alice, contact(bob))
         await trio.sleep(IDLE_S + 2 * CHECK_PERIOD_S)
         assert network.statistics().links == 0
-        for turn in range(100):
-            await trio.sleep(IDLE_S + CHECK_PERIOD_S * (turn - 10) / 50)
+        for turn in range(50):
+            await trio.sleep(IDLE_S + CHECK_PERIOD_S * (turn - 5) / 25)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(ping, alice, contact(bob))
                 nursery.start_soon(ping, bob, contact(alice))
