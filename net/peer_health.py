@@ -52,20 +52,13 @@ class _Record:
 
 
 class PeerHealth:
-    """Failures in a row by target.
+    """Failures in a row by target; of at most `MAX_TARGETS`."""
 
-    Args:
-      max_targets: how many are remembered.
-    """
-
-    def __init__(self, *, max_targets: int = MAX_TARGETS) -> None:
-        if max_targets < 1:
-            raise ValueError(f"max_targets must be at least 1, got {max_targets}")
-        self._max_targets = max_targets
+    def __init__(self) -> None:
         self._records: OrderedDict[Hashable, _Record] = OrderedDict()
 
     def failed(self, target: Hashable, now: float, reason: str = "", *, together_s: float = 0.0) -> None:
-        """An attempt failed.
+        """Note that an attempt failed.
 
         Args:
           together_s: failures within so many seconds of the last are one with it: calls that were under way together
@@ -79,14 +72,14 @@ class PeerHealth:
         record.failed_at, record.reason = now, reason
 
     def late(self, target: Hashable, now: float) -> None:
-        """An answer was no longer waited for. `LATE_LIMIT` in a row count as a failure."""
+        """Note that an answer was no longer waited for. `LATE_LIMIT` in a row count as a failure."""
         record = self._touch(target)
         record.late += 1
         if record.late >= LATE_LIMIT:
             self.failed(target, now, f"late {LATE_LIMIT} times in a row")
 
     def succeeded(self, target: Hashable) -> None:
-        """It answered: its failures are forgotten."""
+        """Forget the failures of a target that has answered."""
         self._records.pop(target, None)
 
     def why_not(self, target: Hashable, now: float, pause: Pause) -> str | None:
@@ -107,6 +100,6 @@ class PeerHealth:
     def _touch(self, target: Hashable) -> _Record:
         record = self._records.pop(target, None) or _Record()
         self._records[target] = record
-        if len(self._records) > self._max_targets:
+        if len(self._records) > MAX_TARGETS:
             self._records.popitem(last=False)
         return record

@@ -1,21 +1,23 @@
-"""Outgoing calls of a DHT node: send, check the answer, and keep the peer book."""
+"""The calls of a DHT node, outgoing and incoming: send, serve, check what comes, and keep the peer book."""
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 import trio
 
 from net.clock import SwarmClock
 from net.dht import messages
 from net.dht.config import DhtConfig
-from net.dht.messages import FindReply
-from net.dht.peer_book import Met, PeerBook
+from net.dht.peer_book import PeerBook
 from net.dht.records import Record, SubkeyEntry, merge_entries
 from net.dht.routing_table import NodeId
-from net.errors import CallFailed, PeerBusy, PeerUnavailable, RemoteProtocolError
+from net.dht.storage import RecordStorage
+from net.errors import CallFailed, CallRefused, PeerBusy, PeerUnavailable, RemoteProtocolError
 from net.identity import Address, Contact, PeerId, address_of
-from net.rpc.base import Body, Caller
+from net.rpc.base import Body, Caller, Handler, Reply, Request
+from net.wire.fields import FLAG, PEER_ID
 
 PEER_ERRORS = (PeerUnavailable, CallFailed, RemoteProtocolError)
 """What a peer can do to a call. `LocalProtocolError` is not among them: it would be a bug here and has to surface."""
@@ -24,17 +26,12 @@ MAX_PAGES = 64
 """Most pages of one record: 2.5 MiB, more than any record may hold; a peer that says `more` again is broken."""
 
 
-def jitter(period_s: float, rng: random.Random) -> float:
-    """The period +-25 %."""
-    return period_s * rng.uniform(0.75, 1.25)
-
-
 @dataclass(eq=False)
 class DhtCalls:
     """The three calls of `net.dht.messages`, each bounded by `config.rpc_timeout_s`.
 
-    Every answer and every failure goes into the peer book; `on_met` hears what follows from an answer. All methods
-    raise `PEER_ERRORS`; cancelling one abandons the call and changes nothing in the book.
+    Every answer and every failure goes into the peer book. All methods raise `PEER_ERRORS`; cancelling one abandons
+    the call and changes nothing in the book.
     """
 
     caller: Caller
@@ -43,11 +40,8 @@ class DhtCalls:
     clock: SwarmClock
     config: DhtConfig
     is_client: bool
-    on_met: Callable[[Contact, Met], None]
-
-    def __post_init__(self) -> None:
-        self.clock_skew_s: float | None = None
-        """The last pinged peer's swarm time minus the own, seconds, to within half a round trip; None before."""
+    clock_skew_s: float | None = None
+    """The last pinged peer's swarm time minus the own, seconds, to within half a round trip; None before."""
 
     @property
     def latest_expiration(self) -> float:
@@ -55,24 +49,19 @@ class DhtCalls:
         return self.clock.now() + self.config.max_lifetime_s
 
     async def ping(self, target: Contact | Address) -> Contact:
-        """Who listens there? The answer goes into the book; a failure does not (nobody is known to fail)."""
+        """Ask who listens there. The answer goes into the book; a failure does not, since nobody is known to fail."""
         sent = self.clock.now()
-        body = await self._call(target, messages.PING, messages.ping_body(client=self.is_client))
-        peer_id, their_now = messages.parse_ping_reply_untrusted(body)
-        contact = Contact(peer_id, address_of(target))
-        self._note_answer(contact)
+        body = await self._call(target, messages.PING, {})
+        their_now = messages.SECONDS.of_untrusted(body, "now")
+        contact = Contact(PEER_ID.of_untrusted(body, "peer_id"), address_of(target))
+        self.book.answered(contact, trio.current_time())
         self.clock_skew_s = their_now - (sent + self.clock.now()) / 2
         return contact
 
     async def check(self, contact: Contact) -> None:
         """Ping a contact; if it does not answer, or another peer does, the contact goes."""
-        try:
-            answerer = await self.ping(contact)
-        except PEER_ERRORS as error:
-            self._note_failure(contact, error)
-            raise
-        if answerer.peer_id != contact.peer_id:
-            self.book.failed(contact, trio.current_time(), f"{answerer.peer_id.short} answers at {contact.address}")
+        with self._noting(contact):
+            await self.ping(contact)
 
     async def find(
         self, contact: Contact, target: NodeId, *, record: bool
@@ -81,61 +70,95 @@ class DhtCalls:
         found: Record | None = None
         after: str | None = None
         contacts: tuple[Contact, ...] = ()
-        for number in range(MAX_PAGES):
-            reply = await self._find_page(contact, target, record=record, after=after)
+        for _ in range(MAX_PAGES):
+            with self._noting(contact):
+                body = await self._call(contact, messages.FIND, messages.find_body(target, record=record, after=after))
+                reply = messages.parse_find_reply_untrusted(body, latest_expiration=self.latest_expiration)
+                last = reply.entries[-1][0] if reply.entries else None
+                if reply.more and (last is None or (after is not None and last <= after)):
+                    raise RemoteProtocolError(f"{contact} pages a record without getting on")
             contacts = contacts or reply.contacts
             now = self.clock.now()
-            fresh = [update for update in reply.entries if update[1].expiration > now]
-            found, _ = merge_entries(found, fresh)
-            if not reply.more or number + 1 == MAX_PAGES:
+            found, _ = merge_entries(found, [update for update in reply.entries if update[1].expiration > now])
+            if not reply.more:
                 break
-            after = reply.entries[-1][0] if reply.entries else None
+            after = last
         return contacts, found
 
     async def store(self, contact: Contact, target: NodeId, entries: Sequence[SubkeyEntry]) -> tuple[bool, ...]:
         """Store entries at one peer; for each, whether the peer accepted it."""
         accepted: list[bool] = []
         for batch in messages.batches(entries):
-            body = messages.store_body(target, batch, client=self.is_client)
-            try:
-                answer = await self._call(contact, messages.STORE, body)
-                peer_id, verdicts = messages.parse_store_reply_untrusted(answer, count=len(batch))
-                self._expect(contact, peer_id)
-            except PEER_ERRORS as error:
-                self._note_failure(contact, error)
-                raise
-            self._note_answer(contact)
-            accepted += verdicts
+            with self._noting(contact):
+                answer = await self._call(contact, messages.STORE, messages.store_body(target, batch))
+                accepted += messages.parse_store_reply_untrusted(answer, count=len(batch))
         return tuple(accepted)
 
-    async def _find_page(self, contact: Contact, target: NodeId, *, record: bool, after: str | None) -> FindReply:
-        body = messages.find_body(target, client=self.is_client, record=record, after=after)
-        try:
-            answer = await self._call(contact, messages.FIND, body)
-            reply = messages.parse_find_reply_untrusted(answer, latest_expiration=self.latest_expiration)
-            self._expect(contact, reply.peer_id)
-            if reply.more and (not reply.entries or (after is not None and (reply.entries[-1][0] or "") <= after)):
-                raise RemoteProtocolError(f"{contact} pages a record without getting on")
-        except PEER_ERRORS as error:
-            self._note_failure(contact, error)
-            raise
-        self._note_answer(contact)
-        return reply
-
     async def _call(self, target: Contact | Address, method: str, body: Body) -> Body:
-        reply = await self.caller.call(target, method, body, timeout_s=self.config.rpc_timeout_s)
-        return reply.body
+        body = {**body, "client": self.is_client}
+        answer = (await self.caller.call(target, method, body, timeout_s=self.config.rpc_timeout_s)).body
+        peer_id = PEER_ID.of_untrusted(answer, "peer_id")
+        if isinstance(target, Contact) and peer_id != target.peer_id:
+            raise RemoteProtocolError(f"expected {target}, but {peer_id.short} answered there")
+        return answer
 
-    def _expect(self, contact: Contact, peer_id: PeerId) -> None:
-        if peer_id != contact.peer_id:
-            raise RemoteProtocolError(f"expected {contact}, but {peer_id.short} answered there")
+    @contextmanager
+    def _noting(self, contact: Contact) -> Iterator[None]:
+        """Note in the book how a call of the contact ends."""
+        try:
+            yield
+        except PEER_ERRORS as error:
+            if not isinstance(error, PeerBusy):  # a busy peer is alive: ask it again another time
+                self.book.failed(contact, trio.current_time(), str(error))
+            raise
+        self.book.answered(contact, trio.current_time())
 
-    def _note_answer(self, contact: Contact) -> None:
-        self.on_met(contact, self.book.answered(contact, trio.current_time()))
 
-    def _note_failure(self, contact: Contact, error: Exception) -> None:
-        if not isinstance(error, PeerBusy):  # a busy peer is alive: ask it again another time
-            self.book.failed(contact, trio.current_time(), str(error))
+@dataclass(eq=False, kw_only=True)
+class DhtService:
+    """Serves ping, find and store from the node's table and storage.
+
+    Requests come from anybody: whatever is wrong with them is refused, with a reason.
+    """
+
+    peer_id: PeerId
+    book: PeerBook
+    storage: RecordStorage
+    clock: SwarmClock
+    config: DhtConfig
+
+    def methods(self) -> dict[str, Handler]:
+        """What to serve, by the method's name."""
+        served = {messages.PING: self._ping, messages.FIND: self._find, messages.STORE: self._store}
+        return {method: partial(self._serve, answer) for method, answer in served.items()}
+
+    async def _serve(self, answer: Callable[[Request], Body], request: Request) -> Reply:
+        try:
+            body = answer(request)
+            is_client = FLAG.of_untrusted(request.body, "client")
+        except RemoteProtocolError as error:
+            raise CallRefused(str(error)) from error
+        if not is_client and request.peer_address is not None:
+            self.book.heard_from(Contact(request.peer_id, request.peer_address), trio.current_time())
+        return Reply(body={**body, "peer_id": self.peer_id.raw})
+
+    def _ping(self, _: Request) -> Body:
+        return {"now": self.clock.now()}
+
+    def _find(self, request: Request) -> Body:
+        target, wants_record, after = messages.parse_find_untrusted(request.body)
+        # One more than is answered, since the caller itself may be among them and knows itself already.
+        nearest = self.book.table.nearest(target, self.config.bucket_size + 1)
+        contacts = [contact for contact in nearest if contact.peer_id != request.peer_id]
+        record = self.storage.get(target, self.clock.now()) if wants_record else None
+        reply = messages.FindReply(tuple(contacts[: self.config.bucket_size]), *messages.page(record, after))
+        return messages.find_reply_body(reply)
+
+    def _store(self, request: Request) -> Body:
+        now = self.clock.now()
+        latest = now + self.config.max_lifetime_s
+        target, entries = messages.parse_store_untrusted(request.body, latest_expiration=latest)
+        return {"accepted": list(self.storage.store(target, entries, now))}
 
 
 async def first_answers(

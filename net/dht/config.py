@@ -33,8 +33,6 @@ class DhtConfig:
     """Most records kept for others."""
     max_storage_bytes: int = 64 * 1024 * 1024
     """Most encoded bytes kept for others."""
-    max_cached_keys: int = 4096
-    """Most records kept from own gets, for `get(latest=False)`."""
     max_concurrent_operations: int = 16
     """Most lookups of one `store_many` or `get_many` at once."""
     refresh_period_s: float = 300.0

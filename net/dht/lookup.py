@@ -1,8 +1,8 @@
 """The iterative lookup of Kademlia (section 2.3) as a state machine without I/O.
 
 Theory of operation. The lookup keeps the peers it has heard of, ordered by their distance to the target, each in one
-`PeerState`. The shell calls `next(now)` until it is told to wait, carries out each `Ask`, and reports the outcome by
-`on_success` or `on_failure`. The lookup is finished when the `beam_size` nearest peers that can be reached have
+`_State`. The shell calls `next(now)` until it is told to wait, asks each contact that it gets, and reports the outcome
+by `on_success` or `on_failure`. The lookup is finished when the `beam_size` nearest peers that can be reached have
 answered.
 
 - At most `parallelism` (alpha) questions are open at once. When alpha answers in a row brought nobody nearer,
@@ -15,18 +15,18 @@ answered.
 """
 
 import enum
+import math
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from net.dht.records import Record, merge
-from net.dht.routing_table import NodeId, node_id, xor_distance
+from net.dht.routing_table import NodeId, node_id
 from net.identity import Contact, PeerId
 
 
-class PeerState(enum.Enum):
-    """What the lookup knows of one peer."""
-
+class _State(enum.Enum):
     NEW = enum.auto()
     """Heard of, not asked. Left by being asked."""
     WAITING = enum.auto()
@@ -37,28 +37,6 @@ class PeerState(enum.Enum):
     """Answered. Final."""
     FAILED = enum.auto()
     """Did not answer, or answered nonsense. Final."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """Ask this peer for contacts near the target (and for the record, in a value lookup)."""
-
-    contact: Contact
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """Nothing to do before an outcome is reported or, if `until` is not None, before that time.
-
-    Every question must have an outcome at some time, that is, every call a timeout.
-    """
-
-    until: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """Read `closest()` and `record`; open questions may be abandoned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +60,7 @@ class LookupConfig:
 @dataclass(slots=True, kw_only=True)
 class _Peer:
     contact: Contact
-    state: PeerState = PeerState.NEW
+    state: _State = _State.NEW
     slow_at: float = 0.0
 
 
@@ -93,86 +71,89 @@ class Lookup:
       target: the id walked towards.
       seeds: contacts to begin with.
       local_id: the own place.
-      first_value: finish as soon as any record was found (else every copy on the way is merged).
     """
 
-    def __init__(
-        self,
-        target: NodeId,
-        seeds: Iterable[Contact],
-        *,
-        local_id: NodeId,
-        config: LookupConfig,
-        first_value: bool = False,
-    ) -> None:
+    def __init__(self, target: NodeId, seeds: Iterable[Contact], *, local_id: NodeId, config: LookupConfig) -> None:
         self.target = target
         self.record: Record | None = None
+        """Every copy of the target's record that turned up, merged."""
         self.queries = 0
         self._local_id = local_id
         self._config = config
-        self._first_value = first_value
         self._peers: dict[int, _Peer] = {}  # by distance, which names a peer as well as its id does
         self._order: list[int] = []  # the same distances, sorted
         self._without_progress = 0
         self._finished = False
         self._learn(seeds)
 
-    def next(self, now: float) -> Ask | Wait | Finished:
-        """The next thing to do. Call again after each `Ask`, each outcome, and when a `Wait` has run out."""
-        if self._finished or (self._first_value and self.record is not None):
-            self._finished = True
-            return Finished()
-        self._give_up_on_slow_peers(now)
-        waiting = [peer for peer in self._peers.values() if peer.state is PeerState.WAITING]
-        wait = Wait(until=min((peer.slow_at for peer in waiting), default=None))
+    def next(self, now: float) -> Contact | float | None:
+        """The next thing to do. Call again after each contact, each outcome, and when the time has come.
+
+        Returns:
+          a contact to be asked for others near the target (and for the record); a time before which there is nothing
+          to do unless an outcome is reported, infinite if only that can help: every question must have one at some
+          time, that is, every call a timeout; or None when the lookup is finished: read `closest()` and `record`, open
+          questions may be abandoned.
+        """
+        if self._finished:
+            return None
+        for peer in self._peers.values():
+            if peer.state is _State.WAITING and now >= peer.slow_at:
+                peer.state = _State.UNRESPONSIVE
+        waiting = [peer for peer in self._peers.values() if peer.state is _State.WAITING]
+        until = min((peer.slow_at for peer in waiting), default=math.inf)
         candidate, is_complete = self._scan()
         if candidate is not None and self.queries >= self._config.max_queries:
             is_complete = not waiting
         elif candidate is not None:
-            if len(waiting) >= self._capacity():
-                return wait
-            candidate.state = PeerState.WAITING
+            has_stalled = self._without_progress >= self._config.parallelism
+            if len(waiting) >= max(self._config.parallelism, self._config.beam_size if has_stalled else 0):
+                return until
+            candidate.state = _State.WAITING
             candidate.slow_at = now + self._config.slow_after_s
             self.queries += 1
-            return Ask(contact=candidate.contact)
+            return candidate.contact
         if not is_complete:
-            return wait
+            return until
         self._finished = True
-        return Finished()
+        return None
 
     def on_success(self, peer_id: PeerId, closer: Iterable[Contact], record: Record | None = None) -> None:
-        """A peer answered with contacts and perhaps a record. Ignored unless its question is still open."""
-        distance = xor_distance(node_id(peer_id), self.target)
-        peer = self._peers.get(distance)
-        if peer is None or peer.state not in (PeerState.WAITING, PeerState.UNRESPONSIVE) or self._finished:
+        """Take in a peer's answer, contacts and perhaps a record. Ignored unless its question is still open."""
+        peer = self._asked(peer_id)
+        if peer is None or self._finished:
             return
-        peer.state = PeerState.SUCCEEDED
+        peer.state = _State.SUCCEEDED
         self.record = merge(self.record, record)
         nearest = self._order[0]
         self._learn(closer)
         self._without_progress = 0 if self._order[0] < nearest else self._without_progress + 1
 
     def on_failure(self, peer_id: PeerId) -> None:
-        """A peer did not answer usefully."""
-        peer = self._peers.get(xor_distance(node_id(peer_id), self.target))
-        if peer is not None and peer.state in (PeerState.WAITING, PeerState.UNRESPONSIVE):
-            peer.state = PeerState.FAILED
+        """Note that a peer did not answer usefully."""
+        if (peer := self._asked(peer_id)) is not None:
+            peer.state = _State.FAILED
 
     def closest(self) -> tuple[Contact, ...]:
         """The nearest peers that answered, nearest first, at most `beam_size`."""
-        answered = (self._peers[d] for d in self._order if self._peers[d].state is PeerState.SUCCEEDED)
-        return tuple(peer.contact for _, peer in zip(range(self._config.beam_size), answered, strict=False))
+        nearest = (self._peers[distance] for distance in self._order)
+        answered = (peer.contact for peer in nearest if peer.state is _State.SUCCEEDED)
+        return tuple(islice(answered, self._config.beam_size))
 
     def unresponsive(self) -> tuple[Contact, ...]:
         """Peers that were asked and given up on while their calls were still open: worth a check."""
-        return tuple(p.contact for p in self._peers.values() if p.state is PeerState.UNRESPONSIVE)
+        return tuple(p.contact for p in self._peers.values() if p.state is _State.UNRESPONSIVE)
+
+    def _asked(self, peer_id: PeerId) -> _Peer | None:
+        """The peer, if its question is open."""
+        peer = self._peers.get(node_id(peer_id) ^ self.target)
+        return peer if peer is not None and peer.state in (_State.WAITING, _State.UNRESPONSIVE) else None
 
     def _learn(self, contacts: Iterable[Contact]) -> None:
-        # Memory stays bounded: one answer holds a bounded number of contacts, and there are at most max_queries
-        # answers.
+        # Memory stays bounded: an answer holds a bounded number of contacts, and there are at most max_queries of them.
         for contact in contacts:
             node = node_id(contact.peer_id)
-            distance = xor_distance(node, self.target)
+            distance = node ^ self.target
             if node != self._local_id and distance not in self._peers:
                 self._peers[distance] = _Peer(contact=contact)
                 insort(self._order, distance)
@@ -186,21 +167,12 @@ class Lookup:
         is_complete, has_silent = True, False
         for distance in self._order:
             peer = self._peers[distance]
-            if peer.state is PeerState.NEW:
+            if peer.state is _State.NEW:
                 return peer, False
-            is_complete &= peer.state is not PeerState.WAITING
-            has_silent |= peer.state is PeerState.UNRESPONSIVE
-            if peer.state in (PeerState.WAITING, PeerState.SUCCEEDED):
+            is_complete &= peer.state is not _State.WAITING
+            has_silent |= peer.state is _State.UNRESPONSIVE
+            if peer.state in (_State.WAITING, _State.SUCCEEDED):
                 room -= 1
                 if room == 0:
                     return None, is_complete
         return None, is_complete and not has_silent
-
-    def _capacity(self) -> int:
-        stalled = self._without_progress >= self._config.parallelism
-        return max(self._config.beam_size, self._config.parallelism) if stalled else self._config.parallelism
-
-    def _give_up_on_slow_peers(self, now: float) -> None:
-        for peer in self._peers.values():
-            if peer.state is PeerState.WAITING and now >= peer.slow_at:
-                peer.state = PeerState.UNRESPONSIVE

@@ -1,18 +1,18 @@
 """What a DHT node does on its own: meet newcomers, hand records over, refresh, find lost peers again, sweep."""
 
+import enum
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import trio
 
-from net.clock import SwarmClock
-from net.dht.calls import PEER_ERRORS, DhtCalls, first_answers, jitter
-from net.dht.config import DhtConfig
-from net.dht.peer_book import Met, PeerBook
+from net.dht.calls import PEER_ERRORS, DhtCalls, first_answers
 from net.dht.records import as_updates
 from net.dht.routing_table import NodeId
 from net.dht.storage import RecordStorage
+from net.errors import DialFailed
 from net.identity import Address, Contact, PeerId, address_of
 
 MAX_JOBS = 256
@@ -28,53 +28,35 @@ LOST_DRAWS = 8
 """Lost peers tried in one round."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Check:
+class _Job(enum.Enum):
+    CHECK = enum.auto()
     """Ping the contact: a caller that may be new, or an old contact in whose place a newcomer could stand."""
-
-    contact: Contact
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HandOver:
+    HAND_OVER = enum.auto()
     """Send the contact the records that it should hold now."""
-
-    contact: Contact
 
 
 class JobQueue:
-    """The bounded queue between the calls that meet peers and the workers that follow it up. Never blocks, may
-    drop."""
+    """The bounded queue between the peer book and the workers. Never blocks, may drop."""
 
     def __init__(self) -> None:
-        self._send, self._receive = trio.open_memory_channel[_Check | _HandOver](MAX_JOBS)
-        self._checking: set[PeerId] = set()  # at most MAX_JOBS + WORKERS: one check of a peer at a time is enough
+        self._send, self.waiting = trio.open_memory_channel[tuple[_Job, Contact]](MAX_JOBS)
+        self.checking: set[PeerId] = set()
+        """At most MAX_JOBS + WORKERS: one check of a peer at a time is enough."""
         self.dropped = 0
         """Jobs dropped because the queue was full."""
 
-    def on_met(self, contact: Contact, met: Met) -> None:
-        """Follow up a peer's answer."""
-        if met.is_new:
-            self._put(_HandOver(contact=contact))
-        if met.suspect is not None:
-            self.check(met.suspect)
-
     def check(self, contact: Contact) -> None:
         """Have a contact pinged soon."""
-        if contact.peer_id not in self._checking and self._put(_Check(contact=contact)):
-            self._checking.add(contact.peer_id)
+        if contact.peer_id not in self.checking and self._put(_Job.CHECK, contact):
+            self.checking.add(contact.peer_id)
 
-    async def next_job(self) -> _Check | _HandOver:
-        """Wait for a job. Cancelling loses none."""
-        return await self._receive.receive()
+    def hand_over(self, contact: Contact) -> None:
+        """Have a contact sent the records that it should hold."""
+        self._put(_Job.HAND_OVER, contact)
 
-    def checked(self, contact: Contact) -> None:
-        """A check is over: the contact may be checked again."""
-        self._checking.discard(contact.peer_id)
-
-    def _put(self, job: _Check | _HandOver) -> bool:
+    def _put(self, job: _Job, contact: Contact) -> bool:
         try:
-            self._send.send_nowait(job)
+            self._send.send_nowait((job, contact))
         except trio.WouldBlock:
             self.dropped += 1
             return False
@@ -91,35 +73,31 @@ class Maintenance:
 
     own_address: Address | None
     initial_peers: tuple[Contact | Address, ...]
-    book: PeerBook
-    storages: Sequence[RecordStorage]
+    storage: RecordStorage
     jobs: JobQueue
     calls: DhtCalls
     lookup: Callable[[NodeId], Awaitable[object]]
-    clock: SwarmClock
-    config: DhtConfig
     rng: random.Random
 
     def __post_init__(self) -> None:
         others = (peer for peer in self.initial_peers if address_of(peer) != self.own_address)
         self.initial_peers = tuple(dict.fromkeys(others))
+        self.book, self.config = self.calls.book, self.calls.config
         # A stream of its own for each task: what one draws does not depend on when the others run.
         streams = (random.Random(self.rng.getrandbits(64)) for _ in range(3))
         self._refresh_rng, self._rejoin_rng, self._sweep_rng = streams
 
-    async def join(self) -> tuple[Contact | Address, ...]:
-        """Meet the swarm through the initial peers.
+    async def join(self) -> None:
+        """Meet the swarm through the initial peers (without this node).
 
-        Returns:
-          the initial peers (without this node) if none of them answered; empty if one did, or there are none.
+        Raises:
+          DialFailed: there are some, and none of them answered.
         """
         if not self.initial_peers:
-            return ()
-        grace_s = self.config.bootstrap_grace_s
-        if not await first_answers(self.calls, self.initial_peers, grace_s=grace_s):
-            return self.initial_peers
+            return
+        if not await first_answers(self.calls, self.initial_peers, grace_s=self.config.bootstrap_grace_s):
+            raise DialFailed(f"none of the initial peers answered: {', '.join(map(str, self.initial_peers))}")
         await self.lookup(self.book.table.local_id)
-        return ()
 
     async def run(self) -> None:
         """Do everything below until cancelled."""
@@ -131,46 +109,38 @@ class Maintenance:
             nursery.start_soon(self._sweep)
 
     async def _work(self) -> None:
-        while True:
-            job = await self.jobs.next_job()
-            if isinstance(job, _HandOver):
-                await self._hand_over(job.contact)
-                continue
-            try:
-                await self.calls.check(job.contact)
-            except PEER_ERRORS:
-                continue  # the peer book knows
-            finally:
-                self.jobs.checked(job.contact)
+        async for job, contact in self.jobs.waiting:
+            with suppress(*PEER_ERRORS):  # the peer book knows
+                if job is _Job.HAND_OVER:
+                    await self._hand_over(contact)
+                else:
+                    await self.calls.check(contact)
+            if job is _Job.CHECK:
+                self.jobs.checking.discard(contact.peer_id)
 
     async def _hand_over(self, newcomer: Contact) -> None:
-        # The first storage holds the swarm's records; the cache is nobody's replica.
-        for key, record in list(self.storages[0].items(self.clock.now())):
+        for key, record in list(self.storage.items(self.calls.clock.now())):
             await trio.lowlevel.checkpoint()  # a full storage takes a while to look through
-            if not self.book.owes(newcomer, key, replicas=self.config.replicas):
-                continue
-            try:
+            if self.book.owes(newcomer, key, replicas=self.config.replicas):
                 await self.calls.store(newcomer, key, as_updates(record))
-            except PEER_ERRORS:
-                return
 
     async def _refresh(self) -> None:
         """Kademlia, section 2.3: a bucket without lookups is looked up, or it would fill with the dead."""
         period_s = self.config.refresh_period_s
         while True:
-            await trio.sleep(jitter(period_s, self._refresh_rng))
+            await trio.sleep(_jitter(period_s, self._refresh_rng))
             stale = self.book.table.stale_targets(older_than=trio.current_time() - period_s, rng=self._refresh_rng)
             for target in stale[:MAX_STALE_BUCKETS]:
                 await self.lookup(target)
 
     async def _rejoin(self) -> None:
         """Try the initial peers that are not in the table, and some lost ones: so a split swarm becomes one again."""
-        due = trio.current_time() + jitter(self.config.rejoin_period_s, self._rejoin_rng)
+        due = trio.current_time() + _jitter(self.config.rejoin_period_s, self._rejoin_rng)
         while True:
-            await trio.sleep(jitter(self.config.lonely_rejoin_period_s, self._rejoin_rng))
+            await trio.sleep(_jitter(self.config.lonely_rejoin_period_s, self._rejoin_rng))
             if len(self.book.table) > 0 and trio.current_time() < due:
                 continue
-            due = trio.current_time() + jitter(self.config.rejoin_period_s, self._rejoin_rng)
+            due = trio.current_time() + _jitter(self.config.rejoin_period_s, self._rejoin_rng)
             known = {contact.address for contact in self.book.table.contacts()}
             lost = self.book.draw_lost(LOST_DRAWS, self._rejoin_rng)
             wanted = dict.fromkeys((*self.initial_peers, *lost))
@@ -180,6 +150,10 @@ class Maintenance:
 
     async def _sweep(self) -> None:
         while True:
-            await trio.sleep(jitter(self.config.sweep_period_s, self._sweep_rng))
-            for storage in self.storages:
-                storage.sweep(self.clock.now())
+            await trio.sleep(_jitter(self.config.sweep_period_s, self._sweep_rng))
+            self.storage.sweep(self.calls.clock.now())
+
+
+def _jitter(period_s: float, rng: random.Random) -> float:
+    """The period +-25 %."""
+    return period_s * rng.uniform(0.75, 1.25)

@@ -5,18 +5,17 @@ async with open_dht_node(peer, clock=clock, rng=rng, initial_peers=[address]) as
     found = await dht.get("answer")
 """
 
-import copy
 import random
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import trio
 
 from net.clock import SwarmClock
-from net.dht.calls import PEER_ERRORS, DhtCalls
+from net.dht.calls import PEER_ERRORS, DhtCalls, DhtService
 from net.dht.config import DhtConfig
-from net.dht.lookup import Ask, Finished, Lookup
+from net.dht.lookup import Lookup
 from net.dht.maintenance import JobQueue, Maintenance
 from net.dht.peer_book import PeerBook
 from net.dht.records import (
@@ -24,22 +23,17 @@ from net.dht.records import (
     Record,
     SubkeyEntry,
     Value,
-    as_updates,
     check_subkey,
     live,
     make_entry,
     merge,
 )
-from net.dht.routing_table import NodeId, key_id, node_id, xor_distance
-from net.dht.service import DhtService
+from net.dht.routing_table import NodeId, key_id, node_id
 from net.dht.storage import RecordStorage
-from net.errors import DialFailed
 from net.identity import Address, Contact, PeerId
 from net.nursery import background_nursery
-from net.rpc.base import Caller
-
-Found = Record
-"""What a get returns: an `Entry` (value, expiration) or a `Dictionary` (entries by subkey)."""
+from net.rpc.base import Caller, handlers
+from net.wire.codec import decode_untrusted, encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +62,6 @@ class DhtStatistics:
     """Records kept for the swarm."""
     record_bytes: int
     """Their encoded size (an upper bound)."""
-    cached_records: int
-    """Records kept from own gets."""
     blacklisted: tuple[PeerId, ...]
     """Peers left alone now."""
     lost_peers: int
@@ -110,37 +102,26 @@ class DhtNode:
         """Who does not answer, as this process's calls found."""
         self._own_contact = None if is_client or self.address is None else Contact(self.peer_id, self.address)
         self._storage = RecordStorage(max_keys=config.max_keys, max_bytes=config.max_storage_bytes)
-        self._cache = RecordStorage(max_keys=config.max_cached_keys, max_bytes=config.max_storage_bytes)
-        self._book = PeerBook(node_id(self.peer_id), config=config, health=self.health, now=trio.current_time())
         self._jobs = JobQueue()
-        self._calls = DhtCalls(
-            caller,
-            book=self._book,
-            clock=clock,
+        self._book = PeerBook(
+            node_id(self.peer_id),
             config=config,
-            is_client=self.is_client,
-            on_met=self._jobs.on_met,
+            health=self.health,
+            now=trio.current_time(),
+            check=self._jobs.check,
+            hand_over=self._jobs.hand_over,
         )
+        self._calls = DhtCalls(caller, book=self._book, clock=clock, config=config, is_client=self.is_client)
         self._service = DhtService(
-            self.peer_id,
-            book=self._book,
-            storage=self._storage,
-            clock=clock,
-            config=config,
-            on_check=self._jobs.check,
+            peer_id=self.peer_id, book=self._book, storage=self._storage, clock=clock, config=config
         )
-        if not self.is_client:
-            self._service.register(caller)
         self._maintenance = Maintenance(
             own_address=self.address,
             initial_peers=tuple(initial_peers),
-            book=self._book,
-            storages=(self._storage, self._cache),
+            storage=self._storage,
             jobs=self._jobs,
             calls=self._calls,
             lookup=self.find_nearest,
-            clock=clock,
-            config=config,
             rng=rng,
         )
         # A table of thousands of keys must not open thousands of lookups: each is some twenty calls and their memory.
@@ -177,9 +158,10 @@ class DhtNode:
         updates: list[SubkeyEntry] = []
         for index, item in enumerate(items):
             by_key.setdefault(_check_key(item.key), []).append(index)
-            expiration = min(item.expiration, latest)
+            entry = make_entry(item.value, item.expiration, latest=latest)
             # A copy, so that what the caller does to a list afterwards does not change a record.
-            updates.append((check_subkey(item.subkey), make_entry(copy.deepcopy(item.value), expiration)))
+            entry = replace(entry, value=decode_untrusted(encode(entry.value)))
+            updates.append((check_subkey(item.subkey), entry))
         results = [False] * len(items)
 
         async def store_key(key: str, indices: list[int]) -> None:
@@ -193,40 +175,27 @@ class DhtNode:
                 nursery.start_soon(store_key, key, indices)
         return results
 
-    async def get(self, key: str, *, latest: bool = True) -> Found | None:
-        """Look a key up.
-
-        Args:
-          latest: ask all of the nearest peers and merge their copies (later expirations win). Otherwise any
-            copy will do: this node's own, a cached one, or the first that turns up; a dictionary may then lack
-            subkeys.
+    async def get(self, key: str) -> Record | None:
+        """Look a key up: ask all of the nearest peers and merge their copies; later expirations win.
 
         Returns:
-          what has not expired, read-only; or None.
+          what has not expired, read-only: an `Entry`, a `Dictionary` of entries by subkey, or None.
 
         Raises:
           ValueError: if the key is not a string of at most 512 bytes.
         """
         target = key_id(_check_key(key))
-        if not latest:
-            now = self.clock.now()
-            at_hand = merge(self._storage.get(target, now), self._cache.get(target, now))
-            if at_hand is not None:
-                return at_hand
-        lookup = await self._walk(target, record=True, first_value=not latest)
+        lookup = await self._walk(target, record=True)
         now = self.clock.now()
-        found = live(merge(self._storage.get(target, now), lookup.record), now)
-        if found is not None:
-            self._cache.store(target, as_updates(found), now)
-        return found
+        return live(merge(self._storage.get(target, now), lookup.record), now)
 
-    async def get_many(self, keys: Iterable[str], *, latest: bool = True) -> dict[str, Found | None]:
+    async def get_many(self, keys: Iterable[str]) -> dict[str, Record | None]:
         """`get` for several keys, some at a time; each distinct key is looked up once."""
-        found: dict[str, Found | None] = dict.fromkeys(_check_key(key) for key in keys)
+        found: dict[str, Record | None] = dict.fromkeys(_check_key(key) for key in keys)
 
         async def get_one(key: str) -> None:
             async with self._operations:
-                found[key] = await self.get(key, latest=latest)
+                found[key] = await self.get(key)
 
         async with trio.open_nursery() as nursery:
             for key in found:
@@ -248,7 +217,6 @@ class DhtNode:
             buckets=self._book.table.bucket_count,
             records=len(self._storage),
             record_bytes=self._storage.bytes_held,
-            cached_records=len(self._cache),
             blacklisted=self._book.left_alone(trio.current_time()),
             lost_peers=self._book.lost_count,
             lookups=self._lookups,
@@ -257,25 +225,11 @@ class DhtNode:
             clock_skew_s=self._calls.clock_skew_s,
         )
 
-    async def join(self) -> None:
-        """Meet the swarm; `open_dht_node` does it. Raises `DialFailed` if there are initial peers and none
-        answers."""
-        if silent := await self._maintenance.join():
-            raise DialFailed(f"none of the initial peers answered: {', '.join(map(str, silent))}")
-
-    async def run(self) -> None:
-        """The background; `open_dht_node` starts it. Runs until cancelled."""
-        await self._maintenance.run()
-
-    def close(self) -> None:
-        """Serve no more calls."""
-        self._service.close()
-
     async def _store(self, target: NodeId, updates: Sequence[SubkeyEntry]) -> list[bool]:
         candidates = list(await self.find_nearest(target))
         if self._own_contact is not None:
             candidates.append(self._own_contact)
-            candidates.sort(key=lambda contact: xor_distance(node_id(contact.peer_id), target))
+            candidates.sort(key=lambda contact: node_id(contact.peer_id) ^ target)
         remaining = iter(candidates)
         verdicts: list[tuple[bool, ...]] = []
 
@@ -295,12 +249,12 @@ class DhtNode:
                 nursery.start_soon(fill_one_replica)
         return [2 * sum(votes) > len(votes) for votes in zip(*verdicts, strict=True)] or [False] * len(updates)
 
-    async def _walk(self, target: NodeId, *, record: bool, first_value: bool = False) -> Lookup:
+    async def _walk(self, target: NodeId, *, record: bool) -> Lookup:
         table, local_id = self._book.table, self._book.table.local_id
         # The lookup's and the book's time is trio's, not the swarm's: deadlines are then compared without rounding.
         now = trio.current_time()
         seeds = self._book.usable(table.nearest(target, self.config.lookup.beam_size), now)
-        lookup = Lookup(target, seeds, local_id=local_id, config=self.config.lookup, first_value=first_value)
+        lookup = Lookup(target, seeds, local_id=local_id, config=self.config.lookup)
         table.looked_up(target, now)
         with trio.move_on_after(self.config.lookup_timeout_s):
             await self._carry_out(lookup, record=record)
@@ -324,12 +278,12 @@ class DhtNode:
             changed.set()
 
         async with trio.open_nursery() as nursery:
-            while not isinstance(step := lookup.next(trio.current_time()), Finished):
-                if isinstance(step, Ask):
-                    nursery.start_soon(ask, step.contact)
+            while (step := lookup.next(trio.current_time())) is not None:
+                if isinstance(step, Contact):
+                    nursery.start_soon(ask, step)
                     continue
                 changed = trio.Event()
-                with trio.CancelScope(deadline=float("inf") if step.until is None else step.until):
+                with trio.CancelScope(deadline=step):
                     await changed.wait()
             nursery.cancel_scope.cancel()
 
@@ -361,13 +315,11 @@ async def open_dht_node(
     """
     is_client = client_mode or caller.address is None
     node = DhtNode(caller, clock=clock, rng=rng, initial_peers=initial_peers, is_client=is_client, config=config)
-    try:
-        await node.join()
+    with handlers(caller, {} if is_client else node._service.methods()):
+        await node._maintenance.join()
         async with background_nursery() as nursery:
-            nursery.start_soon(node.run)
+            nursery.start_soon(node._maintenance.run)
             yield node
-    finally:
-        node.close()
 
 
 def _check_key(key: str) -> str:

@@ -6,11 +6,10 @@ the lost, to be tried again later: so a swarm that was split finds itself again.
 """
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 from net.dht.config import DhtConfig
-from net.dht.routing_table import NodeId, RoutingTable, node_id, xor_distance
+from net.dht.routing_table import NodeId, RoutingTable, node_id
 from net.identity import Contact, PeerId
 from net.peer_health import PeerHealth
 
@@ -22,24 +21,31 @@ MAX_LOST = 256
 """Most lost peers remembered; the longest lost is forgotten first. Enough to find one survivor of the other half."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Met:
-    """What follows from a peer's answer."""
-
-    is_new: bool
-    """The peer was not in the table before and is in it now: records may have to be handed over to it."""
-    suspect: Contact | None
-    """A contact not seen for long, in whose place the peer could stand: ping it."""
-
-
 class PeerBook:
-    """What one node knows of its peers. Every `now` is a time of one clock, that of `health`."""
+    """What one node knows of its peers. Every `now` is a time of one clock, that of `health`.
 
-    def __init__(self, local_id: NodeId, *, config: DhtConfig, health: PeerHealth, now: float) -> None:
+    Args:
+      check: told of each contact to be pinged: a caller that may be new, or a contact that was not seen for long and in
+        whose place a newcomer could stand.
+      hand_over: told of each newcomer to the table, to which records may have to be handed over.
+    """
+
+    def __init__(
+        self,
+        local_id: NodeId,
+        *,
+        config: DhtConfig,
+        health: PeerHealth,
+        now: float,
+        check: Callable[[Contact], None],
+        hand_over: Callable[[Contact], None],
+    ) -> None:
         self.table = RoutingTable(local_id, bucket_size=config.bucket_size, depth_modulo=config.depth_modulo, now=now)
         self._health = health
         self._pause = config.pause
         self._check_after_s = config.check_after_s
+        self._check = check
+        self._hand_over = hand_over
         self._lost: dict[PeerId, Contact] = {}  # from longest to most recently lost
 
     @property
@@ -47,18 +53,17 @@ class PeerBook:
         """How many lost peers are remembered."""
         return len(self._lost)
 
-    def answered(self, contact: Contact, now: float) -> Met:
-        """The peer answered a call at this address."""
+    def answered(self, contact: Contact, now: float) -> None:
+        """Note that the peer answered a call at this address."""
         self._health.succeeded((contact.peer_id, ANSWERS))
         self._lost.pop(contact.peer_id, None)
         was_known = contact.peer_id in self.table
-        oldest = self.table.add(contact, now)
-        is_new = not was_known and contact.peer_id in self.table
-        suspect = oldest.contact if oldest is not None and oldest.last_seen <= now - self._check_after_s else None
-        return Met(is_new=is_new, suspect=suspect)
+        self._add(contact, now)
+        if not was_known and contact.peer_id in self.table:
+            self._hand_over(contact)
 
     def failed(self, contact: Contact, now: float, reason: str) -> None:
-        """The peer did not answer, or answered what no peer of the DHT answers."""
+        """Note that the peer did not answer, or answered what no peer of the DHT answers."""
         target = (contact.peer_id, ANSWERS)
         if not self._health.blocks(target, now, self._pause):  # calls that were under way together fail together
             self._health.failed(target, now, reason)
@@ -67,20 +72,23 @@ class PeerBook:
             if len(self._lost) > MAX_LOST:
                 del self._lost[next(iter(self._lost))]
 
-    def heard_from(self, contact: Contact, now: float) -> Contact | None:
-        """The peer called, and says that it listens at this address. Returns the contact to ping, if any."""
+    def heard_from(self, contact: Contact, now: float) -> None:
+        """Note that the peer called, and says that it listens at this address."""
         if node_id(contact.peer_id) == self.table.local_id:
-            return None
+            return
         seen = self.table.get(contact.peer_id)
-        if seen is not None and seen.contact == contact:
-            self.table.add(contact, now)
-            return None
-        if seen is not None or self.table.has_room(contact.peer_id):
-            return contact
-        # In a large swarm most callers fall into full buckets. To ping each of them would double the traffic, so they
-        # only wait among the replacements, and are found out when they are first asked something.
+        if self.table.has_room(contact.peer_id) if seen is None else seen.contact != contact:
+            self._check(contact)
+        else:
+            # It is known; or it is one of the many callers in a large swarm that fall into full buckets. To ping each
+            # of them would double the traffic, so they only wait among the replacements, and are found out when they
+            # are first asked something.
+            self._add(contact, now)
+
+    def _add(self, contact: Contact, now: float) -> None:
         oldest = self.table.add(contact, now)
-        return oldest.contact if oldest is not None and oldest.last_seen <= now - self._check_after_s else None
+        if oldest is not None and oldest.last_seen <= now - self._check_after_s:
+            self._check(oldest.contact)
 
     def usable(self, contacts: Iterable[Contact], now: float) -> tuple[Contact, ...]:
         """The contacts that are not being left alone."""
@@ -105,11 +113,11 @@ class PeerBook:
         all holders one hands over, and in a swarm at rest nobody does.
         """
         others = (c for c in self.table.nearest(key, replicas + 1) if c.peer_id != newcomer.peer_id)
-        own = xor_distance(self.table.local_id, key)
-        distances = sorted([own, *(xor_distance(node_id(contact.peer_id), key) for contact in others)])[:replicas]
+        own = self.table.local_id ^ key
+        distances = sorted([own, *(node_id(contact.peer_id) ^ key for contact in others)])[:replicas]
         if distances[0] != own:
             return False
-        return len(distances) < replicas or xor_distance(node_id(newcomer.peer_id), key) < distances[-1]
+        return len(distances) < replicas or node_id(newcomer.peer_id) ^ key < distances[-1]
 
     def draw_lost(self, count: int, rng: random.Random) -> tuple[Contact, ...]:
         """Up to `count` lost peers, drawn at random. They are tried whether or not they are being left alone."""

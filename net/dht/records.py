@@ -8,24 +8,24 @@ expiration of its own. Rules of merging, after hivemind's DHT:
 - a plain value and a dictionary exclude each other; a dictionary's expiration is the latest of its entries; a
   plain value replaces the whole dictionary, or a subkey replaces the plain value, if it expires later.
 
-Values are what CBOR carries without tags: None, bool, int (64 bits), float, str, bytes, lists, maps with string keys.
+Values are what `net.wire.codec` carries: None, bool, int (64 bits), float, str, bytes, lists, maps with string keys.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from net.errors import RemoteProtocolError
+from net.errors import LocalProtocolError
+from net.wire.codec import encode
 
 Value = Any
-"""None, bool, int, float, str, bytes, or lists and string-keyed dicts of these. Treat as read-only once stored."""
+"""None, bool, int, float, str, bytes, or lists and string-keyed dicts of these; tuples are stored as lists. Treat as
+read-only once stored."""
 
 MAX_VALUE_BYTES = 16 * 1024
 """Largest encoded value. Records are small facts (who serves what); tensors go from peer to peer, not here."""
-
-MAX_VALUE_DEPTH = 8
-"""Deepest nesting of a value; together with the message around it this stays below the codec's own limit."""
 
 MAX_SUBKEY_BYTES = 256
 MAX_SUBKEYS = 4096
@@ -71,19 +71,22 @@ SubkeyEntry = tuple[str | None, Entry]
 """One thing to store: under a subkey, or (None) as the key's plain value."""
 
 
-def make_entry(value: Value, expiration: float) -> Entry:
-    """Check and measure a value.
+def make_entry(value: Value, expiration: float, *, latest: float = math.inf) -> Entry:
+    """Check and measure a value; an expiration after `latest` is brought down to that.
 
     Raises:
-      ValueError: if CBOR without tags cannot carry it, it is too large or too deep, or the expiration is not
-        finite.
+      ValueError: the codec cannot carry the value, it is too large or too deep, or the expiration is not finite.
     """
-    if isinstance(expiration, bool) or not isinstance(expiration, (int, float)) or not math.isfinite(expiration):
-        raise ValueError(f"an expiration must be a finite number of seconds, got {expiration!r}")
-    size = _encoded_size(value, MAX_VALUE_DEPTH)
+    is_number = isinstance(expiration, int | float) and not isinstance(expiration, bool)
+    if not is_number or not abs(expiration) <= sys.float_info.max:
+        raise ValueError(f"an expiration must be a finite number of seconds, got {expiration!r:.80}")
+    try:
+        size = len(encode([[[[value]]]])) - 4  # inside as many containers as in a message: the codec bounds the depth
+    except LocalProtocolError as error:
+        raise ValueError(f"this is no DHT value: {error}") from error
     if size > MAX_VALUE_BYTES:
         raise ValueError(f"a DHT value takes at most {MAX_VALUE_BYTES} encoded bytes, got {size}")
-    return Entry(value=value, expiration=float(expiration), size_bytes=size + _ENTRY_OVERHEAD_BYTES)
+    return Entry(value=value, expiration=float(min(expiration, latest)), size_bytes=size + _ENTRY_OVERHEAD_BYTES)
 
 
 def check_subkey(subkey: str | None) -> str | None:
@@ -92,7 +95,7 @@ def check_subkey(subkey: str | None) -> str | None:
     Raises:
       ValueError: if it is neither None nor a string of at most `MAX_SUBKEY_BYTES`.
     """
-    if subkey is not None and (not isinstance(subkey, str) or _text_size(subkey) > MAX_SUBKEY_BYTES):
+    if subkey is not None and (not isinstance(subkey, str) or len(subkey.encode()) > MAX_SUBKEY_BYTES):
         raise ValueError(f"a subkey is None or a string of at most {MAX_SUBKEY_BYTES} bytes, got {subkey!r:.80}")
     return subkey
 
@@ -123,9 +126,11 @@ def merge_entries(record: Record | None, updates: Sequence[SubkeyEntry]) -> tupl
     accepted: list[bool] = []
     owned = False  # whether record.entries is a copy made here, which may be written to
     for subkey, entry in updates:
-        current = _current(record, subkey)
+        is_table = isinstance(record, Dictionary)
+        current = record.entries.get(subkey) if subkey is not None and isinstance(record, Dictionary) else record
         if current is not None and entry.expiration <= current.expiration:
-            accepted.append(isinstance(current, Entry) and _same(current, entry) and _same_kind(record, subkey))
+            # To store the same again is no conflict. repr tells 1, 1.0 and True apart, which == does not.
+            accepted.append(is_table == (subkey is not None) and repr(current) == repr(entry))
             continue
         accepted.append(True)
         if subkey is None:
@@ -137,12 +142,11 @@ def merge_entries(record: Record | None, updates: Sequence[SubkeyEntry]) -> tupl
             record, owned = Dictionary(entries=dict(record.entries)), True
         assert isinstance(record.entries, dict)
         record.entries[subkey] = entry
-    trimmed = _trim(record) if owned else record
-    if trimmed is not record:
-        assert isinstance(trimmed, Dictionary)
-        kept = trimmed.entries
+    if owned and isinstance(record, Dictionary):
+        record = _trimmed(record)
+        kept = record.entries
         accepted = [ok and (s is None or s in kept) for ok, (s, _) in zip(accepted, updates, strict=True)]
-    return trimmed, tuple(accepted)
+    return record, tuple(accepted)
 
 
 def merge(left: Record | None, right: Record | None) -> Record | None:
@@ -160,77 +164,8 @@ def as_updates(record: Record) -> tuple[SubkeyEntry, ...]:
     return ((None, record),) if isinstance(record, Entry) else tuple(record.entries.items())
 
 
-def page(record: Dictionary, *, after: str | None, budget_bytes: int) -> tuple[tuple[tuple[str, Entry], ...], bool]:
-    """The entries whose subkeys follow `after`, in the order of subkeys, as many as fit the budget (at least one).
-
-    Returns:
-      the entries, and whether more follow them.
-    """
-    rest = sorted(subkey for subkey in record.entries if after is None or subkey > after)
-    taken: list[tuple[str, Entry]] = []
-    used = 0
-    for subkey in rest:
-        entry = record.entries[subkey]
-        used += entry.size_bytes + _text_size(subkey)
-        if taken and used > budget_bytes:
-            break
-        taken.append((subkey, entry))
-    return tuple(taken), len(taken) < len(rest)
-
-
-def parse_entries_untrusted(raw: object, *, latest_expiration: float) -> tuple[SubkeyEntry, ...]:
-    """Read a list of `[subkey or None, value, expiration]`; later expirations are brought down to
-    `latest_expiration`.
-
-    Raises:
-      RemoteProtocolError: if it is anything else, or larger than the bounds of this module.
-    """
-    if not isinstance(raw, list) or len(raw) > MAX_SUBKEYS:
-        raise RemoteProtocolError(f"DHT entries must be a list of at most {MAX_SUBKEYS}")
-    return tuple(_parse_entry_untrusted(item, latest_expiration) for item in raw)
-
-
-def entries_to_wire(entries: Iterable[SubkeyEntry]) -> list[Value]:
-    """The form that `parse_entries_untrusted` reads."""
-    return [[subkey, entry.value, entry.expiration] for subkey, entry in entries]
-
-
-def _parse_entry_untrusted(item: object, latest_expiration: float) -> SubkeyEntry:
-    if not isinstance(item, list) or len(item) != 3:
-        raise RemoteProtocolError("a DHT entry must be [subkey, value, expiration]")
-    subkey, value, expiration = item
-    try:
-        entry = make_entry(value, expiration)
-        if entry.expiration > latest_expiration:
-            entry = Entry(value=value, expiration=latest_expiration, size_bytes=entry.size_bytes)
-        return check_subkey(subkey), entry
-    except (
-        ValueError,
-        OverflowError,
-    ) as error:  # OverflowError: an integer expiration beyond what a float holds
-        raise RemoteProtocolError(f"bad DHT entry: {error}") from error
-
-
-def _current(record: Record | None, subkey: str | None) -> Record | None:
-    """What a store under `subkey` has to outlive."""
-    if subkey is not None and isinstance(record, Dictionary):
-        return record.entries.get(subkey)
-    return record
-
-
-def _same(current: Entry, entry: Entry) -> bool:
-    # repr tells 1, 1.0 and True apart, which == does not.
-    return current.expiration == entry.expiration and repr(current.value) == repr(entry.value)
-
-
-def _same_kind(record: Record | None, subkey: str | None) -> bool:
-    return isinstance(record, Dictionary) == (subkey is not None)
-
-
-def _trim(record: Record | None) -> Record | None:
-    """Drop the earliest expiring entries of a dictionary that has outgrown its bounds."""
-    if not isinstance(record, Dictionary):
-        return record
+def _trimmed(record: Dictionary) -> Dictionary:
+    """The record, without its earliest expiring entries if it has outgrown its bounds."""
     size = size_bytes(record)
     if len(record.entries) <= MAX_SUBKEYS and size <= MAX_DICTIONARY_BYTES:
         return record
@@ -240,35 +175,3 @@ def _trim(record: Record | None) -> Record | None:
             break
         size -= kept.pop(subkey).size_bytes + 4 * len(subkey)
     return Dictionary(entries=kept)
-
-
-def _encoded_size(value: Value, depth: int) -> int:
-    """Upper bound of the CBOR encoding (RFC 8949) in bytes; floats count as 9 though a short form may exist."""
-    if depth < 0:
-        raise ValueError(f"a DHT value may be nested at most {MAX_VALUE_DEPTH} deep")
-    kind = type(value)
-    if value is None or kind is bool:
-        return 1
-    if kind is int and -(2**64) <= value < 2**64:
-        return 9
-    if kind is float and not math.isnan(value):  # NaN differs from itself, so copies could never be compared
-        return 9
-    if kind is bytes:
-        return 5 + len(value)
-    if kind is str:
-        return 5 + _text_size(value)
-    if kind is list:
-        return 5 + sum(_encoded_size(item, depth - 1) for item in value)
-    if kind is dict:
-        return 5 + sum(_map_key_size(key) + _encoded_size(item, depth - 1) for key, item in value.items())
-    raise ValueError(f"a DHT value is None, bool, 64-bit int, float, str, bytes, list or dict, got {value!r:.80}")
-
-
-def _map_key_size(key: object) -> int:
-    if type(key) is not str:
-        raise ValueError(f"maps in DHT values have string keys, got {key!r:.80}")
-    return 5 + _text_size(key)
-
-
-def _text_size(text: str) -> int:
-    return len(text.encode())  # lone surrogates raise UnicodeEncodeError, which is a ValueError

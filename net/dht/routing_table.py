@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from net.identity import PEER_ID_BYTES, Contact, PeerId
 
 NodeId = int
-"""A point of the key space: an integer of 256 bits. Peers and keys share the space."""
+"""A point of the key space: an integer of 256 bits. Peers and keys share the space, whose metric is XOR."""
 
 ID_BITS = 8 * PEER_ID_BYTES
 
@@ -28,14 +28,9 @@ def key_id(key: str) -> NodeId:
     return int.from_bytes(hashlib.sha256(key.encode()).digest(), "big")
 
 
-def xor_distance(left: NodeId, right: NodeId) -> int:
-    """Kademlia's metric (section 2.1): symmetric, zero only for equal ids, and it obeys the triangle inequality."""
-    return left ^ right
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A contact and when it last proved to be alive (seconds of swarm time)."""
+    """A contact and when it last proved to be alive (seconds of the table's clock)."""
 
     contact: Contact
     last_seen: float
@@ -74,8 +69,6 @@ class RoutingTable:
     """
 
     def __init__(self, local_id: NodeId, *, bucket_size: int = 20, depth_modulo: int = 5, now: float = 0.0) -> None:
-        if bucket_size < 1 or depth_modulo < 1:
-            raise ValueError(f"bucket_size and depth_modulo must be positive, got {bucket_size} and {depth_modulo}")
         self.local_id = local_id
         self._bucket_size = bucket_size
         self._depth_modulo = depth_modulo
@@ -121,10 +114,14 @@ class RoutingTable:
                 bucket.contacts.pop(node, None)  # popped first: the newest stands last
                 bucket.contacts[node] = Seen(contact=contact, last_seen=now)
                 return None
-            if not self._may_split(bucket):
-                self._add_replacement(bucket, node, Seen(contact=contact, last_seen=now))
-                return next(iter(bucket.contacts.values()))
-            self._split(bucket)
+            if self._may_split(bucket):
+                self._split(bucket)
+                continue
+            bucket.replacements.pop(node, None)
+            bucket.replacements[node] = Seen(contact=contact, last_seen=now)
+            if len(bucket.replacements) > self._bucket_size:  # as many spares as places: more could never all be used
+                del bucket.replacements[next(iter(bucket.replacements))]
+            return next(iter(bucket.contacts.values()))
 
     def has_room(self, peer_id: PeerId) -> bool:
         """Whether `add` would put a newcomer into the table rather than among the replacements."""
@@ -139,8 +136,7 @@ class RoutingTable:
         if bucket.contacts.pop(node, None) is None:
             return False
         if bucket.replacements:
-            promoted, seen = bucket.replacements.popitem()
-            bucket.contacts[promoted] = seen
+            bucket.contacts.update([bucket.replacements.popitem()])
         return True
 
     def nearest(self, target: NodeId, count: int) -> tuple[Contact, ...]:
@@ -185,9 +181,3 @@ class RoutingTable:
             (left if left.covers(node) else right).replacements[node] = seen
         index = self._buckets.index(bucket)
         self._buckets[index : index + 1] = [left, right]
-
-    def _add_replacement(self, bucket: _Bucket, node: NodeId, seen: Seen) -> None:
-        bucket.replacements.pop(node, None)
-        bucket.replacements[node] = seen
-        if len(bucket.replacements) > self._bucket_size:  # as many spares as places: more could never all be used
-            del bucket.replacements[next(iter(bucket.replacements))]

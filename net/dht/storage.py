@@ -21,8 +21,6 @@ class RecordStorage:
     """
 
     def __init__(self, *, max_keys: int, max_bytes: int) -> None:
-        if max_keys < 1 or max_bytes < 1:
-            raise ValueError(f"max_keys and max_bytes must be positive, got {max_keys} and {max_bytes}")
         self._max_keys = max_keys
         self._max_bytes = max_bytes
         self._records: dict[NodeId, Record] = {}
@@ -56,24 +54,22 @@ class RecordStorage:
         Returns:
           for each update whether it was accepted; an expired one, and one for which there is no room, is not.
         """
-        before = self.get(key, now)
         fresh = [update for update in updates if update[1].expiration > now]
-        after, accepted = merge_entries(before, fresh)
+        after, accepted = merge_entries(self.get(key, now), fresh)
         self._put(key, after)
-        self._evict(now)
-        kept = key in self._records
+        if self._is_over():
+            self.sweep(now)
+        while self._is_over():
+            self._drop_first()
         verdicts = iter(accepted)
-        return tuple(next(verdicts) and kept if entry.expiration > now else False for _, entry in updates)
+        return tuple(entry.expiration > now and next(verdicts) and key in self._records for _, entry in updates)
 
     def sweep(self, now: float) -> int:
         """Forget the records that have ended. Returns how many."""
-        ended = 0
+        before = len(self._records)
         while self._by_expiration and self._by_expiration[0][0] <= now:
-            expiration, key = heapq.heappop(self._by_expiration)
-            if self._is_current(expiration, key):
-                self._put(key, None)
-                ended += 1
-        return ended
+            self._drop_first()
+        return before - len(self._records)
 
     def _put(self, key: NodeId, record: Record | None) -> None:
         if record is not None and self._records.get(key) is record:
@@ -90,18 +86,11 @@ class RecordStorage:
             self._by_expiration = [(record.expiration, key) for key, record in self._records.items()]
             heapq.heapify(self._by_expiration)
 
-    def _evict(self, now: float) -> None:
-        if not self._is_over():
-            return
-        self.sweep(now)
-        while self._is_over():
-            expiration, key = heapq.heappop(self._by_expiration)
-            if self._is_current(expiration, key):
-                self._put(key, None)
-
     def _is_over(self) -> bool:
         return len(self._records) > self._max_keys or self._bytes > self._max_bytes
 
-    def _is_current(self, expiration: float, key: NodeId) -> bool:
-        record = self._records.get(key)
-        return record is not None and record.expiration == expiration
+    def _drop_first(self) -> None:
+        """Take the first pair by expiration, and its record with it unless the pair is void."""
+        expiration, key = heapq.heappop(self._by_expiration)
+        if key in self._records and self._records[key].expiration == expiration:
+            self._put(key, None)

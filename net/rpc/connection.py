@@ -17,13 +17,12 @@ from net.errors import (
 )
 from net.identity import Address
 from net.rpc.base import Body, Reply, Request
-from net.rpc.fault_acts import act_before, act_instead_of_reply
-from net.rpc.faults import FaultInjector
-from net.rpc.service import Method, Service, reported
-from net.rpc.session import Action, CancelRun, FinishCall, RpcSession, RunCall
+from net.rpc.faults import FaultInjector, misbehave
+from net.rpc.service import Method, Service
+from net.rpc.session import Action, RpcSession
 from net.transport.base import Link
-from net.wire.frames import EncodedFrame, Frame, Part
-from net.wire.messages import CallError, CallReply, CallStart, ErrorKind, Hello
+from net.wire.frames import Frame, Part
+from net.wire.messages import CallCancel, CallError, CallReply, CallStart, ErrorKind, Hello
 from net.wire.tensors import Outgoing, plain
 
 _log = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ HELLO_TIMEOUT_S = 10.0
 """A connection whose peer does not say who it is does not keep its place for longer."""
 
 _CLOSE_TIMEOUT_S = 1.0
-"""For the transport's farewell; then the link is aborted."""
+"""How long the transport may take to say farewell; then the link is aborted."""
 
 _WRITE_BYTES = 512 * 1024
 """Parts written in one go, at least. Small calls placed meanwhile leave together; larger batches gain nothing and make
@@ -43,11 +42,14 @@ _READ_FRAMES = 8
 and both ends work at the same time instead of by turns."""
 
 SILENCE_S = 30.0
-"""Of a peer while calls are under way; then it is pinged, and after as long again it is taken for gone. TCP alone would
-wait a quarter of an hour for a peer that vanished without a word."""
+"""A peer that is silent for so long while calls are under way is pinged, and after as long again it is taken for gone.
+TCP alone would wait a quarter of an hour for a peer that vanished without a word."""
+
+IDLE_S = 120.0
+"""A connection without calls for so long is closed. Trainers call every few seconds, DHT peers every minute or so."""
 
 LEAVE_S = 10.0
-"""For the other end's goodbye, once nothing else is under way."""
+"""How long the other end's goodbye is waited for once nothing else is under way."""
 
 _MIN_TIMEOUT_S = 0.001
 """What a call says on the wire when its caller's deadline is here already."""
@@ -75,9 +77,9 @@ class Connection:
     Args:
       link: fresh from a transport; the connection closes it.
       is_outgoing: whether we dialled it.
-      hello: who we are and where we listen, for the peer; see `hello_of`.
+      hello: who we are and where we listen, for the peer.
       service: what the other end may call.
-      on_hello: called once, when the other end has said who it is, and that is true as far as the network can tell.
+      on_hello: called once, when the other end has said who it is; may raise an error that ends the connection.
       faults: what is to go wrong with our answers; None for nothing.
     """
 
@@ -86,91 +88,75 @@ class Connection:
         link: Link,
         *,
         is_outgoing: bool,
-        hello: EncodedFrame,
+        hello: Hello,
         service: Service,
-        on_hello: Callable[["Connection"], None],
+        on_hello: Callable[["Connection", Hello], None],
         faults: FaultInjector | None = None,
     ) -> None:
         self.link = link
         self.is_outgoing = is_outgoing
+        self.session = RpcSession(hello)
+        self.cause: NetError | None = None
+        """Why it ended; None while it lives."""
+        self.last_heard = self.last_used = trio.current_time()
+        """When the last frame came in, and when the last call was placed or served, seconds of trio's clock."""
         self._service = service
         self._on_hello = on_hello
         self._faults = faults
-        self._session = RpcSession(hello)
         self._pending: dict[int, _PendingCall] = {}
         self._handler_scopes: dict[int, trio.CancelScope] = {}
         self._scope = trio.CancelScope()
         self._wake = trio.Event()
-        self._cause: NetError | None = None  # why it ended; None while it lives
         self._last_part: Part | None = None
         self._num_moved = 0  # of the link when it was looked at last
         self._pinged_at = -math.inf
         self._leaving_since = math.inf
-        self.last_heard = self.last_used = trio.current_time()
-        """When the last frame came in, and when the last call was placed or served, seconds of trio's clock."""
 
     @property
     def remote(self) -> Hello | None:
         """Who is at the other end; None until it has said so."""
-        return self._session.remote
-
-    @property
-    def is_open(self) -> bool:
-        """It has not ended."""
-        return self._cause is None
+        return self.session.remote
 
     @property
     def takes_calls(self) -> bool:
-        """Calls can be placed."""
-        return self._cause is None and not self._session.is_leaving
+        """Whether calls can be placed."""
+        return self.cause is None and not self.session.is_leaving
 
-    @property
-    def has_parted(self) -> bool:
-        """One of its ends has had enough of it: it takes no more calls, and is over or will be soon."""
-        return self._session.is_leaving
-
-    @property
-    def is_idle(self) -> bool:
-        """No call is under way in either direction."""
-        return self._session.is_idle
-
-    @property
-    def cause(self) -> NetError | None:
-        """Why it ended; None while it lives."""
-        return self._cause
-
-    def close(self, reason: str) -> None:
-        """End the connection: `run` returns soon, calls under way fail with `ConnectionLost`. Idempotent."""
-        self._end(ConnectionLost(reason))
+    def end(self, cause: NetError) -> None:
+        """End the connection: `run` returns soon, calls under way fail with `cause` or `ConnectionLost`. Idempotent."""
+        if self.cause is not None:
+            return
+        self.cause = cause
+        self._scope.cancel()
+        for pending in self._pending.values():
+            pending.done.set()
 
     def leave(self) -> None:
         """Place no more calls here; the connection ends when both sides are done with theirs. Idempotent."""
-        if not self._session.is_leaving:
-            self._session.leave()
+        if not self.session.is_leaving:
+            self.session.leave()
             self._wake.set()
 
-    def check(self, now: float, *, idle_s: float) -> None:
-        """What time brings: part from a peer without calls for `idle_s`, ping a silent one, give up a dead one.
-
-        To be called every few seconds.
-        """
+    def check(self, now: float) -> None:
+        """Part from a peer without calls, ping a silent one, give up a dead one. To be called every few seconds."""
         if self.link.num_moved != self._num_moved:
             # Not only frames: a large one takes its time on a slow line, in either direction.
             self._num_moved, self.last_heard = self.link.num_moved, now
-        if self.is_idle and self._session.is_leaving:
+        if self.session.is_idle and self.session.is_leaving:
             self._leaving_since = min(self._leaving_since, now)
             if now - self._leaving_since >= LEAVE_S:
-                self.close("parting took too long")
-        elif self.is_idle:
-            if now - max(self.last_used, self.last_heard) >= idle_s:
+                self.end(ConnectionLost("parting took too long"))
+        elif self.session.is_idle:
+            if now - max(self.last_used, self.last_heard) >= IDLE_S:
                 self.leave()
         elif now - self.last_heard >= SILENCE_S:
             if self._pinged_at <= self.last_heard:
                 self._pinged_at = now
-                self._session.ping()
+                self.session.ping()
                 self._wake.set()
             elif now - self._pinged_at >= SILENCE_S:
-                self.close(f"{self.link.remote_address} was silent for {now - self.last_heard:.0f} s")
+                silent_s = now - self.last_heard
+                self.end(ConnectionLost(f"{self.link.remote_address} was silent for {silent_s:.0f} s"))
 
     async def run(self) -> None:
         """Serve until the connection ends, for whatever reason; then nothing is left open or running.
@@ -180,23 +166,23 @@ class Connection:
         """
         # For the handshake and the greeting; whoever does not say who it is keeps no place for longer.
         self._scope.deadline = trio.current_time() + HELLO_TIMEOUT_S
+        where = self.link.remote_address
         try:
             with self._scope:
-                if await self._handshake():
-                    async with trio.open_nursery() as nursery:
-                        nursery.start_soon(self._write)
-                        await self._read(nursery)
+                await self.link.handshake()
+                await trio.lowlevel.checkpoint_if_cancelled()
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._write)
+                    await self._read(nursery)
+        except NetError as exc:  # of the handshake
+            _log.info("refused %s: %s", where, exc)
+            self.end(exc)
         except Exception:
-            _log.exception("connection with %s failed", self.link.remote_address)
+            _log.exception("connection with %s failed", where)
         finally:
-            is_clean = self._cause is None or not isinstance(self._cause, RemoteProtocolError)
             is_mute = self._scope.cancelled_caught and self.remote is None
-            self._end(
-                ConnectionLost(
-                    f"{self.link.remote_address} did not say who it is" if is_mute else "this peer was closed"
-                )
-            )
-            if is_clean:
+            self.end(ConnectionLost(f"{where} did not say who it is" if is_mute else "this peer was closed"))
+            if not isinstance(self.cause, RemoteProtocolError):
                 with trio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
                     await self.link.aclose()
             self.link.abort()
@@ -208,11 +194,11 @@ class Connection:
           deadline: the caller's, seconds of trio's clock. It is sent along; enforcing it here is the caller's
             part.
         """
-        if self._cause is not None:
+        if self.cause is not None:
             raise self._lost()
         self.last_used = trio.current_time()
         timeout_s = max(deadline - self.last_used, _MIN_TIMEOUT_S)
-        call_id = self._session.place_call(method, body, tensors, timeout_s=timeout_s)
+        call_id = self.session.place_call(method, body, tensors, timeout_s=timeout_s)
         pending = self._pending[call_id] = _PendingCall()
         self._wake.set()
         try:
@@ -220,7 +206,7 @@ class Connection:
         finally:
             # A no-op when the call has been answered. Synchronous: a cancelled task could not wait here.
             if self._pending.pop(call_id, None) is not None:
-                self._session.abandon_call(call_id)
+                self.session.abandon_call(call_id)
                 self._wake.set()
         match pending.answer:
             case None:
@@ -232,27 +218,10 @@ class Connection:
 
     def _lost(self) -> NetError:
         """A fresh error for each caller, since raising one object in several tasks would mix their tracebacks."""
-        kind = RemoteProtocolError if isinstance(self._cause, RemoteProtocolError) else ConnectionLost
-        error = kind(str(self._cause))
-        error.__cause__ = self._cause
+        kind = RemoteProtocolError if isinstance(self.cause, RemoteProtocolError) else ConnectionLost
+        error = kind(str(self.cause))
+        error.__cause__ = self.cause
         return error
-
-    def _end(self, cause: NetError) -> None:
-        if self._cause is not None:
-            return
-        self._cause = cause
-        self._scope.cancel()
-        for pending in self._pending.values():
-            pending.done.set()
-
-    async def _handshake(self) -> bool:
-        """Whether the other end may talk to us."""
-        try:
-            await self.link.handshake()
-        except NetError as exc:
-            _log.info("refused %s: %s", self.link.remote_address, exc)
-            self._end(exc)
-        return self._cause is None
 
     async def _write(self) -> None:
         """The only task that sends: parts leave whole and in order, whoever is cancelled meanwhile."""
@@ -260,17 +229,17 @@ class Connection:
             while True:
                 if self._last_part is not None:
                     await self.link.send(self._last_part)
-                    return self._end(ConnectionLost("ended on purpose"))
-                parts = self._session.take_parts(_WRITE_BYTES)
+                    return self.end(ConnectionLost("ended on purpose"))
+                parts = self.session.take_parts(_WRITE_BYTES)
                 if parts:
                     await self.link.send(*parts)
-                elif self._session.is_over:
-                    return self._end(ConnectionLost("both ends were done"))
+                elif self.session.is_over:
+                    return self.end(ConnectionLost("both ends were done"))
                 else:
                     self._wake = trio.Event()
                     await self._wake.wait()
         except NetError as exc:
-            self._end(exc)
+            self.end(exc)
 
     async def _read(self, nursery: trio.Nursery) -> None:
         link, num_read = self.link, 0
@@ -281,90 +250,75 @@ class Connection:
                     await trio.lowlevel.checkpoint()
                 self._take_untrusted(frame, nursery)
                 del frame  # it would stay in memory until the next one comes
-            self._end(ConnectionLost(f"{link.remote_address} closed the connection"))
+            self.end(ConnectionLost(f"{link.remote_address} closed the connection"))
         except NetError as exc:
             if isinstance(exc, RemoteProtocolError):
                 _log.warning("dropping the connection with %s: %s", link.remote_address, exc)
-            self._end(exc)
+            self.end(exc)
 
     def _take_untrusted(self, frame: Frame, nursery: trio.Nursery) -> None:
-        """What has come in, and what follows from it."""
-        self._session.receive_untrusted(frame)
+        action = self.session.receive_untrusted(frame)
         self.last_heard = trio.current_time()
-        if self._scope.deadline != math.inf:
-            self._greet_untrusted()
-        for action in self._session.take_actions():
+        if self._scope.deadline != math.inf and self.session.remote is not None:
+            self._scope.deadline = math.inf
+            self._on_hello(self, self.session.remote)
+        if action is not None:
             self._carry_out(action, nursery)
-        if self._session.wants_to_write:
+        if self.session.wants_to_write:
             self._wake.set()
-
-    def _greet_untrusted(self) -> None:
-        """The other end has just said who it is."""
-        self._scope.deadline = math.inf
-        remote, proven = self._session.remote, self.link.remote_peer_id
-        assert remote is not None
-        if proven is not None and remote.peer_id != proven:
-            raise RemoteProtocolError(f"{proven.short} says that it is {remote.peer_id.short}")
-        self._on_hello(self)
 
     def _carry_out(self, action: Action, nursery: trio.Nursery) -> None:
         match action:
-            case FinishCall(answer=answer):
-                pending = self._pending.pop(answer.call_id)
-                pending.answer = answer
+            case CallReply() | CallError():
+                pending = self._pending.pop(action.call_id)
+                pending.answer = action
                 pending.done.set()
-            case CancelRun(call_id=call_id):
-                self._handler_scopes[call_id].cancel()
-            case RunCall(start=start):
+            case CallCancel():
+                self._handler_scopes[action.call_id].cancel()
+            case CallStart():
                 self.last_used = self.last_heard
                 try:
-                    method = self._service.admit(start.method)
+                    method = self._service.admit(action.method)
                 except CallFailed as exc:
-                    self._fail(start.call_id, exc)
+                    self._fail(action.call_id, exc)
                     return
-                scope = trio.CancelScope(deadline=trio.current_time() + start.timeout_s)
-                self._handler_scopes[start.call_id] = scope
-                nursery.start_soon(self._serve, start, scope, method)
+                scope = trio.CancelScope(deadline=trio.current_time() + action.timeout_s)
+                self._handler_scopes[action.call_id] = scope
+                nursery.start_soon(self._serve, action, scope, method)
 
     async def _serve(self, start: CallStart, scope: trio.CancelScope, method: Method) -> None:
-        """Run one handler within its deadline and queue the answer; the supervisor of handlers.
-
-        The place in the service is taken already.
-        """
+        """Run one handler, whose place is taken already, within its deadline, and queue the answer."""
         try:
             with scope:
                 try:
-                    with reported(start.method, str(self.link.remote_address)):
+                    with method.serving(str(self.link.remote_address)):
                         reply = await self._reply(self._request(start), method)
-                        self._session.reply(start.call_id, reply.body, reply.tensors)
+                        self.session.reply(start.call_id, reply.body, reply.tensors)
                 except CallFailed as exc:
                     self._fail(start.call_id, exc)
             if scope.cancelled_caught:
-                self._session.forget(start.call_id)
+                self.session.forget(start.call_id)
         finally:
             del self._handler_scopes[start.call_id]
-            self._service.release(method)
             self._wake.set()
 
     async def _reply(self, request: Request, method: Method) -> Reply:
         fate = None if self._faults is None else self._faults.draw(request.peer_id, request.method)
         if fate is None:
-            return await self._service.run(method, request)
-        fault, late_s = fate
-        await act_before(fault, late_s)
-        return await act_instead_of_reply(fault, await self._service.run(method, request), self._send_last)
+            return await method.run(request)
+        return await misbehave(*fate, lambda: method.run(request), self._send_last)
 
     def _send_last(self, part: Part) -> None:
-        """For faults: send one more part, whatever else waits, and end the connection."""
+        """Send one more part, whatever else waits, and end the connection: a fault on purpose."""
         self._last_part = part
         self._wake.set()
 
     def _fail(self, call_id: int, error: CallFailed) -> None:
         kind = next(kind for kind, error_type in _ERRORS.items() if isinstance(error, error_type))
-        self._session.fail(call_id, kind, str(error))
+        self.session.fail(call_id, kind, str(error))
 
     def _request(self, start: CallStart) -> Request:
-        remote = self._session.remote
+        remote = self.session.remote
         assert remote is not None  # the session lets no call through before Hello
         host = remote.host or self.link.remote_address.host
         return Request(

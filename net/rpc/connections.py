@@ -7,9 +7,10 @@ prefer the one that the smaller peer id dialled, and part from the other once it
 
 from collections.abc import Iterator
 
-from net.errors import RemoteProtocolError
-from net.identity import Address, PeerId
+from net.errors import ConnectionLost, RemoteProtocolError
+from net.identity import Address, Contact, PeerId
 from net.rpc.connection import Connection
+from net.wire.messages import Hello
 
 
 class ConnectionTable:
@@ -24,47 +25,38 @@ class ConnectionTable:
     def __iter__(self) -> Iterator[Connection]:
         return iter(tuple(self._all))
 
-    def num_open(self, *, outgoing: bool) -> int:
-        """Connections that we dialled, or that others did, and that have not ended."""
-        return sum(connection.is_open and connection.is_outgoing == outgoing for connection in self._all)
-
-    def find(self, peer_id: PeerId) -> Connection | None:
-        """The connection that takes calls to this peer."""
-        connection = self._by_peer.get(peer_id)
+    def find(self, target: Contact | Address | PeerId) -> Connection | None:
+        """The connection that takes calls to this peer, or to whoever answered at this address."""
+        if isinstance(target, Contact):
+            target = target.peer_id
+        peer_id = self._peer_at.get(target) if isinstance(target, Address) else target
+        connection = None if peer_id is None else self._by_peer.get(peer_id)
         return connection if connection is not None and connection.takes_calls else None
 
     @property
     def has_strangers(self) -> bool:
-        """Somebody has dialled us and not said yet who it is."""
-        return any(
-            connection.remote is None and connection.is_open and not connection.is_outgoing for connection in self._all
-        )
-
-    def find_at(self, address: Address) -> Connection | None:
-        """The connection that takes calls to whoever answered at this address."""
-        peer_id = self._peer_at.get(address)
-        return None if peer_id is None else self.find(peer_id)
+        """Whether somebody has dialled us and not said yet who it is."""
+        return any(each.remote is None and each.cause is None and not each.is_outgoing for each in self._all)
 
     def add(self, connection: Connection) -> None:
-        """A new connection, whose other end is not known yet."""
+        """Take in a new connection, whose other end is not known yet."""
         self._all[connection] = None
 
-    def greeted_untrusted(self, connection: Connection) -> None:
-        """The other end of `connection` has said who it is.
+    def greeted_untrusted(self, connection: Connection, remote: Hello) -> None:
+        """Note that the other end of `connection` has said who it is, and keep one connection with it.
 
         Raises:
           RemoteProtocolError: it is this peer itself.
         """
-        remote = connection.remote
-        assert remote is not None
         if remote.peer_id == self._peer_id:
             raise RemoteProtocolError("that is this peer itself")
         if connection.is_outgoing:
             self._peer_at[connection.link.remote_address] = remote.peer_id
         known = self.find(remote.peer_id)
-        if known is not None and known.remote is not None:
+        if known is not None:
+            assert known.remote is not None  # it stands in the table by that
             if known.remote.instance != remote.instance:
-                known.close("the peer was started again")
+                known.end(ConnectionLost("the peer was started again"))
             elif known.is_outgoing != connection.is_outgoing and self._is_preferred(known, remote.peer_id):
                 connection.leave()
                 return
@@ -73,7 +65,7 @@ class ConnectionTable:
         self._by_peer[remote.peer_id] = connection
 
     def remove(self, connection: Connection) -> None:
-        """A connection has ended."""
+        """Forget a connection that has ended."""
         self._all.pop(connection, None)
         remote = connection.remote
         if remote is None:
@@ -86,19 +78,20 @@ class ConnectionTable:
             for address in [address for address, peer_id in self._peer_at.items() if peer_id == remote.peer_id]:
                 del self._peer_at[address]
 
-    def close_longest_idle(self, *, outgoing: bool) -> bool:
-        """Close the connection without calls that was used least recently; False if all are in use. Incoming ones
-        whose other end has not said who it is come first: strangers do not take the places of peers. Outgoing ones of
-        that kind stay, for somebody waits for them."""
-        candidates = [
-            connection
-            for connection in self._all
-            if connection.is_outgoing == outgoing and connection.is_open and connection.is_idle
-            if connection.remote is not None or not outgoing
-        ]
-        longest = min(candidates, key=lambda each: (each.remote is not None, each.last_used), default=None)
+    def make_room(self, *, outgoing: bool, most: int) -> bool:
+        """Whether there is room for another of at most `most` open connections that we dialled, or that others did.
+
+        If not, the one without calls that was used least recently makes room; False means that all are in use.
+        Incoming ones whose other end has not said who it is go first: strangers do not take the places of peers.
+        Outgoing ones of that kind stay, for somebody waits for them.
+        """
+        open_ones = [each for each in self._all if each.is_outgoing == outgoing and each.cause is None]
+        if len(open_ones) < most:
+            return True
+        idle = [each for each in open_ones if each.session.is_idle and (each.remote is not None or not outgoing)]
+        longest = min(idle, key=lambda each: (each.remote is not None, each.last_used), default=None)
         if longest is not None:
-            longest.close("closed to make room for another connection")
+            longest.end(ConnectionLost("closed to make room for another connection"))
         return longest is not None
 
     def _is_preferred(self, connection: Connection, remote: PeerId) -> bool:

@@ -1,4 +1,4 @@
-"""Peers that misbehave on purpose: which faults there are, and when they strike.
+"""Peers that misbehave on purpose: which faults there are, when they strike, and what happens then.
 
 The same vocabulary serves simulations and real nodes: `open_rpc_peer(..., faults=FaultInjector(plan))` makes a peer
 whose answers go wrong, on whatever network it is. Chance is repeatable: the n-th call of a caller meets the same fate
@@ -16,14 +16,26 @@ in every run with the same seed.
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
+import trio
+
 from net.chance import uniform
+from net.errors import CallRefused
 from net.identity import PeerId
+from net.rpc.base import Reply
+from net.wire.frames import MAGIC, PREAMBLE, VERSION, Frame, Part, PartKind
+from net.wire.tensors import plain
 
 MAX_CALLERS = 4096
 """Callers whose calls are counted. Beyond it the counting starts afresh, which costs repeatability and nothing else."""
+
+_GARBAGE = b"HTTP/1.1 400 Bad Request\r\n\r\n"
+_HEAD = PREAMBLE.pack(MAGIC, VERSION, PartKind.WHOLE, 100, 0)  # of a header of 100 bytes, which never come
+_CUT_SHORT = Part(pieces=(_HEAD,), nbytes=len(_HEAD), frame=None)
+_NO_FRAME = Part(pieces=(_GARBAGE,), nbytes=len(_GARBAGE), frame=Frame(header={"type": "garbage"}))
+"""The frame is for a simulated link, which carries no bytes: one that is no message."""
 
 
 class Fault(enum.StrEnum):
@@ -48,7 +60,7 @@ class FaultPlan:
     methods: tuple[str, ...] | None = None
     """The methods concerned, by name or by prefix with a dot at its end ("expert."); None for all."""
     seed: int = 0
-    """Of chance."""
+    """Seed of the draws."""
 
     def __post_init__(self) -> None:
         if not all(0 <= rate <= 1 for rate in self.rates.values()) or sum(self.rates.values()) > 1 + 1e-9:
@@ -97,7 +109,7 @@ class FaultInjector:
         self._num_calls: dict[PeerId, int] = {}
 
     def of(self, server: PeerId) -> "FaultInjector":
-        """One for this peer, at its first call, under the same plan."""
+        """An injector for this peer under the same plan, which has not counted any call yet."""
         return FaultInjector(self._plan, server)
 
     def draw(self, caller: PeerId, method: str) -> tuple[Fault, float] | None:
@@ -118,3 +130,33 @@ class FaultInjector:
                 late_s = -plan.late_mean_s * math.log1p(-uniform(plan.seed, self._server, caller.raw, number, "late"))
                 return fault, late_s if fault is Fault.LATE else 0.0
         return None
+
+
+async def misbehave(
+    fault: Fault, late_s: float, serve: Callable[[], Awaitable[Reply]], send_last: Callable[[Part], None]
+) -> Reply:
+    """Serve a call that a fault strikes.
+
+    Args:
+      late_s: the delay of a late answer.
+      serve: runs the handler.
+      send_last: sends one more part on the connection and then ends it.
+
+    Raises:
+      CallRefused: by that fault, or by the handler.
+    """
+    match fault:
+        case Fault.REFUSE:
+            raise CallRefused("refused on purpose")
+        case Fault.HANG:
+            await trio.sleep_forever()
+        case Fault.LATE:
+            await trio.sleep(late_s)
+    reply = await serve()
+    match fault:
+        case Fault.DIE | Fault.GARBAGE:
+            send_last(_CUT_SHORT if fault is Fault.DIE else _NO_FRAME)
+            await trio.sleep_forever()  # the end of the connection ends this
+        case Fault.WRONG_SHAPE:
+            return Reply(body=reply.body, tensors=tuple(plain(tensor)[None] for tensor in reply.tensors))
+    return reply

@@ -45,29 +45,22 @@ class Outbox:
         self._window_bytes = 0
         self._free_bytes = 0
         self._stream_bytes = 0  # window cost of the streams
-        self._answer_bytes = 0
+        self.answer_bytes = 0
+        """Tensors of the answers that wait or have left in part, bytes."""
 
     def __len__(self) -> int:
         """Frames that wait or have left in part."""
         return len(self._plain) + len(self._small) + len(self._large) + len(self._streams) + len(self._resets)
 
-    def __bool__(self) -> bool:
-        return bool(self._plain or self._small or self._large or self._streams or self._resets)
-
     def __contains__(self, key: Key) -> bool:
         return any(key in queue for queue in (self._plain, self._small, self._large, self._streams))
 
-    @property
-    def answer_bytes(self) -> int:
-        """Tensors of the answers that wait or have left in part, bytes."""
-        return self._answer_bytes
-
     def open_window(self, window_bytes: int) -> None:
-        """The receiver said how large its window is; before that, nothing with a body leaves."""
+        """Note how large the receiver's window is; before that, nothing with a body leaves."""
         self._window_bytes = self._free_bytes = window_bytes
 
     def grant_untrusted(self, nbytes: int) -> None:
-        """The receiver gave room back.
+        """Note that the receiver gave room back.
 
         Raises:
           RemoteProtocolError: more than it was sent.
@@ -178,4 +171,4 @@ class Outbox:
 
     def _count(self, key: Key, nbytes: int) -> None:
         if key[0] == ANSWER:
-            self._answer_bytes += nbytes
+            self.answer_bytes += nbytes

@@ -24,12 +24,12 @@ from net.rpc.base import Body, Handler, Reply
 from net.rpc.connection import HELLO_TIMEOUT_S, Connection
 from net.rpc.connections import ConnectionTable
 from net.rpc.faults import FaultInjector
-from net.rpc.own_calls import OwnCalls
 from net.rpc.service import Service
-from net.rpc.session import hello_of
 from net.transport.base import Link, Listener, Transport
+from net.wire.compression import COMPRESSIONS
 from net.wire.fields import MAX_HOST_CHARACTERS
-from net.wire.messages import INSTANCE_BYTES, MAX_TIMEOUT_S, is_host
+from net.wire.frame_reader import WINDOW_BYTES
+from net.wire.messages import INSTANCE_BYTES, MAX_TIMEOUT_S, Hello, is_host
 from net.wire.tensors import Outgoing
 
 _log = logging.getLogger(__name__)
@@ -39,24 +39,23 @@ MAX_INCOMING_CONNECTIONS = 512
 """Together they stay below the 1024 descriptors that most systems give a process. At either bound the connection that
 has been idle for longest makes room; its peer dials again when it next needs to."""
 
-IDLE_S = 120.0
-"""A connection without calls for so long is closed. Trainers call every few seconds, DHT peers every minute or so."""
-
 _PATIENCE_S = 3.0
 """A dial that its callers gave up sooner says nothing about the address."""
 
 DIAL_PAUSE = Pause(first_s=0.2, longest_s=30.0, forgiven=1)
-"""After failed dials. The first costs nothing: a process that was just restarted, or one that gave a connection up the
-moment we used it, answers the next call."""
+"""How long a target is left alone after failed dials. The first costs nothing: a process that was just restarted, or
+one that gave a connection up the moment we used it, answers the next call."""
 
 CHECK_PERIOD_S = 5.0
 """How often all connections are looked at: one timer for each peer, not for each connection."""
 
 
 class _Dial:
-    """A connection being made, and how many callers wait for it."""
+    """A connection being made to `target`, and how many callers wait for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: Contact | Address) -> None:
+        self.target = target
+        self.expected = target.peer_id if isinstance(target, Contact) else None
         self.scope = trio.CancelScope()
         self.done = trio.Event()
         self.num_waiting = 0
@@ -73,7 +72,6 @@ async def open_rpc_peer(
     listen: Address | None = None,
     announce: str | None = None,
     faults: FaultInjector | None = None,
-    idle_s: float = IDLE_S,
     max_outgoing_connections: int = MAX_OUTGOING_CONNECTIONS,
     max_incoming_connections: int = MAX_INCOMING_CONNECTIONS,
 ) -> AsyncIterator["RpcPeer"]:
@@ -89,7 +87,6 @@ async def open_rpc_peer(
       listen: where to be called; port 0 lets the network choose. None: client mode, it only calls.
       announce: the host under which others reach this peer, if it is not the one that it listens on.
       faults: what is to go wrong with this peer's answers, on purpose.
-      idle_s: connections without calls for so long are closed.
       max_outgoing_connections, max_incoming_connections: see `MAX_INCOMING_CONNECTIONS`.
 
     Raises:
@@ -110,7 +107,6 @@ async def open_rpc_peer(
                 address=None if listener is None else listener.address,
                 announced_host=announce,
                 faults=faults,
-                idle_s=idle_s,
                 max_outgoing_connections=max_outgoing_connections,
                 max_incoming_connections=max_incoming_connections,
             )
@@ -144,7 +140,6 @@ class RpcPeer:
         address: Address | None,
         announced_host: str | None,
         faults: FaultInjector | None,
-        idle_s: float,
         max_outgoing_connections: int,
         max_incoming_connections: int,
     ) -> None:
@@ -152,39 +147,28 @@ class RpcPeer:
             address = Address(announced_host, address.port)
         self._transport = transport
         self._nursery = nursery
-        self._peer_id = peer_id
-        self._address = address
-        self._contact = None if address is None else Contact(peer_id, address)
+        self.peer_id = peer_id
+        self.address = address
+        self.health = PeerHealth()
+        """Every dial and every call's end goes into it."""
+        self._itself = () if address is None else (address, Contact(peer_id, address))
         self._faults = None if faults is None else faults.of(peer_id)
-        self._idle_s = idle_s
         self._max_outgoing = max_outgoing_connections
         self._max_incoming = max_incoming_connections
-        # Chance that changes nothing, not even in a simulation: an instance is only ever compared with another.
-        instance = secrets.token_bytes(INSTANCE_BYTES)
-        port = None if address is None else address.port
-        self._hello = hello_of(peer_id, instance=instance, port=port, host=announced_host)
-        self._service = Service()
-        self._own_calls = OwnCalls(self._service, peer_id, address)
-        self._health = PeerHealth()
+        # The instance is chance that changes nothing, not even in a simulation: it is only compared with another.
+        self._hello = Hello(
+            peer_id=peer_id,
+            instance=secrets.token_bytes(INSTANCE_BYTES),
+            port=None if address is None else address.port,
+            host=announced_host,
+            window_bytes=WINDOW_BYTES,
+            compressions=tuple(COMPRESSIONS),
+        )
+        self._service = Service(peer_id, address)
         self._dials: dict[Contact | Address, _Dial] = {}
         self._connections = ConnectionTable(peer_id)
         self._news = trio.Event()
         self._is_closed = False
-
-    @property
-    def peer_id(self) -> PeerId:
-        """Who this process is."""
-        return self._peer_id
-
-    @property
-    def address(self) -> Address | None:
-        """Where this process is reached; None in client mode."""
-        return self._address
-
-    @property
-    def health(self) -> PeerHealth:
-        """Who does not answer. Every dial and every call's end goes into it, see `Caller.health`."""
-        return self._health
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Serve `method`, see `Caller.add_handler`. The tensors of its replies must not be written to afterwards.
@@ -229,16 +213,16 @@ class RpcPeer:
             raise PeerTimeout(f"no time left to call {method!r} at {target}")
         if self._is_closed:
             raise ConnectionLost("this peer was closed")
-        is_own = target in (self._address, self._contact)
-        peer_id = self._peer_id if is_own else target.peer_id if isinstance(target, Contact) else None
+        is_own = target in self._itself
+        peer_id = self.peer_id if is_own else target.peer_id if isinstance(target, Contact) else None
         way = None if is_own else self._way_to(target)  # whoever is not even tried has not failed again
         started = trio.current_time()
         try:
             with trio.move_on_after(timeout_s) as scope:
                 if way is None:
-                    reply = await self._own_calls.call(method, body, tensors)
+                    reply = await self._service.call_itself(method, body, tensors)
                 else:
-                    connection = way if isinstance(way, Connection) else await self._dialled(target, way)
+                    connection = way if isinstance(way, Connection) else await self._dialled(way)
                     way, peer_id = connection, connection.remote.peer_id if connection.remote else None
                     reply = await connection.call(method, body, tensors, deadline=scope.deadline)
             if scope.cancelled_caught and isinstance(way, _Dial):
@@ -255,16 +239,16 @@ class RpcPeer:
         """Tell the peer's health how a call of it ended."""
         service = (peer_id, method.partition(".")[0])
         if error is None or isinstance(error, CallFailed):
-            self._health.succeeded(service)
+            self.health.succeeded(service)
         elif peer_id is not None and not self._is_closed:
             now = trio.current_time()
             # Calls that were under way when the last one failed are one failure with it.
-            self._health.failed(service, now, str(error), together_s=now - started)
+            self.health.failed(service, now, str(error), together_s=now - started)
 
     def _close(self) -> None:
         """Place no more calls; end those of this peer to itself, which no connection ends."""
         self._is_closed = True
-        self._own_calls.close()
+        self._service.close()
 
     def _way_to(self, target: Contact | Address) -> "Connection | _Dial":
         """The open connection, or the dial that all who call the target meanwhile wait for; await it at once.
@@ -272,50 +256,22 @@ class RpcPeer:
         Raises:
           DialFailed: this peer may not dial it now.
         """
-        connection = (
-            self._connections.find(target.peer_id) if isinstance(target, Contact) else self._connections.find_at(target)
-        )
-        if connection is not None:
-            return connection
-        dial = self._dials.get(target)
-        if dial is None:
-            self._check_may_dial(target)
-            dial = self._dials[target] = _Dial()
-            self._nursery.start_soon(self._dial, target, dial)
+        if (way := self._connections.find(target) or self._dials.get(target)) is not None:
+            return way
+        if isinstance(target, Contact) and target.peer_id == self.peer_id:
+            raise DialFailed(f"{target} is this peer itself")
+        for dialled in (address_of(target), target):
+            if (why_not := self.health.why_not(dialled, trio.current_time(), DIAL_PAUSE)) is not None:
+                raise DialFailed(why_not)
+        num_dials = sum(not dial.is_connected for dial in self._dials.values())
+        if not self._connections.make_room(outgoing=True, most=self._max_outgoing - num_dials):
+            raise DialFailed(f"all {self._max_outgoing} connections of this peer are in use")
+        dial = self._dials[target] = _Dial(target)
+        self._nursery.start_soon(self._dial, dial)
         return dial
 
-    async def _dialled(self, target: Contact | Address, dial: _Dial) -> Connection:
+    async def _dialled(self, dial: _Dial) -> Connection:
         """The connection that comes of the dial, or that the other end prefers to it."""
-        connection = await self._outcome(target, dial)
-        if not connection.has_parted:
-            return connection
-        # Both ends had dialled, and it gave way to the other connection in the moment between.
-        assert connection.remote is not None
-        other = await self._other_connection(connection.remote.peer_id)
-        if other is None:
-            why = f"{target} parted as soon as it had said hello"
-            self._health.failed(target, trio.current_time(), why)
-            raise DialFailed(why)
-        return other
-
-    async def _other_connection(self, peer_id: PeerId) -> Connection | None:
-        """The connection that this peer prefers to the one that we dialled.
-
-        It has our hello on the other one, but its own may still be on its way: each connection has an order, two have
-        none. Then it is one of those that have not said yet who they are.
-        """
-        with trio.move_on_after(HELLO_TIMEOUT_S):
-            while (other := self._connections.find(peer_id)) is None and self._connections.has_strangers:
-                await self._news.wait()
-            return other
-        return None
-
-    def _tell_news(self) -> None:
-        """A connection has said who it is, or has ended."""
-        self._news.set()
-        self._news = trio.Event()
-
-    async def _outcome(self, target: Contact | Address, dial: _Dial) -> Connection:
         dial.num_waiting += 1
         try:
             await dial.done.wait()
@@ -324,108 +280,100 @@ class RpcPeer:
             if dial.num_waiting == 0 and not dial.done.is_set():
                 # Nobody waits any more. Out of the table at once: the next caller must start afresh.
                 dial.scope.cancel()
-                self._dials.pop(target)
-        if dial.connection is None:
+                self._dials.pop(dial.target)
+        connection = dial.connection
+        if connection is None:
             # A fresh error for each caller: raising one object in several tasks would mix their tracebacks.
             raise DialFailed(str(dial.error or "this peer was closed")) from dial.error
-        return dial.connection
+        if not connection.session.is_leaving:
+            return connection
+        # Both ends had dialled, and this connection gave way to the other one in the moment between. The other end has
+        # our hello on that one, but its own may still be on its way: each connection has an order, two have none. Then
+        # it is one of those that have not said yet who they are.
+        assert connection.remote is not None
+        with trio.move_on_after(HELLO_TIMEOUT_S):
+            while (other := self._connections.find(connection.remote.peer_id)) is None:
+                if not self._connections.has_strangers:
+                    break
+                await self._news.wait()
+            if other is not None:
+                return other
+        why = f"{dial.target} parted as soon as it had said hello"
+        self.health.failed(dial.target, trio.current_time(), why)
+        raise DialFailed(why)
 
-    def _check_may_dial(self, target: Contact | Address) -> None:
-        if isinstance(target, Contact) and target.peer_id == self._peer_id:
-            raise DialFailed(f"{target} is this peer itself")
-        now = trio.current_time()
-        for dialled in (address_of(target), target):
-            if (why_not := self._health.why_not(dialled, now, DIAL_PAUSE)) is not None:
-                raise DialFailed(why_not)
-        num_dials = sum(not dial.is_connected for dial in self._dials.values())
-        is_full = self._connections.num_open(outgoing=True) + num_dials >= self._max_outgoing
-        if is_full and not self._connections.close_longest_idle(outgoing=True):
-            raise DialFailed(f"all {self._max_outgoing} connections of this peer are in use")
-
-    async def _dial(self, target: Contact | Address, dial: _Dial) -> None:
+    async def _dial(self, dial: _Dial) -> None:
         """Connect for all who wait, then run the connection for its whole life."""
-        expected = target.peer_id if isinstance(target, Contact) else None
-        started = trio.current_time()
+        where, started = address_of(dial.target), trio.current_time()
         try:
-            try:
-                with dial.scope:
-                    link = await self._transport.dial(address_of(target), peer_id=expected)
-            except DialFailed as exc:
-                dial.error = exc
-                return
-            if dial.scope.cancelled_caught:
-                if trio.current_time() - started >= _PATIENCE_S:
-                    dial.error = DialFailed(f"{target} did not answer in time")
-                return
-            dial.is_connected = True
-            await self._run_dialled(link, target, dial, expected)
-        finally:
+            with dial.scope:
+                link = await self._transport.dial(where, peer_id=dial.expected)
+                dial.is_connected = True
+            if dial.is_connected:
+                connection = self._connection(link, dial)
+                await self._run(connection)
+                is_refusal = isinstance(connection.cause, HandshakeFailed)
+                why = str(connection.cause) if is_refusal else f"cannot connect to {dial.target}: {connection.cause}"
+                raise DialFailed(why) from connection.cause
+            if trio.current_time() - started >= _PATIENCE_S:
+                raise DialFailed(f"{dial.target} did not answer in time")
+        except DialFailed as error:
+            dial.error = error
             if not dial.done.is_set():
-                if self._dials.get(target) is dial:
-                    del self._dials[target]
-                if dial.error is not None:
-                    # Somebody else answers there: no reason to leave that one alone, only not to look for this one.
-                    is_another = isinstance(dial.error.__cause__, HandshakeFailed)
-                    failed = target if is_another else address_of(target)
-                    self._health.failed(failed, trio.current_time(), str(dial.error))
-                dial.done.set()
-
-    async def _run_dialled(self, link: Link, target: Contact | Address, dial: _Dial, expected: PeerId | None) -> None:
-        connection = self._connection(link, is_outgoing=True, dial=dial, expected=expected)
-        try:
-            await connection.run()
+                # Somebody else answers there: no reason to leave that one alone, only not to look for this one.
+                failed = dial.target if isinstance(error.__cause__, HandshakeFailed) else where
+                self.health.failed(failed, trio.current_time(), str(error))
         finally:
-            self._remove(connection)
-            cause = connection.cause
-            is_refusal = isinstance(cause, HandshakeFailed)
-            dial.error = DialFailed(str(cause) if is_refusal else f"cannot connect to {target}: {cause}")
-            dial.error.__cause__ = cause
+            self._end_dial(dial)
+
+    def _end_dial(self, dial: _Dial) -> None:
+        if self._dials.get(dial.target) is dial:
+            del self._dials[dial.target]
+        dial.done.set()
 
     async def _accept(self, listener: Listener) -> None:
         while True:
             link = await listener.accept()
-            if self._connections.num_open(
-                outgoing=False
-            ) >= self._max_incoming and not self._connections.close_longest_idle(outgoing=False):
+            if self._connections.make_room(outgoing=False, most=self._max_incoming):
+                self._nursery.start_soon(self._run, self._connection(link))
+            else:
                 _log.warning("turning %s away: all places are in use", link.remote_address)
                 link.abort()
-                continue
-            self._nursery.start_soon(self._run_incoming, self._connection(link, is_outgoing=False))
 
-    async def _run_incoming(self, connection: Connection) -> None:
+    async def _run(self, connection: Connection) -> None:
         try:
             await connection.run()
         finally:
-            self._remove(connection)
-
-    def _remove(self, connection: Connection) -> None:
-        self._connections.remove(connection)
-        self._tell_news()
-
-    def _connection(
-        self, link: Link, *, is_outgoing: bool, dial: _Dial | None = None, expected: PeerId | None = None
-    ) -> Connection:
-        def on_hello(connection: Connection) -> None:
-            remote = connection.remote
-            assert remote is not None
-            if expected not in (None, remote.peer_id):
-                raise HandshakeFailed(f"{remote.peer_id.short} answers at {link.remote_address}, not {expected}")
-            self._connections.greeted_untrusted(connection)
+            self._connections.remove(connection)
             self._tell_news()
-            port = link.remote_address.port if is_outgoing else remote.port
+
+    def _tell_news(self) -> None:
+        """A connection has said who it is, or has ended."""
+        self._news.set()
+        self._news = trio.Event()
+
+    def _connection(self, link: Link, dial: _Dial | None = None) -> Connection:
+        """A connection over a link that came in, or that the dial has brought."""
+
+        def on_hello(connection: Connection, remote: Hello) -> None:
+            if link.remote_peer_id not in (None, remote.peer_id):
+                raise RemoteProtocolError(f"{link.remote_peer_id} says that it is {remote.peer_id}")
+            if dial is not None and dial.expected not in (None, remote.peer_id):
+                raise HandshakeFailed(f"{remote.peer_id.short} answers at {link.remote_address}, not {dial.expected}")
+            self._connections.greeted_untrusted(connection, remote)
+            self._tell_news()
+            port = remote.port if dial is None else link.remote_address.port
             if port is not None:
                 address = Address(link.remote_address.host, port)
-                self._health.succeeded(address)
-                self._health.succeeded(Contact(remote.peer_id, address))
+                self.health.succeeded(address)
+                self.health.succeeded(Contact(remote.peer_id, address))
             if dial is not None:
                 dial.connection = connection
-                for target in [target for target, known in self._dials.items() if known is dial]:
-                    del self._dials[target]
-                dial.done.set()
+                self._end_dial(dial)
 
         connection = Connection(
             link,
-            is_outgoing=is_outgoing,
+            is_outgoing=dial is not None,
             hello=self._hello,
             service=self._service,
             on_hello=on_hello,
@@ -440,4 +388,4 @@ class RpcPeer:
             await trio.sleep(CHECK_PERIOD_S)
             now = trio.current_time()
             for connection in self._connections:
-                connection.check(now, idle_s=self._idle_s)
+                connection.check(now)

@@ -1,31 +1,71 @@
 """The methods that a peer serves: handlers by name, and how many calls of each may run at once."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import trio
 
-from net.errors import CallFailed, CallRefused, PeerBusy, RemoteFailure
-from net.rpc.base import Handler, Reply, Request
+from net.errors import CallFailed, CallRefused, ConnectionLost, PeerBusy, RemoteFailure
+from net.identity import Address, PeerId
+from net.rpc.base import Body, Handler, Reply, Request
+from net.wire.codec import decode_untrusted, encode
 from net.wire.messages import MAX_METHOD_CHARACTERS
+from net.wire.tensors import Outgoing, as_received
 
 _log = logging.getLogger(__name__)
 
 PING = "rpc.ping"
 """Served by every peer: answers `{}` to anything. It tells whether a peer lives, and how far it is."""
 
-_MAX_CONCURRENT_PINGS = 64
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Method:
     """A method that is served, or was until it was removed; calls that were admitted go on."""
 
+    name: str
     handler: Handler
-    max_concurrent: int
+    max_concurrent: int = 64
     num_running: int = 0
+
+    async def run(self, request: Request) -> Reply:
+        """Run the handler; its exceptions come out as they are.
+
+        Raises:
+          TypeError: the handler returned something else than a `Reply`.
+        """
+        reply = await self.handler(request)
+        if not isinstance(reply, Reply):
+            raise TypeError(f"a handler must return a Reply, got {type(reply).__name__}")
+        return reply
+
+    @contextmanager
+    def serving(self, caller: str) -> Iterator[None]:
+        """Guard the serving of an admitted call: its place is free afterwards, and what the handler raises goes into
+        our log, while the caller only learns that it failed.
+
+        Raises:
+          CallFailed: the handler's own words for its caller as they are, or `RemoteFailure` for anything else.
+        """
+        failure = f"the handler of {self.name!r} failed; the log of the peer says why"
+        try:
+            yield
+        except CallFailed:
+            raise
+        except Exception as exc:
+            _log.exception("serving %r to %s failed", self.name, caller)
+            raise RemoteFailure(failure) from exc
+        except BaseExceptionGroup as group:
+            # The handler failed while it was being cancelled: its trouble is logged here, the rest goes on its way.
+            cancelled, failed = group.split(trio.Cancelled)
+            if failed is not None:
+                _log.exception("serving %r to %s failed", self.name, caller)
+            if cancelled is not None:
+                raise cancelled from None
+            raise RemoteFailure(failure) from failed
+        finally:
+            self.num_running -= 1
 
 
 async def _ping(_: Request) -> Reply:
@@ -33,37 +73,36 @@ async def _ping(_: Request) -> Reply:
 
 
 class Service:
-    """Handlers by method name, with their bounds. One for each peer, shared by all its connections."""
+    """Handlers by method name, with their bounds. One for each peer, shared by all its connections.
 
-    def __init__(self) -> None:
-        self._methods = {PING: Method(handler=_ping, max_concurrent=_MAX_CONCURRENT_PINGS)}
+    Args:
+      peer_id, address: who serves, and calls itself.
+    """
+
+    def __init__(self, peer_id: PeerId, address: Address | None) -> None:
+        self._peer_id = peer_id
+        self._address = address
+        self._methods = {PING: Method(name=PING, handler=_ping)}
+        self._own_calls: dict[trio.CancelScope, None] = {}
 
     def add(self, method: str, handler: Handler, *, max_concurrent: int) -> None:
-        """Serve `method` with `handler`, see `Caller.add_handler`.
-
-        Raises:
-          ValueError: the method has a handler already, or an argument is out of range.
-        """
+        """Serve `method` with `handler`, see `RpcPeer.add_handler`."""
         if not 1 <= len(method) <= MAX_METHOD_CHARACTERS:
             raise ValueError(f"a method's name has 1 to {MAX_METHOD_CHARACTERS} characters, got {method!r}")
         if method in self._methods:
             raise ValueError(f"method {method!r} has a handler already")
         if max_concurrent < 1:
             raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}")
-        self._methods[method] = Method(handler=handler, max_concurrent=max_concurrent)
+        self._methods[method] = Method(name=method, handler=handler, max_concurrent=max_concurrent)
 
     def remove(self, method: str) -> None:
-        """Serve `method` no more, see `Caller.remove_handler`.
-
-        Raises:
-          ValueError: it has no handler.
-        """
+        """Serve `method` no more, see `RpcPeer.remove_handler`."""
         if method not in self._methods or method == PING:
             raise ValueError(f"method {method!r} has no handler to remove")
         del self._methods[method]
 
     def admit(self, method: str) -> Method:
-        """Take one of the method's places, before a task is started for the call; `release` gives it back.
+        """Take one of the method's places, before a task is started for the call; `Method.serving` gives it back.
 
         Raises:
           CallRefused: there is no such method.
@@ -77,42 +116,38 @@ class Service:
         entry.num_running += 1
         return entry
 
-    def release(self, method: Method) -> None:
-        """Give back what `admit` took."""
-        method.num_running -= 1
-
-    async def run(self, method: Method, request: Request) -> Reply:
-        """Run the handler; its exceptions come out as they are. `admit` must have taken a place for it.
+    async def call_itself(self, method: str, body: Body, tensors: Sequence[Outgoing]) -> Reply:
+        """Serve a call of this peer to itself: a trainer and the experts that it calls may live in one process. There
+        is no connection, and yet nothing in the request or the reply is shared between both ends.
 
         Raises:
-          TypeError: the handler returned something else than a `Reply`.
+          CallFailed: as a caller elsewhere would get it.
+          ConnectionLost: `close` was called meanwhile.
         """
-        reply = await method.handler(request)
-        if not isinstance(reply, Reply):
-            raise TypeError(f"a handler must return a Reply, got {type(reply).__name__}")
-        return reply
+        request = Request(
+            method=method,
+            body=_copied(body),
+            tensors=tuple(map(as_received, tensors)),
+            peer_id=self._peer_id,
+            peer_address=self._address,
+        )
+        entry = self.admit(method)
+        with trio.CancelScope() as scope, entry.serving("this peer itself"):
+            self._own_calls[scope] = None
+            try:
+                reply = await entry.run(request)
+                return Reply(body=_copied(reply.body), tensors=tuple(map(as_received, reply.tensors)))
+            finally:
+                del self._own_calls[scope]
+        raise ConnectionLost("this peer was closed")
+
+    def close(self) -> None:
+        """End the calls of this peer to itself that run: there is no connection that would."""
+        for scope in self._own_calls:
+            scope.cancel()
 
 
-@contextmanager
-def reported(method: str, caller: str) -> Iterator[None]:
-    """Around the serving of a call: what a handler raises is for our log, and only that it failed for the caller.
-
-    Raises:
-      CallFailed: the handler's own words for its caller as they are, or `RemoteFailure` for anything else.
-    """
-    failure = f"the handler of {method!r} failed; the log of the peer says why"
-    try:
-        yield
-    except CallFailed:
-        raise
-    except Exception as exc:
-        _log.exception("serving %r to %s failed", method, caller)
-        raise RemoteFailure(failure) from exc
-    except BaseExceptionGroup as group:
-        # The handler failed while it was being cancelled: its trouble is logged here, the rest goes on its way.
-        cancelled, failed = group.split(trio.Cancelled)
-        if failed is not None:
-            _log.exception("serving %r to %s failed", method, caller)
-        if cancelled is not None:
-            raise cancelled from None
-        raise RemoteFailure(failure) from failed
+def _copied(body: Body) -> Body:
+    """A body as it comes out of a connection: nothing shared, and nothing in it that could not travel."""
+    copied: Body = decode_untrusted(encode(dict(body)))
+    return copied

@@ -1,8 +1,8 @@
 """One connection's calls, both directions, without I/O.
 
 Theory of operation. Either end may call the other; the two directions share nothing but the wire. The shell feeds
-every frame to `receive_untrusted` and carries out `take_actions`; what is to be sent waits in an `Outbox` that the
-shell's one writer empties with `take_parts`. Nothing ever waits for room there, so a caller can be cancelled
+every frame to `receive_untrusted` and carries out the `Action` that it returns; what is to be sent waits in an `Outbox`
+that the shell's one writer empties with `take_parts`. Nothing ever waits for room there, so a caller can be cancelled
 at any moment without leaving half a message behind, and its size is bounded by what may put frames there:
 
 - calls placed and not given up: at most `max_outgoing`; giving up an unsent call takes it out again, and of one that
@@ -26,15 +26,13 @@ nothing). A cancellation of a call that is not being served is dropped for the s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from net.errors import PeerBusy, RemoteProtocolError
-from net.identity import PeerId
 from net.rpc.base import Body
 from net.rpc.outbox import ANSWER, CALL, Key, Outbox
-from net.wire.compression import COMPRESSIONS, Compressed
+from net.wire.compression import Compressed
 from net.wire.frame_reader import WINDOW_BYTES, window_cost
-from net.wire.frames import EncodedFrame, Frame, Part
+from net.wire.frames import Frame, Part
 from net.wire.messages import (
     CallCancel,
     CallError,
@@ -64,117 +62,67 @@ MAX_QUEUED_FRAMES = 4 * MAX_OUTGOING_CALLS
 MAX_ANSWER_BYTES = WINDOW_BYTES
 """Answers that wait for one peer: as much as it may have under way towards us."""
 
-
 _CREDIT: Key = ("credit", 0)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunCall:
-    """Run the handler; then `reply`, `fail` or `forget` the call."""
-
-    start: CallStart
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelRun:
-    """The caller gave this call up: cancel its handler. The session has forgotten it already."""
-
-    call_id: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishCall:
-    """A call of ours was answered."""
-
-    answer: CallReply | CallError
-
-
-Action = RunCall | CancelRun | FinishCall
-
-
-def hello_of(
-    peer_id: PeerId, *, instance: bytes, port: int | None, host: str | None = None, window_bytes: int = WINDOW_BYTES
-) -> EncodedFrame:
-    """The greeting of a peer: a `Hello` that names every compression of ours."""
-    names = tuple(COMPRESSIONS)
-    return encode_message(
-        Hello(peer_id=peer_id, instance=instance, port=port, host=host, window_bytes=window_bytes, compressions=names)
-    )
+Action = CallStart | CallCancel | CallReply | CallError
+"""What the peer wants of the shell: run the handler of a call and then `reply`, `fail` or `forget` it; cancel the
+handler of a call; finish a call of ours with its answer."""
 
 
 class RpcSession:
     """State of one connection: calls placed, calls being served, frames to send.
 
     Args:
-      hello: what we say first, see `hello_of`; one serves all sessions of a peer.
-      window_bytes: what the peer may send ahead, as `hello` says.
-      max_outgoing, max_incoming, max_queued, max_answer_bytes: the bounds above; smaller in tests.
+      hello: what we say first.
     """
 
-    def __init__(
-        self,
-        hello: EncodedFrame,
-        *,
-        window_bytes: int = WINDOW_BYTES,
-        max_outgoing: int = MAX_OUTGOING_CALLS,
-        max_incoming: int = MAX_INCOMING_CALLS,
-        max_queued: int = MAX_QUEUED_FRAMES,
-        max_answer_bytes: int = MAX_ANSWER_BYTES,
-    ) -> None:
-        self._window_bytes = window_bytes
-        self._max_outgoing = max_outgoing
-        self._max_incoming = max_incoming
-        self._max_queued = max_queued
-        self._max_answer_bytes = max_answer_bytes
-        self._remote: Hello | None = None
+    def __init__(self, hello: Hello) -> None:
+        self.max_outgoing = MAX_OUTGOING_CALLS
+        self.max_incoming = MAX_INCOMING_CALLS
+        self.max_queued = MAX_QUEUED_FRAMES
+        self.max_answer_bytes = MAX_ANSWER_BYTES
+        """The bounds above."""
+        self.remote: Hello | None = None
+        """What the peer said of itself; None until it has."""
+        self.is_leaving = False
+        """One of the two wants to part: place no more calls here."""
+        self._window_bytes = hello.window_bytes
         self._last_placed = 0  # highest id that we used
         self._placed: set[int] = set()  # calls of ours without an answer
         self._running: dict[int, int] = {}  # calls of the peer's whose answer has not left, and their window cost
         self._called_off: set[int] = set()  # of these, those that want no answer, while their handler ends
         self._held_bytes = 0  # window cost of all that we have not dealt with
         self._owed_bytes = 0  # what we have dealt with and not said so yet
-        self._is_leaving = False
         self._said_goodbye = False
         self._heard_goodbye = False
         self._outbox = Outbox()
-        self._actions: list[Action] = []
-        self._outbox.put(("hello", 0), hello)
-
-    @property
-    def remote(self) -> Hello | None:
-        """What the peer said of itself; None until it has."""
-        return self._remote
+        self._enqueue("hello", 0, hello)
 
     @property
     def is_idle(self) -> bool:
-        """No call is under way in either direction."""
+        """Whether no call is under way in either direction."""
         return not self._placed and not self._running
 
     @property
-    def is_leaving(self) -> bool:
-        """One of the two wants to part: place no more calls here."""
-        return self._is_leaving
-
-    @property
     def is_over(self) -> bool:
-        """Both said goodbye, and nothing is left to be done."""
+        """Whether both said goodbye, and nothing is left to be done."""
         return self._said_goodbye and self._heard_goodbye and self.is_idle and not self._outbox
 
     @property
     def wants_to_write(self) -> bool:
-        """`take_parts` may have something, or the session has become over: wake the writer."""
+        """Whether `take_parts` may have something, or the session has become over: wake the writer."""
         return bool(self._outbox) or self._owes_credit or self.is_over
 
     def place_call(self, method: str, body: Body, tensors: Sequence[Outgoing], *, timeout_s: float) -> int:
-        """Queue a call; its id is what `FinishCall` will carry. Tensors leave uncompressed if the peer could not undo
-        the compression asked for.
+        """Queue a call, and return the id that its answer will carry. Tensors leave uncompressed if the peer could not
+        undo the compression asked for.
 
         Raises:
           PeerBusy: `max_outgoing` calls are under way.
           LocalProtocolError: the call cannot be sent. The session is as before.
         """
-        if len(self._placed) >= self._max_outgoing:
-            raise PeerBusy(f"{self._max_outgoing} calls to this peer are under way already")
+        if len(self._placed) >= self.max_outgoing:
+            raise PeerBusy(f"{self.max_outgoing} calls to this peer are under way already")
         call_id = self._last_placed + 1
         start = CallStart(
             call_id=call_id, method=method, timeout_s=timeout_s, body=body, tensors=self._understood(tensors)
@@ -185,7 +133,7 @@ class RpcSession:
         return call_id
 
     def abandon_call(self, call_id: int) -> None:
-        """Nobody waits for this call any more: take it back, or tell the peer if it has been sent."""
+        """Take back a call for which nobody waits any more, or tell the peer if it has been sent."""
         if call_id not in self._placed:
             return
         self._placed.remove(call_id)
@@ -202,7 +150,7 @@ class RpcSession:
         if self._wants_answer(call_id):
             answer = CallReply(call_id=call_id, body=body, tensors=self._understood(tensors))
             encoded = encode_message(answer)
-            if encoded.body_nbytes and self._outbox.answer_bytes > self._max_answer_bytes:
+            if encoded.body_nbytes and self._outbox.answer_bytes > self.max_answer_bytes:
                 self.fail(call_id, ErrorKind.BUSY, self._unread())
                 return
             self._outbox.put((ANSWER, call_id), encoded)
@@ -228,7 +176,7 @@ class RpcSession:
 
     def leave(self) -> None:
         """Place no more calls here, and tell the peer once those under way are answered. Idempotent."""
-        self._is_leaving = True
+        self.is_leaving = True
         self._say_goodbye_if_done()
 
     @property
@@ -243,7 +191,7 @@ class RpcSession:
         Once taken, they must be written: they cannot be called back.
         """
         if self._owes_credit:
-            self._outbox.put(_CREDIT, encode_message(Credit(nbytes=self._owed_bytes)))
+            self._enqueue(*_CREDIT, Credit(nbytes=self._owed_bytes))
             self._held_bytes -= self._owed_bytes
             self._owed_bytes = 0
         parts, done = self._outbox.take(max_nbytes)
@@ -252,34 +200,28 @@ class RpcSession:
                 self._running.pop(call_id, None)
         return parts
 
-    def take_actions(self) -> tuple[Action, ...]:
-        """What the shell must do now; each action is handed out once."""
-        actions = tuple(self._actions)
-        self._actions.clear()
-        return actions
-
-    def receive_untrusted(self, frame: Frame) -> None:
-        """Take in what the peer sent.
+    def receive_untrusted(self, frame: Frame) -> Action | None:
+        """Take in what the peer sent, and say what the shell must do about it, if anything.
 
         Raises:
           RemoteProtocolError: it is no message, or not one that may come now. The connection must be dropped.
         """
         message = parse_untrusted(frame)
-        if self._remote is None:
+        if self.remote is None:
             if not isinstance(message, Hello):
                 raise RemoteProtocolError(f"expected Hello first, got {type(message).__name__}")
-            self._remote = message
+            self.remote = message
             self._outbox.open_window(message.window_bytes)
-            return
+            return None
         match message:
             case Hello():
                 raise RemoteProtocolError("a second Hello")
             case CallStart():
-                self._receive_start_untrusted(message, self._hold_untrusted(frame))
+                return self._receive_start_untrusted(message, frame.body_nbytes)
             case CallCancel():
-                self._receive_cancel(message.call_id)
+                return self._receive_cancel(message)
             case CallReply() | CallError():
-                self._receive_answer_untrusted(message)
+                return self._receive_answer_untrusted(message)
             case Credit():
                 self._outbox.grant_untrusted(message.nbytes)
             case Ping():
@@ -291,51 +233,50 @@ class RpcSession:
                     raise RemoteProtocolError("a second Goodbye")
                 self._heard_goodbye = True
                 self.leave()
+        return None
 
-    def _receive_start_untrusted(self, start: CallStart, cost: int) -> None:
+    def _receive_start_untrusted(self, start: CallStart, nbytes: int) -> CallStart | None:
+        cost = window_cost(nbytes, self._window_bytes)
+        if self._held_bytes + cost > self._window_bytes:
+            raise RemoteProtocolError(f"more than the {self._window_bytes} bytes that the window allows")
+        self._held_bytes += cost
         if start.call_id in self._running:
             raise RemoteProtocolError(f"call id {start.call_id} is in use already")
         if self._heard_goodbye:
             raise RemoteProtocolError("a call after Goodbye")
-        if len(self._running) >= self._max_incoming:
-            busy = f"{self._max_incoming} of your calls are under way already"
-        elif self._outbox.answer_bytes > self._max_answer_bytes:
+        if len(self._running) >= self.max_incoming:
+            busy = f"{self.max_incoming} of your calls are under way already"
+        elif self._outbox.answer_bytes > self.max_answer_bytes:
             busy = self._unread()
         else:
             self._running[start.call_id] = cost
-            self._actions.append(RunCall(start=start))
-            return
+            return start
         self._owed_bytes += cost
-        if len(self._outbox) >= self._max_queued:
+        if len(self._outbox) >= self.max_queued:
             raise RemoteProtocolError(f"{len(self._outbox)} frames wait for a peer that calls and does not read")
         self._enqueue("busy", start.call_id, CallError(call_id=start.call_id, kind=ErrorKind.BUSY, message=busy))
+        return None
 
-    def _receive_cancel(self, call_id: int) -> None:
+    def _receive_cancel(self, cancel: CallCancel) -> CallCancel | None:
+        call_id = cancel.call_id
         if call_id not in self._running or call_id in self._called_off:
-            return
+            return None
         if (ANSWER, call_id) in self._outbox:
             self.forget(call_id)
-        else:
-            self._called_off.add(call_id)
-            self._actions.append(CancelRun(call_id=call_id))
+            return None
+        self._called_off.add(call_id)
+        return cancel
 
-    def _receive_answer_untrusted(self, answer: CallReply | CallError) -> None:
+    def _receive_answer_untrusted(self, answer: CallReply | CallError) -> CallReply | CallError | None:
         if answer.call_id > self._last_placed:
             raise RemoteProtocolError(f"answer to call {answer.call_id}, which was never placed")
         if (CALL, answer.call_id) in self._outbox:
             raise RemoteProtocolError(f"answer to call {answer.call_id}, which has not been sent yet")
-        if answer.call_id in self._placed:
-            self._placed.remove(answer.call_id)
-            self._actions.append(FinishCall(answer=answer))
-            self._say_goodbye_if_done()
-
-    def _hold_untrusted(self, frame: Frame) -> int:
-        """Count a frame into the window; its cost."""
-        cost = window_cost(frame.body_nbytes, self._window_bytes)
-        if self._held_bytes + cost > self._window_bytes:
-            raise RemoteProtocolError(f"more than the {self._window_bytes} bytes that the window allows")
-        self._held_bytes += cost
-        return cost
+        if answer.call_id not in self._placed:
+            return None
+        self._placed.remove(answer.call_id)
+        self._say_goodbye_if_done()
+        return answer
 
     def _wants_answer(self, call_id: int) -> bool:
         """Whether somebody waits for this call; if not, it is over now."""
@@ -347,22 +288,21 @@ class RpcSession:
         return f"answers of {self._outbox.answer_bytes} bytes wait for you to read them"
 
     def _release(self, call_id: int) -> None:
-        """The request of a running call is dealt with."""
+        """Count the request of a running call as dealt with."""
         self._owed_bytes += self._running[call_id]
         self._running[call_id] = 0
 
     def _say_goodbye_if_done(self) -> None:
-        if self._is_leaving and not self._said_goodbye and not self._placed:
+        if self.is_leaving and not self._said_goodbye and not self._placed:
             self._said_goodbye = True
             self._enqueue("goodbye", 0, Goodbye())
 
     def _understood(self, tensors: Sequence[Outgoing]) -> tuple[Outgoing, ...]:
-        known = self._remote.compressions if self._remote is not None else ()
+        known = self.remote.compressions if self.remote is not None else ()
         return tuple(
             tensor.tensor if isinstance(tensor, Compressed) and tensor.compression.value not in known else tensor
             for tensor in tensors
         )
 
     def _enqueue(self, kind: str, call_id: int, message: Message) -> None:
-        key: Key = (kind, call_id)
-        self._outbox.put(key, encode_message(message))
+        self._outbox.put((kind, call_id), encode_message(message))

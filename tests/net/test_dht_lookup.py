@@ -1,5 +1,6 @@
 """The lookup as a state machine, and the peer book: no trio, time is a number."""
 
+import math
 import random
 from collections.abc import Callable
 
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from net.dht.config import DhtConfig
-from net.dht.lookup import Ask, Finished, Lookup, LookupConfig, Wait
+from net.dht.lookup import Lookup, LookupConfig
 from net.dht.peer_book import MAX_LOST, PeerBook
 from net.dht.records import make_entry
 from net.dht.routing_table import NodeId, node_id
@@ -29,8 +30,8 @@ def peers(*nodes: NodeId) -> list[Contact]:
 def ask_all(lookup: Lookup, now: float) -> list[NodeId]:
     """Everybody whom the lookup wants to ask now."""
     asked = []
-    while isinstance(step := lookup.next(now), Ask):
-        asked.append(node_id(step.contact.peer_id))
+    while isinstance(step := lookup.next(now), Contact):
+        asked.append(node_id(step.peer_id))
     return asked
 
 
@@ -38,7 +39,7 @@ def test_the_nearest_are_asked_first() -> None:
     """Of the seeds the alpha nearest to the target are asked, nearest first; then it waits."""
     lookup = Lookup(0, peers(9, 4, 7, 1, 8), local_id=100, config=CONFIG)
     assert ask_all(lookup, 0.0) == [1, 4, 7]
-    assert lookup.next(0.0) == Wait(until=1.0)
+    assert lookup.next(0.0) == 1.0
 
 
 def test_a_nearer_peer_is_asked_next() -> None:
@@ -60,7 +61,7 @@ def test_without_progress_the_whole_beam_is_asked() -> None:
     assert ask_all(lookup, 0.2) == []  # the beam of five is 1 to 5, all asked
     for node in (4, 5):
         lookup.on_success(contact(node).peer_id, [])
-    assert lookup.next(0.3) == Finished()
+    assert lookup.next(0.3) is None
     assert lookup.closest() == tuple(peers(1, 2, 3, 4, 5))
 
 
@@ -88,7 +89,7 @@ def test_a_silent_peer_frees_its_place_and_may_still_answer() -> None:
     assert lookup.unresponsive() == (contact(1),)
     lookup.on_success(contact(1).peer_id, [])
     lookup.on_success(contact(2).peer_id, [])
-    assert lookup.next(1.1) == Finished()
+    assert lookup.next(1.1) is None
     assert lookup.closest() == tuple(peers(1, 2))
     assert lookup.unresponsive() == ()
 
@@ -97,14 +98,14 @@ def test_where_everybody_is_slow_nobody_is_skipped() -> None:
     """With fewer than beam_size answers each silent peer is awaited until it answers or fails."""
     lookup = Lookup(0, peers(1, 2, 3), local_id=100, config=CONFIG)
     assert ask_all(lookup, 0.0) == [1, 2, 3]
-    assert lookup.next(50.0) == Wait(until=None)
+    assert lookup.next(50.0) == math.inf
     lookup.on_success(contact(3).peer_id, peers(4))
     assert ask_all(lookup, 51.0) == [4]
     lookup.on_success(contact(4).peer_id, [])
     lookup.on_success(contact(1).peer_id, [])
-    assert lookup.next(52.0) == Wait(until=None)
+    assert lookup.next(52.0) == math.inf
     lookup.on_failure(contact(2).peer_id)
-    assert lookup.next(52.0) == Finished()
+    assert lookup.next(52.0) is None
     assert lookup.closest() == tuple(peers(1, 3, 4))
 
 
@@ -114,26 +115,16 @@ def test_copies_of_a_record_are_merged() -> None:
     ask_all(lookup, 0.0)
     lookup.on_success(contact(1).peer_id, [], make_entry("old", 5.0))
     lookup.on_success(contact(2).peer_id, [], make_entry("new", 9.0))
-    assert lookup.next(0.0) == Wait(until=1.0)
+    assert lookup.next(0.0) == 1.0
     lookup.on_success(contact(3).peer_id, [], make_entry("older", 1.0))
-    assert lookup.next(0.0) == Finished()
+    assert lookup.next(0.0) is None
     assert lookup.record == make_entry("new", 9.0)
-
-
-def test_any_copy_may_do() -> None:
-    """With first_value the lookup ends at the first record, and later answers change nothing."""
-    lookup = Lookup(0, peers(1, 2, 3), local_id=100, config=CONFIG, first_value=True)
-    ask_all(lookup, 0.0)
-    lookup.on_success(contact(2).peer_id, peers(4), make_entry("x", 5.0))
-    assert lookup.next(0.0) == Finished()
-    lookup.on_success(contact(1).peer_id, [], make_entry("y", 9.0))
-    assert lookup.record == make_entry("x", 5.0)
 
 
 def test_knowing_nobody_is_finished() -> None:
     """Without seeds there is nothing to do, and the own id is no seed."""
-    assert Lookup(0, [], local_id=100, config=CONFIG).next(0.0) == Finished()
-    assert Lookup(0, peers(100), local_id=100, config=CONFIG).next(0.0) == Finished()
+    assert Lookup(0, [], local_id=100, config=CONFIG).next(0.0) is None
+    assert Lookup(0, peers(100), local_id=100, config=CONFIG).next(0.0) is None
 
 
 def test_answers_that_nobody_asked_for_are_ignored() -> None:
@@ -156,10 +147,10 @@ def test_inventors_of_ever_nearer_peers_are_outlasted() -> None:
     config = LookupConfig(parallelism=3, beam_size=5, max_queries=40)
     lookup = Lookup(0, peers(1 << 200), local_id=1 << 255, config=config)
     rounds = 0
-    while not isinstance(step := lookup.next(0.0), Finished):
-        assert isinstance(step, Ask)
-        place = node_id(step.contact.peer_id)
-        lookup.on_success(step.contact.peer_id, peers(place >> 1 or 1, place - 1, place - 2))
+    while (step := lookup.next(0.0)) is not None:
+        assert isinstance(step, Contact)
+        place = node_id(step.peer_id)
+        lookup.on_success(step.peer_id, peers(place >> 1 or 1, place - 1, place - 2))
         rounds += 1
         assert rounds <= 40
     assert lookup.queries == 40
@@ -188,11 +179,11 @@ def test_a_lookup_ends_asks_nobody_twice_and_keeps_its_bounds(
     now, open_since, asked = 0.0, dict[PeerId, float](), list[PeerId]()
     for _ in range(1000):
         step = lookup.next(now)
-        if isinstance(step, Finished):
+        if step is None:
             break
-        if isinstance(step, Ask):
-            asked.append(step.contact.peer_id)
-            open_since[step.contact.peer_id] = now
+        if isinstance(step, Contact):
+            asked.append(step.peer_id)
+            open_since[step.peer_id] = now
             counted = sum(now - since < 1.0 for since in open_since.values())
             assert counted <= max(parallelism, beam_size)
             continue
@@ -201,8 +192,8 @@ def test_a_lookup_ends_asks_nobody_twice_and_keeps_its_bounds(
             peer = rng.choice(answering)
             del open_since[peer]
             lookup.on_failure(peer) if peer in dead else lookup.on_success(peer, known[peer])
-        elif step.until is not None:
-            now = step.until
+        elif step < math.inf:
+            now = step
         else:  # only silent peers are left: their calls time out
             for peer in [peer for peer in open_since if peer in silent]:
                 del open_since[peer]
@@ -226,8 +217,8 @@ def test_while_there_is_progress_alpha_is_the_bound(seed: int, parallelism: int)
     lookup = Lookup(0, [contact((1 << 250) + n) for n in range(10)], local_id=1 << 255, config=config)
     is_open: list[Contact] = []
     for depth in range(249, 200, -1):
-        while isinstance(step := lookup.next(0.0), Ask):
-            is_open.append(step.contact)
+        while isinstance(step := lookup.next(0.0), Contact):
+            is_open.append(step)
             assert len(is_open) <= parallelism
         answerer = is_open.pop(rng.randrange(len(is_open)))
         lookup.on_success(answerer.peer_id, peers(1 << depth))
@@ -242,9 +233,9 @@ def test_in_a_healthy_swarm_the_nearest_are_found(seed: int, size: int) -> None:
     target = rng.getrandbits(256)
     by_distance = sorted(swarm, key=lambda c: node_id(c.peer_id) ^ target)
     lookup = Lookup(target, [rng.choice(swarm)], local_id=1, config=LookupConfig(beam_size=10))
-    while not isinstance(step := lookup.next(0.0), Finished):
-        assert isinstance(step, Ask)
-        lookup.on_success(step.contact.peer_id, by_distance[:10])
+    while (step := lookup.next(0.0)) is not None:
+        assert isinstance(step, Contact)
+        lookup.on_success(step.peer_id, by_distance[:10])
     assert lookup.closest() == tuple(by_distance[:10])
 
 
@@ -256,27 +247,41 @@ def test_parameters_must_be_positive(name: str) -> None:
         make(**{name: 0})
 
 
-def book() -> PeerBook:
-    return PeerBook(0, config=DhtConfig(bucket_size=2, depth_modulo=1), health=PeerHealth(), now=0.0)
+class Book(PeerBook):
+    """A peer book that keeps what it asks for."""
+
+    def __init__(self, **config: int) -> None:
+        self.to_check: list[Contact] = []
+        self.newcomers: list[Contact] = []
+        super().__init__(
+            0,
+            config=DhtConfig(**config),  # type: ignore[arg-type]
+            health=PeerHealth(),
+            now=0.0,
+            check=self.to_check.append,
+            hand_over=self.newcomers.append,
+        )
 
 
 def test_a_failure_removes_and_an_answer_restores() -> None:
     """A silent peer leaves the table, is avoided and remembered; one answer brings it back as new."""
-    known = book()
-    assert known.answered(contact(9), 0.0).is_new
-    assert not known.answered(contact(9), 1.0).is_new
+    known = Book()
+    for now in (0.0, 1.0):
+        known.answered(contact(9), now)
+        assert known.newcomers == [contact(9)]
     known.failed(contact(9), 2.0, "silent")
     assert len(known.table) == 0
     assert known.usable([contact(9), contact(8)], 3.0) == (contact(8),)
     assert known.draw_lost(5, random.Random(0)) == (contact(9),)
-    assert known.answered(contact(9), 3.0).is_new
+    known.answered(contact(9), 3.0)
+    assert known.newcomers == [contact(9)] * 2
     assert known.lost_count == 0
     assert known.usable([contact(9)], 3.0) == (contact(9),)
 
 
 def test_the_pause_doubles_and_failures_within_it_do_not_count() -> None:
     """5, 10, 20, 40, 80, then at most 120 s; an answer clears all. RPC's opinion of the service does not matter."""
-    known, peer, now = book(), contact(9), 0.0
+    known, peer, now = Book(), contact(9), 0.0
     for pause_s in (5.0, 10.0, 20.0, 40.0, 80.0, 120.0, 120.0):
         known.failed(peer, now, "silent")
         known.failed(peer, now + pause_s / 2, "silent")
@@ -292,29 +297,34 @@ def test_the_pause_doubles_and_failures_within_it_do_not_count() -> None:
 
 def test_a_caller_must_prove_its_address() -> None:
     """A stranger's claim, or a known peer's new address, is to be pinged; other calls only refresh."""
-    known = book()
-    assert known.heard_from(contact(9), 0.0) == contact(9)
+    known = Book()
+    known.heard_from(contact(9), 0.0)
+    assert known.to_check == [contact(9)]
     assert len(known.table) == 0
     known.answered(contact(9), 1.0)
-    assert known.heard_from(contact(9), 2.0) is None
+    known.heard_from(contact(9), 2.0)
+    assert known.to_check == [contact(9)]
     moved = Contact(contact(9).peer_id, Address("10.9.9.9", 9))
-    assert known.heard_from(moved, 3.0) == moved
+    known.heard_from(moved, 3.0)
+    assert known.to_check == [contact(9), moved]
     assert known.table.contacts() == (contact(9),)
 
 
 def test_a_full_bucket_is_not_pinged_for_every_caller() -> None:
     """Callers that would not fit wait unpinged; only a contact silent for a minute is checked."""
-    known, top = book(), 1 << 255
+    known, top = Book(bucket_size=2, depth_modulo=1), 1 << 255
     for low in (1, 2):
         known.answered(contact(top + low), 0.0)
     known.answered(contact(5), 0.0)
-    assert known.heard_from(contact(top + 3), 59.0) is None
-    assert known.heard_from(contact(top + 4), 60.0) == contact(top + 1)
+    known.heard_from(contact(top + 3), 59.0)
+    assert known.to_check == []
+    known.heard_from(contact(top + 4), 60.0)
+    assert known.to_check == [contact(top + 1)]
 
 
 def test_lost_peers_are_bounded() -> None:
     """The longest lost is forgotten first."""
-    known = PeerBook(0, config=DhtConfig(), health=PeerHealth(), now=0.0)
+    known = Book()
     for number in range(1, MAX_LOST + 2):
         known.answered(contact(number), 0.0)
         known.failed(contact(number), 0.0, "silent")
@@ -324,7 +334,7 @@ def test_lost_peers_are_bounded() -> None:
 
 def test_the_nearest_holder_hands_over_to_who_belongs_there() -> None:
     """Of two replicas of key 8, with nodes 0 (own), 16 and 20: 9 belongs there, 32 does not."""
-    known = PeerBook(0, config=DhtConfig(), health=PeerHealth(), now=0.0)
+    known = Book()
     for node in (16, 20):
         known.answered(contact(node), 0.0)
     # Distances to key 8: own 8, 16 -> 24, 20 -> 28, 9 -> 1, 32 -> 40.

@@ -12,31 +12,24 @@ from net.dht.records import (
     MAX_SUBKEYS,
     MAX_VALUE_BYTES,
     Dictionary,
-    Entry,
     Record,
-    entries_to_wire,
     live,
     make_entry,
     merge,
     merge_entries,
-    page,
-    parse_entries_untrusted,
     size_bytes,
 )
-from net.errors import RemoteProtocolError
 
 scalars = (
     st.none()
     | st.booleans()
-    | st.integers(-(2**64), 2**64 - 1)
+    | st.integers(-(2**63), 2**64 - 1)
     | st.floats(allow_nan=False)
     | st.text(max_size=20)
     | st.binary(max_size=20)
 )
-values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3))
-garbage = st.recursive(
-    scalars | st.just(math.nan) | st.integers() | st.tuples(st.integers()),
-    lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(max_size=5) | st.integers(), v, max_size=3),
+values = st.recursive(
+    scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3), max_leaves=8
 )
 
 
@@ -128,27 +121,26 @@ def test_an_expired_part_is_gone() -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("value", "message"),
     [
-        (1, 2),
-        {1: 2},
-        {1},
-        object(),
-        math.nan,
-        2**64,
-        -(2**64) - 1,
-        b"x" * MAX_VALUE_BYTES,
-        [[[[[[[[[[]]]]]]]]]],
-        "\ud800",
+        ({1: 2}, "map keys must be strings"),
+        ({1}, "builtins.set"),
+        (object(), "builtins.object"),
+        (math.nan, "NaN"),
+        (2**64, "64 bits"),
+        (-(2**63) - 1, "64 bits"),
+        (b"x" * MAX_VALUE_BYTES, "at most 16384 encoded bytes"),
+        ([[[[[[[[[[[[[]]]]]]]]]]]]], "nested"),
+        ("\ud800", "surrogates"),
     ],
 )
-def test_what_cbor_cannot_carry_is_refused(value: Any) -> None:
+def test_what_cbor_cannot_carry_is_refused(value: Any, message: str) -> None:
     """Foreign types, NaN, over-long integers, large and deep values raise ValueError."""
-    with pytest.raises(ValueError, match=r"."):
+    with pytest.raises(ValueError, match=message):
         make_entry(value, 1.0)
 
 
-@pytest.mark.parametrize("expiration", [math.nan, math.inf, -math.inf, True, "soon", None])
+@pytest.mark.parametrize("expiration", [math.nan, math.inf, -math.inf, 10**400, True, "soon", None])
 def test_an_expiration_is_a_finite_number(expiration: Any) -> None:
     """Anything else raises ValueError."""
     with pytest.raises(ValueError, match="finite"):
@@ -156,12 +148,12 @@ def test_an_expiration_is_a_finite_number(expiration: Any) -> None:
 
 
 @given(values)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_measured_size_bounds_the_real_one(value: Any) -> None:
     """The size is never below the length of the CBOR encoding (cbor2 is the independent oracle)."""
     cbor2 = pytest.importorskip("cbor2")
     entry = make_entry(value, 1.5)
-    assert len(cbor2.dumps([None, entry.value, entry.expiration])) <= entry.size_bytes
+    assert len(cbor2.dumps([None, value, 1.5], canonical=True)) <= entry.size_bytes
 
 
 def test_a_dictionary_keeps_its_latest_entries() -> None:
@@ -186,54 +178,3 @@ def test_a_dictionary_is_bounded_in_bytes() -> None:
     assert accepted == tuple(subkey in record.entries for subkey, _ in updates)
     assert max(record.entries) == "099"
     assert 60 < len(record.entries) < 70  # 2**20 / 15 000 = 69.9
-
-
-def test_pages_cover_a_dictionary_once() -> None:
-    """Reading page after page gives every entry once, in order, each page within its budget."""
-    record = Dictionary(entries={f"{n}": make_entry(b"x" * (n % 7) * 100, 1.0) for n in range(200)})
-    seen: list[tuple[str, Entry]] = []
-    after, more = None, True
-    while more:
-        entries, more = page(record, after=after, budget_bytes=2000)
-        assert sum(entry.size_bytes for _, entry in entries) <= 2000
-        after = entries[-1][0]
-        seen += entries
-    assert dict(seen) == record.entries
-    assert [subkey for subkey, _ in seen] == sorted(record.entries)
-
-
-def test_an_entry_beyond_the_budget_still_gets_a_page() -> None:
-    """A page is never empty while entries remain, or paging would not end."""
-    record = table(a=(b"x" * 1000, 1.0), b=(1, 1.0))
-    entries, more = page(record, after=None, budget_bytes=10)
-    assert [subkey for subkey, _ in entries] == ["a"]
-    assert more
-
-
-@given(values, st.floats(0, 1e9), st.none() | st.text(max_size=30))
-@settings(max_examples=100, deadline=None)
-def test_entries_survive_the_wire(value: Any, expiration: float, subkey: str | None) -> None:
-    """What is written for the wire reads back equal, with falsy values as good as any."""
-    entry = make_entry(value, expiration)
-    assert parse_entries_untrusted(entries_to_wire([(subkey, entry)]), latest_expiration=1e9) == ((subkey, entry),)
-
-
-@given(garbage | st.lists(st.tuples(garbage, garbage, garbage).map(list), max_size=3))
-@settings(max_examples=200, deadline=None)
-def test_garbage_raises_only_a_protocol_error(raw: Any) -> None:
-    """Whatever a stranger writes is read or refused with RemoteProtocolError, never anything else."""
-    try:
-        parse_entries_untrusted(raw, latest_expiration=100.0)
-    except RemoteProtocolError:
-        return
-    assert all(len(item) == 3 for item in raw)
-
-
-def test_strangers_cannot_store_for_ever() -> None:
-    """An expiration beyond the allowed one is brought down to it; a subkey beyond 256 bytes is refused."""
-    ((_, entry),) = parse_entries_untrusted([["a", 1, 1e300]], latest_expiration=100.0)
-    assert entry.expiration == 100.0
-    with pytest.raises(RemoteProtocolError):
-        parse_entries_untrusted([["a" * 257, 1, 1.0]], latest_expiration=100.0)
-    with pytest.raises(RemoteProtocolError):
-        parse_entries_untrusted([["a", 1, 10**400]], latest_expiration=100.0)

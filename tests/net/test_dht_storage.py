@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from net.dht.records import Dictionary, Entry, make_entry
 from net.dht.storage import RecordStorage
 
@@ -123,9 +121,3 @@ def test_the_books_balance_after_many_stores() -> None:
     held.sweep(1000.0)
     assert (len(held), held.bytes_held) == (0, 0)
     assert final
-
-
-def test_bounds_must_be_positive() -> None:
-    """A storage for nothing is a mistake."""
-    with pytest.raises(ValueError, match="max_keys"):
-        RecordStorage(max_keys=0, max_bytes=1)

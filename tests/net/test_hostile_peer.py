@@ -1,6 +1,7 @@
 """A real listener, one peer that breaks the format in every way, and another one whose calls are served meanwhile."""
 
 import logging
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -30,6 +31,7 @@ def frame(header: bytes, body: bytes = b"") -> bytes:
 
 
 ATTACKS = {
+    "noise": random.Random(0).randbytes(5000),
     "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "older version": preamble(WHOLE, 1, 0, version=1),
     "body too large": HELLO + preamble(OPEN, 100, MAX_BODY_BYTES + 1),

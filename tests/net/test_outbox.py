@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from net.errors import RemoteProtocolError
-from net.identity import PeerId
 from net.rpc.outbox import MAX_STREAMS, Outbox
-from net.rpc.session import FinishCall, RpcSession, RunCall, hello_of
+from net.rpc.session import RpcSession
 from net.wire.frame_reader import FrameReader, window_cost
-from net.wire.frames import CHUNK_BYTES, EncodedFrame, Part, encode_frame
-from net.wire.messages import CallStart, Hello, encode_message
+from net.wire.frames import CHUNK_BYTES, EncodedFrame, Frame, Part, encode_frame
+from net.wire.messages import CallCancel, CallError, CallReply, CallStart
+from tests.net.test_session import ALICE, BOB, session_of
 from tests.net.wire_parts import KIB, MIB, part_bytes
 
 WRITE_BYTES = 512 * KIB
@@ -21,11 +21,6 @@ WINDOW = 4 * MIB
 def frame(nbytes: int, name: int = 0) -> EncodedFrame:
     """A frame with a body of `nbytes` bytes."""
     return encode_frame({"name": name}, [np.full(nbytes, name % 251, np.uint8)] if nbytes else [])
-
-
-def session(raw_id: bytes, *, window_bytes: int = 64 * MIB, **bounds: int) -> RpcSession:
-    hello = hello_of(PeerId(raw_id), instance=bytes(8), port=None, window_bytes=window_bytes)
-    return RpcSession(hello, window_bytes=window_bytes, **bounds)
 
 
 def outbox(window_bytes: int = 64 * MIB) -> Outbox:
@@ -162,38 +157,6 @@ def received(reader: FrameReader, data: bytes) -> list[tuple[int, int]]:
             return found
 
 
-def test_a_peer_that_ignores_the_window_is_dropped() -> None:
-    """Requests that were not answered hold their share."""
-    bob = session(b"b" * 32, window_bytes=MIB)
-    hello = Hello(peer_id=PeerId(b"a" * 32), instance=b"a" * 8, port=None, window_bytes=MIB)
-    bob.receive_untrusted(encode_message(hello).frame)
-    starts = [
-        encode_message(
-            CallStart(call_id=i, method="m", timeout_s=1.0, body={}, tensors=(np.zeros(200 * KIB, np.uint8),))
-        ).frame
-        for i in range(1, 7)
-    ]
-    for start in starts[:5]:
-        bob.receive_untrusted(start)
-    with pytest.raises(RemoteProtocolError, match="window"):
-        bob.receive_untrusted(starts[5])
-
-
-def test_calls_are_turned_away_while_answers_wait() -> None:
-    """A peer that calls and does not read costs a bounded amount of memory."""
-    bob = session(b"b" * 32, max_answer_bytes=MIB)
-    hello = Hello(peer_id=PeerId(b"a" * 32), instance=b"a" * 8, port=None, window_bytes=64 * MIB)
-    bob.receive_untrusted(encode_message(hello).frame)
-    ran = []
-    for call_id in range(1, 5):
-        bob.receive_untrusted(encode_message(CallStart(call_id=call_id, method="m", timeout_s=1.0, body={})).frame)
-        for action in bob.take_actions():
-            assert isinstance(action, RunCall)
-            ran.append(action.start.call_id)
-            bob.reply(action.start.call_id, {}, (np.zeros(800 * KIB, np.uint8),))
-    assert ran == [1, 2]
-
-
 class Traffic:
     """Two sessions, joined by bytes, that call, answer and give up at random."""
 
@@ -202,7 +165,7 @@ class Traffic:
     def __init__(self, window_bytes: int) -> None:
         self.rng = random.Random(window_bytes)
         self.arrays = {size: np.zeros(size, np.uint8) for size in self.SIZES}
-        self.sessions = [session(bytes([i]) * 32, window_bytes=window_bytes) for i in (0, 1)]
+        self.sessions = [session_of(each, window_bytes=window_bytes, max_incoming=8) for each in (ALICE, BOB)]
         self.readers = [FrameReader(window_bytes=window_bytes) for _ in self.sessions]
         self.waiting: tuple[set[int], set[int]] = (set(), set())
         self.serving: tuple[list[int], list[int]] = ([], [])
@@ -231,21 +194,10 @@ class Traffic:
 
     def move(self, source: int) -> bool:
         """Carry to the other side what `source` has to write; whether there was anything."""
-        parts = self.sessions[source].take_parts(WRITE_BYTES)
-        target = self.sessions[1 - source]
+        parts = self.sessions[source].take_parts(self.rng.choice([1, 300, WRITE_BYTES]))
         for part in parts:
             for piece in part.pieces:
-                self._read(self.readers[source], piece, target)
-        for action in target.take_actions():
-            match action:
-                case RunCall(start=start_of_call):
-                    self.serving[1 - source].append(start_of_call.call_id)
-                case FinishCall(answer=answer):
-                    self.waiting[1 - source].remove(answer.call_id)
-                    self.num_answered += 1
-                case _:
-                    self.serving[1 - source].remove(action.call_id)
-                    target.forget(action.call_id)  # its handler is done
+                self._read(self.readers[source], piece, 1 - source)
         return bool(parts)
 
     def finish(self) -> None:
@@ -259,7 +211,7 @@ class Traffic:
             self.answer(side)
         return had_calls
 
-    def _read(self, reader: FrameReader, piece: bytes | memoryview, target: RpcSession) -> None:
+    def _read(self, reader: FrameReader, piece: bytes | memoryview, target: int) -> None:
         start = 0
         while start < len(piece):
             buffer = reader.buffer()
@@ -268,7 +220,18 @@ class Traffic:
             reader.received(nbytes)
             start += nbytes
             while (frame := reader.next_frame_untrusted()) is not None:
-                target.receive_untrusted(frame)
+                self._receive(frame, target)
+
+    def _receive(self, frame: Frame, side: int) -> None:
+        match self.sessions[side].receive_untrusted(frame):
+            case CallStart(call_id=call_id):
+                self.serving[side].append(call_id)
+            case CallCancel(call_id=call_id):
+                self.serving[side].remove(call_id)
+                self.sessions[side].forget(call_id)  # its handler is done
+            case CallReply(call_id=call_id) | CallError(call_id=call_id):
+                self.waiting[side].remove(call_id)  # KeyError if it is answered twice or was given up
+                self.num_answered += 1
 
     def _array(self) -> np.ndarray:
         return self.arrays[self.rng.choice(self.SIZES)]
@@ -294,7 +257,7 @@ def test_traffic_of_all_sizes_gets_through_and_keeps_the_window(window_bytes: in
 
 def test_credit_is_not_sent_for_every_small_tensor() -> None:
     """Up to an eighth of the window is given back together."""
-    alice, bob = (session(bytes([i]) * 32, window_bytes=MIB) for i in (0, 1))
+    alice, bob = (session_of(each, window_bytes=MIB) for each in (ALICE, BOB))
 
     def pass_on(source: RpcSession, target: RpcSession) -> list[str]:
         kinds = []
@@ -310,7 +273,6 @@ def test_credit_is_not_sent_for_every_small_tensor() -> None:
     for _ in range(27):
         call_id = alice.place_call("m", {}, (np.zeros(10 * KIB, np.uint8),), timeout_s=1.0)
         pass_on(alice, bob)
-        bob.take_actions()
         bob.reply(call_id, {}, ())
         kinds += pass_on(bob, alice)
     assert kinds.count("credit") == 2

@@ -2,6 +2,7 @@
 
 import pytest
 
+from net import peer_health
 from net.peer_health import LATE_LIMIT, Pause, PeerHealth
 
 PAUSE = Pause(first_s=5.0, longest_s=60.0)
@@ -58,9 +59,10 @@ def test_late_answers_in_a_row_are_a_failure() -> None:
     assert "late 3 times" in str(health.why_not("expert", 1.0, PAUSE))
 
 
-def test_the_record_is_bounded() -> None:
+def test_the_record_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond its size the target that failed longest ago is forgotten."""
-    health = PeerHealth(max_targets=2)
+    monkeypatch.setattr(peer_health, "MAX_TARGETS", 2)
+    health = PeerHealth()
     for number in (1, 2, 1, 3):
         health.failed(number, float(number))
     assert health.blocked(3.0, PAUSE) == (1, 3)
@@ -75,8 +77,6 @@ def test_the_record_is_bounded() -> None:
     ],
 )
 def test_impossible_pauses_are_refused(options: dict[str, float]) -> None:
-    """And a record without room."""
+    """Negative ones, and a longest one that is shorter than the first."""
     with pytest.raises(ValueError, match="expected 0 <= first_s"):
         Pause(**options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_targets"):
-        PeerHealth(max_targets=0)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from net.dht.routing_table import ID_BITS, NodeId, RoutingTable, key_id, node_id, xor_distance
+from net.dht.routing_table import ID_BITS, NodeId, RoutingTable, key_id, node_id
 from net.identity import Address, Contact, PeerId
 
 
@@ -29,7 +29,6 @@ def test_a_key_is_its_sha256() -> None:
 def test_a_peer_sits_where_its_id_says() -> None:
     """The 32 bytes of a peer id are read as a big-endian integer."""
     assert node_id(PeerId(bytes(31) + b"\x07")) == 7
-    assert xor_distance(0b1100, 0b1010) == 0b0110
 
 
 @pytest.mark.parametrize(
@@ -146,11 +145,3 @@ def test_stale_buckets_come_oldest_first() -> None:
     assert (first >> 255, second >> 255) == (1, 0)
     assert [target >> 255 for target in table.stale_targets(older_than=15.0, rng=rng)] == [1]
     assert table.stale_targets(older_than=10.0, rng=rng) == ()
-
-
-def test_sizes_must_be_positive() -> None:
-    """k and b below one are refused."""
-    with pytest.raises(ValueError, match="bucket_size"):
-        RoutingTable(0, bucket_size=0)
-    with pytest.raises(ValueError, match="depth_modulo"):
-        RoutingTable(0, depth_modulo=0)

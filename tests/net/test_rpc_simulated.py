@@ -12,8 +12,8 @@ from net.errors import CallRefused, ConnectionLost, DialFailed, NetError, PeerTi
 from net.identity import Address, Contact, PeerId
 from net.peer_health import Pause
 from net.rpc.base import Reply, Request
-from net.rpc.connection import LEAVE_S, SILENCE_S
-from net.rpc.peer import CHECK_PERIOD_S, IDLE_S, RpcPeer, open_rpc_peer
+from net.rpc.connection import IDLE_S, LEAVE_S, SILENCE_S
+from net.rpc.peer import CHECK_PERIOD_S, RpcPeer, open_rpc_peer
 from net.transport.sim import run, simulate
 from net.transport.sim.events import Heal, HostDown, HostUp, Partition
 from net.transport.sim.links import Constant, HostOptions
@@ -178,8 +178,8 @@ async def test_an_idle_connection_is_closed_and_no_call_is_lost_by_that() -> Non
         await ping(alice, contact(bob))
         await trio.sleep(IDLE_S + 2 * CHECK_PERIOD_S)
         assert network.statistics().links == 0
-        for turn in range(100):
-            await trio.sleep(IDLE_S + CHECK_PERIOD_S * (turn - 10) / 50)
+        for turn in range(50):
+            await trio.sleep(IDLE_S + CHECK_PERIOD_S * (turn - 5) / 25)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(ping, alice, contact(bob))
                 nursery.start_soon(ping, bob, contact(alice))

@@ -7,32 +7,27 @@ import pytest
 
 from net.errors import RemoteProtocolError
 from net.identity import PeerId
-from net.rpc.session import CancelRun, FinishCall, RpcSession, RunCall, hello_of
+from net.rpc.session import RpcSession
 from net.wire.frame_reader import FREE_BYTES
-from net.wire.messages import CallCancel, CallError, CallReply, CallStart, Credit, ErrorKind, Hello
-from tests.net.test_session import deliver, frame_of, place, queued
+from net.wire.messages import CallCancel, CallError, CallReply, CallStart, Credit, ErrorKind
+from tests.net.test_session import ALICE, BOB, deliver, hello_of, place, queued, receive, session_of
 from tests.net.wire_parts import KIB, MIB
 
 WRITE_BYTES = 512 * KIB
-ALICE, BOB = PeerId(b"a" * 32), PeerId(b"b" * 32)
-
-
-def session_of(peer_id: PeerId, *, window_bytes: int = MIB, **bounds: int) -> RpcSession:
-    hello = hello_of(peer_id, instance=peer_id.raw[:8], port=None, window_bytes=window_bytes)
-    return RpcSession(hello, window_bytes=window_bytes, **bounds)
+EVE = PeerId(b"e" * 32)
 
 
 def pair(**bounds: int) -> tuple[RpcSession, RpcSession]:
     """Two sessions that know each other, with windows of 1 MiB. `bounds` are Bob's."""
-    alice, bob = session_of(ALICE), session_of(BOB, **bounds)
+    alice, bob = session_of(ALICE, window_bytes=MIB), session_of(BOB, window_bytes=MIB, **bounds)
     assert deliver(alice, bob) == deliver(bob, alice) == ()
     return alice, bob
 
 
 def bob_and_eve(**bounds: int) -> RpcSession:
     """Bob, connected to somebody who sends what she likes."""
-    bob = session_of(BOB, **bounds)
-    bob.receive_untrusted(frame_of(Hello(peer_id=PeerId(b"e" * 32), instance=bytes(8), port=None, window_bytes=MIB)))
+    bob = session_of(BOB, window_bytes=MIB, **bounds)
+    receive(bob, hello_of(EVE, window_bytes=MIB))
     queued(bob)
     return bob
 
@@ -48,10 +43,8 @@ def place_large(session: RpcSession, nbytes: int) -> int:
 
 def send_a_write(source: RpcSession, target: RpcSession) -> list[int]:
     """Move one write of `source` and answer the calls in it; their ids."""
-    for part in source.take_parts(WRITE_BYTES):
-        if part.frame is not None:
-            target.receive_untrusted(part.frame)
-    call_ids = [action.start.call_id for action in target.take_actions() if isinstance(action, RunCall)]
+    frames = [part.frame for part in source.take_parts(WRITE_BYTES) if part.frame is not None]
+    call_ids = [action.call_id for action in receive(target, *frames) if isinstance(action, CallStart)]
     for call_id in call_ids:
         target.reply(call_id, {}, ())
     return call_ids
@@ -76,27 +69,24 @@ def test_credits_that_wait_together_all_count() -> None:
 def test_a_call_that_is_called_off_keeps_its_place_until_its_handler_is_done() -> None:
     """Whoever calls and cancels in a loop runs no more handlers than whoever waits."""
     bob = bob_and_eve(max_incoming=1)
-    for message in (start(1), CallCancel(call_id=1), CallCancel(call_id=1), start(2)):
-        bob.receive_untrusted(frame_of(message))
-    assert bob.take_actions() == (RunCall(start=start(1)), CancelRun(call_id=1))
+    cancel = CallCancel(call_id=1)
+    assert receive(bob, start(1), cancel, cancel, start(2)) == (start(1), cancel)
     (busy,) = queued(bob)
     assert isinstance(busy, CallError)
     assert (busy.call_id, busy.kind) == (2, ErrorKind.BUSY)
     assert not bob.is_idle
     bob.forget(1)
     assert bob.is_idle
-    bob.receive_untrusted(frame_of(start(3)))
-    assert bob.take_actions() == (RunCall(start=start(3)),)
+    assert receive(bob, start(3)) == (start(3),)
 
 
 @pytest.mark.parametrize("ending", ["forget", "reply", "fail"])
 def test_the_id_of_a_call_that_is_called_off_is_in_use_until_its_handler_is_done(ending: str) -> None:
     """However the handler ends; a second call of that id before is an error."""
     bob = bob_and_eve()
-    for message in (start(1), CallCancel(call_id=1)):
-        bob.receive_untrusted(frame_of(message))
+    receive(bob, start(1), CallCancel(call_id=1))
     with pytest.raises(RemoteProtocolError, match="in use"):
-        bob.receive_untrusted(frame_of(start(1)))
+        receive(bob, start(1))
     match ending:
         case "forget":
             bob.forget(1)
@@ -104,23 +94,20 @@ def test_the_id_of_a_call_that_is_called_off_is_in_use_until_its_handler_is_done
             bob.reply(1, {}, ())
         case _:
             bob.fail(1, ErrorKind.FAILURE, "cancelled")
-    bob.take_actions()
-    bob.receive_untrusted(frame_of(start(1)))
-    assert bob.take_actions() == (RunCall(start=start(1)),)
+    assert receive(bob, start(1)) == (start(1),)
     assert queued(bob) == []
 
 
 def test_a_call_that_is_called_off_keeps_its_share_of_the_window_until_its_handler_is_done() -> None:
     """The handler still has the tensors: no credit before, and a peer that sends on is dropped; then a credit."""
     bob = bob_and_eve()
-    for message in (start(1, MIB // 2), CallCancel(call_id=1), start(2, MIB // 2), CallCancel(call_id=2)):
-        bob.receive_untrusted(frame_of(message))
+    receive(bob, start(1, MIB // 2), CallCancel(call_id=1), start(2, MIB // 2), CallCancel(call_id=2))
     assert queued(bob) == []
     with pytest.raises(RemoteProtocolError, match="window"):
-        bob.receive_untrusted(frame_of(start(3, 5000)))
+        receive(bob, start(3, 5000))
     bob.forget(1)
     assert queued(bob) == [Credit(nbytes=MIB // 2)]
-    bob.receive_untrusted(frame_of(start(3, 5000)))
+    receive(bob, start(3, 5000))
 
 
 def test_own_calls_that_wait_do_not_make_the_peers_calls_busy() -> None:
@@ -131,8 +118,8 @@ def test_own_calls_that_wait_do_not_make_the_peers_calls_busy() -> None:
     bob.take_parts(1)
     call_id = place(alice)
     (run,) = deliver(alice, bob)
-    assert isinstance(run, RunCall)
-    assert run.start.call_id == call_id
+    assert isinstance(run, CallStart)
+    assert run.call_id == call_id
 
 
 def test_answers_and_small_calls_leave_while_requests_hold_the_whole_window() -> None:
@@ -144,18 +131,26 @@ def test_answers_and_small_calls_leave_while_requests_hold_the_whole_window() ->
     call_back = place(bob)
     deliver(bob, alice)
     alice.reply(call_back, {}, (np.zeros(3 * MIB, np.uint8),))
-    (finish,) = deliver(alice, bob)
-    assert isinstance(finish, FinishCall)
-    assert isinstance(finish.answer, CallReply)
-    assert finish.answer.tensors[0].nbytes == 3 * MIB
+    (answer,) = deliver(alice, bob)
+    assert isinstance(answer, CallReply)
+    assert answer.tensors[0].nbytes == 3 * MIB
+
+
+def test_calls_are_turned_away_while_answers_wait() -> None:
+    """A peer that calls and does not read costs a bounded amount of memory."""
+    bob = bob_and_eve(max_answer_bytes=MIB)
+    ran = []
+    for call_id in range(1, 5):
+        for call in receive(bob, start(call_id)):
+            ran.append(call.call_id)
+            bob.reply(call.call_id, {}, (np.zeros(800 * KIB, np.uint8),))
+    assert ran == [1, 2]
 
 
 def test_answers_beyond_the_bound_become_busy_errors() -> None:
     """Also those of calls that ran already when the first answers began to wait."""
     bob = bob_and_eve(max_answer_bytes=MIB)
-    for call_id in range(1, 7):
-        bob.receive_untrusted(frame_of(start(call_id)))
-    assert len(bob.take_actions()) == 6
+    assert len(receive(bob, *map(start, range(1, 7)))) == 6
     for call_id in range(1, 6):
         bob.reply(call_id, {}, (np.zeros(800 * KIB, np.uint8),))
     bob.reply(6, {"small": True}, ())
@@ -177,7 +172,7 @@ def test_an_answer_whose_caller_has_gone_is_not_kept(cancelled: str) -> None:
         is_kept = weakref.ref(answer)
         alice.abandon_call(call_id)
         if cancelled == "before it is ready":
-            assert deliver(alice, bob) == (CancelRun(call_id=call_id),)
+            assert deliver(alice, bob) == (CallCancel(call_id=call_id),)
         bob.reply(call_id, {}, (answer,))
         if cancelled == "when a part of it has left":
             assert [part.frame for part in bob.take_parts(1)] == [None, None]
@@ -188,6 +183,6 @@ def test_an_answer_whose_caller_has_gone_is_not_kept(cancelled: str) -> None:
         assert bob.is_idle
     kept = place(alice)
     (run,) = deliver(alice, bob)
-    assert isinstance(run, RunCall)
+    assert isinstance(run, CallStart)
     bob.reply(kept, {}, (np.zeros(3 * MIB, np.uint8),))
-    assert [type(action) for action in deliver(bob, alice)] == [FinishCall]
+    assert [type(action) for action in deliver(bob, alice)] == [CallReply]

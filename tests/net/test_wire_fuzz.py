@@ -15,7 +15,7 @@ import pytest
 
 from net.errors import RemoteProtocolError
 from net.identity import PeerId
-from net.rpc.session import RpcSession, RunCall, hello_of
+from net.rpc.session import RpcSession
 from net.wire import codec, frame_reader, messages, tensors
 from net.wire.frame_reader import FrameReader
 from tests.net.wire_damage import FLOATS, damaged_stream
@@ -28,7 +28,10 @@ MAX_INPUT_S = 1.0
 
 def busy_session() -> RpcSession:
     """A call of ours has left, a second one will after Hello: answers to both are legal, and so is some credit."""
-    session = RpcSession(hello_of(PeerId(b"\x01" * 32), instance=bytes(8), port=None))
+    peer_id = PeerId(b"\x01" * 32)
+    session = RpcSession(
+        messages.Hello(peer_id=peer_id, instance=bytes(8), port=None, window_bytes=frame_reader.WINDOW_BYTES)
+    )
     session.place_call("m", {}, (), timeout_s=1.0)
     session.take_parts(2**20)
     session.place_call("m", {}, (FLOATS,), timeout_s=1.0)
@@ -46,11 +49,10 @@ def feed(data: bytes, cut: int) -> int:
         reader.received(nbytes)
         start += nbytes
         while (frame := reader.next_frame_untrusted()) is not None:
-            session.receive_untrusted(frame)
+            action = session.receive_untrusted(frame)
             num_frames += 1
-            for action in session.take_actions():
-                if isinstance(action, RunCall):
-                    session.reply(action.start.call_id, {}, action.start.tensors)
+            if isinstance(action, messages.CallStart):
+                session.reply(action.call_id, {}, action.tensors)
             session.take_parts(2**20)
     return num_frames
 
