@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -91,27 +92,25 @@ class LocalView:
 
     async def run(self) -> None:
         """Show them until cancelled."""
-        if self._console.is_terminal:
-            with Live(self._table(), console=self._console, auto_refresh=False) as live:
-                try:
-                    while True:
-                        self._look()
+        # Without a terminal the live table would be printed once, at the end.
+        table = Live(self._table(), console=self._console, auto_refresh=False)
+        with table if self._console.is_terminal else nullcontext() as live:
+            try:
+                while True:
+                    for watch in self._trainers.values():
+                        watch.look()
+                    if live is None:
+                        self._print_news()
+                    else:
                         live.update(self._table(), refresh=True)
-                        await trio.sleep(_FRAME_PERIOD_S)
-                finally:
+                    await trio.sleep(_FRAME_PERIOD_S)
+            finally:
+                if live is not None:
                     live.update(self._table(), refresh=True)
-        while True:
-            self._look()
-            self._print_news()
-            await trio.sleep(_FRAME_PERIOD_S)
-
-    def _look(self) -> None:
-        for watch in self._trainers.values():
-            watch.look()
 
     def _table(self) -> RenderableType:
         """One row a process, under a line that always moves."""
-        nodes = [process for process in self._swarm.processes if process.kind == "node"]
+        nodes = self._swarm.of_kind("node")
         serving = sum(bool(node.contact) and node.is_running for node in nodes)
         self._spinner.text = f"{serving} of {len(nodes)} nodes serve, {trio.current_time() - self._began_at:.0f} s"
         table = Table.grid(padding=(0, 2))
@@ -144,4 +143,4 @@ class LocalView:
             moves_on = text.startswith("step ") and said.startswith("step ")
             if text != said and not (moves_on and now - said_at < _LINE_PERIOD_S):
                 self._last_lines[process.name] = now, text
-                self._console.print(f"{process.name}: {text}  ({now - self._began_at:.0f} s)", highlight=False)
+                self._console.print(f"{now - self._began_at:5.0f} s  {process.name}: {text}", highlight=False)

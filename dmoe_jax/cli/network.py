@@ -1,8 +1,10 @@
-"""How a process takes part in a network: who it is, which swarm it belongs to, where it is called."""
+"""How a process takes part in a swarm: who it is, where it is called, and whom it joins. Nothing here imports JAX."""
 
 import ipaddress
 import os
 import shlex
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,12 +13,17 @@ import tyro
 
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.environment import SECRET_VARIABLE
+from dmoe_jax.grid import check_prefix
+from dmoe_jax.joining import WrongPeer, parse_targets
+from dmoe_jax.peer import SwarmPeer, open_peer
 from dmoe_jax.security import Plain, Security, Tls
 from net.identity import Address
+from net.keys import IdentityError
+from net.rpc.faults import FaultPlan
 from net.wire.messages import is_host
 
 JoinTexts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PEER [PEER ...]")]
-"""Peers to join through, as the command line takes them; `dmoe_jax.cli.swarm.parse_targets` reads them."""
+"""Peers to join through, as the command line takes them."""
 
 _File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
@@ -35,15 +42,12 @@ class NetworkOptions:
     """Plain TCP without encryption or proof, on this machine only. All peers of the swarm must use it."""
 
     def __post_init__(self) -> None:
-        idle = [
-            flag
-            for flag, file in (
-                ("--identity", self.identity),
-                ("--swarm-secret-file", self.swarm_secret_file),
-                ("--allow-list", self.allow_list),
-            )
-            if file is not None
-        ]
+        files = {
+            "--identity": self.identity,
+            "--swarm-secret-file": self.swarm_secret_file,
+            "--allow-list": self.allow_list,
+        }
+        idle = [flag for flag, file in files.items() if file is not None]
         if self.insecure_loopback and idle:
             raise ValueError(f"--insecure-loopback proves nothing: {' and '.join(idle)} would have no effect")
 
@@ -104,11 +108,6 @@ class ListenOptions:
         """Where to listen."""
         return Address.parse(self.listen)
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
-        return self.address.host == "localhost" or _is_ip_address(self.address.host, "loopback")
-
 
 def _is_ip_address(host: str, kind: str | None = None) -> bool:
     """Whether the text is an IP address, or one of a kind (`unspecified`, `loopback`)."""
@@ -117,3 +116,62 @@ def _is_ip_address(host: str, kind: str | None = None) -> bool:
     except ValueError:
         return False
     return kind is None or bool(getattr(address, f"is_{kind}"))
+
+
+def check_names(join: Sequence[str], swarm: str) -> None:
+    """Check whom --join names, and what --swarm calls the swarm.
+
+    Raises:
+      UsageError: naming the text that is no peer or no name.
+    """
+    try:
+        parse_targets(tuple(join))
+    except ValueError as error:
+        raise UsageError(f"--join: {error}") from error
+    try:
+        check_prefix(swarm)
+    except ValueError as error:
+        raise UsageError(f"--swarm must be 1 to 64 letters, digits, '_' or '-', got {swarm!r}") from error
+
+
+@asynccontextmanager
+async def join_swarm(
+    network: NetworkOptions,
+    *,
+    join: Sequence[str],
+    listen: ListenOptions | None = None,
+    faults: FaultPlan | None = None,
+) -> AsyncIterator[SwarmPeer]:
+    """`open_peer` as the flags say.
+
+    Args:
+      network: who we are and which swarm it is.
+      join: peers to join through; none starts a new swarm.
+      listen: where to be called; None is client mode.
+      faults: what to do wrong on purpose.
+
+    Raises:
+      UsageError: for a file that will not do, and when another peer is where one was named.
+      NetError: when the port is taken, or nobody answers.
+    """
+    opened = open_peer(
+        tuple(join),
+        listen=None if listen is None else listen.address,
+        announce=None if listen is None else listen.announce,
+        security=network.security(),
+        faults=faults,
+    )
+    is_open = False
+    try:
+        async with opened as peer:
+            is_open = True
+            yield peer
+    except (IdentityError, WrongPeer) as error:
+        if is_open:  # the command's own
+            raise
+        raise UsageError(str(error)) from error
+
+
+def join_line(command: str, network: NetworkOptions, peer: SwarmPeer) -> str:
+    """The line to paste on another terminal, or another machine: how to join through this peer."""
+    return f"Join it with:  dmoe {command} --join {peer.contact}{network.flags_for_others()}"
