@@ -32,6 +32,7 @@ _HURRIED_GRACE_S = 4.0
 """The same when everything ends at once. A node withdraws its experts within two seconds."""
 
 _READY_TIMEOUT_S = 300.0
+"""For a process to serve."""
 
 _OTHERS_GRACE_S = 60.0
 """For the other trainer processes once the first is done."""
@@ -110,13 +111,7 @@ class LocalSwarm:
         return [process for process in self.processes if process.kind == kind]
 
     async def launch(self, name: str, command: Sequence[str], *, in_foreground: bool = False) -> SwarmProcess:
-        """Run `dmoe COMMAND`; do not wait for it.
-
-        Args:
-          name: what the process is called.
-          command: the command with its flags.
-          in_foreground: whether it prints to this process's standard output and error instead of its log.
-        """
+        """Run `dmoe COMMAND`, which prints to its log, or `in_foreground` to our own terminal; do not wait for it."""
         log = self._log_folder / f"{name}.log"
         with nullcontext() if in_foreground else log.open("wb") as output:
             process = await trio.lowlevel.open_process(
@@ -211,9 +206,7 @@ async def launch_nodes(
     """Start a node for each hand of experts, all at once; do not wait for them.
 
     Args:
-      swarm: where they run.
       dht: whom they join.
-      hands: the experts of each node.
       flags_of: further flags of `dmoe node`, by the node's index.
     """
     for index, hand in enumerate(hands):

@@ -21,6 +21,7 @@ from dmoe_jax.cli.status import StatusCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.environment import HELP, JOIN_VARIABLE
+from net.keys import IdentityError
 
 Command = (
     Annotated[DemoCommand, tyro.conf.subcommand("demo")]
@@ -51,5 +52,5 @@ def main(args: Sequence[str] | None = None) -> None:
         if isinstance(command, TrainCommand):
             command = command.resumed(words[1:])
         sys.exit(command.run())
-    except UsageError as error:
+    except (UsageError, IdentityError) as error:
         fail(str(error))

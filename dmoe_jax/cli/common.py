@@ -112,22 +112,14 @@ def flag_of(name: str, prefix: str = "") -> str:
 
 
 def check_at_least(least: int, options: object, *names: str) -> None:
-    """Check the fields with these names.
-
-    Raises:
-      UsageError: for the first flag whose value is below `least`, or no number.
-    """
+    """Raise `UsageError` for the first of these fields whose value is below `least`, or no number."""
     for name in names:
         if not getattr(options, name) >= least:
             raise UsageError(f"{flag_of(name)} must be at least {least}, got {getattr(options, name)}")
 
 
 def check_positive(options: object, *names: str) -> None:
-    """Check the fields with these names.
-
-    Raises:
-      UsageError: for the first flag whose value is not above 0.
-    """
+    """Raise `UsageError` for the first of these fields whose value is not above 0."""
     for name in names:
         if not getattr(options, name) > 0:
             raise UsageError(f"{flag_of(name)} must be positive, got {getattr(options, name)}")

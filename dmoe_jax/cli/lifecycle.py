@@ -17,11 +17,12 @@ import trio
 from dmoe_jax.cli.common import UsageError, fail, one_line
 from dmoe_jax.processes import ProcessFailed
 from net.errors import NetError
+from net.keys import IdentityError
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT: what a shell reports for a command that Ctrl-C ended."""
 
-_MISTAKES = (NetError, UsageError, ProcessFailed)
+_MISTAKES = (NetError, IdentityError, UsageError, ProcessFailed)
 """Errors that are told in one line: they are the swarm's or the user's, not ours. Any other error is a bug and keeps
 its traceback."""
 

@@ -3,8 +3,8 @@
 import ipaddress
 import os
 import shlex
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,11 +14,10 @@ import tyro
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.grid import check_prefix
-from dmoe_jax.joining import WrongPeer, parse_targets
+from dmoe_jax.joining import parse_targets
 from dmoe_jax.peer import SwarmPeer, open_peer
 from dmoe_jax.security import Plain, Security, Tls
 from net.identity import Address
-from net.keys import IdentityError
 from net.rpc.faults import FaultPlan
 from net.wire.messages import is_host
 
@@ -41,35 +40,29 @@ class NetworkOptions:
     insecure_loopback: bool = False
     """Plain TCP without encryption or proof, on this machine only. All peers of the swarm must use it."""
 
-    def __post_init__(self) -> None:
-        files = {
-            "--identity": self.identity,
-            "--swarm-secret-file": self.swarm_secret_file,
-            "--allow-list": self.allow_list,
-        }
-        idle = [flag for flag, file in files.items() if file is not None]
-        if self.insecure_loopback and idle:
-            raise ValueError(f"--insecure-loopback proves nothing: {' and '.join(idle)} would have no effect")
-
     @property
     def secret_file(self) -> Path | None:
         """Where the swarm's secret is: the flag, else the environment; None for an open swarm."""
-        if self.swarm_secret_file is not None:
-            return self.swarm_secret_file
         named = os.environ.get(SECRET_VARIABLE)
-        return Path(named) if named else None
+        return self.swarm_secret_file or (Path(named) if named else None)
 
     def security(self) -> Security:
         """How links are protected.
 
         Raises:
-          UsageError: plain TCP was asked for where a secret is set.
+          UsageError: plain TCP was asked for beside a protection.
         """
         if not self.insecure_loopback:
             return Tls(identity=self.identity, secret=self.secret_file, allowed=self.allow_list)
-        if self.secret_file is not None:
+        given = {
+            "--identity": self.identity,
+            "--swarm-secret-file": self.swarm_secret_file,
+            "--allow-list": self.allow_list,
+            f"{SECRET_VARIABLE}={self.secret_file}": self.secret_file if self.swarm_secret_file is None else None,
+        }
+        if idle := [name for name, file in given.items() if file is not None]:
             # Rather than ignored: somebody meant this machine's peers to be protected.
-            raise UsageError(f"--insecure-loopback does not go with {SECRET_VARIABLE}={self.secret_file}: unset it")
+            raise UsageError(f"--insecure-loopback proves nothing: {' and '.join(idle)} would have no effect")
         return Plain()
 
     def flags_for_others(self) -> str:
@@ -134,42 +127,21 @@ def check_names(join: Sequence[str], swarm: str) -> None:
         raise UsageError(f"--swarm must be 1 to 64 letters, digits, '_' or '-', got {swarm!r}") from error
 
 
-@asynccontextmanager
-async def join_swarm(
+def join_swarm(
     network: NetworkOptions,
     *,
     join: Sequence[str],
     listen: ListenOptions | None = None,
     faults: FaultPlan | None = None,
-) -> AsyncIterator[SwarmPeer]:
-    """`open_peer` as the flags say.
-
-    Args:
-      network: who we are and which swarm it is.
-      join: peers to join through; none starts a new swarm.
-      listen: where to be called; None is client mode.
-      faults: what to do wrong on purpose.
-
-    Raises:
-      UsageError: for a file that will not do, and when another peer is where one was named.
-      NetError: when the port is taken, or nobody answers.
-    """
-    opened = open_peer(
+) -> AbstractAsyncContextManager[SwarmPeer]:
+    """`open_peer` as the flags say: without `listen` in client mode, without `join` in a new swarm."""
+    return open_peer(
         tuple(join),
         listen=None if listen is None else listen.address,
         announce=None if listen is None else listen.announce,
         security=network.security(),
         faults=faults,
     )
-    is_open = False
-    try:
-        async with opened as peer:
-            is_open = True
-            yield peer
-    except (IdentityError, WrongPeer) as error:
-        if is_open:  # the command's own
-            raise
-        raise UsageError(str(error)) from error
 
 
 def join_line(command: str, network: NetworkOptions, peer: SwarmPeer) -> str:

@@ -148,7 +148,6 @@ class TrainOptions:
     join: JoinTexts
     """Peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there."""
     network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
-    """Who this process is and which swarm it belongs to."""
     swarm: str = "dmoe"
     """Name of the swarm."""
     out: Path | None = None
@@ -161,17 +160,11 @@ class TrainOptions:
     also has `batches(shard, num_shards, seed)`, an iterator of training batches, and perhaps `validation()`, an
     iterable. Default: a Transformer-XL language model."""
     language: Annotated[LanguageModelOptions, tyro.conf.arg(name="")] = field(default_factory=LanguageModelOptions)
-    """The language model."""
     data: Annotated[DataOptions, tyro.conf.arg(name="")] = field(default_factory=DataOptions)
-    """What is trained on."""
     calls: Annotated[CallOptions, tyro.conf.arg(name="")] = field(default_factory=CallOptions)
-    """Expert calls."""
     optimizer: Annotated[OptimizerOptions, tyro.conf.arg(name="")] = field(default_factory=OptimizerOptions)
-    """The trunk's optimiser."""
     run_length: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
-    """Length of the run, evaluations and checkpoints."""
     averaging: Annotated[AveragingOptions, tyro.conf.arg(name="")] = field(default_factory=AveragingOptions)
-    """Averaging with other trainer processes."""
     listening: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
     """Where others call this process, if it averages; one that does not listens nowhere."""
     json: bool = False

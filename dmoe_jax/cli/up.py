@@ -106,16 +106,10 @@ class UpCommand:
         )
 
     async def train(self, console: Console, stop: Stop, beside: Beside) -> int:
-        """Run the swarm until the trainer processes are done or the command is stopped, and show it.
+        """Run the swarm until the trainer processes are done or the command is stopped, and show it; the exit status.
 
         Trainers start together with the nodes: they read their text and wait for experts while those compile.
-
-        Args:
-          console: where it is shown.
-          stop: ends it in order.
-          beside: runs beside the training, and is cancelled at its end.
-
-        Returns: the exit status.
+        `beside` runs beside the training, and is cancelled at its end.
 
         Raises:
           ProcessFailed: a trainer ended with an error of its own, or another process before it served.

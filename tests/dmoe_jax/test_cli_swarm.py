@@ -126,7 +126,7 @@ def test_a_secret_keeps_strangers_out(
         assert nodes_of(capsys, contact) == []
         status, error = outcome(["status", "--join", contact, "--insecure-loopback"], capsys)
         assert (status, len(error.splitlines())) == (1, 1)
-        assert f"--insecure-loopback does not go with {SECRET_VARIABLE}={secret}" in error
+        assert f"--insecure-loopback proves nothing: {SECRET_VARIABLE}={secret} would have no effect" in error
 
 
 async def test_who_announces_a_name_is_joined_by_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
@@ -25,6 +26,8 @@ from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.runs.run_folder import read_metrics
 from dmoe_jax.security import Plain
 from dmoe_jax.swarm import Served, Swarm, open_swarm
+from dmoe_jax.training import progress
+from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.user_file import load_from_file
 
 SIZES = LayerConfig(d_model=8, num_heads=2, d_ff=8, seq_len=4, mem_len=4)
@@ -343,3 +346,32 @@ async def test_scores_that_become_nan_end_the_run(text: str, tmp_path: Path) -> 
     assert events == [("failed", 3)]
     assert "scores in layer0 are NaN" in (out / "report.md").read_text()
     assert any((out / "checkpoints").iterdir())
+
+
+async def test_a_trainer_is_listed_while_it_waits(text: str, tmp_path: Path) -> None:
+    """Whoever looks sees it before there are experts."""
+    async with (
+        open_swarm(listen="127.0.0.1:0", security=Plain(), seed=0) as first,
+        open_swarm(first.contact, listen=None, security=Plain(), seed=0) as swarm,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(run, command(tmp_path / "run", text, wait_s=60.0), swarm)
+        with trio.fail_after(30):
+            members = await first.members()
+            while not members:
+                await trio.sleep(0.1)
+                members = await first.members()
+        assert [(each.role, each.info["state"], each.info["step"]) for each in members] == [("trainer", "waiting", 0)]
+        nursery.cancel_scope.cancel()
+
+
+def test_waiting_is_timed_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who waits for experts says for how long; no second time is put behind it."""
+    monkeypatch.setattr(progress, "_LINE_PERIOD_S", 0.6)
+    with TrainingProgress(1) as shown, shown.phase("waiting") as change:
+        for waited in range(14):
+            change(f"waiting ({waited / 10} s)")
+            time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1
+    assert all(line.count("(") <= 1 for line in lines)
