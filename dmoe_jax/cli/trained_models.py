@@ -61,7 +61,8 @@ async def language_training(options: TrainOptions, swarm: Swarm, progress: Train
     Raises:
       UsageError: for a router, a corpus or sizes that will not do.
     """
-    data, language, calls = options.data, options.language, options.calls
+    data, language = options.data, options.language
+    calls = {name: value for name, value in vars(options.calls).items() if name != "wait_s"}
     with progress.phase("loading the corpus"), mistakes_in_one_line():
         corpus = await trio.to_thread.run_sync(lambda: load_corpus(source=data.data), abandon_on_cancel=True)
     progress.say(f"corpus: {corpus.description}")
@@ -70,18 +71,7 @@ async def language_training(options: TrainOptions, swarm: Swarm, progress: Train
         config = trunk_config(options, len(corpus.vocabulary))
         router = make_router(language.router, language.grid_size)
         mixtures = [
-            swarm.mixture(
-                layer_prefix(layer),
-                config.expert(),
-                router,
-                k_best=calls.k_best,
-                k_min=calls.k_min,
-                grace_s=calls.grace_s,
-                timeout_s=calls.timeout_s,
-                compression=calls.compression,
-                max_skipped=calls.max_skipped,
-                seed=seed,
-            )
+            swarm.mixture(layer_prefix(layer), config.expert(), router, seed=seed, **calls)
             for layer in range(config.num_layers)
         ]
         streams: list[Iterator[Any]] = [
@@ -137,17 +127,9 @@ def trunk_config(options: TrainOptions, vocab_size: int) -> TransformerXLConfig:
       ValueError: they do not fit each other.
     """
     language = options.language
-    return TransformerXLConfig(
-        layer=language.layer,
-        vocab_size=vocab_size,
-        num_layers=language.num_layers,
-        embedding_dropout=language.embedding_dropout,
-        input_dropout=language.input_dropout,
-        output_dropout=language.output_dropout,
-        grid_size=language.grid_size,
-        k_best=options.calls.k_best,
-        cutoffs=language.cutoffs_below(vocab_size),
-    )
+    sizes = {name: value for name, value in vars(language).items() if name not in ("router", "cutoffs")}
+    cutoffs = language.cutoffs_below(vocab_size)
+    return TransformerXLConfig(vocab_size=vocab_size, k_best=options.calls.k_best, cutoffs=cutoffs, **sizes)
 
 
 async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
@@ -157,11 +139,9 @@ async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
       UsageError: it is not what `--model` asks for; the message names it.
     """
     data, spec = options.data, options.model or ""
-    seed = data.chance_seed
 
     def make() -> tuple[Model, list[Iterator[Any]]]:
-        make_model = user_model(spec)
-        model = call_user(spec, make_model, swarm, kind="model")
+        model = call_user(spec, user_model(spec), swarm, kind="model")
         if not isinstance(model, Model):
             raise UserFileError(f"model {spec!r}: expected a dmoe_jax.model.Model, got {type(model).__name__}")
         if not callable(getattr(model, "batches", None)):
@@ -170,19 +150,17 @@ async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
                 "training batches"
             )
         own = cast(Any, model)
-        batches = [own.batches(shard, data.num_trainers, seed) for shard in range(data.num_trainers)]
-        return model, [iter(each) for each in batches]
+        shards = range(data.num_trainers)
+        return model, [iter(own.batches(shard, len(shards), data.chance_seed)) for shard in shards]
 
     with mistakes_in_one_line():
         model, batches = await trio.to_thread.run_sync(make, abandon_on_cancel=True)
-    own = cast(Any, model)
+    validation = getattr(model, "validation", None)
     return Training(
         model=model,
-        task=Task(
-            name=spec, unit=model.unit, splits=("valid",) if callable(getattr(model, "validation", None)) else ()
-        ),
+        task=Task(name=spec, unit=model.unit, splits=("valid",) if callable(validation) else ()),
         batches=batches,
-        evaluation=lambda split, max_items: (own.validation(), None),  # the user's data is read whole
+        evaluation=lambda split, max_items: (cast(Any, validation)(), None),  # the user's data is read whole
         facts={"model": model.name, "trainers": data.num_trainers},
     )
 

@@ -36,11 +36,6 @@ async def run_training(options: TrainOptions, run: PreparedRun, swarm: Swarm) ->
 
     If cancelled, the run folder still gets its figure, report and a checkpoint of what was reached.
 
-    Args:
-      options: the flags.
-      run: the run folder, prepared.
-      swarm: joined.
-
     Raises:
       UsageError: for data, a checkpoint or a setting that will not do, or when training goes wrong beyond help: then
         after the report. NetError: no experts, or no swarm.
@@ -156,12 +151,7 @@ def _round_record(done: Round) -> tuple[str, dict[str, object]]:
     """What the metrics say of a round of averaging."""
     if done.why_lost:
         return "event", {"name": "average_lost", "detail": done.why_lost}
-    return "average", {
-        "round": done.number,
-        "peers": done.peers,
-        "received": done.received,
-        "took_s": done.took_s,
-    }
+    return "average", {"round": done.number, "peers": done.peers, "received": done.received, "took_s": done.took_s}
 
 
 class _Facts:
