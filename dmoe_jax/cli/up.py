@@ -77,9 +77,9 @@ class UpCommand:
     seed: int = 0
     """Seed of all parameters; each trainer process reads its own text."""
     node_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
-    """Further flags of every node in one word, such as "--warmup-steps 50 --checkpoint-period-s 30"."""
+    """Further flags of every node in one word: --node-flags="--warmup-steps 50 --checkpoint-period-s 30"."""
     train_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
-    """Further flags of every trainer process in one word, such as "--num-trainers 2 --k-best 2"."""
+    """Further flags of every trainer process in one word: --train-flags="--num-trainers 2 --k-best 2"."""
     announce: Annotated[str | None, tyro.conf.arg(metavar="HOST")] = None
     """Name or address of this machine, for others to join from elsewhere. Default: this machine only."""
     swarm_secret_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
