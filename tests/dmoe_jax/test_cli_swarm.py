@@ -15,6 +15,7 @@ import pytest
 
 from dmoe_jax.cli import main
 from dmoe_jax.cli.network import ListenOptions, NetworkOptions, join_line, join_swarm
+from dmoe_jax.cli.status import read_members
 from dmoe_jax.environment import JOIN_VARIABLE, SECRET_VARIABLE
 from net.errors import CallRefused
 from net.identity import Address, Contact
@@ -40,12 +41,6 @@ def outcome(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
     with pytest.raises(SystemExit) as exit_:
         main(args)
     return int(exit_.value.code or 0), capsys.readouterr().err
-
-
-TINY_NODE = [
-    *("--experts", "layer0.[0:2]", "--warm-up-rows", "1"),
-    *("--d-model", "8", "--num-heads", "2", "--d-ff", "8", "--seq-len", "2", "--mem-len", "2"),
-]
 
 
 @contextmanager
@@ -150,29 +145,23 @@ async def test_all_peers_may_be_started_with_one_list(tmp_path: Path) -> None:
         assert peer.dht.statistics().contacts == 0
 
 
-def test_a_stopped_node_is_gone_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """SIGTERM lets a node withdraw: it is listed while it serves and not a moment longer."""
-    with running("dht") as (_, contact):
-        with running("node", "--join", contact, *TINY_NODE) as (node, _):
-            (listed,) = nodes_of(capsys, contact)
-            assert listed["status"]["updates"] == {"layer0.0": 0, "layer0.1": 0}
+async def test_a_node_fails_on_purpose_and_is_gone_at_once() -> None:
+    """It is listed while it serves, and says what it does wrong: every expert call meets the fault, its status stays
+    honest. SIGTERM lets it withdraw: it is not listed a moment longer."""
+    node_flags = ["--expert", "feedforward", "--d-model", "8", "--experts", "ffn.[0:2]", "--warm-up-rows", "1"]
+    with running("dht") as (_, entrance):
+        with running("node", "--join", entrance, *node_flags, "--faults", "refuse=1") as (node, contact):
+            assert node.stdout is not None
+            assert node.stdout.readline() == "This node misbehaves on purpose: --faults refuse=1\n"
+            async with join_swarm(NetworkOptions(), join=[contact]) as peer:
+                (listed,) = (await read_members(peer, "dmoe"))[1].values()
+                assert listed["updates"] == {"ffn.0": 0, "ffn.1": 0}
+                with pytest.raises(CallRefused, match="on purpose"):
+                    await peer.rpc.call(Contact.parse(contact), "expert.info", {"uid": "ffn.0"}, timeout_s=5)
             node.terminate()
             assert node.wait(timeout=20) == 130
-        assert nodes_of(capsys, contact) == []
-
-
-async def test_a_node_fails_on_purpose_where_it_is_told_to() -> None:
-    """Every expert call meets the fault; the status stays honest; and the node says so."""
-    with running("node", *TINY_NODE, "--faults", "refuse=1") as (node, contact):
-        assert node.stdout is not None
-        assert node.stdout.readline() == "This node misbehaves on purpose: --faults refuse=1\n"
-        async with join_swarm(NetworkOptions(), join=[contact]) as peer:
-            target = Contact.parse(contact)
-            assert (await peer.rpc.call(target, "node.status", {}, timeout_s=5)).body["updates"]
-            with pytest.raises(CallRefused, match="on purpose"):
-                await peer.rpc.call(target, "expert.info", {"uid": "layer0.0"}, timeout_s=5)
-        node.terminate()
-        assert node.wait(timeout=20) == 130
+        async with join_swarm(NetworkOptions(), join=[entrance]) as peer:
+            assert await read_members(peer, "dmoe") == ((), {})
 
 
 def test_a_peer_ends_with_the_process_that_started_it() -> None:
@@ -200,15 +189,13 @@ number = 3
 """
 
 
-@pytest.mark.parametrize("kind", ["own.py", "feedforward"])
-async def test_a_node_serves_any_kind_of_expert(kind: str, tmp_path: Path) -> None:
-    """An own network with an own optimiser, and a built-in kind by name; it says what it does, and then serves."""
+async def test_a_node_serves_an_expert_of_the_users_own(tmp_path: Path) -> None:
+    """An own network with an own optimiser; the node says what it does, and then serves."""
     file = tmp_path / "own.py"
     file.write_text(OWN_FILE)
-    own = ["--expert", f"{file}:expert", "--optimizer", f"{file}:optimizer"]
-    flags = own if kind == "own.py" else ["--expert", "feedforward", "--d-model", "8"]
+    flags = ["--expert", f"{file}:expert", "--optimizer", f"{file}:optimizer", "--warm-up-rows", "2"]
     lines: list[str] = []
-    with running("node", "--experts", "ffn.[0:2]", "--warm-up-rows", "2", *flags, lines=lines) as (_, contact):
+    with running("node", "--experts", "ffn.[0:2]", *flags, lines=lines) as (_, contact):
         assert [line.split()[2:5] for line in lines[:1]] == [["has", "joined", "the"]]
         assert lines[1:3] == ["compiling 1 of 2", "compiling 2 of 2"]
         async with join_swarm(NetworkOptions(), join=[contact]) as peer:
