@@ -14,8 +14,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -29,6 +30,9 @@ its report while the nodes are still there, and a node its checkpoints."""
 
 _HURRIED_GRACE_S = 4.0
 """The same when everything ends at once. A node withdraws its experts within two seconds."""
+
+_READY_TIMEOUT_S = 300.0
+"""For a process to serve."""
 
 _OTHERS_GRACE_S = 60.0
 """For the other trainer processes once the first is done."""
@@ -73,16 +77,16 @@ class SwarmProcess:
         """Whether the process still runs."""
         return self.process.poll() is None
 
-    async def ready(self, *, timeout_s: float = 300.0) -> None:
+    async def ready(self) -> None:
         """Wait until it has printed the line to join it with.
 
         Raises:
-          ProcessFailed: it ended, or was not ready in time.
+          ProcessFailed: it ended, or was not ready within five minutes.
         """
-        with trio.move_on_after(timeout_s):
+        with trio.move_on_after(_READY_TIMEOUT_S):
             await self.settled.wait()
         if not self.contact:
-            what = f"was not ready within {timeout_s:g} s" if self.is_running else "did not start"
+            what = f"was not ready within {_READY_TIMEOUT_S:g} s" if self.is_running else "did not start"
             raise ProcessFailed(f"{self.name} {what}: {last_lines(self.log)}")
 
 
@@ -102,35 +106,33 @@ class LocalSwarm:
         self.processes: list[SwarmProcess] = []
         """Every process started, in order."""
 
-    async def launch(self, name: str, command: Sequence[str]) -> SwarmProcess:
-        """Run `dmoe COMMAND` with its output in its log; do not wait for it."""
+    def of_kind(self, kind: str) -> list[SwarmProcess]:
+        """The processes that run this command, in the order in which they were started."""
+        return [process for process in self.processes if process.kind == kind]
+
+    async def launch(self, name: str, command: Sequence[str], *, in_foreground: bool = False) -> SwarmProcess:
+        """Run `dmoe COMMAND`, which prints to its log, or `in_foreground` to our own terminal; do not wait for it."""
         log = self._log_folder / f"{name}.log"
-        with log.open("wb") as output:
-            launched = await self._open(name, command, log, output.fileno())
-        self._nursery.start_soon(_watch, launched)
+        with nullcontext() if in_foreground else log.open("wb") as output:
+            process = await trio.lowlevel.open_process(
+                [sys.executable, "-m", "dmoe_jax.cli", *command, *self._network_flags, "--exit-on-stdin-eof"],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=self._environment,
+            )
+        launched = SwarmProcess(name, command[0], process, log)
+        self.processes.append(launched)
+        if not in_foreground:
+            self._nursery.start_soon(_watch, launched)
         return launched
 
-    async def start(self, name: str, command: Sequence[str], *, ready_timeout_s: float = 300.0) -> SwarmProcess:
+    async def start(self, name: str, command: Sequence[str]) -> SwarmProcess:
         """Run `dmoe COMMAND` and wait until it is ready; see `SwarmProcess.ready`."""
         started = await self.launch(name, command)
-        await started.ready(timeout_s=ready_timeout_s)
+        await started.ready()
         return started
-
-    async def start_in_foreground(self, name: str, command: Sequence[str]) -> SwarmProcess:
-        """Run `dmoe COMMAND` with this process's standard output and error; do not wait for it."""
-        return await self._open(name, command, self._log_folder / f"{name}.log", None)
-
-    async def _open(self, name: str, command: Sequence[str], log: Path, output: int | None) -> SwarmProcess:
-        process = await trio.lowlevel.open_process(
-            [sys.executable, "-m", "dmoe_jax.cli", *command, *self._network_flags, "--exit-on-stdin-eof"],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            env=self._environment,
-        )
-        self.processes.append(SwarmProcess(name, command[0], process, log))
-        return self.processes[-1]
 
     async def end(self, process: SwarmProcess, *, grace_s: float | None = None) -> None:
         """SIGTERM, then SIGKILL after `grace_s` (None: what its kind needs). Returns when the process is gone."""
@@ -145,19 +147,12 @@ class LocalSwarm:
     async def end_in_order(self) -> None:
         """End the trainers, then the nodes, then the DHT peer."""
         for kind in _GRACE_S:
-            async with trio.open_nursery() as ending:
-                for process in self.processes:
-                    if process.kind == kind:
-                        ending.start_soon(self.end, process)
+            await self._end_together(self.of_kind(kind))
 
-    async def _end_at_once(self) -> None:
+    async def _end_together(self, processes: Iterable[SwarmProcess], grace_s: float | None = None) -> None:
         async with trio.open_nursery() as ending:
-            for process in self.processes:
-
-                async def end(process: SwarmProcess = process) -> None:
-                    await self.end(process, grace_s=_HURRIED_GRACE_S)
-
-                ending.start_soon(end)
+            for process in processes:
+                ending.start_soon(partial(self.end, process, grace_s=grace_s))
 
 
 @asynccontextmanager
@@ -180,7 +175,7 @@ async def open_local_swarm(
             await swarm.end_in_order()
         finally:
             with trio.CancelScope(shield=True):
-                await swarm._end_at_once()
+                await swarm._end_together(swarm.processes, _HURRIED_GRACE_S)
             nursery.cancel_scope.cancel()
 
 
@@ -207,19 +202,15 @@ def deal(uids: Iterable[ExpertUid], num_nodes: int) -> list[list[str]]:
 
 async def launch_nodes(
     swarm: LocalSwarm, dht: SwarmProcess, hands: Sequence[Sequence[str]], flags_of: Callable[[int], Sequence[str]]
-) -> list[SwarmProcess]:
+) -> None:
     """Start a node for each hand of experts, all at once; do not wait for them.
 
     Args:
-      swarm: where they run.
       dht: whom they join.
-      hands: the experts of each node.
       flags_of: further flags of `dmoe node`, by the node's index.
     """
-    return [
+    for index, hand in enumerate(hands):
         await swarm.launch(f"node{index}", ["node", "--join", dht.contact, *flags_of(index), "--experts", *hand])
-        for index, hand in enumerate(hands)
-    ]
 
 
 async def start_nodes(
@@ -230,16 +221,12 @@ async def start_nodes(
     Raises:
       ProcessFailed: one of them did not start.
     """
-    nodes = await launch_nodes(swarm, await swarm.start("dht", ["dht"]), hands, flags_of)
+    await launch_nodes(swarm, await swarm.start("dht", ["dht"]), hands, flags_of)
+    nodes = swarm.of_kind("node")
     async with trio.open_nursery() as nursery:
         for node in nodes:
             nursery.start_soon(node.ready)
     return nodes
-
-
-def trainer_folders(out: Path, count: int) -> list[Path]:
-    """A run folder for each trainer process: `out` for the first, the others' beside it."""
-    return [out if index == 0 else out.parent / f"{out.name}.trainer{index}" for index in range(count)]
 
 
 def averaging_flags(*, num_processes: int, every: int, seed: int, index: int) -> list[str]:
@@ -253,8 +240,9 @@ def averaging_flags(*, num_processes: int, every: int, seed: int, index: int) ->
 
 async def start_trainers(swarm: LocalSwarm, commands: Sequence[Sequence[str]]) -> list[SwarmProcess]:
     """Start a trainer process for each command; the first has this process's terminal."""
-    first = await swarm.start_in_foreground("trainer0", commands[0])
-    return [first, *[await swarm.launch(f"trainer{index}", words) for index, words in enumerate(commands[1:], 1)]]
+    return [
+        await swarm.launch(f"trainer{index}", words, in_foreground=index == 0) for index, words in enumerate(commands)
+    ]
 
 
 async def wait_for_others(trainers: Sequence[SwarmProcess]) -> None:

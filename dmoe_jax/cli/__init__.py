@@ -15,12 +15,13 @@ from dmoe_jax.cli.common import UsageError, fail, parse_command_line
 from dmoe_jax.cli.demo import DemoCommand
 from dmoe_jax.cli.dht import DhtCommand
 from dmoe_jax.cli.identity import IdentityCommand
+from dmoe_jax.cli.network import check_names
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.status import StatusCommand
-from dmoe_jax.cli.swarm import check_join
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.environment import HELP, JOIN_VARIABLE
+from net.keys import IdentityError
 
 Command = (
     Annotated[DemoCommand, tyro.conf.subcommand("demo")]
@@ -38,23 +39,18 @@ _JOINING = ("dht", "node", "train", "status")
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `dmoe`. Exits 0 when done, 1 on an error, 2 on a wrong flag, 130 after Ctrl-C."""
-    description = f"Decentralised mixture-of-experts training in JAX.\n\n{HELP}"
-    words = _with_join_of_environment(sys.argv[1:] if args is None else args)
-    command = parse_command_line(Command, prog="dmoe", description=description, args=words)
-    try:
-        # Before any import that takes seconds: a slip of the pen is told at once.
-        check_join(getattr(command, "join", ()))
-        if isinstance(command, TrainCommand):
-            command = command.resumed(words[words.index("train") + 1 :])
-        sys.exit(command.run())
-    except UsageError as error:
-        fail(str(error))
-
-
-def _with_join_of_environment(words: Sequence[str]) -> list[str]:
-    """The command line with `--join` from the environment, for a command that has it and was not given it."""
+    words = list(sys.argv[1:] if args is None else args)
     peers = os.environ.get(JOIN_VARIABLE, "").split()
     is_given = any(word.partition("=")[0] in ("--join", "--help", "-h") for word in words)
-    if not peers or not words or words[0] not in _JOINING or is_given:
-        return list(words)
-    return [*words, "--join", *peers]
+    if peers and words and words[0] in _JOINING and not is_given:
+        words += ["--join", *peers]
+    description = f"Decentralised mixture-of-experts training in JAX.\n\n{HELP}"
+    command: Command = parse_command_line(Command, prog="dmoe", description=description, args=words)
+    try:
+        # Before any import that takes seconds: a slip of the pen is told at once.
+        check_names(getattr(command, "join", ()), getattr(command, "swarm", "dmoe"))
+        if isinstance(command, TrainCommand):
+            command = command.resumed(words[1:])
+        sys.exit(command.run())
+    except (UsageError, IdentityError) as error:
+        fail(str(error))

@@ -1,4 +1,4 @@
-"""What every subcommand shares: reading the command line, one-line errors, setting up JAX."""
+"""What every subcommand shares: command lines read and written, one-line errors, setting up JAX."""
 
 import contextlib
 import ctypes
@@ -8,13 +8,15 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import tyro
 
-from dmoe_jax.grid import check_prefix
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _MALLOPT = {
     -8: 1,  # M_ARENA_MAX: one heap for all threads; those of other arenas cannot hold a large buffer
@@ -38,92 +40,6 @@ def mistakes_in_one_line() -> Iterator[None]:
         raise UsageError(one_line(error)) from error
 
 
-def parse_command_line(
-    command: Any, *, prog: str, description: str | None = None, args: Sequence[str] | None, default: Any = None
-) -> Any:
-    """Read the command line into `command` (a dataclass, or a union of them) with tyro.
-
-    A mistake ends the process with status 2 and one line instead of tyro's box. For a flag or command that does not
-    exist the line names the one that was probably meant, and the help page that lists them.
-    """
-    words = list(sys.argv[1:] if args is None else args)
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            return _read(command, prog, description, words, default)
-    except SystemExit as exit_:
-        if not exit_.code:
-            raise
-        page, names = _help_page(command, prog, words)
-        message = f"{_first_paragraph(errors.getvalue())}{_suggestion(words, names)} {page} --help"
-        fail(message, status=2, prog=prog)
-    except ValueError as error:  # a dataclass did not take its fields
-        fail(str(error), status=2, prog=prog)
-
-
-def _read(command: Any, prog: str, description: str | None, words: list[str], default: Any = None) -> Any:
-    given = {} if default is None else {"default": default}
-    config = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff)
-    return tyro.cli(command, prog=prog, description=description, args=words, config=config, **given)
-
-
-def _first_paragraph(box: str) -> str:
-    """The text in tyro's error box between its title and the next rule, as one line.
-
-    Tyro draws the box with lines or, on a terminal without UTF-8, with hyphens; other versions may print none.
-    """
-    lines = [line.strip("│|╭╮╰╯ ") for line in box.splitlines()]
-    texts = [(line, not line.strip("─-=")) for line in lines]
-    # The title stands in the upper rule, or above a rule of its own.
-    if box.startswith("╭") or (len(texts) > 1 and texts[1][1]):
-        texts = texts[1:]
-    words: list[str] = []
-    for text, is_rule in texts:
-        if is_rule and words:
-            break
-        if not is_rule:
-            words += text.split()
-    return " ".join(words).rstrip(".") or "unusable arguments"
-
-
-def _help_page(command: Any, prog: str, words: list[str]) -> tuple[str, list[str]]:
-    """The help page that fits a command line, and the flags or commands that it lists."""
-    for path in ([words[:1]] if words and not words[0].startswith("-") else []) + [[]]:
-        text = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(text), contextlib.redirect_stderr(io.StringIO()):
-                _read(command, prog, None, [*path, "--help"])
-        except SystemExit as exit_:
-            usage = re.search(r"usage: (.*?)(?: \[|$)", text.getvalue(), re.MULTILINE)
-            # An unknown subcommand, too, gets a page of help: that of the whole program.
-            if not exit_.code and usage is not None and usage[1].split() == [*prog.split(), *path]:
-                commands = re.search(r"\{([\w,-]+)\}", text.getvalue().partition("\n")[0])
-                flags = re.findall(r"^\W*(--[a-z][\w-]*)", text.getvalue(), re.MULTILINE)
-                return usage[1], flags + (commands[1].split(",") if commands and not path else [])
-    return prog, []
-
-
-def _suggestion(words: list[str], names: list[str]) -> str:
-    """What to do about a mistake: use the known name that is most like an unknown word, or see the help page."""
-    for index, word in enumerate(word.partition("=")[0] for word in words):
-        if word not in names and (word.startswith("--") or index == 0):
-            for close in difflib.get_close_matches(word, names, n=1, cutoff=0.75):
-                return f"; did you mean {close}? See"
-    return "; see"
-
-
-def check_swarm_name(name: str) -> None:
-    """Check what --swarm was given.
-
-    Raises:
-      UsageError: no swarm can be called so.
-    """
-    try:
-        check_prefix(name)
-    except ValueError as error:
-        raise UsageError(f"--swarm must be 1 to 64 letters, digits, '_' or '-', got {name!r}") from error
-
-
 def one_line(error: BaseException) -> str:
     """The first line of an error's message; libraries follow it with advice that fills a screen."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
@@ -133,6 +49,80 @@ def fail(message: str, *, status: int = 1, prog: str = "dmoe") -> NoReturn:
     """Print one line to standard error and exit."""
     print(f"{prog}: error: {message}", file=sys.stderr)
     sys.exit(status)
+
+
+def parse_command_line(command: Any, *, prog: str, description: str | None = None, args: Sequence[str] | None) -> Any:
+    """Read the command line (None: this process's) into `command`, a dataclass or a union of them, with tyro.
+
+    A mistake ends the process with status 2 and one line instead of tyro's box. For a flag or command that does not
+    exist the line names the one that was probably meant, and the help page that lists them.
+    """
+    words, box = list(sys.argv[1:] if args is None else args), io.StringIO()
+    config = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff)
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(command, prog=prog, description=description, args=words, config=config)
+    except SystemExit as exit_:
+        if not exit_.code:
+            raise
+        has_commands = not isinstance(command, type) and bool(words) and not words[0].startswith("-")
+        fail(_line_of_box(box.getvalue(), prog, words[0] if has_commands else ""), status=2, prog=prog)
+    except ValueError as error:  # a dataclass did not take its fields
+        fail(str(error), status=2, prog=prog)
+
+
+def _line_of_box(box: str, prog: str, command: str) -> str:
+    """Tyro's error box as one line. Its first line is the title; it is drawn with lines or, in ASCII, with hyphens."""
+    lines = [line.strip(" │╭╮╰╯─") for line in box.splitlines()[1:]]
+    text = "\n".join(line if line.strip("-") else "" for line in lines).strip()
+    mistake = " ".join(text.partition("\n\n")[0].split()).rstrip(".") or "unusable arguments"
+    commands = re.search(r"Available subcommands: ([\w,\s-]+?)(\n\n|$)", text)
+    if commands is not None:
+        meant = difflib.get_close_matches(command, re.split(r",\s+", commands[1]), n=1)
+    else:
+        meant = re.findall(r"Perhaps you meant:\s+(--[\w-]+)", text)
+        prog = f"{prog} {command}".strip()
+    return f"{mistake}; {f'did you mean {meant[0]}? See' if meant else 'see'} {prog} --help"
+
+
+def changed(options: "DataclassInstance") -> dict[str, Any]:
+    """The fields whose values are not the defaults; every field must have one."""
+    default = type(options)()
+    names = [each.name for each in fields(options)]
+    return {name: getattr(options, name) for name in names if getattr(options, name) != getattr(default, name)}
+
+
+def as_flags(values: Mapping[str, object]) -> list[str]:
+    """Values by the names of their fields as words of a command line.
+
+    `{"grid_size": (4, 4), "resume": True, "average_by_samples": False}` becomes
+    `--grid-size 4 4 --resume --no-average-by-samples`.
+    """
+    words = []
+    for name, value in values.items():
+        words.append(flag_of(name, "no-" if value is False else ""))
+        if not isinstance(value, bool):
+            words += [str(item) for item in (value if isinstance(value, list | tuple) else (value,))]
+    return words
+
+
+def flag_of(name: str, prefix: str = "") -> str:
+    """The flag of a field, which may be one of a nested dataclass: "calls.k_best" becomes "--k-best"."""
+    return f"--{prefix}{name.rpartition('.')[2].replace('_', '-')}"
+
+
+def check_at_least(least: int, options: object, *names: str) -> None:
+    """Raise `UsageError` for the first of these fields whose value is below `least`, or no number."""
+    for name in names:
+        if not getattr(options, name) >= least:
+            raise UsageError(f"{flag_of(name)} must be at least {least}, got {getattr(options, name)}")
+
+
+def check_positive(options: object, *names: str) -> None:
+    """Raise `UsageError` for the first of these fields whose value is not above 0."""
+    for name in names:
+        if not getattr(options, name) > 0:
+            raise UsageError(f"{flag_of(name)} must be positive, got {getattr(options, name)}")
 
 
 def keep_freed_memory() -> bool:

@@ -1,9 +1,11 @@
 """`dmoe demo`: one DHT peer, four expert nodes and two trainer processes over TLS; one node is killed in the middle."""
 
 import json
+import os
+import shlex
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +13,15 @@ import trio
 from rich.console import Console
 from rich.table import Table
 
-from dmoe_jax.cli.common import UsageError
-from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
-from dmoe_jax.cli.local_training import (
-    LEAVE_TIMEOUT_S,
-    LocalPlan,
-    LocalTraining,
-    check_out,
-    network_flags,
-    open_local_training,
-)
+from dmoe_jax.cli.common import UsageError, as_flags, changed, check_at_least
+from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.local_view import TrainerWatch
-from dmoe_jax.processes import SwarmProcess, averaging_flags, deal_experts
-
-NUM_LAYERS = 2
-GRID = (4, 4)
+from dmoe_jax.cli.up import LEAVE_TIMEOUT_S, UpCommand
+from dmoe_jax.environment import SECRET_VARIABLE
+from dmoe_jax.processes import LocalSwarm, SwarmProcess
 
 _QUICK_STEPS, _QUICK_MINUTES = 100, 1.0
+_QUICK_EVALUATIONS = {"eval_tokens": 8192, "final_eval_tokens": 16384}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,85 +64,59 @@ class DemoCommand:
 
     def run(self) -> int:
         """Run the demonstration; the exit status."""
-        self._check()
-        plan = self._plan(check_out(self.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")))
-        return run_until_done(lambda stop: self._demonstrate(plan, stop), leave_timeout_s=LEAVE_TIMEOUT_S)
-
-    def _check(self) -> None:
-        if self.num_nodes < 3:
-            raise UsageError(f"--num-nodes must be at least 3, got {self.num_nodes}")
-        for name, least in (("num_trainers", 1), ("num_processes", 1), ("average_every", 1), ("steps", 10)):
-            if getattr(self, name) < least:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        check_at_least(3, self, "num_nodes")
+        check_at_least(1, self, "num_trainers", "num_processes", "average_every")
+        check_at_least(10, self, "steps")
         if self.kill_trainer and self.num_processes < 2:
             raise UsageError("--kill-trainer needs --num-processes of at least 2: one has to go on")
+        # Its swarm is its own, whatever the user's real one needs.
+        os.environ.pop(SECRET_VARIABLE, None)
+        up = self._up()
+        up.check()
+        return run_until_done(lambda stop: self._demonstrate(up, stop), leave_timeout_s=LEAVE_TIMEOUT_S)
 
-    async def _demonstrate(self, plan: LocalPlan, stop: Stop) -> int:
+    def _up(self) -> UpCommand:
+        steps, max_minutes = (_QUICK_STEPS, _QUICK_MINUTES) if self.quick else (self.steps, self.max_minutes)
+        # Few rows are compiled first, so that training begins soon; larger batches follow beside it.
+        node = {"warm_up_rows": 4} | ({"freeze_experts": True} if self.freeze_experts else {})
+        train = {"num_trainers": self.num_trainers, "eval_every": max(20, steps // 8)}
+        return UpCommand(
+            nodes=self.num_nodes,
+            trainers=self.num_processes,
+            out=self.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"),
+            data=self.data,
+            steps=steps,
+            max_minutes=max_minutes,
+            average_every=self.average_every,
+            seed=self.seed,
+            node_flags=shlex.join(as_flags(node)),
+            train_flags=shlex.join(as_flags(train | (_QUICK_EVALUATIONS if self.quick else {}))),
+            insecure_loopback=self.insecure_loopback,
+        )
+
+    async def _demonstrate(self, up: UpCommand, stop: Stop) -> int:
         console = Console(stderr=self.json, soft_wrap=True, highlight=False)
-        console.print(f"{self.num_nodes} nodes for {NUM_LAYERS} layers of {GRID[0]}x{GRID[1]} experts; {plan.logs}")
-        async with open_local_training(plan, console) as local:
-            with stop.body() as body:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._kill_in_the_middle, local, plan, console)
-                    await local.trained()
-                    nursery.cancel_scope.cancel()
-            if body.cancelled_caught:
-                console.print("ending all processes in order; Ctrl-C again ends them at once")
-        if body.cancelled_caught:
-            return EXIT_INTERRUPTED
+
+        async def kill_in_the_middle(swarm: LocalSwarm, watches: Mapping[str, TrainerWatch]) -> None:
+            first = watches["trainer0"]
+            while True:
+                await trio.sleep(0.25)
+                if first.step >= up.steps // 2:
+                    break
+            if not self.spare_nodes:
+                await _kill(swarm.of_kind("node")[-1], first, up.folder, console)
+            if self.kill_trainer:
+                await _kill(swarm.of_kind("train")[1], first, up.folder, console)
+
+        if status := await up.train(console, stop, kill_in_the_middle):
+            return status
         # In a thread: importing Matplotlib takes its time.
-        headline = await trio.to_thread.run_sync(self._report, plan.out)
+        headline = await trio.to_thread.run_sync(self._report, up.folder)
         console.print(headline_table(headline))
-        console.print(f"run folder: {plan.out} (figure.png, report.md, metrics.jsonl, config.json); logs: {plan.logs}")
+        console.print(f"run folder: {up.folder} (figure.png, report.md, metrics.jsonl, config.json)")
         if self.json:
             print(json.dumps(headline))
         return 0
-
-    def _plan(self, out: Path) -> LocalPlan:
-        steps, max_minutes = (_QUICK_STEPS, _QUICK_MINUTES) if self.quick else (self.steps, self.max_minutes)
-
-        def trainer_flags(index: int) -> list[str]:
-            flags: dict[str, object] = {
-                "--data": self.data,
-                "--num-trainers": self.num_trainers,
-                "--steps": steps,
-                "--max-minutes": max_minutes,
-                "--num-layers": NUM_LAYERS,
-                "--eval-every": max(20, steps // 8),
-                # Only the first one's evaluations are read.
-                "--eval-tokens": 1024 if index else 8192 if self.quick else 16384,
-                # Only the first one's text at the end is read.
-                "--final-eval-tokens": 16384 if self.quick or index else 0,
-            }
-            averaging = averaging_flags(
-                num_processes=self.num_processes, every=self.average_every, seed=self.seed, index=index
-            )
-            words = [str(word) for flag in flags.items() for word in flag]
-            return ["--grid-size", *map(str, GRID), *words, *averaging]
-
-        learning = ["--seed", str(self.seed), *(["--freeze-experts"] if self.freeze_experts else [])]
-        return LocalPlan(
-            hands=deal_experts(self.num_nodes, num_layers=NUM_LAYERS, grid_size=GRID),
-            # Few rows are compiled first, so that training begins soon; larger batches follow beside it.
-            node_flags=[*learning, "--announce-period-s", "5", "--warm-up-rows", "4"],
-            trainer_flags=trainer_flags,
-            num_trainers=self.num_processes,
-            num_steps=steps,
-            out=out,
-            network_flags=network_flags(secret_file=None, insecure_loopback=self.insecure_loopback),
-        )
-
-    async def _kill_in_the_middle(self, local: LocalTraining, plan: LocalPlan, console: Console) -> None:
-        """SIGKILL what is to die once the first trainer process is half way, and note it in the run's metrics."""
-        first = local.watches[0]
-        while True:
-            await trio.sleep(0.25)
-            if first.step >= plan.num_steps // 2:
-                break
-        if not self.spare_nodes:
-            await _kill(local.nodes[-1], first, plan.out, console)
-        if self.kill_trainer:
-            await _kill(local.trainers[1], first, plan.out, console)
 
     def _report(self, out: Path) -> dict[str, Any]:
         """Write the run's report anew: the trainer told what it saw; this adds what was done to it, and the command."""
@@ -156,6 +124,7 @@ class DemoCommand:
         from dmoe_jax.runs.run_folder import RunFolder, read_metrics
 
         headline = headline_of(read_metrics(out / "metrics.jsonl"))
+        flags = {name: value for name, value in changed(self).items() if name not in ("out", "json")}
         write_report(
             RunFolder(out),
             headline,
@@ -163,19 +132,9 @@ class DemoCommand:
             summary=f"One DHT peer, {self.num_nodes} expert nodes, {self.num_processes} trainer processes of "
             f"{self.num_trainers} asynchronous trainers each, "
             f"all over {'plain TCP' if self.insecure_loopback else 'TLS 1.3'} on one machine.",
-            command=self._command_line(),
+            command=shlex.join(["dmoe", "demo", *as_flags(flags)]),
         )
         return headline
-
-    def _command_line(self) -> str:
-        """The command line of this demonstration, with what differs from the defaults."""
-        words = ["dmoe demo"]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value != field.default and field.name not in ("out", "json"):
-                flag = "--" + field.name.replace("_", "-")
-                words.append(flag if value is True else f"{flag} {value}")
-        return " ".join(words)
 
 
 async def _kill(process: SwarmProcess, first: TrainerWatch, out: Path, console: Console) -> None:
@@ -184,31 +143,20 @@ async def _kill(process: SwarmProcess, first: TrainerWatch, out: Path, console: 
     process.process.kill()
     await process.process.wait()
     # A trainer process that averages is called somewhere, too, but the figure marks the experts of a node only.
-    address = process.address if process.kind == "node" else ""
-    kind = "node" if process.kind == "node" else "trainer"
+    name, address = ("node_killed", process.address) if process.kind == "node" else ("trainer_killed", "")
     who = f"{process.name} at {address}" if address else process.name
-    append_metric(
-        out / "metrics.jsonl",
-        kind="event",
-        name=f"{kind}_killed",
-        step=first.step,
-        time_s=first.time_s,
-        detail=who,
-        peer=address,
-    )
+    place = {"step": first.step, "time_s": first.time_s}
+    append_metric(out / "metrics.jsonl", kind="event", name=name, **place, detail=who, peer=address)
     console.print(f"[bold red]killed {who} with SIGKILL at step {first.step}[/]")
 
 
 def headline_of(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures that the demonstration is about, from a run's metrics."""
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for record in metrics:
-        by_kind.setdefault(record["kind"], []).append(record)
-    final = by_kind["headline"][-1]
+    final = [record for record in metrics if record["kind"] == "headline"][-1]
     headline = {name: value for name, value in final.items() if name != "kind"}
-    kills = [event for event in by_kind.get("event", []) if event["name"] == "node_killed"]
+    kills = [record for record in metrics if record["kind"] == "event" and record["name"] == "node_killed"]
     if kills:
-        calls = by_kind["calls"]
+        calls = [record for record in metrics if record["kind"] == "calls"]
         before = [record for record in calls if record["step"] <= kills[0]["step"]]
         at_kill = before[-1] if before else {"ok": 0, "failed": 0}
         ok, failed = calls[-1]["ok"] - at_kill["ok"], calls[-1]["failed"] - at_kill["failed"]

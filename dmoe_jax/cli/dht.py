@@ -7,8 +7,7 @@ import trio
 import tyro
 
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
-from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
-from dmoe_jax.cli.swarm import join_line, join_swarm
+from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions, join_line, join_swarm
 
 
 @dataclass(frozen=True, kw_only=True)

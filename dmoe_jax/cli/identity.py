@@ -6,9 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from dmoe_jax.cli.common import UsageError
 from net.key_files import load_or_create_identity
-from net.keys import IdentityError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +18,5 @@ class IdentityCommand:
 
     def run(self) -> int:
         """Print it; the exit status."""
-        try:
-            print(load_or_create_identity(self.file).peer_id)
-        except IdentityError as error:
-            raise UsageError(str(error)) from error
+        print(load_or_create_identity(self.file).peer_id)
         return 0

@@ -2,7 +2,7 @@
 
 A command that is asked to stop (SIGINT, SIGTERM, or the end of the process that started it) must still be able to talk:
 a node withdraws its experts from the DHT. So only the command's *body* is cancelled first, and the contexts around it
-close from the inside out. Whatever is not over after five seconds, or at a second signal, is cancelled as a whole.
+close from the inside out. Whatever is not over in time, or at a second signal, is cancelled as a whole.
 """
 
 import contextlib
@@ -17,15 +17,14 @@ import trio
 from dmoe_jax.cli.common import UsageError, fail, one_line
 from dmoe_jax.processes import ProcessFailed
 from net.errors import NetError
+from net.keys import IdentityError
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT: what a shell reports for a command that Ctrl-C ended."""
 
-_LEAVE_TIMEOUT_S = 5.0
-"""For leaving in order. Withdrawing takes at most two seconds; the rest is closing connections."""
-
-MISTAKES = (NetError, UsageError, ProcessFailed)
-"""Errors that are told in one line: they are the swarm's or the user's, not ours."""
+_MISTAKES = (NetError, IdentityError, UsageError, ProcessFailed)
+"""Errors that are told in one line: they are the swarm's or the user's, not ours. Any other error is a bug and keeps
+its traceback."""
 
 
 class Stop:
@@ -56,12 +55,7 @@ class Stop:
 
 
 def run_until_done(
-    main: Callable[[Stop], Awaitable[int]],
-    *,
-    prog: str = "dmoe",
-    exit_on_stdin_eof: bool = False,
-    leave_timeout_s: float = _LEAVE_TIMEOUT_S,
-    mistakes: tuple[type[Exception], ...] = MISTAKES,
+    main: Callable[[Stop], Awaitable[int]], *, exit_on_stdin_eof: bool = False, leave_timeout_s: float = 5.0
 ) -> int:
     """Run an async command to its end, or until it is stopped; returns the exit status.
 
@@ -69,10 +63,12 @@ def run_until_done(
 
     Args:
       main: the command. It may mark its body with the `Stop` that it is given; one without is cancelled as a whole.
-      prog: what messages begin with.
       exit_on_stdin_eof: also stop when standard input closes, that is, when the process that started this one is gone.
-      leave_timeout_s: longest that the command may take to end in order after the first wish, seconds.
-      mistakes: errors that become one line and exit status 1. Any other error is a bug and keeps its traceback.
+      leave_timeout_s: longest that the command may take to end in order after the first wish, seconds. Withdrawing
+        takes at most two; the rest is closing connections.
+
+    Raises:
+      SystemExit: with status 1, after one line for a mistake of the user's or a failure of the swarm's.
     """
     _set_up_logging()
     status = EXIT_INTERRUPTED
@@ -90,22 +86,18 @@ def run_until_done(
     try:
         trio.run(supervise)
     except BaseException as error:
-        leaves = _leaves(error)
-        if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+        errors = BaseExceptionGroup("", [error])
+        if errors.subgroup(KeyboardInterrupt) is not None:
             return EXIT_INTERRUPTED
+        mistakes, bugs = errors.split(_MISTAKES)
         # A process that failed explains whatever else went wrong beside it.
-        failed = [leaf for leaf in leaves if isinstance(leaf, ProcessFailed)]
-        if not failed and not all(isinstance(leaf, mistakes) for leaf in leaves):
+        leaf: BaseException | None = errors.subgroup(ProcessFailed) or (mistakes if bugs is None else None)
+        if leaf is None:
             raise
-        fail(one_line((failed or leaves)[0]), prog=prog)
+        while isinstance(leaf, BaseExceptionGroup):
+            leaf = leaf.exceptions[0]
+        fail(one_line(leaf))
     return status
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    """The exceptions in an exception group, however deep; nurseries wrap even a single one."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for child in error.exceptions for leaf in _leaves(child)]
-    return [error]
 
 
 def _set_up_logging() -> None:

@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import trio
 from rich.console import Console, RenderableType
@@ -29,16 +29,12 @@ class TrainerWatch:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "metrics.jsonl"
-        self._offset = 0
-        self._items = 0
+        self._offset = self._items = self._failed_calls = 0
+        self._loss: float | None = None
         self.step = 0
         """Trunk updates so far."""
         self.time_s = 0.0
         """Seconds of training at that step."""
-        self.loss: float | None = None
-        """An exponential mean of the loss over about 20 steps."""
-        self.failed_calls = 0
-        """Calls of experts that brought no answer in time."""
 
     def look(self) -> None:
         """Read what was written since the last look."""
@@ -48,24 +44,21 @@ class TrainerWatch:
             file.seek(self._offset)
             whole, line_feed, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(line_feed)
-        for line in whole.splitlines():
-            self._take(json.loads(line))
-
-    def _take(self, record: Mapping[str, Any]) -> None:
-        if record["kind"] == "calls":
-            self.failed_calls = record["failed"]
-        elif record["kind"] == "train":
-            self.step, self.time_s = max(self.step, record["step"]), record["time_s"]
-            self._items += record["items"]
-            if (loss := record["loss"]) is not None:
-                self.loss = loss if self.loss is None else 0.95 * self.loss + 0.05 * loss
+        for record in map(json.loads, whole.splitlines()):
+            if record["kind"] == "calls":
+                self._failed_calls = record["failed"]
+            elif record["kind"] == "train":
+                self.step, self.time_s = max(self.step, record["step"]), record["time_s"]
+                self._items += record["items"]
+                if (loss := record["loss"]) is not None:
+                    self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
 
     def figures(self, num_steps: int) -> str:
-        """One line of them."""
-        loss = "no number" if self.loss is None else f"{self.loss:.3f}"
+        """One line: step, an exponential mean of the loss over about 20 steps, items a second, failed calls."""
+        loss = "no number" if self._loss is None else f"{self._loss:.3f}"
         # The clock starts with the first step, which compiles.
         rate = f"{self._items / self.time_s:,.0f} items/s  " if self.time_s > 0.1 else ""
-        return f"step {self.step}/{num_steps}  loss {loss}  {rate}{self.failed_calls} failed calls"
+        return f"step {self.step}/{num_steps}  loss {loss}  {rate}{self._failed_calls} failed calls"
 
 
 class LocalView:
@@ -91,27 +84,25 @@ class LocalView:
 
     async def run(self) -> None:
         """Show them until cancelled."""
-        if self._console.is_terminal:
-            with Live(self._table(), console=self._console, auto_refresh=False) as live:
-                try:
-                    while True:
-                        self._look()
+        # Without a terminal the live table would be printed once, at the end.
+        table = Live(self._table(), console=self._console, auto_refresh=False)
+        with table if self._console.is_terminal else nullcontext() as live:
+            try:
+                while True:
+                    for watch in self._trainers.values():
+                        watch.look()
+                    if live is None:
+                        self._print_news()
+                    else:
                         live.update(self._table(), refresh=True)
-                        await trio.sleep(_FRAME_PERIOD_S)
-                finally:
+                    await trio.sleep(_FRAME_PERIOD_S)
+            finally:
+                if live is not None:
                     live.update(self._table(), refresh=True)
-        while True:
-            self._look()
-            self._print_news()
-            await trio.sleep(_FRAME_PERIOD_S)
-
-    def _look(self) -> None:
-        for watch in self._trainers.values():
-            watch.look()
 
     def _table(self) -> RenderableType:
         """One row a process, under a line that always moves."""
-        nodes = [process for process in self._swarm.processes if process.kind == "node"]
+        nodes = self._swarm.of_kind("node")
         serving = sum(bool(node.contact) and node.is_running for node in nodes)
         self._spinner.text = f"{serving} of {len(nodes)} nodes serve, {trio.current_time() - self._began_at:.0f} s"
         table = Table.grid(padding=(0, 2))
@@ -144,4 +135,4 @@ class LocalView:
             moves_on = text.startswith("step ") and said.startswith("step ")
             if text != said and not (moves_on and now - said_at < _LINE_PERIOD_S):
                 self._last_lines[process.name] = now, text
-                self._console.print(f"{process.name}: {text}  ({now - self._began_at:.0f} s)", highlight=False)
+                self._console.print(f"{now - self._began_at:5.0f} s  {process.name}: {text}", highlight=False)

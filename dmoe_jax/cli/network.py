@@ -1,8 +1,10 @@
-"""How a process takes part in a network: who it is, which swarm it belongs to, where it is called."""
+"""How a process takes part in a swarm: who it is, where it is called, and whom it joins. Nothing here imports JAX."""
 
 import ipaddress
 import os
 import shlex
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,12 +13,16 @@ import tyro
 
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.environment import SECRET_VARIABLE
+from dmoe_jax.grid import check_prefix
+from dmoe_jax.joining import parse_targets
+from dmoe_jax.peer import SwarmPeer, open_peer
 from dmoe_jax.security import Plain, Security, Tls
 from net.identity import Address
+from net.rpc.faults import FaultPlan
 from net.wire.messages import is_host
 
 JoinTexts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PEER [PEER ...]")]
-"""Peers to join through, as the command line takes them; `dmoe_jax.cli.swarm.parse_targets` reads them."""
+"""Peers to join through, as the command line takes them."""
 
 _File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
@@ -34,38 +40,29 @@ class NetworkOptions:
     insecure_loopback: bool = False
     """Plain TCP without encryption or proof, on this machine only. All peers of the swarm must use it."""
 
-    def __post_init__(self) -> None:
-        idle = [
-            flag
-            for flag, file in (
-                ("--identity", self.identity),
-                ("--swarm-secret-file", self.swarm_secret_file),
-                ("--allow-list", self.allow_list),
-            )
-            if file is not None
-        ]
-        if self.insecure_loopback and idle:
-            raise ValueError(f"--insecure-loopback proves nothing: {' and '.join(idle)} would have no effect")
-
     @property
     def secret_file(self) -> Path | None:
         """Where the swarm's secret is: the flag, else the environment; None for an open swarm."""
-        if self.swarm_secret_file is not None:
-            return self.swarm_secret_file
         named = os.environ.get(SECRET_VARIABLE)
-        return Path(named) if named else None
+        return self.swarm_secret_file or (Path(named) if named else None)
 
     def security(self) -> Security:
         """How links are protected.
 
         Raises:
-          UsageError: plain TCP was asked for where a secret is set.
+          UsageError: plain TCP was asked for beside a protection.
         """
         if not self.insecure_loopback:
             return Tls(identity=self.identity, secret=self.secret_file, allowed=self.allow_list)
-        if self.secret_file is not None:
+        given = {
+            "--identity": self.identity,
+            "--swarm-secret-file": self.swarm_secret_file,
+            "--allow-list": self.allow_list,
+            f"{SECRET_VARIABLE}={self.secret_file}": self.secret_file if self.swarm_secret_file is None else None,
+        }
+        if idle := [name for name, file in given.items() if file is not None]:
             # Rather than ignored: somebody meant this machine's peers to be protected.
-            raise UsageError(f"--insecure-loopback does not go with {SECRET_VARIABLE}={self.secret_file}: unset it")
+            raise UsageError(f"--insecure-loopback proves nothing: {' and '.join(idle)} would have no effect")
         return Plain()
 
     def flags_for_others(self) -> str:
@@ -104,11 +101,6 @@ class ListenOptions:
         """Where to listen."""
         return Address.parse(self.listen)
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
-        return self.address.host == "localhost" or _is_ip_address(self.address.host, "loopback")
-
 
 def _is_ip_address(host: str, kind: str | None = None) -> bool:
     """Whether the text is an IP address, or one of a kind (`unspecified`, `loopback`)."""
@@ -117,3 +109,41 @@ def _is_ip_address(host: str, kind: str | None = None) -> bool:
     except ValueError:
         return False
     return kind is None or bool(getattr(address, f"is_{kind}"))
+
+
+def check_names(join: Sequence[str], swarm: str) -> None:
+    """Check whom --join names, and what --swarm calls the swarm.
+
+    Raises:
+      UsageError: naming the text that is no peer or no name.
+    """
+    try:
+        parse_targets(tuple(join))
+    except ValueError as error:
+        raise UsageError(f"--join: {error}") from error
+    try:
+        check_prefix(swarm)
+    except ValueError as error:
+        raise UsageError(f"--swarm must be 1 to 64 letters, digits, '_' or '-', got {swarm!r}") from error
+
+
+def join_swarm(
+    network: NetworkOptions,
+    *,
+    join: Sequence[str],
+    listen: ListenOptions | None = None,
+    faults: FaultPlan | None = None,
+) -> AbstractAsyncContextManager[SwarmPeer]:
+    """`open_peer` as the flags say: without `listen` in client mode, without `join` in a new swarm."""
+    return open_peer(
+        tuple(join),
+        listen=None if listen is None else listen.address,
+        announce=None if listen is None else listen.announce,
+        security=network.security(),
+        faults=faults,
+    )
+
+
+def join_line(command: str, network: NetworkOptions, peer: SwarmPeer) -> str:
+    """The line to paste on another terminal, or another machine: how to join through this peer."""
+    return f"Join it with:  dmoe {command} --join {peer.contact}{network.flags_for_others()}"

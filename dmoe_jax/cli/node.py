@@ -2,17 +2,27 @@
 
 import inspect
 import time
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import trio
 import tyro
 
-from dmoe_jax.cli.common import UsageError, check_swarm_name, mistakes_in_one_line, set_up_jax
-from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
-from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
-from dmoe_jax.cli.swarm import join_line, join_swarm
+from dmoe_jax.cli.common import (
+    UsageError,
+    changed,
+    check_at_least,
+    check_positive,
+    flag_of,
+    mistakes_in_one_line,
+    set_up_jax,
+)
+from dmoe_jax.cli.dht import DhtCommand
+from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop
+from dmoe_jax.cli.network import join_line, join_swarm
 from dmoe_jax.grid import expand_grid_pattern
 from dmoe_jax.layer_config import LayerConfig
 from net.rpc.faults import FaultPlan
@@ -21,20 +31,17 @@ if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
     import optax
 
     from dmoe_jax.experts import Expert
+    from dmoe_jax.swarm import Swarm
+
+_OF_ADAM = ("learning_rate", "warmup_steps", "weight_decay", "grad_clip")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeCommand:
+class NodeCommand(DhtCommand):
     """Serve experts to the trainers of a swarm. Experts learn from the gradients that trainers send."""
 
     experts: tuple[str, ...] = ("layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]")
     """Experts to serve: uids such as layer0.3.1, or patterns such as layer0.[0:2].[0:4]."""
-    join: JoinTexts = ()
-    """Peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there. None starts a new swarm."""
-    listen: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
-    """Where it is called."""
-    network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
-    """Who this process is and which swarm it belongs to."""
     swarm: str = "dmoe"
     """Name under which the node is listed."""
     kind: Annotated[str, tyro.conf.arg(name="expert", metavar="KIND")] = "transformer_xl"
@@ -70,17 +77,13 @@ class NodeCommand:
     """Seconds between announcements in the DHT; they are valid three times as long."""
     faults: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FAULT=RATE [FAULT=RATE ...]")] = ()
     """Misbehave on purpose in a share of expert calls: refuse, hang, die, garbage, wrong_shape, late=RATE:MEAN_S."""
-    exit_on_stdin_eof: bool = False
-    """End when standard input closes (set by a process that starts this one and may be killed)."""
-
-    def run(self) -> int:
-        """Serve until interrupted; the exit status."""
-        return run_until_done(self._serve, exit_on_stdin_eof=self.exit_on_stdin_eof)
 
     async def _serve(self, stop: Stop) -> int:
-        self._check()
-        patterns, faults = self._patterns(), self._fault_plan()
+        check_positive(self, "announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip")
+        check_at_least(0, self, "warmup_steps", "weight_decay")
+        num_experts, faults = self._count_experts(), self._fault_plan()
         set_up_jax()
+        from dmoe_jax.cli.compiling import compiled_once
         from dmoe_jax.node.server import NodeConfig
         from dmoe_jax.swarm import open_swarm
 
@@ -92,61 +95,50 @@ class NodeCommand:
                 announce_period_s=self.announce_period_s,
                 record_lifetime_s=3 * self.announce_period_s,
             )
-            expert, optimizer = await trio.to_thread.run_sync(self._recipe, abandon_on_cancel=True)
+            expert, optimizer = await trio.to_thread.run_sync(
+                lambda: (self._make_expert(), self._make_optimizer()), abandon_on_cancel=True
+            )
         joining = join_swarm(self.network, join=self.join, listen=self.listen, faults=faults)
         async with joining as peer, open_swarm(peer=peer, name=self.swarm, seed=self.seed) as swarm:
             # Joined first: a taken port or an unreachable swarm is reported before minutes of compilation.
             print(f"Node {peer.rpc.peer_id.short} has joined the swarm at {peer.rpc.address}", flush=True)
             started = time.perf_counter()
             with stop.body():
-                with mistakes_in_one_line():
-                    served = await swarm.serve(
-                        dict.fromkeys(patterns, expert),
-                        optimizer=optimizer,
-                        config=config,
-                        checkpoint_dir=self.checkpoint_dir,
-                        checkpoint_period_s=self.checkpoint_period_s,
-                        on_progress=lambda text: print(text, flush=True),
-                    )
+                async with compiled_once(self._programs(), while_waiting=_listed_as_waiting(swarm, num_experts)):
+                    with mistakes_in_one_line():
+                        await swarm.serve(
+                            dict.fromkeys(self.experts, expert),
+                            optimizer=optimizer,
+                            config=config,
+                            checkpoint_dir=self.checkpoint_dir,
+                            checkpoint_period_s=self.checkpoint_period_s,
+                            on_progress=lambda text: print(text, flush=True),
+                        )
                 took_s = time.perf_counter() - started
-                count = len(served.uids)
-                print(f"Node {peer.rpc.peer_id.short} serves {count} experts, ready after {took_s:.1f} s")
+                print(f"Node {peer.rpc.peer_id.short} serves {num_experts} experts, ready after {took_s:.1f} s")
                 print(join_line("train", self.network, peer), flush=True)
                 if faults is not None:
                     print(f"This node misbehaves on purpose: --faults {' '.join(self.faults)}", flush=True)
                 await trio.sleep_forever()
         return EXIT_INTERRUPTED
 
-    def _check(self) -> None:
-        check_swarm_name(self.swarm)
-        for name in ("announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
-        for name in ("warmup_steps", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
-        if self.optimizer is None:
-            return
-        for each in fields(self):
-            is_theirs = each.name in ("learning_rate", "warmup_steps", "weight_decay", "grad_clip", "freeze_experts")
-            if is_theirs and getattr(self, each.name) != each.default:
-                raise UsageError(f"--{each.name.replace('_', '-')} would have no effect beside --optimizer")
+    def _programs(self) -> str:
+        """What is compiled, told from what other nodes compile."""
+        rates = [getattr(self, name) for name in (*_OF_ADAM, "freeze_experts", "warm_up_rows")]
+        return repr((self.kind, self.expert, self.optimizer, rates))
 
-    def _recipe(self) -> "tuple[Expert, optax.GradientTransformation | None]":
-        """What to serve, and what it learns with; None: nothing is learnt."""
+    def _make_optimizer(self) -> "optax.GradientTransformation | None":
+        """What the experts learn with; None: nothing is learnt."""
         from dmoe_jax.recipe import Recipe, make_optimizer
         from dmoe_jax.user_file import user_optimizer
 
-        if self.optimizer is not None:
-            return self._make_expert(), user_optimizer(self.optimizer)
-        recipe = Recipe(
-            learning_rate=self.learning_rate,
-            warmup_steps=self.warmup_steps,
-            total_steps=None,
-            weight_decay=self.weight_decay,
-            grad_clip=self.grad_clip,
-        )
-        return self._make_expert(), None if self.freeze_experts else make_optimizer(recipe)
+        if self.optimizer is None:
+            recipe = Recipe(total_steps=None, **{name: getattr(self, name) for name in _OF_ADAM})
+            return None if self.freeze_experts else make_optimizer(recipe)
+        for name in changed(self):
+            if name in (*_OF_ADAM, "freeze_experts"):
+                raise UsageError(f"{flag_of(name)} would have no effect beside --optimizer")
+        return user_optimizer(self.optimizer)
 
     def _make_expert(self) -> "Expert":
         from dmoe_jax.experts import EXPERTS, make_expert
@@ -155,25 +147,24 @@ class NodeCommand:
 
         if self.kind == "transformer_xl":
             return layer_expert(self.expert)
-        given = {each.name: getattr(self.expert, each.name) for each in fields(self.expert)}
+        taken: set[str] = set()
         if self.kind in EXPERTS:
-            taken = set(inspect.signature(EXPERTS[self.kind]).parameters) & set(given)
+            taken = set(inspect.signature(EXPERTS[self.kind]).parameters)
         else:
             load_from_file(self.kind, kind="expert", choices=sorted(EXPERTS))
-            taken = set()
-        for each in fields(self.expert):
-            if each.name not in taken and given[each.name] != each.default:
-                raise UsageError(f"--{each.name.replace('_', '-')} would have no effect beside --expert {self.kind}")
-        if self.kind in EXPERTS:
-            return make_expert(self.kind, **{name: given[name] for name in taken})
-        return user_expert(self.kind)
+        for name in changed(self.expert):
+            if name not in taken:
+                raise UsageError(f"{flag_of(name)} would have no effect beside --expert {self.kind}")
+        if self.kind not in EXPERTS:
+            return user_expert(self.kind)
+        return make_expert(self.kind, **{name: value for name, value in asdict(self.expert).items() if name in taken})
 
-    def _patterns(self) -> list[str]:
+    def _count_experts(self) -> int:
         with mistakes_in_one_line():
             uids = [uid for pattern in self.experts for uid in expand_grid_pattern(pattern)]
         if not uids or len(set(uids)) != len(uids):
             raise UsageError(f"--experts must name at least one expert and none twice, got {' '.join(self.experts)}")
-        return list(self.experts)
+        return len(uids)
 
     def _fault_plan(self) -> FaultPlan | None:
         if not self.faults:
@@ -184,3 +175,11 @@ class NodeCommand:
             raise UsageError(f"--faults: {error}") from error
         # The DHT and the status stay honest: what is studied is a swarm whose experts fail.
         return replace(plan, methods=("expert.",))
+
+
+@asynccontextmanager
+async def _listed_as_waiting(swarm: "Swarm", num_experts: int) -> AsyncIterator[None]:
+    """While another process compiles what this node needs."""
+    print("waiting for another process, which compiles the same", flush=True)
+    async with swarm.announced("node", lambda: {"state": "waiting", "experts": num_experts}):
+        yield

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -13,14 +13,13 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from dmoe_jax.cli.common import UsageError, check_swarm_name
+from dmoe_jax.cli.common import UsageError, check_positive
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
-from dmoe_jax.cli.network import JoinTexts, NetworkOptions
-from dmoe_jax.cli.swarm import join_swarm
+from dmoe_jax.cli.network import JoinTexts, NetworkOptions, join_swarm
 from dmoe_jax.members import ROLES, Member, list_members
 from dmoe_jax.peer import SwarmPeer
 from net.errors import NetError
-from net.identity import Contact
+from net.identity import Contact, PeerId
 
 _STATUS_TIMEOUT_S = 2.0
 
@@ -28,14 +27,8 @@ _ONCE_INTERVAL_S = 0.5
 """Between the two readings of `--once`: rates need two, and this is enough to see whether anything moves."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """One member at one time."""
-
-    member: Member
-    """What it says about itself in the DHT."""
-    status: dict[str, Any] | None = None
-    """A node's counters, asked for directly; None when it did not answer, and for members of other roles."""
+Statuses = Mapping[PeerId, Mapping[str, Any]]
+"""The counters of the nodes that answered, by peer id; see `dmoe_jax.node.server.ExpertNode.status`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,92 +59,79 @@ class StatusCommand:
         del stop  # nothing to take back: a client leaves no trace
         if not self.join:
             raise UsageError("--join needs at least one HOST:PORT")
-        if not self.interval_s > 0:
-            raise UsageError(f"--interval-s must be positive, got {self.interval_s}")
-        check_swarm_name(self.swarm)
+        check_positive(self, "interval_s")
         async with join_swarm(self.network, join=self.join) as peer:
-            readings = await read_members(peer, self.swarm)
+            members, statuses = await read_members(peer, self.swarm)
             if self.json:
-                print(json.dumps({"swarm": self.swarm, **_as_json(readings)}))
+                print(json.dumps({"swarm": self.swarm, **_as_json(members, statuses)}))
                 return 0
-            await self._show_tables(peer, readings)
-        return 0
-
-    async def _show_tables(self, peer: SwarmPeer, readings: list[Reading]) -> None:
-        if self.once:
-            await trio.sleep(_ONCE_INTERVAL_S)
-            Console().print(status_tables(self.swarm, readings, await read_members(peer, self.swarm)))
-            return
-        with Live(status_tables(self.swarm, readings, readings), auto_refresh=False) as live:
-            while True:
-                await trio.sleep(self.interval_s)
-                previous, readings = readings, await read_members(peer, self.swarm)
-                live.update(status_tables(self.swarm, previous, readings), refresh=True)
+            if self.once:
+                await trio.sleep(_ONCE_INTERVAL_S)
+                members, now = await read_members(peer, self.swarm)
+                Console().print(status_tables(self.swarm, members, statuses, now))
+                return 0
+            with Live(status_tables(self.swarm, members, {}, statuses), auto_refresh=False) as live:
+                while True:
+                    await trio.sleep(self.interval_s)
+                    before = statuses
+                    members, statuses = await read_members(peer, self.swarm)
+                    live.update(status_tables(self.swarm, members, before, statuses), refresh=True)
 
 
-async def read_members(peer: SwarmPeer, swarm: str) -> list[Reading]:
-    """Every listed member. Nodes are asked for their counters at once; who does not answer in two seconds has none."""
+async def read_members(peer: SwarmPeer, swarm: str) -> tuple[tuple[Member, ...], Statuses]:
+    """Every listed member, and the counters of those nodes that answer within two seconds."""
     members = await list_members(peer.dht, swarm)
-    statuses: dict[Contact, dict[str, Any]] = {}
+    statuses: dict[PeerId, Mapping[str, Any]] = {}
 
     async def ask(node: Contact) -> None:
         with contextlib.suppress(NetError):
-            reply = await peer.rpc.call(node, "node.status", {}, timeout_s=_STATUS_TIMEOUT_S)
-            statuses[node] = dict(reply.body)
+            statuses[node.peer_id] = (await peer.rpc.call(node, "node.status", {}, timeout_s=_STATUS_TIMEOUT_S)).body
 
-    nodes = {member.contact for member in members if member.role == "node" and member.contact is not None}
     async with trio.open_nursery() as nursery:
-        for node in nodes:
-            nursery.start_soon(ask, node)
-    return [
-        Reading(
-            member=member, status=statuses.get(member.contact) if member.role == "node" and member.contact else None
-        )
-        for member in members
-    ]
+        for member in members:
+            if member.role == "node" and member.contact is not None:
+                nursery.start_soon(ask, member.contact)
+    return members, statuses
 
 
-def status_tables(swarm: str, before: Sequence[Reading], now: Sequence[Reading]) -> RenderableType:
-    """A rich table for each role that is there; rates come from the difference between two readings."""
-    if not now:
+def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: Statuses) -> RenderableType:
+    """A rich table for each role that is there; rates come from the difference between two readings of the counters."""
+    if not members:
         return (
             f"Nobody is listed under the name {swarm!r}. Names cannot be looked up here: "
             "is --swarm the same as on the nodes and trainers?"
         )
-    nodes, trainers, averagers = (_of_role(now, role) for role in ("node", "trainer", "averager"))
-    tables = [_node_table(swarm, _of_role(before, "node"), nodes)]
+    nodes, trainers, averagers = (_of_role(members, role) for role in ROLES)
+    num_experts = sum(_num_experts(node, now.get(node.peer_id)) for node in nodes)
+    title = f"swarm {swarm!r}: {len(nodes)} node{'' if len(nodes) == 1 else 's'}, {num_experts} experts"
+    rows = [_node_row(node, before.get(node.peer_id), now.get(node.peer_id)) for node in nodes]
+    tables = [_table(title, ("node", "address", "experts", "calls/s", "queue", "busy", "updates", "state"), rows)]
     if trainers:
-        rows = [_row(reading, "step", "loss", "items_per_s", "failed_calls") for reading in trainers]
-        tables.append(_table("trainers", ("trainer", "address", "step", "loss", "items/s", "failed calls"), rows))
+        rows = [_row(each, "step", "loss", "items_per_s", "failed_calls", "state") for each in trainers]
+        columns = ("trainer", "address", "step", "loss", "items/s", "failed calls", "state")
+        tables.append(_table("trainers", columns, rows))
     if averagers:
-        rows = [_row(reading, "group", "averages") for reading in averagers]
+        rows = [_row(each, "group", "averages") for each in averagers]
         tables.append(_table("averagers", ("averager", "address", "group", "averages"), rows))
     return Group(*tables)
 
 
-def _node_table(swarm: str, before: Sequence[Reading], now: Sequence[Reading]) -> Table:
-    title = f"swarm {swarm!r}: {len(now)} node{'' if len(now) == 1 else 's'}, {sum(map(_experts, now))} experts"
-    earlier = {reading.member.peer_id: reading.status for reading in before}
-    rows = [_node_row(reading, earlier.get(reading.member.peer_id)) for reading in now]
-    return _table(title, ("node", "address", "experts", "calls/s", "queue", "busy", "updates", "state"), rows)
-
-
-def _node_row(reading: Reading, before: dict[str, Any] | None) -> list[str]:
+def _node_row(node: Member, before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> list[str]:
     """How long it has been up is the state of a node that serves: what else there is to see are its counters."""
-    state, status = str(reading.member.info.get("state", "")), reading.status
-    if status is None:  # as long as a node compiles it may have no counters
-        return [*_row(reading), str(_experts(reading)), "", "", "", "", "no answer" if state == "serving" else state]
-    state = str(status.get("state", state))
-    calls = _growth(before, status, "forward") + _growth(before, status, "backward")
+    listed = str(node.info.get("state", ""))
+    start = [*_row(node), str(_num_experts(node, now))]
+    if now is None:  # as long as a node compiles it may have no counters
+        return [*start, "", "", "", "", "no answer" if listed == "serving" else listed]
+    state = str(now.get("state", listed))
+    calls = _growth(before, now, "forward") + _growth(before, now, "backward")
     return [
-        *_row(reading),
-        str(_experts(reading)),
+        *start,
         f"{calls:.1f}",
-        str(status.get("waiting_rows", "?")),
+        str(now.get("waiting_rows", "?")),
         # A batch counts when it is done: one that began before the first reading may be longer than the interval.
-        f"{100 * min(1.0, _growth(before, status, 'busy_s')):.0f} %",
-        str(sum(status.get("updates", {}).values())),
-        f"up {status.get('uptime_s', 0):.0f} s" if state == "serving" else state,
+        f"{100 * min(1.0, _growth(before, now, 'busy_s')):.0f} %",
+        str(sum(now.get("updates", {}).values())),
+        f"up {now.get('uptime_s', 0):.0f} s" if state == "serving" else state,
     ]
 
 
@@ -165,26 +145,23 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     return table
 
 
-def _row(reading: Reading, *facts: str) -> list[str]:
+def _row(member: Member, *facts: str) -> list[str]:
     """Who and where a member is, and these facts about it."""
-    member = reading.member
     values = [member.info.get(name, "") for name in facts]
     texts = [f"{value:,.4g}" if isinstance(value, float) else str(value) for value in values]
     return [member.peer_id.short, "-" if member.contact is None else str(member.contact.address), *texts]
 
 
-def _of_role(readings: Sequence[Reading], role: str) -> list[Reading]:
-    return [reading for reading in readings if reading.member.role == role]
+def _of_role(members: Sequence[Member], role: str) -> list[Member]:
+    return [member for member in members if member.role == role]
 
 
-def _experts(reading: Reading) -> int:
-    if reading.status is not None and reading.status.get("updates"):
-        return len(reading.status["updates"])
-    listed = reading.member.info.get("experts", 0)
-    return listed if isinstance(listed, int) else 0
+def _num_experts(node: Member, status: Mapping[str, Any] | None) -> int:
+    listed = node.info.get("experts", 0)
+    return len((status or {}).get("updates") or ()) or (listed if isinstance(listed, int) else 0)
 
 
-def _growth(before: dict[str, Any] | None, now: dict[str, Any], counter: str) -> float:
+def _growth(before: Mapping[str, Any] | None, now: Mapping[str, Any], counter: str) -> float:
     """Growth of a node's counter per second of the node's own clock; 0 without two readings."""
     if before is None or now.get("uptime_s", 0.0) <= before.get("uptime_s", 0.0):
         return 0.0
@@ -192,16 +169,13 @@ def _growth(before: dict[str, Any] | None, now: dict[str, Any], counter: str) ->
     return max(0.0, growth / (now["uptime_s"] - before["uptime_s"]))
 
 
-def _as_json(readings: Sequence[Reading]) -> dict[str, list[dict[str, Any]]]:
-    """The readings under the plural of each role."""
-    return {f"{role}s": [_member_as_json(reading) for reading in _of_role(readings, role)] for role in ROLES}
-
-
-def _member_as_json(reading: Reading) -> dict[str, Any]:
-    member = reading.member
-    return {
-        "peer_id": str(member.peer_id),
-        "address": None if member.contact is None else str(member.contact.address),
-        "info": dict(member.info),
-        **({"status": reading.status} if member.role == "node" else {}),
-    }
+def _as_json(members: Sequence[Member], statuses: Statuses) -> dict[str, list[dict[str, Any]]]:
+    """What is known of the members, under the plural of each role."""
+    found: dict[str, list[dict[str, Any]]] = {f"{role}s": [] for role in ROLES}
+    for member in members:
+        address = None if member.contact is None else str(member.contact.address)
+        known: dict[str, Any] = {"peer_id": str(member.peer_id), "address": address, "info": dict(member.info)}
+        if member.role == "node":
+            known["status"] = statuses.get(member.peer_id)
+        found[f"{member.role}s"].append(known)
+    return found

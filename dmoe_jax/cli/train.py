@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from dmoe_jax.cli.common import mistakes_in_one_line, parse_command_line, set_up_jax
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
-from dmoe_jax.cli.swarm import join_swarm
-from dmoe_jax.cli.train_options import TrainOptions, with_saved, without_switches
+from dmoe_jax.cli.network import join_swarm
+from dmoe_jax.cli.train_options import TrainOptions, check_changes, flags_of_run
+from dmoe_jax.runs.run_folder import flat
 from dmoe_jax.training.saving import PreparedRun, prepare_run, saved_settings
 
 
@@ -26,10 +27,9 @@ class TrainCommand(TrainOptions):
         if not self.resume or self.out is None or not (self.out / "config.json").exists():
             return self
         with mistakes_in_one_line():
-            saved = saved_settings(self.out)
-        before = with_saved(without_switches(self), saved, switches=False)
-        command: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=args, default=before)
-        return with_saved(command, saved, switches=True)
+            words = [*flags_of_run(saved_settings(self.out)), *args]
+        resumed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=words)
+        return resumed
 
     def prepared(self) -> PreparedRun:
         """The run in its folder, once the flags and the folder have been looked at; nothing is written yet.
@@ -38,8 +38,11 @@ class TrainCommand(TrainOptions):
           UsageError: one of them will not do.
         """
         self.check()
+        settings = self.settings()
         with mistakes_in_one_line():
-            run = prepare_run(self.out, self.settings(), name="train", resume=self.resume, may_differ=self.may_differ)
+            run = prepare_run(self.out, settings, name="train", resume=self.resume, may_differ=flat(settings))
+            if self.out is not None and run.goes_on:
+                check_changes(self.out, saved_settings(self.out), settings)
             if self.resume and not run.has_checkpoint:
                 raise ValueError(f"there is no checkpoint in {self.out} to resume from")
         return run
@@ -53,11 +56,9 @@ class TrainCommand(TrainOptions):
         prepared = self.prepared()
         set_up_jax()
         from dmoe_jax.cli.trained_models import check_before_joining
-        from dmoe_jax.cli.training import run_training, trunk_recipe
+        from dmoe_jax.cli.training import run_training
         from dmoe_jax.swarm import open_swarm
 
-        with mistakes_in_one_line():
-            trunk_recipe(self)
         await check_before_joining(self)
         listen = self.listening if self.averaging.average_every and not self.averaging.average_client else None
         async with (

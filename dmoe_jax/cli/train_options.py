@@ -1,18 +1,17 @@
 """The flags of `dmoe train`, in groups, and what can be said of them without JAX."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from dmoe_jax.cli.averaging import AveragingOptions
-from dmoe_jax.cli.common import UsageError
+from dmoe_jax.cli.common import UsageError, as_flags, check_at_least, flag_of
 from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
 from dmoe_jax.layer_config import LayerConfig
-
-D = TypeVar("D")
+from dmoe_jax.runs.run_folder import flat, plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +130,14 @@ _FIXED = (
     "language.layer.d_ff",
     "data.data",
     "averaging.average",
+    "averaging.average_by_samples",
 )
-"""Settings that decide what the parameters are, or what they were trained on: a resumed run must have the same."""
+"""Settings that decide what is trained, or on what: a resumed run must have the same."""
 
-_OF_THIS_PROCESS = ("join", "out", "resume", "json", "exit_on_stdin_eof")
+_ON_OR_OFF = ("averaging.average_every", "optimizer.weight_decay", "optimizer.grad_clip")
+"""Settings that a resumed run may change, but not switch on or off: the optimiser has a state for each that is on."""
+
+_OF_THIS_PROCESS = ("join", "json", "exit_on_stdin_eof")
 """Flags that a resumed run does not take from the one before."""
 
 
@@ -145,7 +148,6 @@ class TrainOptions:
     join: JoinTexts
     """Peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there."""
     network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
-    """Who this process is and which swarm it belongs to."""
     swarm: str = "dmoe"
     """Name of the swarm."""
     out: Path | None = None
@@ -158,17 +160,11 @@ class TrainOptions:
     also has `batches(shard, num_shards, seed)`, an iterator of training batches, and perhaps `validation()`, an
     iterable. Default: a Transformer-XL language model."""
     language: Annotated[LanguageModelOptions, tyro.conf.arg(name="")] = field(default_factory=LanguageModelOptions)
-    """The language model."""
     data: Annotated[DataOptions, tyro.conf.arg(name="")] = field(default_factory=DataOptions)
-    """What is trained on."""
     calls: Annotated[CallOptions, tyro.conf.arg(name="")] = field(default_factory=CallOptions)
-    """Expert calls."""
     optimizer: Annotated[OptimizerOptions, tyro.conf.arg(name="")] = field(default_factory=OptimizerOptions)
-    """The trunk's optimiser."""
     run_length: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
-    """Length of the run, evaluations and checkpoints."""
     averaging: Annotated[AveragingOptions, tyro.conf.arg(name="")] = field(default_factory=AveragingOptions)
-    """Averaging with other trainer processes."""
     listening: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
     """Where others call this process, if it averages; one that does not listens nowhere."""
     json: bool = False
@@ -182,20 +178,12 @@ class TrainOptions:
         Raises:
           UsageError: naming the flag.
         """
-        for group, names in (
-            (self.data, ("num_trainers", "batch_size")),
-            (self.language, ("num_layers",)),
-            (self.calls, ("k_best",)),
-            (self.run_length, ("steps", "eval_every")),
-        ):
-            for name in names:
-                if getattr(group, name) < 1:
-                    raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(group, name)}")
-        for name in ("eval_tokens", "final_eval_tokens", "checkpoint_every", "max_minutes"):
-            if not getattr(self.run_length, name) >= 0:
-                raise UsageError(f"--{name.replace('_', '-')} must not be negative")
-        if not self.calls.wait_s >= 0:
-            raise UsageError(f"--wait-s must not be negative, got {self.calls.wait_s}")
+        check_at_least(1, self.data, "num_trainers", "batch_size")
+        check_at_least(1, self.language, "num_layers")
+        check_at_least(1, self.calls, "k_best")
+        check_at_least(1, self.run_length, "steps", "eval_every")
+        check_at_least(0, self.run_length, "eval_tokens", "final_eval_tokens", "checkpoint_every", "max_minutes")
+        check_at_least(0, self.calls, "wait_s")
         if self.calls.k_min > self.calls.k_best:
             raise UsageError(f"--k-min must not exceed --k-best, got {self.calls.k_min} and {self.calls.k_best}")
         if not self.language.grid_size or min(self.language.grid_size) < 1:
@@ -210,55 +198,36 @@ class TrainOptions:
         """The flags as plain data, for config.json."""
         return {name: value for name, value in asdict(self).items() if name not in ("resume", "out")}
 
-    @property
-    def may_differ(self) -> frozenset[str]:
-        """Settings that a resumed run may change, by their dotted names."""
-        return frozenset(_dotted(self)) - {*_FIXED}
 
-
-def with_saved(options: D, saved: Mapping[str, Any], *, switches: bool) -> D:
-    """These options with the values that config.json has of them; what it lacks stays.
+def flags_of_run(saved: Mapping[str, Any]) -> list[str]:
+    """The flags that a run was begun with, where they differ from the defaults.
 
     Args:
-      options: a dataclass of flags, perhaps of groups of flags.
-      saved: `TrainOptions.settings` through JSON.
-      switches: whether flags without a value are meant, or those with one. A switch can only be given, not taken back:
-        as a default it would change its name, so the saved ones are put in after the command line has been read.
+      saved: `TrainOptions.settings` through JSON, perhaps of another version; what is no setting now is left out.
     """
-    hints = get_type_hints(type(options))
-    changes: dict[str, Any] = {}
-    for each in fields(options):  # type: ignore[arg-type]
-        if each.name not in saved or each.name in _OF_THIS_PROCESS:
-            continue
-        value, now = saved[each.name], getattr(options, each.name)
-        if is_dataclass(now):
-            value = with_saved(now, value, switches=switches) if isinstance(value, Mapping) else now
-        elif isinstance(now, bool) is not switches or (switches and now is not each.default):
-            continue
-        elif isinstance(value, list):
-            value = tuple(value)
-        elif isinstance(value, str) and Path in (hints[each.name], *get_args(hints[each.name])):
-            value = Path(value)
-        changes[each.name] = value
-    return replace(options, **changes)  # type: ignore[type-var]
+    defaults = flat(plain(TrainOptions(join=()).settings()))
+    changed = {name: value for name, value in flat(saved).items() if value != defaults.get(name, value)}
+    # JSON has no infinity, which is what --grad-clip may be.
+    return as_flags(
+        {name: "inf" if value is None else value for name, value in changed.items() if name not in _OF_THIS_PROCESS}
+    )
 
 
-def without_switches(options: D) -> D:
-    """These options with every flag without a value as it is where it is not given."""
-    changes: dict[str, Any] = {}
-    for each in fields(options):  # type: ignore[arg-type]
-        value = getattr(options, each.name)
-        if is_dataclass(value):
-            changes[each.name] = without_switches(value)
-        elif isinstance(value, bool):
-            changes[each.name] = each.default
-    return replace(options, **changes)  # type: ignore[type-var]
+def check_changes(out: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Check that a run can go on with other settings.
 
+    Args:
+      out: its folder, for the message.
+      saved: the settings that it was begun with, as its config.json has them.
+      settings: those of now.
 
-def _dotted(options: Any, prefix: str = "") -> list[str]:
-    """The names of all flags, with those of their groups."""
-    names: list[str] = []
-    for each in fields(options):
-        value = getattr(options, each.name)
-        names += _dotted(value, f"{prefix}{each.name}.") if is_dataclass(value) else [f"{prefix}{each.name}"]
-    return names
+    Raises:
+      UsageError: naming the flag that cannot change.
+    """
+    before, now = flat(saved), flat(plain(settings))
+    for name in (*_FIXED, *_ON_OR_OFF):
+        was, is_now = before.get(name), now[name]
+        if was != is_now and (name in _FIXED or bool(was) != bool(is_now)):
+            raise UsageError(
+                f"the run in {out} was begun with {flag_of(name)} {was!r} and cannot be resumed with {is_now!r}"
+            )

@@ -12,17 +12,18 @@ import trio
 from dmoe_jax.cli.common import mistakes_in_one_line
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
-from dmoe_jax.data.corpora import Corpus, load_corpus
-from dmoe_jax.experts.transformer_xl import layer_expert
+from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.grid import all_uids, layer_prefix
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.model import Model
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL
+from dmoe_jax.recipe import Recipe
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.swarm import Swarm
 from dmoe_jax.training.progress import TrainingProgress
+from dmoe_jax.training.swarm_engine import EvaluationBatches
 from dmoe_jax.training.task import Task, language_task
 from dmoe_jax.user_file import UserFileError, call_user, user_model
 
@@ -38,6 +39,7 @@ class Training:
     task: Task
     batches: list[Iterator[Any]]
     """One iterator for each trainer."""
+    evaluation: EvaluationBatches
     facts: Mapping[str, object]
     """What the headline opens with."""
 
@@ -52,76 +54,69 @@ class Training:
         grids = {mixture.config.prefix: mixture.router.grid_size for mixture in self.mixtures}
         return {prefix: tuple(map(str, all_uids(prefix, grid_size))) for prefix, grid_size in grids.items()}
 
-    def evaluation(self, split: str, max_items: int | None) -> tuple[Iterable[Any], int | None]:
-        """Batches to evaluate, and their number if it is known."""
-        del split, max_items  # a user's own validation data is read whole
-        return cast(Any, self.model).validation(), None
 
-
-@dataclass(frozen=True, kw_only=True)
-class LanguageTraining(Training):
-    """The Transformer-XL over a text."""
-
-    corpus: Corpus
-    seq_len: int
-
-    def evaluation(self, split: str, max_items: int | None) -> tuple[Iterable[Any], int | None]:
-        """The text, read from several places at once, so that a part of it stands for the whole."""
-        text: np.ndarray = getattr(self.corpus, split)
-        num_batches = math.ceil(min(max_items or text.size, text.size) / (_EVAL_BATCH * self.seq_len))
-        batches = evaluation_segments(text, batch_size=_EVAL_BATCH, seq_len=self.seq_len)
-        return itertools.islice(batches, num_batches), num_batches
-
-
-async def language_training(options: TrainOptions, swarm: Swarm, progress: TrainingProgress) -> LanguageTraining:
+async def language_training(options: TrainOptions, swarm: Swarm, progress: TrainingProgress) -> Training:
     """The Transformer-XL that the flags describe.
 
     Raises:
       UsageError: for a router, a corpus or sizes that will not do.
     """
-    data, language, calls = options.data, options.language, options.calls
-    with mistakes_in_one_line():
-        router = make_router(options.language.router, options.language.grid_size)
+    data, language = options.data, options.language
+    calls = {name: value for name, value in vars(options.calls).items() if name != "wait_s"}
     with progress.phase("loading the corpus"), mistakes_in_one_line():
         corpus = await trio.to_thread.run_sync(lambda: load_corpus(source=data.data), abandon_on_cancel=True)
     progress.say(f"corpus: {corpus.description}")
-    seed = data.chance_seed
+    seed, seq_len = data.chance_seed, language.layer.seq_len
     with mistakes_in_one_line():
         config = trunk_config(options, len(corpus.vocabulary))
+        router = make_router(language.router, language.grid_size)
         mixtures = [
-            swarm.mixture(
-                layer_prefix(layer),
-                layer_expert(language.layer),
-                router,
-                k_best=calls.k_best,
-                k_min=calls.k_min,
-                grace_s=calls.grace_s,
-                timeout_s=calls.timeout_s,
-                compression=calls.compression,
-                max_skipped=calls.max_skipped,
-                seed=seed,
-            )
+            swarm.mixture(layer_prefix(layer), config.expert(), router, seed=seed, **calls)
             for layer in range(config.num_layers)
         ]
         streams: list[Iterator[Any]] = [
             SegmentStream(
                 corpus.train,
                 batch_size=data.batch_size,
-                seq_len=config.seq_len,
+                seq_len=seq_len,
                 shard=shard,
                 num_shards=data.num_trainers,
                 seed=seed,
             )
             for shard in range(data.num_trainers)
         ]
+
+    def evaluation(split: str, max_items: int | None) -> tuple[Iterable[Any], int | None]:
+        """The text, read from several places at once, so that a part of it stands for the whole."""
+        text: np.ndarray = getattr(corpus, split)
+        num_batches = math.ceil(min(max_items or text.size, text.size) / (_EVAL_BATCH * seq_len))
+        batches = evaluation_segments(text, batch_size=_EVAL_BATCH, seq_len=seq_len)
+        return itertools.islice(batches, num_batches), num_batches
+
     counts = np.bincount(corpus.train, minlength=config.vocab_size)
-    return LanguageTraining(
+    return Training(
         model=TransformerXL(config, router, mixtures, word_counts=counts),
         task=language_task(corpus),
         batches=streams,
+        evaluation=evaluation,
         facts={"router": router.name, "trainers": data.num_trainers},
-        corpus=corpus,
-        seq_len=config.seq_len,
+    )
+
+
+def trunk_recipe(options: TrainOptions) -> Recipe:
+    """How the trunk is trained.
+
+    Raises:
+      ValueError: a rate is out of range.
+    """
+    optimizer = options.optimizer
+    return Recipe(
+        learning_rate=optimizer.learning_rate,
+        warmup_steps=optimizer.warmup_steps,
+        total_steps=options.run_length.steps,
+        weight_decay=optimizer.weight_decay,
+        floor=optimizer.learning_rate_floor,
+        grad_clip=optimizer.grad_clip,
     )
 
 
@@ -132,17 +127,9 @@ def trunk_config(options: TrainOptions, vocab_size: int) -> TransformerXLConfig:
       ValueError: they do not fit each other.
     """
     language = options.language
-    return TransformerXLConfig(
-        layer=language.layer,
-        vocab_size=vocab_size,
-        num_layers=language.num_layers,
-        embedding_dropout=language.embedding_dropout,
-        input_dropout=language.input_dropout,
-        output_dropout=language.output_dropout,
-        grid_size=language.grid_size,
-        k_best=options.calls.k_best,
-        cutoffs=language.cutoffs_below(vocab_size),
-    )
+    sizes = {name: value for name, value in vars(language).items() if name not in ("router", "cutoffs")}
+    cutoffs = language.cutoffs_below(vocab_size)
+    return TransformerXLConfig(vocab_size=vocab_size, k_best=options.calls.k_best, cutoffs=cutoffs, **sizes)
 
 
 async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
@@ -152,11 +139,9 @@ async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
       UsageError: it is not what `--model` asks for; the message names it.
     """
     data, spec = options.data, options.model or ""
-    seed = data.chance_seed
 
     def make() -> tuple[Model, list[Iterator[Any]]]:
-        make_model = user_model(spec)
-        model = call_user(spec, make_model, swarm, kind="model")
+        model = call_user(spec, user_model(spec), swarm, kind="model")
         if not isinstance(model, Model):
             raise UserFileError(f"model {spec!r}: expected a dmoe_jax.model.Model, got {type(model).__name__}")
         if not callable(getattr(model, "batches", None)):
@@ -165,28 +150,31 @@ async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
                 "training batches"
             )
         own = cast(Any, model)
-        batches = [own.batches(shard, data.num_trainers, seed) for shard in range(data.num_trainers)]
-        return model, [iter(each) for each in batches]
+        shards = range(data.num_trainers)
+        return model, [iter(own.batches(shard, len(shards), data.chance_seed)) for shard in shards]
 
     with mistakes_in_one_line():
         model, batches = await trio.to_thread.run_sync(make, abandon_on_cancel=True)
-    splits = ("valid",) if callable(getattr(model, "validation", None)) else ()
+    validation = getattr(model, "validation", None)
     return Training(
         model=model,
-        task=Task(name=spec, unit=model.unit, splits=splits),
+        task=Task(name=spec, unit=model.unit, splits=("valid",) if callable(validation) else ()),
         batches=batches,
+        evaluation=lambda split, max_items: (cast(Any, validation)(), None),  # the user's data is read whole
         facts={"model": model.name, "trainers": data.num_trainers},
     )
 
 
 async def check_before_joining(options: TrainOptions) -> None:
-    """Look at what the flags name in the user's own files, before the swarm hears of us.
+    """Look at the rates, and at what the flags name in the user's own files, before the swarm hears of us.
 
     Raises:
-      UsageError: there is no such router or model, or the router does not keep to its contract. The message names it.
+      UsageError: a rate is out of range, there is no such router or model, or the router does not keep to its contract.
+        The message names it.
     """
 
     def look() -> None:
+        trunk_recipe(options)
         if options.model is not None:
             user_model(options.model)
             return

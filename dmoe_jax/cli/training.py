@@ -3,7 +3,8 @@
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -14,11 +15,11 @@ from dmoe_jax.checkpoints import CheckpointError
 from dmoe_jax.cli.averaging import open_trunk_averaging
 from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.cli.train_options import TrainOptions
-from dmoe_jax.cli.trained_models import Training, language_training, own_training
+from dmoe_jax.cli.trained_models import Training, language_training, own_training, trunk_recipe
 from dmoe_jax.mixture.coverage import TooFewExperts
 from dmoe_jax.mixture.readiness import ExpertMismatch
 from dmoe_jax.mixture.remote import RemoteMixture
-from dmoe_jax.recipe import Recipe, make_optimizer
+from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.swarm import Swarm
 from dmoe_jax.trainer import Trainers
@@ -35,41 +36,38 @@ async def run_training(options: TrainOptions, run: PreparedRun, swarm: Swarm) ->
 
     If cancelled, the run folder still gets its figure, report and a checkpoint of what was reached.
 
-    Args:
-      options: the flags.
-      run: the run folder, prepared.
-      swarm: joined.
-
     Raises:
       UsageError: for data, a checkpoint or a setting that will not do, or when training goes wrong beyond help: then
         after the report. NetError: no experts, or no swarm.
     """
-    length = options.run_length
-    with TrainingProgress(length.steps) as progress:
+    with TrainingProgress(options.run_length.steps) as progress:
         for change in run.changes:
             progress.say(f"going on with another setting than before: {change}")
-        training = await (
-            language_training(options, swarm, progress) if options.model is None else own_training(options, swarm)
-        )
-        progress.unit = training.task.unit
-        await _wait_for_experts(training.mixtures, options.calls.wait_s, progress)
-        with mistakes_in_one_line():
-            optimizer = options.averaging.wrap(make_optimizer(trunk_recipe(options)))
-            # --seed decides the parameters, which all processes share; the rest of chance is each one's own.
-            params = training.model.init(jax.random.key(options.data.seed))
-            trainers = swarm.trainer(
-                training.model, optimizer, training.batches, params=params, seed=options.data.chance_seed
+        facts = _Facts()
+        # Listed from the beginning: `dmoe status` shows who waits and compiles, too.
+        async with swarm.announced("trainer", facts.now):
+            training = await (
+                language_training(options, swarm, progress) if options.model is None else own_training(options, swarm)
             )
-        try:
-            return await _train(options, run, swarm, training, trainers, progress)
-        except (CheckpointError, OSError) as error:
-            raise UsageError(one_line(error)) from error
-        # What stays wrong ends the run: dropping step after step would not end.
-        except (RouterError, FloatingPointError, TooFewExperts, BaseExceptionGroup) as error:
-            leaf = first_leaf(error)
-            if not isinstance(leaf, RouterError | FloatingPointError | TooFewExperts):
-                raise
-            raise UsageError(f"{one_line(leaf)}; stopped at step {trainers.step}") from error
+            progress.unit = training.task.unit
+            await _wait_for_experts(training.mixtures, options.calls.wait_s, progress)
+            with mistakes_in_one_line():
+                optimizer = options.averaging.wrap(make_optimizer(trunk_recipe(options)))
+                # --seed decides the parameters, which all processes share; the rest of chance is each one's own.
+                params = training.model.init(jax.random.key(options.data.seed))
+                trainers = swarm.trainer(
+                    training.model, optimizer, training.batches, params=params, seed=options.data.chance_seed
+                )
+            try:
+                return await _train(options, run, swarm, training, trainers, progress, facts)
+            except (CheckpointError, OSError) as error:
+                raise UsageError(one_line(error)) from error
+            # What stays wrong ends the run: dropping step after step would not end.
+            except (RouterError, FloatingPointError, TooFewExperts, BaseExceptionGroup) as error:
+                leaf = first_leaf(error)
+                if not isinstance(leaf, RouterError | FloatingPointError | TooFewExperts):
+                    raise
+                raise UsageError(f"{one_line(leaf)}; stopped at step {trainers.step}") from error
 
 
 async def _train(
@@ -79,9 +77,11 @@ async def _train(
     training: Training,
     trainers: Trainers,
     progress: TrainingProgress,
+    facts: "_Facts",
 ) -> dict[str, Any]:
     """The run loop, and averaging with other processes beside it."""
-    length, averages = options.run_length, _Averages()
+    length = options.run_length
+    rounds: deque[Round] = deque()
     opened = open_trunk_averaging(
         options.averaging,
         swarm.rpc,
@@ -90,7 +90,7 @@ async def _train(
         swarm.device,
         progress.say,
         max_step=length.steps,
-        on_round=averages.on_round,
+        on_round=rounds.append,
     )
     plan = Plan(
         steps=length.steps,
@@ -101,41 +101,23 @@ async def _train(
         max_s=60 * length.max_minutes or math.inf,
     )
     async with opened as averaging:
-        engine = SwarmEngine(
+        engine = facts.engine = SwarmEngine(
             trainers,
             swarm.statistics,
             training.evaluation,
             layers=training.layers,
             figures=dict if averaging is None else averaging.headline,
         )
-        async with swarm.announced("trainer", _Facts(engine).now):
-            return await train(
-                engine,
-                run,
-                plan,
-                training.task,
-                progress,
-                facts=training.facts,
-                records=averages.take,
-                on_end=_print_json if options.json else lambda headline: None,
-            )
-
-
-def trunk_recipe(options: TrainOptions) -> Recipe:
-    """How the trunk is trained.
-
-    Raises:
-      ValueError: a rate is out of range.
-    """
-    optimizer = options.optimizer
-    return Recipe(
-        learning_rate=optimizer.learning_rate,
-        warmup_steps=optimizer.warmup_steps,
-        total_steps=options.run_length.steps,
-        weight_decay=optimizer.weight_decay,
-        floor=optimizer.learning_rate_floor,
-        grad_clip=optimizer.grad_clip,
-    )
+        return await train(
+            engine,
+            run,
+            plan,
+            training.task,
+            progress,
+            facts=training.facts,
+            records=lambda: [_round_record(rounds.popleft()) for _ in range(len(rounds))],
+            on_end=lambda headline: print(json.dumps(headline)) if options.json else None,
+        )
 
 
 async def _wait_for_experts(mixtures: Iterable[RemoteMixture], wait_s: float, progress: TrainingProgress) -> None:
@@ -165,47 +147,29 @@ def _flags_to_mend(error: ExpertMismatch) -> str:
     return "no --dropout, --attention-dropout or --position-dropout: the nodes' experts take no dropout keys"
 
 
-def _print_json(headline: Mapping[str, Any]) -> None:
-    print(json.dumps(headline))
-
-
-class _Averages:
-    """Rounds of averaging, on their way into the metrics."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[str, dict[str, object]]] = []
-
-    def on_round(self, done: Round) -> None:
-        """A round is over."""
-        if done.why_lost:
-            self._waiting.append(("event", {"name": "average_lost", "detail": done.why_lost}))
-            return
-        figures: dict[str, object] = {
-            "round": done.number,
-            "peers": done.peers,
-            "received": done.received,
-            "took_s": done.took_s,
-        }
-        self._waiting.append(("average", figures))
-
-    def take(self) -> list[tuple[str, dict[str, object]]]:
-        """The records since the last call."""
-        taken, self._waiting = self._waiting, []
-        return taken
+def _round_record(done: Round) -> tuple[str, dict[str, object]]:
+    """What the metrics say of a round of averaging."""
+    if done.why_lost:
+        return "event", {"name": "average_lost", "detail": done.why_lost}
+    return "average", {"round": done.number, "peers": done.peers, "received": done.received, "took_s": done.took_s}
 
 
 class _Facts:
     """What this trainer tells the swarm of itself, for `dmoe status`."""
 
-    def __init__(self, engine: SwarmEngine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
+        self.engine: SwarmEngine | None = None
+        """What trains; None until there are experts."""
         self._before: tuple[float, int] | None = None
 
     def now(self) -> dict[str, Any]:
-        """Step, loss, items a second since the last time, and failed calls."""
-        totals = self._engine.totals()
-        facts: dict[str, Any] = {"step": self._engine.step, "failed_calls": totals.calls_failed}
-        if (loss := self._engine.last_loss) is not None and math.isfinite(loss):
+        """State, step, loss, items a second since the last time, and failed calls."""
+        if self.engine is None:
+            return {"state": "waiting", "step": 0}
+        totals, loss = self.engine.totals(), self.engine.last_loss
+        state = "compiling" if loss is None else "training"
+        facts: dict[str, Any] = {"state": state, "step": self.engine.step, "failed_calls": totals.calls_failed}
+        if loss is not None and math.isfinite(loss):
             facts["loss"] = loss
         now = time.monotonic()
         if self._before is not None and now > self._before[0]:

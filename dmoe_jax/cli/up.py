@@ -2,7 +2,9 @@
 
 import shlex
 import time
-from dataclasses import dataclass, field, fields
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -10,20 +12,28 @@ import trio
 import tyro
 from rich.console import Console
 
-from dmoe_jax.cli.common import UsageError
+from dmoe_jax.cli.common import UsageError, as_flags, changed, check_at_least, flag_of, mistakes_in_one_line
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
-from dmoe_jax.cli.local_training import (
-    LEAVE_TIMEOUT_S,
-    LocalPlan,
-    LocalTraining,
-    check_out,
-    network_flags,
-    open_local_training,
-)
+from dmoe_jax.cli.local_view import LocalView, TrainerWatch
 from dmoe_jax.cli.network import ListenOptions, NetworkOptions
-from dmoe_jax.grid import ExpertUid, all_uids, expand_grid_pattern, layer_prefix
+from dmoe_jax.grid import expand_grid_pattern
 from dmoe_jax.layer_config import LayerConfig
-from dmoe_jax.processes import averaging_flags, deal
+from dmoe_jax.processes import (
+    LocalSwarm,
+    averaging_flags,
+    check_status,
+    deal,
+    deal_experts,
+    launch_nodes,
+    one_core_each,
+    open_local_swarm,
+)
+
+LEAVE_TIMEOUT_S = 90.0
+"""For ending all processes in order: trainers write their reports, nodes their checkpoints."""
+
+Beside = Callable[[LocalSwarm, Mapping[str, TrainerWatch]], Awaitable[None]]
+"""Called with the swarm and, by its name, how far each trainer process is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +77,9 @@ class UpCommand:
     seed: int = 0
     """Seed of all parameters; each trainer process reads its own text."""
     node_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
-    """Further flags of every node in one word, such as "--warmup-steps 50 --checkpoint-period-s 30"."""
+    """Further flags of every node in one word: --node-flags="--warmup-steps 50 --checkpoint-period-s 30"."""
     train_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
-    """Further flags of every trainer process in one word, such as "--num-trainers 2 --k-best 2"."""
+    """Further flags of every trainer process in one word: --train-flags="--num-trainers 2 --k-best 2"."""
     announce: Annotated[str | None, tyro.conf.arg(metavar="HOST")] = None
     """Name or address of this machine, for others to join from elsewhere. Default: this machine only."""
     swarm_secret_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -81,102 +91,136 @@ class UpCommand:
 
     def run(self) -> int:
         """Run the swarm; the exit status."""
-        plan = self.plan()
+        self.check()
+        console = Console(soft_wrap=True, highlight=False)
+
+        async def invite(swarm: LocalSwarm, watches: Mapping[str, TrainerWatch]) -> None:
+            del watches
+            flags = "".join(f" {word}" for word in self.network_flags())
+            console.print(f"Join it with:  dmoe train --join {swarm.processes[0].contact}{flags}")
+
         return run_until_done(
-            lambda stop: self._train(plan, stop),
+            lambda stop: self.train(console, stop, invite),
             exit_on_stdin_eof=self.exit_on_stdin_eof,
             leave_timeout_s=LEAVE_TIMEOUT_S,
         )
 
-    async def _train(self, plan: LocalPlan, stop: Stop) -> int:
-        console = Console(soft_wrap=True, highlight=False)
-        console.print(f"run folder: {plan.out}; logs of the processes: {plan.logs}")
-        async with open_local_training(plan, console) as local:
-            others = " ".join(plan.network_flags)
-            console.print(f"Join it with:  dmoe train --join {local.dht.contact} {others}".rstrip())
-            with stop.body() as body:
-                await self._trained(local)
-            if body.cancelled_caught:
-                console.print("ending all processes in order; Ctrl-C again ends them at once")
-        return EXIT_INTERRUPTED if body.cancelled_caught else 0
+    async def train(self, console: Console, stop: Stop, beside: Beside) -> int:
+        """Run the swarm until the trainer processes are done or the command is stopped, and show it; the exit status.
 
-    async def _trained(self, local: LocalTraining) -> None:
-        await local.trained()
-        if not local.trainers:
-            await trio.sleep_forever()
-
-    def plan(self) -> LocalPlan:
-        """What is to run.
+        Trainers start together with the nodes: they read their text and wait for experts while those compile.
+        `beside` runs beside the training, and is cancelled at its end.
 
         Raises:
-          UsageError: a flag that cannot be meant.
+          ProcessFailed: a trainer ended with an error of its own, or another process before it served.
+          UsageError: the folder for the logs cannot be made.
         """
-        for name, least in (("nodes", 1), ("trainers", 0), ("steps", 1), ("average_every", 1), ("num_layers", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        out = self.folder
+        logs = out.parent / f"{out.name}.logs"
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out: cannot make {logs}: {error.strerror}") from error
+        console.print(f"run folder: {out}; logs of the processes: {logs}")
+        folders = [out.parent / f"{out.name}.trainer{index}" if index else out for index in range(self.trainers)]
+        watches = {f"trainer{index}": TrainerWatch(folder) for index, folder in enumerate(folders)}
+        async with (
+            open_local_swarm(logs, one_core_each(), network_flags=self.network_flags()) as swarm,
+            trio.open_nursery() as showing,
+        ):
+            showing.start_soon(LocalView(console, swarm, watches, self.steps).run)
+            dht = await swarm.start("dht", ["dht", *self.listen_flags()])
+            await launch_nodes(swarm, dht, self.hands(), lambda _: self.flags_of_nodes())
+            for index, (name, folder) in enumerate(zip(watches, folders, strict=True)):
+                words = ["--join", dht.contact, "--out", str(folder), *self.flags_of_trainer(index)]
+                await swarm.launch(name, ["train", *words])
+            with stop.body() as body:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(beside, swarm, watches)
+                    for node in swarm.of_kind("node"):
+                        nursery.start_soon(node.ready)
+                    for trainer in swarm.of_kind("train"):
+                        check_status(trainer, await trainer.process.wait())
+                    if not folders:
+                        await trio.sleep_forever()
+                    nursery.cancel_scope.cancel()
+            if body.cancelled_caught:
+                console.print("ending all processes in order; Ctrl-C again ends them at once")
+            await swarm.end_in_order()
+            showing.cancel_scope.cancel()
+        return EXIT_INTERRUPTED if body.cancelled_caught else 0
+
+    def check(self) -> None:
+        """Look at the flags before anything is started.
+
+        Raises:
+          UsageError: for one that cannot be meant.
+        """
+        check_at_least(1, self, "nodes", "steps", "average_every", "num_layers")
+        check_at_least(0, self, "trainers")
         if not self.grid_size or min(self.grid_size) < 1:
             raise UsageError(f"--grid-size must be positive integers, got {self.grid_size}")
-        hands = deal(self._uids(), self.nodes)
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise UsageError(f"--out must be a new or empty folder, {self.folder} is not")
+        hands = self.hands()
         if not all(hands):
             raise UsageError(f"--nodes {self.nodes} is more than there are experts: {sum(map(len, hands))}")
-        network = NetworkOptions(swarm_secret_file=self.swarm_secret_file, insecure_loopback=self.insecure_loopback)
-        node_flags, train_flags = self._words("node_flags"), self._words("train_flags")
-        return LocalPlan(
-            hands=hands,
-            node_flags=[*self._flags_of_nodes(), *node_flags],
-            trainer_flags=lambda index: [*self._flags_of_trainer(index), *train_flags],
-            num_trainers=self.trainers,
-            num_steps=self.steps,
-            out=check_out(self.out or Path("runs") / time.strftime("up-%Y%m%d-%H%M%S")),
-            listen_flags=self._listen_flags(),
-            network_flags=network_flags(secret_file=network.secret_file, insecure_loopback=self.insecure_loopback),
-        )
+        with mistakes_in_one_line():
+            self._network.security()
+            if self.announce is not None:
+                ListenOptions(listen="0.0.0.0:0", announce=self.announce)
+        for name in ("node_flags", "train_flags"):
+            try:
+                shlex.split(getattr(self, name))
+            except ValueError as error:
+                raise UsageError(f"{flag_of(name)}: {error}, got {getattr(self, name)!r}") from error
 
-    def _uids(self) -> list[ExpertUid]:
+    @cached_property
+    def folder(self) -> Path:
+        """Run folder of the first trainer process."""
+        return self.out or Path("runs") / time.strftime("up-%Y%m%d-%H%M%S")
+
+    @property
+    def _network(self) -> NetworkOptions:
+        return NetworkOptions(swarm_secret_file=self.swarm_secret_file, insecure_loopback=self.insecure_loopback)
+
+    def network_flags(self) -> list[str]:
+        """Flags of every process: which network it is on."""
+        return shlex.split(self._network.flags_for_others())
+
+    def listen_flags(self) -> list[str]:
+        """Flags of those that listen: where they are called."""
+        return [] if self.announce is None else ["--listen", "0.0.0.0:0", "--announce", self.announce]
+
+    def hands(self) -> list[list[str]]:
+        """The experts of each node.
+
+        Raises:
+          UsageError: --experts is no pattern.
+        """
         if not self.experts:
-            return [uid for layer in range(self.num_layers) for uid in all_uids(layer_prefix(layer), self.grid_size)]
+            return deal_experts(self.nodes, num_layers=self.num_layers, grid_size=self.grid_size)
         try:
-            return list(dict.fromkeys(uid for pattern in self.experts for uid in expand_grid_pattern(pattern)))
+            return deal(dict.fromkeys(uid for each in self.experts for uid in expand_grid_pattern(each)), self.nodes)
         except ValueError as error:
             raise UsageError(f"--experts: {error}") from error
 
-    def _words(self, name: str) -> list[str]:
-        try:
-            return shlex.split(getattr(self, name))
-        except ValueError as error:
-            raise UsageError(f"--{name.replace('_', '-')}: {error}, got {getattr(self, name)!r}") from error
+    def flags_of_nodes(self) -> list[str]:
+        """Flags of `dmoe node` besides the experts and whom to join."""
+        kind = {"expert": self.kind} if self.kind != "transformer_xl" else {}
+        optimizer = {"optimizer": self.optimizer} if self.optimizer else {}
+        node = kind | optimizer | changed(self.expert) | {"seed": self.seed, "announce_period_s": 5}
+        return [*self.listen_flags(), *as_flags(node), *shlex.split(self.node_flags)]
 
-    def _listen_flags(self) -> list[str]:
-        if self.announce is None:
-            return []
-        try:
-            ListenOptions(listen="0.0.0.0:0", announce=self.announce)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        return ["--listen", "0.0.0.0:0", "--announce", self.announce]
-
-    def _flags_of_nodes(self) -> list[str]:
-        kind = [] if self.kind == "transformer_xl" else ["--expert", self.kind]
-        optimizer = ["--optimizer", self.optimizer] if self.optimizer else []
-        return [*kind, *optimizer, *self._shape(), "--seed", str(self.seed), "--announce-period-s", "5"]
-
-    def _flags_of_trainer(self, index: int) -> list[str]:
-        averages = averaging_flags(num_processes=self.trainers, every=self.average_every, seed=self.seed, index=index)
-        model = ["--model", self.model] if self.model else ["--num-layers", str(self.num_layers)]
+    def flags_of_trainer(self, index: int) -> list[str]:
+        """Flags of `dmoe train` for one trainer process, besides the folder and whom to join."""
+        train = {name: getattr(self, name) for name in ("data", "router", "steps", "max_minutes", "grid_size")}
+        train |= {"model": self.model} if self.model else {"num_layers": self.num_layers}
+        # Those beside the first one read less: its evaluations are the run's.
+        train |= {"eval_tokens": 1024, "final_eval_tokens": 16384} if index else {}
         return [
-            *("--data", self.data, "--router", self.router, "--steps", str(self.steps)),
-            *("--max-minutes", str(self.max_minutes), "--grid-size", *map(str, self.grid_size)),
-            *model,
-            *self._shape(),
-            *averages,
-            *(self._listen_flags() if self.trainers > 1 else []),
-        ]
-
-    def _shape(self) -> list[str]:
-        """The flags of an expert's shape that differ from the defaults."""
-        return [
-            word
-            for each in fields(self.expert)
-            if (value := getattr(self.expert, each.name)) != each.default
-            for word in ("--" + each.name.replace("_", "-"), str(value))
+            *as_flags(train | changed(self.expert)),
+            *averaging_flags(num_processes=self.trainers, every=self.average_every, seed=self.seed, index=index),
+            *(self.listen_flags() if self.trainers > 1 else []),
+            *shlex.split(self.train_flags),
         ]

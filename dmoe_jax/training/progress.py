@@ -86,7 +86,7 @@ class TrainingProgress:
         before, self._now, self._now_since = self._now, text, time.monotonic()
 
         def change(text: str) -> None:
-            self._now = text
+            self._now, self._now_since = text, time.monotonic()
             self._bar.update(task, description=text)
 
         if self._bar.disable:

@@ -1,6 +1,9 @@
 """`dmoe train` from corpus to report, over TCP: what a run leaves behind, how it goes on, what it refuses."""
 
 import json
+import math
+import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
@@ -10,6 +13,7 @@ from typing import Any
 import numpy as np
 import optax
 import pytest
+import trio
 
 from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.common import UsageError, parse_command_line
@@ -22,9 +26,13 @@ from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.runs.run_folder import read_metrics
 from dmoe_jax.security import Plain
 from dmoe_jax.swarm import Served, Swarm, open_swarm
+from dmoe_jax.training import progress
+from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.user_file import load_from_file
 
-SIZES = LayerConfig(d_model=16, num_heads=2, d_ff=24, seq_len=8, mem_len=8)
+SIZES = LayerConfig(d_model=8, num_heads=2, d_ff=8, seq_len=4, mem_len=4)
+OPTIMIZER = optax.sgd(0.1)
+"""Of all experts: equal experts with the same optimiser share their compiled code."""
 
 
 @asynccontextmanager
@@ -32,19 +40,28 @@ async def served_swarm(sizes: LayerConfig = SIZES) -> AsyncIterator[tuple[Served
     """A node with a 2x2 grid in one layer, and a client that has joined it, over TCP."""
     async with open_swarm(listen="127.0.0.1:0", security=Plain(), seed=0) as node:
         experts = {"layer0.[0:2].[0:2]": layer_expert(sizes)}
-        served = await node.serve(experts, optimizer=optax.sgd(0.1), warm_up_rows=4)
+        served = await node.serve(experts, optimizer=OPTIMIZER, warm_up_rows=2)
         async with open_swarm(node.contact, listen=None, security=Plain(), seed=0) as client:
             yield served, client
 
 
-def command(out: Path, **changes: Any) -> TrainCommand:
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A text of few words. For them there is a plain softmax: its missing clusters leave arrays without elements."""
+    file = tmp_path_factory.mktemp("text") / "my.txt"
+    file.write_text("the cat sat on the mat .\n" * 1000)
+    return str(file)
+
+
+def command(out: Path, text: str, **changes: Any) -> TrainCommand:
     """A small run; changes are flags by name, whichever group they belong to."""
     groups: dict[str, Any] = {
-        "data": DataOptions(data="embedded", num_trainers=2, batch_size=2),
+        "data": DataOptions(data=text, num_trainers=2, batch_size=2),
         "language": LanguageModelOptions(layer=SIZES, num_layers=1, grid_size=(2, 2)),
         "calls": CallOptions(k_best=2, timeout_s=120.0, wait_s=2.0),
         "optimizer": OptimizerOptions(),
-        "run_length": RunOptions(steps=8, eval_every=4, checkpoint_every=4, eval_tokens=256, final_eval_tokens=512),
+        "averaging": AveragingOptions(),
+        "run_length": RunOptions(steps=8, eval_every=4, checkpoint_every=4, eval_tokens=64, final_eval_tokens=128),
     }
     own = {each.name for each in fields(TrainCommand)} - set(groups)
     settings: dict[str, Any] = {"join": ("127.0.0.1:1",), "network": NetworkOptions(insecure_loopback=True), "out": out}
@@ -61,50 +78,92 @@ async def run(settings: TrainCommand, swarm: Swarm) -> dict[str, Any]:
     return await run_training(settings, settings.prepared(), swarm)
 
 
-async def test_a_run_its_folder_and_its_resumption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Eight steps leave a whole folder; resuming to twelve, now compressed, goes on in model, text and totals."""
+@pytest.fixture(scope="module")
+def trained(text: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder and the headline of a run of eight steps. To change it, copy it."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+
+    async def train() -> dict[str, Any]:
+        async with served_swarm() as (served, swarm):
+            headline = await run(command(out, text), swarm)
+            assert sum(backend.update_count for backend in served.backends.values()) > 0
+            return headline
+
+    return out, trio.run(train)
+
+
+def test_a_run_leaves_a_whole_folder(trained: tuple[Path, dict[str, Any]]) -> None:
+    """Settings, records of every kind, figure, report and checkpoints; the headline counts what was done."""
+    out, headline = trained
+    assert (headline["corpus"], headline["complete"], headline["steps"]) == ("my.txt", True, 8)
+    assert headline["training_tokens"] == 8 * 2 * 4
+    assert headline["evaluated_tokens"] == 128
+    assert (headline["calls_failed"], headline["failures"]) == (0, {})
+    assert headline["perplexity_over_unigram"] > 0
+    names = {path.name for path in out.iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "figure.png", "report.md", "checkpoints"}
+    assert "your own text" in (out / "report.md").read_text()
+    metrics = read_metrics(out / "metrics.jsonl")
+    assert {record["kind"] for record in metrics} == {
+        *("task", "baseline", "train", "eval", "calls", "experts", "balance", "headline")
+    }
+    # Table and figure have one baseline: of the words that were evaluated last.
+    baselines = [record["unigram_perplexity"] for record in metrics if record["kind"] == "baseline"]
+    assert headline["unigram_perplexity"] == baselines[-1]
+
+
+async def test_a_run_is_resumed(
+    trained: tuple[Path, dict[str, Any]], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To twelve steps, now compressed, it goes on in model, text and totals."""
     out = tmp_path / "run"
-    async with served_swarm() as (served, swarm):
-        await run(command(out, json=True), swarm)
-        headline = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert headline["steps"] == 8
-        assert headline["training_tokens"] == 8 * 2 * 8
-        assert headline["evaluated_tokens"] == 512
-        assert (headline["calls_failed"], headline["failures"]) == (0, {})
-        assert headline["perplexity_over_unigram"] > 0
-        assert sum(backend.update_count for backend in served.backends.values()) > 0
-        names = {path.name for path in out.iterdir()}
-        assert names == {"config.json", "metrics.jsonl", "figure.png", "report.md", "checkpoints"}
-        metrics = read_metrics(out / "metrics.jsonl")
-        assert {record["kind"] for record in metrics} == {
-            *("task", "baseline", "train", "eval", "calls", "experts", "balance", "headline")
-        }
-        # Table and figure have one baseline: of the words that were evaluated last.
-        baselines = [record["unigram_perplexity"] for record in metrics if record["kind"] == "baseline"]
-        assert headline["unigram_perplexity"] == baselines[-1]
+    shutil.copytree(trained[0], out)
+    async with served_swarm() as (_, swarm):
+        await run(command(out, text, steps=12, resume=True, json=True, compression="bfloat16"), swarm)
+    captured = capsys.readouterr()
+    assert "another setting than before: run_length.steps: 8 -> 12" in captured.err
+    headline = json.loads(captured.out.splitlines()[-1])
+    assert (headline["steps"], headline["training_tokens"]) == (12, 12 * 2 * 4)
+    steps = [record["step"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "train"]
+    assert sorted(steps) == list(range(1, 13))
 
-        with pytest.raises(UsageError, match="not empty"):
-            await run(command(out), swarm)
 
-        capsys.readouterr()
-        await run(command(out, steps=12, resume=True, json=True, compression="bfloat16"), swarm)
-        captured = capsys.readouterr()
-        assert "another setting than before: run_length.steps: 8 -> 12" in captured.err
-        headline = json.loads(captured.out.splitlines()[-1])
-        assert (headline["steps"], headline["training_tokens"]) == (12, 12 * 2 * 8)
-        steps = [record["step"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "train"]
-        assert sorted(steps) == list(range(1, 13))
-
-        before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
-        with pytest.raises(UsageError, match=r"begun with language.router 'product_key' and cannot .* with 'switch'"):
-            await run(command(out, steps=12, resume=True, router="switch"), swarm)
-        assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"resume": False}, "not empty"),
+        ({"router": "switch"}, "begun with --router 'product_key' and cannot be resumed with 'switch'"),
+        ({"average_every": 5}, "begun with --average-every 0 and cannot be resumed with 5"),
+        ({"weight_decay": 0.1}, "begun with --weight-decay 0.0 and cannot be resumed with 0.1"),
+        ({"grad_clip": math.inf}, "begun with --grad-clip 0.5 and cannot be resumed with None"),
+    ],
+)
+def test_what_a_resumed_run_cannot_change(
+    changes: dict[str, Any], line: str, trained: tuple[Path, dict[str, Any]], text: str
+) -> None:
+    """What is trained, on what, and what the optimiser has a state for: refused by the flag's name, nothing written."""
+    out, _ = trained
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    with pytest.raises(UsageError, match=line):
+        command(out, text, **{"resume": True, **changes}).prepared()
+    assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
 
 
 def test_a_resumed_run_has_its_own_flags(tmp_path: Path) -> None:
     """What is not typed is as it was, in every group; what is typed counts, even if it is the default."""
     out = tmp_path / "run"
-    began = command(out, steps=200, data_seed=2, cutoffs="none", wait_s=7.5)
+    began = command(
+        out,
+        "embedded",
+        steps=200,
+        data_seed=2,
+        cutoffs="none",
+        wait_s=7.5,
+        grad_clip=math.inf,
+        average_every=9,
+        average_by_samples=False,
+        json=True,
+    )
     began.prepared().begin()
     words = ["--join", "127.0.0.1:9", "--out", str(out), "--resume", "--steps", "600"]
     words += ["--average-every", "5", "--average-client"]
@@ -115,8 +174,9 @@ def test_a_resumed_run_has_its_own_flags(tmp_path: Path) -> None:
         began,
         join=("127.0.0.1:9",),
         resume=True,
+        json=False,
         run_length=replace(began.run_length, steps=600),
-        averaging=AveragingOptions(average_every=5, average_client=True),
+        averaging=AveragingOptions(average_every=5, average_client=True, average_by_samples=False),
     )
 
 
@@ -129,20 +189,6 @@ def test_cutoffs_can_be_none(words: list[str], cutoffs: object) -> None:
     typed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=args)
     assert typed.language.cutoffs == cutoffs
     assert typed.language.cutoffs_below(30) == tuple(cutoff for cutoff in (20,) if cutoffs == (20, 40))
-
-
-async def test_own_text_of_few_words_trains_and_is_saved(tmp_path: Path) -> None:
-    """A plain softmax: the clusters that it has not leave arrays without elements."""
-    text = tmp_path / "my.txt"
-    text.write_text("the cat sat on the mat .\n" * 200)
-    out = tmp_path / "run"
-    async with served_swarm() as (_, swarm):
-        headline = await run(command(out, data=str(text), eval_tokens=16, final_eval_tokens=0), swarm)
-        assert headline["corpus"] == "my.txt"
-        assert headline["complete"]
-        again = await run(command(out, data=str(text), steps=10, resume=True, final_eval_tokens=0), swarm)
-    assert again["training_tokens"] == 10 * 2 * 8
-    assert "your own text" in (out / "report.md").read_text()
 
 
 OWN_MODEL = """
@@ -187,55 +233,55 @@ class Regression(Model):
 """
 
 
-async def test_a_model_of_the_users_own_trains(tmp_path: Path) -> None:
+async def test_a_model_of_the_users_own_trains(text: str, tmp_path: Path) -> None:
     """A file with a class: its batches, its validation data, its unit, and its layers' balance."""
     (tmp_path / "mine.py").write_text(OWN_MODEL)
     spec, out = f"{tmp_path / 'mine.py'}:Regression", tmp_path / "run"
     async with open_swarm(listen="127.0.0.1:0", security=Plain(), seed=0) as node:
         expert = load_from_file(f"{tmp_path / 'mine.py'}:EXPERT", kind="expert")
-        await node.serve({"own.[0:2].[0:2]": expert}, optimizer=optax.sgd(0.1), warm_up_rows=4)
+        await node.serve({"own.[0:2].[0:2]": expert}, optimizer=OPTIMIZER, warm_up_rows=2)
         async with open_swarm(node.contact, listen=None, security=Plain(), seed=0) as swarm:
-            headline = await run(command(out, model=spec), swarm)
+            headline = await run(command(out, text, model=spec), swarm)
             with pytest.raises(UsageError, match=r"ROUTER'.*expected a .*function"):
-                await run(command(tmp_path / "other", model=f"{tmp_path / 'mine.py'}:ROUTER"), swarm)
+                await run(command(tmp_path / "other", text, model=f"{tmp_path / 'mine.py'}:ROUTER"), swarm)
     assert (headline["training_rows"], headline["evaluated_rows"]) == (8 * 4, 12)
     assert headline["validation_loss"] > 0
     assert headline["load_cv"] is not None
     assert {record["layer"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "balance"} == {"own"}
 
 
-async def test_what_does_not_fit_the_swarm_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+async def test_what_does_not_fit_the_swarm_is_refused_before_anything_is_written(text: str, tmp_path: Path) -> None:
     """Other shapes than the nodes', sizes that contradict each other, a resumption of nothing: one sentence each."""
     out = tmp_path / "run"
     async with served_swarm() as (_, swarm):
-        wider = LayerConfig(d_model=32, num_heads=2, d_ff=24, seq_len=8, mem_len=8)
-        with pytest.raises(UsageError, match=r"other shapes: .*float32\[8, 16\].*needs float32\[8, 32\]"):
-            await run(command(out, layer=wider), swarm)
+        wider = replace(SIZES, d_model=32)
+        with pytest.raises(UsageError, match=r"other shapes: .*float32\[4, 8\].*needs float32\[4, 32\]"):
+            await run(command(out, text, layer=wider), swarm)
         with pytest.raises(UsageError, match="k_best is at most the number of cells"):
-            await run(command(out, k_best=5), swarm)
+            await run(command(out, text, k_best=5), swarm)
         with pytest.raises(UsageError, match="whole segment for each"):
-            await run(command(out, batch_size=100_000), swarm)
+            await run(command(out, text, batch_size=100_000), swarm)
         assert not out.exists()
         with pytest.raises(UsageError, match="no checkpoint in"):
-            await run(command(out, resume=True), swarm)
+            await run(command(out, text, resume=True), swarm)
 
 
-async def test_experts_that_drop_need_a_trainer_that_drops(tmp_path: Path) -> None:
+async def test_experts_that_drop_need_a_trainer_that_drops(text: str, tmp_path: Path) -> None:
     """With a rate of its own it trains with them; where only one side drops, a line says which flag to give."""
     dropping = replace(SIZES, dropout=0.5)
-    rates = {"embedding_dropout": 0.1, "input_dropout": 0.1, "output_dropout": 0.1}
+    changes: dict[str, Any] = {"embedding_dropout": 0.1, "input_dropout": 0.1, "output_dropout": 0.1, "cutoffs": (4,)}
     out = tmp_path / "run"
     async with served_swarm(dropping) as (served, swarm):
         with pytest.raises(UsageError, match=r"--dropout, .* above 0: the nodes' experts take dropout keys"):
-            await run(command(out), swarm)
+            await run(command(out, text), swarm)
         ours = replace(SIZES, dropout=0.3)
-        await run(command(out, layer=ours, steps=2, eval_every=2, weight_decay=1e-4, **rates), swarm)
+        await run(command(out, text, layer=ours, steps=2, eval_every=2, weight_decay=1e-4, **changes), swarm)
         metrics = read_metrics(out / "metrics.jsonl")
         assert [record["step"] for record in metrics if record["kind"] == "train"] == [1, 2]
         assert sum(backend.update_count for backend in served.backends.values()) > 0
     async with served_swarm() as (_, swarm):
         with pytest.raises(UsageError, match=r"no --dropout, .*: the nodes' experts take no dropout keys"):
-            await run(command(tmp_path / "other", layer=dropping), swarm)
+            await run(command(tmp_path / "other", text, layer=dropping), swarm)
 
 
 USER_ROUTERS = """
@@ -263,13 +309,13 @@ def diverging(grid_size):
 """
 
 
-async def test_a_router_of_the_users_own_trains(tmp_path: Path) -> None:
+async def test_a_router_of_the_users_own_trains(text: str, tmp_path: Path) -> None:
     """Three lines in a file; their name is in the settings and the headline, and the experts' balance is on record."""
     (tmp_path / "routers.py").write_text(USER_ROUTERS)
     out = tmp_path / "run"
     async with served_swarm() as (_, swarm):
         spec = f"{tmp_path / 'routers.py'}:mine"
-        headline = await run(command(out, router=spec), swarm)
+        headline = await run(command(out, text, router=spec), swarm)
     settings = json.loads((out / "config.json").read_text())["settings"]
     assert (settings["language"]["router"], headline["router"]) == (spec, headline["router"])
     metrics = read_metrics(out / "metrics.jsonl")
@@ -286,12 +332,12 @@ async def test_a_router_of_the_users_own_trains(tmp_path: Path) -> None:
     assert headline["share_lost"] == 0
 
 
-async def test_scores_that_become_nan_end_the_run(tmp_path: Path) -> None:
+async def test_scores_that_become_nan_end_the_run(text: str, tmp_path: Path) -> None:
     """In one line that names the router, after the report and a checkpoint; not in step after step that is lost."""
     (tmp_path / "routers.py").write_text(USER_ROUTERS)
     out = tmp_path / "run"
     async with served_swarm() as (_, swarm):
-        settings = command(out, router=f"{tmp_path / 'routers.py'}:diverging", num_trainers=1)
+        settings = command(out, text, router=f"{tmp_path / 'routers.py'}:diverging", num_trainers=1)
         with pytest.raises(UsageError, match=r"'diverging': .* scores in layer0 are NaN.*; stopped at step 3$"):
             await run(settings, swarm)
     metrics = read_metrics(out / "metrics.jsonl")
@@ -300,3 +346,32 @@ async def test_scores_that_become_nan_end_the_run(tmp_path: Path) -> None:
     assert events == [("failed", 3)]
     assert "scores in layer0 are NaN" in (out / "report.md").read_text()
     assert any((out / "checkpoints").iterdir())
+
+
+async def test_a_trainer_is_listed_while_it_waits(text: str, tmp_path: Path) -> None:
+    """Whoever looks sees it before there are experts."""
+    async with (
+        open_swarm(listen="127.0.0.1:0", security=Plain(), seed=0) as first,
+        open_swarm(first.contact, listen=None, security=Plain(), seed=0) as swarm,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(run, command(tmp_path / "run", text, wait_s=60.0), swarm)
+        with trio.fail_after(30):
+            members = await first.members()
+            while not members:
+                await trio.sleep(0.1)
+                members = await first.members()
+        assert [(each.role, each.info["state"], each.info["step"]) for each in members] == [("trainer", "waiting", 0)]
+        nursery.cancel_scope.cancel()
+
+
+def test_waiting_is_timed_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who waits for experts says for how long; no second time is put behind it."""
+    monkeypatch.setattr(progress, "_LINE_PERIOD_S", 0.6)
+    with TrainingProgress(1) as shown, shown.phase("waiting") as change:
+        for waited in range(14):
+            change(f"waiting ({waited / 10} s)")
+            time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1
+    assert all(line.count("(") <= 1 for line in lines)

@@ -1,5 +1,6 @@
 """The demonstration and `dmoe up`: figures counted right, every flag arrives, every line true, nothing left behind."""
 
+import io
 import json
 import os
 import signal
@@ -14,11 +15,11 @@ from rich.console import Console
 
 from dmoe_jax.cli.common import UsageError, parse_command_line
 from dmoe_jax.cli.demo import DemoCommand, headline_of
-from dmoe_jax.cli.local_training import check_out
 from dmoe_jax.cli.local_view import LocalView, TrainerWatch
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
+from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.processes import open_local_swarm
 from dmoe_jax.runs.run_folder import append_metric
 
@@ -40,7 +41,7 @@ def test_failures_are_counted_from_the_kill_on() -> None:
 
 def test_up_hands_its_flags_to_nodes_and_trainers(tmp_path: Path) -> None:
     """Every expert has one home; shapes, kinds, seeds and further flags arrive; several trainers average."""
-    up = parse_command_line(
+    up: UpCommand = parse_command_line(
         UpCommand,
         prog="dmoe up",
         args=[
@@ -54,12 +55,12 @@ def test_up_hands_its_flags_to_nodes_and_trainers(tmp_path: Path) -> None:
             ),
         ],
     )
-    plan = up.plan()
-    assert sorted(uid for hand in plan.hands for uid in hand) == [f"layer0.{i}.{j}" for i in range(2) for j in range(4)]
-    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=[*plan.listen_flags, *plan.node_flags])
+    up.check()
+    assert sorted(uid for hand in up.hands() for uid in hand) == [f"layer0.{i}.{j}" for i in range(2) for j in range(4)]
+    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.flags_of_nodes())
     assert (node.expert.d_model, node.seed, node.grad_clip, node.listen.announce) == (64, 7, 2.0, "localhost")
     trainers: list[TrainCommand] = [
-        parse_command_line(TrainCommand, prog="train", args=["--join", "127.0.0.1:1", *plan.trainer_flags(index)])
+        parse_command_line(TrainCommand, prog="train", args=["--join", "127.0.0.1:1", *up.flags_of_trainer(index)])
         for index in range(2)
     ]
     for index, train in enumerate(trainers):
@@ -75,11 +76,10 @@ def test_up_serves_what_an_own_model_needs(tmp_path: Path) -> None:
     up = UpCommand(
         nodes=2, experts=("ffn.[0:4]",), kind="a.py:expert", optimizer="a.py:adam", model="a.py:model", out=tmp_path
     )
-    plan = up.plan()
-    assert plan.hands == [["ffn.0", "ffn.2"], ["ffn.1", "ffn.3"]]
-    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=plan.node_flags)
+    assert up.hands() == [["ffn.0", "ffn.2"], ["ffn.1", "ffn.3"]]
+    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.flags_of_nodes())
     assert (node.kind, node.optimizer) == ("a.py:expert", "a.py:adam")
-    words = list(plan.trainer_flags(0))
+    words = up.flags_of_trainer(0)
     assert words[words.index("--model") + 1] == "a.py:model"
     assert "--num-layers" not in words
 
@@ -107,10 +107,25 @@ def test_what_cannot_be_meant_is_refused(command: UpCommand | DemoCommand, line:
 def test_a_run_goes_into_a_new_or_empty_folder(tmp_path: Path) -> None:
     """A folder with something in it, or a file, is refused by name."""
     (tmp_path / "file").touch()
-    assert check_out(tmp_path / "new") == tmp_path / "new"
-    for taken in (tmp_path, tmp_path / "file"):
-        with pytest.raises(UsageError, match=f"new or empty folder, {taken} is not"):
-            check_out(taken)
+    UpCommand(out=tmp_path / "new").check()
+    for used in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UsageError, match=f"--out must be a new or empty folder, {used} is not"):
+            UpCommand(out=used).check()
+
+
+def test_the_demonstration_is_a_swarm_of_up() -> None:
+    """Its own flags arrive at the processes; trainers beside the first one evaluate less."""
+    up = DemoCommand(quick=True, freeze_experts=True, num_trainers=3, seed=5, insecure_loopback=True)._up()
+    up.check()
+    assert (len(up.hands()), up.trainers, up.network_flags()) == (4, 2, ["--insecure-loopback"])
+    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.flags_of_nodes())
+    assert (node.freeze_experts, node.warm_up_rows, node.seed) == (True, 4, 5)
+    train: TrainCommand = parse_command_line(
+        TrainCommand, prog="train", args=["--join", "127.0.0.1:1", *up.flags_of_trainer(0)]
+    )
+    assert (train.data.num_trainers, train.run_length.eval_tokens, train.run_length.steps) == (3, 8192, 100)
+    other = UpCommand(trainers=2).flags_of_trainer(1)
+    assert other[other.index("--eval-tokens") + 1] == "1024"
 
 
 def test_a_trainers_figures_are_read_while_they_are_written(tmp_path: Path) -> None:
@@ -123,36 +138,36 @@ def test_a_trainers_figures_are_read_while_they_are_written(tmp_path: Path) -> N
     with metrics.open("a") as file:
         file.write('{"kind":"calls","ok":9,"fai')
     watch.look()
-    assert (watch.step, watch.failed_calls) == (2, 0)
+    assert watch.figures(50) == "step 2/50  loss 3.900  100 items/s  0 failed calls"
     with metrics.open("a") as file:
         file.write('led":3}\n')
     watch.look()
     watch.look()
-    assert watch.loss == pytest.approx(0.95 * 4.0 + 0.05 * 2.0)
     assert watch.figures(50) == "step 2/50  loss 3.900  100 items/s  3 failed calls"
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
-async def test_every_process_is_seen(tmp_path: Path, is_terminal: bool) -> None:
+async def test_every_process_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it says while it starts, where it serves, how it ended: lines in a log, a table on a terminal."""
-    with (tmp_path / "screen").open("w") as screen:
-        console = Console(file=screen, force_terminal=is_terminal, width=120)
-        async with (
-            open_local_swarm(tmp_path, network_flags=["--insecure-loopback"]) as swarm,
-            trio.open_nursery() as nursery,
-        ):
+    monkeypatch.setenv(SECRET_VARIABLE, str(tmp_path / "of the user's real swarm"))
+    screens = {is_terminal: io.StringIO() for is_terminal in (False, True)}
+    async with (
+        open_local_swarm(tmp_path, network_flags=["--insecure-loopback"]) as swarm,
+        trio.open_nursery() as nursery,
+    ):
+        for is_terminal, screen in screens.items():
+            console = Console(file=screen, force_terminal=is_terminal, width=120)
             nursery.start_soon(LocalView(console, swarm, {}, 10).run)
-            peer = await swarm.start("dht", ["dht"])
-            lost = await swarm.launch("node0", ["node", "--experts", "nonsense"])
-            await lost.settled.wait()
-            await trio.sleep(0.3)
-            await swarm.end_in_order()
-            await trio.sleep(0.3)
-            nursery.cancel_scope.cancel()
-    text = await trio.Path(tmp_path / "screen").read_text()
-    for line in (f"serves at {peer.address}", "ended with status 1", "stopped"):
-        assert line in text
-    assert ("0 of 1 nodes serve" in text) is is_terminal
+        peer = await swarm.start("dht", ["dht"])
+        lost = await swarm.launch("node0", ["node", "--experts", "nonsense"])
+        await lost.settled.wait()
+        await trio.sleep(0.3)
+        await swarm.end_in_order()
+        await trio.sleep(0.3)
+        nursery.cancel_scope.cancel()
+    for is_terminal, screen in screens.items():
+        for line in (f"serves at {peer.address}", "ended with status 1", "stopped"):
+            assert line in screen.getvalue()
+        assert ("0 of 1 nodes serve" in screen.getvalue()) is is_terminal
 
 
 def processes_of(marker: str) -> list[int]:

@@ -63,9 +63,9 @@ def test_what_failed_ends_in_one_line(error: Exception, line: str, capsys: pytes
         raise error
 
     with pytest.raises(SystemExit) as exit_:
-        run_until_done(fail, prog="demo")
+        run_until_done(fail)
     assert exit_.value.code == 1
-    assert capsys.readouterr().err == f"demo: error: {line}\n"
+    assert capsys.readouterr().err == f"dmoe: error: {line}\n"
 
 
 def test_a_bug_keeps_its_traceback_and_an_early_interrupt_its_status() -> None:
@@ -112,29 +112,6 @@ def test_signals_end_the_body_first_and_handlers_are_put_back() -> None:
     assert handlers() == before
 
 
-@pytest.mark.parametrize("network_flags", [(), ("--insecure-loopback",)])
-async def test_local_swarms_peers_prove_who_they_are(
-    network_flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process gives its id with its address; neither kind of network needs what the user's real swarm needs."""
-    monkeypatch.setenv(SECRET_VARIABLE, str(tmp_path / "nothing here"))
-    monkeypatch.setenv(JOIN_VARIABLE, "127.0.0.1:1")
-    async with open_local_swarm(tmp_path, network_flags=network_flags) as swarm:
-        first = await swarm.start("first", ["dht"])
-        second = await swarm.start("second", ["dht", "--join", first.contact])
-        assert str(Contact.parse(second.contact).address) == second.address
-    assert [process.process.returncode for process in (first, second)] == [130, 130]
-
-
-async def test_a_process_that_does_not_start_is_told_with_its_reason(tmp_path: Path) -> None:
-    """The end of its log is in the message; the swarm around it is ended."""
-    with pytest.RaisesGroup(pytest.RaisesExc(ProcessFailed, match="second did not start: .*expected an address")):
-        async with open_local_swarm(tmp_path) as swarm:
-            first = await swarm.start("first", ["dht"])
-            await swarm.start("second", ["dht", "--join", "nowhere"])
-    assert not first.is_running
-
-
 QUIET = "import time; print('up', flush=True); time.sleep(99)"
 OBSTINATE = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {QUIET}"
 
@@ -146,6 +123,26 @@ async def run_script(swarm: LocalSwarm, kind: str, script: str, log: Path) -> Sw
     assert process.stdout is not None
     assert await process.stdout.receive_some() != b""
     return swarm.processes[-1]
+
+
+async def test_local_swarms_peers_prove_who_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process gives its id with its address, and needs nothing of what the user's real swarm needs."""
+    monkeypatch.setenv(SECRET_VARIABLE, str(tmp_path / "nothing here"))
+    monkeypatch.setenv(JOIN_VARIABLE, "127.0.0.1:1")
+    async with open_local_swarm(tmp_path) as swarm:
+        first = await swarm.start("first", ["dht"])
+        second = await swarm.start("second", ["dht", "--join", first.contact])
+        assert str(Contact.parse(second.contact).address) == second.address
+    assert [process.process.returncode for process in (first, second)] == [130, 130]
+
+
+async def test_a_process_that_does_not_start_is_told_with_its_reason(tmp_path: Path) -> None:
+    """The end of its log is in the message; the swarm around it is ended."""
+    with pytest.RaisesGroup(pytest.RaisesExc(ProcessFailed, match="second did not start: .*expected an address")):
+        async with open_local_swarm(tmp_path) as swarm:
+            first = await run_script(swarm, "dht", QUIET, tmp_path / "first")
+            await swarm.start("second", ["dht", "--join", "nowhere"])
+    assert not first.is_running
 
 
 async def test_trainers_end_before_nodes_and_nodes_before_the_dht(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""The tables of `dmoe status`: rates, silence, who compiles and who waits."""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from dmoe_jax.cli.status import Statuses, status_tables
+from dmoe_jax.members import Member
+from net.identity import Address, Contact, PeerId
+
+
+def member(index: int, role: str, *, listens: bool = True, **facts: Any) -> Member:
+    peer_id = PeerId(bytes([index]) * 32)
+    contact = Contact(peer_id, Address("127.0.0.1", 1000 + index)) if listens else None
+    return Member(peer_id=peer_id, contact=contact, info={"role": role, **facts}, expiration=0.0)
+
+
+def tables(members: Sequence[Member], before: Statuses, now: Statuses) -> str:
+    """What the terminal shows, in 80 columns."""
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 (rich owns it)
+    with console.file:
+        console.print(status_tables("test", members, before, now))
+    return console.export_text()
+
+
+def test_status_shows_rates_silence_and_who_compiles() -> None:
+    """Rates are differences over the node's own time, busy never above all of it; silence is said, not left out."""
+
+    def counters(calls: int, uptime_s: float, busy_s: float) -> dict[str, Any]:
+        served = {"updates": {"a.0": 3, "a.1": 4}, "waiting_rows": 7}
+        return {"forward": calls, "backward": calls, "busy_s": busy_s, "uptime_s": uptime_s} | served
+
+    nodes = [member(index, "node", state="serving", experts=2) for index in range(3)]
+    nodes.append(member(3, "node", state="compiling 3 of 8", experts=4))
+    first, second = (each.peer_id for each in nodes[:2])
+    before = {first: counters(10, 60.0, 1.0), second: counters(10, 60.0, 0.0)}
+    text = tables(nodes, before, {first: counters(15, 62.0, 2.0), second: counters(10, 62.0, 2.5)})
+    assert "swarm 'test': 4 nodes, 10 experts" in text
+    # (15 - 10) forward and as many backward calls in two seconds; one second of work in two.
+    assert re.search(r"00000000 +127\.0\.0\.1:1000 +2 +5\.0 +7 +50 % +7 +up 62 s", text)
+    # A batch of 2.5 s that ended within these two seconds.
+    assert re.search(r"01010101 +127\.0\.0\.1:1001 +2 +0\.0 +7 +100 % +7 +up 62 s", text)
+    assert re.search(r"02020202 +127\.0\.0\.1:1002 +2 +no answer", text)
+    assert re.search(r"03030303 +127\.0\.0\.1:1003 +4 +compiling 3 of 8", text)
+
+
+def test_status_shows_trainers_and_averagers() -> None:
+    """Those that listen nowhere, too, and those that leave a figure out because they still wait."""
+    trainer = member(1, "trainer", listens=False, state="training", step=40, loss=6.0625, items_per_s=1234.5)
+    beginner = member(2, "trainer", state="waiting", step=0, failed_calls=0)
+    averager = member(1, "averager", group="trunk", averages=4)
+    text = tables([trainer, beginner, averager], {}, {})
+    assert re.search(r"01010101 +- +40 +6\.062 +1,23[45] +training", text)
+    assert re.search(r"02020202 +127\.0\.0\.1:1002 +0 +0 +waiting", text)
+    assert re.search(r"01010101 +127\.0\.0\.1:1001 +trunk +4", text)
+
+
+def test_status_says_that_nobody_is_listed() -> None:
+    """A name with a slip of the pen is no empty table."""
+    assert "Nobody is listed under the name 'test'" in tables([], {}, {})
