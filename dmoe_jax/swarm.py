@@ -13,6 +13,7 @@ The same code runs over TLS, over plain TCP (`security=Plain()`) and on a simula
 (`network=`, see `net.transport.sim`). `dmoe_jax.connect` is the same without `async`, for notebooks and existing loops.
 """
 
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -119,6 +120,7 @@ class Swarm:
         """Of everything that is drawn here, unless a call gives its own."""
         self._caller = ExpertCaller(peer.rpc, directory, statistics)
         self._nursery = nursery
+        self._served: Served | None = None
 
     @property
     def rpc(self) -> Caller:
@@ -159,7 +161,8 @@ class Swarm:
     ) -> Served:
         """Serve experts to the trainers of the swarm, who teach them by the gradients that they send.
 
-        Returns once the experts are compiled and announced; from then on they are served in the background.
+        Returns once the experts are compiled and announced; from then on they are served in the background. A process
+        serves all its experts, of several layers and kinds, by one call: a second one needs the first one's closed.
 
         Args:
           experts: uid such as "ffn.3.1", or pattern such as "ffn.[0:4].[0:4]" -> network; see `dmoe_jax.experts`.
@@ -173,15 +176,21 @@ class Swarm:
           on_progress: told what it is doing, in a few words.
 
         Raises:
-          ValueError: this peer listens nowhere, a pattern is malformed or names an expert twice, the optimiser cannot
-            work on a node, or the checkpoint is of other experts.
+          ValueError: this peer listens nowhere or serves experts already, a pattern is malformed or names an expert
+            twice, the optimiser cannot work on a node, or the checkpoint is of other experts.
         """
         if self.rpc.address is None:
             raise ValueError("experts cannot be served by a client; give open_swarm(listen='HOST:PORT')")
+        if self._served is not None:
+            raise ValueError(
+                f"this process serves {len(self._served.uids)} experts already, among them {self._served.uids[0]}: name "
+                "those of all layers in one call, serve({'a.[0:4]': expert, 'b.[0:4]': other}, ...), or close these first"
+            )
         config = NodeConfig(swarm=self.name) if config is None else replace(config, swarm=self.name)
         if warm_up_rows is not None:
             config = replace(config, warm_up_rows=warm_up_rows)
-        backends = await self.device.run(_make_backends, experts, optimizer, self.seed if seed is None else seed)
+        make = functools.partial(make_backends, seed=self.seed if seed is None else seed)
+        backends = await self.device.run(make, experts, optimizer)
         saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, self.device)
         if saver is not None and (restored := saver.restore()) is not None:
             on_progress(f"going on from a checkpoint in {checkpoint_dir} ({restored} updates)")
@@ -204,7 +213,7 @@ class Swarm:
             async with open_expert_node(
                 self.rpc, self.dht, backends, device=self.device, config=config, on_progress=on_progress
             ) as node:
-                served = Served(node, backends)
+                served = self._served = Served(node, backends)
                 task_status.started(served)
                 async with trio.open_nursery() as nursery:
                     if saver is not None:
@@ -212,11 +221,12 @@ class Swarm:
                     await served._leave.wait()
                     nursery.cancel_scope.cancel()
         finally:
-            if saver is not None and served is not None:
+            if served is not None:
+                self._served = None
                 # After the withdrawal: nobody sends gradients any more.
                 with trio.CancelScope(shield=True):
-                    await saver.save()
-            if served is not None:
+                    if saver is not None:
+                        await saver.save()
                 served._gone.set()
 
     def mixture(
@@ -253,16 +263,15 @@ class Swarm:
           ValueError: a setting is out of range.
         """
         policy = CallPolicy(k_min=k_min, grace_s=grace_s, timeout_s=timeout_s, compression=Compression(compression))
-        config = MixtureConfig(
-            prefix=prefix, k_best=k_best, policy=policy, on_shortfall=on_shortfall, max_skipped=max_skipped
-        )
         return RemoteMixture(
             expert=expert,
             router=router,
             directory=self.directory,
             caller=self._caller,
             device=self.device,
-            config=config,
+            config=MixtureConfig(
+                prefix=prefix, k_best=k_best, policy=policy, on_shortfall=on_shortfall, max_skipped=max_skipped
+            ),
             seed=self.seed if seed is None else seed,
         )
 
@@ -315,7 +324,6 @@ class Swarm:
         Raises:
           ValueError: as of `open_tree_averager`.
         """
-        facts = {"group": name}
         async with (
             open_tree_averager(
                 self.rpc,
@@ -329,7 +337,7 @@ class Swarm:
                 rng=self.peer.rng,
                 on_round=on_round,
             ) as averager,
-            self.announced("averager", lambda: {**facts, "averages": averager.totals.done}),
+            self.announced("averager", lambda: {"group": name, "averages": averager.totals.done}),
         ):
             yield averager
 
@@ -442,9 +450,3 @@ async def open_swarm(
             device = InlineDevice() if peer.is_simulated else ThreadDevice()
         counted = CallStatistics() if statistics is None else statistics
         yield Swarm(name, peer, experts, device, nursery, seed=0 if seed is None else seed, statistics=counted)
-
-
-def _make_backends(
-    experts: Mapping[str, Expert], optimizer: optax.GradientTransformation | None, seed: int
-) -> dict[str, ExpertBackend]:
-    return make_backends(experts, optimizer, seed=seed)

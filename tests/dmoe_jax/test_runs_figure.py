@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dmoe_jax.runs.balance import balance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmoe_jax.runs.balance import balance
 from dmoe_jax.runs.balance_panels import balance_lines
 from dmoe_jax.runs.figure import columns, draw_run, new_calls, training_figure
 from dmoe_jax.runs.load_map import load_rows
