@@ -138,40 +138,39 @@ class _Blocking(Generic[_T]):
         self._thread = thread
 
 
-def _waiting(method: Callable[Concatenate[Any, _P], Awaitable[_T]]) -> Callable[Concatenate[Any, _P], _T]:
-    """The asynchronous method of the inner object, with its arguments and docstring, waited for."""
-
-    @functools.wraps(method)
-    def wait(self: _Blocking[Any], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return self._thread.run(functools.partial(method, self.inner, *args, **kwargs))
-
-    return wait
+@overload
+def _waiting(method: Callable[Concatenate[Any, _P], Awaitable[_T]]) -> Callable[Concatenate[Any, _P], _T]: ...
 
 
 @overload
-def _giving(
+def _waiting(
     method: Callable[Concatenate[Any, _P], Awaitable[_T]], wrap: Callable[[_T, TrioThread], _W]
 ) -> Callable[Concatenate[Any, _P], _W]: ...
 
 
 @overload
-def _giving(
+def _waiting(
     method: Callable[Concatenate[Any, _P], _T], wrap: Callable[[_T, TrioThread], _W]
 ) -> Callable[Concatenate[Any, _P], _W]: ...
 
 
-def _giving(method: Callable[..., Any], wrap: Callable[[Any, TrioThread], _W]) -> Callable[..., _W]:
-    """The method, whose result is `wrap`ped, for it lives in the thread too."""
+def _waiting(method: Callable[..., Any], wrap: Callable[[Any, TrioThread], Any] | None = None) -> Callable[..., Any]:
+    """The method of the inner object, with its arguments and docstring, carried out in the thread and waited for.
+
+    Args:
+      wrap: makes of the result what stands for it here; None: the result itself.
+    """
 
     @functools.wraps(method)
-    def give(self: _Blocking[Any], *args: Any, **kwargs: Any) -> _W:
+    def wait(self: _Blocking[Any], *args: Any, **kwargs: Any) -> Any:
         async def call() -> Any:
             result = method(self.inner, *args, **kwargs)
             return await result if inspect.isawaitable(result) else result
 
-        return wrap(self._thread.run(call), self._thread)
+        result = self._thread.run(call)
+        return result if wrap is None else wrap(result, self._thread)
 
-    return give
+    return wait
 
 
 def _holding(
@@ -240,9 +239,9 @@ class BlockingSwarm(_Blocking[Swarm]):
     see `dmoe_jax.flax_layers`; its `remote` is the layer for `autodiff` and for a `Model`.
     """
 
-    serve = _giving(Swarm.serve, BlockingServed)
-    mixture = _giving(Swarm.mixture, BlockingMixture)
-    trainer = _giving(Swarm.trainer, BlockingTrainers)
+    serve = _waiting(Swarm.serve, BlockingServed)
+    mixture = _waiting(Swarm.mixture, BlockingMixture)
+    trainer = _waiting(Swarm.trainer, BlockingTrainers)
     averager = _holding(Swarm.averager, BlockingAverager)
     experts = _waiting(Swarm.experts)
     members = _waiting(Swarm.members)

@@ -76,7 +76,14 @@ async def open_peer(
     rng: random.Random = random.SystemRandom() if seed is None else random.Random(f"{seed}/{host}")
     async with AsyncExitStack() as stack:
         if caller is None:
-            transport, peer_id = _open_transport(stack, security, network, host, rng)
+            transport: Transport
+            if network is None:
+                transport, peer_id = stack.enter_context(security.open())
+            elif host:
+                peer_id = PeerId.draw(rng)
+                transport = network.transport(host, peer_id)
+            else:
+                raise ValueError("each peer of a simulated network has its own host: give network=..., host='node0'")
             here = _where_to_listen(listen, targets, host)
             caller = await stack.enter_async_context(
                 open_rpc_peer(
@@ -99,17 +106,6 @@ async def open_peer(
             open_dht_node(caller, clock=clock, rng=rng, initial_peers=targets, client_mode=is_client, config=dht)
         )
         yield SwarmPeer(rpc=caller, dht=node, rng=rng, is_simulated=network is not None)
-
-
-def _open_transport(
-    stack: AsyncExitStack, security: Security, network: SimNetwork | None, host: str, rng: random.Random
-) -> tuple[Transport, PeerId]:
-    if network is None:
-        return stack.enter_context(security.open())
-    if not host:
-        raise ValueError("each peer of a simulated network has its own host: give network=..., host='node0'")
-    peer_id = PeerId.draw(rng)
-    return network.transport(host, peer_id), peer_id
 
 
 def _where_to_listen(

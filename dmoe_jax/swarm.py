@@ -107,7 +107,7 @@ class Swarm:
         statistics: CallStatistics,
     ) -> None:
         self.name = name
-        """Of the swarm: its members find each other under it."""
+        """The swarm's name, under which its members find each other."""
         self.peer = peer
         """This process's connections and DHT node."""
         self.directory = directory
@@ -117,7 +117,7 @@ class Swarm:
         self.statistics = statistics
         """Totals of this process's expert calls."""
         self.seed = seed
-        """Of everything that is drawn here, unless a call gives its own."""
+        """Seed of everything that is drawn here, unless a call gives its own."""
         self._caller = ExpertCaller(peer.rpc, directory, statistics)
         self._nursery = nursery
         self._served: Served | None = None
@@ -136,11 +136,6 @@ class Swarm:
     def peer_id(self) -> PeerId:
         """Who this process is."""
         return self.rpc.peer_id
-
-    @property
-    def clock(self) -> SwarmClock:
-        """The swarm's common time."""
-        return self.dht.clock
 
     @property
     def contact(self) -> str:
@@ -167,7 +162,7 @@ class Swarm:
         Args:
           experts: uid such as "ffn.3.1", or pattern such as "ffn.[0:4].[0:4]" -> network; see `dmoe_jax.experts`.
           optimizer: any Optax optimiser, of each expert by itself; None: the experts answer and never learn.
-          seed: of the initial parameters; with the uid it decides them, on whichever node they live. None: the swarm's.
+          seed: with the uid it decides an expert's initial parameters, on whichever node it lives. None: the swarm's.
           config: how batches are made and how often experts are announced.
           warm_up_rows: compile for batches of up to so many rows before announcing; larger ones follow when they are
             wanted, beside the serving. None: as configured.
@@ -183,8 +178,9 @@ class Swarm:
             raise ValueError("experts cannot be served by a client; give open_swarm(listen='HOST:PORT')")
         if self._served is not None:
             raise ValueError(
-                f"this process serves {len(self._served.uids)} experts already, among them {self._served.uids[0]}: name "
-                "those of all layers in one call, serve({'a.[0:4]': expert, 'b.[0:4]': other}, ...), or close these first"
+                f"this process serves {len(self._served.uids)} experts already, among them {self._served.uids[0]}; "
+                "close these first, or name the experts of all layers in one call: "
+                "serve({'layer0.[0:4]': expert, 'layer1.[0:4]': other}, ...)"
             )
         config = NodeConfig(swarm=self.name) if config is None else replace(config, swarm=self.name)
         if warm_up_rows is not None:
@@ -247,7 +243,7 @@ class Swarm:
         """A DMoE layer over the experts `prefix.i.j` of this swarm; `await mixture.check()` says whether there are any.
 
         Args:
-          prefix: of the experts.
+          prefix: the part of the experts' uids that names the layer.
           expert: their network, for its shapes.
           router: chooses the experts of each sample; see `dmoe_jax.routing`.
           k_best: experts asked for each sample.
@@ -257,7 +253,7 @@ class Swarm:
           on_shortfall: what happens to a sample with fewer than `k_min` answers: "skip" mixes what there is, "raise"
             gives the step up.
           max_skipped: share of samples without any expert beyond which a call raises `TooFewExperts`; 1: never.
-          seed: of dropout in experts that take keys; None: the swarm's.
+          seed: seed of dropout in experts that take keys; None: the swarm's.
 
         Raises:
           ValueError: a setting is out of range.
@@ -288,10 +284,10 @@ class Swarm:
 
         Args:
           model: what they train.
-          optimizer: of the model's own parameters; its schedules count the updates of all trainers together.
+          optimizer: optimiser of the model's own parameters; its schedules count the updates of all trainers together.
           batches: one iterator of batches for each trainer; a single iterator makes one trainer.
-          params: to begin with; None: `model.init`, from the seed.
-          seed: of initial parameters and of all chance in training; None: the swarm's.
+          params: parameters to begin with; None: `model.init`, from the seed.
+          seed: seed of initial parameters and of all chance in training; None: the swarm's.
         """
         seed = self.seed if seed is None else seed
         params = model.init(jax.random.key(seed)) if params is None else params
@@ -314,8 +310,8 @@ class Swarm:
         """This process's part in averaging with others, for a training loop of one's own; see `dmoe_jax.averaging`.
 
         Args:
-          params: of the model, for their names and shapes.
-          optimizer: with one `moshpit_average` in it.
+          params: the model's, for their names and shapes.
+          optimizer: an optimiser with one `moshpit_average` in it.
           name: peers that give the same name average with each other.
           state: (how far this peer is, its whole state), which newcomers may take; None: it is no donor.
           config: groups, windows, compression, role and bandwidth.
@@ -412,8 +408,8 @@ async def open_swarm(
       announce: host under which others reach this peer, if it is not the one that it listens on.
       security: `Tls` (the default) or `Plain`.
       network: a simulated network, in virtual time, instead of a real one. host: this peer's on it, its alone.
-      name: of the swarm: members find each other under it.
-      seed: of what this process draws. In a simulation its identity follows from it and the host. None: chance.
+      name: the swarm's: members find each other under it.
+      seed: seed of what this process draws. In a simulation its identity follows from it and the host. None: chance.
       device: runs XLA work; None: a worker thread, in a simulation the calling task.
       faults: what is to go wrong with this peer's answers, on purpose.
       caller: places and serves this peer's calls; None: one is opened as the arguments above say.

@@ -76,7 +76,7 @@ class Trainer:
       model: the model, shared.
       trunk: the parameters, shared.
       batches: this trainer's data; any iterator of what the model's `forward` understands.
-      seed: of the run. All chance of a step follows from it, the trainer's number and its place in the data.
+      seed: the run's. All chance of a step follows from it, the trainer's number and its place in the data.
     """
 
     def __init__(self, index: int, model: Model, trunk: SharedTrunk, batches: Iterator[Any], *, seed: int = 0) -> None:

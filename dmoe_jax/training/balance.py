@@ -23,7 +23,7 @@ class Balance:
     Attributes:
       histogram: samples sent to each expert, in the order of the layer's uids.
       cv: coefficient of variation, standard deviation / mean, over all experts; None without a sample.
-      entropy: of the load as a distribution over experts, divided by log(experts); None without a sample.
+      entropy: entropy of the load as a distribution over experts, divided by log(experts); None without a sample.
       dead: experts without any sample.
       share_lost: failed calls / all calls, of all layers; None without a call, as in a local mixture.
     """
@@ -73,7 +73,7 @@ class BalanceLog:
     Args:
       folder: where they go.
       layers: layer -> uids of its experts.
-      totals: as they are where the first window begins; what a resumed run has counted already belongs to none.
+      totals: the totals where the first window begins; what a resumed run has counted already belongs to none.
     """
 
     def __init__(self, folder: RunFolder, layers: Mapping[str, tuple[str, ...]], totals: Totals) -> None:
@@ -105,7 +105,7 @@ class BalanceLog:
 
 
 def _normalised_entropy(histogram: np.ndarray) -> float:
-    """Of a histogram with a sample in it."""
+    """The entropy of a histogram with a sample in it, from 0 to 1."""
     if histogram.size == 1:
         return 1.0  # a single expert shares everything evenly with nobody
     shares = histogram[histogram > 0] / histogram.sum()

@@ -282,7 +282,3 @@ class Ledger:
             **totals.figures,
             "complete": is_complete,
         }
-
-    def close(self) -> None:
-        """Free what checkpoints hold."""
-        self.checkpoints.close()

@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.text import Text
 
 _LINE_PERIOD_S = 10.0
-"""Between lines when the output is not a terminal: enough to see that it moves, few enough for a log."""
+"""Time between lines when the output is not a terminal: they show that it moves, and do not flood a log."""
 
 
 class TrainingProgress:

@@ -27,7 +27,7 @@ _CALLS_PERIOD_S = 1.0
 """How often the totals of calls are written down beside the training."""
 
 _LOAD_PERIOD_S = 10.0
-"""Likewise the load of every expert, which is a long line."""
+"""How often the load of every expert is, which makes a long line."""
 
 
 async def train(
@@ -75,7 +75,7 @@ async def train(
             state.end_early(error)
             raise
         finally:
-            state.close()
+            state.checkpoints.close()
 
 
 def train_without_waiting(run: Coroutine[Any, Any, T]) -> T:

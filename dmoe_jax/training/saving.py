@@ -65,7 +65,7 @@ def prepare_run(
     Args:
       path: the folder; None for a new one under runs/.
       settings: all that decides what the run computes.
-      name: of a folder under runs/.
+      name: what a folder under runs/ is called.
       resume: whether a run that is there may go on.
       may_differ: settings that may be others than before; nested ones as "expert.d_model".
 
@@ -110,8 +110,8 @@ def cut_metrics(folder: RunFolder, *, step: int, size: int | None) -> None:
     """Take what was written after a checkpoint out of the metrics, but for the run's own ends and beginnings.
 
     Args:
-      folder: of the run.
-      step: of the checkpoint; 0 if there is none.
+      folder: the run's.
+      step: the checkpoint's; 0 if there is none.
       size: bytes that metrics.jsonl had at the checkpoint. None: it was written beside the training, and records of
         later steps may stand before it.
     """

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dmoe_jax.runs.balance import balance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,8 @@ from dmoe_jax.runs.balance_panels import balance_lines
 from dmoe_jax.runs.figure import columns, draw_run, new_calls, training_figure
 from dmoe_jax.runs.load_map import load_rows
 from dmoe_jax.runs.style import series_style, spread
+from dmoe_jax.training.balance import balance
+from dmoe_jax.training.engine import Totals
 from tests.dmoe_jax.figure_texts import assert_readable, words_of
 
 Record = dict[str, Any]
@@ -58,7 +59,7 @@ def balance_metrics(*, layers: int, windows: int = 8, experts: int = 16) -> list
     metrics: list[Record] = []
     for window, layer in itertools.product(range(1, windows + 1), range(layers)):
         load = {f"layer{layer}.{i}": i * (9 - window) + 10 * layer * (i > 0) for i in range(experts)}
-        figures = asdict(balance(load, list(load), ok=90, failed=10))
+        figures = asdict(balance(list(load), Totals(load=load, calls_ok=90, failures={"late": 10}), Totals()))
         metrics.append({"kind": "balance", "step": 25 * window, "layer": f"layer{layer}", **figures})
     return metrics
 

@@ -340,6 +340,22 @@ def test_an_engine_that_waits_needs_an_event_loop() -> None:
         train_without_waiting(waits())
 
 
+def test_seconds_are_said_of_what_stands_still(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text that changes, as one that counts seconds itself, gets none; one that has been the same for long does."""
+    now = 0.0
+    monkeypatch.setattr("dmoe_jax.training.progress.time.monotonic", lambda: now)
+    progress = TrainingProgress(3)
+    with progress.phase("waiting") as change:
+        now = 11.0
+        progress._say_if_quiet()
+        now = 22.0
+        change("waiting (22 s)")
+        progress._say_if_quiet()
+    assert capsys.readouterr().err.splitlines() == ["waiting", "waiting (11 s)", "waiting (22 s)"]
+
+
 def test_failed_calls_are_named_by_reason() -> None:
     """The most frequent first."""
     assert describe_failures({"late": 4, "timeout": 1200, "busy": 0}) == "1,200 timeout, 4 late"
