@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from dmoe_jax.joining import Target, find_entrances, parse_targets
 from dmoe_jax.security import Security, Tls
 from net.clock import SwarmClock
-from net.dht.config import DhtConfig
 from net.dht.node import DhtNode, open_dht_node
 from net.identity import Address, Contact, PeerId
 from net.rpc.base import Caller
@@ -63,7 +62,6 @@ async def open_peer(
     faults: FaultPlan | None = None,
     caller: Caller | None = None,
     clock: SwarmClock | None = None,
-    dht: DhtConfig = DhtConfig(),  # noqa: B008 (frozen)
 ) -> AsyncIterator[SwarmPeer]:
     """Open this process's peer and DHT node, and join the swarm until the block ends.
 
@@ -103,7 +101,7 @@ async def open_peer(
             clock = SwarmClock.wall() if network is None else SwarmClock.virtual()
         is_client = caller.address is None
         node = await stack.enter_async_context(
-            open_dht_node(caller, clock=clock, rng=rng, initial_peers=targets, client_mode=is_client, config=dht)
+            open_dht_node(caller, clock=clock, rng=rng, initial_peers=targets, client_mode=is_client)
         )
         yield SwarmPeer(rpc=caller, dht=node, rng=rng, is_simulated=network is not None)
 

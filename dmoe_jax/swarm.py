@@ -45,7 +45,6 @@ from dmoe_jax.trainer import Trainer, Trainers
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from net.clock import SwarmClock
-from net.dht.config import DhtConfig
 from net.dht.node import DhtNode
 from net.dht.records import Value
 from net.errors import NetError
@@ -395,7 +394,6 @@ async def open_swarm(
     peer: SwarmPeer | None = None,
     clock: SwarmClock | None = None,
     statistics: CallStatistics | None = None,
-    dht: DhtConfig = DhtConfig(),  # noqa: B008 (frozen)
     directory: DirectoryConfig = DirectoryConfig(),  # noqa: B008 (frozen)
 ) -> AsyncIterator[Swarm]:
     """Take part in a swarm until the block ends.
@@ -416,7 +414,7 @@ async def open_swarm(
       peer: a peer that has joined already, instead of all arguments above but name and seed.
       clock: the swarm's time; None: the wall clock's, in a simulation the virtual one.
       statistics: totals to go on counting in; None: new ones.
-      dht, directory: settings of the parts.
+      directory: how experts are looked up.
 
     Raises:
       ValueError: an address or file cannot be used; the message names it.
@@ -437,7 +435,6 @@ async def open_swarm(
                     faults=faults,
                     caller=caller,
                     clock=clock,
-                    dht=dht,
                 )
             )
         experts = await stack.enter_async_context(open_expert_directory(peer.dht, swarm=name, config=directory))

@@ -27,9 +27,6 @@ REPORT = "report.md"
 _PACKAGES = ("dmoe_jax", "jax", "jaxlib", "flax", "optax", "trio", "numpy")
 """Packages whose versions change what a run computes."""
 
-_MAX_NAMES_PER_SECOND = 100
-"""Runs that may start in one second under the same name before `create` gives up."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -203,14 +200,16 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _make_new_folder(parent: Path, name: str) -> Path:
-    for attempt in range(_MAX_NAMES_PER_SECOND):
-        path = parent / (name if attempt == 0 else f"{name}-{attempt + 1}")
+    """The first of name, name-2, name-3 ... that is not there yet."""
+    path, number = parent / name, 1
+    while True:
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            continue
-        return path
-    raise ValueError(f"{parent} has {_MAX_NAMES_PER_SECOND} run folders called {name} already; pass a path")
+            number += 1
+            path = parent / f"{name}-{number}"
+        else:
+            return path
 
 
 def _config_record(config: object) -> dict[str, Any]:

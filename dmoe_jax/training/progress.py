@@ -30,14 +30,13 @@ class TrainingProgress:
 
     Args:
       num_steps: updates of the whole run.
-      unit: what is counted in a second: tokens, samples.
     """
 
-    def __init__(self, num_steps: int, *, unit: str = "tokens") -> None:
+    def __init__(self, num_steps: int) -> None:
         self._console = Console(stderr=True)
         self._num_steps = num_steps
-        self.unit = unit
-        """What is counted in a second."""
+        self.unit = "tokens"
+        """What is counted in a second: tokens, samples."""
         self._smoothed_loss: float | None = None
         self._bar = Progress(
             SpinnerColumn(),
