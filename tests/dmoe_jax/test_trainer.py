@@ -150,9 +150,9 @@ async def test_second_training_step_compiles_nothing(compilations: Any) -> None:
     """One step (with warm nodes) compiles all there is; the next ones, with the same rows, nothing."""
     async with tcp_callers(2) as callers, swarm_on(callers) as swarm:
         for backend in swarm.backends.values():
-            backend.warm_up(5)
+            backend.warm_up(3)
         trunk = SharedTrunk(txl.init_trunk(jax.random.key(1), CONFIG, ROUTER), optax.adam(1e-3), InlineDevice())
-        trainer = Trainer(0, make_model(swarm), trunk, stream(batch_size=5))
+        trainer = Trainer(0, make_model(swarm), trunk, stream())
         await trainer.step()
         first = compilations.count
         assert first > 0
@@ -167,7 +167,7 @@ async def test_trainers_overlap_their_waits(autojump_clock: trio.testing.MockClo
     async with swarm_on(direct_callers(network, 3)) as swarm:
         model = make_model(swarm, policy=CallPolicy(grace_s=30.0, timeout_s=30.0))
         trunk = SharedTrunk(txl.init_trunk(jax.random.key(1), CONFIG, ROUTER), optax.adam(1e-3), InlineDevice())
-        trainers = [Trainer(i, model, trunk, stream(batch_size=1, shard=i, num_shards=16)) for i in range(16)]
+        trainers = [Trainer(i, model, trunk, stream(shard=i, num_shards=16)) for i in range(16)]
         await trainers[0].step()  # finds the experts, so that what follows is steps alone
         started = trio.current_time()
         async with trio.open_nursery() as nursery:
@@ -186,7 +186,7 @@ async def test_training_learns_and_evaluation_trains_nobody(autojump_clock: trio
         text = np.tile(TEXT[:30], 12)
 
         async def perplexity() -> float:
-            batches = evaluation_segments(text, batch_size=2, seq_len=CONFIG.seq_len, max_tokens=101)
+            batches = evaluation_segments(text, batch_size=3, seq_len=CONFIG.seq_len, max_tokens=101)
             evaluation = await model.evaluate(trunk.params, batches)
             np.testing.assert_array_equal(np.sort(evaluation.targets), np.sort(text[1:102]))
             return evaluation.perplexity
@@ -196,7 +196,7 @@ async def test_training_learns_and_evaluation_trains_nobody(autojump_clock: trio
         records: list[StepRecord] = []
         lost: list[Exception] = []
         trainers = [
-            Trainer(i, model, trunk, SegmentStream(text, batch_size=2, seq_len=6, shard=i, num_shards=3))
+            Trainer(i, model, trunk, SegmentStream(text, batch_size=3, seq_len=6, shard=i, num_shards=3))
             for i in range(3)
         ]
         async with trio.open_nursery() as nursery:
