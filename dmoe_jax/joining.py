@@ -16,11 +16,11 @@ Target = str | Contact | Address
 """A peer to join through: HOST:PORT is whoever answers there, PEERID@HOST:PORT that peer alone."""
 
 _ANSWER_TIMEOUT_S = 5.0
-"""For a peer to join through to answer, with connecting. Across the world it takes a second; the rest is for a busy
-one."""
+"""How long a peer to join through may take to answer, with connecting. Across the world it takes a second; the rest is
+for a busy one."""
 
 _GRACE_S = 0.5
-"""For the others once one has answered; as long as the DHT waits in the same place."""
+"""How long the others may take once one has answered; the DHT waits as long in the same place."""
 
 
 class WrongPeer(DialFailed):
@@ -96,7 +96,7 @@ async def find_entrances(
 
 
 def _is_ourselves(caller: Caller, target: Contact | Address) -> bool:
-    """So that all peers of a swarm may be started with one list."""
+    """Whether the target is this peer: all peers of a swarm may be started with one list."""
     if isinstance(target, Contact):
         return target.peer_id == caller.peer_id
     return target == caller.address

@@ -93,7 +93,7 @@ class Model(abc.ABC):
 
         Args:
           run: the recording of this step; `run(function, *args)` is a jitted segment.
-          params: as `init` made them, each array on the tape.
+          params: what `init` made, each array on the tape.
           batch: one of the trainer's batches, or of an evaluation's.
           state: what the batch before returned; `initial_state` at first.
           keys: chance of this step, from `keys`; None in evaluation, when nothing may be random.
@@ -121,7 +121,7 @@ class Model(abc.ABC):
         """The mean loss and metrics over some batches, nothing random, no expert trained.
 
         Args:
-          params: of the trunk.
+          params: the trunk's, as `init` made them.
           batches: in order; the state is carried from one to the next.
           on_batch: called after each of them, to show progress.
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from dmoe_jax.joining import Target, find_entrances, parse_targets
 from dmoe_jax.security import Security, Tls
 from net.clock import SwarmClock
-from net.dht.config import DhtConfig
 from net.dht.node import DhtNode, open_dht_node
 from net.identity import Address, Contact, PeerId
 from net.rpc.base import Caller
@@ -63,7 +62,6 @@ async def open_peer(
     faults: FaultPlan | None = None,
     caller: Caller | None = None,
     clock: SwarmClock | None = None,
-    dht: DhtConfig = DhtConfig(),  # noqa: B008 (frozen)
 ) -> AsyncIterator[SwarmPeer]:
     """Open this process's peer and DHT node, and join the swarm until the block ends.
 
@@ -76,7 +74,14 @@ async def open_peer(
     rng: random.Random = random.SystemRandom() if seed is None else random.Random(f"{seed}/{host}")
     async with AsyncExitStack() as stack:
         if caller is None:
-            transport, peer_id = _open_transport(stack, security, network, host, rng)
+            transport: Transport
+            if network is None:
+                transport, peer_id = stack.enter_context(security.open())
+            elif host:
+                peer_id = PeerId.draw(rng)
+                transport = network.transport(host, peer_id)
+            else:
+                raise ValueError("each peer of a simulated network has its own host: give network=..., host='node0'")
             here = _where_to_listen(listen, targets, host)
             caller = await stack.enter_async_context(
                 open_rpc_peer(
@@ -96,20 +101,9 @@ async def open_peer(
             clock = SwarmClock.wall() if network is None else SwarmClock.virtual()
         is_client = caller.address is None
         node = await stack.enter_async_context(
-            open_dht_node(caller, clock=clock, rng=rng, initial_peers=targets, client_mode=is_client, config=dht)
+            open_dht_node(caller, clock=clock, rng=rng, initial_peers=targets, client_mode=is_client)
         )
         yield SwarmPeer(rpc=caller, dht=node, rng=rng, is_simulated=network is not None)
-
-
-def _open_transport(
-    stack: AsyncExitStack, security: Security, network: SimNetwork | None, host: str, rng: random.Random
-) -> tuple[Transport, PeerId]:
-    if network is None:
-        return stack.enter_context(security.open())
-    if not host:
-        raise ValueError("each peer of a simulated network has its own host: give network=..., host='node0'")
-    peer_id = PeerId.draw(rng)
-    return network.transport(host, peer_id), peer_id
 
 
 def _where_to_listen(

@@ -13,6 +13,7 @@ The same code runs over TLS, over plain TCP (`security=Plain()`) and on a simula
 (`network=`, see `net.transport.sim`). `dmoe_jax.connect` is the same without `async`, for notebooks and existing loops.
 """
 
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -44,7 +45,6 @@ from dmoe_jax.trainer import Trainer, Trainers
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from net.clock import SwarmClock
-from net.dht.config import DhtConfig
 from net.dht.node import DhtNode
 from net.dht.records import Value
 from net.errors import NetError
@@ -106,7 +106,7 @@ class Swarm:
         statistics: CallStatistics,
     ) -> None:
         self.name = name
-        """Of the swarm: its members find each other under it."""
+        """The swarm's name, under which its members find each other."""
         self.peer = peer
         """This process's connections and DHT node."""
         self.directory = directory
@@ -116,9 +116,10 @@ class Swarm:
         self.statistics = statistics
         """Totals of this process's expert calls."""
         self.seed = seed
-        """Of everything that is drawn here, unless a call gives its own."""
+        """Seed of everything that is drawn here, unless a call gives its own."""
         self._caller = ExpertCaller(peer.rpc, directory, statistics)
         self._nursery = nursery
+        self._served: Served | None = None
 
     @property
     def rpc(self) -> Caller:
@@ -134,11 +135,6 @@ class Swarm:
     def peer_id(self) -> PeerId:
         """Who this process is."""
         return self.rpc.peer_id
-
-    @property
-    def clock(self) -> SwarmClock:
-        """The swarm's common time."""
-        return self.dht.clock
 
     @property
     def contact(self) -> str:
@@ -159,12 +155,13 @@ class Swarm:
     ) -> Served:
         """Serve experts to the trainers of the swarm, who teach them by the gradients that they send.
 
-        Returns once the experts are compiled and announced; from then on they are served in the background.
+        Returns once the experts are compiled and announced; from then on they are served in the background. A process
+        serves all its experts, of several layers and kinds, by one call: a second one needs the first one's closed.
 
         Args:
           experts: uid such as "ffn.3.1", or pattern such as "ffn.[0:4].[0:4]" -> network; see `dmoe_jax.experts`.
           optimizer: any Optax optimiser, of each expert by itself; None: the experts answer and never learn.
-          seed: of the initial parameters; with the uid it decides them, on whichever node they live. None: the swarm's.
+          seed: with the uid it decides an expert's initial parameters, on whichever node it lives. None: the swarm's.
           config: how batches are made and how often experts are announced.
           warm_up_rows: compile for batches of up to so many rows before announcing; larger ones follow when they are
             wanted, beside the serving. None: as configured.
@@ -173,15 +170,22 @@ class Swarm:
           on_progress: told what it is doing, in a few words.
 
         Raises:
-          ValueError: this peer listens nowhere, a pattern is malformed or names an expert twice, the optimiser cannot
-            work on a node, or the checkpoint is of other experts.
+          ValueError: this peer listens nowhere or serves experts already, a pattern is malformed or names an expert
+            twice, the optimiser cannot work on a node, or the checkpoint is of other experts.
         """
         if self.rpc.address is None:
             raise ValueError("experts cannot be served by a client; give open_swarm(listen='HOST:PORT')")
+        if self._served is not None:
+            raise ValueError(
+                f"this process serves {len(self._served.uids)} experts already, among them {self._served.uids[0]}; "
+                "close these first, or name the experts of all layers in one call: "
+                "serve({'layer0.[0:4]': expert, 'layer1.[0:4]': other}, ...)"
+            )
         config = NodeConfig(swarm=self.name) if config is None else replace(config, swarm=self.name)
         if warm_up_rows is not None:
             config = replace(config, warm_up_rows=warm_up_rows)
-        backends = await self.device.run(_make_backends, experts, optimizer, self.seed if seed is None else seed)
+        make = functools.partial(make_backends, seed=self.seed if seed is None else seed)
+        backends = await self.device.run(make, experts, optimizer)
         saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, self.device)
         if saver is not None and (restored := saver.restore()) is not None:
             on_progress(f"going on from a checkpoint in {checkpoint_dir} ({restored} updates)")
@@ -204,7 +208,7 @@ class Swarm:
             async with open_expert_node(
                 self.rpc, self.dht, backends, device=self.device, config=config, on_progress=on_progress
             ) as node:
-                served = Served(node, backends)
+                served = self._served = Served(node, backends)
                 task_status.started(served)
                 async with trio.open_nursery() as nursery:
                     if saver is not None:
@@ -212,11 +216,12 @@ class Swarm:
                     await served._leave.wait()
                     nursery.cancel_scope.cancel()
         finally:
-            if saver is not None and served is not None:
+            if served is not None:
+                self._served = None
                 # After the withdrawal: nobody sends gradients any more.
                 with trio.CancelScope(shield=True):
-                    await saver.save()
-            if served is not None:
+                    if saver is not None:
+                        await saver.save()
                 served._gone.set()
 
     def mixture(
@@ -237,7 +242,7 @@ class Swarm:
         """A DMoE layer over the experts `prefix.i.j` of this swarm; `await mixture.check()` says whether there are any.
 
         Args:
-          prefix: of the experts.
+          prefix: the part of the experts' uids that names the layer.
           expert: their network, for its shapes.
           router: chooses the experts of each sample; see `dmoe_jax.routing`.
           k_best: experts asked for each sample.
@@ -247,22 +252,21 @@ class Swarm:
           on_shortfall: what happens to a sample with fewer than `k_min` answers: "skip" mixes what there is, "raise"
             gives the step up.
           max_skipped: share of samples without any expert beyond which a call raises `TooFewExperts`; 1: never.
-          seed: of dropout in experts that take keys; None: the swarm's.
+          seed: seed of dropout in experts that take keys; None: the swarm's.
 
         Raises:
           ValueError: a setting is out of range.
         """
         policy = CallPolicy(k_min=k_min, grace_s=grace_s, timeout_s=timeout_s, compression=Compression(compression))
-        config = MixtureConfig(
-            prefix=prefix, k_best=k_best, policy=policy, on_shortfall=on_shortfall, max_skipped=max_skipped
-        )
         return RemoteMixture(
             expert=expert,
             router=router,
             directory=self.directory,
             caller=self._caller,
             device=self.device,
-            config=config,
+            config=MixtureConfig(
+                prefix=prefix, k_best=k_best, policy=policy, on_shortfall=on_shortfall, max_skipped=max_skipped
+            ),
             seed=self.seed if seed is None else seed,
         )
 
@@ -279,10 +283,10 @@ class Swarm:
 
         Args:
           model: what they train.
-          optimizer: of the model's own parameters; its schedules count the updates of all trainers together.
+          optimizer: optimiser of the model's own parameters; its schedules count the updates of all trainers together.
           batches: one iterator of batches for each trainer; a single iterator makes one trainer.
-          params: to begin with; None: `model.init`, from the seed.
-          seed: of initial parameters and of all chance in training; None: the swarm's.
+          params: parameters to begin with; None: `model.init`, from the seed.
+          seed: seed of initial parameters and of all chance in training; None: the swarm's.
         """
         seed = self.seed if seed is None else seed
         params = model.init(jax.random.key(seed)) if params is None else params
@@ -305,8 +309,8 @@ class Swarm:
         """This process's part in averaging with others, for a training loop of one's own; see `dmoe_jax.averaging`.
 
         Args:
-          params: of the model, for their names and shapes.
-          optimizer: with one `moshpit_average` in it.
+          params: the model's, for their names and shapes.
+          optimizer: an optimiser with one `moshpit_average` in it.
           name: peers that give the same name average with each other.
           state: (how far this peer is, its whole state), which newcomers may take; None: it is no donor.
           config: groups, windows, compression, role and bandwidth.
@@ -315,7 +319,6 @@ class Swarm:
         Raises:
           ValueError: as of `open_tree_averager`.
         """
-        facts = {"group": name}
         async with (
             open_tree_averager(
                 self.rpc,
@@ -329,7 +332,7 @@ class Swarm:
                 rng=self.peer.rng,
                 on_round=on_round,
             ) as averager,
-            self.announced("averager", lambda: {**facts, "averages": averager.totals.done}),
+            self.announced("averager", lambda: {"group": name, "averages": averager.totals.done}),
         ):
             yield averager
 
@@ -391,7 +394,6 @@ async def open_swarm(
     peer: SwarmPeer | None = None,
     clock: SwarmClock | None = None,
     statistics: CallStatistics | None = None,
-    dht: DhtConfig = DhtConfig(),  # noqa: B008 (frozen)
     directory: DirectoryConfig = DirectoryConfig(),  # noqa: B008 (frozen)
 ) -> AsyncIterator[Swarm]:
     """Take part in a swarm until the block ends.
@@ -404,15 +406,15 @@ async def open_swarm(
       announce: host under which others reach this peer, if it is not the one that it listens on.
       security: `Tls` (the default) or `Plain`.
       network: a simulated network, in virtual time, instead of a real one. host: this peer's on it, its alone.
-      name: of the swarm: members find each other under it.
-      seed: of what this process draws. In a simulation its identity follows from it and the host. None: chance.
+      name: the swarm's: members find each other under it.
+      seed: seed of what this process draws. In a simulation its identity follows from it and the host. None: chance.
       device: runs XLA work; None: a worker thread, in a simulation the calling task.
       faults: what is to go wrong with this peer's answers, on purpose.
       caller: places and serves this peer's calls; None: one is opened as the arguments above say.
       peer: a peer that has joined already, instead of all arguments above but name and seed.
       clock: the swarm's time; None: the wall clock's, in a simulation the virtual one.
       statistics: totals to go on counting in; None: new ones.
-      dht, directory: settings of the parts.
+      directory: how experts are looked up.
 
     Raises:
       ValueError: an address or file cannot be used; the message names it.
@@ -433,7 +435,6 @@ async def open_swarm(
                     faults=faults,
                     caller=caller,
                     clock=clock,
-                    dht=dht,
                 )
             )
         experts = await stack.enter_async_context(open_expert_directory(peer.dht, swarm=name, config=directory))
@@ -442,9 +443,3 @@ async def open_swarm(
             device = InlineDevice() if peer.is_simulated else ThreadDevice()
         counted = CallStatistics() if statistics is None else statistics
         yield Swarm(name, peer, experts, device, nursery, seed=0 if seed is None else seed, statistics=counted)
-
-
-def _make_backends(
-    experts: Mapping[str, Expert], optimizer: optax.GradientTransformation | None, seed: int
-) -> dict[str, ExpertBackend]:
-    return make_backends(experts, optimizer, seed=seed)

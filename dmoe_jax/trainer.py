@@ -12,7 +12,7 @@ batch; its state is then what it was before.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ class Trainer:
       model: the model, shared.
       trunk: the parameters, shared.
       batches: this trainer's data; any iterator of what the model's `forward` understands.
-      seed: of the run. All chance of a step follows from it, the trainer's number and its place in the data.
+      seed: the run's. All chance of a step follows from it, the trainer's number and its place in the data.
     """
 
     def __init__(self, index: int, model: Model, trunk: SharedTrunk, batches: Iterator[Any], *, seed: int = 0) -> None:
@@ -125,8 +125,9 @@ class Trainer:
         state = self._model.initial_state(batch) if self.state is None else self.state
         started_at = self._trunk.step
         (_, outcome), grads = await self._loss_and_grads(self._trunk.params, batch, state, keys)
-        loss = float(outcome.loss if outcome.reported is None else outcome.reported)
-        if not all_finite(outcome.loss, grads):
+        # Where XLA's work is waited for: not on the event loop.
+        loss, is_finite = await self._trunk.device.run(_settled, outcome, grads)
+        if not is_finite:
             raise FloatingPointError(f"trainer {self._index}: loss {loss} or its gradient is not finite")
         step = await self._trunk.apply(grads, samples=outcome.items)
         self.state = outcome.state
@@ -189,14 +190,27 @@ def loss_and_grads(model: Model) -> Callable[..., Any]:
     return value_and_grad(forward, has_aux=True)
 
 
-@jax.jit
-def _squared_norm(tree: PyTree) -> Any:
-    return optax.tree.norm(tree, squared=True)
+def _settled(outcome: Outcome, grads: PyTree) -> tuple[float, bool]:
+    """The loss to report, and whether the step may be applied; waits for both to be computed."""
+    loss = outcome.loss if outcome.reported is None else outcome.reported
+    return float(cast(Any, loss)), all_finite(outcome.loss, grads)
 
 
 def all_finite(loss: Any, grads: PyTree) -> bool:
     """Whether a loss and all its gradients are numbers."""
     return bool(np.isfinite(loss) and jnp.isfinite(_squared_norm(grads)))
+
+
+@jax.jit
+def _squared_norm(tree: PyTree) -> Any:
+    return optax.tree.norm(tree, squared=True)
+
+
+def first_leaf(error: BaseException) -> BaseException:
+    """The first exception in an exception group, however deep."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 class Trainers:
@@ -234,7 +248,8 @@ class Trainers:
         """
         last_step = self.step + num_steps
         if not self._is_compiled and last_step > self.step:
-            # Alone: what it compiles holds the event loop up for seconds, and answers to others would look late.
+            # Alone: the model's segments compile where `forward` calls them, on the event loop; answers to others
+            # would look late.
             self._is_compiled = True
             await self.trainers[0].run(self.step + 1, on_step, on_lost)
         failure: BaseException | None = None
@@ -243,9 +258,7 @@ class Trainers:
                 for trainer in self.trainers:
                     nursery.start_soon(trainer.run, last_step, on_step, on_lost)
         except BaseExceptionGroup as group:
-            failure = group
-            while isinstance(failure, BaseExceptionGroup):
-                failure = failure.exceptions[0]
+            failure = first_leaf(group)
         if failure is not None:
             raise failure
 

@@ -44,7 +44,8 @@ class SharedTrunk:
         """Gradients applied."""
         self._averager: TreeAverager | None = None
         self._claimed = 0
-        self._device = device
+        self.device = device
+        """Runs the updates, and what trainers wait for."""
         self._turn = trio.Lock()
         self._update = _trunk_update(optimizer)
 
@@ -56,7 +57,7 @@ class SharedTrunk:
     async def snapshot(self) -> tuple[int, dict[str, PyTree]]:
         """The number of updates and a copy of the state after them, on the host."""
         async with self._turn:
-            return self.step, await self._device.run(host_copy, self.state)
+            return self.step, await self.device.run(host_copy, self.state)
 
     def restore(self, step: int, state: dict[str, PyTree]) -> None:
         """Continue from a saved state. Only while no trainer runs."""
@@ -90,7 +91,7 @@ class SharedTrunk:
         async with self._turn:
             # Shielded: a cancelled update would leave donated, dead optimiser state behind.
             with trio.CancelScope(shield=True):
-                self.params, self.opt_state = await self._device.run(
+                self.params, self.opt_state = await self.device.run(
                     self._update, self.params, self.opt_state, grads, counted
                 )
             self.step = number = self.step + 1

@@ -22,8 +22,7 @@ from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.swarm import Swarm
-from dmoe_jax.trainer import Trainers
-from dmoe_jax.training.ledger import first_leaf
+from dmoe_jax.trainer import Trainers, first_leaf
 from dmoe_jax.training.plan import Plan
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.run import train

@@ -16,7 +16,7 @@ may have `virtual_s` beside it, and any `train` record `staleness`.
                                                                         the run began, and who serves it
     {"kind": "balance", "step", "layer", "histogram", "cv", "entropy",  how even the load of a layer's experts
      "dead", "share_lost"}                                              was since the record before; see
-                                                                        `dmoe_jax.runs.balance`
+                                                                        `dmoe_jax.training.balance`
     {"kind": "event", "name", "step", "time_s", "detail"}               anything worth a line in the report;
                                                                         "node_killed" also has "peer"
 """

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from dmoe_jax.runs.style import FAINT, GREY, VALID, Label, dress, end_labels
+from dmoe_jax.runs.style import FAINT, GREY, VALID, Label, dress, end_labels, natural_order
 
 _MAX_NAMED = 4
 """Layers up to which each line has its name beside it; more names would hide which line is the mean."""
@@ -43,7 +43,7 @@ def balance_lines(metrics: Sequence[Mapping[str, Any]]) -> BalanceLines:
     for record in metrics:
         if record["kind"] == "balance" and isinstance(record.get("step"), int | float) and record.get("layer"):
             table.setdefault(str(record["layer"]), {})[record["step"]] = record
-    layers = tuple(sorted(table, key=lambda layer: (len(layer), layer)))  # layer10 follows layer9
+    layers = tuple(sorted(table, key=natural_order))
     steps = sorted({step for windows in table.values() for step in windows})
     last = [windows[max(windows)] for windows in table.values()]
 

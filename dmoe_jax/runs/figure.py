@@ -78,7 +78,7 @@ def training_figure(metrics: Metrics, path: Path, *, title: str | None = None) -
 
 def draw_run(metrics: Metrics, title: str | None = None) -> Figure:
     """The figure that `training_figure` saves."""
-    kills = _kills(metrics)
+    kills = [record for record in metrics if record["kind"] == "event" and record.get("name") == "node_killed"]
     loads, lines = load_map.load_rows(metrics), balance_panels.balance_lines(metrics)
     layout = ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.10)
     load_height = max(1.5, 0.27 * len(loads.labels) + 0.5)
@@ -121,17 +121,6 @@ def new_calls(metrics: Metrics) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return times, np.maximum(np.diff(ok), 0), np.maximum(np.diff(failed), 0)
 
 
-def _coarse(times: np.ndarray, ok: np.ndarray, failed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same counts in at most `_MAX_SHARES` intervals."""
-    every = -(-ok.size // _MAX_SHARES)
-    starts = np.arange(0, ok.size, every)
-    return np.append(times[:-1][starts], times[-1]), np.add.reduceat(ok, starts), np.add.reduceat(failed, starts)
-
-
-def _kills(metrics: Metrics) -> list[Mapping[str, Any]]:
-    return [record for record in metrics if record["kind"] == "event" and record.get("name") == "node_killed"]
-
-
 def _learning(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]]) -> None:
     """Validation figure and a running mean of the training one: perplexities beside the unigram baseline, or losses."""
     is_text = any("perplexity" in record or "unigram_perplexity" in record for record in metrics)
@@ -163,7 +152,13 @@ def _learning(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]]) 
     else:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     end_labels(axes, labels)
-    _mark_kills(axes, kills, "step", 1.0, lambda kill: f"{_first_word(kill)} killed at step {kill['step']:,}")
+
+    def label(kill: Mapping[str, Any]) -> str:
+        # The node's name opens the event's detail.
+        node = (str(kill.get("detail") or "").split() or ["a node"])[0]
+        return f"{node} killed at step {kill['step']:,}"
+
+    _mark_kills(axes, kills, "step", 1.0, label)
 
 
 def _baselines(axes: Axes, metrics: Metrics, labels: Sequence[Label]) -> list[Label]:
@@ -189,12 +184,10 @@ def _throughput(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]]
     num_bins = int(np.clip(times.size // _STEPS_PER_BIN, 1, _MAX_BINS))
     edges = np.linspace(0, times.max(), num_bins + 1)
     rates = np.histogram(times, edges, weights=items)[0] / np.diff(edges)
-    axes.stairs(rates, edges / seconds, color=VALID, fill=True, alpha=0.16)
-    axes.stairs(rates, edges / seconds, color=VALID, linewidth=1.6, baseline=None)
-    axes.set_xlim(0, times.max() / seconds)
+    _stairs(axes, rates, edges / seconds, VALID)
     axes.set_ylim(0, 1.15 * max(rates.max(), 1e-9))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}"))
-    _mark_kills(axes, kills, "time_s", seconds, lambda kill: "killed")
+    _mark_kills(axes, kills, "time_s", seconds)
 
 
 def _failures(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], unit: str, seconds: float) -> None:
@@ -204,11 +197,12 @@ def _failures(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], 
     if times[-1] <= 0:
         say_empty(axes, "no remote call counted yet")
         return
-    times, new_ok, new_failed = _coarse(times, new_ok, new_failed)
+    # The same counts in fewer intervals.
+    starts = np.arange(0, new_ok.size, -(-new_ok.size // _MAX_SHARES))
+    times = np.append(times[:-1][starts], times[-1])
+    new_ok, new_failed = np.add.reduceat(new_ok, starts), np.add.reduceat(new_failed, starts)
     share = new_failed / np.maximum(new_ok + new_failed, 1)
-    axes.stairs(share, times / seconds, color=KILLED, fill=True, alpha=0.18)
-    axes.stairs(share, times / seconds, color=KILLED, linewidth=1.6, baseline=None)
-    axes.set_xlim(0, times.max() / seconds)
+    _stairs(axes, share, times / seconds, KILLED)
     axes.set_ylim(0, max(0.05, min(1.0, 1.25 * share.max())))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     total = new_ok.sum() + new_failed.sum()
@@ -218,7 +212,13 @@ def _failures(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], 
     # Inside the axes, where it cannot run into the title.
     why = "\n".join(f"{count:,} {reason}" for reason, count in named)
     axes.text(0.99, 0.96, why, transform=axes.transAxes, ha="right", va="top", fontsize=8, color=GREY)
-    _mark_kills(axes, kills, "time_s", seconds, lambda kill: "killed")
+    _mark_kills(axes, kills, "time_s", seconds)
+
+
+def _stairs(axes: Axes, values: np.ndarray, edges: np.ndarray, colour: str) -> None:
+    axes.stairs(values, edges, color=colour, fill=True, alpha=0.17)
+    axes.stairs(values, edges, color=colour, linewidth=1.6, baseline=None)
+    axes.set_xlim(0, edges[-1])
 
 
 def _mark_kills(
@@ -226,7 +226,7 @@ def _mark_kills(
     kills: Sequence[Mapping[str, Any]],
     field: str,
     scale: float,
-    label: Callable[[Mapping[str, Any]], str],
+    label: Callable[[Mapping[str, Any]], str] = lambda kill: "killed",
 ) -> None:
     """A vertical line for each kill, with a label above the axes unless the one before is too near."""
     low, high = axes.get_xlim()
@@ -253,11 +253,6 @@ def _mark_kills(
             fontsize=9,
             color=KILLED,
         )
-
-
-def _first_word(kill: Mapping[str, Any]) -> str:
-    """The node's name, which opens the event's detail; "a node" if there is none."""
-    return (str(kill.get("detail") or "").split() or ["a node"])[0]
 
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:

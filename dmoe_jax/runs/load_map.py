@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.patches import Rectangle
 
-from dmoe_jax.runs.style import FAINT, GREY, INK, KILLED, VALID, dress, say_empty
+from dmoe_jax.runs.style import FAINT, GREY, INK, KILLED, VALID, dress, natural_order, say_empty
 
 _MAX_WRITTEN = 24
 """Columns up to which a cell's share is written into it; beyond that the numbers would touch."""
@@ -52,9 +52,8 @@ def load_rows(metrics: Sequence[Mapping[str, Any]]) -> LoadRows:
         return LoadRows(labels=(), columns=(), counts=np.empty((0, 0)), killed=np.empty((0, 0), bool), is_cut=False)
     total: dict[str, int] = dict(records[-1]["load"])
     before, lost = _at_kill(records, kill)
-    uids = sorted({*total, *before, *lost}, key=_natural)
-    all_layers = sorted({_layer(uid) for uid in uids}, key=_natural)
-    all_columns = sorted({_column(uid) for uid in uids}, key=_natural)
+    uids = {*total, *before, *lost}
+    all_layers, all_columns = (sorted({uid.partition(".")[part] for uid in uids}, key=natural_order) for part in (0, 2))
     periods: list[tuple[str, Mapping[str, int]]] = [("", total)]
     if before:
         after = {uid: max(total.get(uid, 0) - before.get(uid, 0), 0) for uid in uids}
@@ -63,11 +62,10 @@ def load_rows(metrics: Sequence[Mapping[str, Any]]) -> LoadRows:
     rows = [(layer, suffix, counts) for layer in layers for suffix, counts in periods]
     grid = np.full((len(rows), len(columns)), np.nan)
     killed = np.zeros(grid.shape, dtype=bool)
-    known = set(uids)
     for row, (layer, suffix, counts) in enumerate(rows):
         for column, name in enumerate(columns):
             uid = f"{layer}.{name}" if name else layer
-            if uid in known:
+            if uid in uids:
                 grid[row, column] = counts.get(uid, 0)
                 killed[row, column] = uid in lost and suffix != " before"
     return LoadRows(
@@ -150,27 +148,3 @@ def _at_kill(
     lost = {uid for uid, peer in served.items() if str(peer) in names}
     # Without a later record there is no "after" to tell apart.
     return (earlier[-1]["load"] if earlier and earlier[-1] is not records[-1] else {}), lost
-
-
-def _layer(uid: str) -> str:
-    return uid.partition(".")[0]
-
-
-def _column(uid: str) -> str:
-    return uid.partition(".")[2]
-
-
-def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Sorting key under which layer10 follows layer9."""
-    parts: list[tuple[int, str]] = []
-    digits, letters = "", ""
-    for char in name + ".":
-        if char.isascii() and char.isdigit():
-            digits += char
-            continue
-        if digits:
-            parts.append((int(digits), letters))
-            digits, letters = "", ""
-        letters += char
-    parts.append((-1, letters))
-    return tuple(parts)

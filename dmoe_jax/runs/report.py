@@ -60,10 +60,8 @@ def write_report(
     parts = [f"# {title}"]
     if summary:
         parts.append(summary)
-    parts += [
-        "## Headline",
-        markdown_table(("figure", "value"), [(_words(name), value) for name, value in headline.items()]),
-    ]
+    figures = [(_words(name), value) for name, value in headline.items()]
+    parts += ["## Headline", markdown_table(("figure", "value"), figures)]
     if (run_folder.path / FIGURE).exists():
         parts.append(f"![{figure_text}]({FIGURE})")
     for table in tables:
@@ -71,11 +69,7 @@ def write_report(
     parts += ["## What happened", _events(run_folder.metrics())]
     settings = [(f"`{name}`", value) for name, value in flat(config.get("settings", {})).items()]
     parts += ["## Settings", markdown_table(("setting", "value"), settings)]
-    parts += [
-        "## How to reproduce",
-        f"```sh\n{command or config.get('command', '')}\n```",
-        _environment(config),
-    ]
+    parts += ["## How to reproduce", f"```sh\n{command or config.get('command', '')}\n```", _environment(config)]
     return run_folder.write_text(REPORT, "\n\n".join(parts) + "\n")
 
 
@@ -102,12 +96,7 @@ def _events(metrics: Sequence[Mapping[str, Any]]) -> str:
     if not events:
         return "Nothing out of the ordinary."
     rows = [
-        (
-            record.get("step"),
-            _clock(record.get("time_s")),
-            _words(str(record.get("name"))),
-            record.get("detail", ""),
-        )
+        (record.get("step"), _clock(record.get("time_s")), _words(str(record.get("name"))), record.get("detail", ""))
         for record in events[:MAX_EVENTS]
     ]
     table = markdown_table(("step", "time", "event", "detail"), rows)
@@ -126,12 +115,12 @@ def _environment(config: Mapping[str, Any]) -> str:
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table; cells that would break it are escaped."""
-    lines = [head, ["---"] * len(head), *([_cell(value) for value in row] for row in rows)]
+
+    def cell(value: object) -> str:
+        return " ".join(format_value(value).replace("|", "\\|").split())
+
+    lines = [head, ["---"] * len(head), *(map(cell, row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(value: object) -> str:
-    return " ".join(format_value(value).replace("|", "\\|").split())
 
 
 def _words(name: str) -> str:

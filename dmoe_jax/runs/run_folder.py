@@ -27,9 +27,6 @@ REPORT = "report.md"
 _PACKAGES = ("dmoe_jax", "jax", "jaxlib", "flax", "optax", "trio", "numpy")
 """Packages whose versions change what a run computes."""
 
-_MAX_NAMES_PER_SECOND = 100
-"""Runs that may start in one second under the same name before `create` gives up."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -60,19 +57,19 @@ class RunFolder:
             raise ValueError(f"config must be a dataclass or a mapping, got {type(config).__name__}")
         if path is None:
             path = _make_new_folder(Path("runs"), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        elif path.exists() and not path.is_dir():
-            raise ValueError(f"the run folder {path} is a file; expected a new or empty folder")
-        elif path.is_dir() and not resume and any(path.iterdir()):
-            raise ValueError(f"the run folder {path} is not empty; expected a new or empty folder")
+        elif not resume or path.is_file():
+            check_new(path)
         path.mkdir(parents=True, exist_ok=True)
         folder = cls(path)
         before = folder.config() if (path / CONFIG).exists() else None
-        after = _config_record(config)
-        folder.write_text(CONFIG, json.dumps(after, indent=2, allow_nan=False) + "\n")
+        folder.write_text(CONFIG, json.dumps(_config_record(config), indent=2, allow_nan=False) + "\n")
         if before is not None:
-            _cut_unfinished_line(path / METRICS)
-            changes = _changes(before.get("settings", {}), after["settings"])
-            folder.log("event", name="resumed", detail=changes or "with the same settings")
+            if folder.metrics_path.exists():
+                data = folder.metrics_path.read_bytes()
+                os.truncate(folder.metrics_path, data.rfind(b"\n") + 1)
+            changes = changed_settings(before.get("settings", {}), config).items()
+            detail = "; ".join(f"{name}: {then!r} -> {now!r}" for name, (then, now) in changes)
+            folder.log("event", name="resumed", detail=detail or "with the same settings")
         return folder
 
     @property
@@ -102,6 +99,20 @@ class RunFolder:
         with replaced_file(self.path / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
         return self.path / name
+
+
+def check_new(path: Path, *, hint: str = "") -> None:
+    """Raises ValueError, which ends in the hint, unless a run may begin in this folder: it is not there, or empty."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"the run folder {path} is a file; expected a new or empty folder")
+    if path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"the run folder {path} is not empty; expected a new or empty folder{hint}")
+
+
+def changed_settings(before: Mapping[str, Any], now: object) -> dict[str, tuple[Any, Any]]:
+    """Setting -> (before, now), of those that differ from what a config.json says; nested ones as "a.b"."""
+    then, now = flat(before), flat(plain(now))
+    return {name: (then.get(name), now.get(name)) for name in sorted({*then, *now}) if then.get(name) != now.get(name)}
 
 
 def append_metric(path: Path, /, *, kind: str, **fields: object) -> None:
@@ -189,14 +200,16 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _make_new_folder(parent: Path, name: str) -> Path:
-    for attempt in range(_MAX_NAMES_PER_SECOND):
-        path = parent / (name if attempt == 0 else f"{name}-{attempt + 1}")
+    """The first of name, name-2, name-3 ... that is not there yet."""
+    path, number = parent / name, 1
+    while True:
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            continue
-        return path
-    raise ValueError(f"{parent} has {_MAX_NAMES_PER_SECOND} run folders called {name} already; pass a path")
+            number += 1
+            path = parent / f"{name}-{number}"
+        else:
+            return path
 
 
 def _config_record(config: object) -> dict[str, Any]:
@@ -239,14 +252,6 @@ def _without_addresses(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    before, after = flat(before), flat(after)
-    names = sorted({*before, *after})
-    return "; ".join(
-        f"{name}: {before.get(name)!r} -> {after.get(name)!r}" for name in names if before.get(name) != after.get(name)
-    )
-
-
 def _git_commit() -> str | None:
     """The commit that this code was checked out from, with a mark if it has been changed since; None if not known."""
     here = Path(__file__).parent
@@ -258,12 +263,3 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
-
-
-def _cut_unfinished_line(path: Path) -> None:
-    """Make the file end with a line feed, so that the next line does not continue a dead writer's."""
-    if path.exists():
-        data = path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            os.truncate(path, whole)

@@ -4,6 +4,7 @@ Colours are from Okabe and Ito's palette (2008), which stays apart under the com
 """
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,6 +96,11 @@ def plain_log_ticks(axes: Axes) -> None:
     axes.tick_params(axis="y", which="minor", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10], integer=True))
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
+
+
+def natural_order(name: str) -> list[tuple[str, int]]:
+    """Sorting key under which layer10 follows layer9."""
+    return [(letters, int(digits or -1)) for letters, digits in re.findall(r"([^0-9]*)([0-9]*)", name)]
 
 
 def short(value: float) -> str:

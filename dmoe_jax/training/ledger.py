@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import trio
@@ -13,8 +13,8 @@ from dmoe_jax.model import Evaluation
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.report import write_report
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain
-from dmoe_jax.trainer import StepRecord
-from dmoe_jax.training.balance_log import BalanceLog
+from dmoe_jax.trainer import StepRecord, first_leaf
+from dmoe_jax.training.balance import BalanceLog
 from dmoe_jax.training.engine import Engine
 from dmoe_jax.training.plan import Plan
 from dmoe_jax.training.progress import TrainingProgress
@@ -25,18 +25,6 @@ Records = Callable[[], Iterable[tuple[str, Mapping[str, object]]]]
 """What else happened since it was called last: records for the metrics, as (kind, fields)."""
 
 _SPLIT_NAMES = {"valid": "validation", "test": "test"}
-
-
-def no_records() -> tuple[tuple[str, Mapping[str, object]], ...]:
-    """Nothing else happened."""
-    return ()
-
-
-def first_leaf(error: BaseException) -> BaseException:
-    """The first exception in an exception group, however deep."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -79,16 +67,6 @@ class Stopwatch:
         return self.items / seconds if seconds > 0 and self.items else None
 
 
-@dataclass(slots=True)
-class _Reached:
-    """What was reported so far."""
-
-    step: int = 0
-    items: int = 0
-    staleness: int = 0
-    evaluations: dict[str, Evaluation] = field(default_factory=dict)
-
-
 class Ledger:
     """A run under way: its parts, what it writes down, and how it ends.
 
@@ -110,8 +88,8 @@ class Ledger:
         self._records, self._on_end = records, on_end
         self._facts = facts
         self.watch = Stopwatch()
-        self._reached = _Reached()
-        self._lost_before = 0
+        self._step = self._items = self._staleness = self._lost_before = 0
+        self._evaluations: dict[str, Evaluation] = {}
         self._baseline: Mapping[str, float] = {}
         size = self._restore(run)
         self.folder: RunFolder = run.begin()
@@ -119,7 +97,7 @@ class Ledger:
         cut_metrics(self.folder, step=engine.step, size=size)
         self.totals = engine.totals()
         self._balance = BalanceLog(self.folder, engine.layers, self.totals)
-        self._calls_logged: tuple[int, int] | None = None
+        self._calls_logged = (0, 0)
         progress.say(f"run folder: {self.folder.path}")
         progress.start_at(engine.step)
         if engine.step:
@@ -148,25 +126,17 @@ class Ledger:
         except KeyError as error:
             raise CheckpointError(f"checkpoint {step} in {run.path} is of another kind of run: no {error}") from error
         totals = self.engine.totals()
-        self._reached = _Reached(step, totals.items, totals.staleness)
+        self._step, self._items, self._staleness = step, totals.items, totals.staleness
         self._lost_before = totals.steps_lost
         return size
 
     def on_step(self, record: StepRecord) -> None:
         """Write down a step that was made."""
-        reached = self._reached
-        reached.step = record.step
-        reached.items += record.items
-        reached.staleness += record.staleness
+        self._step = record.step
+        self._items += record.items
+        self._staleness += record.staleness
         self.watch.step(record.items)
-        self.log(
-            "train",
-            step=record.step,
-            trainer=record.trainer,
-            loss=record.loss,
-            items=record.items,
-            staleness=record.staleness,
-        )
+        self.log("train", **asdict(record))
         self.progress.update(record.step, record.loss, self.watch.rate or 0.0, self.totals.failures)
 
     def on_lost(self, trainer: int, error: Exception) -> None:
@@ -187,7 +157,7 @@ class Ledger:
         self.totals = totals = self.engine.totals()
         for kind, fields in self._records():
             self.log(kind, **fields)
-        if (now := (totals.calls_ok, totals.calls_failed)) != (self._calls_logged or (0, 0)):
+        if (now := (totals.calls_ok, totals.calls_failed)) != self._calls_logged:
             self._calls_logged = now
             self.log("calls", ok=now[0], failed=now[1], failures=totals.failures)
         if self.plan.pause and totals.steps_lost > self._lost_before:
@@ -210,10 +180,10 @@ class Ledger:
 
     async def evaluate(self, split: str, num_items: int) -> None:
         """Evaluate the parameters as they are now, and write down what was found."""
-        step, items_seen, name = self.engine.step, self._reached.items, _SPLIT_NAMES.get(split, split)
+        step, items_seen, name = self.engine.step, self._items, _SPLIT_NAMES.get(split, split)
         with self.progress.evaluation(f"{name} data") as on_batch:
             evaluation = await self.engine.evaluate(split, max_items=num_items or None, on_batch=on_batch)
-        self._reached.evaluations[split] = evaluation
+        self._evaluations[split] = evaluation
         figures = self.task.figures(evaluation)
         self.log(
             "eval",
@@ -257,10 +227,10 @@ class Ledger:
         else:
             goes_on = "continue with --resume"
         if is_interrupt(error):
-            self.event("interrupted", f"at step {self._reached.step}; {goes_on}")
+            self.event("interrupted", f"at step {self._step}; {goes_on}")
         else:
             why = str(first_leaf(error)).strip().partition("\n")[0]
-            self.event("failed", f"{why}; at step {self._reached.step}; {goes_on}")
+            self.event("failed", f"{why}; at step {self._step}; {goes_on}")
         self.finish(is_complete=False)
 
     def finish(self, *, is_complete: bool) -> dict[str, Any]:
@@ -279,14 +249,14 @@ class Ledger:
         return headline
 
     def _headline(self, is_complete: bool) -> dict[str, Any]:
-        task, totals, reached, unit = self.task, self.totals, self._reached, self.task.unit
+        task, totals, unit = self.task, self.totals, self.task.unit
         figures: dict[str, Any] = {}
         for split in task.splits:
             # On the way only the first split is evaluated; the others' figures are of the end.
-            found = reached.evaluations.get(split) if is_complete or split == task.splits[0] else None
+            found = self._evaluations.get(split) if is_complete or split == task.splits[0] else None
             shown = {task.main: None} if found is None else {**task.figures(found)}
             figures |= {f"{_SPLIT_NAMES.get(split, split)}_{name}": value for name, value in shown.items()}
-        first = reached.evaluations.get(task.splits[0]) if task.splits else None
+        first = self._evaluations.get(task.splits[0]) if task.splits else None
         for name, value in task.baseline(first).items():
             figures[name] = value
             if first is not None:
@@ -297,12 +267,12 @@ class Ledger:
             "corpus": task.name,
             **figures,
             f"evaluated_{unit}": first.items if first is not None else 0,
-            "steps": reached.step,
-            f"training_{unit}": reached.items,
+            "steps": self._step,
+            f"training_{unit}": self._items,
             f"{unit}_per_s": self.watch.rate,
             "training_s": self.watch.now(),
             "virtual_s": totals.virtual_s,
-            "mean_trunk_staleness": reached.staleness / reached.step if reached.step else None,
+            "mean_trunk_staleness": self._staleness / self._step if self._step else None,
             "calls_ok": totals.calls_ok,
             "calls_failed": totals.calls_failed,
             "failures": dict(totals.failures),
@@ -312,7 +282,3 @@ class Ledger:
             **totals.figures,
             "complete": is_complete,
         }
-
-    def close(self) -> None:
-        """Free what checkpoints hold."""
-        self.checkpoints.close()

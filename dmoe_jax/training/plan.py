@@ -15,7 +15,7 @@ class Plan:
     eval_items: int = 16_384
     """Tokens or samples of the evaluations on the way; 0 for all."""
     final_eval_items: int = 0
-    """Of the evaluations at the end; 0 for all."""
+    """Tokens or samples of the evaluations at the end; 0 for all."""
     pause: bool = False
     """Whether training pauses to be evaluated and saved, and can then be resumed bit for bit; or goes on meanwhile."""
     checkpoint_every: int = 0

@@ -14,6 +14,7 @@ from rich.progress import (
     ProgressColumn,
     SpinnerColumn,
     Task,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -21,7 +22,7 @@ from rich.progress import (
 from rich.text import Text
 
 _LINE_PERIOD_S = 10.0
-"""Between lines when the output is not a terminal: enough to see that it moves, few enough for a log."""
+"""Time between lines when the output is not a terminal: they show that it moves, and do not flood a log."""
 
 
 class TrainingProgress:
@@ -29,14 +30,13 @@ class TrainingProgress:
 
     Args:
       num_steps: updates of the whole run.
-      unit: what is counted in a second: tokens, samples.
     """
 
-    def __init__(self, num_steps: int, *, unit: str = "tokens") -> None:
+    def __init__(self, num_steps: int) -> None:
         self._console = Console(stderr=True)
         self._num_steps = num_steps
-        self.unit = unit
-        """What is counted in a second."""
+        self.unit = "tokens"
+        """What is counted in a second: tokens, samples."""
         self._smoothed_loss: float | None = None
         self._bar = Progress(
             SpinnerColumn(),
@@ -51,7 +51,6 @@ class TrainingProgress:
         )
         self._training = self._bar.add_task("training", total=num_steps, figures="", visible=False)
         self._now = ""
-        """What a line would say where there is no terminal."""
         self._now_since = self._last_line_at = time.monotonic()
         self._ended = threading.Event()
         self._depth = 0
@@ -82,36 +81,41 @@ class TrainingProgress:
     @contextmanager
     def phase(self, text: str) -> Iterator[Callable[[str], None]]:
         """Show a spinner with this text while the block runs; the value changes the text."""
-        task = self._bar.add_task(text, total=None, figures="")
-        before, self._now, self._now_since = self._now, text, time.monotonic()
-
-        def change(text: str) -> None:
-            self._now, self._now_since = text, time.monotonic()
-            self._bar.update(task, description=text)
-
         if self._bar.disable:
             self.say(text)
-        try:
+        with self._shown(text) as task:
+
+            def change(text: str) -> None:
+                self._line(text)
+                self._bar.update(task, description=text)
+
             yield change
-        finally:
-            self._now = before
-            self._bar.remove_task(task)
 
     @contextmanager
     def evaluation(self, text: str) -> Iterator[Callable[[int, int | None], None]]:
         """Show a bar for an evaluation of this text; the value is called with the batches done and their number."""
-        task = self._bar.add_task(f"evaluating {text}", total=None, figures="")
-        before, self._now, self._now_since = self._now, f"evaluating {text}", time.monotonic()
+        with self._shown(f"evaluating {text}") as task:
 
-        def on_batch(done: int, total: int | None) -> None:
-            self._now = f"evaluating {text}: {done}{f' of {total}' if total else ''} batches"
-            self._bar.update(task, completed=done, total=total)
+            def on_batch(done: int, total: int | None) -> None:
+                self._line(f"evaluating {text}: {done}{f' of {total}' if total else ''} batches")
+                self._bar.update(task, completed=done, total=total)
 
-        try:
             yield on_batch
+
+    @contextmanager
+    def _shown(self, text: str) -> Iterator[TaskID]:
+        """Show another task while the block runs."""
+        task, before = self._bar.add_task(text, total=None, figures=""), self._now
+        self._line(text)
+        try:
+            yield task
         finally:
             self._now = before
             self._bar.remove_task(task)
+
+    def _line(self, text: str) -> None:
+        """What a line says from now on where there is no terminal."""
+        self._now, self._now_since = text, time.monotonic()
 
     def start_at(self, step: int) -> None:
         """Show the training bar, from this step on."""
@@ -124,14 +128,18 @@ class TrainingProgress:
         if failures:
             figures += f"  failed calls: {describe_failures(failures)}"
         self._bar.update(self._training, completed=step, figures=figures, visible=True)
-        self._now, self._now_since = f"step {step}/{self._num_steps}  {figures}", time.monotonic()
+        self._line(f"step {step}/{self._num_steps}  {figures}")
 
     def _say_now_and_then(self) -> None:
         while not self._ended.wait(0.5):
-            now = time.monotonic()
-            if self._now and now - self._last_line_at >= _LINE_PERIOD_S:
-                waited = now - self._now_since
-                self.say(self._now if waited < _LINE_PERIOD_S else f"{self._now} ({waited:.0f} s)")
+            self._say_if_quiet()
+
+    def _say_if_quiet(self) -> None:
+        """A line, if the last one is a while ago; with the seconds for which it has been the same."""
+        now = time.monotonic()
+        if self._now and now - self._last_line_at >= _LINE_PERIOD_S:
+            waited = now - self._now_since
+            self.say(self._now if waited < _LINE_PERIOD_S else f"{self._now} ({waited:.0f} s)")
 
 
 def describe_failures(failures: Mapping[str, int]) -> str:

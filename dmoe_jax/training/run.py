@@ -14,7 +14,7 @@ import trio
 
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine
-from dmoe_jax.training.ledger import Ledger, Records, no_records
+from dmoe_jax.training.ledger import Ledger, Records
 from dmoe_jax.training.plan import Plan
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.saving import PreparedRun
@@ -27,9 +27,7 @@ _CALLS_PERIOD_S = 1.0
 """How often the totals of calls are written down beside the training."""
 
 _LOAD_PERIOD_S = 10.0
-"""Likewise the load of every expert, which is a long line."""
-
-_NO_FACTS: Mapping[str, object] = MappingProxyType({})
+"""How often the load of every expert is, which makes a long line."""
 
 
 async def train(
@@ -39,8 +37,8 @@ async def train(
     task: Task,
     progress: TrainingProgress,
     *,
-    facts: Mapping[str, object] = _NO_FACTS,
-    records: Records = no_records,
+    facts: Mapping[str, object] = MappingProxyType({}),
+    records: Records = tuple,
     on_end: Callable[[dict[str, Any]], None] = lambda headline: None,
 ) -> dict[str, Any]:
     """Train to the end of the plan, from the folder's last checkpoint if it holds one.
@@ -77,7 +75,7 @@ async def train(
             state.end_early(error)
             raise
         finally:
-            state.close()
+            state.checkpoints.close()
 
 
 def train_without_waiting(run: Coroutine[Any, Any, T]) -> T:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dmoe_jax.runs.run_folder import METRICS, RunFolder, flat, plain
+from dmoe_jax.runs.run_folder import METRICS, RunFolder, changed_settings, check_new
 
 CHECKPOINT_FOLDER = "checkpoints"
 
@@ -65,7 +65,7 @@ def prepare_run(
     Args:
       path: the folder; None for a new one under runs/.
       settings: all that decides what the run computes.
-      name: of a folder under runs/.
+      name: what a folder under runs/ is called.
       resume: whether a run that is there may go on.
       may_differ: settings that may be others than before; nested ones as "expert.d_model".
 
@@ -73,22 +73,16 @@ def prepare_run(
       ValueError: naming the first setting that was another one, and both values; or the folder is not empty although
         `resume` is false, or is not a run folder.
     """
-    if path is not None and path.exists() and not path.is_dir():
-        raise ValueError(f"the run folder {path} is a file; expected a new or empty folder")
-    if path is None or not path.is_dir() or not any(path.iterdir()):
+    if path is not None and not resume:
+        check_new(path, hint=", or --resume")
+    if path is None or not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return PreparedRun(path=path, settings=settings, name=name)
-    if not resume:
-        raise ValueError(f"the run folder {path} is not empty; expected a new or empty folder, or --resume")
-    before, now = flat(saved_settings(path)), flat(plain(settings))
-    changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
-    for key in changed:
-        if key not in may_differ:
-            raise ValueError(
-                f"the run in {path} was begun with {key} {before.get(key)!r} and cannot be resumed with "
-                f"{now.get(key)!r}"
-            )
-    changes = tuple(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed)
-    return PreparedRun(path=path, settings=settings, name=name, goes_on=True, changes=changes)
+    changes = changed_settings(saved_settings(path), settings)
+    for name, (then, now) in changes.items():
+        if name not in may_differ:
+            raise ValueError(f"the run in {path} was begun with {name} {then!r} and cannot be resumed with {now!r}")
+    told = tuple(f"{name}: {then!r} -> {now!r}" for name, (then, now) in changes.items())
+    return PreparedRun(path=path, settings=settings, name=name, goes_on=True, changes=told)
 
 
 def saved_settings(path: Path) -> dict[str, Any]:
@@ -116,8 +110,8 @@ def cut_metrics(folder: RunFolder, *, step: int, size: int | None) -> None:
     """Take what was written after a checkpoint out of the metrics, but for the run's own ends and beginnings.
 
     Args:
-      folder: of the run.
-      step: of the checkpoint; 0 if there is none.
+      folder: the run's.
+      step: the checkpoint's; 0 if there is none.
       size: bytes that metrics.jsonl had at the checkpoint. None: it was written beside the training, and records of
         later steps may stand before it.
     """

@@ -21,7 +21,7 @@ class SwarmEngine:
     they are there; the trainers' own state, such as a memory of the text just read, begins anew.
 
     Args:
-      trainers: of this process, with the model and the trunk that they share.
+      trainers: the trainers of this process, with the model and the trunk that they share.
       statistics: totals of their expert calls.
       evaluation: batches to evaluate.
       layers: layer -> uids of its experts.

@@ -13,7 +13,7 @@ class Task:
     """A model's data: what it is called and how an evaluation of it reads."""
 
     name: str
-    """Of the data."""
+    """What the data is called."""
     description: str = ""
     """One line for people."""
     unit: str = "samples"

@@ -15,7 +15,7 @@ from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import ROUTERS, make_router
 from dmoe_jax.runs.report import ReportTable, format_value
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
-from dmoe_jax.training.ledger import first_leaf
+from dmoe_jax.trainer import first_leaf
 from dmoe_jax.training.saving import finished_headline, prepare_run
 from experiments.bench import Experiment, Run
 from experiments.compare_routers.settings import (

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -49,7 +48,7 @@ class SmallSwarm:
     def stacked_params(self, prefix: str, grid_size: tuple[int, ...]) -> Any:
         """Copies of the experts' parameters of one layer, stacked as `mixture.local` keeps them."""
         params = [self.backends[str(uid)].params for uid in all_uids(prefix, grid_size)]
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *params)
 
     def mixture(self, expert: Expert, router: Router, prefix: str, **options: Any) -> RemoteMixture:
         """As `Swarm.mixture`; the policy may be given whole."""

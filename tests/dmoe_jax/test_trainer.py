@@ -1,6 +1,8 @@
 """The Transformer-XL over a swarm: equal to one jit, compiled once, many trainers at once, faults survived."""
 
 import functools
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,18 +12,21 @@ import optax
 import pytest
 import trio
 
+from dmoe_jax.autodiff import Recording
 from dmoe_jax.data.batches import Batch, SegmentStream, evaluation_segments
-from dmoe_jax.device import InlineDevice
+from dmoe_jax.device import InlineDevice, ThreadDevice
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.mixture.fan_out import CallPolicy
 from dmoe_jax.mixture.local import init_opt_states, update_experts
+from dmoe_jax.model import Model, Outcome
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import empty_memory
+from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.combinators import add_noise
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.routing.registry import ROUTERS
-from dmoe_jax.trainer import StepRecord, Trainer, loss_and_grads
+from dmoe_jax.trainer import StepRecord, Trainer, all_finite, loss_and_grads
 from dmoe_jax.trunk import SharedTrunk
 from net.errors import NetError
 from tests.dmoe_jax.small_swarm import SmallSwarm, close, direct_callers, open_small_swarm, tcp_callers
@@ -37,6 +42,7 @@ CONFIG = TransformerXLConfig(
     layer=LayerConfig(d_model=16, num_heads=2, d_ff=24, seq_len=6, mem_len=6),
 )
 ROUTER = product_key(GRID, init_scale=1.0)
+ONE_LAYER = CONFIG.replace(num_layers=1)
 DROPPING = CONFIG.replace(
     dropout=0.2,
     attention_dropout=0.1,
@@ -48,6 +54,8 @@ DROPPING = CONFIG.replace(
 NOISY = add_noise(ROUTER, stddev=1.0)
 OPTIMIZER = optax.sgd(0.5)
 LAYERS = ["layer0", "layer1"]
+LONG_LISTED = NodeConfig(announce_period_s=100.0, record_lifetime_s=1000.0)
+"""What is compared with compiles on the event loop, which on a busy machine may take longer than experts are listed."""
 TEXT = np.random.default_rng(0).integers(0, 40, 400)
 
 
@@ -75,21 +83,27 @@ def local_step(config: Any, router: Any, trunk: Any, experts: Any, batch: Any, m
     return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(trunk, experts)
 
 
+update = jax.jit(update_experts, static_argnums=0)
+
+
 async def check_equals_local(callers: Any, config: Any, router: Any, *, seed: int | None) -> None:
-    """Three steps with memory: loss, trunk gradients and expert parameters agree with `local_forward` to 1e-5.
+    """Two steps with memory: loss, trunk gradients and expert parameters agree with `local_forward` to 1e-5.
 
     Args: seed: of the chance in a step; None: without any.
     """
-    opened = open_small_swarm(callers, config.expert(), OPTIMIZER, prefixes=LAYERS, grid_size=GRID)
+    layers = LAYERS[: config.num_layers]
+    opened = open_small_swarm(
+        callers, config.expert(), OPTIMIZER, prefixes=layers, grid_size=GRID, node_config=LONG_LISTED
+    )
     async with opened as swarm:
-        mixtures = [swarm.mixture(config.expert(), router, layer, k_best=2) for layer in LAYERS]
+        mixtures = [swarm.mixture(config.expert(), router, layer, k_best=2) for layer in layers]
         model = txl.TransformerXL(config, router, mixtures)
         trunk = txl.init_trunk(jax.random.key(1), config, router)
-        experts = tuple(swarm.stacked_params(layer, GRID) for layer in LAYERS)
+        experts = tuple(swarm.stacked_params(layer, GRID) for layer in layers)
         states = tuple(init_opt_states(OPTIMIZER, params) for params in experts)
         memory = remote_memory = empty_memory(config, 3)
         text = stream()
-        for _ in range(3):
+        for _ in range(2):
             position = text.position
             batch = next(text)
             keys = None if seed is None else model.keys(batch, seed=seed, trainer=0, step=position)
@@ -103,18 +117,18 @@ async def check_equals_local(callers: Any, config: Any, router: Any, *, seed: in
             memory = aux.memory
             close(remote_memory, memory)
             stepped = [
-                update_experts(OPTIMIZER, params, state, layer_grads, layer.load > 0)
+                update(OPTIMIZER, params, state, layer_grads, layer.load > 0)
                 for params, state, layer_grads, layer in zip(experts, states, expert_grads, aux.layers, strict=True)
             ]
             experts, states = tuple(s[0] for s in stepped), tuple(s[1] for s in stepped)
-            close(tuple(swarm.stacked_params(layer, GRID) for layer in LAYERS), experts)
-            trunk = jax.tree.map(lambda p, g: p - 0.1 * g, trunk, grads)
+            close(tuple(swarm.stacked_params(layer, GRID) for layer in layers), experts)
+            trunk = jax.tree.map(lambda p, g: np.asarray(p) - np.float32(0.1) * np.asarray(g), trunk, grads)
 
 
 async def test_transformer_xl_equals_one_jit_over_tcp() -> None:
     """Remote equals local over real sockets."""
     async with tcp_callers(3) as callers:
-        await check_equals_local(callers, CONFIG, ROUTER, seed=None)
+        await check_equals_local(callers, ONE_LAYER, ROUTER, seed=None)
 
 
 async def test_dropout_and_noise_are_those_of_one_jit(autojump_clock: trio.testing.MockClock) -> None:
@@ -134,16 +148,16 @@ async def test_every_router_routes_alike_locally_and_remotely(
     name: str, autojump_clock: trio.testing.MockClock
 ) -> None:
     """Per sequence: loss, auxiliary loss, gradients and expert updates are those of one jit, whichever the router."""
-    await check_equals_local(direct_callers(DirectNetwork(), 3), CONFIG, ROUTERS[name](GRID), seed=3)
+    await check_equals_local(direct_callers(DirectNetwork(), 3), ONE_LAYER, ROUTERS[name](GRID), seed=3)
 
 
 async def test_second_training_step_compiles_nothing(compilations: Any) -> None:
     """One step (with warm nodes) compiles all there is; the next ones, with the same rows, nothing."""
     async with tcp_callers(2) as callers, swarm_on(callers) as swarm:
         for backend in swarm.backends.values():
-            backend.warm_up(5)
+            backend.warm_up(3)
         trunk = SharedTrunk(txl.init_trunk(jax.random.key(1), CONFIG, ROUTER), optax.adam(1e-3), InlineDevice())
-        trainer = Trainer(0, make_model(swarm), trunk, stream(batch_size=5))
+        trainer = Trainer(0, make_model(swarm), trunk, stream())
         await trainer.step()
         first = compilations.count
         assert first > 0
@@ -152,13 +166,13 @@ async def test_second_training_step_compiles_nothing(compilations: Any) -> None:
         assert compilations.count == first
 
 
-async def test_64_trainers_overlap_their_waits(autojump_clock: trio.testing.MockClock) -> None:
-    """With 1 s on every remote call a step of 64 trainers takes the four calls of its critical path, not 256."""
+async def test_trainers_overlap_their_waits(autojump_clock: trio.testing.MockClock) -> None:
+    """With 1 s on every remote call a step of 16 trainers takes the four calls of its critical path, not 64."""
     network = DirectNetwork(latency_s=1.0)
     async with swarm_on(direct_callers(network, 3)) as swarm:
         model = make_model(swarm, policy=CallPolicy(grace_s=30.0, timeout_s=30.0))
         trunk = SharedTrunk(txl.init_trunk(jax.random.key(1), CONFIG, ROUTER), optax.adam(1e-3), InlineDevice())
-        trainers = [Trainer(i, model, trunk, stream(batch_size=1, shard=i, num_shards=64)) for i in range(64)]
+        trainers = [Trainer(i, model, trunk, stream(shard=i, num_shards=16)) for i in range(16)]
         await trainers[0].step()  # finds the experts, so that what follows is steps alone
         started = trio.current_time()
         async with trio.open_nursery() as nursery:
@@ -166,7 +180,7 @@ async def test_64_trainers_overlap_their_waits(autojump_clock: trio.testing.Mock
                 nursery.start_soon(trainer.step)
         # Two layers, forward and backward, one second each.
         assert trio.current_time() - started == pytest.approx(4.0, rel=0.5)
-        assert trunk.step == 65
+        assert trunk.step == 17
 
 
 async def test_training_learns_and_evaluation_trains_nobody(autojump_clock: trio.testing.MockClock) -> None:
@@ -177,7 +191,7 @@ async def test_training_learns_and_evaluation_trains_nobody(autojump_clock: trio
         text = np.tile(TEXT[:30], 12)
 
         async def perplexity() -> float:
-            batches = evaluation_segments(text, batch_size=2, seq_len=CONFIG.seq_len, max_tokens=101)
+            batches = evaluation_segments(text, batch_size=3, seq_len=CONFIG.seq_len, max_tokens=101)
             evaluation = await model.evaluate(trunk.params, batches)
             np.testing.assert_array_equal(np.sort(evaluation.targets), np.sort(text[1:102]))
             return evaluation.perplexity
@@ -187,7 +201,7 @@ async def test_training_learns_and_evaluation_trains_nobody(autojump_clock: trio
         records: list[StepRecord] = []
         lost: list[Exception] = []
         trainers = [
-            Trainer(i, model, trunk, SegmentStream(text, batch_size=2, seq_len=6, shard=i, num_shards=3))
+            Trainer(i, model, trunk, SegmentStream(text, batch_size=3, seq_len=6, shard=i, num_shards=3))
             for i in range(3)
         ]
         async with trio.open_nursery() as nursery:
@@ -242,3 +256,51 @@ def test_batch_of_the_stream_is_what_the_model_reads() -> None:
     """Targets are the tokens one place later, so that the loss is of the next word."""
     batch: Batch = next(stream(batch_size=1))
     np.testing.assert_array_equal(batch.tokens[0, 1:], batch.targets[0, :-1])
+
+
+class Quadratic(Model):
+    """One number that is to become the batch's; no expert."""
+
+    def init(self, key: Any) -> Any:
+        return jnp.zeros(())
+
+    async def forward(self, run: Recording, params: Any, batch: Any, state: Any, keys: Any) -> Outcome:
+        return Outcome(loss=run(distance, params, batch), items=2)
+
+
+def distance(weight: Any, place: Any) -> Any:
+    return (weight - place) ** 2
+
+
+async def test_the_device_waits_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients are waited for off the event loop, which stays free meanwhile."""
+    threads = []
+
+    def all_finite_somewhere(*args: Any) -> bool:
+        threads.append(threading.current_thread())
+        return all_finite(*args)
+
+    monkeypatch.setattr("dmoe_jax.trainer.all_finite", all_finite_somewhere)
+    trunk = SharedTrunk(jnp.zeros(()), optax.sgd(0.25), ThreadDevice())
+    record = await Trainer(0, Quadratic(), trunk, iter([jnp.ones(())])).step()
+    assert (record.loss, float(trunk.params)) == (1.0, 0.5)
+    assert threading.current_thread() not in threads
+
+
+async def test_evaluation_reads_one_batch_after_the_other() -> None:
+    """Data of a user's own may be larger than memory: a batch is asked for once the one before is done."""
+    asked, done = 0, 0
+
+    def batches() -> Iterator[Any]:
+        nonlocal asked
+        for _ in range(3):
+            assert asked == done
+            asked += 1
+            yield jnp.ones(())
+
+    def on_batch() -> None:
+        nonlocal done
+        done += 1
+
+    evaluation = await Quadratic().evaluate(jnp.zeros(()), batches(), on_batch)
+    assert (evaluation.loss, evaluation.items, done) == (1.0, 6, 3)

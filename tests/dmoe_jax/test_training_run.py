@@ -101,13 +101,20 @@ async def count_beside(folder: Path, engine: CountingEngine, *, resume: bool = F
     return await train(engine, run, Plan(**settings), task, TrainingProgress(settings["steps"]))
 
 
+@pytest.fixture(autouse=True)
+def quick_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty figure: a real one takes a second, and one test below has it drawn."""
+    monkeypatch.setattr("dmoe_jax.training.ledger.training_figure", lambda metrics, path, title: path.write_bytes(b""))
+
+
 def records(folder: Path, kind: str, *fields: str) -> list[tuple[Any, ...]]:
     found = [record for record in RunFolder(folder).metrics() if record["kind"] == kind]
     return [tuple(record.get(field) for field in fields) for record in found]
 
 
-def test_a_run_pauses_evaluates_and_reports(tmp_path: Path) -> None:
+def test_a_run_pauses_evaluates_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stretches of 4, 4 and 2 steps; part of the validation text in the pauses, all texts at the end."""
+    monkeypatch.undo()
     engine = CountingEngine()
     assert isinstance(engine, Engine)
     headline = count(tmp_path, engine)
@@ -132,7 +139,8 @@ def test_a_run_pauses_evaluates_and_reports(tmp_path: Path) -> None:
     assert (headline["steps"], headline["training_tokens"], headline["mean_trunk_staleness"]) == (10, 100, 2.0)
     assert (headline["failed_call_share"], headline["load_cv"], headline["dead_experts"]) == (0.25, 0.0, 0)
     assert headline["complete"] is True
-    assert {"report.md", "figure.png", "config.json"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"report.md", "config.json"} <= {path.name for path in tmp_path.iterdir()}
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
     assert finished_headline(RunFolder(tmp_path)) == json.loads(json.dumps(headline))
 
 
@@ -321,7 +329,7 @@ def test_a_model_of_anything_reports_its_own_figures(tmp_path: Path) -> None:
     task = Task(name="digits", unit="samples", main="accuracy")
     plan = Plan(steps=4, eval_every=2, pause=True)
     run = prepare_run(tmp_path, {})
-    headline = train_without_waiting(train(Classifier(), run, plan, task, TrainingProgress(4, unit="samples")))
+    headline = train_without_waiting(train(Classifier(), run, plan, task, TrainingProgress(4)))
     assert (headline["validation_loss"], headline["validation_accuracy"]) == (0.5, 0.75)
     assert (headline["training_samples"], headline["evaluated_samples"]) == (40, 7)
     assert not any("perplexity" in name for name in headline)
@@ -338,6 +346,22 @@ def test_an_engine_that_waits_needs_an_event_loop() -> None:
 
     with pytest.raises(RuntimeError, match="run it under trio"):
         train_without_waiting(waits())
+
+
+def test_seconds_are_said_of_what_stands_still(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text that changes, as one that counts seconds itself, gets none; one that has been the same for long does."""
+    now = 0.0
+    monkeypatch.setattr("dmoe_jax.training.progress.time.monotonic", lambda: now)
+    progress = TrainingProgress(3)
+    with progress.phase("waiting") as change:
+        now = 11.0
+        progress._say_if_quiet()
+        now = 22.0
+        change("waiting (22 s)")
+        progress._say_if_quiet()
+    assert capsys.readouterr().err.splitlines() == ["waiting", "waiting (11 s)", "waiting (22 s)"]
 
 
 def test_failed_calls_are_named_by_reason() -> None:

@@ -7,10 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dmoe_jax.runs.balance import Balance, balance, layer_balances, mean_balance
+from dmoe_jax.training.balance import Balance, balance, mean_balance
+from dmoe_jax.training.engine import Totals
 
-LAYERS = {"layer0": ("layer0.0.0", "layer0.1.0"), "layer1": ("layer1.0.0", "layer1.1.0")}
 UIDS = ("a.0", "a.1", "a.2", "a.3")
+
+
+def balance_of(samples: list[int] | tuple[int, ...]) -> Balance:
+    """Of the experts a.0, a.1 ... from the beginning of a run."""
+    load = {f"a.{index}": count for index, count in enumerate(samples)}
+    return balance(list(load), Totals(load=load), Totals())
 
 
 @pytest.mark.parametrize(
@@ -27,7 +33,7 @@ UIDS = ("a.0", "a.1", "a.2", "a.3")
 )
 def test_balance_by_hand(load: tuple[int, ...], cv: float, entropy: float, dead: int) -> None:
     """Coefficient of variation, normalised entropy and dead experts of small loads."""
-    found = balance(dict(zip(UIDS, load, strict=True)), UIDS)
+    found = balance_of(load)
     assert found.histogram == load
     assert found.cv == pytest.approx(cv)
     assert found.entropy == pytest.approx(entropy)
@@ -37,56 +43,33 @@ def test_balance_by_hand(load: tuple[int, ...], cv: float, entropy: float, dead:
 
 def test_balance_of_a_window() -> None:
     """What counts is the growth; experts that were never called count 0, those of other layers not at all."""
-    before = {"a.0": 10, "a.1": 3}
-    load = {"a.0": 10, "a.1": 7, "a.2": 4, "b.0": 99}
-    found = balance(load, UIDS, before=before, ok=6, failed=2)
+    before = Totals(load={"a.0": 10, "a.1": 3}, calls_ok=5, failures={"late": 1})
+    totals = Totals(load={"a.0": 10, "a.1": 7, "a.2": 4, "b.0": 99}, calls_ok=11, failures={"late": 2, "timeout": 1})
+    found = balance(UIDS, totals, before)
     assert found == Balance(histogram=(0, 4, 4, 0), cv=1.0, entropy=0.5, dead=2, share_lost=0.25)
 
 
 def test_nothing_happened() -> None:
-    """Without a sample or a call there is no figure, and every expert is dead."""
-    expected = Balance(histogram=(0, 0, 0, 0), cv=None, entropy=None, dead=4, share_lost=None)
-    assert balance({"a.0": 5}, UIDS, before={"a.0": 5}) == expected
-    assert balance({"a.0": 5}, ["a.0"], failed=3) == Balance(
-        histogram=(5,), cv=0.0, entropy=1.0, dead=0, share_lost=1.0
+    """Without a sample or a call there is no figure, and every expert is dead; one alone is always even."""
+    totals = Totals(load={"a.0": 5})
+    assert balance(UIDS, totals, totals) == Balance(
+        histogram=(0, 0, 0, 0), cv=None, entropy=None, dead=4, share_lost=None
     )
+    assert balance_of([5]) == Balance(histogram=(5,), cv=0.0, entropy=1.0, dead=0, share_lost=None)
 
 
-def test_mistakes_are_named() -> None:
-    """No expert, negative calls, a load that fell, an expert that the model does not have."""
-    with pytest.raises(ValueError, match=r"uids.*none"):
-        balance({}, [])
-    with pytest.raises(ValueError, match="failed=-1"):
-        balance({}, UIDS, failed=-1)
-    with pytest.raises(ValueError, match=r"a\.2 fell by 3"):
-        balance({"a.2": 1}, UIDS, before={"a.2": 4})
-    with pytest.raises(ValueError, match=r"layers layer0, layer1 have no expert 'layer0.0.1'"):
-        layer_balances({"layer0.0.1": 1}, LAYERS)
-
-
-def test_layers_by_hand() -> None:
-    """Each layer's own load with everybody's calls; the mean of layers leaves out what is not known."""
-    load, before = {"layer0.0.0": 9, "layer0.1.0": 4}, {"layer0.0.0": 6, "layer0.1.0": 3}
-    layers = layer_balances(load, LAYERS, before=before, ok=3, failed=1)
-    assert list(layers) == ["layer0", "layer1"]
-    assert layers["layer0"].histogram == (3, 1)
-    assert layers["layer0"].cv == pytest.approx(0.5)
-    assert layers["layer1"].histogram == (0, 0)
-    means = mean_balance(layers.values())
-    assert means == {
-        "load_cv": pytest.approx(0.5),
-        "load_entropy": layers["layer0"].entropy,
-        "dead_experts": 2,
-        "share_lost": 0.25,
-    }
+def test_mean_by_hand() -> None:
+    """The mean of layers leaves out what is not known; dead experts are counted together."""
+    even, unknown = balance_of([3, 1]), balance_of([0, 0])
+    expected = {"load_cv": 0.5, "load_entropy": even.entropy, "dead_experts": 2, "share_lost": None}
+    assert mean_balance([even, unknown]) == pytest.approx(expected)
     assert mean_balance([]) == {"load_cv": None, "load_entropy": None, "dead_experts": 0, "share_lost": None}
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=2, max_size=64).filter(any), st.integers(2, 1000), st.randoms())
 def test_balance_of_any_load(samples: list[int], factor: int, rng: random.Random) -> None:
     """Figures stay in their ranges; neither the order of experts nor the number of samples matters, only shares."""
-    uids = [f"a.{index}" for index in range(len(samples))]
-    found = balance(dict(zip(uids, samples, strict=True)), uids)
+    found = balance_of(samples)
     assert found.cv is not None
     assert found.entropy is not None
     assert 0 <= found.cv <= math.sqrt(len(samples) - 1) * (1 + 1e-12)
@@ -94,6 +77,6 @@ def test_balance_of_any_load(samples: list[int], factor: int, rng: random.Random
     assert found.dead == samples.count(0)
     shuffled = [factor * count for count in samples]
     rng.shuffle(shuffled)
-    other = balance(dict(zip(uids, shuffled, strict=True)), uids)
+    other = balance_of(shuffled)
     assert other.cv == pytest.approx(found.cv, abs=1e-9)
     assert other.entropy == pytest.approx(found.entropy, abs=1e-9)

@@ -1,0 +1,118 @@
+"""How evenly a run uses its experts: a record for each layer and window of steps, the last of them for the headline.
+
+Two figures for the same thing, because each is blind to something. The coefficient of variation grows with single
+overloaded experts, up to sqrt(experts - 1) when one does everything; the entropy, divided by that of a perfectly even
+load, tells how many experts share the work: 1 for all of them alike, log(m) / log(n) for m of n, 0 for one alone.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from dmoe_jax.runs.run_folder import RunFolder
+from dmoe_jax.training.engine import Totals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """How one layer's experts were used over some samples: the fields of a "balance" record.
+
+    Attributes:
+      histogram: samples sent to each expert, in the order of the layer's uids.
+      cv: coefficient of variation, standard deviation / mean, over all experts; None without a sample.
+      entropy: entropy of the load as a distribution over experts, divided by log(experts); None without a sample.
+      dead: experts without any sample.
+      share_lost: failed calls / all calls, of all layers; None without a call, as in a local mixture.
+    """
+
+    histogram: tuple[int, ...]
+    cv: float | None
+    entropy: float | None
+    dead: int
+    share_lost: float | None
+
+
+def balance(uids: Sequence[str], totals: Totals, before: Totals) -> Balance:
+    """The balance of one layer.
+
+    Args:
+      uids: every expert of the layer. Others in the totals' load do not count here.
+      totals: who was never called may be missing from their load.
+      before: totals where the window begins; `Totals()` for the beginning of the run.
+    """
+    window = tuple(totals.load.get(uid, 0) - before.load.get(uid, 0) for uid in uids)
+    ok, failed = totals.calls_ok - before.calls_ok, totals.calls_failed - before.calls_failed
+    histogram = np.array(window, dtype=np.float64)
+    is_used = bool(histogram.any())
+    return Balance(
+        histogram=window,
+        cv=float(histogram.std() / histogram.mean()) if is_used else None,
+        entropy=_normalised_entropy(histogram) if is_used else None,
+        dead=window.count(0),
+        share_lost=failed / (ok + failed) if ok + failed else None,
+    )
+
+
+def mean_balance(layers: Iterable[Balance]) -> dict[str, Any]:
+    """The layers in one: mean cv and entropy, dead experts of all, mean share of lost calls; for a headline."""
+    layers = list(layers)
+    return {
+        "load_cv": _mean(layer.cv for layer in layers),
+        "load_entropy": _mean(layer.entropy for layer in layers),
+        "dead_experts": sum(layer.dead for layer in layers),
+        "share_lost": _mean(layer.share_lost for layer in layers),
+    }
+
+
+class BalanceLog:
+    """Writes "experts" records of the cumulative load, and "balance" records over the samples since the last ones.
+
+    Args:
+      folder: where they go.
+      layers: layer -> uids of its experts.
+      totals: the totals where the first window begins; what a resumed run has counted already belongs to none.
+    """
+
+    def __init__(self, folder: RunFolder, layers: Mapping[str, tuple[str, ...]], totals: Totals) -> None:
+        self._folder = folder
+        self._layers = layers
+        self._before = totals
+        self._last: list[Balance] = []
+
+    def log_load(self, totals: Totals, **place: object) -> None:
+        """The load of all experts since the run began, and who serves them; nothing for a dense model."""
+        if self._layers:
+            self._folder.log("experts", **place, load=totals.load, peer=totals.peers)
+
+    def log(self, totals: Totals, **place: object) -> None:
+        """The load, and the balance of each layer; nothing if no sample was sent since the last time."""
+        if totals.load == self._before.load:
+            return
+        self.log_load(totals, **place)
+        self._last = [balance(uids, totals, self._before) for uids in self._layers.values()]
+        for layer, found in zip(self._layers, self._last, strict=True):
+            self._folder.log("balance", **place, layer=layer, **asdict(found))
+        self._before = totals
+
+    def headline(self, totals: Totals) -> dict[str, Any]:
+        """`load_cv`, `load_entropy`, `dead_experts` and `share_lost` of the last window, where a collapse shows."""
+        if not self._layers:
+            return {}
+        return mean_balance(self._last or [balance(uids, totals, Totals()) for uids in self._layers.values()])
+
+
+def _normalised_entropy(histogram: np.ndarray) -> float:
+    """The entropy of a histogram with a sample in it, from 0 to 1."""
+    if histogram.size == 1:
+        return 1.0  # a single expert shares everything evenly with nobody
+    shares = histogram[histogram > 0] / histogram.sum()
+    entropy = -(shares * np.log(shares)).sum() / math.log(histogram.size)
+    return min(1.0, float(entropy)) + 0.0  # rounding must not pass 1, nor a lone expert have -0.0
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,115 @@
+"""A swarm without `async`: the same methods, waited for, and an end to every wait."""
+
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+import pytest
+import trio
+
+from dmoe_jax.autodiff import Recording
+from dmoe_jax.blocking import BlockingSwarm, Closed, connect
+from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.model import Model, Outcome
+from dmoe_jax.optim.moshpit import moshpit_average
+from dmoe_jax.routing import product_key
+from dmoe_jax.security import Plain
+from dmoe_jax.swarm import Swarm
+from net.errors import DialFailed
+
+
+def distance(weight: Any, place: Any) -> Any:
+    return (weight - place) ** 2
+
+
+class Quadratic(Model):
+    """One number that is to become the batch's; no expert."""
+
+    def init(self, key: Any) -> Any:
+        return jnp.zeros(())
+
+    async def forward(self, run: Recording, params: Any, batch: Any, state: Any, keys: Any) -> Outcome:
+        return Outcome(loss=run(distance, params, batch))
+
+
+@pytest.fixture(scope="module")
+def swarm() -> Iterator[BlockingSwarm]:
+    with connect(security=Plain()) as swarm:
+        yield swarm
+
+
+def test_methods_are_those_of_the_swarm(swarm: BlockingSwarm) -> None:
+    """Arguments and docstrings show as they are there; what is served, trained and averaged is waited for."""
+    for name in ("serve", "mixture", "trainer", "averager", "experts", "members"):
+        assert inspect.getdoc(getattr(swarm, name)) == inspect.getdoc(getattr(Swarm, name))
+        assert inspect.signature(getattr(swarm, name)).parameters.keys() >= set(
+            inspect.signature(getattr(Swarm, name)).parameters
+        ) - {"self"}
+    served = swarm.serve({"ffn.0": feedforward(d_model=2)}, optimizer=None, warm_up_rows=1)
+    assert served.uids == tuple(swarm.experts()) == ("ffn.0",)
+    assert [member.role for member in swarm.members()] == ["node"]
+    with pytest.raises(ValueError, match=r"serves 1 experts already, among them ffn.0; .* in one call"):
+        swarm.serve({"other.0": feedforward(d_model=2)}, optimizer=None)
+    assert swarm.mixture("ffn", feedforward(d_model=2), product_key((1,)), k_best=1).check() == 1
+    served.close()
+    assert swarm.experts() == {}
+    optimizer = moshpit_average(optax.sgd(0.25), every=1)
+    trainers = swarm.trainer(Quadratic(), optimizer, iter([jnp.ones(())] * 3), params=jnp.zeros(()))
+    trainers.run(2)
+    # 0 -> 0.5 -> 0.75
+    assert (trainers.step, float(trainers.params), trainers.evaluate([jnp.ones(())]).loss) == (2, 0.75, 0.0625)
+    with swarm.averager(trainers.params, optimizer, name="run") as averager:
+        state = averager.step(optimizer.init(trainers.params), trainers.params)
+        assert averager.catch_up(0, {"params": trainers.params, "opt_state": state}) is None
+        assert (averager.totals.done, averager.is_left_behind) == (0, False)
+
+
+def test_gradients_are_waited_for(swarm: BlockingSwarm) -> None:
+    """As `jax.value_and_grad`."""
+
+    async def forward(run: Recording, params: Any, place: Any) -> Any:
+        return run(distance, params, place)
+
+    assert swarm.value_and_grad(forward)(jnp.ones(()), jnp.zeros(())) == (1.0, 2.0)
+
+
+def test_what_a_call_raises_comes_out(swarm: BlockingSwarm) -> None:
+    """Its own errors; and a wait inside the swarm's thread, which would never end, is refused."""
+    with pytest.raises(ValueError, match=r"ffn\.\["):
+        swarm.serve({"ffn.[": feedforward(d_model=2)}, optimizer=None)
+
+    async def wait_inside() -> None:
+        swarm.experts()
+
+    with pytest.raises(RuntimeError, match="await the function instead"):
+        swarm.run(wait_inside)
+    with pytest.raises(DialFailed):
+        connect("127.0.0.1:1", security=Plain())
+
+
+def test_closing_ends_what_is_waited_for() -> None:
+    """Calls under way and later ones raise `Closed`; closing twice does nothing."""
+    swarm = connect(security=Plain())
+    begun, errors = threading.Event(), []
+
+    async def sleep() -> None:
+        begun.set()
+        await trio.sleep_forever()
+
+    def wait() -> None:
+        with pytest.raises(Closed, match="during the call") as raised:
+            swarm.run(sleep)
+        errors.append(raised.value)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert begun.wait(10)
+    swarm.close()
+    swarm.close()
+    waiting.join(10)
+    assert len(errors) == 1
+    with pytest.raises(Closed, match="is closed"):
+        swarm.experts()
