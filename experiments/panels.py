@@ -55,22 +55,28 @@ def _draw_ratios(axes: Axes, columns: Mapping[str, Sequence[float]], bar: Bar) -
 
 
 def draw_rounds(
-    axes: Axes, title: str, values: Sequence[float], *, reference: tuple[float, str], bar: tuple[float, str]
+    axes: Axes,
+    title: str,
+    values: Sequence[float],
+    *,
+    bar: tuple[float, str],
+    reference: tuple[float, str] | None = None,
 ) -> None:
-    """Draw a bar for each round, and two lines across: what to compare with, and what must be reached.
+    """Draw a column for each round, and a line across for what must be reached.
 
     Args:
       axes: where.
       title: of the panel, with the unit of the values.
       values: of each round.
-      reference, bar: value and text of the lines.
+      bar: value and text of the line.
+      reference: of one more line, what to compare with.
     """
     numbers = range(1, len(values) + 1)
     axes.bar(numbers, values, color=VALID, width=0.6)
-    labels = [(*reference, GREY), (*bar, KILLED)]
+    labels = [*([(*reference, GREY)] if reference is not None else []), (*bar, KILLED)]
     for value, _, colour in labels:
         axes.axhline(value, color=colour, linestyle="--", linewidth=1.2)
     axes.set_xticks(list(numbers))
-    axes.set_ylim(0, 1.15 * max(reference[0], bar[0], *values))
+    axes.set_ylim(0, 1.15 * max(*(value for value, _, _ in labels), *values))
     dress(axes, title, "round")
     end_labels(axes, labels)

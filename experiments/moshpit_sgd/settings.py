@@ -19,8 +19,6 @@ class MoshpitSgdSettings(Settings):
 
     quick: bool = False
     """The MNIST network and 16 peers only."""
-    seed: int = 0
-    """Seed of parameters, batches, speeds, absences and places on the grid."""
     model: ModelName | None = None
     """What is trained. Default: one after the other; with --quick the MNIST network."""
     peers: int | None = None

@@ -9,11 +9,10 @@ from matplotlib.figure import Figure
 from dmoe_jax.runs.run_folder import read_metrics
 from dmoe_jax.runs.style import FAINT, GREY, INK, KILLED, VALID, dress
 from experiments.bench import Run
+from experiments.panels import draw_rounds
 from experiments.sim_scale.scenario import SCHEDULE
 from experiments.sim_scale.settings import ScaleSettings
 from net.transport.sim.events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost
-
-_ABOVE_BAR: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 9, "color": INK}
 
 
 def scale_figure(run: Run[ScaleSettings], *, ratio_bar: float, rate_bar: float) -> Figure:
@@ -29,12 +28,7 @@ def scale_figure(run: Run[ScaleSettings], *, ratio_bar: float, rate_bar: float) 
     _draw_cost(cost, run.records("step"), ratio_bar)
     dress(cost, f"A step of {run.settings.trainers} trainers (s)", "measurement")
     rates = [record["messages_per_s"] for record in run.records("messages")]
-    for place, value in enumerate(rates, start=1):
-        rate.bar(place, value, color=VALID, width=0.6)
-        rate.text(place, value, f"{value:,.0f}", **_ABOVE_BAR)
-    rate.axhline(rate_bar, color=KILLED, linestyle="--", linewidth=1.2, label=f"bar {rate_bar:,.0f}")
-    _fit(rate, len(rates), max(rate_bar, *rates))
-    dress(rate, f"Messages/s, {run.settings.peers:,} peers", "measurement")
+    draw_rounds(rate, f"Messages/s, {run.settings.peers:,} peers", rates, bar=(rate_bar, f"bar {rate_bar:,.0f}"))
     _draw_story(story, [read_metrics(path) for path in sorted(run.folder.path.glob("scenario-*.jsonl"))])
     return figure
 
@@ -46,19 +40,13 @@ def _draw_cost(axes: Axes, steps: Sequence[Mapping[str, Any]], bar: float) -> No
         labels = ("XLA calls alone", "in the swarm", f"bar {bar:g}x") if place == 1 else (None, None, None)
         axes.bar(place - 0.2, alone, color=GREY, width=0.36, label=labels[0])
         axes.bar(place + 0.2, swarm, color=VALID, width=0.36, label=labels[1])
-        axes.text(place + 0.2, swarm, f"{swarm / alone:.2f}x", **_ABOVE_BAR)
+        axes.text(place + 0.2, swarm, f"{swarm / alone:.2f}x", ha="center", va="bottom", fontsize=9, color=INK)
         # The bar is a multiple of each measurement's own computing.
         line: dict[str, Any] = {"color": KILLED, "linestyle": "--", "linewidth": 1.2, "label": labels[2]}
         axes.plot([place - 0.4, place + 0.4], [bar * alone] * 2, **line)
-    _fit(axes, len(steps), max(max(bar * step["compute_s"], step["wall_s"]) for step in steps))
-
-
-def _fit(axes: Axes, num_places: int, greatest: float) -> None:
-    """Leave room above for the legend; a single measurement is not as wide as the panel."""
-    margin = 0.5 if num_places > 1 else 1.0
-    axes.set_xlim(1 - margin, num_places + margin)
-    axes.set_xticks(range(1, num_places + 1))
-    axes.set_ylim(0, 1.4 * greatest)
+    axes.set_xticks(range(1, len(steps) + 1))
+    # With room above for the legend.
+    axes.set_ylim(0, 1.4 * max(max(bar * step["compute_s"], step["wall_s"]) for step in steps))
     axes.legend(fontsize=8, frameon=False, loc="upper left")
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -199,20 +199,23 @@ def test_failed_scenario_is_said_and_nothing_is_left(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_scenario_is_the_same_in_two_processes(tmp_path: Path) -> None:
     """With different hash seeds, through crash, partition and faults of all kinds; another seed is another story."""
     settings = ((0, "1"), (0, "2"), (1, "1"))
     files = [tmp_path / f"{seed}-{hash_seed}.jsonl" for seed, hash_seed in settings]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", scenario.__name__, "--out", str(file), "--seed", str(seed), "--steps", "30"],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            stderr=subprocess.DEVNULL,
-        )
-        for (seed, hash_seed), file in zip(settings, files, strict=True)
-    ]
-    assert [process.wait(timeout=110) for process in running] == [0, 0, 0]
+    with ExitStack() as stack:
+        running = []
+        for (seed, hash_seed), file in zip(settings, files, strict=True):
+            process = subprocess.Popen(
+                [sys.executable, "-m", scenario.__name__, "--out", str(file), "--seed", str(seed), "--steps", "30"],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONHASHSEED": hash_seed},
+                stderr=subprocess.DEVNULL,
+            )
+            running.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        assert [process.wait(timeout=290) for process in running] == [0, 0, 0]
     first, second, other = (file.read_bytes() for file in files)
     assert first == second
     assert first != other
