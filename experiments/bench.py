@@ -15,7 +15,7 @@ that a run which is interrupted, or fails half way, still leaves a report of wha
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from rich.console import Console
 
-from dmoe_jax.cli.common import UsageError, fail, parse_command_line, set_up_jax
+from dmoe_jax.cli.common import fail, mistakes_in_one_line, parse_command_line, set_up_jax
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain, replaced_file
 from experiments.exits import ending_of, one_line_errors, run_until_signal
 from experiments.results import Result, result_table, write_result
@@ -56,21 +56,17 @@ class UnseededSettings:
         Raises:
           ValueError: names the first flag whose value is below `least`.
         """
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least {least:g}, got {value}")
+        self._require(names, lambda value: value >= least, f"at least {least:g}")
 
     def require_above(self, bound: float, *names: str) -> None:
-        """Check the fields with these names; a field that is None was left to its default.
+        """Check as `require_at_least`, but the bound itself is too little."""
+        self._require(names, lambda value: value > bound, f"above {bound:g}")
 
-        Raises:
-          ValueError: names the first flag whose value is not above `bound`.
-        """
+    def _require(self, names: Sequence[str], is_right: Callable[[float], bool], text: str) -> None:
         for name in names:
             value = getattr(self, name)
-            if value is not None and not value > bound:
-                raise ValueError(f"--{name.replace('_', '-')} must be above {bound:g}, got {value}")
+            if value is not None and not is_right(value):
+                raise ValueError(f"--{name.replace('_', '-')} must be {text}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,12 +192,19 @@ def run_experiment(
         if isinstance(experiment, str):
             module, _, attribute = experiment.partition(":")
             experiment = cast(Experiment[S], getattr(importlib.import_module(module), attribute))
-        run = _open_run(settings, experiment, name)
+        with mistakes_in_one_line():
+            if experiment.check is not None:
+                experiment.check(settings)
+            folder = experiment.open_folder(settings, name)
+    run = Run(settings=settings, folder=folder, console=Console(stderr=settings.json))
     errors: dict[str, Any] = {"expected": experiment.expected, "causes": experiment.causes}
     hint = "; --resume goes on" if isinstance(settings, ResumableSettings) else ""
     with one_line_errors(name, hint=hint, **errors):
         try:
-            _measure(run, experiment, name)
+            if inspect.iscoroutinefunction(experiment.measure):
+                run_until_signal(partial(experiment.measure, run), prog=name)
+            else:
+                experiment.measure(run)
         except BaseException as error:
             if (ending := ending_of(error, **errors)) is not None:
                 run.log("event", name="ended_early", detail=ending.message)
@@ -216,25 +219,6 @@ def run_experiment(
     if result.failure:
         fail(result.failure, prog=name)
     return headline
-
-
-def _open_run(settings: S, experiment: Experiment[S], name: str) -> Run[S]:
-    """Check the settings and open the run folder; a mistake in them is a `UsageError`."""
-    try:
-        if experiment.check is not None:
-            experiment.check(settings)
-        folder = experiment.open_folder(settings, name)
-    except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from error
-    return Run(settings=settings, folder=folder, console=Console(stderr=settings.json))
-
-
-def _measure(run: Run[S], experiment: Experiment[S], name: str) -> None:
-    measure = experiment.measure
-    if inspect.iscoroutinefunction(measure):
-        run_until_signal(partial(measure, run), prog=name)
-    else:
-        measure(run)
 
 
 def _report(run: Run[S], experiment: Experiment[S]) -> Result | None:

@@ -4,6 +4,9 @@ import datetime
 import ipaddress
 import socket
 import ssl
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cryptography import x509
@@ -15,8 +18,9 @@ from net.identity import Address
 HOST = "127.0.0.1"
 
 
-def write_certificate(path: Path) -> None:
-    """Write a self-signed certificate for loopback and its key into one PEM file."""
+@contextmanager
+def temporary_certificate() -> Iterator[Path]:
+    """Yield a PEM file with a self-signed certificate for loopback and its key; it is gone when the block ends."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "baseline")])
     now = datetime.datetime.now(datetime.UTC)
@@ -34,7 +38,10 @@ def write_certificate(path: Path) -> None:
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    path.write_bytes(private + certificate.public_bytes(serialization.Encoding.PEM))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "certificate.pem")
+        path.write_bytes(private + certificate.public_bytes(serialization.Encoding.PEM))
+        yield path
 
 
 class Listener:

@@ -93,28 +93,21 @@ def run_until_signal(main: Callable[[], Awaitable[None]], *, prog: str) -> None:
     A second signal while it winds up interrupts it at once.
 
     Raises:
-      KeyboardInterrupt: a signal came.
+      BaseExceptionGroup: with a KeyboardInterrupt, if a signal came.
     """
-    is_interrupted = False
 
-    async def cancel_on_signal(
-        scope: trio.CancelScope, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
-    ) -> None:
-        nonlocal is_interrupted
+    async def interrupt_on_signal(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             task_status.started()
             async for _ in signals:
                 break
-        is_interrupted = True
         print(f"{prog}: interrupted, ending what was started", file=sys.stderr)
-        scope.cancel()
+        raise KeyboardInterrupt
 
     async def run() -> None:
         async with trio.open_nursery() as nursery:
-            await nursery.start(cancel_on_signal, nursery.cancel_scope)
+            await nursery.start(interrupt_on_signal)
             await main()
             nursery.cancel_scope.cancel()
 
     trio.run(run)
-    if is_interrupted:
-        raise KeyboardInterrupt

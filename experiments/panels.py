@@ -1,35 +1,46 @@
 """Panels that several experiments draw: figures beside the bar that they must reach."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress, end_labels
 from experiments.results import Bar
 
 
-def draw_ratios(axes: Axes, title: str, columns: Sequence[tuple[str, Sequence[float]]], bar: Bar) -> None:
-    """Draw the median of each column, its rounds as dots, and the bar that all of them must reach.
+def ratio_figure(
+    panels: Sequence[tuple[str, Mapping[str, Sequence[float]], Bar]], *, first_label: str, last_label: str
+) -> Figure:
+    """Draw a panel for each bar: the medians of the ratios that must reach it, with their rounds as dots.
 
     Args:
-      axes: where.
-      title: of the panel.
-      columns: of each the text below it, and its ratios round by round.
-      bar: of all columns.
+      panels: of each its title, the ratios round by round by the text below their column, and the bar.
+      first_label, last_label: what the ratios of the first panels and of the last one are.
     """
-    for place, (_, ratios) in enumerate(columns):
+    widths = [1 + len(columns) for _, columns, _ in panels]
+    figure = Figure(figsize=(0.5 + sum(widths), 3.5), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), width_ratios=widths)
+    for axes, (title, columns, bar) in zip(all_axes, panels, strict=True):
+        _draw_ratios(axes, columns, bar)
+        dress(axes, title, "")
+    all_axes[0].set_ylabel(first_label, fontsize=9, color=GREY)
+    all_axes[-1].set_ylabel(last_label, fontsize=9, color=GREY)
+    return figure
+
+
+def _draw_ratios(axes: Axes, columns: Mapping[str, Sequence[float]], bar: Bar) -> None:
+    for place, ratios in enumerate(columns.values()):
         axes.bar(place, median(ratios), color=VALID, width=0.6)
         axes.plot([place] * len(ratios), ratios, "o", color=INK, markersize=2.5, alpha=0.6)
         axes.text(place, median(ratios), f" {median(ratios):.2f}", fontsize=9, color=INK, va="bottom")
     axes.axhline(bar.bound, color=KILLED, linestyle="--", linewidth=1.2)
-    side = "at most" if bar.comparison == "<=" else "at least"
-    in_panel = axes.get_yaxis_transform()
     axes.annotate(
-        f"{side} {bar.bound:g}",
+        f"{'at most' if bar.comparison == '<=' else 'at least'} {bar.bound:g}",
         (0.99, bar.bound),
         (0, 2),
-        xycoords=in_panel,
+        xycoords=axes.get_yaxis_transform(),
         textcoords="offset points",
         fontsize=8,
         color=KILLED,
@@ -38,30 +49,34 @@ def draw_ratios(axes: Axes, title: str, columns: Sequence[tuple[str, Sequence[fl
         # It may lie upon a column.
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
     )
-    ticks = [(place, text) for place, (text, _) in enumerate(columns) if text]
-    axes.set_xticks([place for place, _ in ticks], [text for _, text in ticks])
+    axes.set_xticks(range(len(columns)), list(columns))
     axes.set_xlim(-0.6, len(columns) - 0.4)
-    axes.set_ylim(0, 1.15 * max(bar.bound, *(ratio for _, ratios in columns for ratio in ratios)))
-    dress(axes, title, "")
+    axes.set_ylim(0, 1.15 * max(bar.bound, *(ratio for ratios in columns.values() for ratio in ratios)))
 
 
 def draw_rounds(
-    axes: Axes, title: str, values: Sequence[float], *, reference: tuple[float, str], bar: tuple[float, str]
+    axes: Axes,
+    title: str,
+    values: Sequence[float],
+    *,
+    bar: tuple[float, str],
+    reference: tuple[float, str] | None = None,
 ) -> None:
-    """Draw a bar for each round, and two lines across: what to compare with, and what must be reached.
+    """Draw a column for each round, and a line across for what must be reached.
 
     Args:
       axes: where.
       title: of the panel, with the unit of the values.
       values: of each round.
-      reference, bar: value and text of the lines.
+      bar: value and text of the line.
+      reference: of one more line, what to compare with.
     """
     numbers = range(1, len(values) + 1)
     axes.bar(numbers, values, color=VALID, width=0.6)
-    labels = [(*reference, GREY), (*bar, KILLED)]
+    labels = [*([(*reference, GREY)] if reference is not None else []), (*bar, KILLED)]
     for value, _, colour in labels:
         axes.axhline(value, color=colour, linestyle="--", linewidth=1.2)
     axes.set_xticks(list(numbers))
-    axes.set_ylim(0, 1.15 * max(reference[0], bar[0], *values))
+    axes.set_ylim(0, 1.15 * max(*(value for value, _, _ in labels), *values))
     dress(axes, title, "round")
     end_labels(axes, labels)

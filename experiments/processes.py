@@ -1,17 +1,18 @@
 """Helper processes of a measurement: modules of ours that answer orders, one JSON object a line.
 
-The measuring process starts them with `open_helpers` and gives orders. A helper prints an object first, once it is
-ready (`say`), then one for each order (`orders` or `async_orders`). It ends when its standard input does, hence also
-when the measuring process is killed. It runs in a session of its own: Ctrl-C reaches the measuring process alone, which
-ends the others.
+The measuring process starts them with `open_helpers` and gives orders. A helper (`run_helper`) prints an object first,
+once it is ready (`say`), then one for each of its `orders`. It ends when its standard input does, hence also when the
+measuring process is killed. It runs in a session of its own: Ctrl-C reaches the measuring process alone, which ends the
+others.
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ class HelperProcess:
     """
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._orders, self._answers = process.stdin, process.stdout
         self.hello: dict[str, Any] = {}
 
     def tell(self, **order: object) -> None:
@@ -42,10 +45,8 @@ class HelperProcess:
         Raises:
           HelperFailed: it has ended.
         """
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
+            print(json.dumps(order), file=self._orders, flush=True)
         except BrokenPipeError as exc:
             raise HelperFailed("a helper process ended too early") from exc
 
@@ -55,8 +56,7 @@ class HelperProcess:
         Raises:
           HelperFailed: it has ended instead.
         """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         if not line:
             raise HelperFailed("a helper process ended too early")
         answer: dict[str, Any] = json.loads(line)
@@ -69,27 +69,27 @@ class HelperProcess:
 
 
 @contextmanager
-def open_helpers(module: str, arguments: Sequence[Sequence[str]]) -> Iterator[list[HelperProcess]]:
+def open_helpers(module: str, settings: Sequence[Mapping[str, object]]) -> Iterator[list[HelperProcess]]:
     """Start helpers side by side and wait until all are ready; they are gone when the block ends.
 
     Args:
-      module: what to run, as of `python -m`.
-      arguments: the command line of each.
+      module: what to run, as of `python -m`; it calls `run_helper`.
+      settings: the keyword arguments of each helper's function; JSON carries them.
 
     Raises:
       HelperFailed: one of them did not start.
     """
     with ExitStack() as stack:
-        helpers = [HelperProcess(stack.enter_context(_open_process(module, words))) for words in arguments]
+        helpers = [HelperProcess(stack.enter_context(_open_process(module, each))) for each in settings]
         for helper in helpers:
             helper.hello = helper.hear()
         yield helpers
 
 
 @contextmanager
-def _open_process(module: str, arguments: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
+def _open_process(module: str, settings: Mapping[str, object]) -> Iterator["subprocess.Popen[str]"]:
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-m", module, json.dumps(settings)],
         cwd=Path(__file__).parents[1],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -111,19 +111,18 @@ def _open_process(module: str, arguments: Sequence[str]) -> Iterator["subprocess
         process.stdout.close()
 
 
+def run_helper(main: Callable[..., Awaitable[None]]) -> None:
+    """In a helper: run this function with the settings that `open_helpers` was given."""
+    trio.run(partial(main, **json.loads(sys.argv[1])))
+
+
 def say(**fields: object) -> None:
     """In a helper: print that it is ready, or the answer to an order."""
     print(json.dumps(fields), flush=True)
 
 
-def orders() -> Iterator[dict[str, Any]]:
-    """In a helper: the orders, until the measuring process is done or dead."""
-    for line in sys.stdin:
-        yield json.loads(line)
-
-
-async def async_orders() -> AsyncIterator[dict[str, Any]]:
-    """In a helper that runs trio: the orders, until the measuring process is done or dead."""
+async def orders() -> AsyncIterator[dict[str, Any]]:
+    """In a helper: yield the orders, until the measuring process is done or dead."""
     rest = b""
     # A duplicate: closing standard input itself would surprise the interpreter's end.
     async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stream:
@@ -134,7 +133,7 @@ async def async_orders() -> AsyncIterator[dict[str, Any]]:
 
 
 def memory_bytes() -> tuple[int, int] | None:
-    """What this process holds, and the most that it ever held; None where the system does not say.
+    """Return what this process holds, and the most that it ever held; None where the system does not say.
 
     Not `getrusage`: on Linux its figure begins with that of the process that started this one.
     """

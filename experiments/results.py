@@ -1,4 +1,4 @@
-"""What a run came to: figures, the bars that they must reach, what the paper has, and how both are shown."""
+"""What a run came to: figures, the bars that they must reach, and how both are shown."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -50,8 +50,6 @@ class Result:
     """What some of the figures must reach. A bar whose figure is missing is missed."""
     missed: Sequence[str] | None = None
     """More bars that were missed, in words of the experiment's own. None: it has no others."""
-    paper: Mapping[str, object] | None = None
-    """What the paper has for some of the figures."""
     shown: Mapping[str, Any] | None = None
     """Figures for readers, where the headline is not fit to be read. Default: the headline."""
     printed: Sequence[Any] | None = None
@@ -79,38 +77,28 @@ class Result:
 
 
 def result_table(result: Result) -> Table:
-    """The figures for a terminal, each with its bar and the paper's figure; green meets the bar, red misses it."""
+    """Set the figures in a table for a terminal, each with its bar; green meets the bar, red misses it."""
     bars = {bar.name: bar for bar in result.bars}
-    paper = result.paper or {}
-    head = ["figure", "value", *(["bar"] if bars else []), *(["paper"] if paper else [])]
-    table = Table(*head, title=result.title, title_justify="left")
+    table = Table("figure", "value", *(["bar"] if bars else []), title=result.title, title_justify="left")
     for name, value in _rows(result):
         bar = bars.get(name)
-        cells = [name.replace("_", " "), value, *([str(bar or "")] if bars else [])]
-        cells += [format_value(paper[name]) if name in paper else ""] if paper else []
         colour = None if bar is None else "green" if bar.is_met_by(result.figures.get(name)) else "red"
-        table.add_row(*cells, style=colour)
+        table.add_row(name.replace("_", " "), value, *([str(bar or "")] if bars else []), style=colour)
     return table
 
 
 def write_result(folder: RunFolder, result: Result, *, figure_text: str) -> None:
-    """Write report.md: the figures, the bars and the paper beside them, the picture, settings, how to do it again."""
-    rows = _rows(result)
+    """Write report.md: the figures, the bars beside them, the picture, settings, how to do it again."""
     tables = list(result.tables)
-    if result.paper:
-        ours = dict(rows)
-        beside = [(name.replace("_", " "), ours.get(name), theirs) for name, theirs in result.paper.items()]
-        tables.insert(0, ReportTable(title="Beside the paper", head=("figure", "here", "paper"), rows=beside))
     if result.bars:
-        values = result.figures
-        verdicts = [
-            (bar.name.replace("_", " "), values.get(bar.name), str(bar), bar.is_met_by(values.get(bar.name)))
-            for bar in result.bars
-        ]
+        verdicts = []
+        for bar in result.bars:
+            value = result.figures.get(bar.name)
+            verdicts.append((bar.name.replace("_", " "), value, str(bar), bar.is_met_by(value)))
         tables.insert(0, ReportTable(title="Bars", head=("figure", "value", "bar", "met"), rows=verdicts))
     write_report(
         folder,
-        dict(rows),
+        dict(_rows(result)),
         title=result.title,
         summary=result.summary,
         command=result.command,
@@ -121,15 +109,13 @@ def write_result(folder: RunFolder, result: Result, *, figure_text: str) -> None
 
 def _rows(result: Result) -> list[tuple[str, str]]:
     """The figures as (name, text), least and greatest in the line of what they belong to."""
-    figures = result.headline if result.shown is None else result.shown
-    ends = {name: (f"{name}_min", f"{name}_max") for name in figures}
-    ranges = {name: pair for name, pair in ends.items() if pair[0] in figures and pair[1] in figures}
-    in_ranges = {end for pair in ranges.values() for end in pair}
+    figures = dict(result.headline if result.shown is None else result.shown)
     rows = []
-    for name in (name for name in figures if name not in in_ranges):
+    for name in list(figures):
+        if name not in figures:  # the least or the greatest of one before it
+            continue
         text = "none" if name == MISSED_BARS and not figures[name] else format_value(figures[name])
-        if name in ranges:
-            least, greatest = (format_value(figures[end]) for end in ranges[name])
-            text += f" ({least} to {greatest})"
+        if figures.keys() >= {f"{name}_min", f"{name}_max"}:
+            text += f" ({format_value(figures.pop(f'{name}_min'))} to {format_value(figures.pop(f'{name}_max'))})"
         rows.append((name, text))
     return rows

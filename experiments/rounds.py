@@ -61,18 +61,16 @@ def measure_rounds(run: Run[S], measurements: Sequence[Measurement], ratios: Seq
             for name, quantities in measure().items():
                 done.append({"round": number, "name": name, **quantities})
                 run.log(SLICE, **done[-1])
-        progress = " (warm-up)"
-        if number > 0:
-            values = {ratio.name: ratio.of_rounds(done)[0] for ratio in ratios}
-            progress = ": " + ", ".join(
-                f"{name.removesuffix('_ratio').replace('_', ' ')} {value:.2f}" for name, value in values.items()
-            )
-        run.say(f"round {number}/{rounds}{progress}")
+        found = {ratio.name.removesuffix("_ratio").replace("_", " "): ratio.of_rounds(done) for ratio in ratios}
+        texts = [f"{name} {values[0]:.2f}" for name, values in found.items() if values]
+        run.say(f"round {number}/{rounds}: {', '.join(texts) or 'warm-up'}")
 
 
-def ratio_figures(ratios: Sequence[Ratio], slices: Sequence[Record]) -> dict[str, float] | None:
-    """Compute the headline of the ratios: how many rounds have all of them, and of each the median of its rounds, the
-    least and the greatest.
+def round_figures(
+    slices: Sequence[Record], ratios: Sequence[Ratio], quantities: Sequence[str]
+) -> dict[str, float] | None:
+    """Compute the headline: how many rounds have all ratios, of each ratio the median of its rounds, the least and the
+    greatest, and by "slice_quantity" the medians of what the ratios are made of.
 
     Returns: None if there is no such round.
     """
@@ -82,18 +80,9 @@ def ratio_figures(ratios: Sequence[Ratio], slices: Sequence[Record]) -> dict[str
         return None
     for name, values in of_rounds.items():
         figures |= {name: median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
-    return figures
-
-
-def median_figures(slices: Sequence[Record], quantities: Sequence[str]) -> dict[str, float]:
-    """Compute what the ratios are made of: by "slice_quantity", the medians over the rounds that count."""
-    by_name: dict[str, list[Record]] = {}
+    by_name: dict[str, list[float]] = {}
     for record in slices:
-        if record["round"] > 0:
-            by_name.setdefault(record["name"], []).append(record)
-    return {
-        f"{name}_{quantity}": median(record[quantity] for record in records)
-        for name, records in by_name.items()
-        for quantity in quantities
-        if quantity in records[0]
-    }
+        for quantity in quantities:
+            if record["round"] > 0 and quantity in record:
+                by_name.setdefault(f"{record['name']}_{quantity}", []).append(record[quantity])
+    return figures | {name: median(values) for name, values in by_name.items()}

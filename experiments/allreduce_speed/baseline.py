@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from experiments.blocking_sockets import Listener, dial, receive_into
@@ -17,41 +18,40 @@ from net.identity import Address
 _PASSES = 2
 """There, and the average back."""
 
-Work = Callable[[], None]
-
 
 class BlockingMember:
     """One member on one network, plain or encrypted.
 
     Args:
-      index: its place among the members.
       part_bytes: of each member's part.
       certificate: certificate and key of all members, PEM; None: plain TCP.
+
+    Attributes:
+      address: where it listens.
     """
 
-    def __init__(self, index: int, *, part_bytes: int, certificate: Path | None) -> None:
-        self._index = index
-        self._part = memoryview(bytearray(b"\1") * part_bytes)
+    def __init__(self, part_bytes: int, *, certificate: Path | None) -> None:
+        self._part_bytes = part_bytes
         self._certificate = certificate
         self._listener = Listener(certificate)
-        self._work: list[Work] = []
+        self.address = self._listener.address
+        self._work: list[Callable[[], None]] = []
 
-    @property
-    def address(self) -> Address:
-        """Where it listens."""
-        return self._listener.address
-
-    def connect(self, addresses: Sequence[Address]) -> None:
+    def connect(self, others: Sequence[Address]) -> None:
         """Connect with all others, who do the same meanwhile."""
-        accepting = threading.Thread(target=self._accept, args=(len(addresses) - 1,))
+
+        def accept() -> None:
+            for _ in others:
+                self._work.append(partial(_receive, self._listener.accept(), self._touched_buffer()))
+
+        accepting = threading.Thread(target=accept)
         accepting.start()
-        for index, address in enumerate(addresses):
-            if index != self._index:
-                self._work.append(self._sending(dial(address, certificate=self._certificate)))
+        for address in others:
+            self._work.append(partial(_send, dial(address, certificate=self._certificate), self._touched_buffer()))
         accepting.join()
 
     def exchange(self) -> tuple[float, float]:
-        """Send and receive everything; when that began and ended."""
+        """Send and receive everything; return when that began and ended."""
         threads = [threading.Thread(target=work) for work in self._work]
         started = time.perf_counter()
         for thread in threads:
@@ -60,23 +60,16 @@ class BlockingMember:
             thread.join()
         return started, time.perf_counter()
 
-    def _accept(self, count: int) -> None:
-        for _ in range(count):
-            self._work.append(self._receiving(self._listener.accept()))
+    def _touched_buffer(self) -> memoryview:
+        return memoryview(bytearray(b"\1") * self._part_bytes)
 
-    def _sending(self, connection: socket.socket) -> Work:
-        def send() -> None:
-            for _ in range(_PASSES):
-                connection.sendall(self._part)
 
-        return send
+def _send(connection: socket.socket, part: memoryview) -> None:
+    for _ in range(_PASSES):
+        connection.sendall(part)
 
-    def _receiving(self, connection: socket.socket) -> Work:
-        buffer = memoryview(bytearray(b"\1") * len(self._part))
 
-        def receive() -> None:
-            for _ in range(_PASSES):
-                if not receive_into(connection, buffer):
-                    raise ConnectionError("a member went away")
-
-        return receive
+def _receive(connection: socket.socket, buffer: memoryview) -> None:
+    for _ in range(_PASSES):
+        if not receive_into(connection, buffer):
+            raise ConnectionError("a member went away")

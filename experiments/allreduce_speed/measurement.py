@@ -1,24 +1,22 @@
 """All-reduce and blocking sockets in turn, round after round, with a process for each member."""
 
 import secrets
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
-from dmoe_jax.runs.style import GREY
+from experiments.allreduce_speed.member import digest_of, vector_of
 from experiments.allreduce_speed.settings import SpeedSettings
-from experiments.allreduce_speed.vectors import expected_digest
 from experiments.bench import Experiment, Run
-from experiments.blocking_sockets import write_certificate
-from experiments.panels import draw_ratios
+from experiments.blocking_sockets import temporary_certificate
+from experiments.panels import ratio_figure
 from experiments.processes import HelperFailed, HelperProcess, open_helpers
 from experiments.results import Bar, Result
-from experiments.rounds import SLICE, Measurement, Ratio, measure_rounds, median_figures, ratio_figures
+from experiments.rounds import SLICE, Measurement, Ratio, measure_rounds, round_figures
 
 NETWORKS = ("tls", "plain")
 SIDES = ("blocking", "rpc")
@@ -38,25 +36,32 @@ class WrongAverage(Exception):
 def measure(run: Run[SpeedSettings]) -> None:
     """Measure all rounds, with the members of both sides on both networks."""
     settings = run.settings
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        certificate = Path(folder) / "certificate.pem"
-        write_certificate(certificate)
-        options = [
-            *("--peers", str(settings.peers), "--size", str(settings.size), "--seed", str(settings.seed)),
-            *("--certificate", str(certificate)),
-            *("--chunk-bytes", str(1024 * settings.chunk_kib), "--window-bytes", str(1024 * settings.window_kib)),
-        ]
-        expected = expected_digest(settings.peers, settings.size, settings.seed)
+    common = {
+        "peers": settings.peers,
+        "size": settings.size,
+        "seed": settings.seed,
+        "chunk_bytes": 1024 * settings.chunk_kib,
+        "window_bytes": 1024 * settings.window_kib,
+    }
+    expected = expected_digest(settings.peers, settings.size, settings.seed)
+    with ExitStack() as stack:
+        certificate = str(stack.enter_context(temporary_certificate()))
         measurements: list[Measurement] = []
         # The two sides of a ratio stand beside each other.
         for side, network in ((side, network) for network in NETWORKS for side in SIDES):
-            arguments = [
-                ["--side", side, "--network", network, "--index", str(index), *options]
-                for index in range(settings.peers)
-            ]
-            members = stack.enter_context(open_helpers("experiments.allreduce_speed.member", arguments))
+            own = common | {"side": side, "certificate": certificate if network == "tls" else None}
+            each = [own | {"index": index} for index in range(settings.peers)]
+            members = stack.enter_context(open_helpers("experiments.allreduce_speed.member", each))
             measurements.append(partial(_exchange, f"{side}_{network}", members, expected))
         measure_rounds(run, measurements, RATIOS, rounds=settings.chosen_rounds)
+
+
+def expected_digest(num_members: int, size: int, seed: int) -> str:
+    """Return that of the mean of all vectors, summed in member order: what everybody must get, to the last bit."""
+    total = vector_of(0, size, seed)
+    for index in range(1, num_members):
+        total += vector_of(index, size, seed)
+    return digest_of(total / np.float32(num_members))
 
 
 def _exchange(name: str, members: Sequence[HelperProcess], expected: str) -> dict[str, dict[str, float]]:
@@ -92,8 +97,8 @@ def exchange_record(answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def summarise(run: Run[SpeedSettings]) -> Result | None:
     """Compute the ratios and what they are made of; None before the first round. The warm-up counts for memory."""
     slices = run.records(SLICE)
-    ratios = ratio_figures(RATIOS, slices)
-    if ratios is None:
+    rounds = round_figures(slices, RATIOS, ("wall_s", "cpu_s"))
+    if rounds is None:
         return None
     grown = [record["grown_bytes"] for record in slices if "grown_bytes" in record]
     return Result(
@@ -101,9 +106,8 @@ def summarise(run: Run[SpeedSettings]) -> Result | None:
         figures={
             "peers": run.settings.peers,
             "mib": run.settings.mib,
-            **ratios,
             "memory_ratio": max(grown) / (4 * run.settings.size) if grown else None,
-            **median_figures(slices, ("wall_s", "cpu_s")),
+            **rounds,
         },
         bars=[*(ratio.bar for ratio in RATIOS), MEMORY_BAR],
     )
@@ -111,16 +115,13 @@ def summarise(run: Run[SpeedSettings]) -> Result | None:
 
 def draw(run: Run[SpeedSettings], result: Result) -> Figure:
     """Draw each ratio with its rounds beside the bar that it must not exceed; and memory."""
-    slices = run.records(SLICE)
-    picture = Figure(figsize=(6.6, 3.4), layout="constrained")
-    panels = picture.subplots(1, 3)
-    for axes, title, ratio in zip(panels[:2], ("Time, encrypted", "Time, plain"), RATIOS, strict=True):
-        draw_ratios(axes, title, [("", ratio.of_rounds(slices))], ratio.bar)
-    memory_ratio = result.figures["memory_ratio"]
-    draw_ratios(panels[2], "Memory", [("", [float("nan") if memory_ratio is None else memory_ratio])], MEMORY_BAR)
-    panels[0].set_ylabel("all-reduce over blocking sockets", fontsize=9, color=GREY)
-    panels[2].set_ylabel("over the vector", fontsize=9, color=GREY)
-    return picture
+    slices, memory_ratio = run.records(SLICE), result.figures["memory_ratio"]
+    times = [
+        (title, {"": ratio.of_rounds(slices)}, ratio.bar)
+        for title, ratio in zip(("Time, encrypted", "Time, plain"), RATIOS, strict=True)
+    ]
+    memory = ("Memory", {"": [float("nan") if memory_ratio is None else memory_ratio]}, MEMORY_BAR)
+    return ratio_figure([*times, memory], first_label="all-reduce over blocking sockets", last_label="over the vector")
 
 
 EXPERIMENT = Experiment(

@@ -1,20 +1,18 @@
-"""A member's process: `python -m experiments.allreduce_speed.member ...`.
+"""A member's process, a helper of the measurement.
 
 It says where it listens, and answers each order with what its exchange took.
 """
 
+import hashlib
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import trio
-import tyro
+import numpy as np
+import numpy.typing as npt
 
 from experiments.allreduce_speed.baseline import BlockingMember
-from experiments.allreduce_speed.vectors import Vector, digest_of, vector_of
-from experiments.processes import async_orders, memory_bytes, orders, say
+from experiments.processes import memory_bytes, orders, run_helper, say
 from net.averaging.grouping.group import Group, Member
 from net.averaging.reduction.all_reduce import AllReduce, AllReduceConfig
 from net.identity import Address, Contact
@@ -23,91 +21,97 @@ from net.rpc.peer import open_rpc_peer
 from net.transport.tcp import TcpTransport
 from net.transport.tls import TlsTransport
 
-
-@dataclass(frozen=True, kw_only=True)
-class MemberSettings:
-    """Take part in measurements until standard input closes."""
-
-    side: Literal["rpc", "blocking"]
-    """Ours or the baseline."""
-    network: Literal["tls", "plain"]
-    """Encrypted or not."""
-    index: int
-    """Its place among the members."""
-    peers: int
-    """Members."""
-    size: int
-    """Numbers in the vector."""
-    seed: int
-    """Of all vectors."""
-    certificate: Path
-    """Certificate and key of the baseline, PEM."""
-    chunk_bytes: int
-    """As in `AllReduceConfig`."""
-    window_bytes: int
-    """As in `AllReduceConfig`."""
+Vector = npt.NDArray[np.float32]
 
 
-def main() -> None:
-    """Take part until standard input closes."""
-    settings = tyro.cli(MemberSettings)
-    if settings.side == "rpc":
-        trio.run(_serve_rpc, settings)
+def vector_of(index: int, size: int, seed: int) -> Vector:
+    """Return what the member with this number averages: float32 [size], uniform in [0, 1)."""
+    return np.random.default_rng((seed, index)).random(size, dtype=np.float32)
+
+
+def digest_of(vector: Vector) -> str:
+    """Return what tells two averages apart, in hexadecimal."""
+    return hashlib.blake2b(vector.data, digest_size=16).hexdigest()
+
+
+async def take_part(
+    side: Literal["rpc", "blocking"],
+    *,
+    index: int,
+    peers: int,
+    size: int,
+    seed: int,
+    certificate: str | None,
+    chunk_bytes: int,
+    window_bytes: int,
+) -> None:
+    """Take part in measurements until standard input closes.
+
+    Args:
+      side: ours or the baseline.
+      index: place among the members.
+      peers: members.
+      size: numbers in the vector.
+      seed: of all vectors.
+      certificate: certificate and key of the baseline, PEM; None for a plain network, of either side.
+      chunk_bytes, window_bytes: as in `AllReduceConfig`.
+    """
+    if side == "rpc":
+        config = AllReduceConfig(chunk_bytes=chunk_bytes, window_bytes=window_bytes)
+        await _serve_rpc(config, (index, size, seed), is_encrypted=certificate is not None)
     else:
-        _serve_blocking(settings)
+        path = None if certificate is None else Path(certificate)
+        await _serve_blocking(BlockingMember(4 * size // peers, certificate=path))
 
 
-async def _serve_rpc(settings: MemberSettings) -> None:
-    """Ours: a peer with an `AllReduce`, as in every process that averages."""
-    config = AllReduceConfig(chunk_bytes=settings.chunk_bytes, window_bytes=settings.window_bytes)
+async def _serve_rpc(config: AllReduceConfig, own_vector: tuple[int, int, int], *, is_encrypted: bool) -> None:
+    """Serve ours: a peer with an `AllReduce`, as in every process that averages.
+
+    Raises:
+      ConnectionError: not everybody took part to the end.
+    """
     identity = Identity.generate()
-    transport = TlsTransport(identity) if settings.network == "tls" else TcpTransport()
+    transport = TlsTransport(identity) if is_encrypted else TcpTransport()
     async with open_rpc_peer(transport, peer_id=identity.peer_id, listen=Address("127.0.0.1", 0)) as peer:
         assert peer.address is not None
         all_reduce = AllReduce(peer, prefix="speed", config=config)
         say(where=Contact(peer.peer_id, peer.address).full)
         held = memory_bytes()
-        vector = vector_of(settings.index, settings.size, settings.seed)
-        async for order in async_orders():
-            measured = await _exchange(all_reduce, order, vector)
-            memory = memory_bytes()
-            say(**measured, grown_bytes=memory[1] - held[0] if memory and held else None)
+        vector = vector_of(*own_vector)
+        async for order in orders():
+            group = _group_of(order)
+            cpu_s, started = time.process_time(), time.perf_counter()
+            result = await all_reduce.run(group, vector)
+            ended, cpu_s = time.perf_counter(), time.process_time() - cpu_s
+            if not result.complete:
+                raise ConnectionError("the average is not that of all members")
+            digest, memory = digest_of(result.average), memory_bytes()
+            del result  # or its memory would count in the next exchange
+            grown_bytes = memory[1] - held[0] if memory and held else None
+            say(started=started, ended=ended, cpu_s=cpu_s, digest=digest, grown_bytes=grown_bytes)
 
 
-async def _exchange(all_reduce: AllReduce, order: Mapping[str, Any], vector: Vector) -> dict[str, Any]:
-    """Average with the others.
-
-    Raises:
-      ConnectionError: not everybody took part to the end.
-    """
+def _group_of(order: dict[str, Any]) -> Group:
     contacts = [Contact.parse(text) for text in order["members"]]
     members = tuple(
         Member(peer_id=contact.peer_id, address=contact.address, wanted_slot=slot)
         for slot, contact in enumerate(contacts)
     )
-    group = Group(group_id=bytes.fromhex(order["group"]), members=members, side=len(members))
-    cpu_s, started = time.process_time(), time.perf_counter()
-    result = await all_reduce.run(group, vector)
-    ended, cpu_s = time.perf_counter(), time.process_time() - cpu_s
-    if not result.complete:
-        raise ConnectionError("the average is not that of all members")
-    return {"started": started, "ended": ended, "cpu_s": cpu_s, "digest": digest_of(result.average)}
+    return Group(group_id=bytes.fromhex(order["group"]), members=members, side=len(members))
 
 
-def _serve_blocking(settings: MemberSettings) -> None:
-    member = BlockingMember(
-        settings.index,
-        part_bytes=settings.size * 4 // settings.peers,
-        certificate=settings.certificate if settings.network == "tls" else None,
-    )
+async def _serve_blocking(member: BlockingMember) -> None:
     say(where=str(member.address))
-    for number, order in enumerate(orders()):
-        if number == 0:
-            member.connect([Address.parse(text) for text in order["members"]])
+    is_connected = False
+    async for order in orders():
+        if not is_connected:
+            addresses = [Address.parse(text) for text in order["members"]]
+            member.connect([address for address in addresses if address != member.address])
+            is_connected = True
         cpu_s = time.process_time()
         started, ended = member.exchange()
         say(started=started, ended=ended, cpu_s=time.process_time() - cpu_s)
 
 
 if __name__ == "__main__":
-    main()
+    run_helper(take_part)

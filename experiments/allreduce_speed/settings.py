@@ -15,8 +15,6 @@ class SpeedSettings(Settings):
 
     quick: bool = False
     """Three rounds, under a minute."""
-    seed: int = 0
-    """Seed of the vectors."""
     peers: int = 4
     """Members, a process each."""
     mib: float = 64.0

@@ -1,15 +1,16 @@
 """`python -m experiments.moshpit_averaging`; see README.md beside this file."""
 
+from functools import partial
+
 from experiments.bench import run_experiment
 from experiments.moshpit_averaging.settings import AveragingSettings
 
-NAME = "moshpit_averaging"
-
-
-def main(args: list[str] | None = None) -> None:
-    """Entry point."""
-    run_experiment(AveragingSettings, f"experiments.{NAME}.measurement:EXPERIMENT", name=NAME, args=args)
-
+main = partial(
+    run_experiment,
+    AveragingSettings,
+    "experiments.moshpit_averaging.measurement:EXPERIMENT",
+    name="moshpit_averaging",
+)
 
 if __name__ == "__main__":
     main()

@@ -166,29 +166,31 @@ class Row:
 
     def summary(self) -> dict[str, Any]:
         """Setting and rounds, for JSON."""
-        ours = {method: list(rounds.items()) for method, rounds in self.rounds.items()}
-        paper = {method: list(zip(TARGETS, rounds, strict=True)) for method, rounds in self.paper.items()}
+        setting = self.setting
+        paper = {method: dict(zip(TARGETS, rounds, strict=True)) for method, rounds in self.paper.items()}
+
+        def named(table: Mapping[MethodName, Mapping[str, float | None]]) -> dict[str, dict[str, float | None]]:
+            return {
+                method: {f"rounds_to_{target}": value for target, value in rounds.items()}
+                for method, rounds in table.items()
+            }
+
         return {
-            "peers": self.setting.num_peers,
-            "grid": [self.setting.grid.side, self.setting.grid.dims],
-            "failure": self.setting.failure,
-            "failure_rule": self.setting.failure_rule.replace("_", "-"),
-            "methods": {method: {f"rounds_to_{name}": value for name, value in of} for method, of in ours.items()},
-            "paper": {method: {f"rounds_to_{name}": value for name, value in of} for method, of in paper.items()},
+            "peers": setting.num_peers,
+            "grid": [setting.grid.side, setting.grid.dims],
+            "failure": setting.failure,
+            "failure_rule": setting.failure_rule.replace("_", "-"),
+            "methods": named(self.rounds),
+            "paper": named(paper),
         }
 
     def missed_bars(self) -> list[str]:
         """Methods and targets that are further from the paper than they may be."""
         if self.setting.failure_rule != "exclude":
             return []
-        pairs = [
-            (method, target, self.rounds[method][target], theirs)
-            for method in BARRED
-            for target, theirs in zip(TARGETS, self.paper.get(method, ()), strict=False)
-            if theirs is not None
-        ]
         return [
             f"{TITLES[method]} to {target}, {self.setting}: {ours:.2f}, paper {theirs:g}"
-            for method, target, ours, theirs in pairs
-            if abs(ours - theirs) > TOLERANCE
+            for method in BARRED
+            for (target, ours), theirs in zip(self.rounds[method].items(), self.paper.get(method, ()), strict=False)
+            if theirs is not None and abs(ours - theirs) > TOLERANCE
         ]

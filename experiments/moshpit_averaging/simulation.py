@@ -7,7 +7,7 @@ simulated at once.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, get_args
 
 import jax
@@ -34,9 +34,6 @@ _MAX_ABSENCES = 2**26
 _ROUNDING = 1e-10
 """Parts of the first variance that float32 may make of none."""
 
-_MIXING_ROUNDS, _MIXING_NUMBERS = 3, 2**21
-"""Rounds beside the formula, and the numbers averaged in all runs of them: 2048 runs of 1024 peers; at least 200."""
-
 
 class _Swarms(NamedTuple):
     """What chance decides, for all restarts: the same for every method.
@@ -55,7 +52,7 @@ class _Swarms(NamedTuple):
 
 
 def row_of(setting: Setting, variances: Mapping[MethodName, np.ndarray]) -> Row:
-    """Means over the restarts, from [restarts, rounds + 1] for each method."""
+    """Average over the restarts what `simulate` computed."""
     return Row(
         setting=setting,
         rounds={method: mean_rounds(found) for method, found in variances.items()},
@@ -63,26 +60,8 @@ def row_of(setting: Setting, variances: Mapping[MethodName, np.ndarray]) -> Row:
     )
 
 
-def simulate(
-    setting: Setting,
-    *,
-    restarts: int,
-    rounds: int,
-    seed: int,
-    on_progress: Callable[[float], None] = lambda share: None,
-) -> dict[MethodName, np.ndarray]:
-    """Variance over the peers before the first round and after each, for each method.
-
-    Args:
-      setting: the swarm.
-      restarts: independent repetitions.
-      rounds: of each.
-      seed: of everything random.
-      on_progress: called with the share of the work done since its last call.
-
-    Returns:
-      [restarts, rounds + 1] for each method.
-    """
+def simulate(setting: Setting, *, restarts: int, rounds: int, seed: int) -> dict[MethodName, np.ndarray]:
+    """Compute the variance over the peers before the first round and after each: [restarts, rounds + 1] by method."""
     at_once = min(restarts, max(1, _MAX_ABSENCES // (rounds * setting.num_peers)))
     batches = math.ceil(restarts / at_once)
     # The last batch is drawn in full and cut, so that nothing is compiled for its size.
@@ -92,41 +71,25 @@ def simulate(
     for batch in keys:
         swarms = _draw(batch, setting.failure, num_peers=setting.num_peers, grid=setting.grid, rounds=rounds)
         for method in methods:
-            variances = _variances(swarms, method=method, grid=setting.grid, failure_rule=setting.failure_rule)
-            found[method].append(np.asarray(variances))
-            on_progress(1 / (batches * len(methods)))
+            found[method].append(_variances(swarms, method, setting.grid, setting.failure_rule))
     return {method: np.concatenate(parts)[:restarts] for method, parts in found.items()}
 
 
 def rounds_to(variances: np.ndarray, target: float) -> np.ndarray:
-    """Rounds after which the variance first is at most the target, for each restart; all of them where it never is."""
-    rounds = variances.shape[1] - 1
-    return np.where((variances <= target).any(axis=1), (variances <= target).argmax(axis=1), rounds)
+    """Count the rounds after which the variance first is at most the target, for each restart; all of them where it
+    never is."""
+    is_done = variances <= target
+    return np.where(is_done.any(axis=1), is_done.argmax(axis=1), variances.shape[1] - 1)
 
 
 def mean_rounds(variances: np.ndarray) -> dict[str, float]:
-    """Mean over the restarts of the rounds to each target, by its name."""
+    """Average over the restarts the rounds to each target, by its name."""
     return {name: float(rounds_to(variances, target).mean()) for name, target in TARGETS.items()}
 
 
-def mixing_of(setting: Setting, *, seed: int) -> Mixing | None:
-    """Random groups beside the formula at this size; None where there is one group, which is exact at once."""
-    if setting.num_peers < 2 * setting.grid.side:
-        return None
-    runs = max(200, min(2048, _MIXING_NUMBERS // setting.num_peers))
-    return measure_mixing(setting.num_peers, setting.grid.side, runs=runs, rounds=_MIXING_ROUNDS, seed=seed)
-
-
 def measure_mixing(num_peers: int, group_size: int, *, runs: int, rounds: int, seed: int) -> Mixing:
-    """Random groups of peers who are all there, beside the formula for what a round leaves of the distortion.
-
-    Args:
-      num_peers: N.
-      group_size: of at least two groups.
-      runs: over which means are taken.
-      rounds: of each.
-      seed: of numbers and groups.
-    """
+    """Set random groups of peers who are all there beside the formula for what a round leaves of the distortion. There
+    must be at least two groups: one is exact at once."""
     values_key, groups_key = jax.random.split(jax.random.key(seed))
     swarms = _Swarms(
         values=jax.random.normal(values_key, (runs, num_peers)),
@@ -135,8 +98,7 @@ def measure_mixing(num_peers: int, group_size: int, *, runs: int, rounds: int, s
         keys=jax.random.split(groups_key, runs),
     )
     grid = MoshpitGrid(side=group_size, dims=1)
-    found = _variances(swarms, method="random_groups", grid=grid, failure_rule="exclude")
-    variances = np.asarray(found, np.float64)
+    variances = np.asarray(_variances(swarms, "random_groups", grid, "exclude"), np.float64)
     factor = mixing_factor(num_peers, num_peers // group_size)
     before, after = variances[:, :-1], variances[:, 1:]
     counts = before > _ROUNDING * variances[:, :1]  # a handful of peers may all agree by chance
@@ -168,7 +130,7 @@ def _draw(keys: PRNGKeyArray, failure: float, *, num_peers: int, grid: MoshpitGr
 
 @functools.partial(jax.jit, static_argnames=("method", "grid", "failure_rule"))
 def _variances(
-    swarms: _Swarms, *, method: MethodName, grid: MoshpitGrid, failure_rule: FailureRule
+    swarms: _Swarms, method: MethodName, grid: MoshpitGrid, failure_rule: FailureRule
 ) -> Float[Array, "restarts rounds_and_start"]:
     """Simulate one method; the variances are those of `simulate`."""
 

@@ -13,6 +13,7 @@ from dmoe_jax.types import PyTree
 from experiments.moshpit_sgd.tasks import Task
 
 _SIZES = (4, 16, 64, 256)
+"""Peers of a call, beside all: each size is compiled, and shared by swarms of different sizes."""
 
 
 class Programs:
@@ -22,23 +23,26 @@ class Programs:
       task: what is trained.
       local_steps: of a stretch.
       seed: of the parameters, which are the same for all peers at first.
+
+    Attributes:
+      vector: [numbers], the parameters that all begin with.
+      row: (optimiser state, carry) that all begin with.
     """
 
     def __init__(self, task: Task, *, local_steps: int, seed: int) -> None:
         self.task = task
         self.local_steps = local_steps
-        self.optimizer = moshpit_average(task.optimizer, every=local_steps)
+        self._optimizer = moshpit_average(task.optimizer, every=local_steps)
         params = task.init(jax.random.key(seed))
         vector, self._unravel = ravel_pytree(params)
         self.vector = np.asarray(vector)
-        """[numbers], the parameters that all begin with."""
-        self.state = self.optimizer.init(params)
+        self.row = (self._optimizer.init(params), task.carry)
         self.stretch = jax.jit(self._stretch, donate_argnums=0)
         self.receive = jax.jit(self._receive, donate_argnums=0)
         self.evaluate = jax.jit(jax.vmap(lambda vector: task.evaluate(self._unravel(vector))))
 
     def _stretch(self, rows: PyTree, index: jax.Array, vectors: jax.Array, batches: PyTree) -> tuple[PyTree, jax.Array]:
-        """(rows after a stretch of these peers, their parameters after it [some peers, numbers]).
+        """Compute (rows after a stretch of these peers, their parameters after it [some peers, numbers]).
 
         Args:
           rows: (optimiser state, carry) of all peers, [peers, ...].
@@ -51,35 +55,34 @@ class Programs:
             def step(carried: PyTree, batch: PyTree) -> tuple[PyTree, None]:
                 params, state, carry = carried
                 grads, carry = jax.grad(self.task.loss, has_aux=True)(params, batch, carry)
-                updates, state = self.optimizer.update(grads, state, params)
+                updates, state = self._optimizer.update(grads, state, params)
                 return (optax.apply_updates(params, updates), state, carry), None
 
-            (params, state, carry), _ = jax.lax.scan(step, (self._unravel(vector), *row), batches)
-            return (state, carry), ravel_pytree(params)[0]
+            (params, *row), _ = jax.lax.scan(step, (self._unravel(vector), *row), batches)
+            return tuple(row), ravel_pytree(params)[0]
 
-        old = jax.tree.map(lambda leaf: leaf[index], rows)
-        new, vectors = jax.vmap(of_one)(old, vectors, batches)
+        new, vectors = jax.vmap(of_one)(jax.tree.map(lambda leaf: leaf[index], rows), vectors, batches)
         return jax.tree.map(lambda all_, some: all_.at[index].set(some), rows, new), vectors
 
     def _receive(
         self, rows: PyTree, index: jax.Array, vectors: jax.Array, averaged: jax.Array
     ) -> tuple[PyTree, jax.Array]:
-        """Averages as the host of one peer would hand them in, for some peers at once."""
+        """Apply averages as the host of one peer would hand them in, for some peers at once."""
 
-        def of_one(state: PyTree, vector: jax.Array, averaged: jax.Array) -> tuple[PyTree, jax.Array]:
-            params = self._unravel(vector)
+        def of_one(row: PyTree, vector: jax.Array, averaged: jax.Array) -> tuple[PyTree, jax.Array]:
+            (state, carry), params = row, self._unravel(vector)
             sent: Sent = what_to_send(state, params)
             state = with_average(state, sent, self._unravel(averaged))
-            params, state = apply_average(self.optimizer, state, params)
-            return state, ravel_pytree(params)[0]
+            params, state = apply_average(self._optimizer, state, params)
+            return (state, carry), ravel_pytree(params)[0]
 
-        states, carries = rows
-        new, vectors = jax.vmap(of_one)(jax.tree.map(lambda leaf: leaf[index], states), vectors, averaged)
-        return (jax.tree.map(lambda all_, some: all_.at[index].set(some), states, new), carries), vectors
+        new, vectors = jax.vmap(of_one)(jax.tree.map(lambda leaf: leaf[index], rows), vectors, averaged)
+        return jax.tree.map(lambda all_, some: all_.at[index].set(some), rows, new), vectors
 
 
 class PeerLearner:
-    """The peers of one simulation.
+    """The peers of one simulation. A stretch is noted when it begins and computed, many peers' at once, when somebody
+    needs a result.
 
     Args:
       programs: what they train; shared by simulations.
@@ -89,28 +92,27 @@ class PeerLearner:
 
     def __init__(self, programs: Programs, *, num_peers: int, seed: int) -> None:
         self._programs = programs
-        self._first_row = (programs.state, programs.task.carry)
-        self._rows = jax.tree.map(lambda leaf: jnp.stack([leaf] * num_peers), self._first_row)
+        self._rows = jax.tree.map(lambda leaf: jnp.stack([leaf] * num_peers), programs.row)
         self._held = np.tile(programs.vector, (num_peers, 1))
         self._after = self._held.copy()
         self._pending: dict[int, None] = {}
         self._batches: list[Iterator[PyTree]] = [
             programs.task.batches(peer, num_peers, seed) for peer in range(num_peers)
         ]
-        # Few sizes, since each is compiled, and shared by swarms of different sizes; the rest of a call repeats its
-        # last peer.
         self._sizes = [*(size for size in _SIZES if size < num_peers), num_peers]
 
     def begin(self, peer: int) -> None:
-        """See `simulation.Learner`, also for the others."""
+        """Note that the peer begins a stretch with the parameters that it holds."""
         self._pending[peer] = None
 
     def results(self, peers: Sequence[int]) -> np.ndarray:
+        """Return the parameters at the end of the stretches that these peers are in, [peers, numbers]."""
         if any(peer in self._pending for peer in peers):
             self._compute()
         return self._after[list(peers)]
 
     def put(self, peers: Sequence[int], vectors: np.ndarray) -> None:
+        """Hand these peers the outcome of averaging, [peers, numbers], with which they begin their next stretch."""
         assert not any(peer in self._pending for peer in peers)
         places = self._padded(peers)
         averaged = np.asarray(vectors, np.float32)[np.minimum(np.arange(len(places)), len(peers) - 1)]
@@ -118,31 +120,29 @@ class PeerLearner:
         self._held[places] = held
 
     def adopt(self, peer: int, donor: int) -> None:
+        """Let a peer that is new hold what the donor holds; its optimiser begins anew."""
         self._held[peer] = self._held[donor]
-        self._rows = jax.tree.map(lambda rows, first: rows.at[peer].set(first), self._rows, self._first_row)
+        self._rows = jax.tree.map(lambda rows, first: rows.at[peer].set(first), self._rows, self._programs.row)
 
     def losses(self, peers: Sequence[int]) -> np.ndarray:
-        """[peers], validation losses of the parameters that these peers hold."""
+        """Compute the validation losses of the parameters that these peers hold, [peers]."""
         return np.asarray(self._programs.evaluate(self._held[list(peers)]))
 
     def _compute(self) -> None:
-        """All stretches that were begun."""
-        peers = list(self._pending)
-        places = self._padded(peers)
-        own = [
-            jax.tree.map(lambda *leaves: np.stack(leaves), *(next(self._batches[peer]) for _ in self._steps))
-            for peer in peers
-        ]
-        own += own[-1:] * (len(places) - len(own))
-        batches = jax.tree.map(lambda *leaves: np.stack(leaves), *own)
+        """Compute all stretches that were begun."""
+        places = self._padded(list(self._pending))
+        steps = range(self._programs.local_steps)
+        own = {peer: _stack([next(self._batches[peer]) for _ in steps]) for peer in self._pending}
+        batches = _stack([own[peer] for peer in places.tolist()])
         self._rows, after = self._programs.stretch(self._rows, places, self._held[places], batches)
         self._after[places] = after
         self._pending.clear()
 
-    @property
-    def _steps(self) -> range:
-        return range(self._programs.local_steps)
-
     def _padded(self, peers: Sequence[int]) -> np.ndarray:
+        """Repeat the last peer until there are as many as in one of the sizes."""
         size = next(size for size in self._sizes if size >= len(peers))
         return np.array([*peers, *[peers[-1]] * (size - len(peers))])
+
+
+def _stack(trees: Sequence[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)

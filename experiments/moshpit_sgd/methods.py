@@ -43,12 +43,10 @@ class AllReduce:
     running: list[Ticket] | None = None
 
     def ready(self, peer: int) -> None:
-        """It waits for the others."""
-        (self.waiting[peer],) = self.simulation.tickets([peer])
+        self.waiting[peer] = self.simulation.ticket(peer)
         self._begin_if_complete()
 
     def down(self, peer: int) -> None:
-        """The round that it was in is void."""
         self.joining.discard(peer)
         if self.waiting.pop(peer, None) is not None and self.running is not None:
             self.simulation.counts.repeated += 1
@@ -56,30 +54,26 @@ class AllReduce:
         self._release_if_alone()
 
     def up(self, peer: int) -> None:
-        """It joins when the round is over."""
         self.joining.add(peer)
         self._release_if_alone()
         self._begin_if_complete()
 
     def silent(self, peer: int) -> None:
-        """The others no longer wait for it."""
-        del peer
         self._begin_if_complete()
 
     def _begin_if_complete(self) -> None:
         simulation = self.simulation
-        awaited = (index for index in range(simulation.num_peers) if index not in self.joining)
         if self.running is not None or not self.waiting:
             return
-        if any(index not in self.waiting and simulation.is_waited_for(index) for index in awaited):
+        awaited = set(range(simulation.num_peers)) - self.joining - self.waiting.keys()
+        if any(simulation.is_waited_for(index) for index in awaited):
             return
         members = self.running = list(self.waiting.values())
 
         def finish() -> None:
             if self.running is not members:
                 return
-            group = sorted(self.waiting)
-            mean = simulation.learner.results(group).mean(axis=0, dtype=np.float64)
+            mean = simulation.learner.results(sorted(self.waiting)).mean(axis=0, dtype=np.float64)
             self.running = None
             self.waiting.clear()
             simulation.put_and_compute(members, np.broadcast_to(mean, (len(members), mean.size)))
@@ -91,7 +85,7 @@ class AllReduce:
 
     def _release_if_alone(self) -> None:
         """With nobody left who trains there is no round whose end could be waited for."""
-        if all(index in self.joining for index in self.simulation.up):
+        if self.joining.issuperset(self.simulation.up):
             for joiner in sorted(self.joining):
                 self.simulation.compute(joiner)
             self.joining.clear()
@@ -109,18 +103,16 @@ class Moshpit:
     simulation: Simulation
     grid: MoshpitGrid
     cells: list[int]
-    rounds: list[int] = field(default_factory=list)
+    rounds: list[int] = field(init=False)
     gathering: dict[tuple[int, ...], list[Ticket]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rounds = [0] * len(self.cells)
 
     def ready(self, peer: int) -> None:
-        """It waits under its key."""
-        simulation = self.simulation
-        key = self._key(peer)
+        simulation, key = self.simulation, self._key(peer)
         group = self.gathering.setdefault(key, [])
-        group += simulation.tickets([peer])
+        group.append(simulation.ticket(peer))
         if len(group) == self.grid.side:
             self._average(key)
         elif len(group) == 1:
@@ -128,7 +120,7 @@ class Moshpit:
             simulation.at(due_s, lambda: self._average(key) if self.gathering.get(key) is group else None)
 
     def down(self, peer: int) -> None:
-        """Who waits under its key notices when nobody answers."""
+        """Whoever waits under its key notices when nobody answers."""
         key = self._key(peer)
         group = self.gathering.get(key, [])
         group[:] = [ticket for ticket in group if ticket[0] != peer]
@@ -136,7 +128,7 @@ class Moshpit:
             self.gathering.pop(key, None)
 
     def up(self, peer: int) -> None:
-        """It goes on with the state of another, from the round that the swarm is in."""
+        """It goes on from the round that the swarm is in."""
         self.rounds[peer] = max(self.rounds[index] for index in self.simulation.up)
         self.simulation.adopt_and_compute(peer)
 
@@ -208,41 +200,38 @@ class Messages:
     simulation: Simulation
     shifts: Callable[[int], tuple[int, ...]]
     is_push_sum: bool
-    places: list[_Place] = field(default_factory=list)
+    places: list[_Place] = field(init=False)
 
     def __post_init__(self) -> None:
         self.places = [_Place() for _ in range(self.simulation.num_peers)]
 
     def ready(self, peer: int) -> None:
-        """It sends, and waits."""
         simulation, place = self.simulation, self.places[peer]
         number = place.number
         receivers = [each for each in self._neighbours(peer, 1) if simulation.is_waited_for(each)]
         weight = place.weight / (1 + len(receivers)) if self.is_push_sum else 1.0
         parcel = (weight * simulation.learner.results([peer])[0], weight)
         arrival_s = simulation.now + simulation.times.send_s(len(receivers))
-        for receiver in simulation.tickets(receivers):
-            simulation.at(arrival_s, functools.partial(self._deliver, receiver, peer, number, parcel))
+        for receiver in receivers:
+            deliver = functools.partial(self._deliver, simulation.ticket(receiver), peer, number, parcel)
+            simulation.at(arrival_s, deliver)
         place.own, place.open_s = parcel, arrival_s
-        (ticket,) = simulation.tickets([peer])
-        simulation.at(arrival_s, lambda: self._finish(ticket, number, is_late=False))
-        late_s = arrival_s + simulation.times.patience_s
-        simulation.at(late_s, lambda: self._finish(ticket, number, is_late=True))
+        finish = functools.partial(self._finish, simulation.ticket(peer), number)
+        simulation.at(arrival_s, finish)
+        simulation.at(arrival_s + simulation.times.patience_s, functools.partial(finish, is_late=True))
 
     def down(self, peer: int) -> None:
         """What it holds is lost; it comes back with another's state and the weight 1."""
         self.places[peer] = _Place()
 
     def up(self, peer: int) -> None:
-        """It goes on with the state of another, from the round that the swarm is in."""
+        """It goes on from the round that the swarm is in."""
         self.places[peer] = _Place(number=max(self.places[index].number for index in self.simulation.up))
         self.simulation.adopt_and_compute(peer)
 
     def silent(self, peer: int) -> None:
-        """Nobody waits for it any more."""
-        del peer
-        for ticket in self.simulation.tickets(self.simulation.up):
-            self._finish(ticket, self.places[ticket[0]].number, is_late=False)
+        for index in self.simulation.up:
+            self._finish(self.simulation.ticket(index), self.places[index].number)
 
     def _neighbours(self, peer: int, direction: int) -> Iterator[int]:
         """To whom it sends (1) or who sends to it (-1) in its round."""
@@ -257,9 +246,10 @@ class Messages:
         place.inbox[sender, number if self.is_push_sum else 0] = parcel
         if number >= place.number:
             place.heard.add((sender, number))
-        self._finish(ticket, place.number, is_late=False)
+        self._finish(ticket, place.number)
 
-    def _finish(self, ticket: Ticket, number: int, *, is_late: bool) -> None:
+    def _finish(self, ticket: Ticket, number: int, *, is_late: bool = False) -> None:
+        """End the peer's round with this number, unless it is to wait for more, or is not in it."""
         simulation, place = self.simulation, self.places[ticket[0]]
         if not simulation.is_there(ticket) or place.own is None or place.number != number:
             return

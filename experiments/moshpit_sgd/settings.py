@@ -1,8 +1,10 @@
 """What the command line of this experiment can ask for."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, get_args
+
+import tyro
 
 from experiments.bench import Settings
 from experiments.moshpit_sgd.time_model import TimeModel
@@ -17,8 +19,6 @@ class MoshpitSgdSettings(Settings):
 
     quick: bool = False
     """The MNIST network and 16 peers only."""
-    seed: int = 0
-    """Seed of parameters, batches, speeds, absences and places on the grid."""
     model: ModelName | None = None
     """What is trained. Default: one after the other; with --quick the MNIST network."""
     peers: int | None = None
@@ -33,14 +33,8 @@ class MoshpitSgdSettings(Settings):
     """After which a method is given up."""
     evaluate_every_s: float = 10.0
     """Virtual seconds between two evaluations."""
-    mean_uptime_s: float = 900.0
-    """Of a peer, exponentially distributed; inf: nobody leaves."""
-    mean_downtime_s: float = 120.0
-    """Until a peer that left is back."""
-    straggling: float = 0.02
-    """Probability that local steps take five times as long."""
-    speed_sigma: float = 0.35
-    """Of the log-normal distribution of peers' speeds; 0: all are equal."""
+    clock: Annotated[TimeModel, tyro.conf.OmitArgPrefixes] = field(default_factory=TimeModel)
+    """How long things take."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +45,6 @@ class MoshpitSgdSettings(Settings):
         for name in ("max_virtual_s", "evaluate_every_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} must be above 0 and finite, got {getattr(self, name)}")
-        self.times()
 
     @property
     def models(self) -> tuple[ModelName, ...]:
@@ -66,16 +59,3 @@ class MoshpitSgdSettings(Settings):
         if self.peers is not None:
             return (self.peers,)
         return (16,) if self.quick else (16, 64)
-
-    def times(self) -> TimeModel:
-        """The clock of the simulated swarm.
-
-        Raises:
-          ValueError: a time or a probability cannot be.
-        """
-        return TimeModel(
-            mean_uptime_s=self.mean_uptime_s,
-            mean_downtime_s=self.mean_downtime_s,
-            straggling=self.straggling,
-            speed_sigma=self.speed_sigma,
-        )

@@ -2,8 +2,7 @@
 
 Theory of operation. A heap of events, ordered by time and then by number, so that one seed is one run. A peer is
 computing (a stretch of local steps), or in the hands of the method (waiting for others, averaging), or down. The method
-decides when a peer goes on and with which vector; the learner computes what the vectors are, lazily: a stretch is
-noted when it begins and computed, many peers' at once, when somebody needs a result.
+decides when a peer goes on and with which vector; the learner computes what the vectors are.
 """
 
 import heapq
@@ -14,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from experiments.moshpit_sgd.learning import PeerLearner
 from experiments.moshpit_sgd.time_model import TimeModel
 
 Action = Callable[[], None]
@@ -21,44 +21,20 @@ Ticket = tuple[int, int]
 """A peer and which life of it: one that vanishes and comes back meanwhile is not who it was."""
 
 
-class Learner(Protocol):
-    """What peers train."""
-
-    def begin(self, peer: int) -> None:
-        """The peer begins a stretch with the parameters that it holds."""
-        ...
-
-    def results(self, peers: Sequence[int]) -> np.ndarray:
-        """[peers, numbers], the parameters at the end of the stretches that these peers are in."""
-        ...
-
-    def put(self, peers: Sequence[int], vectors: np.ndarray) -> None:
-        """Averaging is over for these peers, with this outcome; they begin their next stretch with it."""
-        ...
-
-    def adopt(self, peer: int, donor: int) -> None:
-        """The peer is new and holds what the donor holds."""
-        ...
-
-
 class Method(Protocol):
     """How peers average."""
 
     def ready(self, peer: int) -> None:
         """The peer has finished a stretch."""
-        ...
 
     def down(self, peer: int) -> None:
         """The peer is gone, whatever it was in."""
-        ...
 
     def up(self, peer: int) -> None:
         """The peer is back and can download a state."""
-        ...
 
     def silent(self, peer: int) -> None:
         """The peer has been down for so long that others take notice."""
-        ...
 
 
 @dataclass(slots=True)
@@ -76,40 +52,43 @@ class Peer:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened."""
+    """What happened.
+
+    Attributes:
+      stretches: stretches of local steps that ended.
+      averagings: outcomes handed out.
+      averaged_peers: peers that they were handed to.
+      repeated: all-reduces, of all or of a group, during which somebody vanished.
+      departures: peers that vanished.
+    """
 
     stretches: int = 0
-    """Stretches of local steps that ended."""
     averagings: int = 0
-    """Outcomes handed out."""
     averaged_peers: int = 0
-    """Peers that they were handed to."""
     repeated: int = 0
-    """All-reduces, of all or of a group, during which somebody vanished."""
     departures: int = 0
-    """Peers that vanished."""
 
 
 @dataclass(slots=True, eq=False)
 class Simulation:
-    """The swarm. Set `method`, then `start`."""
+    """The swarm. It begins with `start`."""
 
     times: TimeModel
-    learner: Learner
+    learner: PeerLearner
     num_peers: int
     local_steps: int
     seed: int
     now: float = 0.0
     peers: list[Peer] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
-    method: Method | None = None
+    _method: Method = field(init=False)
     _events: list[tuple[float, int, Action]] = field(default_factory=list)
     _number: int = 0
     _donors: random.Random = field(default_factory=random.Random)
 
     def start(self, method: Method) -> None:
-        """All peers begin to compute."""
-        self.method = method
+        """Let all peers begin to compute."""
+        self._method = method
         self._donors.seed(f"{self.seed}/donors")
         for index in range(self.num_peers):
             speed_factor = self.times.speed_factor(random.Random(f"{self.seed}/{index}/speed"))
@@ -133,22 +112,20 @@ class Simulation:
         heapq.heappush(self._events, (when_s, self._number, action))
 
     def compute(self, index: int) -> None:
-        """A peer that is up begins its next stretch."""
-        peer = self.peers[index]
-        life = peer.life
+        """Let a peer that is up begin its next stretch."""
+        ticket, peer = self.ticket(index), self.peers[index]
         self.learner.begin(index)
-        took_s = self.times.stretch_s(peer.stretches, self.local_steps, peer.speed_factor)
 
         def done() -> None:
-            if peer.life == life:
+            if self.is_there(ticket):
                 self.counts.stretches += 1
-                self._the_method.ready(index)
+                self._method.ready(index)
 
-        self.at(self.now + took_s, done)
+        self.at(self.now + self.times.stretch_s(peer.stretches, self.local_steps, peer.speed_factor), done)
 
-    def tickets(self, group: Sequence[int]) -> list[Ticket]:
-        """These peers in their present lives."""
-        return [(index, self.peers[index].life) for index in group]
+    def ticket(self, index: int) -> Ticket:
+        """This peer in its present life."""
+        return index, self.peers[index].life
 
     def is_there(self, ticket: Ticket) -> bool:
         """Whether the peer has been there since the ticket was made."""
@@ -156,7 +133,7 @@ class Simulation:
         return peer.is_up and peer.life == ticket[1]
 
     def put_and_compute(self, group: Sequence[Ticket], vectors: np.ndarray) -> None:
-        """[peers, numbers], the outcome for those of the group who are still there; they go on with it."""
+        """Hand the outcome [peers, numbers] to those of the group who are still there; they go on with it."""
         there = [place for place, ticket in enumerate(group) if self.is_there(ticket)]
         if there:
             self.counts.averagings += 1
@@ -171,9 +148,8 @@ class Simulation:
         return peer.is_up or self.now < peer.down_since + self.times.timeout_s
 
     def adopt_and_compute(self, index: int) -> None:
-        """A peer that is back goes on from what some other peer holds; from its own if it is alone."""
-        others = [each for each, peer in enumerate(self.peers) if peer.is_up and each != index]
-        if others:
+        """Let a peer that is back go on from what some other peer holds; from its own if it is alone."""
+        if others := [each for each in self.up if each != index]:
             self.learner.adopt(index, self._donors.choice(others))
         self.compute(index)
 
@@ -181,11 +157,6 @@ class Simulation:
     def up(self) -> list[int]:
         """Who is there."""
         return [index for index, peer in enumerate(self.peers) if peer.is_up]
-
-    @property
-    def _the_method(self) -> Method:
-        assert self.method is not None
-        return self.method
 
     def _plan_absence(self, index: int) -> None:
         peer = self.peers[index]
@@ -199,12 +170,12 @@ class Simulation:
             peer.life += 1
             self.counts.departures += 1
             life = peer.life
-            self._the_method.down(index)
+            self._method.down(index)
             self.at(self.now + self.times.timeout_s, lambda: self._notice(index, life))
 
         def up() -> None:
             peer.is_up = True
-            self._the_method.up(index)
+            self._method.up(index)
             self._plan_absence(index)
 
         self.at(max(down_s, self.now), down)
@@ -212,4 +183,4 @@ class Simulation:
 
     def _notice(self, index: int, life: int) -> None:
         if self.peers[index].life == life and not self.peers[index].is_up:
-            self._the_method.silent(index)
+            self._method.silent(index)

@@ -1,7 +1,6 @@
 """What the simulation costs beside its computing, and what the swarm of the scenario went through."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -10,6 +9,7 @@ from matplotlib.figure import Figure
 from dmoe_jax.runs.run_folder import read_metrics
 from dmoe_jax.runs.style import FAINT, GREY, INK, KILLED, VALID, dress
 from experiments.bench import Run
+from experiments.panels import draw_rounds
 from experiments.sim_scale.scenario import SCHEDULE
 from experiments.sim_scale.settings import ScaleSettings
 from net.transport.sim.events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost
@@ -28,13 +28,8 @@ def scale_figure(run: Run[ScaleSettings], *, ratio_bar: float, rate_bar: float) 
     _draw_cost(cost, run.records("step"), ratio_bar)
     dress(cost, f"A step of {run.settings.trainers} trainers (s)", "measurement")
     rates = [record["messages_per_s"] for record in run.records("messages")]
-    for place, value in enumerate(rates, start=1):
-        rate.bar(place, value, color=VALID, width=0.6)
-        rate.text(place, value, f"{value:,.0f}", ha="center", va="bottom", fontsize=9, color=INK)
-    rate.axhline(rate_bar, color=KILLED, linestyle="--", linewidth=1.2, label=f"bar {rate_bar:,.0f}")
-    _fit(rate, len(rates), max(rate_bar, *rates))
-    dress(rate, f"Messages/s, {run.settings.peers:,} peers", "measurement")
-    _draw_story(story, run.folder.path)
+    draw_rounds(rate, f"Messages/s, {run.settings.peers:,} peers", rates, bar=(rate_bar, f"bar {rate_bar:,.0f}"))
+    _draw_story(story, [read_metrics(path) for path in sorted(run.folder.path.glob("scenario-*.jsonl"))])
     return figure
 
 
@@ -42,28 +37,21 @@ def _draw_cost(axes: Axes, steps: Sequence[Mapping[str, Any]], bar: float) -> No
     """For each measurement the XLA calls alone, and beside them the same in the swarm."""
     for place, step in enumerate(steps, start=1):
         alone, swarm = step["compute_s"], step["wall_s"]
-        axes.bar(place - 0.2, alone, color=GREY, width=0.36, label="XLA calls alone" if place == 1 else None)
-        axes.bar(place + 0.2, swarm, color=VALID, width=0.36, label="in the swarm" if place == 1 else None)
+        labels = ("XLA calls alone", "in the swarm", f"bar {bar:g}x") if place == 1 else (None, None, None)
+        axes.bar(place - 0.2, alone, color=GREY, width=0.36, label=labels[0])
+        axes.bar(place + 0.2, swarm, color=VALID, width=0.36, label=labels[1])
         axes.text(place + 0.2, swarm, f"{swarm / alone:.2f}x", ha="center", va="bottom", fontsize=9, color=INK)
         # The bar is a multiple of each measurement's own computing.
-        text = f"bar {bar:g}x" if place == 1 else None
-        ends = [place - 0.4, place + 0.4]
-        axes.plot(ends, [bar * alone] * 2, color=KILLED, linestyle="--", linewidth=1.2, label=text)
-    _fit(axes, len(steps), max(max(bar * step["compute_s"], step["wall_s"]) for step in steps))
-
-
-def _fit(axes: Axes, num_places: int, greatest: float) -> None:
-    """Leave room above for the legend; a single measurement is not as wide as the panel."""
-    margin = 0.5 if num_places > 1 else 1.0
-    axes.set_xlim(1 - margin, num_places + margin)
-    axes.set_xticks(range(1, num_places + 1))
-    axes.set_ylim(0, 1.4 * greatest)
+        line: dict[str, Any] = {"color": KILLED, "linestyle": "--", "linewidth": 1.2, "label": labels[2]}
+        axes.plot([place - 0.4, place + 0.4], [bar * alone] * 2, **line)
+    axes.set_xticks(range(1, len(steps) + 1))
+    # With room above for the legend.
+    axes.set_ylim(0, 1.4 * max(max(bar * step["compute_s"], step["wall_s"]) for step in steps))
     axes.legend(fontsize=8, frameon=False, loc="upper left")
 
 
-def _draw_story(axes: Axes, folder: Path) -> None:
+def _draw_story(axes: Axes, runs: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     """Steps of the scenario over virtual time, one line for each process: they coincide."""
-    runs = [read_metrics(path) for path in sorted(folder.glob("scenario-*.jsonl"))]
     last_s = last_step = 1.0
     for number, records in enumerate(runs):
         steps = [record for record in records if record["kind"] == "step"]

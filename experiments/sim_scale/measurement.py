@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median_low
 
@@ -36,7 +35,7 @@ def measure(run: Run[ScaleSettings]) -> None:
         exchange = measure_messages(
             peers=settings.peers, messages=settings.messages, neighbours=settings.neighbours, seed=settings.seed
         )
-        run.log("messages", **asdict(exchange), messages_per_s=exchange.messages / exchange.wall_s)
+        run.log("messages", **exchange)
     for number in range(times):
         run.say(f"a step of {settings.trainers} trainers, then the same XLA calls alone ({number + 1}/{times})")
         step = measure_trainers(
@@ -45,7 +44,7 @@ def measure(run: Run[ScaleSettings]) -> None:
             delay_s=settings.delay_s,
             seed=settings.seed + number,
         )
-        run.log("step", **asdict(step), trainers_ratio=step.ratio)
+        run.log("step", **step)
 
 
 def summarise(run: Run[ScaleSettings]) -> Result | None:
@@ -71,37 +70,31 @@ def summarise(run: Run[ScaleSettings]) -> Result | None:
 
 
 def scenario_digests(seed: int, folder: Path, *, hash_seeds: Sequence[int]) -> list[str]:
-    """SHA-256 of the metrics that the scenario writes in one process for each hash seed, two at a time.
+    """Run the scenario in a process for each hash seed, side by side; SHA-256 of the metrics that each writes.
 
     Raises:
       RuntimeError: a process failed; its last words.
     """
-    digests = []
-    for first in range(0, len(hash_seeds), 2):
-        with ExitStack() as stack:
-            running = [_start_scenario(stack, seed, folder, each) for each in hash_seeds[first : first + 2]]
-            for process, metrics in running:
-                _, errors = process.communicate()
-                if process.returncode:
-                    last_words = errors.strip().splitlines() or [f"status {process.returncode}"]
-                    raise RuntimeError(f"the scenario failed: {last_words[-1]}")
-                digests.append(hashlib.sha256(metrics.read_bytes()).hexdigest())
-    return digests
-
-
-def _start_scenario(stack: ExitStack, seed: int, folder: Path, hash_seed: int) -> tuple["subprocess.Popen[str]", Path]:
-    """A process that simulates the scenario, killed when the stack unwinds, and the file that it writes."""
-    metrics = folder / f"scenario-{hash_seed}.jsonl"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "experiments.sim_scale.scenario", "--out", str(metrics), "--seed", str(seed)],
-        env=os.environ | {"PYTHONHASHSEED": str(hash_seed)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    stack.enter_context(process)
-    stack.callback(process.kill)
-    return process, metrics
+    command = [sys.executable, "-m", "experiments.sim_scale.scenario", "--seed", str(seed), "--out"]
+    files = [folder / f"scenario-{hash_seed}.jsonl" for hash_seed in hash_seeds]
+    with ExitStack() as stack:
+        processes = []
+        for hash_seed, file in zip(hash_seeds, files, strict=True):
+            process = subprocess.Popen(
+                [*command, str(file)],
+                env=os.environ | {"PYTHONHASHSEED": str(hash_seed)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            processes.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        for process in processes:
+            _, errors = process.communicate()
+            if process.returncode:
+                last_words = errors.strip().splitlines() or [f"status {process.returncode}"]
+                raise RuntimeError(f"the scenario failed: {last_words[-1]}")
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
 EXPERIMENT = Experiment(

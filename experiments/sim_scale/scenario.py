@@ -41,8 +41,14 @@ from net.wire.compression import Compression
 NUM_NODES = 6
 NUM_TRAINERS = 8
 
-FAULTS = {Fault.REFUSE: 0.02, Fault.HANG: 0.01, Fault.DIE: 0.01, Fault.GARBAGE: 0.01, Fault.LATE: 0.1}
-FAULTS |= {Fault.WRONG_SHAPE: 0.02}
+FAULTS = {
+    Fault.REFUSE: 0.02,
+    Fault.HANG: 0.01,
+    Fault.DIE: 0.01,
+    Fault.GARBAGE: 0.01,
+    Fault.LATE: 0.1,
+    Fault.WRONG_SHAPE: 0.02,
+}
 
 SCHEDULE = (
     (4.0, SetHost("node1", HostOptions(up_bps=2e6, down_bps=2e6, extra_latency_s=0.2))),
@@ -52,7 +58,6 @@ SCHEDULE = (
     (16.0, HostUp("node2")),
     (18.0, HostDown("node4", silent=True)),
 )
-
 
 CONFIG = TransformerXLConfig(
     vocab_size=200,
@@ -79,17 +84,11 @@ class ScenarioSettings:
             raise ValueError(f"expected steps >= 1 and seed >= 0, got {self.steps} and {self.seed}")
 
 
-def write_metrics(settings: ScenarioSettings) -> None:
-    """Run the scenario from the beginning; `settings.out` gets a line for each step, lost step and total."""
-    settings.out.unlink(missing_ok=True)
-    run(_simulate, settings, seed=settings.seed)
-
-
 async def _simulate(settings: ScenarioSettings) -> None:
     seed, log = settings.seed, partial(append_metric, settings.out)
     router = product_key(CONFIG.grid_size)
-    trunk_params = txl.init_trunk(jax.random.key(seed), CONFIG, router)
-    trunk = SharedTrunk(trunk_params, optax.adam(1e-3), InlineDevice(CostModel(call_s=0.02)))
+    params = txl.init_trunk(jax.random.key(seed), CONFIG, router)
+    trunk = SharedTrunk(params, optax.adam(1e-3), InlineDevice(CostModel(call_s=0.02)))
     text = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, 5000)
     shards = partial(SegmentStream, text, batch_size=2, seq_len=CONFIG.layer.seq_len, num_shards=NUM_TRAINERS)
     statistics = CallStatistics()
@@ -141,14 +140,13 @@ async def _simulate(settings: ScenarioSettings) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the scenario from the beginning; the metrics file gets a line for each step, lost step and total."""
     settings = parse_command_line(ScenarioSettings, prog="python -m experiments.sim_scale.scenario", args=None)
     try:
-        settings.out.unlink(missing_ok=True)
-        settings.out.touch()
+        settings.out.write_text("")
     except OSError as error:
         fail(f"cannot write {settings.out}: {error.strerror}", prog="scenario")
-    write_metrics(settings)
+    run(_simulate, settings, seed=settings.seed)
 
 
 if __name__ == "__main__":

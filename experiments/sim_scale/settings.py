@@ -13,8 +13,6 @@ class ScaleSettings(Settings):
 
     quick: bool = False
     """One measurement of each instead of three."""
-    seed: int = 0
-    """Seed of parameters, text, latencies, faults and scheduling."""
     trainers: int = 64
     """Simulated trainers."""
     calls_in_a_row: int = 8

@@ -1,18 +1,16 @@
 """Sixty-four trainers that wait a second for each remote call: what the simulation costs beside the computing.
 
 Both sides are the same XLA calls. A step of every trainer runs in the simulated swarm, where each of them waits in
-virtual time. It runs once more, to the last bit alike, while a tape notes its XLA calls; then these are made again, in
-the same order and with the same arrays, with nothing around them. (Not in the run that is measured: the tape keeps all
+virtual time. It runs once more, to the last bit alike, while its XLA calls are noted; then these are made again, in
+the same order and with the same arrays, with nothing around them. (Not in the run that is measured: the notes keep all
 arrays alive, and new memory for each of them made XLA itself 1.6 times as slow.)
 """
 
-import contextlib
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -37,9 +35,11 @@ from dmoe_jax.swarm import open_swarm
 from dmoe_jax.trainer import Trainer
 from dmoe_jax.trunk import SharedTrunk
 from experiments.simulated_swarm import start_simulated_nodes
+from net.identity import Address
 from net.rpc.faults import Fault, FaultPlan
 from net.transport.sim import run, simulate
 from net.transport.sim.links import Constant
+from net.transport.sim.network import SimNetwork
 
 NUM_NODES, BATCH_SIZE = 8, 4
 _MODEL = TransformerXLConfig(
@@ -57,163 +57,139 @@ _OPTIMIZER = optax.adam(1e-3)  # one object: compiled programs are shared by the
 NODE_CONFIG = NodeConfig(max_batch_rows=16, announce_period_s=60.0, record_lifetime_s=300.0)
 DIRECTORY_CONFIG = DirectoryConfig(ttl_s=120.0, idle_s=600.0)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainersResult:
-    """What a step of every trainer took."""
-
-    wall_s: float
-    """Real seconds in the simulated swarm."""
-    compute_s: float
-    """Real seconds of the same XLA calls alone."""
-    virtual_s: float
-    """Seconds in the simulation."""
-    calls: int
-    """Expert calls placed and answered."""
-    xla_calls: int
-    """XLA calls that were replayed."""
-    loss: float
-    """Mean over the trainers, nats."""
-
-    @property
-    def ratio(self) -> float:
-        """The simulation's time over the computing's."""
-        return self.wall_s / self.compute_s
+XlaCalls = list[Callable[[], object]]
 
 
-@dataclass(slots=True)
-class WorkTape:
-    """The XLA calls of a run, in order."""
+@contextmanager
+def recording(calls: XlaCalls) -> Iterator[None]:
+    """Note every call of a trainer's segments and of the experts, in order, while the block runs."""
 
-    calls: list[Callable[[], object]] = field(default_factory=list)
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls.append(lambda: jax.block_until_ready(function(*args)))
+            return function(*args)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Note every call of a trainer's segments and of the experts while the block runs."""
+        return call
 
-        def noted(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any) -> Any:
-                self.calls.append(lambda: jax.block_until_ready(function(*args)))
-                return function(*args)
-
-            return call
-
-        with (
-            mock.patch.object(autodiff, "_run", noted(autodiff._run)),
-            mock.patch.object(autodiff, "_pull_back", noted(autodiff._pull_back)),
-            mock.patch.object(ExpertBackend, "forward", noted(ExpertBackend.forward)),
-            mock.patch.object(ExpertBackend, "backward", noted(ExpertBackend.backward)),
-        ):
-            yield
-
-    def replay(self) -> float:
-        """Make the calls again, one after the other; seconds of real time. Experts take their updates once more."""
-        started = time.perf_counter()
-        for call in self.calls:
-            call()
-        return time.perf_counter() - started
+    with (
+        mock.patch.object(autodiff, "_run", noted(autodiff._run)),
+        mock.patch.object(autodiff, "_pull_back", noted(autodiff._pull_back)),
+        mock.patch.object(ExpertBackend, "forward", noted(ExpertBackend.forward)),
+        mock.patch.object(ExpertBackend, "backward", noted(ExpertBackend.backward)),
+    ):
+        yield
 
 
-def measure_trainers(*, trainers: int, calls_in_a_row: int, delay_s: float, seed: int) -> TrainersResult:
+def replay(calls: XlaCalls) -> float:
+    """Make the calls again, one after the other; seconds of real time. Experts take their updates once more."""
+    started = time.perf_counter()
+    for call in calls:
+        call()
+    return time.perf_counter() - started
+
+
+def measure_trainers(*, trainers: int, calls_in_a_row: int, delay_s: float, seed: int) -> dict[str, float]:
     """Let every trainer take a step in virtual time, then make the same XLA calls alone.
 
     Args:
       trainers: each on a host of its own.
       calls_in_a_row: remote calls on the critical path of a step: two for each layer, forward and backward.
       delay_s: mean of the exponentially distributed delay of each expert call, seconds.
+      seed: of everything.
+
+    Returns:
+      `wall_s`: real seconds in the simulated swarm. `virtual_s`: seconds in the simulation. `calls`: expert calls
+      placed and answered. `loss`: mean over the trainers, nats. `xla_calls`: XLA calls that were made again.
+      `compute_s`: real seconds of these alone. `trainers_ratio`: the simulation's time over the computing's.
 
     Raises:
       RuntimeError: the two runs were not alike.
     """
     setting = (trainers, calls_in_a_row // 2, delay_s, seed)
-    measured, tape = run(_train, *setting, None, seed=seed), WorkTape()
-    taped = run(_train, *setting, tape, seed=seed)
-    if (measured.virtual_s, measured.calls, measured.loss) != (taped.virtual_s, taped.calls, taped.loss):
-        raise RuntimeError(f"two runs with one seed differ: {measured} and {taped}")
-    return dataclasses.replace(measured, compute_s=tape.replay(), xla_calls=len(tape.calls))
+    calls: XlaCalls = []
+    measured = run(_train, *setting, nullcontext(), seed=seed)
+    noted = run(_train, *setting, recording(calls), seed=seed)
+    if measured | {"wall_s": 0} != noted | {"wall_s": 0}:
+        raise RuntimeError(f"two runs with one seed differ: {measured} and {noted}")
+    compute_s = replay(calls)
+    ratio = measured["wall_s"] / compute_s
+    return measured | {"compute_s": compute_s, "xla_calls": len(calls), "trainers_ratio": ratio}
 
 
 async def _train(
-    num_trainers: int, num_layers: int, delay_s: float, seed: int, tape: WorkTape | None
-) -> TrainersResult:
+    num_trainers: int, num_layers: int, delay_s: float, seed: int, during_step: AbstractContextManager[None]
+) -> dict[str, float]:
     config = dataclasses.replace(_MODEL, num_layers=num_layers)
-    router, device = product_key(config.grid_size), InlineDevice()
     backends = make_experts(config, seed=seed)
     next(iter(backends.values())).warm_up(NODE_CONFIG.max_batch_rows)
-    trunk = SharedTrunk(txl.init_trunk(jax.random.key(seed), config, router), optax.adam(1e-3), device)
     statistics = CallStatistics()
-    text = np.random.default_rng(seed).integers(0, config.vocab_size, max(200_000, 200 * num_trainers))
     late = FaultPlan(rates={Fault.LATE: 1.0}, late_mean_s=delay_s, methods=("expert.",), seed=seed)
     async with simulate(seed=seed, latency=Constant(0.001)) as network:
         join = await start_simulated_nodes(
             network, backends, num_nodes=NUM_NODES, seed=seed, faults=late, config=NODE_CONFIG
         )
-        layers = [layer_prefix(layer) for layer in range(num_layers)]
-        prefixes = [
-            key_prefix(layer, path)
-            for layer in layers
-            for path in ((), *((row,) for row in range(config.grid_size[0])))
-        ]
-        trainers: list[Trainer] = []
-        all_ready = trio.Event()
-
-        async def live(index: int) -> None:
-            async with open_swarm(
-                join,
-                network=network,
-                host=f"trainer{index}",
-                listen=None,
-                seed=seed,
-                device=device,
-                statistics=statistics,
-                directory=DIRECTORY_CONFIG,
-            ) as swarm:
-                stream = SegmentStream(
-                    text, batch_size=BATCH_SIZE, seq_len=config.seq_len, shard=index, num_shards=num_trainers, seed=seed
-                )
-                await swarm.directory.children(prefixes)
-                mixtures = [
-                    swarm.mixture(layer, config.expert(), router, k_best=2, grace_s=math.inf, timeout_s=600.0)
-                    for layer in layers
-                ]
-                trainers.append(Trainer(index, txl.TransformerXL(config, router, mixtures), trunk, stream))
-                if len(trainers) == num_trainers:
-                    all_ready.set()
-                await trio.sleep_forever()
-
-        for index in range(num_trainers):
-            network.start(f"trainer{index}", live, index)
-        await all_ready.wait()
+        trainers = await _start_trainers(network, join, config, num_trainers, statistics, seed)
         await trainers[0].step()  # compiles
-        calls_before = statistics.ok
+        calls_before, losses = statistics.ok, []
+
+        async def step(trainer: Trainer) -> None:
+            losses.append((await trainer.step()).loss)
+
         started, started_virtual = time.perf_counter(), trio.current_time()
-        with contextlib.nullcontext() if tape is None else tape.recording():
-            losses = await _step(trainers)
-        return TrainersResult(
-            wall_s=time.perf_counter() - started,
-            compute_s=math.nan,
-            virtual_s=trio.current_time() - started_virtual,
-            calls=statistics.ok - calls_before,
-            xla_calls=0,
-            loss=float(np.mean(losses)),
-        )
+        with during_step:
+            async with trio.open_nursery() as nursery:
+                for trainer in trainers:
+                    nursery.start_soon(step, trainer)
+        return {
+            "wall_s": time.perf_counter() - started,
+            "virtual_s": trio.current_time() - started_virtual,
+            "calls": statistics.ok - calls_before,
+            "loss": float(np.mean(losses)),
+        }
 
 
-async def _step(trainers: list[Trainer]) -> list[float]:
-    """One step of every trainer at the same time; their losses in the order of their ends."""
-    losses = []
+async def _start_trainers(
+    network: SimNetwork,
+    join: Address,
+    config: TransformerXLConfig,
+    num_trainers: int,
+    statistics: CallStatistics,
+    seed: int,
+) -> list[Trainer]:
+    """Start trainers of one trunk, each on a host of its own, and wait until they know the experts."""
+    router, device = product_key(config.grid_size), InlineDevice()
+    trunk = SharedTrunk(txl.init_trunk(jax.random.key(seed), config, router), _OPTIMIZER, device)
+    text = np.random.default_rng(seed).integers(0, config.vocab_size, max(200_000, 200 * num_trainers))
+    layers = [layer_prefix(layer) for layer in range(config.num_layers)]
+    paths = [(), *((row,) for row in range(config.grid_size[0]))]
+    prefixes = [key_prefix(layer, path) for layer in layers for path in paths]
+    trainers: list[Trainer] = []
+    all_ready = trio.Event()
 
-    async def step(trainer: Trainer) -> None:
-        losses.append((await trainer.step()).loss)
+    async def live(index: int) -> None:
+        place: dict[str, Any] = {"network": network, "host": f"trainer{index}", "listen": None, "device": device}
+        async with open_swarm(join, **place, seed=seed, statistics=statistics, directory=DIRECTORY_CONFIG) as swarm:
+            stream = SegmentStream(
+                text, batch_size=BATCH_SIZE, seq_len=config.seq_len, shard=index, num_shards=num_trainers, seed=seed
+            )
+            await swarm.directory.children(prefixes)
+            mixtures = [
+                swarm.mixture(layer, config.expert(), router, k_best=2, grace_s=math.inf, timeout_s=600.0)
+                for layer in layers
+            ]
+            trainers.append(Trainer(index, txl.TransformerXL(config, router, mixtures), trunk, stream))
+            if len(trainers) == num_trainers:
+                all_ready.set()
+            await trio.sleep_forever()
 
-    async with trio.open_nursery() as nursery:
-        for trainer in trainers:
-            nursery.start_soon(step, trainer)
-    return losses
+    for index in range(num_trainers):
+        network.start(f"trainer{index}", live, index)
+    await all_ready.wait()
+    return trainers
 
 
 def make_experts(config: TransformerXLConfig, *, seed: int) -> dict[str, ExpertBackend]:
-    """Every expert of every layer, by uid, with the parameters that the seed decides."""
+    """Make every expert of every layer, by uid, with the parameters that the seed decides."""
     rows, columns = config.grid_size
     patterns = [f"{layer_prefix(layer)}.[0:{rows}].[0:{columns}]" for layer in range(config.num_layers)]
     return make_backends(dict.fromkeys(patterns, config.expert()), _OPTIMIZER, seed=seed)

@@ -1,21 +1,21 @@
-"""Ours: a peer that serves `echo`, `take` and `give`, and the calls that measure it."""
+"""Ours: a peer that serves echo, take and give, and the calls that measure it."""
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import numpy as np
 import trio
 
-from experiments.transport_speed.slice_timer import SliceTimer
+from experiments.transport_speed.slices import ECHO, GIVE, TAKE, SliceTimer
 from net.identity import Address
 from net.keys import Identity
 from net.rpc.base import Reply, Request
 from net.rpc.peer import RpcPeer, open_rpc_peer
 from net.transport.tcp import TcpTransport
 from net.transport.tls import TlsTransport
-from net.wire.tensors import Tensor, plain
+from net.wire.tensors import plain
 
-ECHO, TAKE, GIVE = "echo", "take", "give"
 _ANY_PORT = Address("127.0.0.1", 0)
 _MAX_CONCURRENT = 256
 """More than any number of callers here: nobody is to be told that the server is busy."""
@@ -37,8 +37,9 @@ async def open_peer(network: str, *, listen: bool = False) -> AsyncIterator[RpcP
 
 
 @asynccontextmanager
-async def open_server(network: str, tensor: Tensor) -> AsyncIterator[Address]:
-    """Serve what is measured; the address."""
+async def open_server(network: str, tensor: bytes) -> AsyncIterator[Address]:
+    """Serve what is measured; yields the address."""
+    array = np.frombuffer(tensor, np.uint8)
 
     async def echo(request: Request) -> Reply:
         return Reply(body=request.body)
@@ -48,7 +49,7 @@ async def open_server(network: str, tensor: Tensor) -> AsyncIterator[Address]:
 
     async def give(request: Request) -> Reply:
         del request
-        return Reply(tensors=(tensor,))
+        return Reply(tensors=(array,))
 
     async with open_peer(network, listen=True) as peer:
         for method, handler in ((ECHO, echo), (TAKE, take), (GIVE, give)):
@@ -57,36 +58,27 @@ async def open_server(network: str, tensor: Tensor) -> AsyncIterator[Address]:
         yield peer.address
 
 
-async def measure_calls(
-    address: Address, network: str, *, callers: int, message: bytes, timer: SliceTimer
+async def measure(
+    address: Address, network: str, kind: str, *, payload: bytes, timer: SliceTimer, callers: int = 1
 ) -> dict[str, float]:
-    """Let so many callers share one connection; each makes one echo after the other."""
+    """Let so many callers share one connection; each makes one call after the other: the next leaves when the last was
+    answered, as in the baseline."""
     async with open_peer(network) as peer:
-        await _repeat(_echo(peer, address, message), timer, callers=callers)
+        await _repeat(_call(peer, address, kind, payload), timer, callers=callers)
         return timer.record()
 
 
-async def measure_transfer(
-    address: Address, network: str, method: str, *, tensor: Tensor, timer: SliceTimer
-) -> dict[str, float]:
-    """Send (`TAKE`) or receive (`GIVE`) tensors one after the other: the next leaves when the last was answered, as in
-    the baseline."""
-    async with open_peer(network) as peer:
-        await _repeat(_transfer(peer, address, method, tensor), timer)
-        return timer.record(nbytes=tensor.nbytes)
-
-
 async def measure_head_of_line(
-    address: Address, *, message: bytes, tensor: Tensor, idle: SliceTimer, sending: SliceTimer, receiving: SliceTimer
+    address: Address, *, message: bytes, tensor: bytes, idle: SliceTimer, sending: SliceTimer, receiving: SliceTimer
 ) -> dict[str, dict[str, float]]:
     """Time small calls of one caller on one encrypted connection: alone, beside tensors that leave, beside tensors that
     come in."""
     async with open_peer("tls") as peer:
-        echo = _echo(peer, address, message)
+        echo = _call(peer, address, ECHO, message)
         await _repeat(echo, idle)
         records = {"rpc_tls_one_caller": idle.record()}
-        for name, method, timer in (("sending", TAKE, sending), ("receiving", GIVE, receiving)):
-            transfer = _transfer(peer, address, method, tensor)
+        for name, kind, timer in (("sending", TAKE, sending), ("receiving", GIVE, receiving)):
+            transfer = _call(peer, address, kind, tensor)
             records[f"rpc_tls_calls_while_{name}"] = await _calls_beside(transfer, echo, timer)
         return records
 
@@ -123,26 +115,18 @@ async def _repeat(call: Call, timer: SliceTimer, *, callers: int = 1) -> None:
             nursery.start_soon(call_again)
 
 
-def _echo(peer: RpcPeer, address: Address, message: bytes) -> Call:
-    body = {"message": message}
+def _call(peer: RpcPeer, address: Address, kind: str, payload: bytes) -> Call:
+    body = {"message": payload} if kind == ECHO else {}
+    tensors = (np.frombuffer(payload, np.uint8),) if kind == TAKE else ()
+
+    def is_answer(reply: Reply) -> bool:
+        if kind == ECHO:
+            return reply.body == body
+        nbytes = reply.body["nbytes"] if kind == TAKE else plain(reply.tensors[0]).nbytes
+        return nbytes == len(payload)
 
     async def call() -> None:
-        reply = await peer.call(address, ECHO, body, timeout_s=_TIMEOUT_S)
-        if reply.body != body:
-            raise ConnectionError("the echo is not what was sent")
+        if not is_answer(await peer.call(address, kind, body, tensors, timeout_s=_TIMEOUT_S)):
+            raise ConnectionError(f"the answer to {kind} is not what was expected")
 
     return call
-
-
-def _transfer(peer: RpcPeer, address: Address, method: str, tensor: Tensor) -> Call:
-    async def send() -> None:
-        reply = await peer.call(address, TAKE, {}, (tensor,), timeout_s=_TIMEOUT_S)
-        if reply.body["nbytes"] != tensor.nbytes:
-            raise ConnectionError("the tensor was not acknowledged")
-
-    async def receive() -> None:
-        reply = await peer.call(address, GIVE, {}, timeout_s=_TIMEOUT_S)
-        if plain(reply.tensors[0]).nbytes != tensor.nbytes:
-            raise ConnectionError("the tensor did not come")
-
-    return send if method == TAKE else receive

@@ -13,8 +13,6 @@ class SpeedSettings(Settings):
 
     quick: bool = False
     """Three short rounds, under two minutes."""
-    seed: int = 0
-    """Seed of what is sent."""
     rounds: int = 9
     """Rounds that count; one more comes before them to warm up."""
     slice_s: float = 1.5

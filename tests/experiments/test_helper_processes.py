@@ -19,12 +19,12 @@ ALLREDUCE = ("allreduce_speed", "--mib", "0.4", "--chunk-kib", "64")
 
 
 @pytest.mark.parametrize(
-    ("module", "words"),
-    [("experiments.transport_speed.server", ["--side", "neither"]), ("experiments.no_such_module", [])],
+    ("module", "settings"),
+    [("experiments.transport_speed.server", {"side": "neither"}), ("experiments.no_such_module", {})],
 )
-def test_helper_that_does_not_start(module: str, words: list[str]) -> None:
+def test_helper_that_does_not_start(module: str, settings: dict[str, str]) -> None:
     """It said why on standard error, which is ours, too."""
-    with pytest.raises(HelperFailed, match="ended too early"), open_helpers(module, [words]):
+    with pytest.raises(HelperFailed, match="ended too early"), open_helpers(module, [settings]):
         pass
 
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,17 +26,24 @@ from experiments.moshpit_averaging.settings import AveragingSettings
 from experiments.moshpit_averaging.simulation import mean_rounds, measure_mixing, rounds_to, row_of, simulate
 from net.averaging.grouping.group_key import MoshpitGrid
 
-
-@pytest.mark.parametrize("num_peers", [512, 1024])
-def test_rounds_are_the_papers(num_peers: int) -> None:
-    """Moshpit and random groups at both precisions and all probabilities, within half a round."""
-    for row in (row for row in TABLE if row.num_peers == num_peers and row.grid == SQUARE):
-        if row.failure_rule == "exclude":
-            found = row_of(row, simulate(row, restarts=100, rounds=12, seed=0))
-            assert set(BARRED) <= set(found.paper)
-            assert not found.missed_bars()
+QUICK_ROW = Setting(num_peers=512, grid=SQUARE, failure=0.005)
+BARRED_ROWS = [
+    row for row in TABLE if row.num_peers in (512, 1024) and row.grid == SQUARE and row.failure_rule == "exclude"
+]
 
 
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=() if row == QUICK_ROW else pytest.mark.slow, id=str(row)) for row in BARRED_ROWS],
+)
+def test_rounds_are_the_papers(row: Setting) -> None:
+    """Moshpit and random groups at both precisions, within half a round."""
+    found = row_of(row, simulate(row, restarts=100, rounds=12, seed=0))
+    assert set(BARRED) <= set(found.paper)
+    assert not found.missed_bars()
+
+
+@pytest.mark.slow
 def test_groups_that_skip_need_the_rounds_of_the_first_simulator() -> None:
     """17.1 rounds among 1024 peers of whom one in a hundred is absent: three times those that exclude."""
     row = TABLE[-1]
@@ -90,16 +96,16 @@ def test_rounds_to_a_target() -> None:
 
 
 def test_restarts_in_batches_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A swarm too large for one go: the batches give as many restarts as asked for, all different, and all progress."""
+    """A swarm too large for one go: the batches give as many restarts as asked for, all different; the variance before
+    the first round is the same for all methods, and near 1."""
     monkeypatch.setattr(simulation, "_MAX_ABSENCES", 2 * 3 * 6)
-    shares: list[float] = []
     setting = Setting(num_peers=6, grid=MoshpitGrid(side=3, dims=2), failure=0.1)
-    variances = simulate(setting, restarts=5, rounds=3, seed=0, on_progress=shares.append)
+    variances = simulate(setting, restarts=5, rounds=3, seed=0)
     for found in variances.values():
         assert found.shape == (5, 4)
         assert len(set(found[:, 0].tolist())) == 5
-    assert sum(shares) == pytest.approx(1)
-    assert len(shares) == 3 * 6
+        np.testing.assert_array_equal(found[:, 0], variances["moshpit"][:, 0])
+        assert 0.3 < found[:, 0].mean() < 3
 
 
 def test_table_and_paper_fit() -> None:
@@ -133,7 +139,7 @@ def test_one_setting_from_the_command_line(tmp_path: Path, capsys: pytest.Captur
     flags += ["--restarts", "4", "--rounds", "6"]
     found = []
     for name in ("first", "second"):
-        main([*flags, "--out", str(tmp_path / name)])
+        main(args=[*flags, "--out", str(tmp_path / name)])
         found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     first, second = found
     assert (first["peers"], first["grid"], first["failure"]) == (20, [3, 3], 0.05)
@@ -161,7 +167,7 @@ def test_the_whole_table_from_the_command_line(
         Setting(num_peers=4, grid=grid, failure=0.1, failure_rule="group_skips"),
     )
     monkeypatch.setattr("experiments.moshpit_averaging.settings.TABLE", rows)
-    main(["--json", "--restarts", "2", "--rounds", "3", "--out", str(tmp_path / "run")])
+    main(args=["--json", "--restarts", "2", "--rounds", "3", "--out", str(tmp_path / "run")])
     headline = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(row["peers"], row["failure_rule"]) for row in headline["table"]] == [(3, "exclude"), (4, "group-skips")]
     assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
@@ -203,16 +209,8 @@ def test_a_mistake_is_one_line(
     """Before anything is compiled."""
     (tmp_path / "something").touch()
     with pytest.raises(SystemExit) as exit_:
-        main([str(tmp_path) if word == "FULL" else word for word in flags])
+        main(args=[str(tmp_path) if word == "FULL" else word for word in flags])
     assert exit_.value.code in (1, 2)
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
-
-
-def test_all_methods_see_the_same_swarm() -> None:
-    """The variance before the first round is one and the same, and near 1."""
-    variances = simulate(Setting(num_peers=64, grid=MoshpitGrid(side=8), failure=0.0), restarts=2, rounds=1, seed=3)
-    starts = np.stack([found[:, 0] for found in variances.values()])
-    assert (starts == starts[0]).all()
-    assert jax.numpy.all((starts[0] > 0.3) & (starts[0] < 3))

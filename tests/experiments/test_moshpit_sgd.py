@@ -304,7 +304,7 @@ def test_the_command_trains_and_reports(
 ) -> None:
     """Every method reaches the target; folder, figure and report are there."""
     monkeypatch.setattr(tasks, "make_task", lambda name: point_task())
-    main(["--model", "mnist", "--peers", "4", "--json", "--out", str(tmp_path / "run")])
+    main(args=["--model", "mnist", "--peers", "4", "--json", "--out", str(tmp_path / "run")])
     headline = json.loads(capsys.readouterr().out.splitlines()[-1])
     for method in ("all_reduce", "gossip", "pushsum", "moshpit"):
         assert 10 < headline[f"mnist_4_{method}_s"] < 500
@@ -322,7 +322,7 @@ def test_an_interrupted_run_leaves_a_report(
     monkeypatch.setattr(tasks, "make_task", lambda name: point_task())
     monkeypatch.setattr("experiments.moshpit_sgd.methods.Moshpit.ready", interrupt)
     with pytest.raises(SystemExit) as exit_:
-        main(["--quick", "--peers", "4", "--methods", "gossip", "moshpit", "--out", str(tmp_path / "run")])
+        main(args=["--quick", "--peers", "4", "--methods", "gossip", "moshpit", "--out", str(tmp_path / "run")])
     assert exit_.value.code == 130
     assert "interrupted" in capsys.readouterr().err
     assert "gossip" in (tmp_path / "run" / "report.md").read_text()
@@ -344,6 +344,6 @@ def interrupt(*_: object) -> None:
 def test_a_mistake_is_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is loaded."""
     with pytest.raises(SystemExit) as exit_:
-        main(flags)
+        main(args=flags)
     assert exit_.value.code in (1, 2)
     assert message in capsys.readouterr().err

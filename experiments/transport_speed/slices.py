@@ -1,9 +1,12 @@
-"""How long a slice goes on, and what it took: wall time, and processor time of both processes."""
+"""A slice is one uninterrupted measurement: which calls it makes, how long it goes on, and what it took."""
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+ECHO, TAKE, GIVE = "echo", "take", "give"
+"""What a server does with a call: echo a small message, take a tensor, or give one."""
 
 _MAX_SLICES = 5
 """A slice that wants more calls than its time allows goes on for at most so many times as long: a machine under load
@@ -22,6 +25,8 @@ class SliceTimer:
     """Calls that are made before, on the same connection, and not counted."""
     min_calls: int = 1
     """The slice has at least so many calls, if they fit into five times its duration."""
+    nbytes: int = 0
+    """Payload of each transfer, bytes; 0 for small calls."""
     latencies_s: list[float] = field(default_factory=list)
     """Of the calls so far; whoever calls appends to it."""
     _started: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -39,18 +44,12 @@ class SliceTimer:
         lacks_calls = len(self.latencies_s) < self.min_calls
         return elapsed_s < self.slice_s or (lacks_calls and elapsed_s < _MAX_SLICES * self.slice_s)
 
-    def record(self, *, nbytes: int = 0) -> dict[str, float]:
-        """End the slice and return its quantities.
-
-        Args:
-          nbytes: payload of each transfer, bytes; 0 for small calls.
-        """
+    def record(self) -> dict[str, float]:
+        """End the slice and return its quantities."""
         wall_s = time.perf_counter() - self._started[2]
         client_cpu_s = time.process_time() - self._started[1]
-        server_cpu_s = self.server_cpu_s() - self._started[0]
-        return slice_record(
-            self.latencies_s, nbytes=nbytes, wall_s=wall_s, client_cpu_s=client_cpu_s, server_cpu_s=server_cpu_s
-        )
+        ends = {"client_cpu_s": client_cpu_s, "server_cpu_s": self.server_cpu_s() - self._started[0]}
+        return slice_record(self.latencies_s, nbytes=self.nbytes, wall_s=wall_s, **ends)
 
 
 def slice_record(
