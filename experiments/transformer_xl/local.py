@@ -161,8 +161,10 @@ def train_step(
         (total, aux), (grads, expert_grads) = gradient(trunk, experts, batch, state["memory"], keys)
         updates, trunk_opt_state = optimizer.update(grads, state["trunk_opt_state"], trunk)
         updated = [
-            update_experts(expert_optimizer, *stacked, layer.load > 0)
-            for layer, *stacked in zip(aux.layers, experts, state["expert_opt_states"], expert_grads, strict=True)
+            update_experts(expert_optimizer, params, opt_state, own, layer.load > 0)
+            for params, opt_state, own, layer in zip(
+                experts, state["expert_opt_states"], expert_grads, aux.layers, strict=True
+            )
         ]
         norm = optax.tree.norm((grads, expert_grads), squared=True)
         report = StepReport(

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,8 @@ from dmoe_jax.experts.transformer_xl import layer_expert
 from dmoe_jax.processes import deal_experts
 from dmoe_jax.runs.run_folder import read_metrics
 from experiments.transformer_xl.__main__ import main
-from experiments.transformer_xl.names import Size
 from experiments.transformer_xl.presets import PRESETS, model_config
-from experiments.transformer_xl.presets import trunk_recipe as preset_recipe
-from experiments.transformer_xl.settings import TransformerXLSettings
+from experiments.transformer_xl.settings import Size, TransformerXLSettings
 from experiments.transformer_xl.swarm import node_flags, trainer_flags, trainer_folder
 
 
@@ -38,8 +37,7 @@ def test_the_trainer_gets_the_presets_model(size: Size, bf16: bool) -> None:
     assert trunk_config(train, 33_278) == model_config(preset, 33_278, compute_dtype=dtype)
     sequences = command.processes * train.data.num_trainers * train.data.batch_size
     assert (train.run_length.steps, sequences) == (preset.steps, preset.batch_size)
-    ours, theirs = trunk_recipe(train), preset_recipe(preset, preset.steps)
-    assert ours == theirs
+    assert trunk_recipe(train) == replace(preset.recipe, total_steps=preset.steps)
 
 
 @pytest.mark.parametrize("size", ["tiny", "full"])
@@ -50,12 +48,8 @@ def test_the_nodes_get_the_presets_expert(size: Size) -> None:
     node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=flags)
     assert layer_expert(node.expert) == model_config(preset, 33_278).expert()
     rates = (node.learning_rate, node.warmup_steps, node.weight_decay, node.grad_clip)
-    assert rates == (
-        preset.expert_learning_rate,
-        preset.expert_warmup_steps,
-        preset.weight_decay,
-        preset.expert_grad_clip,
-    )
+    recipe = preset.expert_recipe
+    assert rates == (recipe.learning_rate, recipe.warmup_steps, recipe.weight_decay, recipe.grad_clip)
     assert node.checkpoint_dir == Path("nodes/node3")
 
 
