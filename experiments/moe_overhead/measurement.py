@@ -16,12 +16,11 @@ from matplotlib.figure import Figure
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.data.vocabulary import Vocabulary
 from dmoe_jax.data.wikitext2 import VOCAB_SIZE
-from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.training.run import train_without_waiting
 from experiments.bench import Experiment, Run
 from experiments.moe_overhead.settings import OverheadSettings
-from experiments.moe_overhead.wide_layer import layer_flops, wide_optimizer, wide_state, wide_step
+from experiments.moe_overhead.wide_layer import layer_flops, wide_training
 from experiments.panels import draw_rounds
 from experiments.results import Bar, Result
 from experiments.transformer_xl.local import LocalEngine
@@ -103,10 +102,8 @@ def _mixture(setup: Setup) -> Callable[[], None]:
 
 def _dense(setup: Setup) -> Callable[[], None]:
     """Makes the next step of the model with a dense layer for each mixture."""
-    config, stream = setup.config, setup.stream()
-    optimizer = wide_optimizer(config, make_optimizer(setup.recipe), make_optimizer(setup.expert_recipe))
-    train = wide_step(config, optimizer)
-    state = wide_state(jax.random.key(setup.seed), config, optimizer, setup.rows)
+    stream = setup.stream()
+    state, train = wide_training(setup)
 
     def step() -> None:
         nonlocal state

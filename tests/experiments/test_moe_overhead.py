@@ -1,6 +1,7 @@
 """The price of a mixture: what it is measured against has its FLOPs, and the figures are counted right."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -9,25 +10,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.models.trunk import StepKeys
-from dmoe_jax.recipe import Recipe, make_optimizer
+from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import RunFolder
 from experiments.bench import Run
 from experiments.moe_overhead import measurement
 from experiments.moe_overhead.__main__ import main
 from experiments.moe_overhead.settings import OverheadSettings
-from experiments.moe_overhead.wide_layer import (
-    WideLayer,
-    layer_flops,
-    wide_layer,
-    wide_optimizer,
-    wide_state,
-    wide_step,
-)
+from experiments.moe_overhead.wide_layer import WideLayer, layer_flops, wide_layer, wide_training
 from experiments.transformer_xl.presets import PRESETS, model_config
 from experiments.transformer_xl.setup import Setup
-from tests.experiments.small_runs import small_corpus, small_preset
+from tests.experiments.small_runs import UNBOUNDED, small_corpus, small_preset
 
 
 def test_flops_of_a_layer_by_hand() -> None:
@@ -66,12 +59,10 @@ def test_the_wide_layer_has_k_times_heads_and_units() -> None:
 
 def test_the_dense_model_learns() -> None:
     """Twenty steps on one batch bring its loss down: it is trained, not merely timed."""
-    config = model_config(small_preset("dmoe", num_layers=1), 60)
-    optimizer = make_optimizer(Recipe(learning_rate=1e-2, warmup_steps=0, total_steps=None, grad_clip=1.0))
-    optimizer = wide_optimizer(config, optimizer, optimizer)
-    state = wide_state(jax.random.key(0), config, optimizer, 3)
-    train = wide_step(config, optimizer)
-    batch = SegmentStream(small_corpus().train, batch_size=3, seq_len=6).at(0)
+    preset = replace(small_preset("dmoe", num_layers=1), recipe=UNBOUNDED, expert_recipe=UNBOUNDED)
+    setup = Setup(preset=preset, corpus=small_corpus(), steps=100, seed=0, router=product_key((2, 2)))
+    state, train = wide_training(setup)
+    batch = next(setup.stream())
     losses = []
     for _ in range(20):
         state, loss = train(state, batch)
