@@ -5,17 +5,17 @@ keeps the processes, and says what came of it. The experts' checkpoints lie besi
 finds them as it left them.
 """
 
-import functools
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import trio
 
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.environment import SECRET_VARIABLE
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.processes import (
     LocalSwarm,
     ProcessFailed,
@@ -26,13 +26,14 @@ from dmoe_jax.processes import (
     start_trainers,
     wait_for_others,
 )
+from dmoe_jax.recipe import Recipe
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
 from dmoe_jax.training.saving import CHECKPOINT_FOLDER
 from experiments.bench import Experiment, Run
 from experiments.results import Result
 from experiments.transformer_xl.measurement import HEADLINE, check
-from experiments.transformer_xl.presets import PRESETS, Preset
+from experiments.transformer_xl.presets import PRESETS
 from experiments.transformer_xl.settings import TransformerXLSettings, as_flags
 from experiments.transformer_xl.training import make_plan, open_folder
 
@@ -41,12 +42,6 @@ NUM_TRAINERS = 4
 
 _QUICK_MINUTES = 0.8
 """After these a quick run stops even if there are updates left."""
-
-_RATES = ("learning_rate", "warmup_steps", "weight_decay", "grad_clip")
-"""What `dmoe node` and `dmoe train` take of a recipe."""
-
-_REPORT_GRACE_S = 60.0
-"""For the trainer to write its last checkpoint and its report; the trunk of the full size takes seconds."""
 
 
 async def measure(run: Run[TransformerXLSettings]) -> None:
@@ -57,16 +52,15 @@ async def measure(run: Run[TransformerXLSettings]) -> None:
     Raises:
       ProcessFailed: a process did not start, or ended with an error; the first trainer has said why itself.
     """
-    settings, preset = run.settings, PRESETS["dmoe", run.settings.size]
-    logs = run.folder.path / "logs"
+    settings, logs = run.settings, run.folder.path / "logs"
     logs.mkdir(exist_ok=True)
     # Our own swarm needs no secret and shares the cores; another one has its own secret.
     own = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
     environment = {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE, "")} if settings.join else own
     async with open_local_swarm(logs, environment) as swarm:
-        contacts = settings.join or await _start_nodes(swarm, run, preset)
+        contacts = settings.join or await _start_nodes(swarm, run)
         commands = [
-            ["train", *trainer_flags(settings, preset, contacts, trainer_folder(run.folder.path, index), index)]
+            ["train", *trainer_flags(settings, contacts, trainer_folder(run.folder.path, index), index)]
             for index in range(settings.processes)
         ]
         trainers = await start_trainers(swarm, commands)
@@ -79,7 +73,7 @@ async def measure(run: Run[TransformerXLSettings]) -> None:
             with trio.CancelScope(shield=True):
                 async with trio.open_nursery() as nursery:
                     for trainer in trainers:
-                        nursery.start_soon(functools.partial(swarm.end, trainer, grace_s=_REPORT_GRACE_S))
+                        nursery.start_soon(swarm.end, trainer)
     if status:
         raise UsageError(f"the first trainer process ended with status {status}; it has said why above")
 
@@ -89,38 +83,36 @@ def trainer_folder(out: Path, index: int) -> Path:
     return out / f"trainer{index}"
 
 
-async def _start_nodes(swarm: LocalSwarm, run: Run[TransformerXLSettings], preset: Preset) -> list[str]:
-    """Start the swarm; whom to join it through."""
+async def _start_nodes(swarm: LocalSwarm, run: Run[TransformerXLSettings]) -> list[str]:
+    """Start the nodes; whom to join them through."""
     settings, folder = run.settings, run.folder.path / "nodes"
+    config = PRESETS["dmoe", settings.size].config
     run.say(f"starting one DHT peer and {settings.nodes} expert nodes; they compile before they announce")
-    dealt = deal_experts(settings.nodes, num_layers=preset.config.num_layers, grid_size=preset.config.grid_size)
+    dealt = deal_experts(settings.nodes, num_layers=config.num_layers, grid_size=config.grid_size)
     hands = [hand for hand in dealt if hand]  # of very many nodes some get none
-    nodes = await start_nodes(swarm, hands, lambda index: node_flags(settings, preset, folder, index))
-    run.say(f"{len(nodes)} nodes serve {sum(map(len, hands))} experts in {preset.config.num_layers} layers")
+    nodes = await start_nodes(swarm, hands, lambda index: node_flags(settings, folder, index))
+    run.say(f"{len(nodes)} nodes serve {sum(map(len, hands))} experts in {config.num_layers} layers")
     return [node.contact for node in nodes[:2]]
 
 
-def node_flags(settings: TransformerXLSettings, preset: Preset, folder: Path, index: int) -> list[str]:
+def node_flags(settings: TransformerXLSettings, folder: Path, index: int) -> list[str]:
     """Flags of `dmoe node` for one node of the preset, besides its experts and whom it joins.
 
     Args:
       folder: for the experts' checkpoints of all nodes.
       index: of this node.
     """
-    recipe = asdict(preset.expert_recipe)
+    preset = PRESETS["dmoe", settings.size]
     return as_flags(
         {
-            **_layer(settings, preset),
-            **{name: recipe[name] for name in _RATES},
+            **_shape_and_rates(settings, preset.config.layer, preset.expert_recipe),
             "seed": settings.seed,
             "checkpoint_dir": folder / f"node{index}",
         }
     )
 
 
-def trainer_flags(
-    settings: TransformerXLSettings, preset: Preset, contacts: Sequence[str], out: Path, index: int = 0
-) -> list[str]:
+def trainer_flags(settings: TransformerXLSettings, contacts: Sequence[str], out: Path, index: int = 0) -> list[str]:
     """Flags of `dmoe train` for the preset and what the settings change of it.
 
     Args:
@@ -128,10 +120,11 @@ def trainer_flags(
       out: this process's run folder.
       index: of the trainer process.
     """
+    preset = PRESETS["dmoe", settings.size]
     num_trainers = max(1, NUM_TRAINERS // settings.processes)
     batch_size = settings.batch_size or max(1, preset.batch_size // (num_trainers * settings.processes))
     plan = make_plan(settings, preset)
-    config, recipe = asdict(preset.config), asdict(preset.recipe)
+    config = asdict(preset.config)
     del config["vocab_size"], config["layer"]
     averaging = averaging_flags(
         num_processes=settings.processes, every=settings.average_every, seed=settings.seed, index=index
@@ -153,15 +146,15 @@ def trainer_flags(
             # Only the first one's text at the end is read.
             "final_eval_tokens": plan.eval_items if index else plan.final_eval_items,
             **config,
-            **_layer(settings, preset),
-            **{name: recipe[name] for name in _RATES},
-            "learning_rate_floor": recipe["floor"],
+            **_shape_and_rates(settings, preset.config.layer, preset.recipe),
+            "learning_rate_floor": preset.recipe.floor,
         }
     )
 
 
-def _layer(settings: TransformerXLSettings, preset: Preset) -> dict[str, object]:
-    return asdict(preset.config.layer) | {"compute_dtype": settings.compute_dtype}
+def _shape_and_rates(settings: TransformerXLSettings, layer: LayerConfig, recipe: Recipe) -> dict[str, object]:
+    rates = {name: getattr(recipe, name) for name in ("learning_rate", "warmup_steps", "weight_decay", "grad_clip")}
+    return asdict(replace(layer, compute_dtype=settings.compute_dtype)) | rates
 
 
 def summarise(run: Run[TransformerXLSettings]) -> Result | None:

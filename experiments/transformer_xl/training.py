@@ -112,20 +112,16 @@ def run_settings(setup: Setup, plan: Plan, router: str | None) -> Mapping[str, o
         "model": setup.preset.model,
         "where": setup.where,
         "corpus": setup.corpus.name,
-        **dataclasses.asdict(setup.config),
+        "config": setup.config,
         "unigram_biases": setup.preset.unigram_biases,
-        "recipe": dataclasses.asdict(setup.recipe),
+        "recipe": setup.recipe,
         "batch_size": setup.rows,
-        "steps": plan.steps,
-        "eval_every": plan.eval_every,
-        "eval_tokens": plan.eval_items,
-        "final_eval_tokens": plan.final_eval_items,
         "eval_batch_size": setup.preset.eval_batch_size,
+        "plan": plan,
         "seed": setup.seed,
+        "swarm": setup.setting,
     }
-    if setup.layers:
-        settings |= {"router": router, "expert_recipe": dataclasses.asdict(setup.expert_recipe)}
-    return settings if setup.setting is None else settings | dataclasses.asdict(setup.setting)
+    return settings | ({"router": router, "expert_recipe": setup.expert_recipe} if setup.layers else {})
 
 
 def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None = None, resume: bool = False) -> None:

@@ -31,7 +31,7 @@ def test_the_trainer_gets_the_presets_model(size: Size, bf16: bool) -> None:
     """`dmoe train` reads its flags as the configuration that the preset has elsewhere."""
     preset = PRESETS["dmoe", size]
     command = TransformerXLSettings(where="swarm", size=size, bf16=bf16)
-    flags = trainer_flags(command, preset, ["127.0.0.1:1"], Path("out"))
+    flags = trainer_flags(command, ["127.0.0.1:1"], Path("out"))
     train: TrainCommand = parse_command_line(TrainCommand, prog="train", args=flags)
     dtype = "bfloat16" if bf16 else "float32"
     assert trunk_config(train, 33_278) == model_config(preset, 33_278, compute_dtype=dtype)
@@ -44,7 +44,7 @@ def test_the_trainer_gets_the_presets_model(size: Size, bf16: bool) -> None:
 def test_the_nodes_get_the_presets_expert(size: Size) -> None:
     """`dmoe node` reads its flags as the expert that the trainer's model has, with the preset's rates."""
     preset = PRESETS["dmoe", size]
-    flags = node_flags(TransformerXLSettings(where="swarm", size=size), preset, Path("nodes"), 3)
+    flags = node_flags(TransformerXLSettings(where="swarm", size=size), Path("nodes"), 3)
     node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=flags)
     assert layer_expert(node.expert) == model_config(preset, 33_278).expert()
     rates = (node.learning_rate, node.warmup_steps, node.weight_decay, node.grad_clip)
@@ -58,7 +58,7 @@ def test_the_commands_own_wishes_reach_the_trainer(tmp_path: Path) -> None:
     wishes: dict[str, Any] = {"router": "switch", "seed": 7, "steps": 50, "batch_size": 3, "data": "embedded"}
     command = TransformerXLSettings(where="swarm", **wishes, quick=True, resume=True, out=tmp_path, eval_tokens=0)
     (tmp_path / "checkpoints").mkdir()
-    flags = trainer_flags(command, PRESETS["dmoe", "tiny"], ["127.0.0.1:1", "127.0.0.1:2"], tmp_path)
+    flags = trainer_flags(command, ["127.0.0.1:1", "127.0.0.1:2"], tmp_path)
     train: TrainCommand = parse_command_line(TrainCommand, prog="train", args=flags)
     found = {"router": train.language.router, "seed": train.data.seed, "steps": train.run_length.steps}
     assert found | {"batch_size": train.data.batch_size, "data": train.data.data} == wishes
@@ -72,7 +72,7 @@ def test_trainer_processes_share_the_batch_and_average(processes: int, tmp_path:
     command = TransformerXLSettings(where="swarm", seed=5, processes=processes, average_every=7)
     trains: list[TrainCommand] = []
     for index in range(processes):
-        flags = trainer_flags(command, PRESETS["dmoe", "tiny"], ["127.0.0.1:1"], tmp_path / str(index), index)
+        flags = trainer_flags(command, ["127.0.0.1:1"], tmp_path / str(index), index)
         trains.append(parse_command_line(TrainCommand, prog="train", args=flags))
     assert {train.data.seed for train in trains} == {5}
     assert [train.data.data_seed for train in trains] == list(range(5, 5 + processes))
@@ -90,8 +90,7 @@ def test_a_resumed_run_may_have_more_processes(tmp_path: Path) -> None:
     command = TransformerXLSettings(where="swarm", out=tmp_path / "run", resume=True)
     folders = [trainer_folder(tmp_path / "run", index) for index in range(2)]
     resumed = [
-        "--resume" in trainer_flags(command, PRESETS["dmoe", "tiny"], ["127.0.0.1:1"], folder, index)
-        for index, folder in enumerate(folders)
+        "--resume" in trainer_flags(command, ["127.0.0.1:1"], folder, index) for index, folder in enumerate(folders)
     ]
     assert resumed == [True, False]
 
