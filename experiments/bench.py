@@ -147,7 +147,7 @@ class Experiment(Generic[S]):
     none."""
     figure_text: str = ""
     """What the figure shows, for those who cannot see it."""
-    check: Callable[[S], None] | None = None
+    check: Callable[[S], object] | None = None
     """Tries the settings before anything is written; a ValueError or OSError becomes one line."""
     open_folder: Callable[[S, str], RunFolder] = create_folder
     """Opens the run folder, from the settings and the experiment's name. A ValueError or OSError becomes one line."""
@@ -226,6 +226,7 @@ def _report(run: Run[S], experiment: Experiment[S]) -> Result | None:
     result = experiment.summarise(run)
     if result is None:
         return None
+    run.log("headline", **plain(result.headline))
     picture = None if experiment.draw is None else experiment.draw(run, result)
     if picture is not None:
         with replaced_file(run.folder.path / FIGURE) as temporary:

@@ -1,7 +1,6 @@
 """Runs side by side, one or several seeds of each: curves, figures with their spread, a table, a report."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from rich.table import Table
 
 from dmoe_jax.runs.figure import Metrics, columns
-from dmoe_jax.runs.report import ReportTable, format_value, write_report
-from dmoe_jax.runs.run_folder import RunFolder, replaced_file
+from dmoe_jax.runs.report import ReportTable, format_value
 from dmoe_jax.runs.style import (
     FAINT,
     GREY,
@@ -71,6 +70,9 @@ _COLUMNS: Mapping[str, str] = {
     "wall_s": "wall time (s)",
     "tokens_per_s": "tokens/s",
 }
+_PRINTED = ("", "validation perplexity", "final load cv", "final load entropy", "idle experts", "calls lost")
+"""Columns of the table that fit into 80 characters."""
+
 _NOTE = (
     "Means over the runs; ± is the standard deviation of a sample. Perplexities are of the last evaluation; load "
     "figures are of the last window that was measured: the coefficient of variation (0: even) and the normalised "
@@ -80,31 +82,11 @@ _NOTE = (
 )
 
 
-def comparison_figure(runs: Runs, path: Path, *, title: str | None = None) -> Path:
-    """Draw several runs as one PNG: perplexity curves, and below them what each label came to.
-
-    Args:
-      runs: label -> metrics of each of its runs.
-      path: where the PNG goes, at once.
-      title: a headline above the panels.
-
-    Returns:
-      `path`.
-
-    Raises:
-      ValueError: there is no label, or a label without a run.
-    """
-    figure = draw_comparison(runs, title)
-    with replaced_file(path) as temporary:
-        figure.savefig(temporary)
-    return path
-
-
 def comparison_table(runs: Runs) -> ReportTable:
     """A row for each label; columns that no label has a figure for are left out.
 
     Raises:
-      ValueError: as `comparison_figure`.
+      ValueError: there is no label, or a label without a run.
     """
     summaries = _summarise(runs)
     names = [name for name in _COLUMNS if any(known(seeds, name).size for seeds in summaries.values())]
@@ -129,29 +111,26 @@ def comparison_headline(runs: Runs) -> dict[str, dict[str, Any]]:
     return headline
 
 
-def write_comparison_report(
-    run_folder: RunFolder, runs: Runs, headline: Mapping[str, object], *, title: str, summary: str = ""
-) -> Path:
-    """Write report.md of a comparison: as `write_report`, with the table of all labels.
-
-    Args:
-      run_folder: of the comparison; draw its figure first.
-      runs: label -> metrics of each of its runs.
-      headline, title, summary: as of `write_report`.
-
-    Returns:
-      Path of the report.
-
-    Raises:
-      ValueError: as `comparison_figure`.
-    """
-    return write_report(
-        run_folder, headline, title=title, summary=summary, figure_text=FIGURE_TEXT, tables=[comparison_table(runs)]
-    )
+def terminal_table(table: ReportTable) -> Table:
+    """What fits into a terminal of a table that `comparison_table` made; the report has all of it."""
+    places = [place for place, name in enumerate(table.head) if name in _PRINTED]
+    printed = Table(title=table.title, title_justify="left")
+    for place in places:
+        printed.add_column(table.head[place], no_wrap=place == 0)
+    for row in table.rows:
+        printed.add_row(*(format_value(row[place]) for place in places))
+    return printed
 
 
 def draw_comparison(runs: Runs, title: str | None = None) -> Figure:
-    """The figure that `comparison_figure` saves."""
+    """Draw several runs: perplexity curves, and below them what each label came to.
+
+    Args:
+      title: a headline above the panels.
+
+    Raises:
+      ValueError: there is no label, or a label without a run.
+    """
     summaries = _summarise(runs)
     names = [name for name in _strips(summaries) if any(known(seeds, name).size for seeds in summaries.values())]
     # A line of text for each label, beside the curves and in the strips; the strips' height has their titles in it.

@@ -56,7 +56,7 @@ async def start_simulated_nodes(
     addresses = [Address(f"node{index}", SIM_PORT) for index in range(num_nodes)]
     first = addresses[0]
     all_serve = trio.Event()
-    have_served: dict[str, None] = {}  # hosts
+    have_served: set[str] = set()
 
     async def serve(host: str, own: Mapping[str, ExpertBackend]) -> None:
         # At first they come one after the other to the first; later the first itself may be who is missing.
@@ -69,7 +69,7 @@ async def start_simulated_nodes(
                     open_peer(join, network=network, host=host, seed=seed, faults=faults) as peer,
                     open_expert_node(peer.rpc, peer.dht, own, device=own_device, config=config or NodeConfig()),
                 ):
-                    have_served[host] = None
+                    have_served.add(host)
                     if len(have_served) == num_nodes:
                         all_serve.set()
                     await trio.sleep_forever()
@@ -77,7 +77,6 @@ async def start_simulated_nodes(
                 await trio.sleep(_JOIN_AGAIN_S)
 
     for index, address in enumerate(addresses):
-        own = {uid: backends[uid] for uid in list(backends)[index::num_nodes]}
-        network.start(address.host, serve, address.host, own)
+        network.start(address.host, serve, address.host, dict(list(backends.items())[index::num_nodes]))
     await all_serve.wait()
     return first

@@ -3,12 +3,11 @@
 The node serves from another process, as a volunteer's would; the experts do not learn, so that every step is the same.
 """
 
-import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -48,13 +47,12 @@ def _mean_square(mixed: Any, penalty: Any) -> Any:
 def _node(width: int, batch_size: int) -> Iterator[str]:
     """A node in a process of its own, as long as the block; whom to join."""
     command = [
-        *(sys.executable, "-m", "dmoe_jax.cli", "node", "--insecure-loopback", "--expert", "feedforward"),
+        *(sys.executable, "-u", "-m", "dmoe_jax.cli", "node", "--insecure-loopback", "--expert", "feedforward"),
         *("--d-model", str(width), "--experts", "ffn.[0:2].[0:2]", "--freeze-experts"),
         *("--warm-up-rows", str(2 * batch_size), "--exit-on-stdin-eof"),
     ]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         assert process.stdout is not None
@@ -70,10 +68,10 @@ def _node(width: int, batch_size: int) -> Iterator[str]:
 
 def _steps(swarm: BlockingSwarm, mixture: BlockingMixture, width: int, x: Any) -> dict[str, Callable[[], object]]:
     """A training step by each way: the loss, and its gradients for the gate and the input."""
-    expert, gate = feedforward(d_model=width), ROUTER.init(jax.random.key(0), width)
+    expert = feedforward(d_model=width)
     experts = init_experts(jax.random.key(1), expert, "ffn", GRID)
     layer = mixture.linen()
-    layer_params = {"gate": gate, "anchor": jnp.zeros(())}
+    params = {"gate": ROUTER.init(jax.random.key(0), width), "x": x}
 
     async def forward(run: Any, params: Any, x: Any) -> Any:
         mixed, penalty = await mixture.remote(run, run(_gate, params["gate"], params["x"]), params["x"])
@@ -87,15 +85,12 @@ def _steps(swarm: BlockingSwarm, mixture: BlockingMixture, width: int, x: Any) -
         return _mean_square(mixed, ROUTER.aux_loss(scores, indices, mask))
 
     def layer_loss(params: Any) -> Any:
-        mixed, sown = layer.apply({"params": {**layer_params, "gate": params["gate"]}}, params["x"], mutable=["losses"])
+        variables = {"params": {"gate": params["gate"], "anchor": jnp.zeros(())}}
+        mixed, sown = layer.apply(variables, params["x"], mutable=["losses"])
         return _mean_square(mixed, sum(jax.tree.leaves(sown["losses"])))
 
-    params = {"gate": gate, "x": x}
-    recorded, local, layered = (
-        swarm.value_and_grad(forward),
-        jax.jit(jax.value_and_grad(local_loss)),
-        jax.jit(jax.value_and_grad(layer_loss)),
-    )
+    recorded = swarm.value_and_grad(forward)
+    local, layered = (jax.jit(jax.value_and_grad(loss)) for loss in (local_loss, layer_loss))
     return {
         "local": lambda: jax.block_until_ready(local(params)),
         "autodiff": lambda: jax.block_until_ready(recorded(params, x)),
@@ -124,56 +119,54 @@ def measure(run: Run[LayerCostSettings]) -> None:
             for loops in dict.fromkeys((1, settings.loops)):
                 rate = _steps_per_s(steps["in_jit"], loops, settings.chosen_rounds)
                 run.log("loops", width=width, loops=loops, steps_per_s=rate)
-        run.say(f"width {width}: {_medians_ms(run, width)} ms")
+        run.say(f"width {width}: {_medians_ms(run)[width]} ms")
 
 
 def _steps_per_s(step: Callable[[], object], loops: int, rounds: int) -> float:
     """Steps a second of so many loops together, each in a thread."""
-
-    def loop() -> None:
-        for _ in range(rounds):
-            step()
-
-    threads = [threading.Thread(target=loop) for _ in range(loops)]
     started = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(loops) as pool:
+        list(pool.map(lambda _: [step() for _ in range(rounds)], range(loops)))
     return loops * rounds / (time.perf_counter() - started)
 
 
-def _medians_ms(run: Run[LayerCostSettings], width: int) -> dict[str, float]:
-    steps = [record for record in run.records("step") if record["width"] == width]
-    ways = {way: [each["took_s"] for each in steps if each["way"] == way] for way in WAYS}
-    return {way: round(1000 * median(times), 2) for way, times in ways.items() if times}
+def _medians_ms(run: Run[LayerCostSettings]) -> dict[int, dict[str, float]]:
+    """Width -> way -> median milliseconds of a step, of what has been measured."""
+    steps = run.records("step")
+    found: dict[int, dict[str, float]] = {}
+    for width, way in dict.fromkeys((each["width"], each["way"]) for each in steps):
+        times = [each["took_s"] for each in steps if (each["width"], each["way"]) == (width, way)]
+        found.setdefault(width, {})[way] = round(1000 * median(times), 2)
+    return found
 
 
 def summarise(run: Run[LayerCostSettings]) -> Result | None:
     """Compute each way's median step, and what the layer under `jit` costs over the recording."""
+    all_medians = _medians_ms(run)
+    if not all_medians:
+        return None
     figures: dict[str, object] = {"batch_size": run.settings.batch_size, "loops": run.settings.loops}
-    for width in dict.fromkeys(record["width"] for record in run.records("step")):
-        medians = _medians_ms(run, width)
+    for width, medians in all_medians.items():
         figures |= {f"{way}_ms_{width}": value for way, value in medians.items()}
         if "in_jit" in medians and "autodiff" in medians:
             figures[f"in_jit_over_autodiff_{width}"] = medians["in_jit"] / medians["autodiff"]
         for record in run.records("loops"):
             if record["width"] == width:
                 figures[f"steps_per_s_{width}_of_{record['loops']}_loops"] = record["steps_per_s"]
-    return Result(title="Remote experts inside a jitted step", figures=figures) if len(figures) > 2 else None
+    return Result(title="Remote experts inside a jitted step", figures=figures)
 
 
 def draw(run: Run[LayerCostSettings], result: Result) -> Figure:
     """Draw each way's median step by the expert's width."""
     del result
-    widths = list(dict.fromkeys(record["width"] for record in run.records("step")))
+    medians = _medians_ms(run)
     figure = Figure(figsize=(7.0, 3.6), layout="constrained")
     axes = figure.add_subplot()
     for place, way in enumerate(WAYS):
-        heights = [_medians_ms(run, width).get(way, 0.0) for width in widths]
-        bars = axes.bar([index + 0.27 * (place - 1) for index in range(len(widths))], heights, 0.25, label=way)
+        heights = [ways.get(way, 0.0) for ways in medians.values()]
+        bars = axes.bar([index + 0.27 * (place - 1) for index in range(len(heights))], heights, 0.25, label=way)
         axes.bar_label(bars, fmt="%.1f", fontsize=8)
-    axes.set_xticks(range(len(widths)), [f"width {width}" for width in widths])
+    axes.set_xticks(range(len(medians)), [f"width {width}" for width in medians])
     axes.set_ylabel("one training step, median (ms)")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

@@ -8,7 +8,7 @@ NAME = "moe_overhead"
 
 def main(args: list[str] | None = None) -> None:
     """Entry point."""
-    run_experiment(OverheadSettings, f"experiments.{NAME}.experiment:EXPERIMENT", name=NAME, args=args)
+    run_experiment(OverheadSettings, f"experiments.{NAME}.measurement:EXPERIMENT", name=NAME, args=args)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from experiments.bench import Settings
-from experiments.transformer_xl.names import Size
+from experiments.transformer_xl.settings import Size
 
 
 @dataclass(frozen=True, kw_only=True)

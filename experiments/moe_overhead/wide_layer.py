@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float
 
 from dmoe_jax.data.batches import Batch
 from dmoe_jax.experts.relative_attention import relative_attention, relative_positions, visible_keys
 from dmoe_jax.experts.transformer_xl import INIT_STDDEV
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import embed, empty_memory, forget, init_embed_and_head, next_memory, token_nll
+from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.types import PyTree
+from experiments.transformer_xl.setup import Setup
 
 
 def layer_flops(*, seq_len: int, mem_len: int, d_model: int, num_heads: int, d_head: int, d_ff: int) -> int:
@@ -34,6 +36,9 @@ def layer_flops(*, seq_len: int, mem_len: int, d_model: int, num_heads: int, d_h
     attention = 3 * seq_len * keys * inner  # scores by content, by distance, weighted sum
     feedforward = 2 * seq_len * d_model * d_ff
     return 2 * (projections + attention + feedforward)
+
+
+State = dict[str, PyTree]
 
 
 class WideLayer(nn.Module):
@@ -91,39 +96,19 @@ def wide_layer(config: TransformerXLConfig) -> WideLayer:
     )
 
 
-def wide_optimizer(
-    config: TransformerXLConfig,
-    optimizer: optax.GradientTransformation,
-    layer_optimizer: optax.GradientTransformation,
-) -> optax.GradientTransformation:
-    """The optimiser of `wide_step`: one for the trunk and one for each layer, as every expert has its own."""
-    layers = [f"layer{index}" for index in range(config.num_layers)]
-    parts = {"trunk": optimizer} | dict.fromkeys(layers, layer_optimizer)
-    return optax.partition(parts, {"trunk": "trunk", "layers": layers})
+def wide_training(setup: Setup) -> tuple[State, Callable[[State, Batch], tuple[State, Array]]]:
+    """The setup's model with a dense layer for each mixture: its initial state and its jitted training step.
 
+    Each layer has an optimiser of its own, as every expert has.
 
-def wide_state(
-    key: PRNGKeyArray, config: TransformerXLConfig, optimizer: optax.GradientTransformation, batch_size: int
-) -> dict[str, PyTree]:
-    """The state of the model with dense layers, for `wide_step`; `optimizer` is that of `wide_optimizer`."""
-    embed_key, head_key, layer_key = jax.random.split(key, 3)
-    embed_params, head_params = init_embed_and_head(
-        embed_key, head_key, vocab_size=config.vocab_size, d_model=config.d_model, cutoffs=config.cutoffs
-    )
-    sample, filled = jnp.zeros((1, 1, config.d_model)), jnp.ones((1, 1), bool)
-    init = jax.jit(lambda own: wide_layer(config).init(own, sample, sample, filled)["params"])
-    layers = [init(own) for own in jax.random.split(layer_key, config.num_layers)]
-    params = {"trunk": {"embed": embed_params, "head": head_params}, "layers": layers}
-    return {"params": params, "opt_state": optimizer.init(params), "memory": empty_memory(config, batch_size)}
+    Returns: (state, step); step takes (state, batch) to (state, loss), the state donated.
+    """
+    config, layer = setup.config, wide_layer(setup.config)
+    layers = dict.fromkeys((f"layer{index}" for index in range(config.num_layers)), make_optimizer(setup.expert_recipe))
+    parts = {"trunk": make_optimizer(setup.recipe)} | layers
+    optimizer = optax.partition(parts, {"trunk": "trunk", "layers": list(layers)})
 
-
-def wide_step(
-    config: TransformerXLConfig, optimizer: optax.GradientTransformation
-) -> Callable[[dict[str, PyTree], Batch], tuple[dict[str, PyTree], Array]]:
-    """The jitted step: (state, batch) -> (state, loss), the state donated."""
-    layer = wide_layer(config)
-
-    def step(state: dict[str, PyTree], batch: Batch) -> tuple[dict[str, PyTree], Array]:
+    def step(state: State, batch: Batch) -> tuple[State, Array]:
         memory = forget(state["memory"], jnp.asarray(batch.is_first))
         tokens, targets = jnp.asarray(batch.tokens), jnp.asarray(batch.targets)
 
@@ -141,4 +126,15 @@ def wide_step(
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt_state": opt_state, "memory": memories}, nll
 
-    return jax.jit(step, donate_argnums=0)
+    embed_key, head_key, layer_key = jax.random.split(jax.random.key(setup.seed), 3)
+    embed_params, head_params = init_embed_and_head(
+        embed_key, head_key, vocab_size=config.vocab_size, d_model=config.d_model, cutoffs=config.cutoffs
+    )
+    sample, filled = jnp.zeros((1, 1, config.d_model)), jnp.ones((1, 1), bool)
+    init = jax.jit(lambda own: layer.init(own, sample, sample, filled)["params"])
+    params = {
+        "trunk": {"embed": embed_params, "head": head_params},
+        "layers": [init(own) for own in jax.random.split(layer_key, config.num_layers)],
+    }
+    state = {"params": params, "opt_state": optimizer.init(params), "memory": empty_memory(config, setup.rows)}
+    return state, jax.jit(step, donate_argnums=0)

@@ -40,11 +40,7 @@ _MAX_CALL_S = 60.0
 
 
 class FarAway(FaultInjector):
-    """Serves every expert call late by the same time, as a node far away does.
-
-    Args:
-      delay_s: how late.
-    """
+    """Serves every expert call late by the same time, as a node far away does."""
 
     def __init__(self, delay_s: float) -> None:
         super().__init__(FaultPlan())
@@ -69,11 +65,9 @@ async def measure(run: Run[OverlapSettings]) -> None:
                 for trainer in trainers:
                     nursery.start_soon(trainer.step)
             wall_s, failed = time.perf_counter() - started, statistics.failed - failed
-            run.log("round", step=number, wall_s=wall_s, critical_path_s=settings.critical_path_s, failed_calls=failed)
-            run.say(
-                f"round {number}/{settings.chosen_steps}: {wall_s:.2f} s for a critical path of "
-                f"{settings.critical_path_s:g} s"
-            )
+            wait_s = settings.critical_path_s
+            run.log("round", step=number, wall_s=wall_s, critical_path_s=wait_s, failed_calls=failed)
+            run.say(f"round {number}/{settings.chosen_steps}: {wall_s:.2f} s for a critical path of {wait_s:g} s")
 
 
 @asynccontextmanager
@@ -96,26 +90,15 @@ async def _open_trainers(settings: OverlapSettings) -> AsyncIterator[tuple[Seque
             await swarm.serve(experts, optimizer=optax.adam(1e-3), config=node)
             join = (swarm.contact,)
         swarm = await stack.enter_async_context(open_swarm(join, security=Plain(), listen=None, seed=settings.seed))
-        router = product_key(GRID)
-        mixtures = [
-            swarm.mixture(
-                f"layer{layer}",
-                config.expert(),
-                router,
-                k_best=config.k_best,
-                grace_s=_MAX_CALL_S,
-                timeout_s=_MAX_CALL_S,
-                on_shortfall="raise",
-            )
-            for layer in range(settings.num_layers)
-        ]
+        model = TransformerXL.on(
+            swarm, config, product_key(GRID), grace_s=_MAX_CALL_S, timeout_s=_MAX_CALL_S, on_shortfall="raise"
+        )
         text = np.random.default_rng(settings.seed).integers(0, config.vocab_size, 20_000)
         batches = [
             SegmentStream(text, batch_size=1, seq_len=16, shard=shard, num_shards=settings.trainers)
             for shard in range(settings.trainers)
         ]
-        trainers = swarm.trainer(TransformerXL(config, router, mixtures), optax.adam(1e-3), batches)
-        yield trainers.trainers, swarm.statistics
+        yield swarm.trainer(model, optax.adam(1e-3), batches).trainers, swarm.statistics
 
 
 @asynccontextmanager
@@ -129,24 +112,21 @@ async def _open_far_away(join: Sequence[str], settings: OverlapSettings) -> Asyn
         yield swarm
 
 
-def _rounds_s(run: Run[OverlapSettings]) -> list[float]:
-    return [record["wall_s"] for record in run.records("round")]
-
-
 def summarise(run: Run[OverlapSettings]) -> Result | None:
     """Compute the median round over its critical path; None before the first round."""
-    settings, rounds_s = run.settings, _rounds_s(run)
-    if not rounds_s:
+    settings, rounds = run.settings, run.records("round")
+    if not rounds:
         return None
+    median_s = median(each["wall_s"] for each in rounds)
     figures = {
         "trainers": settings.trainers,
         "delay_s": settings.delay_s,
         "num_layers": settings.num_layers,
-        "rounds": len(rounds_s),
+        "rounds": len(rounds),
         "critical_path_s": settings.critical_path_s,
-        "median_wall_s": median(rounds_s),
-        "overlap_ratio": median(rounds_s) / settings.critical_path_s,
-        "failed_calls": sum(record["failed_calls"] for record in run.records("round")),
+        "median_wall_s": median_s,
+        "overlap_ratio": median_s / settings.critical_path_s,
+        "failed_calls": sum(each["failed_calls"] for each in rounds),
     }
     return Result(title="Overlap of asynchronous trainers", figures=figures, bars=[BAR])
 
@@ -159,7 +139,7 @@ def draw(run: Run[OverlapSettings], result: Result) -> Figure:
     draw_rounds(
         figure.add_subplot(),
         f"One step of {run.settings.trainers} trainers that wait for remote experts (seconds)",
-        _rounds_s(run),
+        [record["wall_s"] for record in run.records("round")],
         reference=(wait_s, f"waits of one step {wait_s:.1f} s"),
         bar=(BAR.bound * wait_s, f"bar {BAR.bound * wait_s:.1f} s"),
     )

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from experiments.bench import Settings
 
-_QUICK_STEPS = 3
-
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapSettings(Settings):
@@ -13,8 +11,6 @@ class OverlapSettings(Settings):
 
     quick: bool = False
     """Three steps instead of ten."""
-    seed: int = 0
-    """Seed of parameters and text."""
     trainers: int = 64
     """Asynchronous trainers in this process."""
     delay_s: float = 1.0
@@ -32,7 +28,7 @@ class OverlapSettings(Settings):
     @property
     def chosen_steps(self) -> int:
         """The rounds that are meant."""
-        return _QUICK_STEPS if self.quick else self.steps
+        return 3 if self.quick else self.steps
 
     @property
     def critical_path_s(self) -> float:

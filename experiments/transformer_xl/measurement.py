@@ -3,26 +3,23 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from rich.table import Table
+from matplotlib.figure import Figure
 
-from dmoe_jax.cli.common import UsageError, mistakes_in_one_line
-from dmoe_jax.data.corpora import load_corpus
-from dmoe_jax.routing.base import RouterError
-from dmoe_jax.runs.report import format_value
-from dmoe_jax.runs.run_folder import FIGURE, RunFolder
+from dmoe_jax.cli.common import UsageError
+from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.saving import finished_headline
 from experiments.bench import Experiment, Run
-from experiments.comparison import comparison_figure, write_comparison_report
+from experiments.comparison import FIGURE_TEXT, comparison_table, draw_comparison, terminal_table
+from experiments.exits import run_until_signal
 from experiments.results import Result
-from experiments.transformer_xl.settings import TransformerXLSettings
+from experiments.transformer_xl.settings import NAME, TransformerXLSettings, as_flags
 from experiments.transformer_xl.side_by_side import train_side_by_side
-from experiments.transformer_xl.training import check, open_folder, train_model
-from net.errors import NetError
+from experiments.transformer_xl.training import FAILURES, checked_router, open_corpus, open_folder, train_model
 
-_HEADLINE = (
+HEADLINE = (
     "validation_perplexity",
     "test_perplexity",
     "unigram_perplexity",
@@ -34,13 +31,22 @@ _HEADLINE = (
     "virtual_s",
     "mean_trunk_staleness",
     "failed_call_share",
+    "failures",
     "steps_lost",
+    "averages_done",
+    "averages_missed",
     "load_cv",
     "load_entropy",
     "dead_experts",
     "complete",
 )
-"""Figures of each model in the headline of all."""
+"""Figures of each model in the headline of all, as far as it has them."""
+
+
+def check(settings: TransformerXLSettings) -> None:
+    """Try the router before anything is trained or written, if one of the models has any."""
+    if "dmoe" in settings.models:
+        checked_router(settings.router, settings.size)
 
 
 def measure(run: Run[TransformerXLSettings]) -> None:
@@ -50,23 +56,15 @@ def measure(run: Run[TransformerXLSettings]) -> None:
       UsageError: for a corpus, folder, checkpoint or setting that will not do. KeyboardInterrupt, FloatingPointError,
         RouterError, NetError: as of `train_model`.
     """
-    settings = run.settings
-    with mistakes_in_one_line():
-        corpus = load_corpus(source=settings.data)
-    run.log("corpus", name=corpus.name, description=corpus.description)
-    run.say(f"corpus: {corpus.description}")
-    run.say(f"run folder: {run.folder.path}")
+    settings, out = run.settings, run.folder.path
+    corpus = open_corpus(run)
     if settings.num_jobs > 1:
-        train_side_by_side(settings, run.folder.path, console=run.console)
+        run_until_signal(partial(train_side_by_side, settings, out, run.console), prog=NAME)
     else:
         for model in settings.models:
-            train_model(settings, model, corpus, run.folder.path / model)
-    if (
-        settings.place == "local"
-        and "dmoe" in settings.models
-        and not settings.no_overhead
-        and not run.records("overhead")
-    ):
+            train_model(settings, corpus, out / model, model=model, seed=settings.seed, router=settings.router)
+    is_measured = settings.no_overhead or run.records("overhead")
+    if settings.place == "local" and "dmoe" in settings.models and not is_measured:
         run.say("what the mixture costs beside a dense layer of its FLOPs")
         run.log("overhead", ratio=_overhead(run))
 
@@ -74,13 +72,10 @@ def measure(run: Run[TransformerXLSettings]) -> None:
 def _overhead(run: Run[TransformerXLSettings]) -> float | None:
     """What the mixture costs on this device, beside a dense layer of its FLOPs: another experiment, in a process."""
     settings = run.settings
-    rounds, steps = (3, 3) if settings.quick else (7, 10)
-    flags: list[object] = ["--size", settings.size, "--router", settings.router, "--seed", settings.seed]
-    flags += ["--rounds", rounds]
-    flags += ["--steps-per-round", steps, "--out", run.folder.path / "overhead", "--json"]
-    flags += ["--batch-size", settings.batch_size] if settings.batch_size else []
-    flags += ["--bf16"] if settings.bf16 else []
-    command = [sys.executable, "-m", "experiments.moe_overhead", *map(str, flags)]
+    flags = {name: getattr(settings, name) for name in ("size", "router", "seed", "batch_size", "bf16")}
+    flags |= {"rounds": 3 if settings.quick else 7, "steps_per_round": 3 if settings.quick else 10}
+    flags |= {"out": run.folder.path / "overhead", "json": True}
+    command = [sys.executable, "-m", "experiments.moe_overhead", *as_flags(flags)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise UsageError(f"experiments.moe_overhead ended with status {done.returncode}")
@@ -90,14 +85,11 @@ def _overhead(run: Run[TransformerXLSettings]) -> float | None:
 
 def summarise(run: Run[TransformerXLSettings]) -> Result | None:
     """Compare the models that have begun; headlines are of those that are done."""
-    settings = run.settings
-    corpora = run.records("corpus")
+    settings, corpora = run.settings, run.records("corpus")
     if not corpora:
         return None
-    headlines = {model: done for model, folder in _folders(run).items() if (done := finished_headline(folder))}
-    models = {
-        model: {name: figures[name] for name in _HEADLINE if name in figures} for model, figures in headlines.items()
-    }
+    done = {model: finished_headline(RunFolder(run.folder.path / model)) for model in settings.models}
+    models = {model: {name: all_[name] for name in HEADLINE if name in all_} for model, all_ in done.items() if all_}
     headline: dict[str, Any] = {"size": settings.size, "where": settings.place, "corpus": corpora[-1]["name"]}
     headline |= {"router": settings.router} if "dmoe" in settings.models else {}
     for other in ("small", "base"):
@@ -111,44 +103,36 @@ def summarise(run: Run[TransformerXLSettings]) -> Result | None:
         for model, values in models.items()
         for name in ("validation_perplexity", "test_perplexity", "parameters")
     }
+    runs = _runs(run)
+    tables = [comparison_table(runs)] if runs else []
     return Result(
         title=f"Transformer-XL on {corpora[-1]['name']}, {settings.size}, {settings.place}",
         figures={**headline, "models": models},
         shown={**headline, **figures},
-        printed=[_table(models), *(f"{name}: {value}" for name, value in headline.items())],
+        printed=[*map(terminal_table, tables), *(f"{name}: {value}" for name, value in headline.items())],
         summary=f"Corpus: {corpora[-1]['description']}.",
+        tables=tables,
     )
 
 
-def _folders(run: Run[TransformerXLSettings]) -> dict[str, RunFolder]:
-    """Model -> its folder, of those that have begun."""
-    paths = {model: run.folder.path / model for model in run.settings.models}
-    return {model: RunFolder(path) for model, path in paths.items() if path.is_dir()}
+def _runs(run: Run[TransformerXLSettings]) -> dict[str, list[list[dict[str, Any]]]]:
+    """Model -> the metrics of its run, of those that have begun."""
+    metrics = {model: RunFolder(run.folder.path / model).metrics() for model in run.settings.models}
+    return {model: [records] for model, records in metrics.items() if records}
 
 
-def _table(models: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = Table(*("", *models), title="Transformer-XL", title_justify="left")
-    for name in _HEADLINE:
-        if any(name in figures for figures in models.values()):
-            table.add_row(name.replace("_", " "), *(format_value(figures.get(name)) for figures in models.values()))
-    return table
-
-
-def write_report(run: Run[TransformerXLSettings], result: Result) -> None:
-    """Draw the figure of all models that have begun, and write the report."""
-    runs = {model: [records] for model, folder in _folders(run).items() if (records := folder.metrics())}
-    if runs:
-        comparison_figure(runs, run.folder.path / FIGURE, title=result.title)
-        shown = result.headline if result.shown is None else result.shown
-        write_comparison_report(run.folder, runs, shown, title=result.title, summary=result.summary)
-    run.log("headline", **result.headline)
+def draw(run: Run[TransformerXLSettings], result: Result) -> Figure | None:
+    """Draw all models that have begun."""
+    runs = _runs(run)
+    return draw_comparison(runs, result.title) if runs else None
 
 
 EXPERIMENT = Experiment[TransformerXLSettings](
     measure=measure,
     summarise=summarise,
+    draw=draw,
+    figure_text=FIGURE_TEXT,
     check=check,
     open_folder=open_folder,
-    write_report=write_report,
-    expected=(FloatingPointError, RouterError, NetError),
+    expected=FAILURES,
 )

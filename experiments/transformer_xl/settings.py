@@ -2,47 +2,48 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, cast
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
 
 from experiments.bench import ResumableSettings, Settings
-from experiments.transformer_xl.names import Model, Place, Size
 
 NAME = "transformer_xl"
 
+Model = Literal["dmoe", "small", "base"]
+"""A mixture, the dense model of its experts' size, and the dense model of its FLOPs."""
+
+Size = Literal["tiny", "full"]
+"""Minutes on two cores, or the paper's."""
+
+Place = Literal["local", "simulated", "swarm"]
+"""At once on this device, by a simulated swarm of slow trainers, or by a swarm of processes."""
+
 _ALL_MODELS: tuple[Model, ...] = ("dmoe", "small", "base")
 
-_QUICK_STEPS: Mapping[Place, int] = {"local": 30, "simulated": 160}
-"""Updates of each model in a quick run."""
-
 QUICK_PAUSES = 4
-"""Pauses of a quick run. Few: staleness begins anew after each."""
-
-QUICK_EVAL_TOKENS = 8192
-"""Words of each evaluation of a quick run, the last ones too."""
-
-MAY_DIFFER = ("model", "nodes", "processes", "average_every", "join", "jobs", "no_overhead")
-"""Flags that a resumed run may change: each model compares the settings that matter to it."""
+"""Pauses of a quick run. Few: each ends the work of a swarm, and staleness begins anew after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerXLSettings(ResumableSettings, Settings):
-    """Train Transformer-XL language models on WikiText-2: a mixture of small layers, the small model, the large one."""
+class TrainingSettings(ResumableSettings):
+    """The flags of every experiment that trains models of this one."""
 
-    model: tuple[Model, ...] = ()
-    """Models to train: dmoe, small, base. Default: all three (in a swarm of processes: dmoe)."""
-    router: str = "product_key"
-    """Router of dmoe: a registered name, or my_file.py:my_router."""
+    quick_steps: ClassVar[Mapping[Place, int]] = {"local": 30, "simulated": 160, "swarm": 160}
+    """Updates of each model in a quick run."""
+    quick_eval_tokens: ClassVar[int] = 8192
+    """Words of each evaluation of a quick run, the last ones too."""
+    may_differ: ClassVar[tuple[str, ...]] = ()
+    """Flags that a resumed run may change: each model compares the settings that matter to it."""
+
     size: Size = "tiny"
-    """tiny: minutes on two cores. full: the paper's size, for a large GPU."""
-    where: Literal["auto", "local", "simulated", "swarm"] = "auto"
-    """local: at once on this device. simulated: 32 slow trainers in virtual time. swarm: real processes on this
-    machine, or the swarm given by --join; dmoe only. auto: tiny is simulated, full is local."""
+    """tiny: minutes on two cores for each model. full: the paper's size, for a large GPU."""
+    where: Literal["auto", "local", "simulated"] = "auto"
+    """local: at once on this device. simulated: slow trainers in virtual time, whose calls may fail. auto: tiny is
+    simulated, full is local."""
     steps: int | None = None
-    """Updates of each model, in a swarm of processes of each trainer process. Default: the preset's."""
+    """Updates of each model. Default: the preset's."""
     batch_size: int | None = None
-    """Sequences of an update. Default: the preset's on one device, 1 for each simulated trainer, for each of the four
-    trainers of a swarm of processes a quarter of the preset's."""
+    """Sequences of an update. Default: the preset's on one device, 1 for each simulated trainer."""
     bf16: bool = False
     """Multiply matrices of the layers in bfloat16."""
     eval_every: int | None = None
@@ -55,6 +56,48 @@ class TransformerXLSettings(ResumableSettings, Settings):
     """Mean of the exponential delay where simulated, virtual seconds."""
     failure_rate: float = 0.1
     """Share of the expert calls in a simulated swarm that are never answered."""
+    data: str = "auto"
+    """Corpus: auto (DMOE_DATA, cache, download, else the embedded one), wikitext-2, embedded, or a text of your own: a
+    file, or a folder with train.txt, valid.txt and test.txt."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least(1, "steps", "batch_size", "eval_every", "trainers")
+        self.require_at_least(0, "eval_tokens", "delay_s")
+        if not 0 <= self.failure_rate < 1:
+            raise ValueError(f"--failure-rate must be from 0 to below 1, got {self.failure_rate}")
+
+    @property
+    def place(self) -> Place:
+        """Where the models train."""
+        if self.where == "auto":
+            return "simulated" if self.size == "tiny" else "local"
+        return self.where
+
+    @property
+    def compute_dtype(self) -> str:
+        """Of the layers' matrix products."""
+        return "bfloat16" if self.bf16 else "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerXLSettings(TrainingSettings, Settings):
+    """Train Transformer-XL language models on WikiText-2: a mixture of small layers, the small model, the large one."""
+
+    may_differ: ClassVar = ("model", "nodes", "processes", "average_every", "join", "jobs", "no_overhead")
+
+    model: tuple[Model, ...] = ()
+    """Models to train: dmoe, small, base. Default: all three (in a swarm of processes: dmoe)."""
+    router: str = "product_key"
+    """Router of dmoe: a registered name, or my_file.py:my_router."""
+    where: Literal["auto", "local", "simulated", "swarm"] = "auto"  # type: ignore[assignment]
+    """local: at once on this device. simulated: 32 slow trainers in virtual time. swarm: real processes on this
+    machine, or the swarm given by --join; dmoe only. auto: tiny is simulated, full is local."""
+    steps: int | None = None
+    """Updates of each model, in a swarm of processes of each trainer process. Default: the preset's."""
+    batch_size: int | None = None
+    """Sequences of an update. Default: the preset's on one device, 1 for each simulated trainer, for each of the four
+    trainers of a swarm of processes a quarter of the preset's."""
     nodes: int = 4
     """Expert nodes of a swarm of processes."""
     processes: int = 2
@@ -63,9 +106,6 @@ class TransformerXLSettings(ResumableSettings, Settings):
     """Trunk updates of a trainer process between two averages."""
     join: tuple[str, ...] = ()
     """Peers of a running swarm, instead of starting one."""
-    data: str = "auto"
-    """Corpus: auto (DMOE_DATA, cache, download, else the embedded one), wikitext-2, embedded, or a text of your own: a
-    file, or a folder with train.txt, valid.txt and test.txt."""
     jobs: int | None = None
     """Models trained at once, each in a process with its share of the cores. Default: two where simulated and there are
     two cores, else one."""
@@ -74,11 +114,7 @@ class TransformerXLSettings(ResumableSettings, Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        counts = ("steps", "batch_size", "eval_every", "trainers", "nodes", "processes", "average_every", "jobs")
-        self.require_at_least(1, *counts)
-        self.require_at_least(0, "eval_tokens", "delay_s")
-        if not 0 <= self.failure_rate < 1:
-            raise ValueError(f"--failure-rate must be from 0 to below 1, got {self.failure_rate}")
+        self.require_at_least(1, "nodes", "processes", "average_every", "jobs")
         if len(set(self.model)) < len(self.model):
             raise ValueError(f"--model names a model twice: {' '.join(self.model)}")
         if self.where == "swarm" and self.model not in ((), ("dmoe",)):
@@ -90,25 +126,25 @@ class TransformerXLSettings(ResumableSettings, Settings):
         return self.model or (("dmoe",) if self.where == "swarm" else _ALL_MODELS)
 
     @property
-    def place(self) -> Place:
-        """Where they train, unless it is a swarm of processes."""
-        if self.where == "auto":
-            return "simulated" if self.size == "tiny" else "local"
-        return cast(Place, self.where)
-
-    @property
     def num_jobs(self) -> int:
         """How many models are trained at once."""
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         default = min(2, num_cores) if self.place == "simulated" else 1
         return min(len(self.models), self.jobs or default)
 
-    @property
-    def compute_dtype(self) -> str:
-        """Of the layers' matrix products."""
-        return "bfloat16" if self.bf16 else "float32"
+    def flags(self, *without: str) -> list[str]:
+        """The command line that gives these settings, without the fields named."""
+        changed = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+        return as_flags({name: value for name, value in changed.items() if name not in without})
 
-    def num_steps(self, local: int, simulated: int) -> int:
-        """Updates of each model, where a preset has so many."""
-        steps = self.steps or (local if self.place == "local" else simulated)
-        return min(steps, _QUICK_STEPS[self.place]) if self.quick else steps
+
+def as_flags(values: Mapping[str, object]) -> list[str]:
+    """`{"grid_size": (4, 4), "resume": False}` as `--grid-size 4 4`; nothing for False, None and ()."""
+    flags: list[str] = []
+    for name, value in values.items():
+        if value in (None, ()) or value is False:
+            continue
+        flags.append("--" + name.replace("_", "-"))
+        if value is not True:
+            flags += map(str, value if isinstance(value, tuple) else (value,))
+    return flags

@@ -1,20 +1,55 @@
-"""What every engine of the experiment is made of, wherever it trains."""
+"""A model over a text and how it is trained: what every engine of the experiment is made of, wherever it trains."""
 
+import abc
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-import optax
 
-from dmoe_jax.data.batches import SegmentStream
+from dmoe_jax.checkpoints import host_copy
+from dmoe_jax.data.batches import Batch, SegmentStream, evaluation_segments
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.grid import all_uids, layer_prefix
+from dmoe_jax.model import Evaluation
+from dmoe_jax.models import dense_transformer_xl as dense
+from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.recipe import make_optimizer
+from dmoe_jax.models.trunk import Memory, StepKeys, empty_memory, forget, step_keys
+from dmoe_jax.recipe import Recipe
 from dmoe_jax.routing.base import Router
-from experiments.transformer_xl.evaluation import Evaluator, dense_evaluator, dmoe_evaluator
-from experiments.transformer_xl.presets import Preset, expert_recipe, model_config, trunk_recipe
+from dmoe_jax.training.engine import OnBatch
+from dmoe_jax.types import PyTree
+from experiments.transformer_xl.presets import Preset, model_config
+from experiments.transformer_xl.settings import Place
+from net.rpc.faults import Fault, FaultPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A simulated swarm. The paper's has 32 trainers, 1000 ms of mean delay, and 10 % of the calls fail."""
+
+    num_trainers: int = 32
+    """Asynchronous trainers."""
+    delay_s: float = 1.0
+    """Mean of the exponential delay: of each expert call, and of each step of a dense model. Virtual seconds."""
+    failure_rate: float = 0.1
+    """Share of expert calls that are never answered."""
+    num_nodes: int = 8
+    """Hosts that share the experts."""
+    grace_s: float = 5.0
+    """How long a trainer waits for the other experts after the first has answered, virtual seconds: so long that hardly
+    a call is lost but those that fail (1 in 150)."""
+    timeout_s: float = 30.0
+    """After which a call is given up, virtual seconds."""
+
+    def faults(self, seed: int) -> FaultPlan:
+        """What happens to the expert calls."""
+        rates = {Fault.LATE: 1 - self.failure_rate, Fault.HANG: self.failure_rate}
+        return FaultPlan(rates=rates, late_mean_s=self.delay_s, methods=("expert.",), seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,60 +70,66 @@ class Setup:
     """What figures call it; empty: the model's name."""
     compute_dtype: str = "float32"
     """Of the layers' matrix products, "float32" or "bfloat16"."""
+    setting: Setting | None = None
+    """The simulated swarm that trains it; None: this device."""
+    batch_size: int | None = None
+    """Sequences of an update. None: the preset's on this device, 1 for a simulated trainer."""
 
     def __post_init__(self) -> None:
-        if self.preset.grid_size and self.router is None:
-            raise ValueError(f"model {self.preset.model!r} is a mixture of experts and needs a router")
+        if self.preset.config.is_mixture != (self.router is not None):
+            raise ValueError(f"model {self.preset.model!r} needs a router if it is a mixture of experts, and else none")
 
     @property
     def title(self) -> str:
         """What figures call the model."""
         return self.name or self.preset.model
 
+    @property
+    def where(self) -> Place:
+        """Where it is trained."""
+        return "local" if self.setting is None else "simulated"
+
+    @property
+    def rows(self) -> int:
+        """Sequences of an update."""
+        return self.batch_size or (self.preset.batch_size if self.setting is None else 1)
+
     @functools.cached_property
     def config(self) -> TransformerXLConfig:
         """Sizes of the model over this vocabulary."""
         return model_config(self.preset, len(self.corpus.vocabulary), compute_dtype=self.compute_dtype)
 
-    @property
+    @functools.cached_property
     def layers(self) -> Mapping[str, tuple[str, ...]]:
         """Layer -> uids of its experts; empty for a dense model."""
-        if not self.preset.grid_size:
-            return {}
-        prefixes = [layer_prefix(layer) for layer in range(self.preset.num_layers)]
-        return {prefix: tuple(map(str, all_uids(prefix, self.preset.grid_size))) for prefix in prefixes}
+        prefixes = [layer_prefix(layer) for layer in range(self.config.num_layers) if self.config.is_mixture]
+        return {prefix: tuple(map(str, all_uids(prefix, self.config.grid_size))) for prefix in prefixes}
 
     @property
-    def word_counts(self) -> np.ndarray | None:
-        """Of the training text, where output biases start at the words' frequencies."""
-        if not self.preset.unigram_biases:
-            return None
-        return np.bincount(self.corpus.train, minlength=self.config.vocab_size)
+    def recipe(self) -> Recipe:
+        """How a dense model, or the trunk, is trained."""
+        return replace(self.preset.recipe, total_steps=self.steps)
 
     @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """Of a dense model, or of the trunk."""
-        return make_optimizer(trunk_recipe(self.preset, self.steps))
+    def expert_recipe(self) -> Recipe:
+        """How each expert is trained."""
+        return replace(self.preset.expert_recipe, total_steps=self.steps)
 
-    @property
-    def expert_optimizer(self) -> optax.GradientTransformation:
-        """Of each expert."""
-        return make_optimizer(expert_recipe(self.preset, self.steps))
+    def init_trunk(self) -> PyTree:
+        """Initial parameters of everything but the experts: of a dense model, all.
 
-    @property
-    def evaluator(self) -> Evaluator:
-        """Reads a text on this machine."""
-        if not self.config.is_mixture:
-            return dense_evaluator(self.config, self.preset.evaluation)
-        assert self.router is not None
-        return dmoe_evaluator(self.config, self.router, self.preset.evaluation)
+        Raises:
+          RouterError: the router does not keep to its contract.
+        """
+        word_counts = None
+        if self.preset.unigram_biases:
+            word_counts = np.bincount(self.corpus.train, minlength=self.config.vocab_size)
+        key = jax.random.key(self.seed)
+        if self.router is None:
+            return dense.init(key, self.config, word_counts=word_counts)
+        return txl.init_trunk(key, self.config, self.router, word_counts=word_counts)
 
-    def text(self, split: str) -> np.ndarray:
-        """The "valid" or "test" text."""
-        text: np.ndarray = getattr(self.corpus, split)
-        return text
-
-    def stream(self, batch_size: int, *, shard: int = 0, num_shards: int = 1) -> SegmentStream:
+    def stream(self, *, shard: int = 0, num_shards: int = 1) -> SegmentStream:
         """A trainer's training text.
 
         Raises:
@@ -96,9 +137,97 @@ class Setup:
         """
         return SegmentStream(
             self.corpus.train,
-            batch_size=batch_size,
+            batch_size=self.rows,
             seq_len=self.config.seq_len,
             shard=shard,
             num_shards=num_shards,
             seed=self.seed,
         )
+
+    def step_keys(self, *, trainer: int, step: int) -> StepKeys:
+        """The chance of one step of a trainer."""
+        return step_keys(num_layers=self.config.num_layers, batch=self.rows, seed=self.seed, trainer=trainer, step=step)
+
+
+class SetupEngine(abc.ABC):
+    """What all engines of the experiment share. It has most of an `Engine`.
+
+    Args:
+      setup: the model, its text and its optimisers.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+
+    @property
+    def name(self) -> str:
+        return self.setup.title
+
+    @property
+    @abc.abstractmethod
+    def step(self) -> int:
+        """Trunk updates so far."""
+
+    @property
+    def layers(self) -> Mapping[str, tuple[str, ...]]:
+        return self.setup.layers
+
+    @abc.abstractmethod
+    def params(self) -> tuple[PyTree, tuple[PyTree, ...]]:
+        """(trunk, stacked experts of each layer)."""
+
+    @abc.abstractmethod
+    def state(self) -> PyTree:
+        """As of `Engine`."""
+
+    async def snapshot(self) -> tuple[int, PyTree]:
+        return self.step, host_copy(self.state())
+
+    async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
+        """Compute the loss on this machine, with every expert alive.
+
+        The text is read in segments, memory is carried from one to the next, and every target counts once. A part of
+        the text is the beginning of every row, so that it stands for the whole.
+
+        Raises:
+          FloatingPointError: the loss is not a number.
+        """
+        setup = self.setup
+        config, rows = setup.config, setup.preset.eval_batch_size
+        token_nll, params, ids = _token_nll(config, setup.router), self.params(), getattr(setup.corpus, split)
+        memory = empty_memory(config, rows)
+        total, counted = 0.0, []
+        wanted = ids.size - 1 if max_items is None else min(max_items, ids.size - 1)
+        num_batches = -(-wanted // (rows * config.seq_len))
+        batches = evaluation_segments(ids, batch_size=rows, seq_len=config.seq_len)
+        for number, batch in zip(range(1, num_batches + 1), batches, strict=False):
+            nll, memory = token_nll(params, batch, memory)
+            total += float(np.asarray(jnp.where(batch.mask, nll, 0)).sum(dtype=np.float64))
+            counted.append(batch.targets[batch.mask])
+            on_batch(number, num_batches)
+        targets = np.concatenate(counted)
+        if not np.isfinite(total):
+            raise FloatingPointError(f"the loss over {targets.size} words is {total / targets.size}")
+        return Evaluation(loss=total / targets.size, items=int(targets.size), targets=targets)
+
+
+def dense_loss(
+    params: PyTree, config: TransformerXLConfig, batch: Batch, memory: Memory, keys: StepKeys
+) -> tuple[jax.Array, Memory]:
+    """The loss of a dense model's step, and the memory after it."""
+    nll, memory = dense.forward(params, config, batch, forget(memory, jnp.asarray(batch.is_first)), keys=keys)
+    return jnp.mean(nll), memory
+
+
+@functools.cache
+def _token_nll(config: TransformerXLConfig, router: Router | None) -> Callable[[PyTree, Batch, Memory], Any]:
+    """The compiled ((trunk, experts), batch, memory) -> (negative log-likelihood of each target, next memory)."""
+
+    def token_nll(params: tuple[PyTree, Any], batch: Batch, memory: Memory) -> tuple[jax.Array, Memory]:
+        trunk, experts = params
+        if router is None:
+            return dense.forward(trunk, config, batch, memory)
+        nll, _, memory = txl.local_token_nll(trunk, experts, config, router, batch, memory)
+        return nll, memory
+
+    return jax.jit(token_nll)

@@ -3,9 +3,9 @@
 A simulated run keeps one core busy and hardly two, so that two models side by side on two cores take little longer than
 the slower of them. What a model computes does not depend on what runs beside it.
 
-A child gets its task as one line of JSON on standard input, which stays open: when it closes, its parent is gone, and
-the child ends as it would after Ctrl-C, with a report and a checkpoint to go on from. It has a session of its own, for
-Ctrl-C in a terminal should reach it once, from its parent.
+The standard input of a child stays open: when it closes, its parent is gone, and the child ends as it would after
+Ctrl-C, with a report and a checkpoint to go on from. It has a session of its own, for Ctrl-C in a terminal should reach
+it once, from its parent.
 """
 
 import json
@@ -14,70 +14,40 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
 
+import trio
 from rich.console import Console
 
-from dmoe_jax.cli.common import UsageError, set_up_jax
+from dmoe_jax.cli.common import UsageError, parse_command_line, set_up_jax
 from dmoe_jax.data.corpora import load_corpus
-from dmoe_jax.routing.base import RouterError
 from experiments.exits import EXIT_INTERRUPTED, one_line_errors
-from experiments.transformer_xl.names import Model
-from experiments.transformer_xl.settings import NAME, TransformerXLSettings
-from experiments.transformer_xl.training import train_model
-from net.errors import NetError
+from experiments.transformer_xl.settings import NAME, Model, TransformerXLSettings
+from experiments.transformer_xl.training import FAILURES, train_model
 
-_POLL_S = 0.2
 _ENDING_S = 120.0
 """How long an interrupted child may take for its report; a stretch cannot be left before its current step."""
 
 
-@dataclass(slots=True, eq=False)
-class _Child:
-    """A process that trains one model."""
+async def train_side_by_side(settings: TransformerXLSettings, out: Path, console: Console) -> None:
+    """Train the models, as many at a time as the settings say, each in its folder under `out`.
 
-    model: Model
-    process: subprocess.Popen[str]
-    cores: tuple[int, ...]
-    reader: threading.Thread
-    last_line: list[str]
-
-
-def train_side_by_side(settings: TransformerXLSettings, path: Path, *, console: Console) -> None:
-    """Train the models, as many at a time as the settings say, each in its folder under `path`.
+    If cancelled, the children write their reports first.
 
     Raises:
-      UsageError: a child failed; its last line. The others have been interrupted. KeyboardInterrupt:
-        after all children have ended.
+      UsageError: a child failed; its last line. The others have been interrupted. KeyboardInterrupt: a child was.
     """
     waiting = list(settings.models)
-    running: list[_Child] = []
-    free = _shares(settings.num_jobs)
-    try:
-        while waiting or running:
-            while waiting and free:
-                running.append(_start(settings, waiting.pop(0), path, free.pop(0), console))
-            time.sleep(_POLL_S)
-            for child in [each for each in running if each.process.poll() is not None]:
-                running.remove(child)
-                free.append(child.cores)
-                _close(child)
-                _check_end(child)
-    finally:
-        _end(running)
 
+    async def work(cores: tuple[int, ...]) -> None:
+        while waiting:
+            await _train(settings, waiting.pop(0), out, cores, console)
 
-def _check_end(child: _Child) -> None:
-    status = child.process.returncode
-    if status == EXIT_INTERRUPTED:
-        raise KeyboardInterrupt
-    if status:
-        said = child.last_line[0].removeprefix("transformer_xl: error: ")
-        raise UsageError(said or f"{child.model} ended with status {status}")
+    async with trio.open_nursery() as nursery:
+        for cores in _shares(settings.num_jobs):
+            nursery.start_soon(work, cores)
 
 
 def _shares(jobs: int) -> list[tuple[int, ...]]:
@@ -88,58 +58,42 @@ def _shares(jobs: int) -> list[tuple[int, ...]]:
     return [tuple(cores[index::jobs]) for index in range(jobs)]
 
 
-def _start(
-    settings: TransformerXLSettings, model: Model, path: Path, cores: tuple[int, ...], console: Console
-) -> _Child:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "experiments.transformer_xl.side_by_side"],
+async def _train(
+    settings: TransformerXLSettings, model: Model, out: Path, cores: tuple[int, ...], console: Console
+) -> None:
+    """Train a model in a child, and show the child's lines under the model's name."""
+    flags = replace(settings, model=(model,), out=out).flags()
+    child = partial(
+        trio.run_process,
+        [sys.executable, "-m", "experiments.transformer_xl.side_by_side", json.dumps(cores), *flags],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        check=False,
         start_new_session=True,
+        deliver_cancel=_interrupt,
     )
-    flags = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
-    task = {"settings": flags, "model": model, "path": str(path), "cores": cores}
-    assert process.stdin is not None
-    assert process.stderr is not None
-    process.stdin.write(json.dumps(task) + "\n")
-    process.stdin.flush()
-    last_line = [""]
-    reader = threading.Thread(target=_copy, args=(process.stderr, model, console, last_line), daemon=True)
-    reader.start()
-    return _Child(model, process, cores, reader, last_line)
+    last_line, rest = "", b""
+    async with trio.open_nursery() as nursery:
+        process: trio.Process = await nursery.start(child)
+        assert process.stderr is not None
+        with trio.CancelScope(shield=True):  # until it has ended, however it ends
+            async for data in process.stderr:
+                *lines, rest = (rest + data).split(b"\n")
+                for last_line in filter(None, (line.decode(errors="replace").strip() for line in lines)):
+                    console.print(f"[bold]{model}[/] ", end="", highlight=False)
+                    console.print(last_line.removeprefix(f"{model}: "), highlight=False, markup=False, soft_wrap=True)
+    if process.returncode == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    if process.returncode:
+        said = last_line.removeprefix(f"{NAME}: error: ")
+        raise UsageError(said or f"{model} ended with status {process.returncode}")
 
 
-def _copy(stderr: IO[str], model: Model, console: Console, last_line: list[str]) -> None:
-    """Show a child's lines under its name."""
-    for line in stderr:
-        last_line[0] = line.strip()
-        if last_line[0]:
-            console.print(f"[bold]{model}[/] ", end="", highlight=False)
-            console.print(last_line[0].removeprefix(f"{model}: "), highlight=False, markup=False, soft_wrap=True)
-
-
-def _end(children: Sequence[_Child]) -> None:
-    """Interrupt what still runs and wait for its reports."""
-    for child in children:
-        # Not SIGINT, which a process that was started in the background of a script ignores, and its children too.
-        child.process.terminate()
-    deadline = time.monotonic() + _ENDING_S
-    for child in children:
-        try:
-            child.process.wait(max(0.0, deadline - time.monotonic()))
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            child.process.kill()
-            child.process.wait()
-        _close(child)
-
-
-def _close(child: _Child) -> None:
-    """Free what is left of a child that has ended."""
-    child.reader.join()
-    for pipe in (child.process.stdin, child.process.stderr):
-        if pipe is not None:
-            pipe.close()
+async def _interrupt(process: trio.Process) -> None:
+    # Not SIGINT, which a process that was started in the background of a script ignores, and its children too.
+    process.terminate()
+    await trio.sleep(_ENDING_S)
+    process.kill()
 
 
 def _interrupt_at_end_of_input() -> None:
@@ -149,21 +103,16 @@ def _interrupt_at_end_of_input() -> None:
 
 def _main() -> None:
     """A child's whole life."""
-    task: dict[str, Any] = json.loads(sys.stdin.readline())
+    cores = json.loads(sys.argv[1])
+    settings: TransformerXLSettings = parse_command_line(TransformerXLSettings, prog=NAME, args=sys.argv[2:])
     threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
-    if task["cores"]:
-        os.sched_setaffinity(0, task["cores"])
-    flags = task["settings"]
-    lists = {each.name: tuple(flags[each.name]) for each in fields(TransformerXLSettings) if each.name in _TUPLES}
-    flags |= lists | {"out": None if flags["out"] is None else Path(flags["out"])}
-    settings = TransformerXLSettings(**flags)
-    with one_line_errors(NAME, expected=(FloatingPointError, RouterError, NetError)):
+    if cores:
+        os.sched_setaffinity(0, cores)
+    with one_line_errors(NAME, expected=FAILURES):
         set_up_jax()
-        train_model(settings, task["model"], load_corpus(source=settings.data), Path(task["path"]) / task["model"])
-
-
-_TUPLES = ("model", "join")
-"""Fields that JSON knows only as lists."""
+        (model,), corpus, out = settings.model, load_corpus(source=settings.data), settings.out
+        assert out is not None
+        train_model(settings, corpus, out / model, model=model, seed=settings.seed, router=settings.router)
 
 
 if __name__ == "__main__":

@@ -1,141 +1,163 @@
-"""The paper's setting in virtual time (Learning@home, section 4.3): many slow trainers of batch 1, calls that fail.
+"""A run in virtual time as a chain of *stretches*, each a simulation of its own; and the dense models in it.
 
-The code is that of a real swarm on a simulated network: expert nodes, DHT, directory, RPC, trainers. Every expert call
-is answered after an exponential delay, or never. See `stretches` for how a run pauses.
+A stretch begins and ends with nobody at work: between two the model can be evaluated and saved. Every run pauses at the
+same steps, so one that was interrupted and resumed from such a pause repeats the one that was not, bit for bit.
+Trainers keep their memory of the text across a pause; staleness begins at zero again and grows to its mean within as
+many updates as there are trainers.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+import abc
+import functools
+import random
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import trio
 
 from dmoe_jax.device import InlineDevice
-from dmoe_jax.directory import DirectoryConfig
-from dmoe_jax.experts.base import init_by_uid
-from dmoe_jax.grid import parse_uid
-from dmoe_jax.mixture.statistics import CallStatistics
-from dmoe_jax.models import transformer_xl as txl
-from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.server import NodeConfig
-from dmoe_jax.swarm import Swarm, open_swarm
-from dmoe_jax.trainer import Trainer
+from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.models.trunk import Memory, empty_memory
+from dmoe_jax.recipe import make_optimizer
+from dmoe_jax.trainer import StepRecord, all_finite
 from dmoe_jax.training.engine import OnLost, OnStep, Totals
-from dmoe_jax.training.swarm_engine import call_totals, load_statistics, saved_statistics
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
-from experiments.simulated_swarm import start_simulated_nodes
-from experiments.transformer_xl.setup import Setup
-from experiments.transformer_xl.stretches import Setting, SimulatedEngine
-from net.transport.sim import simulate
-from net.transport.sim.links import Constant
+from experiments.transformer_xl.setup import Setting, Setup, SetupEngine, dense_loss
+from net.errors import NoQuorum
+from net.transport.sim import run
 
-# Nodes that stay: announced and looked up every few virtual minutes, not every few seconds as on a volunteer's machine.
-_NODE_CONFIG = NodeConfig(announce_period_s=300.0, record_lifetime_s=1800.0)
-
-_DIRECTORY_CONFIG = DirectoryConfig(
-    ttl_s=900.0,
-    idle_s=3600.0,
-    # A failed call says nothing of the next one in this setting: each fails by itself, with the same probability.
-    backoff_base_s=0.0,
-)
+_MAX_LOST_IN_A_ROW = 200
+"""Steps lost one after the other, all trainers together, after which a run cannot be helped."""
 
 
-class SimulatedDmoe(SimulatedEngine):
-    """A DMoE Transformer-XL trained by a simulated swarm. An `Engine`. Each backward call updates its expert."""
+class SimulatedEngine(SetupEngine):
+    """What engines in virtual time share: streams, trainers' memories, counters, and a run's stretches.
 
-    def __init__(self, setup: Setup, setting: Setting) -> None:
-        assert setup.router is not None
-        self._config, self._router = setup.config, setup.router
-        self._device = InlineDevice()
-        key, expert = jax.random.key(setup.seed), setup.config.expert()
-        uids = [parse_uid(uid) for layer in setup.layers.values() for uid in layer]
-        self._backends = {
-            str(uid): ExpertBackend(
-                expert, setup.expert_optimizer, init_by_uid(key, expert, uid.prefix, uid.coordinates)
-            )
-            for uid in uids
-        }
-        next(iter(self._backends.values())).warm_up(2 * setting.batch_size)
-        trunk = txl.init_trunk(key, setup.config, setup.router, word_counts=setup.word_counts)
-        super().__init__(setup, setting, SharedTrunk(trunk, setup.optimizer, self._device))
-        self._statistics = CallStatistics()
+    Args:
+      setup: the model, its text and its optimisers.
+    """
 
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.setting = setup.setting or Setting()
+        self.device = InlineDevice()
+        self.trunk = SharedTrunk(setup.init_trunk(), make_optimizer(setup.recipe), self.device)
+        num = self.setting.num_trainers
+        self.streams = [setup.stream(shard=index, num_shards=num) for index in range(num)]
+        self.memories: list[Memory] = [empty_memory(setup.config, setup.rows) for _ in range(num)]
+        self.counters: dict[str, Any] = {"items": 0, "staleness": 0, "steps_lost": 0, "virtual_s": 0.0}
+        self._lost_in_a_row = 0
+
+    @property
+    def step(self) -> int:
+        return self.trunk.step
+
+    @property
+    def stretch_seed(self) -> int:
+        """Seed of the stretch that begins at this step."""
+        return int(np.random.SeedSequence([self.setup.seed, self.step]).generate_state(1)[0])
+
+    async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
+        """Simulate a stretch of so many updates.
+
+        Raises:
+          NoQuorum: so many steps were lost in a row that nothing will come of it.
+        """
+
+        def count_step(record: StepRecord) -> None:
+            self._lost_in_a_row = 0
+            self.counters["items"] += record.items
+            self.counters["staleness"] += record.staleness
+            on_step(record)
+
+        def count_lost(trainer: int, error: Exception) -> None:
+            self.counters["steps_lost"] += 1
+            self._lost_in_a_row += 1
+            on_lost(trainer, error)
+            if self._lost_in_a_row > _MAX_LOST_IN_A_ROW:
+                raise NoQuorum(
+                    f"{self.name}: {self._lost_in_a_row} steps lost in a row, the last one by trainer {trainer}: "
+                    f"{error}"
+                ) from error
+
+        self._lost_in_a_row = 0
+        run(self.stretch, self.step + num_steps, count_step, count_lost, seed=self.stretch_seed)
+
+    @abc.abstractmethod
     async def stretch(self, last_step: int, on_step: OnStep, on_lost: OnLost) -> None:
-        setting, seed = self.setting, self.stretch_seed
-        working = setting.num_trainers
-        all_done = trio.Event()
+        """Train up to this step, in virtual time."""
 
-        async def live(index: int, join: Any) -> None:
-            nonlocal working
-            async with open_swarm(
-                join,
-                network=network,
-                host=f"trainer{index}",
-                listen=None,
-                seed=seed,
-                device=self._device,
-                statistics=self._statistics,
-                directory=_DIRECTORY_CONFIG,
-            ) as swarm:
-                trainer = Trainer(index, self._model(swarm), self.trunk, self.streams[index], seed=self.setup.seed)
-                trainer.state = self.memories[index]
-                await trainer.run(last_step, on_step, on_lost)
-                self.memories[index] = trainer.state
-                working -= 1
-                if not working:
-                    all_done.set()
-                # A peer that leaves says goodbye to every node: work for nothing, the whole swarm ends in a moment.
-                await trio.sleep_forever()
-
-        async with simulate(seed=seed, latency=Constant(0.001)) as network:
-            join = await start_simulated_nodes(
-                network,
-                self._backends,
-                num_nodes=min(setting.num_nodes, len(self._backends)),
-                seed=seed,
-                faults=setting.faults(seed),
-                config=_NODE_CONFIG,
-            )
-            started = trio.current_time()
-            for index in range(setting.num_trainers):
-                network.start(f"trainer{index}", live, index, join)
-            await all_done.wait()
-            self.counters.virtual_s += trio.current_time() - started
-
-    def _model(self, swarm: Swarm) -> txl.TransformerXL:
-        setting = self.setting
-        return txl.TransformerXL.on(
-            swarm, self._config, self._router, grace_s=setting.grace_s, timeout_s=setting.timeout_s
-        )
-
-    def params(self) -> PyTree:
-        return self.trunk.params, tuple(stacked["params"] for stacked in self._stacked())
-
-    def state(self) -> PyTree:
-        return {**super().state(), "experts": self._stacked()}
+    def state(self) -> dict[str, PyTree]:
+        return {"trunk": self.trunk.state, "memories": tuple(self.memories)}
 
     def facts(self) -> dict[str, Any]:
-        updates = {uid: backend.update_count for uid, backend in self._backends.items()}
-        return {**super().facts(), "statistics": saved_statistics(self._statistics), "updates": updates}
+        return {"positions": [stream.position for stream in self.streams], "counters": dict(self.counters)}
 
     def load(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
-        super().load(step, state, facts)
-        for uids, stacked in zip(self.layers.values(), state["experts"], strict=True):
-            for number, uid in enumerate(uids):
-                own = jax.tree.map(lambda leaf, number=number: leaf[number], stacked)
-                self._backends[uid].load(own, update_count=facts["updates"][uid])
-        load_statistics(self._statistics, facts["statistics"])
+        self.trunk.restore(step, state["trunk"])
+        self.memories = [jax.tree.map(jnp.asarray, memory) for memory in state["memories"]]
+        for stream, position in zip(self.streams, facts["positions"], strict=True):
+            stream.seek(position)
+        self.counters = dict(facts["counters"])
 
     def totals(self) -> Totals:
-        # Where an expert lives is told by its number, and a resumed run has not asked yet.
-        return replace(call_totals(self._statistics, super().totals()), peers={})
+        return Totals(**self.counters)
 
-    def _stacked(self) -> tuple[PyTree, ...]:
-        """The experts' parameters and optimiser states of each layer, stacked as `mixture.local` keeps them."""
-        return tuple(
-            jax.tree.map(lambda *leaves: jnp.stack(leaves), *(self._backends[uid].state for uid in uids))
-            for uids in self.layers.values()
-        )
+
+class SimulatedDense(SimulatedEngine):
+    """The dense baseline: as many trainers as of the mixture share the whole model. An `Engine`.
+
+    Each applies its gradient an exponential delay after it has read the parameters that it is for. Nothing of theirs
+    fails, since a dense model places no calls.
+    """
+
+    async def stretch(self, last_step: int, on_step: OnStep, on_lost: OnLost) -> None:
+        async def live(index: int) -> None:
+            while self.trunk.claim(last_step):
+                try:
+                    record = await self._step(index)
+                except FloatingPointError as error:
+                    on_lost(index, error)
+                else:
+                    on_step(record)
+                finally:
+                    self.trunk.release()
+
+        started = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for index in range(self.setting.num_trainers):
+                nursery.start_soon(live, index)
+        self.counters["virtual_s"] += trio.current_time() - started
+
+    async def _step(self, index: int) -> StepRecord:
+        """Read the parameters, wait, and apply the gradient to what they have become."""
+        stream, delay_s = self.streams[index], self.setting.delay_s
+        position = stream.position
+        batch, keys = next(stream), self.setup.step_keys(trainer=index, step=position)
+        read_at = self.trunk.step
+        gradient = _dense_gradient(self.setup.config)
+        (loss, memory), grads = gradient(self.trunk.params, batch, self.memories[index], keys)
+        if not all_finite(loss, grads):
+            raise FloatingPointError(f"trainer {index}: loss {float(loss)} or its gradient is not finite")
+        rng = random.Random(repr((self.setup.seed, index, position)))
+        await trio.sleep(rng.expovariate(1 / delay_s) if delay_s else 0.0)
+        step = await self.trunk.apply(grads)
+        self.memories[index] = memory
+        items, staleness = int(batch.targets.size), step - 1 - read_at
+        return StepRecord(step=step, trainer=index, loss=float(loss), items=items, staleness=staleness)
+
+    def params(self) -> tuple[PyTree, tuple[PyTree, ...]]:
+        return self.trunk.params, ()
+
+
+@functools.cache
+def _dense_gradient(config: TransformerXLConfig) -> Callable[..., Any]:
+    """The compiled (params, batch, memory, keys) -> ((loss, next memory), gradients)."""
+
+    def loss(params: PyTree, *batch: Any) -> tuple[Any, Memory]:
+        return dense_loss(params, config, *batch)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))

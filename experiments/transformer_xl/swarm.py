@@ -5,18 +5,17 @@ keeps the processes, and says what came of it. The experts' checkpoints lie besi
 finds them as it left them.
 """
 
-import functools
-import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import trio
 
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.environment import SECRET_VARIABLE
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.processes import (
     LocalSwarm,
     ProcessFailed,
@@ -27,42 +26,22 @@ from dmoe_jax.processes import (
     start_trainers,
     wait_for_others,
 )
+from dmoe_jax.recipe import Recipe
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
 from dmoe_jax.training.saving import CHECKPOINT_FOLDER
 from experiments.bench import Experiment, Run
 from experiments.results import Result
-from experiments.transformer_xl.presets import PRESETS, Preset
-from experiments.transformer_xl.settings import QUICK_EVAL_TOKENS, QUICK_PAUSES, TransformerXLSettings
-from experiments.transformer_xl.training import check, open_folder
+from experiments.transformer_xl.measurement import HEADLINE, check
+from experiments.transformer_xl.presets import PRESETS
+from experiments.transformer_xl.settings import TransformerXLSettings, as_flags
+from experiments.transformer_xl.training import make_plan, open_folder
 
 NUM_TRAINERS = 4
 """Asynchronous trainers of all trainer processes, unless there are more of those; they share the preset's batch."""
 
-_QUICK_STEPS, _QUICK_MINUTES = 160, 0.8
-"""Updates of a quick run, and when it stops even if there are updates left."""
-
-_REPORT_GRACE_S = 60.0
-"""For the trainer to write its last checkpoint and its report; the trunk of the full size takes seconds."""
-
-_HEADLINE = (
-    "validation_perplexity",
-    "unigram_perplexity",
-    "steps",
-    "training_tokens",
-    "tokens_per_s",
-    "training_s",
-    "mean_trunk_staleness",
-    "failed_call_share",
-    "failures",
-    "steps_lost",
-    "averages_done",
-    "averages_missed",
-    "load_cv",
-    "load_entropy",
-    "dead_experts",
-)
-"""Figures of the first trainer process that its headline shares with models trained elsewhere."""
+_QUICK_MINUTES = 0.8
+"""After these a quick run stops even if there are updates left."""
 
 
 async def measure(run: Run[TransformerXLSettings]) -> None:
@@ -73,16 +52,15 @@ async def measure(run: Run[TransformerXLSettings]) -> None:
     Raises:
       ProcessFailed: a process did not start, or ended with an error; the first trainer has said why itself.
     """
-    settings, preset = run.settings, PRESETS["dmoe", run.settings.size]
-    logs = run.folder.path / "logs"
+    settings, logs = run.settings, run.folder.path / "logs"
     logs.mkdir(exist_ok=True)
     # Our own swarm needs no secret and shares the cores; another one has its own secret.
     own = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
     environment = {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE, "")} if settings.join else own
     async with open_local_swarm(logs, environment) as swarm:
-        contacts = settings.join or await _start_nodes(swarm, run, preset)
+        contacts = settings.join or await _start_nodes(swarm, run)
         commands = [
-            ["train", *trainer_flags(settings, preset, contacts, trainer_folder(run.folder.path, index), index)]
+            ["train", *trainer_flags(settings, contacts, trainer_folder(run.folder.path, index), index)]
             for index in range(settings.processes)
         ]
         trainers = await start_trainers(swarm, commands)
@@ -95,7 +73,7 @@ async def measure(run: Run[TransformerXLSettings]) -> None:
             with trio.CancelScope(shield=True):
                 async with trio.open_nursery() as nursery:
                     for trainer in trainers:
-                        nursery.start_soon(functools.partial(swarm.end, trainer, grace_s=_REPORT_GRACE_S))
+                        nursery.start_soon(swarm.end, trainer)
     if status:
         raise UsageError(f"the first trainer process ended with status {status}; it has said why above")
 
@@ -105,40 +83,36 @@ def trainer_folder(out: Path, index: int) -> Path:
     return out / f"trainer{index}"
 
 
-async def _start_nodes(swarm: LocalSwarm, run: Run[TransformerXLSettings], preset: Preset) -> list[str]:
-    """Start the swarm; whom to join it through."""
+async def _start_nodes(swarm: LocalSwarm, run: Run[TransformerXLSettings]) -> list[str]:
+    """Start the nodes; whom to join them through."""
     settings, folder = run.settings, run.folder.path / "nodes"
+    config = PRESETS["dmoe", settings.size].config
     run.say(f"starting one DHT peer and {settings.nodes} expert nodes; they compile before they announce")
-    dealt = deal_experts(settings.nodes, num_layers=preset.num_layers, grid_size=preset.grid_size)
+    dealt = deal_experts(settings.nodes, num_layers=config.num_layers, grid_size=config.grid_size)
     hands = [hand for hand in dealt if hand]  # of very many nodes some get none
-    nodes = await start_nodes(swarm, hands, lambda index: node_flags(settings, preset, folder, index))
-    run.say(f"{len(nodes)} nodes serve {sum(map(len, hands))} experts in {preset.num_layers} layers")
+    nodes = await start_nodes(swarm, hands, lambda index: node_flags(settings, folder, index))
+    run.say(f"{len(nodes)} nodes serve {sum(map(len, hands))} experts in {config.num_layers} layers")
     return [node.contact for node in nodes[:2]]
 
 
-def node_flags(settings: TransformerXLSettings, preset: Preset, folder: Path, index: int) -> list[str]:
+def node_flags(settings: TransformerXLSettings, folder: Path, index: int) -> list[str]:
     """Flags of `dmoe node` for one node of the preset, besides its experts and whom it joins.
 
     Args:
       folder: for the experts' checkpoints of all nodes.
       index: of this node.
     """
-    return _as_flags(
+    preset = PRESETS["dmoe", settings.size]
+    return as_flags(
         {
-            **_expert_shape(settings, preset),
-            "learning_rate": preset.expert_learning_rate,
-            "warmup_steps": preset.expert_warmup_steps,
-            "weight_decay": preset.weight_decay,
-            "grad_clip": preset.expert_grad_clip,
+            **_shape_and_rates(settings, preset.config.layer, preset.expert_recipe),
             "seed": settings.seed,
             "checkpoint_dir": folder / f"node{index}",
         }
     )
 
 
-def trainer_flags(
-    settings: TransformerXLSettings, preset: Preset, contacts: Sequence[str], out: Path, index: int = 0
-) -> list[str]:
+def trainer_flags(settings: TransformerXLSettings, contacts: Sequence[str], out: Path, index: int = 0) -> list[str]:
     """Flags of `dmoe train` for the preset and what the settings change of it.
 
     Args:
@@ -146,71 +120,41 @@ def trainer_flags(
       out: this process's run folder.
       index: of the trainer process.
     """
+    preset = PRESETS["dmoe", settings.size]
     num_trainers = max(1, NUM_TRAINERS // settings.processes)
     batch_size = settings.batch_size or max(1, preset.batch_size // (num_trainers * settings.processes))
-    steps = settings.steps or preset.steps
-    eval_tokens, pauses = settings.eval_tokens, preset.pauses
-    if settings.quick:
-        pauses = QUICK_PAUSES
-        steps, eval_tokens = min(steps, _QUICK_STEPS), min(eval_tokens or QUICK_EVAL_TOKENS, QUICK_EVAL_TOKENS)
-    eval_every = settings.eval_every or math.ceil(steps / pauses)
+    plan = make_plan(settings, preset)
+    config = asdict(preset.config)
+    del config["vocab_size"], config["layer"]
     averaging = averaging_flags(
         num_processes=settings.processes, every=settings.average_every, seed=settings.seed, index=index
     )
-    return averaging + _as_flags(
+    return averaging + as_flags(
         {
             "join": tuple(contacts),
             "out": out,
             "resume": settings.resume and (out / CHECKPOINT_FOLDER).is_dir(),
             "data": settings.data,
             "router": settings.router,
-            "steps": steps,
+            "steps": plan.steps,
             "max_minutes": _QUICK_MINUTES if settings.quick else 0.0,
             "num_trainers": num_trainers,
             "batch_size": batch_size,
-            "eval_every": eval_every,
-            "checkpoint_every": eval_every,
-            "eval_tokens": eval_tokens,
+            "eval_every": plan.eval_every,
+            "checkpoint_every": plan.eval_every,
+            "eval_tokens": plan.eval_items,
             # Only the first one's text at the end is read.
-            "final_eval_tokens": eval_tokens if settings.quick or index else 0,
-            **_expert_shape(settings, preset),
-            **{
-                name: getattr(preset, name)
-                for name in (
-                    "num_layers",
-                    "grid_size",
-                    "k_best",
-                    "cutoffs",
-                    "embedding_dropout",
-                    "input_dropout",
-                    "output_dropout",
-                    "learning_rate",
-                    "warmup_steps",
-                    "weight_decay",
-                    "grad_clip",
-                )
-            },
-            "learning_rate_floor": 0.0,
+            "final_eval_tokens": plan.eval_items if index else plan.final_eval_items,
+            **config,
+            **_shape_and_rates(settings, preset.config.layer, preset.recipe),
+            "learning_rate_floor": preset.recipe.floor,
         }
     )
 
 
-def _expert_shape(settings: TransformerXLSettings, preset: Preset) -> dict[str, object]:
-    names = ("d_model", "num_heads", "d_ff", "seq_len", "mem_len", "dropout", "attention_dropout", "position_dropout")
-    shape: dict[str, object] = {name: getattr(preset, name) for name in names}
-    return shape | {"compute_dtype": settings.compute_dtype}
-
-
-def _as_flags(values: Mapping[str, object]) -> list[str]:
-    """`{"grid_size": (4, 4), "resume": False}` as `--grid-size 4 4`."""
-    flags: list[str] = []
-    for name, value in values.items():
-        if value is False:
-            continue
-        flags.append("--" + name.replace("_", "-"))
-        if value is not True:
-            flags += [str(item) for item in (value if isinstance(value, tuple) else (value,))]
-    return flags
+def _shape_and_rates(settings: TransformerXLSettings, layer: LayerConfig, recipe: Recipe) -> dict[str, object]:
+    rates = {name: getattr(recipe, name) for name in ("learning_rate", "warmup_steps", "weight_decay", "grad_clip")}
+    return asdict(replace(layer, compute_dtype=settings.compute_dtype)) | rates
 
 
 def summarise(run: Run[TransformerXLSettings]) -> Result | None:
@@ -221,7 +165,7 @@ def summarise(run: Run[TransformerXLSettings]) -> Result | None:
         return None
     figures = headlines[-1]  # of a run that ended early, too
     training_figure(folder.metrics(), run.folder.path / FIGURE, title=f"dmoe on {figures['corpus']}, {settings.size}")
-    ours = {name: figures.get(name) for name in _HEADLINE}
+    ours = {name: figures[name] for name in HEADLINE if name in figures}
     where = "a swarm that was running" if settings.join else f"one DHT peer and {settings.nodes} expert nodes"
     facts = {name: figures[name] for name in ("corpus", "router")}
     return Result(
@@ -230,18 +174,9 @@ def summarise(run: Run[TransformerXLSettings]) -> Result | None:
         shown={**facts, **ours},
         summary=f"Real processes: {settings.processes} of {max(1, NUM_TRAINERS // settings.processes)} asynchronous "
         f"trainers each, and {where}.",
-        command=_own_command(settings),
+        # Ports of today are of no use tomorrow.
+        command=f"python -m experiments.transformer_xl {shlex.join(settings.flags('out', 'resume', 'json', 'join'))}",
     )
-
-
-def _own_command(settings: TransformerXLSettings) -> str:
-    """The command line, with what differs from the defaults; ports of today are of no use tomorrow."""
-    changed = {
-        field.name: getattr(settings, field.name)
-        for field in fields(settings)
-        if getattr(settings, field.name) != field.default and field.name not in ("out", "resume", "json", "join")
-    }
-    return shlex.join(["python", "-m", "experiments.transformer_xl", *_as_flags(changed)])
 
 
 EXPERIMENT = Experiment[TransformerXLSettings](

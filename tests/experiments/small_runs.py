@@ -1,25 +1,23 @@
 """Models and a text small enough for tests of whole runs."""
 
-import dataclasses
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.data.vocabulary import Vocabulary
-from experiments.transformer_xl.evaluation import EvaluationConfig
-from experiments.transformer_xl.names import Model
+from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.recipe import Recipe
 from experiments.transformer_xl.presets import PRESETS, Preset
+from experiments.transformer_xl.settings import Model
 
 VOCAB_SIZE = 60
-DROPOUT = {
-    "dropout": 0.1,
-    "attention_dropout": 0.1,
-    "position_dropout": 0.1,
-    "embedding_dropout": 0.1,
-    "input_dropout": 0.1,
-    "output_dropout": 0.1,
-}
+IN_LAYERS = {"dropout": 0.1, "attention_dropout": 0.1, "position_dropout": 0.1}
+IN_TRUNK = {"embedding_dropout": 0.1, "input_dropout": 0.1, "output_dropout": 0.1}
+UNBOUNDED = Recipe(learning_rate=1e-2, warmup_steps=0, weight_decay=0.0, grad_clip=math.inf)
+"""From its first step on at its full step size."""
 
 
 def small_corpus(seed: int = 0) -> Corpus:
@@ -38,20 +36,21 @@ def small_corpus(seed: int = 0) -> Corpus:
     )
 
 
-def small_preset(model: Model, **changes: Any) -> Preset:
-    """The tiny preset, made smaller: two layers, a grid of four experts, two of them for each sequence."""
-    sizes: dict[str, Any] = {
-        "d_model": 16,
-        "num_heads": 2,
-        "d_ff": 24,
-        "seq_len": 6,
-        "mem_len": 6,
-        "cutoffs": (20,),
-        "batch_size": 3,
-        "learning_rate": 1e-2,
-        "expert_learning_rate": 1e-2,
-        "evaluation": EvaluationConfig(batch_size=2),
-    }
+def small_preset(model: Model, *, layer: dict[str, Any] | None = None, **sizes: Any) -> Preset:
+    """The tiny preset, made smaller: two layers, a grid of four experts, two of them for each sequence.
+
+    Args:
+      layer: other values of the layers' configuration. sizes: of the model's.
+    """
+    preset = PRESETS[model, "tiny"]
     if model == "dmoe":
-        sizes |= {"grid_size": (2, 2), "k_best": 2}
-    return dataclasses.replace(PRESETS[model, "tiny"], **(sizes | changes))
+        sizes = {"grid_size": (2, 2), "k_best": 2} | sizes
+    own = LayerConfig(d_model=16, num_heads=2, d_ff=24, seq_len=6, mem_len=6, **(layer or {}))
+    return replace(
+        preset,
+        config=replace(preset.config, layer=own, **({"cutoffs": (20,)} | sizes)),
+        batch_size=3,
+        recipe=replace(preset.recipe, learning_rate=1e-2),
+        expert_recipe=replace(preset.expert_recipe, learning_rate=1e-2),
+        eval_batch_size=2,
+    )

@@ -11,14 +11,14 @@ from dmoe_jax.routing.registry import ROUTERS
 from dmoe_jax.runs.run_folder import RunFolder, read_metrics
 from dmoe_jax.training.plan import Plan
 from dmoe_jax.training.saving import finished_headline, prepare_run
-from experiments.compare_routers import measurement
 from experiments.compare_routers.__main__ import main
 from experiments.compare_routers.measurement import load_routers, run_name
 from experiments.compare_routers.settings import CompareRoutersSettings
+from experiments.transformer_xl import training
 from experiments.transformer_xl.presets import PRESETS
 from experiments.transformer_xl.setup import Setup
 
-GRID = PRESETS["dmoe", "tiny"].grid_size
+GRID = PRESETS["dmoe", "tiny"].config.grid_size
 
 MY_ROUTERS = f"""
 from functools import partial
@@ -81,7 +81,7 @@ class Trainings:
 def trainings(monkeypatch: pytest.MonkeyPatch) -> Trainings:
     """`main` without training."""
     found = Trainings()
-    monkeypatch.setattr(measurement, "train_in_folder", found)
+    monkeypatch.setattr(training, "train_in_folder", found)
     return found
 
 
@@ -110,7 +110,7 @@ def test_settings_are_checked(wrong: dict[str, Any], message: str) -> None:
 
 def test_what_is_compared_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every registered router on three seeds; quick: some on two; a tiny model in a simulated swarm."""
-    monkeypatch.setattr(measurement, "check_router", lambda *_: None)  # its own tests try every registered router
+    monkeypatch.setattr(training, "check_router", lambda *_: None)  # its own tests try every registered router
     command, quick = CompareRoutersSettings(), CompareRoutersSettings(quick=True)
     assert list(load_routers(command)) == [ROUTERS[name](GRID).name for name in ROUTERS]
     assert len(load_routers(quick)) == 3
@@ -123,8 +123,7 @@ def test_own_routers_go_by_their_names(my_file: Path) -> None:
     """A factory, or a router for this grid, beside registered ones."""
     specs = (f"{my_file}:mine", "switch", f"{my_file}:noisy")
     routers = load_routers(CompareRoutersSettings(routers=specs))
-    assert [spec for spec, _ in routers.values()] == list(specs)
-    assert [router.name for _, router in routers.values()] == list(routers)
+    assert tuple(routers.values()) == specs
     assert list(routers)[:2] == ["my/router", "switch"]
 
 

@@ -3,20 +3,12 @@
 import json
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dmoe_jax.runs.run_folder import RunFolder
-from experiments.comparison import (
-    comparison_figure,
-    comparison_headline,
-    comparison_table,
-    draw_comparison,
-    write_comparison_report,
-)
+from experiments.comparison import comparison_headline, comparison_table, draw_comparison
 from experiments.run_summary import deviation, perplexity_curve, summarise_run
 from tests.dmoe_jax.figure_texts import assert_readable, words_of
 
@@ -184,30 +176,8 @@ def test_curves_are_means_with_a_band() -> None:
     assert {"a 80", "b 60"} <= words_of(figure)
 
 
-def test_figure_is_a_png(tmp_path: Path) -> None:
-    """The file has PNG's signature, and nothing else is left in the folder."""
-    path = comparison_figure(CASES["three routers"], tmp_path / "figure.png", title="A made-up comparison")
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert [item.name for item in tmp_path.iterdir()] == ["figure.png"]
-
-
 @pytest.mark.parametrize("runs", [{}, {"a": [SMALL], "b": []}])
 def test_nothing_to_compare(runs: dict[str, list[list[Record]]]) -> None:
     """No label, or a label without a run, is a mistake of the caller."""
     with pytest.raises(ValueError, match=r"with a run or more each, got \{"):
         draw_comparison(runs)
-
-
-def test_report_has_the_table(tmp_path: Path) -> None:
-    """Headline, figure, the table of all labels with its note, and the settings."""
-    folder = RunFolder.create(tmp_path, {"steps": 120})
-    comparison_figure(CASES["three routers"], tmp_path / "figure.png")
-    runs = CASES["three routers"]
-    write_comparison_report(folder, runs, {"best": "product_key"}, title="Routers", summary="Three of them.")
-    lines = (tmp_path / "report.md").read_text().splitlines()
-    assert lines[:3] == ["# Routers", "", "Three of them."]
-    assert "| best | product_key |" in lines
-    assert "## Side by side" in lines
-    assert sum(line.startswith("| switch |") or line.startswith("| product_key | 3 |") for line in lines) == 1
-    assert any(line.startswith("Means over the runs") for line in lines)
-    assert any(line.endswith("](figure.png)") for line in lines)

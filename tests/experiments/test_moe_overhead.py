@@ -1,28 +1,26 @@
 """The price of a mixture: what it is measured against has its FLOPs, and the figures are counted right."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
-from dmoe_jax.models.trunk import step_keys
-from dmoe_jax.recipe import Recipe, make_optimizer
+from dmoe_jax.models.trunk import StepKeys
+from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.runs.run_folder import RunFolder
+from experiments.bench import Run
 from experiments.moe_overhead import measurement
 from experiments.moe_overhead.__main__ import main
-from experiments.moe_overhead.measurement import Overhead, Round
-from experiments.moe_overhead.wide_layer import (
-    WideLayer,
-    layer_flops,
-    wide_layer,
-    wide_optimizer,
-    wide_state,
-    wide_step,
-)
+from experiments.moe_overhead.settings import OverheadSettings
+from experiments.moe_overhead.wide_layer import WideLayer, layer_flops, wide_layer, wide_training
 from experiments.transformer_xl.presets import PRESETS, model_config
-from tests.experiments.small_runs import small_corpus, small_preset
+from experiments.transformer_xl.setup import Setup
+from tests.experiments.small_runs import UNBOUNDED, small_corpus, small_preset
 
 
 def test_flops_of_a_layer_by_hand() -> None:
@@ -45,7 +43,6 @@ def test_flops_of_a_layer_by_hand() -> None:
 def test_the_wide_layer_is_a_transformer_xl_layer() -> None:
     """With the sizes of an expert and its parameters it computes what the expert computes."""
     config = model_config(small_preset("dmoe"), 60)
-    assert config.is_mixture
     expert, layer = config.expert(), WideLayer(num_heads=2, d_head=8, d_ff=24, compute_dtype="float32")
     params = expert.init(jax.random.key(0))
     hidden, memory = (jax.random.normal(jax.random.key(n), (3, 6, 16)) for n in (1, 2))
@@ -57,19 +54,15 @@ def test_the_wide_layer_is_a_transformer_xl_layer() -> None:
 def test_the_wide_layer_has_k_times_heads_and_units() -> None:
     """Four experts of the tiny preset: 4 heads of 16 and 144 units each."""
     config = model_config(PRESETS["dmoe", "tiny"], 60)
-    assert config.is_mixture
     assert wide_layer(config) == WideLayer(num_heads=16, d_head=16, d_ff=576, compute_dtype="float32")
 
 
 def test_the_dense_model_learns() -> None:
     """Twenty steps on one batch bring its loss down: it is trained, not merely timed."""
-    config = model_config(small_preset("dmoe", num_layers=1), 60)
-    assert config.is_mixture
-    optimizer = make_optimizer(Recipe(learning_rate=1e-2, warmup_steps=0, total_steps=None, grad_clip=1.0))
-    optimizer = wide_optimizer(config, optimizer, optimizer)
-    state = wide_state(jax.random.key(0), config, optimizer, 3)
-    train = wide_step(config, optimizer)
-    batch = measurement.SegmentStream(small_corpus().train, batch_size=3, seq_len=6).at(0)
+    preset = replace(small_preset("dmoe", num_layers=1), recipe=UNBOUNDED, expert_recipe=UNBOUNDED)
+    setup = Setup(preset=preset, corpus=small_corpus(), steps=100, seed=0, router=product_key((2, 2)))
+    state, train = wide_training(setup)
+    batch = next(setup.stream())
     losses = []
     for _ in range(20):
         state, loss = train(state, batch)
@@ -77,13 +70,18 @@ def test_the_dense_model_learns() -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_the_ratio_is_the_median_over_rounds() -> None:
+def test_the_ratio_is_the_median_over_rounds(tmp_path: Path) -> None:
     """Ratios 1.5, 2 and 1; one round that something else disturbed does not count."""
-    rounds = (Round(dense_s=0.1, moe_s=0.15), Round(dense_s=0.1, moe_s=0.2), Round(dense_s=0.4, moe_s=0.4))
-    measured = Overhead(rounds=rounds, tokens_per_step=100, dense_flops=8, moe_flops=8)
-    assert measured.ratio == pytest.approx(1.5)
-    assert measured.dense_tokens_per_s == pytest.approx(1000)
-    assert measured.moe_tokens_per_s == pytest.approx(500)
+    run = Run(settings=OverheadSettings(), folder=RunFolder.create(tmp_path, {}), console=Console(quiet=True))
+    assert measurement.summarise(run) is None
+    sizes = {"tokens_per_step": 100, "dense_flops": 8, "moe_flops": 8}
+    for dense_s, moe_s in ((0.1, 0.15), (0.1, 0.2), (0.4, 0.4)):
+        run.log("round", dense_s=dense_s, moe_s=moe_s, ratio=moe_s / dense_s, **sizes)
+    result = measurement.summarise(run)
+    assert result is not None
+    assert result.figures["moe_overhead"] == pytest.approx(1.5)
+    assert result.figures["dense_tokens_per_s"] == pytest.approx(1000)
+    assert result.figures["moe_tokens_per_s"] == pytest.approx(500)
 
 
 @pytest.mark.slow
@@ -91,15 +89,16 @@ def test_the_command_measures_and_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both models take turns, equal FLOPs are reported, and the folder has its figure."""
-    monkeypatch.setitem(PRESETS, ("dmoe", "tiny"), small_preset("dmoe", num_layers=1, dropout=0.5))
+    monkeypatch.setitem(PRESETS, ("dmoe", "tiny"), small_preset("dmoe", num_layers=1, layer={"dropout": 0.5}))
     monkeypatch.setattr(measurement, "VOCAB_SIZE", 60)
     asked: list[int] = []
 
-    def noted(*, step: int, **sizes: int) -> object:
+    def noted(setup: Setup, *, trainer: int, step: int) -> StepKeys:
         asked.append(step)
-        return step_keys(step=step, **sizes)
+        return step_keys(setup, trainer=trainer, step=step)
 
-    monkeypatch.setattr(measurement, "step_keys", noted)
+    step_keys = Setup.step_keys
+    monkeypatch.setattr(Setup, "step_keys", noted)
     main(["--rounds", "2", "--steps-per-round", "3", "--json", "--out", str(tmp_path / "run")])
     headline = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert headline["moe_overhead"] > 0

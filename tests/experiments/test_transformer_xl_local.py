@@ -3,6 +3,8 @@
 import functools
 import itertools
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,9 +14,10 @@ import optax
 import pytest
 
 from dmoe_jax.data.batches import SegmentStream
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.model import Evaluation
+from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import transformer_xl as txl
-from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import forget, step_keys
 from dmoe_jax.recipe import Recipe, make_optimizer
 from dmoe_jax.routing.base import Router, RouterError, gather_logits
@@ -26,24 +29,25 @@ from dmoe_jax.training.run import train_without_waiting
 from dmoe_jax.types import PyTree
 from experiments.moe_overhead.wide_layer import layer_flops
 from experiments.transformer_xl.local import LocalEngine
-from experiments.transformer_xl.presets import (
-    PRESETS,
-    Preset,
-    count_parameters,
-    expert_recipe,
-    model_config,
-    trunk_recipe,
-)
+from experiments.transformer_xl.presets import PRESETS, Preset, model_config
+from experiments.transformer_xl.settings import Model
 from experiments.transformer_xl.setup import Setup
-from tests.experiments.small_runs import DROPOUT, VOCAB_SIZE, small_corpus, small_preset
+from tests.experiments.small_runs import IN_LAYERS, IN_TRUNK, UNBOUNDED, small_corpus, small_preset
 
 STEPS = 20
-NOISY = small_preset("dmoe", batch_size=2, warmup_steps=0, **DROPOUT), noisy_top_k((2, 2))
+MODELS: tuple[Model, ...] = ("base", "dmoe", "small")
+ROUTERS = {"dmoe": product_key((2, 2)), "small": None}
 
 
-def local_engine(preset: Preset, router: Router | None = None, *, seed: int = 0) -> LocalEngine:
-    setup = Setup(preset=preset, corpus=small_corpus(), steps=STEPS, seed=seed, router=router)
-    return LocalEngine(setup, preset.batch_size)
+def local_engine(preset: Preset, router: Router | None = None) -> LocalEngine:
+    return LocalEngine(Setup(preset=preset, corpus=small_corpus(), steps=STEPS, seed=0, router=router))
+
+
+def noisy_engine() -> LocalEngine:
+    """One layer, with all noise and dropout."""
+    preset = small_preset("dmoe", num_layers=1, layer=IN_LAYERS, **IN_TRUNK)
+    preset = replace(preset, recipe=replace(preset.recipe, warmup_steps=0))
+    return local_engine(preset, noisy_top_k((2, 2)))
 
 
 def advance(engine: LocalEngine, num_steps: int) -> list[StepRecord]:
@@ -60,15 +64,14 @@ def near(found: PyTree, expected: PyTree, atol: float = 1e-5) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=1e-4), found, expected)
 
 
-def step_by_hand(
-    preset: Preset, router: Router, state: PyTree, stream: SegmentStream, step: int
-) -> tuple[PyTree, list[PyTree], float]:
+def step_by_hand(setup: Setup, state: PyTree, step: int) -> tuple[PyTree, list[PyTree], float]:
     """Trunk, experts and loss after one update. Nothing is stacked or gathered: every expert has all samples, and of
     its outputs those count that were asked for."""
-    config = model_config(preset, VOCAB_SIZE)
-    assert isinstance(config, TransformerXLConfig)
-    batch, parts = next(stream), txl.segments(config, router)
-    keys = step_keys(num_layers=config.num_layers, batch=preset.batch_size, seed=0, trainer=0, step=step)
+    config, router = setup.config, setup.router
+    assert router is not None
+    batch = SegmentStream(setup.corpus.train, batch_size=3, seq_len=6, seed=0, position=step).at(step)
+    parts = txl.segments(config, router)
+    keys = step_keys(num_layers=config.num_layers, batch=3, seed=0, trainer=0, step=step)
 
     @jax.jit
     def loss(trunk: PyTree, experts: list[list[PyTree]], batch: Any, memory: Any, keys: Any) -> Any:
@@ -98,10 +101,10 @@ def step_by_hand(
     unstacked = [[jax.tree.map(lambda leaf, n=n: leaf[n], layer) for n in range(4)] for layer in state["experts"]]
     gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     (_, (nll, used)), (grads, expert_grads) = gradient(state["trunk"], unstacked, batch, state["memory"], keys)
-    update_trunk = jax.jit(functools.partial(updated, trunk_recipe(preset, STEPS)))
+    update_trunk = jax.jit(functools.partial(updated, setup.recipe))
     trunk = update_trunk(state["trunk"], state["trunk_opt_state"], grads)
     experts = []
-    update = jax.jit(functools.partial(updated, expert_recipe(preset, STEPS)))
+    update = jax.jit(functools.partial(updated, setup.expert_recipe))
     for i, n in itertools.product(range(config.num_layers), range(4)):
         opt_state = jax.tree.map(lambda leaf, n=n: leaf[n], state["expert_opt_states"][i])
         is_used = bool(used[4 * i + n])
@@ -109,14 +112,14 @@ def step_by_hand(
     return trunk, experts, float(nll)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_step_of_a_mixture_is_that_of_the_equations() -> None:
     """Its second update equals, to 1e-5, one made expert by expert, with all noise and dropout."""
-    preset, router = NOISY
-    engine = local_engine(preset, router)
+    engine = noisy_engine()
     advance(engine, 1)  # memory and moments are no longer zero
-    stream = SegmentStream(small_corpus().train, batch_size=2, seq_len=6, seed=0, position=1)
     before = jax.tree.map(jnp.array, engine.state())
-    trunk, experts, nll = step_by_hand(preset, router, before, stream, 1)
+    trunk, experts, nll = step_by_hand(engine.setup, before, 1)
     (record,) = advance(engine, 1)
     assert record.loss == pytest.approx(nll, abs=1e-5)
     near(engine.state()["trunk"], trunk)
@@ -128,10 +131,8 @@ def test_the_step_of_a_mixture_is_that_of_the_equations() -> None:
 
 def test_a_mixture_of_one_expert_is_the_dense_model() -> None:
     """With one layer, the same weights and no bound on norms, both take the same updates."""
-    common = {"num_layers": 1, "grad_clip": math.inf, "expert_grad_clip": math.inf}
-    common |= {"warmup_steps": 0, "expert_warmup_steps": 0}
-    mixed = small_preset("dmoe", **common, grid_size=(1,), k_best=1, expert_decays=True)
-    plain = small_preset("small", **common)
+    presets = small_preset("dmoe", num_layers=1, grid_size=(1,), k_best=1), small_preset("small", num_layers=1)
+    mixed, plain = (replace(preset, recipe=UNBOUNDED, expert_recipe=UNBOUNDED) for preset in presets)
     mixture, single = local_engine(mixed, product_key((1,))), local_engine(plain)
     layer = jax.tree.map(lambda leaf: leaf[0], mixture.state()["experts"][0])
     biases = {"content": layer["content_bias"], "position": layer["position_bias"]}
@@ -142,15 +143,15 @@ def test_a_mixture_of_one_expert_is_the_dense_model() -> None:
         "layers": [{name: part for name, part in layer.items() if not name.endswith("_bias")}],
         "head": trunk["head"],
     }
-    optimizer = make_optimizer(trunk_recipe(plain, STEPS))
-    state = single.state() | {"params": params, "opt_state": optimizer.init(params)}
+    optimizer = make_optimizer(single.setup.recipe)
+    state = single.state() | {"trunk": params, "trunk_opt_state": optimizer.init(params)}
     single.load(0, state, {"items": 0, "position": 0})
     ours, theirs = advance(mixture, 4), advance(single, 4)
     assert [record.loss for record in ours] == pytest.approx([record.loss for record in theirs], abs=1e-4)
     assert ours[0].loss != pytest.approx(ours[-1].loss, abs=1e-3)
-    near(mixture.state()["trunk"]["embed"], single.state()["params"]["embed"], atol=1e-4)
+    near(mixture.state()["trunk"]["embed"], single.state()["trunk"]["embed"], atol=1e-4)
     after = jax.tree.map(lambda leaf: leaf[0], mixture.state()["experts"][0])
-    near(after["ff_in"], single.state()["params"]["layers"][0]["ff_in"], atol=1e-4)
+    near(after["ff_in"], single.state()["trunk"]["layers"][0]["ff_in"], atol=1e-4)
     evaluations = [evaluate(engine).loss for engine in (mixture, single)]
     assert evaluations[0] == pytest.approx(evaluations[1], abs=1e-4)
 
@@ -158,7 +159,7 @@ def test_a_mixture_of_one_expert_is_the_dense_model() -> None:
 @pytest.mark.parametrize("model", ["dmoe", "small"])
 def test_every_step_is_reported_once_and_in_order(model: Any) -> None:
     """The report lags behind the device, but never past the end of a stretch; totals agree with it."""
-    engine = local_engine(small_preset(model), product_key((2, 2)))
+    engine = local_engine(small_preset(model), ROUTERS[model])
     assert isinstance(engine, Engine)
     records = advance(engine, 3) + advance(engine, 1) + advance(engine, 2)
     assert [record.step for record in records] == [1, 2, 3, 4, 5, 6]
@@ -172,7 +173,7 @@ def test_every_step_is_reported_once_and_in_order(model: Any) -> None:
 
 def test_evaluation_changes_nothing_and_repeats_itself() -> None:
     """Neither the state nor a second evaluation differs after one; `max_items` reads part of every row."""
-    engine = local_engine(*NOISY)
+    engine = local_engine(small_preset("small", num_layers=1, layer=IN_LAYERS, **IN_TRUNK))
     advance(engine, 2)
     before, facts = jax.tree.map(np.array, engine.state()), engine.facts()
     batches: list[tuple[int, int | None]] = []
@@ -187,7 +188,7 @@ def test_evaluation_changes_nothing_and_repeats_itself() -> None:
 
 def test_a_broken_router_is_named() -> None:
     """Scores of NaN out of sound inputs are the router's fault: its name, the layer, the step and the model."""
-    engine = local_engine(small_preset("dmoe"), product_key((2, 2)))
+    engine = local_engine(small_preset("dmoe"), ROUTERS["dmoe"])
     advance(engine, 2)
     state = jax.tree.map(jnp.array, engine.state())
     state["trunk"]["gates"][1] = jax.tree.map(lambda leaf: leaf * jnp.nan, state["trunk"]["gates"][1])
@@ -199,10 +200,9 @@ def test_a_broken_router_is_named() -> None:
 @pytest.mark.parametrize("model", ["dmoe", "small"])
 def test_a_loss_that_is_not_finite_names_model_and_step(model: Any) -> None:
     """NaN out of the embedding is not the router's fault, though its scores are NaN, too."""
-    engine = local_engine(small_preset(model), product_key((2, 2)))
+    engine = local_engine(small_preset(model), ROUTERS[model])
     state = jax.tree.map(jnp.array, engine.state())
-    params = state["trunk" if model == "dmoe" else "params"]
-    params["embed"]["table"] = params["embed"]["table"] * jnp.nan
+    state["trunk"]["embed"]["table"] *= jnp.nan
     engine.load(engine.step, state, engine.facts())
     with pytest.raises(FloatingPointError, match=rf"{model}: loss nan of step 1"):
         advance(engine, 1)
@@ -212,8 +212,9 @@ def test_bfloat16_is_near_float32() -> None:
     """The compute type reaches the layers: losses differ, a little."""
     losses = []
     for compute_dtype in ("float32", "bfloat16"):
-        setup = Setup(preset=small_preset("small"), corpus=small_corpus(), steps=2, seed=0, compute_dtype=compute_dtype)
-        losses.append([record.loss for record in advance(LocalEngine(setup, 3), 2)])
+        preset = small_preset("small", num_layers=1)
+        setup = Setup(preset=preset, corpus=small_corpus(), steps=2, seed=0, compute_dtype=compute_dtype)
+        losses.append([record.loss for record in advance(LocalEngine(setup), 2)])
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
@@ -221,38 +222,40 @@ def test_bfloat16_is_near_float32() -> None:
 @pytest.mark.parametrize("size", ["tiny", "full"])
 def test_a_layer_of_base_has_the_products_of_four_experts(size: Any) -> None:
     """All products but the attention's go with the square of the width; that one goes with the width."""
-    base, dmoe, small = PRESETS["base", size], PRESETS["dmoe", size], PRESETS["small", size]
+    base, dmoe, small = (PRESETS[model, size].config.layer for model in MODELS)
 
-    def flops(preset: Preset) -> tuple[int, int]:
+    def flops(layer: LayerConfig) -> tuple[int, int]:
         def of(mem_len: int, seq_len: int) -> int:
-            sizes = {"d_model": preset.d_model, "num_heads": preset.num_heads, "d_ff": preset.d_ff}
-            return layer_flops(seq_len=seq_len, mem_len=mem_len, d_head=preset.d_model // preset.num_heads, **sizes)
+            sizes = {"d_model": layer.d_model, "num_heads": layer.num_heads, "d_ff": layer.d_ff}
+            return layer_flops(seq_len=seq_len, mem_len=mem_len, d_head=layer.d_model // layer.num_heads, **sizes)
 
-        return of(0, 1) - 6 * preset.d_model, of(preset.mem_len, preset.seq_len)
+        return of(0, 1) - 6 * layer.d_model, of(layer.mem_len, layer.seq_len)
 
     (products, whole), (expert_products, expert_whole) = flops(base), flops(dmoe)
     assert products == 4 * expert_products
     assert 0.7 < whole / (4 * expert_whole) < 1
-    assert (dmoe.d_model, dmoe.d_ff, dmoe.num_heads) == (small.d_model, small.d_ff, small.num_heads)
-    assert dmoe.experts_per_layer == {"tiny": 8, "full": 16}[size]
-    assert dmoe.k_best == 4
+    assert dmoe == small
+    mixture = PRESETS["dmoe", size].config
+    assert math.prod(mixture.grid_size) == {"tiny": 8, "full": 16}[size]
+    assert mixture.k_best == 4
 
 
 def test_the_full_size_has_the_papers_parameters() -> None:
     """By hand: a layer of width d has 5 d^2 for attention, 2 d f + f + d feeding forward, 4 d for norms."""
     vocab = 33_278
-    base, small, dmoe = (model_config(PRESETS[model, "full"], vocab) for model in ("base", "small", "dmoe"))
-    assert isinstance(base, TransformerXLConfig)
+    base, dmoe, small = (model_config(PRESETS[model, "full"], vocab) for model in MODELS)
+    key, router = jax.random.key(0), product_key((4, 4))
+
+    def count(init: Callable[..., PyTree], *args: Any) -> int:
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(lambda: init(key, *args))))
+
     assert base.cutoffs == (20_000,)
     layer_of_base = 5 * 400**2 + (2 * 400 * 900 + 900 + 400) + 4 * 400
     layer_of_small = 5 * 200**2 + (2 * 200 * 450 + 450 + 200) + 4 * 200
     assert (layer_of_base, layer_of_small) == (1_522_900, 381_450)
     # Tied embedding, biases of the words, one cluster token; u and v.
-    assert count_parameters(base) == 16 * layer_of_base + vocab * 400 + vocab + 401 + 2 * 400
-    assert count_parameters(small) == 16 * layer_of_small + vocab * 200 + vocab + 201 + 2 * 200
+    assert count(dense.init, base) == 16 * layer_of_base + vocab * 400 + vocab + 401 + 2 * 400
+    assert count(dense.init, small) == 16 * layer_of_small + vocab * 200 + vocab + 201 + 2 * 200
     # Every expert has its own u and v; the router of a 4 x 4 grid has a norm and 8 scores a layer.
-    routers = 16 * (2 * 200 + 8 * 200 + 8)
-    experts = 256 * (layer_of_small + 2 * 200)
-    assert count_parameters(dmoe, product_key((4, 4))) == experts + vocab * 200 + vocab + 201 + routers
-    with pytest.raises(ValueError, match="needs its router"):
-        count_parameters(dmoe)
+    assert count(router.init, 200) == 2 * 200 + 8 * 200 + 8
+    assert count(txl.init_experts, dmoe) == 256 * (layer_of_small + 2 * 200)

@@ -18,9 +18,10 @@ from dmoe_jax.training.saving import prepare_run
 from dmoe_jax.training.task import language_task
 from experiments.transformer_xl.__main__ import main
 from experiments.transformer_xl.presets import PRESETS, Preset
+from experiments.transformer_xl.settings import TransformerXLSettings
 from experiments.transformer_xl.setup import Setup
 from experiments.transformer_xl.training import make_engine, make_plan, run_settings
-from tests.experiments.small_runs import DROPOUT, small_corpus, small_preset
+from tests.experiments.small_runs import IN_LAYERS, IN_TRUNK, small_corpus, small_preset
 
 
 def records(folder: Path, kind: str, *fields: str) -> list[tuple[Any, ...]]:
@@ -32,10 +33,11 @@ def real_run(
     folder: Path, preset: Preset, *, seed: int = 0, stop_at: int | None = None, resume: bool = False
 ) -> tuple[Engine, list[tuple[Any, ...]]]:
     """Six steps on this device with a pause after four; the engine at its end, and the evaluations."""
-    setup = Setup(preset=preset, corpus=small_corpus(), steps=6, seed=seed, router=noisy_top_k((2, 2)))
-    plan = make_plan(preset, steps=6, eval_every=4, eval_tokens=60)
-    run = prepare_run(folder, run_settings(setup, plan, "local", router="noisy"), resume=resume)
-    engine = make_engine(setup, "local")
+    router = noisy_top_k((2, 2)) if preset.config.is_mixture else None
+    setup = Setup(preset=preset, corpus=small_corpus(), steps=6, seed=seed, router=router)
+    plan = make_plan(TransformerXLSettings(where="local", steps=6, eval_every=4, eval_tokens=60), preset)
+    run = prepare_run(folder, run_settings(setup, plan, "noisy"), resume=resume)
+    engine = make_engine(setup)
     progress = TrainingProgress(6)
     if stop_at is not None:
         progress.update = _interrupt_at(stop_at)  # type: ignore[method-assign]
@@ -58,7 +60,7 @@ def _interrupt_at(step: int) -> Callable[..., None]:
 def test_resumed_training_is_bit_for_bit_the_uninterrupted(model: Any, tmp_path: Path) -> None:
     """With dropout everywhere and a noisy router: every array of the state, and every evaluation. A run of the same
     seed is the same, one of another seed is not."""
-    preset = small_preset(model, num_layers=1, **DROPOUT)
+    preset = small_preset(model, num_layers=1, layer=IN_LAYERS, **IN_TRUNK)
     whole, evaluations = real_run(tmp_path / "whole", preset)
     with pytest.raises(KeyboardInterrupt):
         real_run(tmp_path / "broken", preset, stop_at=5)
@@ -84,7 +86,7 @@ def small_command(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Flags of a run that is over in seconds, by presets and a text that are made small."""
     monkeypatch.setitem(PRESETS, ("small", "tiny"), small_preset("small", num_layers=1))
     monkeypatch.setitem(PRESETS, ("dmoe", "tiny"), small_preset("dmoe", num_layers=1))
-    monkeypatch.setattr("experiments.transformer_xl.measurement.load_corpus", lambda **_: small_corpus())
+    monkeypatch.setattr("experiments.transformer_xl.training.load_corpus", lambda **_: small_corpus())
     return ["--where", "local", "--steps", "4", "--eval-every", "2", "--no-overhead", "--json"]
 
 

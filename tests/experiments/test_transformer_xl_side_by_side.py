@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dmoe_jax.cli.common import parse_command_line
 from experiments.transformer_xl import side_by_side
 from experiments.transformer_xl.__main__ import main
 from experiments.transformer_xl.settings import TransformerXLSettings
@@ -34,7 +35,17 @@ def test_how_many_train_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         TransformerXLSettings(jobs=0)
 
 
+def test_a_child_gets_the_settings_of_its_parent() -> None:
+    """As flags, without those left out and those at their defaults."""
+    settings = TransformerXLSettings(model=("dmoe", "small"), steps=7, bf16=True, delay_s=0.5, out=Path("a b"), seed=3)
+    flags = settings.flags()
+    assert parse_command_line(TransformerXLSettings, prog="child", args=flags) == settings
+    assert settings.flags("out", "model") == [*("--seed", "3", "--steps", "7"), "--bf16", *("--delay-s", "0.5")]
+    assert TransformerXLSettings().flags() == []
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_side_by_side_is_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same figures; a child's mistake is its parent's one line."""
     headlines = []

@@ -1,6 +1,8 @@
 """The paper's setting in virtual time: repeatable, resumable, as stale and as lossy as it says."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,43 +12,63 @@ import pytest
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.routing.combinators import add_noise
 from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.run import train_without_waiting
-from experiments.transformer_xl.setup import Setup
-from experiments.transformer_xl.simulated import SimulatedDmoe
-from experiments.transformer_xl.simulated_dense import SimulatedDense
-from experiments.transformer_xl.stretches import Setting
-from tests.experiments.small_runs import small_corpus, small_preset
+from experiments.transformer_xl.settings import Model
+from experiments.transformer_xl.setup import Setting, Setup
+from experiments.transformer_xl.simulated import SimulatedDense, SimulatedEngine
+from experiments.transformer_xl.simulated_dmoe import SimulatedDmoe
+from tests.experiments.small_runs import UNBOUNDED, small_corpus, small_preset
 
-SETTING = Setting(num_trainers=4, num_nodes=2, grace_s=5.0)
-RATES = {"dropout": 0.1, "input_dropout": 0.1, "warmup_steps": 0, "expert_warmup_steps": 0, "cutoffs": ()}
+SETTING = Setting(num_trainers=4, num_nodes=2)
 NOISY = add_noise(product_key((2, 2)), stddev=0.5)
+
+Make = Callable[..., SimulatedEngine]
+
+
+def make_setup(model: Model, router: Router | None, seed: int, setting: Setting) -> Setup:
+    preset = small_preset(model, layer={"dropout": 0.1}, input_dropout=0.1, cutoffs=())
+    preset = replace(preset, recipe=UNBOUNDED, expert_recipe=UNBOUNDED)
+    return Setup(preset=preset, corpus=small_corpus(), steps=100, seed=seed, router=router, setting=setting)
 
 
 def make_dmoe(*, seed: int = 0, router: Router = NOISY, setting: Setting = SETTING) -> SimulatedDmoe:
-    preset = small_preset("dmoe", **RATES)
-    return SimulatedDmoe(Setup(preset=preset, corpus=small_corpus(), steps=100, seed=seed, router=router), setting)
+    return SimulatedDmoe(make_setup("dmoe", router, seed, setting))
 
 
 def make_dense(*, seed: int = 0, setting: Setting = SETTING) -> SimulatedDense:
-    preset = small_preset("small", **RATES)
-    return SimulatedDense(Setup(preset=preset, corpus=small_corpus(), steps=100, seed=seed), setting)
+    return SimulatedDense(make_setup("small", None, seed, setting))
 
 
-def train(engine: Any, *stretches: int) -> list[Any]:
+@pytest.fixture(scope="module", params=[make_dmoe, make_dense])
+def make(request: pytest.FixtureRequest) -> Make:
+    """Makes an engine at its beginning."""
+    found: Make = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole_run(make: Make) -> tuple[SimulatedEngine, list[StepRecord]]:
+    """A run of two stretches that nothing interrupts or looks at, and its steps."""
+    engine = make()
+    return engine, train(engine, 6, 7)
+
+
+def train(engine: SimulatedEngine, *stretches: int) -> list[StepRecord]:
     """Records of the steps of these stretches."""
-    records: list[Any] = []
+    records: list[StepRecord] = []
     for num_steps in stretches:
         train_without_waiting(engine.advance(num_steps, records.append, lambda trainer, error: None))
     return records
 
 
-def evaluate(engine: Any, max_items: int | None = None) -> float:
+def evaluate(engine: SimulatedEngine, max_items: int | None = None) -> float:
     """Validation loss."""
     found = engine.evaluate("valid", max_items=max_items, on_batch=lambda done, total: None)
     return train_without_waiting(found).loss
 
 
-def assert_same(left: Any, right: Any) -> None:
+def assert_same(left: SimulatedEngine, right: SimulatedEngine) -> None:
     """Equal to the last bit: the states, the counters, and what evaluation finds."""
     jax.tree.map(np.testing.assert_array_equal, left.state(), right.state())
     assert left.facts() == right.facts()
@@ -54,50 +76,30 @@ def assert_same(left: Any, right: Any) -> None:
     assert evaluate(left, 100) == evaluate(right, 100)
 
 
-@pytest.mark.parametrize("make", [make_dmoe, make_dense])
-def test_two_runs_with_one_seed_are_identical(make: Any) -> None:
-    """Every step and the whole state, with delays, failures, dropout and noise; another seed gives another run."""
-    first, second, other = make(), make(), make(seed=1)
-    records = [train(engine, 6, 6) for engine in (first, second, other)]
-    assert records[0] == records[1] != records[2]
-    assert_same(first, second)
-
-
-@pytest.mark.parametrize("make", [make_dmoe, make_dense])
-def test_an_interrupted_run_resumed_equals_one_that_was_not(make: Any) -> None:
-    """State and facts at a pause, through JSON and host arrays, are all that a new engine needs."""
-    whole, until, after = make(), make(), make()
-    records = train(whole, 6, 6)
-    train(until, 6)
-    state = jax.tree.map(np.array, until.state())
-    after.load(until.step, state, json.loads(json.dumps(until.facts())))
-    assert train(after, 6) == records[6:]
-    assert_same(whole, after)
-
-
-@pytest.mark.parametrize("make", [make_dmoe, make_dense])
-def test_a_stretch_is_as_long_as_it_was_asked_to_be(make: Any) -> None:
+def test_a_stretch_is_as_long_as_it_was_asked_to_be(whole_run: tuple[SimulatedEngine, list[StepRecord]]) -> None:
     """Exactly so many updates, numbered without a gap, whichever trainers make them."""
-    engine = make()
-    records = train(engine, 5, 7)
-    assert [record.step for record in records] == list(range(1, 13))
-    assert engine.step == 12
+    engine, records = whole_run
+    assert [record.step for record in records] == list(range(1, 14))
+    assert engine.step == 13
     assert len({record.trainer for record in records}) == SETTING.num_trainers
 
 
-@pytest.mark.parametrize("make", [make_dmoe, make_dense])
-def test_evaluation_changes_nothing(make: Any) -> None:
-    """Training goes on as if nobody had looked, and a second look sees the same."""
-    looked, plain = make(), make()
-    train(looked, 4)
-    train(plain, 4)
-    losses = {evaluate(looked) for _ in range(2)}
-    assert len(losses) == 1
-    assert train(looked, 4) == train(plain, 4)
+def test_a_run_repeats_itself(make: Make, whole_run: tuple[SimulatedEngine, list[StepRecord]]) -> None:
+    """Every step and the whole state to the last bit, with delays, failures, dropout and noise: in a run that is
+    evaluated at its pause, and in one that goes on from there, through JSON and host arrays. Another seed differs."""
+    whole, records = whole_run
+    evaluated, resumed = make(), make()
+    assert train(evaluated, 6) == records[:6]
+    assert evaluate(evaluated) == evaluate(evaluated)
+    state = jax.tree.map(np.array, evaluated.state())
+    resumed.load(evaluated.step, state, json.loads(json.dumps(evaluated.facts())))
+    for engine in (evaluated, resumed):
+        assert train(engine, 7) == records[6:]
+        assert_same(whole, engine)
+    assert train(make(seed=1), 6) != records[:6]
 
 
-@pytest.mark.parametrize("make", [make_dmoe, make_dense])
-def test_staleness_is_that_of_asynchronous_trainers(make: Any) -> None:
+def test_staleness_is_that_of_asynchronous_trainers(make: Make) -> None:
     """With N trainers at work a gradient is N - 1 updates old on average, a little less as a stretch begins."""
     engine = make(setting=Setting(num_trainers=6, num_nodes=2))
     records = train(engine, 60)
@@ -136,11 +138,3 @@ def test_a_router_that_goes_wrong_ends_the_run_with_its_name() -> None:
     router = sound._replace(name="broken", scores=scores)
     with pytest.raises(RouterError, match=r"'broken'.*NaN"):
         train(make_dmoe(router=router), 2)
-
-
-def test_a_setting_that_makes_no_sense_is_refused() -> None:
-    """The message has the values."""
-    with pytest.raises(ValueError, match="num_trainers=0"):
-        Setting(num_trainers=0)
-    with pytest.raises(ValueError, match=r"failure_rate=1\.0"):
-        Setting(failure_rate=1.0)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,8 @@ from dmoe_jax.experts.transformer_xl import layer_expert
 from dmoe_jax.processes import deal_experts
 from dmoe_jax.runs.run_folder import read_metrics
 from experiments.transformer_xl.__main__ import main
-from experiments.transformer_xl.names import Size
 from experiments.transformer_xl.presets import PRESETS, model_config
-from experiments.transformer_xl.presets import trunk_recipe as preset_recipe
-from experiments.transformer_xl.settings import TransformerXLSettings
+from experiments.transformer_xl.settings import Size, TransformerXLSettings
 from experiments.transformer_xl.swarm import node_flags, trainer_flags, trainer_folder
 
 
@@ -32,30 +31,25 @@ def test_the_trainer_gets_the_presets_model(size: Size, bf16: bool) -> None:
     """`dmoe train` reads its flags as the configuration that the preset has elsewhere."""
     preset = PRESETS["dmoe", size]
     command = TransformerXLSettings(where="swarm", size=size, bf16=bf16)
-    flags = trainer_flags(command, preset, ["127.0.0.1:1"], Path("out"))
+    flags = trainer_flags(command, ["127.0.0.1:1"], Path("out"))
     train: TrainCommand = parse_command_line(TrainCommand, prog="train", args=flags)
     dtype = "bfloat16" if bf16 else "float32"
     assert trunk_config(train, 33_278) == model_config(preset, 33_278, compute_dtype=dtype)
     sequences = command.processes * train.data.num_trainers * train.data.batch_size
     assert (train.run_length.steps, sequences) == (preset.steps, preset.batch_size)
-    ours, theirs = trunk_recipe(train), preset_recipe(preset, preset.steps)
-    assert ours == theirs
+    assert trunk_recipe(train) == replace(preset.recipe, total_steps=preset.steps)
 
 
 @pytest.mark.parametrize("size", ["tiny", "full"])
 def test_the_nodes_get_the_presets_expert(size: Size) -> None:
     """`dmoe node` reads its flags as the expert that the trainer's model has, with the preset's rates."""
     preset = PRESETS["dmoe", size]
-    flags = node_flags(TransformerXLSettings(where="swarm", size=size), preset, Path("nodes"), 3)
+    flags = node_flags(TransformerXLSettings(where="swarm", size=size), Path("nodes"), 3)
     node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=flags)
     assert layer_expert(node.expert) == model_config(preset, 33_278).expert()
     rates = (node.learning_rate, node.warmup_steps, node.weight_decay, node.grad_clip)
-    assert rates == (
-        preset.expert_learning_rate,
-        preset.expert_warmup_steps,
-        preset.weight_decay,
-        preset.expert_grad_clip,
-    )
+    recipe = preset.expert_recipe
+    assert rates == (recipe.learning_rate, recipe.warmup_steps, recipe.weight_decay, recipe.grad_clip)
     assert node.checkpoint_dir == Path("nodes/node3")
 
 
@@ -64,7 +58,7 @@ def test_the_commands_own_wishes_reach_the_trainer(tmp_path: Path) -> None:
     wishes: dict[str, Any] = {"router": "switch", "seed": 7, "steps": 50, "batch_size": 3, "data": "embedded"}
     command = TransformerXLSettings(where="swarm", **wishes, quick=True, resume=True, out=tmp_path, eval_tokens=0)
     (tmp_path / "checkpoints").mkdir()
-    flags = trainer_flags(command, PRESETS["dmoe", "tiny"], ["127.0.0.1:1", "127.0.0.1:2"], tmp_path)
+    flags = trainer_flags(command, ["127.0.0.1:1", "127.0.0.1:2"], tmp_path)
     train: TrainCommand = parse_command_line(TrainCommand, prog="train", args=flags)
     found = {"router": train.language.router, "seed": train.data.seed, "steps": train.run_length.steps}
     assert found | {"batch_size": train.data.batch_size, "data": train.data.data} == wishes
@@ -78,7 +72,7 @@ def test_trainer_processes_share_the_batch_and_average(processes: int, tmp_path:
     command = TransformerXLSettings(where="swarm", seed=5, processes=processes, average_every=7)
     trains: list[TrainCommand] = []
     for index in range(processes):
-        flags = trainer_flags(command, PRESETS["dmoe", "tiny"], ["127.0.0.1:1"], tmp_path / str(index), index)
+        flags = trainer_flags(command, ["127.0.0.1:1"], tmp_path / str(index), index)
         trains.append(parse_command_line(TrainCommand, prog="train", args=flags))
     assert {train.data.seed for train in trains} == {5}
     assert [train.data.data_seed for train in trains] == list(range(5, 5 + processes))
@@ -96,8 +90,7 @@ def test_a_resumed_run_may_have_more_processes(tmp_path: Path) -> None:
     command = TransformerXLSettings(where="swarm", out=tmp_path / "run", resume=True)
     folders = [trainer_folder(tmp_path / "run", index) for index in range(2)]
     resumed = [
-        "--resume" in trainer_flags(command, PRESETS["dmoe", "tiny"], ["127.0.0.1:1"], folder, index)
-        for index, folder in enumerate(folders)
+        "--resume" in trainer_flags(command, ["127.0.0.1:1"], folder, index) for index, folder in enumerate(folders)
     ]
     assert resumed == [True, False]
 
