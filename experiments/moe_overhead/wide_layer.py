@@ -107,9 +107,7 @@ def wide_state(
 ) -> dict[str, PyTree]:
     """The state of the model with dense layers, for `wide_step`; `optimizer` is that of `wide_optimizer`."""
     embed_key, head_key, layer_key = jax.random.split(key, 3)
-    embed_params, head_params = init_embed_and_head(
-        embed_key, head_key, vocab_size=config.vocab_size, d_model=config.d_model, cutoffs=config.cutoffs
-    )
+    embed_params, head_params = init_embed_and_head(embed_key, head_key, config)
     sample, filled = jnp.zeros((1, 1, config.d_model)), jnp.ones((1, 1), bool)
     init = jax.jit(lambda own: wide_layer(config).init(own, sample, sample, filled)["params"])
     layers = [init(own) for own in jax.random.split(layer_key, config.num_layers)]
@@ -129,11 +127,11 @@ def wide_step(
 
         def loss(params: PyTree) -> tuple[Array, PyTree]:
             trunk, memories = params["trunk"], []
-            hidden = embed(trunk["embed"], tokens)
+            hidden = embed(trunk["embed"], tokens, config)
             for own, past in zip(params["layers"], memory, strict=True):
                 memories.append(next_memory(past, hidden))
                 hidden = cast(Array, layer.apply({"params": own}, hidden, past.states, past.mask))
-            nll = token_nll(trunk["embed"], trunk["head"], hidden, targets, cutoffs=config.cutoffs)
+            nll = token_nll(trunk["embed"], trunk["head"], hidden, targets, config)
             return jnp.mean(nll), tuple(memories)
 
         (nll, memories), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])

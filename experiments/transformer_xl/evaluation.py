@@ -73,8 +73,8 @@ def dmoe_evaluator(config: TransformerXLConfig, router: Router, evaluation: Eval
 
     def token_nll(params: PyTree, batch: Batch, memory: Memory) -> tuple[Any, Memory]:
         trunk, experts = params
-        nll, _, memory = txl.local_token_nll(trunk, experts, own, router, batch, memory)
-        return nll, memory
+        _, aux = txl.local_forward(trunk, experts, own, router, batch, memory)
+        return aux.token_nll, aux.memory
 
     return functools.partial(_evaluate, jax.jit(token_nll), own, evaluation.batch_size)
 

@@ -225,9 +225,7 @@ def count_parameters(config: TransformerXLConfig, router: Router | None = None) 
         if router is None:
             raise ValueError("a mixture needs its router to be counted")
         # Not `txl.init_trunk`, which tries the router: here nothing is computed.
-        embed_and_head = init_embed_and_head(
-            key, key, vocab_size=config.vocab_size, d_model=config.d_model, cutoffs=config.cutoffs
-        )
+        embed_and_head = init_embed_and_head(key, key, config)
         gates = [router.init(key, config.d_model) for _ in range(config.num_layers)]
         return embed_and_head, gates, txl.init_experts(key, config)
 

@@ -102,10 +102,10 @@ def test_later_words_do_not_reach_earlier_losses(keys):
     @jax.jacrev
     def jacobian(hidden):
         hidden, _ = dense.run_layers(params, config, hidden, filled_memory(), keys=keys)
-        nll = trunk.token_nll(params["embed"], params["head"], hidden, jnp.asarray(batch.targets), cutoffs=(6, 12))
+        nll = trunk.token_nll(params["embed"], params["head"], hidden, jnp.asarray(batch.targets), config)
         return nll.sum(axis=0)
 
-    gradient = jacobian(trunk.embed(params["embed"], jnp.asarray(batch.tokens)))
+    gradient = jacobian(trunk.embed(params["embed"], jnp.asarray(batch.tokens), config))
     for t in range(CONFIG.seq_len):
         np.testing.assert_array_equal(gradient[t, :, t + 1 :], 0)
         assert bool(jnp.all(jnp.any(gradient[t, :, : t + 1] != 0, axis=-1)))
@@ -178,9 +178,9 @@ def test_the_embedding_learns_from_both_its_places():
     @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1))
     def apart(into, out_of):
-        hidden = trunk.embed({"table": into}, jnp.asarray(batch.tokens))
+        hidden = trunk.embed({"table": into}, jnp.asarray(batch.tokens), CONFIG)
         hidden, _ = dense.run_layers(params, CONFIG, hidden, memory)
-        nll = trunk.token_nll({"table": out_of}, params["head"], hidden, jnp.asarray(batch.targets), cutoffs=(6, 12))
+        nll = trunk.token_nll({"table": out_of}, params["head"], hidden, jnp.asarray(batch.targets), CONFIG)
         return jnp.mean(nll)
 
     table = params["embed"]["table"]
