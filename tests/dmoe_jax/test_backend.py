@@ -194,7 +194,13 @@ CHAINS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
+OFTEN = ("adam", "MultiSteps", "multi_transform", "prodigy", "add_noise")
+"""Plain, with a counter, masked, with the initial parameters in its state, with random keys in it."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in CHAINS]
+)
 def test_any_optax_chain_trains_as_by_hand(name: str) -> None:
     """Three updates are Optax's own, with donated states that may alias each other; one program does them all."""
     expert = expert_from_linen(nn.Dense(3), rows(1, 0), check=False)
