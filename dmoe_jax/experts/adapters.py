@@ -42,7 +42,7 @@ P = ParamSpec("P")
 
 
 def as_expert(what: Any, *examples: Any, **options: Any) -> Expert:
-    """An expert of whatever can be one: an Expert, a Linen module, a maker of NNX modules, or a pair of functions.
+    """An expert of whatever can be one.
 
     Args:
       what: an `Expert`, returned as it is; a Linen module; a function or class that is called with `nnx.Rngs` and gives
@@ -159,7 +159,7 @@ def expert_from_linen(
     except Exception:  # said below, by the trial of the whole expert, with the module's name
         takes_key = bool(training)
     apply = _by_row(evaluate_rows, train_row) if takes_key else evaluate_rows
-    return _complete(name, init, apply, specs, takes_key, check=check)
+    return _complete(name, init, apply, specs, takes_key, check)
 
 
 @_remembered(1)
@@ -228,7 +228,7 @@ def expert_from_nnx(
 
     takes_key = bool(jax.tree.leaves(streams))
     apply = _by_row(evaluate_rows, train_row) if takes_key else evaluate_rows
-    return _complete(name, init, apply, specs, takes_key, check=check)
+    return _complete(name, init, apply, specs, takes_key, check)
 
 
 @_remembered(2)
@@ -256,7 +256,7 @@ def expert_from_functions(
     """
     name = name or str(getattr(apply, "__name__", type(apply).__name__))
     specs = _specs(name, apply, examples, differentiable, skip=1)
-    return _complete(name, init, apply, specs, takes_key, check=check)
+    return _complete(name, init, apply, specs, takes_key, check)
 
 
 def _complete(
@@ -265,7 +265,6 @@ def _complete(
     apply: Callable[..., Any],
     specs: tuple[TensorSpec, ...],
     takes_key: bool,
-    *,
     check: bool,
 ) -> Expert:
     """The expert with its output's specification, which an abstract trial finds out."""
@@ -312,15 +311,10 @@ def _described(examples: Iterable[Any]) -> tuple[tuple[tuple[int, ...], str], ..
 
 
 def _specs(
-    name: str,
-    function: Callable[..., Any],
-    examples: Sequence[Any],
-    differentiable: Sequence[str] | None,
-    *,
-    skip: int = 0,
+    name: str, call: Callable[..., Any], examples: Sequence[Any], differentiable: Sequence[str] | None, *, skip: int = 0
 ) -> tuple[TensorSpec, ...]:
-    """One specification for each example, named after the function's arguments."""
-    arguments = list(inspect.signature(function).parameters.values())[skip:]
+    """One specification for each example, named after the call's arguments behind the first `skip`."""
+    arguments = list(inspect.signature(call).parameters.values())[skip:]
     names = [argument.name for argument in arguments if argument.kind <= argument.POSITIONAL_OR_KEYWORD]
     if any(argument.kind == argument.VAR_POSITIONAL for argument in arguments):
         names += [f"input{index}" for index in range(len(names), len(examples))]
@@ -334,9 +328,9 @@ def _specs(
     specs = []
     for label, (shape, dtype) in zip(names, _described(examples), strict=True):
         floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-        if not floating and label in (differentiable or ()):
-            raise ExpertError(f"expert {name!r}: input {label!r} is {dtype}, which has no gradient")
         chosen = floating if differentiable is None else label in differentiable
+        if chosen and not floating:
+            raise ExpertError(f"expert {name!r}: input {label!r} is {dtype}, which has no gradient")
         specs.append(TensorSpec(name=label, shape=shape, dtype=dtype, differentiable=chosen))
     return tuple(specs)
 

@@ -155,8 +155,8 @@ def _bucket_grads(rows: int, *operands: Array) -> tuple[Array, ...]:
 
     The last of the operands is the gradient of its result; the others are its own.
     """
-    *weights_and_hidden, words, start, count, nll_grads = operands
-    _, pull_back = jax.vjp(lambda *args: _bucket_nll(rows, *args, words, start, count), *weights_and_hidden)
+    table, bias, hidden, *rest, nll_grads = operands
+    _, pull_back = jax.vjp(lambda *args: _bucket_nll(rows, *args, *rest), table, bias, hidden)
     grads: tuple[Array, ...] = pull_back(nll_grads)
     return grads
 

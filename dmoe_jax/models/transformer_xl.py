@@ -174,20 +174,20 @@ def local_forward(
     Returns: (loss in nats, aux); aux.memory is the memory for the next segment.
     """
     parts, expert = segments(config, router), config.expert()
-    batch = jax.tree.map(jnp.asarray, batch)  # it comes from the host as NumPy
-    hidden = parts.embed(trunk["embed"], batch.tokens, None if keys is None else keys.embed)
+    tokens, targets, mask, _ = map(jnp.asarray, batch)  # it comes from the host as NumPy
+    hidden = parts.embed(trunk["embed"], tokens, None if keys is None else keys.embed)
     layers, memories = [], []
     for i in range(config.num_layers):
         gate_key, expert_keys = (None, None) if keys is None else (keys.gates[i], keys.experts[i])
-        scores = parts.gate(trunk["gates"][i], hidden, memory[i], batch.tokens[:, 0], gate_key)
+        scores = parts.gate(trunk["gates"][i], hidden, memory[i], tokens[:, 0], gate_key)
         inputs = map(jnp.asarray, expert_inputs(config, hidden, memory[i], expert_keys))
         memories.append(next_memory(memory[i], hidden))
         layer_alive = None if alive is None else alive[i]
         hidden, aux = dmoe_layer(expert, experts[i], router, config.k_best, scores, layer_alive, *inputs)
         layers.append(aux)
     head_key = None if keys is None else keys.head
-    token_nll = trunk_parts.token_nll(trunk["embed"], trunk["head"], hidden, batch.targets, config, head_key)
-    nll = masked_mean(token_nll, batch.mask)
+    token_nll = trunk_parts.token_nll(trunk["embed"], trunk["head"], hidden, targets, config, head_key)
+    nll = masked_mean(token_nll, mask)
     aux_losses = [layer.aux_loss for layer in layers]
     return total_loss(nll, aux_losses), ForwardAux(nll, tuple(layers), tuple(memories), token_nll)
 

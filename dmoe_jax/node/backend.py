@@ -1,12 +1,9 @@
 """One expert as a node keeps it: parameters, optimiser state and compiled programs.
 
-    apply(params, inputs, keys) -> output
-    grad_and_update(params, opt_state, inputs, output_grads, keys) -> (finite, input_grads, params, opt_state)
-
-Both are pure and jitted, and shared by every expert of one kind and optimiser. The backward recomputes the forward
-(Learning@home section 3.3), with the same dropout keys, and applies the optimiser at once; `params` and `opt_state` are
-donated. Rows are padded to powers of two, so that a node compiles two programs per bucket whatever batch sizes its
-trainers send; padded rows carry zero gradients and change nothing beyond rounding.
+The programs (`ExpertPrograms`) are pure and jitted, and shared by every expert of one kind and optimiser. The backward
+recomputes the forward (Learning@home section 3.3), with the same dropout keys, and applies the optimiser at once;
+`params` and `opt_state` are donated. Rows are padded to powers of two, so that a node compiles two programs per bucket
+whatever batch sizes its trainers send; padded rows carry zero gradients and change nothing beyond rounding.
 
 One gradient of finite numbers can make an expert NaN for everybody, for good. So the step itself looks whether its
 outcome is finite, and keeps the old parameters and state if it is not (`UpdateRejected`).
@@ -22,7 +19,7 @@ import numpy as np
 import optax
 
 from dmoe_jax.experts.base import Expert, init_by_uid
-from dmoe_jax.grid import expand_grid_pattern, parse_uid
+from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.types import PyTree
 from net.types import Array
 
@@ -197,18 +194,16 @@ class ExpertBackend:
     def warm_up_bucket(self, bucket: int) -> None:
         """Compile for batches of this many rows, unless that is done.
 
-        May run in another thread than the batches: the programs are tried on zeros, so that nothing is touched that an
-        update donates.
+        May run in another thread than the batches: programs are tried on zeros; what an update donates is not touched.
         """
         if bucket in self.programs.warm:
             return
-        inputs = tuple(np.zeros((bucket, *spec.shape), spec.dtype) for spec in self.expert.inputs)
-        output = self.expert.output
-        grads = np.zeros((bucket, *output.shape), output.dtype)
+        specs = (*self.expert.inputs, self.expert.output)
+        *inputs, grads = (np.zeros((bucket, *spec.shape), spec.dtype) for spec in specs)
         for keys in (None, np.zeros((bucket, 2), np.uint32)) if self.expert.takes_key else (None,):
             params, opt_state = jax.tree.map(jnp.zeros_like, (self._params, self._opt_state))
-            jax.block_until_ready(self.programs.apply(params, inputs, keys))
-            jax.block_until_ready(self.programs.grad_and_update(params, opt_state, inputs, grads, keys))
+            jax.block_until_ready(self.programs.apply(params, tuple(inputs), keys))
+            jax.block_until_ready(self.programs.grad_and_update(params, opt_state, tuple(inputs), grads, keys))
         self.programs.warm.add(bucket)
 
     def _bucket(self, rows: int) -> int:
@@ -229,20 +224,20 @@ def make_backends(
     Raises:
       ValueError: naming the pattern, if it is malformed, or the uid, if two patterns name it, or if there is no expert.
     """
-    named: dict[str, tuple[str, Expert]] = {}
-    for pattern, expert in experts.items():
-        for uid in map(str, expand_grid_pattern(pattern)):
-            if uid in named:
-                raise ValueError(f"expert {uid} is named twice, by {named[uid][0]!r} and by {pattern!r}")
-            named[uid] = pattern, expert
-    if not named:
+    patterns: dict[ExpertUid, str] = {}
+    for pattern in experts:
+        for uid in expand_grid_pattern(pattern):
+            if uid in patterns:
+                raise ValueError(f"expert {uid} is named twice, by {patterns[uid]!r} and by {pattern!r}")
+            patterns[uid] = pattern
+    if not patterns:
         raise ValueError("expected at least one expert, got none")
     key = jax.random.key(seed)
-    places = {uid: parse_uid(uid) for uid in named}
-    return {
-        uid: ExpertBackend(expert, optimizer, init_by_uid(key, expert, places[uid].prefix, places[uid].coordinates))
-        for uid, (_, expert) in named.items()
-    }
+    backends = {}
+    for uid, pattern in patterns.items():
+        params = init_by_uid(key, experts[pattern], uid.prefix, uid.coordinates)
+        backends[str(uid)] = ExpertBackend(experts[pattern], optimizer, params)
+    return backends
 
 
 def bucket_of(rows: int) -> int:

@@ -26,8 +26,8 @@ class ExpertRequest:
     Attributes:
       uid: the expert.
       inputs: one array per input specification, [rows, ...].
-      output_grads: gradient of the output, [rows, ...]; None in a forward request.
-      request_id: names a backward request across retries; None in a forward request.
+      output_grads: gradient of the output, [rows, ...]; None in a forward request, as the next.
+      request_id: names a backward request across retries.
       keys: uint32 [rows, 2], a dropout key for each row; None in evaluation, and for an expert that takes none.
       compression: how the float32 tensors of the answer shall travel.
     """
