@@ -74,10 +74,12 @@ class NodeConfig:
 
 
 class ExpertNode:
-    """Answers the calls for `backends`; `open_expert_node` runs it.
+    """Answers the calls for `backends` and lists them in the DHT; `open_expert_node` runs it.
 
     Args:
       backends: the experts by uid.
+      contact: where they are called.
+      dht: where they are listed.
       device: runs and compiles them.
       config: settings.
 
@@ -85,7 +87,15 @@ class ExpertNode:
       ValueError: if there is nothing to serve.
     """
 
-    def __init__(self, backends: Mapping[str, ExpertBackend], device: Device, config: NodeConfig) -> None:
+    def __init__(
+        self,
+        backends: Mapping[str, ExpertBackend],
+        contact: Contact,
+        dht: DhtNode,
+        *,
+        device: Device,
+        config: NodeConfig,
+    ) -> None:
         if not backends:
             raise ValueError("an expert node needs at least one expert")
         self.config = config
@@ -98,6 +108,9 @@ class ExpertNode:
             "node.status": self._status,
         }
         """Its RPC methods."""
+        self._contact = contact
+        self._dht = dht
+        self._uids = [parse_uid(uid) for uid in backends]
         self._backends = dict(backends)
         self._experts = {uid: backend.expert for uid, backend in backends.items()}
         self._runner = BatchRunner(
@@ -133,46 +146,44 @@ class ExpertNode:
         }
 
     async def run(self) -> None:
-        """Serve the queue for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""
-        await self._runner.run()
+        """Serve and announce for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._runner.run)
+            while True:
+                await trio.sleep(self.config.announce_period_s)
+                await self._announce()
 
-    async def warm_up(self, dht: DhtNode, contact: Contact, on_progress: Callable[[str], None]) -> None:
+    async def warm_up(self, on_progress: Callable[[str], None]) -> None:
         """Compile for batches of up to `warm_up_rows`, listed as compiling, and then announce the experts.
 
         Calls are answered meanwhile, as soon as the program that they need is compiled.
         """
         if cold := self._runner.cold_programs():
-            await self.announce(dht, contact)
+            await self._announce()
         for number, (backend, bucket) in enumerate(cold, start=1):
             self.state = f"compiling {number} of {len(cold)}"
             on_progress(self.state)
             await self._runner.compile(backend, bucket)
         self.state = "serving"
-        await self.announce(dht, contact)
+        await self._announce()
 
-    async def announce(self, dht: DhtNode, contact: Contact) -> None:
+    async def _announce(self) -> None:
         """List the node, and once it serves its experts too, for `record_lifetime_s`."""
-        expiration = dht.clock.now() + self.config.record_lifetime_s
-        uids = [parse_uid(uid) for uid in self._backends]
-        grids = list(dict.fromkeys(uid.prefix for uid in uids))[:MAX_GRIDS]
-        info = {"role": "node", "state": self.state, "experts": len(uids), "grids": grids}
-        await declare_member(dht, self.config.swarm, contact.peer_id, contact, info, expiration=expiration)
+        expiration = self._dht.clock.now() + self.config.record_lifetime_s
+        grids = list(dict.fromkeys(uid.prefix for uid in self._uids))[:MAX_GRIDS]
+        info = {"role": "node", "state": self.state, "experts": len(self._uids), "grids": grids}
+        peer_id = self._contact.peer_id
+        await declare_member(self._dht, self.config.swarm, peer_id, self._contact, info, expiration=expiration)
         if self.state != "serving":
             return
-        listed = await declare_experts(dht, uids, contact, expiration=expiration)
+        listed = await declare_experts(self._dht, self._uids, self._contact, expiration=expiration)
         if missing := [str(uid) for uid, stands in listed.items() if not stands]:
             logger.warning("%d experts could not be announced, among them %s", len(missing), missing[0])
 
-    async def announce_for_ever(self, dht: DhtNode, contact: Contact) -> None:
-        """Announce again and again, first after one period."""
-        while True:
-            await trio.sleep(self.config.announce_period_s)
-            await self.announce(dht, contact)
-
-    async def withdraw(self, dht: DhtNode, contact: Contact) -> None:
+    async def withdraw(self) -> None:
         """Take the announcements back, so that trainers stop calling at once; what cannot be reached expires."""
-        await withdraw_experts(dht, [parse_uid(uid) for uid in self._backends], contact)
-        await withdraw_member(dht, self.config.swarm, contact.peer_id, "node")
+        await withdraw_experts(self._dht, self._uids, self._contact)
+        await withdraw_member(self._dht, self.config.swarm, self._contact.peer_id, "node")
 
     async def _status(self, request: Request) -> Reply:
         del request
@@ -256,16 +267,14 @@ async def open_expert_node(
     """
     if caller.address is None:
         raise ValueError("an expert node must listen: its peer is in client mode")
-    contact = Contact(caller.peer_id, caller.address)
-    node = ExpertNode(backends, device, config)
+    node = ExpertNode(backends, Contact(caller.peer_id, caller.address), dht, device=device, config=config)
     with handlers(caller, node.handlers, max_concurrent=config.max_concurrent_calls):
         async with background_nursery() as nursery:
             nursery.start_soon(node.run)
             try:
-                nursery.start_soon(node.announce_for_ever, dht, contact)
-                await node.warm_up(dht, contact, on_progress)
+                await node.warm_up(on_progress)
                 yield node
             finally:
                 nursery.cancel_scope.cancel()
                 with trio.move_on_after(2.0, shield=True):
-                    await node.withdraw(dht, contact)
+                    await node.withdraw()

@@ -29,19 +29,21 @@ def test_equals_a_loop_over_rows():
     trunk, experts = make_params()
     batch = make_batch(4)
     parts, expert = mlp.segments(CONFIG, ROUTER), CONFIG.expert()
-    apply = jax.jit(expert.apply)
-    total = 0.0
-    for row in range(4):
-        hidden = parts.embed(trunk["embed"], batch.x[row : row + 1])
+
+    @jax.jit
+    def loss_of(x, label):
+        hidden = parts.embed(trunk["embed"], x)
         for i in range(CONFIG.num_layers):
             scores = parts.gate(trunk["gates"][i], hidden)
             indices, mask = ROUTER.select(scores, 2)
             weights = ROUTER.combine(gather_logits(scores, indices, ROUTER.grid_size), mask)
             outputs = [
-                apply(jax.tree.map(lambda leaf, e=int(3 * u + v): leaf[e], experts[i]), hidden) for u, v in indices[0]
+                expert.apply(jax.tree.map(lambda leaf, e=3 * u + v: leaf[e], experts[i]), hidden) for u, v in indices[0]
             ]
             hidden = sum(w * out for w, out in zip(weights[0], outputs, strict=True))
-        total += parts.loss_head(trunk["head"], hidden, batch.labels[row : row + 1])[0]
+        return parts.loss_head(trunk["head"], hidden, label)[0]
+
+    total = sum(loss_of(batch.x[row : row + 1], batch.labels[row : row + 1]) for row in range(4))
     loss, aux = jax.jit(mlp.local_forward, static_argnums=(2, 3))(trunk, experts, CONFIG, ROUTER, batch)
     np.testing.assert_allclose(loss, total / 4, rtol=1e-5)
     assert [int(layer.load.sum()) for layer in aux.layers] == [8, 8]
