@@ -145,9 +145,8 @@ def local_forward(
     batch: Batch,
     *,
     alive: Bool[Array, "..."] | None = None,
-    gate_keys: Sequence[KeyData] | None = None,
 ) -> tuple[Float[Array, ""], ForwardAux]:
-    """The whole model on one machine: pure, to be jitted and differentiated by the caller.
+    """The whole model on one machine, in evaluation: pure, to be jitted and differentiated by the caller.
 
     Args:
       trunk: from `init_trunk`.
@@ -156,7 +155,6 @@ def local_forward(
       router: the router of every layer.
       batch: samples and labels.
       alive: bool [num_layers, *grid_size], which experts may be chosen; None for all.
-      gate_keys: uint32 [2] key data for each layer's router; None: evaluation, nothing is random.
 
     Returns: (loss in nats, aux).
     """
@@ -165,7 +163,7 @@ def local_forward(
     hidden = parts.embed(trunk["embed"], batch.x)
     layers = []
     for i in range(config.num_layers):
-        scores = parts.gate(trunk["gates"][i], hidden, None if gate_keys is None else gate_keys[i])
+        scores = parts.gate(trunk["gates"][i], hidden)
         layer_alive = None if alive is None else alive[i]
         hidden, aux = dmoe_layer(expert, experts[i], router, config.k_best, scores, layer_alive, hidden)
         layers.append(aux)
