@@ -65,16 +65,16 @@ Cost = Callable[[str, int], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """How long a simulated device takes: so much for a call, so much for each row, all of it times a slowdown.
+    """What a call costs on a simulated device: so much for itself, so much for each row, all of it times a slowdown.
 
     Measure both for the device that is to be simulated; a trainer's calls are its waits for what XLA has computed since
     the last one.
     """
 
     call_s: float = 0.0
-    """For every call, seconds: dispatch and the work that does not depend on the batch."""
+    """Seconds of every call: dispatch and the work that does not depend on the batch."""
     row_s: float = 0.0
-    """For every row of the batch, seconds."""
+    """Seconds of every row of the batch."""
     slowdown: float = 1.0
     """How many times as slow as that this device is."""
 

@@ -23,10 +23,10 @@ HELD_OUT = 0.1
 """Share of a single file, at its end, that is not trained on: half of it for validation, half for test."""
 
 _TRAIN_FRACTION, _VALID_FRACTION = 0.8, 0.1
-"""Of the embedded corpus."""
+"""Shares of the embedded corpus; the rest is for test."""
 
 _MIN_WORDS = 20
-"""In each part of a user's text; a perplexity over fewer says nothing."""
+"""The fewest in each part of a user's text; a perplexity over fewer says nothing."""
 
 _WORD = re.compile(r"[^\W\d]+(?:['’][^\W\d]+)?|\d+|([^\w\s])\1*")
 """A word or identifier (with an inner apostrophe), a number, or a run of one punctuation mark (`>>>`)."""

@@ -34,7 +34,7 @@ SHA256: Mapping[str, str] = MappingProxyType(
         "test": "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
     }
 )
-"""Of the uncompressed bytes. Train: the form with its articles in another order than the public copy."""
+"""Checksums of the uncompressed bytes. The articles of this train stand in another order than the public copy's."""
 
 PUBLIC_TRAIN_GIT_BLOB = "2d84b35af79e411d73ea7cae83c73964c6ac83b4"
 """Git's name (SHA-1 over a header and the bytes) of the public copy's train.txt."""

@@ -123,7 +123,7 @@ def expert_from_linen(
     Args:
       module: its `__call__` takes one positional argument for each input and returns one array.
       examples: one array for each input, batch axis first.
-      name: of the expert; None: the module's class.
+      name: the expert's; None: the module's class.
       differentiable: names of the inputs that get a gradient, which are the names of the call's arguments; None: all
         of a floating type.
       train: keyword arguments of the call in training. `deterministic`, `train`, `training` and `is_training` are set
@@ -248,7 +248,7 @@ def expert_from_functions(
       apply: (params, *inputs) -> output; with `takes_key` it also takes `keys`, see `Expert`.
       examples: one array for each input, batch axis first.
       takes_key: whether `apply` drops out.
-      name: of the expert; None: the name of `apply`.
+      name: the expert's; None: the name of `apply`.
       differentiable, check: as in `expert_from_linen`.
 
     Raises:

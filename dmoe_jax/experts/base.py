@@ -73,7 +73,7 @@ def init_by_uid(key: PRNGKeyArray, expert: Expert, prefix: str, coordinates: Seq
     an expert over starts it as the first one did.
 
     Args:
-      key: of the whole model.
+      key: the whole model's.
       expert: the network.
       prefix: the grid's name.
       coordinates: the expert's place in the grid; may be traced.

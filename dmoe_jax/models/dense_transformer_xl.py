@@ -65,10 +65,10 @@ def forward(
     """Negative log-likelihood of each target, and the memory for the next segment. Pure, to be jitted by the caller.
 
     Args:
-      params: from `init`.
+      params: what `init` made.
       config: static under jit. Its lengths need not be those that the parameters were trained with.
       batch: tokens and targets.
-      memory: from `empty_memory` or the segment before.
+      memory: what `empty_memory` or the segment before gave.
       keys: chance of this step, see `step_keys`; None: evaluation.
 
     Returns: (nll [batch, seq] in nats, whose mean is the loss; memory).

@@ -149,10 +149,9 @@ def local_forward(
     """The whole model on one machine, in evaluation: pure, to be jitted and differentiated by the caller.
 
     Args:
-      trunk: from `init_trunk`.
-      experts: stacked parameters of each layer, from `init_experts`.
-      config: sizes; static under jit, as is the router.
-      router: the router of every layer.
+      trunk: what `init_trunk` made.
+      experts: what `init_experts` made.
+      config: sizes; static under jit, as is the router that every layer has.
       batch: samples and labels.
       alive: bool [num_layers, *grid_size], which experts may be chosen; None for all.
 
@@ -176,7 +175,7 @@ class MLP(Model):
 
     Args:
       config: sizes of the model.
-      router: of every layer.
+      router: chooses the experts in every layer.
       mixtures: one for each layer: `await mixture(run, scores, hidden) -> (hidden, auxiliary loss)`.
 
     Raises:
@@ -200,7 +199,7 @@ class MLP(Model):
 
         Args:
           swarm: makes the mixtures, a `dmoe_jax.Swarm`.
-          options: of each mixture, such as `k_min`; see `Swarm.mixture`.
+          options: settings of each mixture, such as `k_min`; see `Swarm.mixture`.
         """
         mixtures = layer_mixtures(swarm, config.expert(), router, config.num_layers, k_best=config.k_best, **options)
         return cls(config, router, mixtures)

@@ -139,7 +139,7 @@ def expert_inputs(
     Args:
       config: says whether its experts drop anything, and so have a key among their inputs.
       hidden: [batch, seq, d_model], an array or a value on the tape.
-      memory: of this layer.
+      memory: this layer's.
       dropout_key: key data of each sample; None in evaluation.
     """
     inputs = (hidden, memory.states, memory.mask)
@@ -162,12 +162,11 @@ def local_forward(
     """The whole model on one machine: pure, to be jitted and differentiated by the caller.
 
     Args:
-      trunk: from `init_trunk`.
-      experts: stacked parameters of each layer, from `init_experts`.
-      config: sizes; static under jit, as is the router. For evaluation its lengths need not be those of training.
-      router: the router of every layer.
+      trunk: what `init_trunk` made.
+      experts: what `init_experts` made.
+      config: sizes; static under jit, as is the router that every layer has. Its lengths need not be those of training.
       batch: tokens, targets and which of them count.
-      memory: from `empty_memory` or the previous step's aux.
+      memory: what `empty_memory` or the previous step gave.
       alive: bool [num_layers, *grid_size], which experts may be chosen; None for all.
       keys: chance of this step, see `step_keys`; None: evaluation.
 
@@ -197,9 +196,9 @@ class TransformerXL(Model):
 
     Args:
       config: sizes of the model, a mixture.
-      router: of every layer.
+      router: chooses the experts in every layer.
       mixtures: one for each layer: `await mixture(run, scores, *inputs) -> (hidden, auxiliary loss)`.
-      word_counts: of the training text, for the initial output biases; None: zeros.
+      word_counts: how often each word occurs in training, for the initial output biases; None: they are zeros.
 
     Raises:
       ValueError: there are not as many mixtures as layers, or the router is for another grid.
@@ -239,8 +238,7 @@ class TransformerXL(Model):
 
         Args:
           swarm: makes the mixtures, a `dmoe_jax.Swarm`.
-          word_counts: as of the class.
-          options: of each mixture, such as `k_min`; see `Swarm.mixture`.
+          options: settings of each mixture, such as `k_min`; see `Swarm.mixture`.
         """
         mixtures = layer_mixtures(swarm, config.expert(), router, config.num_layers, k_best=config.k_best, **options)
         return cls(config, router, mixtures, word_counts=word_counts)

@@ -139,7 +139,7 @@ def embed(
       params: {"table"}.
       tokens: the words.
       config: its rates of embedding and input dropout count here.
-      key: of the step; None: nothing is dropped.
+      key: the step's; None: nothing is dropped.
     """
     table: Array = params["table"]
     vectors = table[tokens] * math.sqrt(table.shape[1])
@@ -168,7 +168,7 @@ def token_nll(
       hidden: what left the last layer.
       targets: the words to predict.
       config: its cutoffs, output dropout and the layers' dropout count here.
-      key: of the step; None: nothing is dropped.
+      key: the step's; None: nothing is dropped.
     """
     rows = None if key is None else row_keys(key, hidden.shape[0])
     hidden = dropout(hidden, config.layer.dropout, rows, site=_FINAL)

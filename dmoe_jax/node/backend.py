@@ -218,8 +218,8 @@ def make_backends(
 
     Args:
       experts: uid such as "ffn.3.1", or pattern such as "ffn.[0:4].[0:4]" -> the network.
-      optimizer: of every expert, each with a state of its own; None: the experts never change.
-      seed: of the initial parameters; the same on all nodes of a swarm.
+      optimizer: steps every expert, each with a state of its own; None: the experts never change.
+      seed: decides the initial parameters; the same on all nodes of a swarm.
 
     Raises:
       ValueError: naming the pattern, if it is malformed, or the uid, if two patterns name it, or if there is no expert.

@@ -32,7 +32,7 @@ class Job:
     Attributes:
       kind: "forward" or "backward".
       key: jobs of equal keys run together: (uid, kind, whether rows have dropout keys).
-      rows: of its batch.
+      rows: how many it brings.
       request: what was asked; gone when it is answered, so that a remembered job (replay) keeps its reply alone.
       waiters: how many calls want the answer.
       done: set when there is an answer: `results` and the expert's count of `updates`, or an `error`.

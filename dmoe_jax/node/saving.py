@@ -28,7 +28,7 @@ class ExpertSaver:
     """Saves and restores the experts of one node.
 
     Args:
-      folder: of the checkpoints; made if it is not there.
+      folder: where checkpoints are; made if it is not there.
       backends: the experts by uid; restored in place.
       device: copies their state between two batches, so that a checkpoint is of one moment.
     """
