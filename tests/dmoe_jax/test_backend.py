@@ -73,6 +73,15 @@ def test_frozen_expert_returns_gradients_and_stays() -> None:
     assert frozen.update_count == 0
 
 
+def test_a_frozen_expert_may_have_integer_parameters() -> None:
+    """Quantised weights have no gradient, and need none."""
+    init = lambda key: {"w": jnp.full(6, 3, jnp.int8)}  # noqa: E731
+    expert = expert_from_functions(init, lambda params, x: params["w"] * x, rows(1, 0))
+    backend = ExpertBackend(expert, None, expert.init(jax.random.key(0)))
+    np.testing.assert_allclose(backend.backward([rows(2, 1)], rows(2, 2))[0], 3 * rows(2, 2), rtol=1e-6)
+    assert backend.params["w"].tolist() == [3] * 6
+
+
 def test_warm_up_compiles_everything_and_changes_nothing(compilations: Any) -> None:
     """After warm-up no batch size up to the bound compiles, and the expert is as it was."""
     backend, params = make()

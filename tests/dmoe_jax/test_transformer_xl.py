@@ -356,8 +356,6 @@ def test_a_router_for_another_grid_is_refused():
         ("cutoffs", (12, 6), "must ascend strictly between 0 and 20"),
         ("d_model", 9, "multiple of num_heads"),
         ("input_dropout", 1.0, "input_dropout must be a probability of at least 0 and below 1, got 1.0"),
-        ("dropout", -0.5, "dropout must be a probability"),
-        ("clamp_len", 0, "clamp_len must be a positive integer"),
         ("grid_size", (), "k_best is at most the number of cells of grid"),
     ],
 )
