@@ -58,11 +58,8 @@ class Checkpoints:
         # NumPy scalars (step counts) become arrays of rank 0: Orbax stores arrays alone, and none without elements.
         arrays = jax.tree.map(np.asarray, state)
         record = {"facts": dict(facts), "arrays": _inventory(arrays)}
-        stored = jax.tree.map(lambda leaf: leaf if leaf.size else None, arrays)
-        self._manager.save(
-            step,
-            args=self._args.Composite(**{_STATE: self._args.StandardSave(stored), _FACTS: self._args.JsonSave(record)}),
-        )
+        stored = self._args.StandardSave(jax.tree.map(lambda leaf: leaf if leaf.size else None, arrays))
+        self._manager.save(step, args=self._args.Composite(**{_STATE: stored, _FACTS: self._args.JsonSave(record)}))
 
     def restore_latest(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]]:
         """The newest checkpoint as (step, state, facts).
@@ -85,12 +82,11 @@ class Checkpoints:
                 f"checkpoint {step} in {self._folder} is of another model: {differing} is "
                 f"{held.get(differing, 'absent')}, expected {wanted.get(differing, 'nothing of that name')}"
             )
-        leaves, structure = jax.tree.flatten(like)
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if leaf.size else None for leaf in leaves]
-        args = self._args.Composite(**{_STATE: self._args.StandardRestore(jax.tree.unflatten(structure, shapes))})
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if leaf.size else None, like)
+        args = self._args.Composite(**{_STATE: self._args.StandardRestore(shapes)})
         stored = iter(jax.tree.leaves(self._manager.restore(step, args=args)[_STATE]))
-        restored = [next(stored) if leaf.size else np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-        return step, jax.tree.unflatten(structure, restored), saved["facts"]
+        state = jax.tree.map(lambda leaf: next(stored) if leaf.size else np.zeros(leaf.shape, leaf.dtype), like)
+        return step, state, saved["facts"]
 
     def close(self) -> None:
         """Free Orbax's threads."""

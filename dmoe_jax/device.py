@@ -14,6 +14,8 @@ import jax
 import numpy as np
 import trio
 
+from dmoe_jax.types import PyTree
+
 T = TypeVar("T")
 
 
@@ -51,83 +53,73 @@ class ThreadDevice:
         self._aside = trio.CapacityLimiter(1)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """See `Device.run`."""
         return await trio.to_thread.run_sync(_run_ready, function, args, limiter=self._limiter)
 
     async def aside(self, function: Callable[..., T], *args: Any) -> T:
-        """See `Device.aside`."""
         return await trio.to_thread.run_sync(_run_ready, function, args, limiter=self._aside)
 
 
 Cost = Callable[[str, int], float]
-"""Called with a function's name and the rows of its first array: the virtual seconds that the call takes."""
+"""Called with a function's name and the rows of its first array (0 without one): the virtual seconds that it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """How long a simulated device takes: so much for a call, so much for each row, all of it times a slowdown.
+    """What a call costs on a simulated device: so much for itself, so much for each row, all of it times a slowdown.
 
     Measure both for the device that is to be simulated; a trainer's calls are its waits for what XLA has computed since
     the last one.
     """
 
     call_s: float = 0.0
-    """For every call, seconds: dispatch and the work that does not depend on the batch."""
+    """Seconds of every call: dispatch and the work that does not depend on the batch."""
     row_s: float = 0.0
-    """For every row of the batch, seconds."""
+    """Seconds of every row of the batch."""
     slowdown: float = 1.0
-    """Of this device; 10 is a peer ten times as slow as the others."""
+    """How many times as slow as that this device is."""
 
     def __post_init__(self) -> None:
         if not (self.call_s >= 0 and self.row_s >= 0 and self.slowdown > 0):
             raise ValueError(f"expected call_s >= 0, row_s >= 0 and slowdown > 0, got {self}")
 
     def __call__(self, name: str, rows: int) -> float:
-        """See `Cost`."""
         return self.slowdown * (self.call_s + self.row_s * rows)
-
-
-def _no_cost(name: str, rows: int) -> float:
-    return 0.0
 
 
 class InlineDevice:
     """The calling task itself; for virtual time and tests. One call at a time, in the order in which they were made.
 
+    Compiling takes no virtual time.
+
     Args:
-      cost: what a call costs in virtual time: a `CostModel`, or a function of your own.
+      cost: what a call costs in virtual time: a `CostModel`, or a function of your own; by default nothing.
     """
 
     compiles_aside = False
 
-    def __init__(self, cost: Cost = _no_cost) -> None:
+    def __init__(self, cost: Cost = CostModel()) -> None:
         self._cost = cost
         self._turn = trio.Lock()
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """See `Device.run`."""
         async with self._turn:
-            await trio.sleep(self._cost(getattr(function, "__name__", ""), _rows_of(args)))
+            # The first array among the arguments says how many rows there are.
+            rows = next((leaf.shape[0] for leaf in jax.tree.leaves(args) if getattr(leaf, "shape", ())), 0)
+            await trio.sleep(self._cost(getattr(function, "__name__", ""), rows))
             return _run_ready(function, args)
 
     async def aside(self, function: Callable[..., T], *args: Any) -> T:
-        """Compiling takes no virtual time."""
         await trio.lowlevel.checkpoint()
         return _run_ready(function, args)
 
 
-async def to_host(device: Device, tree: Any) -> Any:
+async def to_host(device: Device, tree: PyTree) -> PyTree:
     """The tree with every JAX array as a NumPy array (zero-copy and read-only on CPU), waited for off the loop."""
     return await device.run(_to_host, tree)
 
 
-def _to_host(tree: Any) -> Any:
+def _to_host(tree: PyTree) -> PyTree:
     return jax.tree.map(np.asarray, tree)
-
-
-def _rows_of(args: Any) -> int:
-    """Length of the first array among the arguments; 0 if there is none."""
-    return next((leaf.shape[0] for leaf in jax.tree.leaves(args) if getattr(leaf, "shape", ())), 0)
 
 
 def _run_ready(function: Callable[..., T], args: tuple[Any, ...]) -> T:

@@ -72,11 +72,7 @@ def user_expert(spec: str) -> Expert:
     Raises:
       UserFileError: if there is none, or it does not keep to the contract of experts (`check_expert`).
     """
-    found = load_from_file(spec, kind="expert")
-    if not isinstance(found, Expert) and callable(found):
-        found = call_user(spec, found, kind="expert")
-    if not isinstance(found, Expert):
-        raise _not_a("an Expert (see dmoe_jax.experts.as_expert)", found, spec, "expert")
+    found: Expert = _found_or_made(spec, "expert", Expert, "an Expert (see dmoe_jax.experts.as_expert)")
     try:
         check_expert(found)
     except ExpertError as error:
@@ -91,14 +87,9 @@ def user_optimizer(spec: str) -> optax.GradientTransformation:
     Raises:
       UserFileError: if there is none.
     """
-    found = load_from_file(spec, kind="optimizer")
-    if not _is_optimizer(found) and callable(found):
-        found = call_user(spec, found, kind="optimizer")
-    if isinstance(found, optax.MultiSteps):
-        found = found.gradient_transformation()
-    if not _is_optimizer(found):
-        raise _not_a("an optax.GradientTransformation", found, spec, "optimizer")
-    return found
+    kinds = optax.GradientTransformation | optax.MultiSteps
+    found = _found_or_made(spec, "optimizer", kinds, "an optax.GradientTransformation")
+    return found.gradient_transformation() if isinstance(found, optax.MultiSteps) else found
 
 
 def user_model(spec: str) -> Callable[[Any], Any]:
@@ -109,7 +100,7 @@ def user_model(spec: str) -> Callable[[Any], Any]:
     """
     found = load_from_file(spec, kind="model")
     if not callable(found):
-        raise _not_a("a function of the swarm that returns a Model, or a class like that", found, spec, "model")
+        raise _not_a("a function of the swarm that returns a Model, or a class like that", found, "model", spec)
     return found
 
 
@@ -118,11 +109,17 @@ def _called_once(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def _is_optimizer(found: Any) -> bool:
-    return isinstance(found, optax.GradientTransformation | optax.MultiSteps)
+def _found_or_made(spec: str, kind: Kind, wanted: Any, expected: str) -> Any:
+    """What the file defines, or, where that is a function and none of the `wanted` types, what the function makes."""
+    found = load_from_file(spec, kind=kind)
+    if not isinstance(found, wanted) and callable(found):
+        found = call_user(spec, found, kind=kind)
+    if not isinstance(found, wanted):
+        raise _not_a(expected, found, kind, spec)
+    return found
 
 
-def _not_a(expected: str, found: Any, spec: str, kind: Kind) -> UserFileError:
+def _not_a(expected: str, found: Any, kind: Kind, spec: str) -> UserFileError:
     return UserFileError(f"{kind} {spec!r}: expected {expected}, got {type(found).__name__}: {found!r:.200}")
 
 

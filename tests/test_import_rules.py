@@ -55,7 +55,6 @@ SHELLS = {
     "dmoe_jax.mixture.statistics",
     "dmoe_jax.flax_layers.host_call",
     "dmoe_jax.device",
-    "dmoe_jax.node.announcing",
     "dmoe_jax.node.runner",
     "dmoe_jax.node.saving",
     "dmoe_jax.node.server",

@@ -18,16 +18,17 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, Int32
 
+from dmoe_jax.checks import check_positive
+
 
 class Batch(NamedTuple):
     """One segment for each row, and the words to predict.
 
     Attributes:
-      tokens: [batch, seq], the words read.
-      targets: [batch, seq], the word after each of them.
-      mask: [batch, seq], true where the target counts; false only on the padding of an evaluation's last
-        batches.
-      is_first: [batch], true where the row does not continue the previous batch: its memory must be dropped.
+      tokens: the words read.
+      targets: the word after each of them.
+      mask: true where the target counts; false only on the padding of an evaluation's last batches.
+      is_first: true where the row does not continue the previous batch: its memory must be dropped.
     """
 
     tokens: Int32[np.ndarray, "batch seq"]
@@ -62,17 +63,14 @@ class SegmentStream:
           seq_len: tokens in a row of one batch.
           shard: which of the `num_shards` trainers this is, from 0.
           num_shards: trainers that share the text; all must use the same batch_size, seq_len and seed.
-          seed: turns the circle by a random number of segments; None starts row 0 at the beginning of the
-            text.
+          seed: turns the circle by a random number of segments; None starts row 0 at the beginning of the text.
           position: number of batches already read.
 
         Raises:
-          ValueError: a count that is not positive, a shard that is not one of them, or a text with fewer
-            whole segments than there are rows.
+          ValueError: a count that is not positive, a shard that is not one of them, or a text with fewer whole
+            segments than there are rows.
         """
-        for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("num_shards", num_shards)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_positive(batch_size=batch_size, seq_len=seq_len, num_shards=num_shards)
         if not 0 <= shard < num_shards:
             raise ValueError(f"shard must be from 0 to {num_shards - 1}, got {shard}")
         num_segments, num_rows = (ids.size - 1) // seq_len, batch_size * num_shards
@@ -87,7 +85,6 @@ class SegmentStream:
         self._ids = ids
         self._seq_len = seq_len
         self._num_segments = num_segments
-        self._num_rows = num_rows
         self.batch_size = batch_size
         """Rows of this trainer."""
         self.seek(position)
@@ -96,11 +93,6 @@ class SegmentStream:
     def position(self) -> int:
         """Number of batches read so far: all there is to save."""
         return self._position
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Batches after which all trainers together have read the text once: full rounds, rounded down."""
-        return self._num_segments // self._num_rows
 
     def seek(self, position: int) -> None:
         """Make batch `position` the next one."""
@@ -149,31 +141,26 @@ def evaluation_segments(
       An iterator of batches; `is_first` is true for all rows of the first batch and for no other.
 
     Raises:
-      ValueError: at once, for a count below 1 or a text without a target.
+      ValueError: at once, for a count that is not positive or a text without a target.
     """
-    for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("max_tokens", max_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_positive(batch_size=batch_size, seq_len=seq_len, max_tokens=ids.size if max_tokens is None else max_tokens)
     if ids.size < 2:
         raise ValueError(f"a text to evaluate must have at least 2 tokens, got {ids.size}")
     num_targets = ids.size - 1 if max_tokens is None else min(ids.size - 1, max_tokens)
-    return _evaluation_batches(ids, batch_size, seq_len, num_targets)
-
-
-def _evaluation_batches(
-    ids: Int[np.ndarray, " tokens"], batch_size: int, seq_len: int, num_targets: int
-) -> Iterator[Batch]:
-    """The generator behind `evaluation_segments`, apart from it so that wrong arguments fail at the call."""
     row_len = -(-num_targets // batch_size)
     starts = np.arange(batch_size, dtype=np.int64)[:, None] * row_len
-    for offset in range(0, row_len, seq_len):
+
+    def batch_from(offset: int) -> Batch:
         columns = offset + np.arange(seq_len)
         places = starts + columns
         mask = (columns < row_len) & (places < num_targets)
         places = np.minimum(places, np.minimum(starts + row_len, num_targets) - 1)
-        yield Batch(
+        return Batch(
             tokens=ids[places].astype(np.int32),
             targets=ids[places + 1].astype(np.int32),
             mask=mask,
             is_first=np.full(batch_size, offset == 0),
         )
+
+    # Not a generator, so that wrong arguments fail at the call.
+    return map(batch_from, range(0, row_len, seq_len))

@@ -12,10 +12,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from dmoe_jax.data import embedded, own_text, wikitext2
-from dmoe_jax.data.errors import DataError
+from dmoe_jax.data import DataError, raw_text, wikitext2
 from dmoe_jax.data.vocabulary import UNK, Vocabulary
-from dmoe_jax.data.wikitext2 import OpenUrl, open_https
 
 SOURCES = ("auto", "wikitext-2", "embedded")
 """Texts that have a name: WikiText-2 if it can be had and else the embedded one, or one of the two only."""
@@ -23,14 +21,11 @@ SOURCES = ("auto", "wikitext-2", "embedded")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """A text in three parts, as ids.
+    """A text in three parts, as read-only ids.
 
     Attributes:
       name: "wikitext-2", "embedded", or the name of a file.
       description: one line for people: which text, from where, why this one, how many tokens.
-      train: [tokens], read-only.
-      valid: [tokens], read-only.
-      test: [tokens], read-only.
       vocabulary: the words behind the ids.
     """
 
@@ -42,7 +37,7 @@ class Corpus:
     vocabulary: Vocabulary
 
 
-def load_corpus(*, source: str = "auto", allow_download: bool = True, open_url: OpenUrl = open_https) -> Corpus:
+def load_corpus(*, source: str = "auto") -> Corpus:
     """Load a corpus. Blocks for about a second; for a download, at most about `wikitext2.TOTAL_TIMEOUT_S`.
 
     WikiText-2 is looked for in the folder `wikitext-2` of `$DMOE_DATA`, then in `dmoe_jax/wikitext-2` of the user's
@@ -50,9 +45,7 @@ def load_corpus(*, source: str = "auto", allow_download: bool = True, open_url: 
     is the last resort. A download is kept in the cache, where a damaged copy is replaced.
 
     Args:
-      source: one of `SOURCES`, or the path of a text of one's own; see `own_text`.
-      allow_download: whether the network may be used.
-      open_url: opens an address for reading; tests pass their own.
+      source: one of `SOURCES`, or the path of a text of one's own; see `raw_text`.
 
     Raises:
       DataError: `$DMOE_DATA` is set but its WikiText-2 is missing or damaged (unless source is "embedded");
@@ -72,16 +65,13 @@ def load_corpus(*, source: str = "auto", allow_download: bool = True, open_url: 
         return _wikitext_corpus(wikitext2.read_folder(cache), f"the cache {cache}")
     except DataError as error:
         tried.append(f"nothing in the cache {cache}" if not os.path.isdir(cache) else f"cache: {error}")
-    if allow_download:
-        try:
-            texts = wikitext2.download(open_url)
-        except DataError as error:
-            tried.append(f"download: {error}")
-        else:
-            kept = _keep_in_cache(texts, cache)
-            return _wikitext_corpus(texts, f"a download from {wikitext2.BASE_URL} ({kept})")
+    try:
+        texts = wikitext2.download()
+    except DataError as error:
+        tried.append(f"download: {error}")
     else:
-        tried.append("downloads are not allowed")
+        kept = _keep_in_cache(texts, cache)
+        return _wikitext_corpus(texts, f"a download from {wikitext2.BASE_URL} ({kept})")
     if source == "wikitext-2":
         raise DataError(
             f"WikiText-2 cannot be had: {'; '.join(tried)}. Set DMOE_DATA to a folder that holds "
@@ -120,41 +110,27 @@ def _wikitext_corpus(texts: wikitext2.Texts, origin: str) -> Corpus:
 
 
 def _embedded_corpus(why: str) -> Corpus:
-    train, valid, test = embedded.read_splits()
-    vocabulary = Vocabulary.build(train, min_count=embedded.MIN_COUNT)
-    return _encode(
-        "embedded", f"embedded corpus ({embedded.describe()}), because {why}", vocabulary, train, valid, test
-    )
+    train, valid, test = raw_text.read_embedded()
+    vocabulary = Vocabulary.build(train, min_count=raw_text.MIN_COUNT)
+    origin = f"embedded corpus ({raw_text.describe_embedded()}), because {why}"
+    return _encode("embedded", origin, vocabulary, train, valid, test)
 
 
 def _own_corpus(path: Path) -> Corpus:
     if not path.exists():
         raise DataError(f"--data {path}: there is no such file or folder; expected one, or {', '.join(SOURCES)}")
-    train, valid, test = own_text.read_own_text(path)
-    vocabulary = Vocabulary.build(train, min_count=own_text.MIN_COUNT)
+    train, valid, test = raw_text.read_own_text(path)
+    vocabulary = Vocabulary.build(train, min_count=raw_text.MIN_COUNT)
     if UNK not in vocabulary:
         vocabulary = Vocabulary((*vocabulary.words, UNK))
     return _encode(path.name, f"your own text {path}", vocabulary, train, valid, test)
 
 
-def _encode(
-    name: str,
-    origin: str,
-    vocabulary: Vocabulary,
-    train: Sequence[str],
-    valid: Sequence[str],
-    test: Sequence[str],
-) -> Corpus:
-    """Turn words into ids, read-only: one corpus is shared by all trainers of a process."""
-    ids = [vocabulary.encode(words) for words in (train, valid, test)]
-    for part in ids:
+def _encode(name: str, origin: str, vocabulary: Vocabulary, *words: Sequence[str]) -> Corpus:
+    """Turn the words of train, valid and test into ids, read-only: all trainers of a process share one corpus."""
+    train, valid, test = parts = [vocabulary.encode(part) for part in words]
+    for part in parts:
         part.flags.writeable = False
-    counts = " / ".join(f"{part.size:,}" for part in ids)
-    return Corpus(
-        name=name,
-        description=f"{origin}: {counts} tokens (train / valid / test), vocabulary {len(vocabulary):,}",
-        train=ids[0],
-        valid=ids[1],
-        test=ids[2],
-        vocabulary=vocabulary,
-    )
+    counts = " / ".join(f"{part.size:,}" for part in parts)
+    description = f"{origin}: {counts} tokens (train / valid / test), vocabulary {len(vocabulary):,}"
+    return Corpus(name=name, description=description, train=train, valid=valid, test=test, vocabulary=vocabulary)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from dmoe_jax.data.errors import DataError
+from dmoe_jax.data import DataError
 
 PARTS = {"train": 60_000, "t10k": 10_000}
 """Images of each part, by its name in the files' names."""

@@ -12,12 +12,11 @@ import tempfile
 import time
 import urllib.request
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import IO
 
-from dmoe_jax.data.errors import DataError
+from dmoe_jax.data import DataError
 from dmoe_jax.data.vocabulary import EOS
 
 SPLITS = ("train", "valid", "test")
@@ -35,7 +34,7 @@ SHA256: Mapping[str, str] = MappingProxyType(
         "test": "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
     }
 )
-"""Of the uncompressed bytes. Train: the form with its articles in another order than the public copy."""
+"""Checksums of the uncompressed bytes. The articles of this train stand in another order than the public copy's."""
 
 PUBLIC_TRAIN_GIT_BLOB = "2d84b35af79e411d73ea7cae83c73964c6ac83b4"
 """Git's name (SHA-1 over a header and the bytes) of the public copy's train.txt."""
@@ -54,9 +53,6 @@ TOTAL_TIMEOUT_S = 300.0
 Texts = Mapping[str, bytes]
 """The uncompressed bytes of each part."""
 
-OpenUrl = Callable[[str, float], IO[bytes]]
-"""Opens (address, timeout in seconds) for reading; raises OSError or HTTPException when it cannot."""
-
 
 def split_words(text: bytes) -> list[str]:
     """The words of a text, `<eos>` for each line; a last line without a line feed is a line too.
@@ -71,16 +67,6 @@ def split_words(text: bytes) -> list[str]:
     if decoded and not decoded.endswith("\n"):
         decoded += "\n"
     return decoded.replace("\n", f" {EOS} ").split()
-
-
-def check_counts(split: str, text: bytes, where: str) -> None:
-    """Raise `DataError`, naming `where`, unless the text has as many tokens as this part of WikiText-2."""
-    try:
-        num_tokens = len(split_words(text))
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from error
-    if num_tokens != NUM_TOKENS[split]:
-        raise DataError(f"{where}: expected {NUM_TOKENS[split]:,} tokens with one <eos> a line, got {num_tokens:,}")
 
 
 def check_bytes(split: str, text: bytes, where: str) -> None:
@@ -117,7 +103,12 @@ def read_folder(folder: str) -> Texts:
             raise DataError(f"{path} cannot be read: expected gzip of UTF-8 text: {error}") from error
         if len(text) > MAX_TEXT_BYTES:
             raise DataError(f"{path}: expected at most {MAX_TEXT_BYTES:,} bytes of text, got more")
-        check_counts(split, text, path)
+        try:
+            num_tokens = len(split_words(text))
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
+        if num_tokens != NUM_TOKENS[split]:
+            raise DataError(f"{path}: expected {NUM_TOKENS[split]:,} tokens with one <eos> a line, got {num_tokens:,}")
         texts[split] = text
     return texts
 
@@ -137,13 +128,7 @@ def write_folder(texts: Texts, folder: str) -> None:
             raise
 
 
-def open_https(url: str, timeout_s: float) -> IO[bytes]:
-    """Open a public address: certificates are verified, proxies come from the environment."""
-    response: IO[bytes] = urllib.request.urlopen(url, timeout=timeout_s)
-    return response
-
-
-def download(open_url: OpenUrl = open_https) -> Texts:
+def download() -> Texts:
     """Fetch the public copy; every part must be a known text, byte for byte. Small parts first, to fail soon.
 
     Raises:
@@ -153,19 +138,20 @@ def download(open_url: OpenUrl = open_https) -> Texts:
     texts = {}
     for split in ("valid", "test", "train"):
         url = f"{BASE_URL}{split}.txt"
-        text = _fetch(url, open_url, deadline)
-        check_counts(split, text, url)
-        check_bytes(split, text, url)
-        texts[split] = text
+        texts[split] = _fetch(url, deadline)
+        check_bytes(split, texts[split], url)
     return texts
 
 
-def _fetch(url: str, open_url: OpenUrl, deadline: float) -> bytes:
-    """The bytes behind an address: at most `MAX_TEXT_BYTES`, before `deadline` on the monotonic clock."""
+def _fetch(url: str, deadline: float) -> bytes:
+    """The bytes behind an address: at most `MAX_TEXT_BYTES`, before `deadline` on the monotonic clock.
+
+    Certificates are verified, and proxies come from the environment.
+    """
     parts: list[bytes] = []
     size = 0
     try:
-        with open_url(url, SOCKET_TIMEOUT_S) as file:
+        with urllib.request.urlopen(url, timeout=SOCKET_TIMEOUT_S) as file:
             while part := file.read(1 << 16):
                 parts.append(part)
                 size += len(part)

@@ -42,10 +42,9 @@ def make_expert(kind: str, **config: Any) -> Expert:
     if kind not in EXPERTS:
         raise ValueError(f"unknown kind of expert {kind!r}; there are {', '.join(sorted(EXPERTS))}")
     factory = EXPERTS[kind]
-    fields = inspect.signature(LayerConfig if factory is transformer_xl_layer else factory).parameters
-    if unknown := sorted(set(config) - set(fields)):
-        raise ValueError(f"expert {kind!r} has no field {', '.join(unknown)}; its fields are {', '.join(fields)}")
-    required = {name for name, field in fields.items() if field.default is inspect.Parameter.empty}
-    if missing := sorted(required - set(config)):
-        raise ValueError(f"expert {kind!r} needs a value for {', '.join(missing)}")
+    signature = inspect.signature(LayerConfig if factory is transformer_xl_layer else factory)
+    try:
+        signature.bind(**config)
+    except TypeError as error:
+        raise ValueError(f"expert {kind!r}: {error}; its fields are {', '.join(signature.parameters)}") from error
     return factory(**config)

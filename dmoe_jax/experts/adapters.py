@@ -17,7 +17,7 @@ recomputes the forward, drops the same. Without keys the module runs in evaluati
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +38,11 @@ _TRAINING_FLAGS = {"deterministic": False, "train": True, "training": True, "is_
 _TRIAL_ROWS = 7
 """Rows of the batch that finds out an output's shape: a number that is seldom one of the model's own."""
 
-_Examples = tuple[tuple[tuple[int, ...], str], ...]
-_Names = tuple[str, ...] | None
-_Options = tuple[tuple[str, Any], ...]
+P = ParamSpec("P")
 
 
 def as_expert(what: Any, *examples: Any, **options: Any) -> Expert:
-    """An expert of whatever can be one: an Expert, a Linen module, a maker of NNX modules, or a pair of functions.
+    """An expert of whatever can be one.
 
     Args:
       what: an `Expert`, returned as it is; a Linen module; a function or class that is called with `nnx.Rngs` and gives
@@ -78,6 +76,39 @@ def as_expert(what: Any, *examples: Any, **options: Any) -> Expert:
     )
 
 
+def _remembered(num_makers: int) -> Callable[[Callable[P, Expert]], Callable[P, Expert]]:
+    """A decorator: equal arguments give the same expert, wherever they can be hashed.
+
+    Args:
+      num_makers: how many arguments come before the examples, of which shape and type count.
+    """
+
+    def decorate(make: Callable[P, Expert]) -> Callable[P, Expert]:
+        made: dict[Any, Expert] = {}
+
+        def hashable(option: Any) -> Any:
+            if isinstance(option, Mapping):
+                return tuple(sorted(option.items()))
+            return tuple(option) if isinstance(option, list) else option
+
+        @functools.wraps(make)
+        def remembered(*args: Any, **options: Any) -> Expert:
+            named = tuple(sorted((name, hashable(option)) for name, option in options.items()))
+            key = args[:num_makers], _described(args[num_makers:]), named
+            try:
+                hash(key)
+            except TypeError:  # a module with an array or a list among its fields: a new expert each time
+                return make(*args, **options)
+            if key not in made:
+                made[key] = make(*args, **options)
+            return made[key]
+
+        return cast(Callable[P, Expert], remembered)
+
+    return decorate
+
+
+@_remembered(1)
 def expert_from_linen(
     module: nn.Module,
     *examples: Any,
@@ -92,7 +123,7 @@ def expert_from_linen(
     Args:
       module: its `__call__` takes one positional argument for each input and returns one array.
       examples: one array for each input, batch axis first.
-      name: of the expert; None: the module's class.
+      name: the expert's; None: the module's class.
       differentiable: names of the inputs that get a gradient, which are the names of the call's arguments; None: all
         of a floating type.
       train: keyword arguments of the call in training. `deterministic`, `train`, `training` and `is_training` are set
@@ -104,10 +135,34 @@ def expert_from_linen(
       ExpertError: if the module keeps other state than parameters, such as running statistics, or is no expert for
         another reason.
     """
-    options = tuple((train or {}).items()), tuple((evaluate or {}).items())
-    return _cached(_from_linen, module, _described(examples), name, _names(differentiable), *options, check)
+    name = name or type(module).__name__
+    specs = _specs(name, module.__call__, examples, differentiable)
+    training, evaluating = _modes(module.__call__, specs, train, evaluate)
+
+    def init(key: PRNGKeyArray) -> PyTree:
+        variables = module.init({"params": key}, *_zeros(specs, 1), **evaluating)
+        _refuse_state(name, set(variables) - {"params"})
+        return variables.get("params", {})
+
+    def evaluate_rows(params: PyTree, *inputs: Any) -> Any:
+        return module.apply({"params": params}, *inputs, **evaluating)
+
+    def train_row(params: PyTree, key: PRNGKeyArray | None, *inputs: Any) -> Any:
+        return module.apply({"params": params}, *inputs, rngs=None if key is None else {"dropout": key}, **training)
+
+    params = called(name, "init", jax.eval_shape, init, jax.random.key(0))
+    try:
+        jax.eval_shape(lambda params, *inputs: train_row(params, None, *inputs), params, *_zeros(specs, 1))
+        takes_key = False
+    except flax_errors.InvalidRngError:
+        takes_key = True
+    except Exception:  # said below, by the trial of the whole expert, with the module's name
+        takes_key = bool(training)
+    apply = _by_row(evaluate_rows, train_row) if takes_key else evaluate_rows
+    return _complete(name, init, apply, specs, takes_key, check)
 
 
+@_remembered(1)
 def expert_from_nnx(
     make: Callable[..., nnx.Module],
     *examples: Any,
@@ -127,85 +182,6 @@ def expert_from_nnx(
     Raises:
       ExpertError: if the module keeps other variables, such as `nnx.BatchStat`, or is no expert for another reason.
     """
-    options = tuple((train or {}).items()), tuple((evaluate or {}).items())
-    return _cached(_from_nnx, make, _described(examples), name, _names(differentiable), *options, check)
-
-
-def expert_from_functions(
-    init: Callable[..., PyTree],
-    apply: Callable[..., Any],
-    *examples: Any,
-    takes_key: bool = False,
-    name: str | None = None,
-    differentiable: Sequence[str] | None = None,
-    check: bool = True,
-) -> Expert:
-    """An expert of two pure functions.
-
-    Args:
-      init: (key) -> params, a tree of arrays.
-      apply: (params, *inputs) -> output; with `takes_key` it also takes `keys`, see `Expert`.
-      examples: one array for each input, batch axis first.
-      takes_key: whether `apply` drops out.
-      name: of the expert; None: the name of `apply`.
-      differentiable, check: as in `expert_from_linen`.
-
-    Raises:
-      ExpertError: if they make no expert.
-    """
-    return _cached(_from_functions, init, apply, _described(examples), takes_key, name, _names(differentiable), check)
-
-
-@functools.cache
-def _from_linen(
-    module: nn.Module,
-    examples: _Examples,
-    name: str | None,
-    differentiable: _Names,
-    train: _Options,
-    evaluate: _Options,
-    check: bool,
-) -> Expert:
-    name = name or type(module).__name__
-    specs = _specs(name, module.__call__, examples, differentiable)
-    training, evaluating = _modes(module.__call__, specs, train, evaluate)
-
-    def init(key: PRNGKeyArray) -> PyTree:
-        variables = module.init({"params": key}, *_zeros(specs, 1), **evaluating)
-        _refuse_state(name, sorted(set(variables) - {"params"}))
-        return variables.get("params", {})
-
-    def evaluate_rows(params: PyTree, *inputs: Any) -> Any:
-        return module.apply({"params": params}, *inputs, **evaluating)
-
-    def train_row(params: PyTree, key: PRNGKeyArray, *inputs: Any) -> Any:
-        return module.apply({"params": params}, *inputs, rngs={"dropout": key}, **training)
-
-    def train_without_key(params: PyTree, *inputs: Any) -> Any:
-        return module.apply({"params": params}, *inputs, **training)
-
-    params = called(name, "init", jax.eval_shape, init, jax.random.key(0))
-    try:
-        jax.eval_shape(train_without_key, params, *_zeros(specs, 1))
-        takes_key = False
-    except flax_errors.InvalidRngError:
-        takes_key = True
-    except Exception:  # said below, by the trial of the whole expert, with the module's name
-        takes_key = bool(training)
-    apply = _by_row(evaluate_rows, train_row) if takes_key else evaluate_rows
-    return _complete(name, init, apply, specs, takes_key, check=check)
-
-
-@functools.cache
-def _from_nnx(
-    make: Callable[..., nnx.Module],
-    examples: _Examples,
-    name: str | None,
-    differentiable: _Names,
-    train: _Options,
-    evaluate: _Options,
-    check: bool,
-) -> Expert:
     label = name or str(getattr(make, "__name__", type(make).__name__))
     by_name = called(label, "its signature", lambda: "rngs" in inspect.signature(make).parameters)
 
@@ -220,7 +196,7 @@ def _from_nnx(
     parts: Any = nnx.split(blueprint, nnx.Param, nnx.RngState, ...)
     graph, template, streams, others = parts
     variables = jax.tree.leaves(others, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    _refuse_state(name, sorted({type(variable).__name__ for variable in variables}))
+    _refuse_state(name, {type(variable).__name__ for variable in variables})
     specs = _specs(name, blueprint.__call__, examples, differentiable)
     training, evaluating = _modes(blueprint.__call__, specs, train, evaluate)
 
@@ -252,30 +228,35 @@ def _from_nnx(
 
     takes_key = bool(jax.tree.leaves(streams))
     apply = _by_row(evaluate_rows, train_row) if takes_key else evaluate_rows
-    return _complete(name, init, apply, specs, takes_key, check=check)
+    return _complete(name, init, apply, specs, takes_key, check)
 
 
-@functools.cache
-def _from_functions(
+@_remembered(2)
+def expert_from_functions(
     init: Callable[..., PyTree],
     apply: Callable[..., Any],
-    examples: _Examples,
-    takes_key: bool,
-    name: str | None,
-    differentiable: _Names,
-    check: bool,
+    *examples: Any,
+    takes_key: bool = False,
+    name: str | None = None,
+    differentiable: Sequence[str] | None = None,
+    check: bool = True,
 ) -> Expert:
+    """An expert of two pure functions.
+
+    Args:
+      init: (key) -> params, a tree of arrays.
+      apply: (params, *inputs) -> output; with `takes_key` it also takes `keys`, see `Expert`.
+      examples: one array for each input, batch axis first.
+      takes_key: whether `apply` drops out.
+      name: the expert's; None: the name of `apply`.
+      differentiable, check: as in `expert_from_linen`.
+
+    Raises:
+      ExpertError: if they make no expert.
+    """
     name = name or str(getattr(apply, "__name__", type(apply).__name__))
     specs = _specs(name, apply, examples, differentiable, skip=1)
-    return _complete(name, init, apply, specs, takes_key, check=check)
-
-
-def _cached(make: Any, *args: Any) -> Expert:
-    try:
-        hash(args)
-    except TypeError:  # a module with an array or a list among its fields: a new expert each time
-        return make.__wrapped__(*args)
-    return make(*args)
+    return _complete(name, init, apply, specs, takes_key, check)
 
 
 def _complete(
@@ -284,7 +265,6 @@ def _complete(
     apply: Callable[..., Any],
     specs: tuple[TensorSpec, ...],
     takes_key: bool,
-    *,
     check: bool,
 ) -> Expert:
     """The expert with its output's specification, which an abstract trial finds out."""
@@ -321,7 +301,7 @@ def _by_row(evaluate_rows: Callable[..., Any], train_row: Callable[..., Any]) ->
     return apply
 
 
-def _described(examples: Iterable[Any]) -> _Examples:
+def _described(examples: Iterable[Any]) -> tuple[tuple[tuple[int, ...], str], ...]:
     """Shape without the batch axis, and type, of each example."""
     arrays = [example if hasattr(example, "shape") else np.asarray(example) for example in examples]
     if not arrays or not all(array.shape for array in arrays):
@@ -330,15 +310,11 @@ def _described(examples: Iterable[Any]) -> _Examples:
     return tuple((tuple(array.shape[1:]), str(jax.dtypes.canonicalize_dtype(array.dtype))) for array in arrays)
 
 
-def _names(differentiable: Sequence[str] | None) -> _Names:
-    return None if differentiable is None else tuple(differentiable)
-
-
 def _specs(
-    name: str, function: Callable[..., Any], examples: _Examples, differentiable: _Names, *, skip: int = 0
+    name: str, call: Callable[..., Any], examples: Sequence[Any], differentiable: Sequence[str] | None, *, skip: int = 0
 ) -> tuple[TensorSpec, ...]:
-    """One specification for each example, named after the function's arguments."""
-    arguments = list(inspect.signature(function).parameters.values())[skip:]
+    """One specification for each example, named after the call's arguments behind the first `skip`."""
+    arguments = list(inspect.signature(call).parameters.values())[skip:]
     names = [argument.name for argument in arguments if argument.kind <= argument.POSITIONAL_OR_KEYWORD]
     if any(argument.kind == argument.VAR_POSITIONAL for argument in arguments):
         names += [f"input{index}" for index in range(len(names), len(examples))]
@@ -350,32 +326,36 @@ def _specs(
     if unknown := sorted(set(differentiable or ()) - set(names)):
         raise ExpertError(f"expert {name!r} has no input {', '.join(unknown)}; its inputs are {', '.join(names)}")
     specs = []
-    for label, (shape, dtype) in zip(names, examples, strict=True):
+    for label, (shape, dtype) in zip(names, _described(examples), strict=True):
         floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-        if not floating and label in (differentiable or ()):
-            raise ExpertError(f"expert {name!r}: input {label!r} is {dtype}, which has no gradient")
         chosen = floating if differentiable is None else label in differentiable
+        if chosen and not floating:
+            raise ExpertError(f"expert {name!r}: input {label!r} is {dtype}, which has no gradient")
         specs.append(TensorSpec(name=label, shape=shape, dtype=dtype, differentiable=chosen))
     return tuple(specs)
 
 
 def _modes(
-    call: Callable[..., Any], specs: tuple[TensorSpec, ...], train: _Options, evaluate: _Options
+    call: Callable[..., Any],
+    specs: tuple[TensorSpec, ...],
+    train: Mapping[str, Any] | None,
+    evaluate: Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Keyword arguments of the call in training and in evaluation."""
     flags = set(inspect.signature(call).parameters) & set(_TRAINING_FLAGS) - {spec.name for spec in specs}
     training = {flag: _TRAINING_FLAGS[flag] for flag in flags}
-    return {**training, **dict(train)}, {**{flag: not value for flag, value in training.items()}, **dict(evaluate)}
+    evaluating = {flag: not value for flag, value in training.items()}
+    return {**training, **(train or {})}, {**evaluating, **(evaluate or {})}
 
 
 def _zeros(specs: tuple[TensorSpec, ...], rows: int) -> list[Any]:
     return [jnp.zeros((rows, *spec.shape), spec.dtype) for spec in specs]
 
 
-def _refuse_state(name: str, kinds: list[str]) -> None:
+def _refuse_state(name: str, kinds: set[str]) -> None:
     if kinds:
         raise ExpertError(
-            f"expert {name!r} keeps state beside its parameters ({', '.join(kinds)}). A node joins the rows of "
+            f"expert {name!r} keeps state beside its parameters ({', '.join(sorted(kinds))}). A node joins the rows of "
             "different trainers and pads them with zeros, so statistics of a batch would mix strangers' rows: use "
             "LayerNorm or RMSNorm in place of BatchNorm, and parameters in place of other variables"
         )

@@ -5,7 +5,6 @@ batch-first and samples are independent of each other, so that a node may join t
 and a mixture may call an expert for one sample.
 """
 
-import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from dmoe_jax.types import PyTree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Shape and type of one input or output, without the batch axis."""
+    """Shape and type of one input or output."""
 
     name: str
     """What error messages call it."""
@@ -29,11 +28,6 @@ class TensorSpec:
     """NumPy's name of the type, such as "float32" or "bool"."""
     differentiable: bool
     """Whether a backward request returns a gradient for it."""
-
-    @property
-    def size(self) -> int:
-        """Number of elements in one sample."""
-        return math.prod(self.shape)
 
 
 class Expert(NamedTuple):
@@ -79,7 +73,7 @@ def init_by_uid(key: PRNGKeyArray, expert: Expert, prefix: str, coordinates: Seq
     an expert over starts it as the first one did.
 
     Args:
-      key: of the whole model.
+      key: the whole model's.
       expert: the network.
       prefix: the grid's name.
       coordinates: the expert's place in the grid; may be traced.

@@ -25,7 +25,7 @@ def check_expert(expert: Expert) -> None:
         one of its functions raised.
     """
     params = called(expert.name, "init", expert.init, jax.random.key(0))
-    if not all(_finite(leaf) for leaf in jax.tree.leaves(params)):
+    if not all(map(_finite, jax.tree.leaves(params))):
         raise ExpertError(f"expert {expert.name!r}: its initial parameters are not finite")
     rng = np.random.default_rng(0)
     inputs = [_sample(spec, rng) for spec in expert.inputs]
@@ -54,8 +54,7 @@ def called(name: str, part: str, function: Any, *args: Any, **named: Any) -> Any
     except ExpertError:
         raise
     except Exception as error:  # a stranger's code may raise anything
-        reason = str(error).strip().splitlines()
-        said = reason[0] if reason else "no message"
+        said, *_ = [*str(error).strip().splitlines(), "no message"]
         raise ExpertError(f"expert {name!r}: {part} raised {type(error).__name__}: {said}") from error
 
 

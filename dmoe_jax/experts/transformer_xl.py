@@ -17,6 +17,7 @@ R. Ordinary: on the attention weights. The masks come from a key that is an inpu
 backward pass, at another time and in another batch, has to drop the same.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, cast
@@ -77,7 +78,18 @@ class TransformerXLLayer(nn.Module):
         heads = (config.num_heads, d_model // config.num_heads)
         normal = nn.initializers.normal(INIT_STDDEV)
 
-        factors = dropout_factors(dropout_key, self._locked(d_model, positions is None), site=_LOCKED)
+        # What the locked masks lie on: name -> (rate, shape). The leading 1 is time.
+        per_head, per_feature = (config.dropout, (1, *heads)), (config.dropout, (1, d_model))
+        locked = {
+            "query": per_head,
+            "key": per_head,
+            "value": per_head,
+            "output": per_feature,
+            "ff_in": (config.dropout, (1, config.d_ff)),
+            "ff_out": per_feature,
+            "position": (config.position_dropout if positions is None else 0.0, (1, d_model)),
+        }
+        factors = dropout_factors(dropout_key, locked, site=_LOCKED)
 
         def drop(name: str, x: Array) -> Array:
             return scale(x, factors.get(name))
@@ -112,21 +124,6 @@ class TransformerXLLayer(nn.Module):
         outer = nn.Dense(d_model, kernel_init=normal, dtype=dtype, name="ff_out")(drop("ff_in", inner))
         return norm("ff_norm", attention + drop("ff_out", outer))
 
-    def _locked(self, d_model: int, own_positions: bool) -> dict[str, tuple[float, tuple[int, ...]]]:
-        """What the locked masks lie on: name -> (rate, shape). The leading 1 is time."""
-        config = self.config
-        heads = (config.dropout, (1, config.num_heads, d_model // config.num_heads))
-        model = (config.dropout, (1, d_model))
-        return {
-            "query": heads,
-            "key": heads,
-            "value": heads,
-            "output": model,
-            "ff_in": (config.dropout, (1, config.d_ff)),
-            "ff_out": model,
-            "position": (config.position_dropout if own_positions else 0.0, (1, d_model)),
-        }
-
 
 def transformer_xl_layer(**sizes_and_rates: Any) -> Expert:
     """A Transformer-XL layer as an expert; equal configurations return the same object.
@@ -148,7 +145,7 @@ def transformer_xl_layer(**sizes_and_rates: Any) -> Expert:
 @functools.cache
 def layer_expert(config: LayerConfig) -> Expert:
     """`transformer_xl_layer` of this configuration."""
-    layer, d_model, seq_len, mem_len = TransformerXLLayer(config), config.d_model, config.seq_len, config.mem_len
+    layer, d_model, mem_len = TransformerXLLayer(config), config.d_model, config.mem_len
 
     def init(key: PRNGKeyArray) -> PyTree:
         # Parameters do not depend on the lengths, so one position and one slot suffice to make them.
@@ -164,18 +161,13 @@ def layer_expert(config: LayerConfig) -> Expert:
     ) -> Float[Array, "batch seq_len d_model"]:
         return cast(Array, layer.apply({"params": params}, hidden, memory, memory_mask, dropout_key))
 
-    hidden_shape, memory_shape = (seq_len, d_model), (mem_len, d_model)
-    inputs: tuple[TensorSpec, ...] = (
-        TensorSpec(name="hidden", shape=hidden_shape, dtype="float32", differentiable=True),
-        TensorSpec(name="memory", shape=memory_shape, dtype="float32", differentiable=False),
+    hidden = TensorSpec(name="hidden", shape=(config.seq_len, d_model), dtype="float32", differentiable=True)
+    inputs = [
+        hidden,
+        TensorSpec(name="memory", shape=(mem_len, d_model), dtype="float32", differentiable=False),
         TensorSpec(name="memory_mask", shape=(mem_len,), dtype="bool", differentiable=False),
-    )
+    ]
     if config.drops:
-        inputs += (TensorSpec(name="dropout_key", shape=(2,), dtype="uint32", differentiable=False),)
-    return Expert(
-        name="transformer_xl",
-        init=jax.jit(init),
-        apply=apply,
-        inputs=inputs,
-        output=TensorSpec(name="output", shape=hidden_shape, dtype="float32", differentiable=True),
-    )
+        inputs.append(TensorSpec(name="dropout_key", shape=(2,), dtype="uint32", differentiable=False))
+    output = dataclasses.replace(hidden, name="output")
+    return Expert("transformer_xl", jax.jit(init), apply, tuple(inputs), output)

@@ -9,15 +9,12 @@ Transformer-XL's WikiText recipe, every word's output vector is its row of the e
 
 This is an exact, normalised distribution, not an approximation; it merely has another shape than one softmax.
 
-A cluster's large product is made only for the tokens whose target falls into it, which is most of the saving.
-How many
-they are is known at run time only, while XLA wants static shapes: tokens are ordered by cluster, and the
-number of rows is rounded up to one of a few *buckets*, each a branch of one `lax.switch`. (Measured at 128
-tokens, 33,278 words, d = 128 on two cores against loops over chunks of 16 to 128 rows: half their time, since
-each cluster's table is read and its gradient written once and not once a chunk.) Differentiating a switch
-would store the intermediate results of
-every branch, used or not, so the derivative is written by hand: it recomputes the chosen branch and
-differentiates that.
+A cluster's large product is made only for the tokens whose target falls into it, which is most of the saving. How many
+they are is known at run time only, while XLA wants static shapes: tokens are ordered by cluster, and the number of rows
+is rounded up to one of a few *buckets*, each a branch of one `lax.switch`. (Measured at 128 tokens, 33,278 words, d =
+128 on two cores against loops over chunks of 16 to 128 rows: half their time, since each cluster's table is read and
+its gradient written once and not once a chunk.) Differentiating a switch would store the intermediate results of every
+branch, used or not, so the derivative is written by hand: it recomputes the chosen branch and differentiates that.
 """
 
 import functools
@@ -28,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float, Int, Num
 
 SMALLEST_BUCKET = 16
@@ -97,21 +95,16 @@ def adaptive_softmax_loss(
     if len(cutoffs) != cluster_w.shape[0]:
         raise ValueError(f"cutoffs {cutoffs} need {len(cutoffs)} cluster tokens, got {cluster_w.shape[0]}")
     if not cutoffs:
-        return softmax_nll(hidden @ table.T + bias, targets)
+        return optax.softmax_cross_entropy_with_integer_labels(hidden @ table.T + bias, targets)
     # 0 for a word of the head, i + 1 for one of tail cluster i.
     cluster = jnp.searchsorted(jnp.asarray(cutoffs, targets.dtype), targets, side="right")
     head_size = cutoffs[0]
     head_logits = jnp.concatenate(
         [hidden @ table[:head_size].T + bias[:head_size], hidden @ cluster_w.T + cluster_b], axis=-1
     )
-    nll = softmax_nll(head_logits, jnp.where(cluster == 0, targets, head_size + cluster - 1))
+    head_targets = jnp.where(cluster == 0, targets, head_size + cluster - 1)
+    nll = optax.softmax_cross_entropy_with_integer_labels(head_logits, head_targets)
     return nll + _tails_nll(table, bias, hidden, targets, cluster, cutoffs)
-
-
-def softmax_nll(logits: Float[Array, "n words"], targets: Int[Array, " n"]) -> Float[Array, " n"]:
-    """Negative log-probability of each target under a softmax over the last axis, nats."""
-    chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
 def _tails_nll(
@@ -129,24 +122,12 @@ def _tails_nll(
     sorted_hidden = jnp.pad(hidden[order], ((0, n), (0, 0)))
     sorted_targets = jnp.pad(targets[order], (0, n))
     total = jnp.zeros(2 * n, hidden.dtype)
-    edges = (*cutoffs, table.shape[0])
-    for i, (low, high) in enumerate(itertools.pairwise(edges)):
-        start = jnp.sum(cluster < i + 1)
-        count = jnp.sum(cluster == i + 1)
+    for number, (low, high) in enumerate(itertools.pairwise((*cutoffs, table.shape[0])), start=1):
+        start, count = jnp.sum(cluster < number), jnp.sum(cluster == number)
         # Rows of other clusters may lie inside the bucket; their words are clipped here and masked there.
         words = jnp.clip(sorted_targets - low, 0, high - low - 1)
         total = total + _cluster_nll(table[low:high], bias[low:high], sorted_hidden, words, start, count)
     return total[jnp.argsort(order)]
-
-
-def _buckets(rows: int) -> tuple[int, ...]:
-    """Numbers of rows that a branch is compiled for: none, powers of two, and all of them."""
-    sizes = [0]
-    size = SMALLEST_BUCKET
-    while size < rows:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, rows)
 
 
 def _bucket_nll(
@@ -164,38 +145,28 @@ def _bucket_nll(
         return nll
     own_hidden = jax.lax.dynamic_slice_in_dim(hidden, start, rows)
     own_words = jax.lax.dynamic_slice_in_dim(words, start, rows)
-    own_nll = jnp.where(jnp.arange(rows) < count, softmax_nll(own_hidden @ table.T + bias, own_words), 0)
+    own_nll = optax.softmax_cross_entropy_with_integer_labels(own_hidden @ table.T + bias, own_words)
+    own_nll = jnp.where(jnp.arange(rows) < count, own_nll, 0)
     return jax.lax.dynamic_update_slice_in_dim(nll, own_nll, start, 0)
 
 
-def _bucket_grads(
-    rows: int,
-    table: Float[Array, "words d_model"],
-    bias: Float[Array, " words"],
-    hidden: Float[Array, "padded d_model"],
-    words: Int[Array, " padded"],
-    start: Int[Array, ""],
-    count: Int[Array, ""],
-    nll_grads: Float[Array, " padded"],
-) -> tuple[Float[Array, "words d_model"], Float[Array, " words"], Float[Array, "padded d_model"]]:
-    """Gradients of `_bucket_nll` with respect to table, bias and hidden, by recomputing it."""
+def _bucket_grads(rows: int, *operands: Array) -> tuple[Array, ...]:
+    """Gradients of `_bucket_nll` with respect to table, bias and hidden, by recomputing it.
 
-    def nll(
-        table: Float[Array, "words d_model"],
-        bias: Float[Array, " words"],
-        hidden: Float[Array, "padded d_model"],
-    ) -> Float[Array, " padded"]:
-        return _bucket_nll(rows, table, bias, hidden, words, start, count)
-
-    _, pull_back = jax.vjp(nll, table, bias, hidden)
-    table_grad, bias_grad, hidden_grad = pull_back(nll_grads)
-    return table_grad, bias_grad, hidden_grad
+    The last of the operands is the gradient of its result; the others are its own.
+    """
+    table, bias, hidden, *rest, nll_grads = operands
+    _, pull_back = jax.vjp(lambda *args: _bucket_nll(rows, *args, *rest), table, bias, hidden)
+    grads: tuple[Array, ...] = pull_back(nll_grads)
+    return grads
 
 
 def _switch(branch: Callable[..., Any], *operands: Array) -> Any:
     """Run `branch` on the operands of `_bucket_nll`, for the smallest bucket that holds `count` rows."""
-    hidden, count = operands[2], operands[5]
-    buckets = _buckets(hidden.shape[0] // 2)
+    _, _, hidden, _, _, count, *_ = operands
+    rows = hidden.shape[0] // 2  # without the padding
+    powers = itertools.takewhile(lambda size: size < rows, (SMALLEST_BUCKET << power for power in itertools.count()))
+    buckets = (0, *powers, rows)
     chosen = jnp.searchsorted(jnp.asarray(buckets), count)
     return jax.lax.switch(chosen, [functools.partial(branch, rows) for rows in buckets], *operands)
 

@@ -9,7 +9,6 @@ from dmoe_jax.experts.base import Expert
 from dmoe_jax.experts.transformer_xl import layer_expert
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models.adaptive_softmax import check_cutoffs
-from dmoe_jax.models.trunk import TrunkDropout
 from dmoe_jax.routing.base import check_grid_size
 
 
@@ -22,7 +21,7 @@ class TransformerXLConfig:
     num_layers: int
     """Layers, each a mixture of experts unless the model is dense."""
     layer: LayerConfig = field(default_factory=LayerConfig)
-    """Every layer, or every expert of a mixture. Its `dropout` also acts behind the last layer."""
+    """Every layer, or every expert of a mixture. Its `dropout` also acts, each element by itself, behind the last."""
     grid_size: tuple[int, ...] = ()
     """Extents of each layer's grid of experts; () for a dense model."""
     k_best: int = 0
@@ -30,11 +29,11 @@ class TransformerXLConfig:
     cutoffs: tuple[int, ...] = ()
     """First word of each tail cluster of the adaptive softmax; () for a plain softmax."""
     embedding_dropout: float = 0.0
-    """Rate at which words lose their whole embedding; the softmax keeps it."""
+    """Rate at which words lose their whole embedding, at all their places; the softmax keeps it (dropoute)."""
     input_dropout: float = 0.0
-    """Rate of the locked dropout on word vectors."""
+    """Rate of the locked dropout on word vectors (dropouti)."""
     output_dropout: float = 0.0
-    """Rate of the locked dropout before the softmax."""
+    """Rate of the locked dropout before the softmax (dropouto)."""
 
     def __post_init__(self) -> None:
         check_positive(vocab_size=self.vocab_size, num_layers=self.num_layers)
@@ -70,16 +69,6 @@ class TransformerXLConfig:
     def mem_len(self) -> int:
         """Memory slots of a layer."""
         return self.layer.mem_len
-
-    @property
-    def trunk_dropout(self) -> TrunkDropout:
-        """Rates outside the layers."""
-        return TrunkDropout(
-            embedding=self.embedding_dropout,
-            input=self.input_dropout,
-            output=self.output_dropout,
-            final=self.layer.dropout,
-        )
 
     def replace(self, **changes: Any) -> "TransformerXLConfig":
         """A copy with other values; those that are fields of the layer go to the layer.

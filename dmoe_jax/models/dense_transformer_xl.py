@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
 from dmoe_jax.data.batches import Batch
-from dmoe_jax.experts.dropout import KeyData, locked_dropout
+from dmoe_jax.experts.dropout import locked_dropout
 from dmoe_jax.experts.relative_attention import relative_positions
 from dmoe_jax.experts.transformer_xl import INIT_STDDEV, TransformerXLLayer
 from dmoe_jax.models.config import TransformerXLConfig
@@ -40,17 +40,10 @@ def init(
       ValueError: if word_counts has not one number for each word.
     """
     embed_key, head_key, bias_key, layer_key = jax.random.split(key, 4)
-    embed_params, head_params = init_embed_and_head(
-        embed_key,
-        head_key,
-        vocab_size=config.vocab_size,
-        d_model=config.d_model,
-        cutoffs=config.cutoffs,
-        word_counts=word_counts,
-    )
+    embed_params, head_params = init_embed_and_head(embed_key, head_key, config, word_counts=word_counts)
     heads = (config.layer.num_heads, config.d_model // config.layer.num_heads)
     content, position = INIT_STDDEV * jax.random.normal(bias_key, (2, *heads))
-    layer = _layer(config)
+    layer = TransformerXLLayer(config.layer)
     # Parameters do not depend on the lengths, so one position and one slot suffice to make them.
     sample, filled = jnp.zeros((1, 1, config.d_model)), jnp.ones((1, 1), bool)
 
@@ -72,22 +65,20 @@ def forward(
     """Negative log-likelihood of each target, and the memory for the next segment. Pure, to be jitted by the caller.
 
     Args:
-      params: from `init`.
+      params: what `init` made.
       config: static under jit. Its lengths need not be those that the parameters were trained with.
       batch: tokens and targets.
-      memory: from `empty_memory` or the segment before.
+      memory: what `empty_memory` or the segment before gave.
       keys: chance of this step, see `step_keys`; None: evaluation.
 
     Returns: (nll [batch, seq] in nats, whose mean is the loss; memory).
     """
     # A batch comes from the host as NumPy.
     tokens, targets = jnp.asarray(batch.tokens), jnp.asarray(batch.targets)
-    rates = config.trunk_dropout
     embed_key, head_key = (None, None) if keys is None else (keys.embed, keys.head)
-    hidden = embed(params["embed"], tokens, embed_key, rates)
+    hidden = embed(params["embed"], tokens, config, embed_key)
     hidden, memory = run_layers(params, config, hidden, memory, keys=keys)
-    nll = token_nll(params["embed"], params["head"], hidden, targets, head_key, rates=rates, cutoffs=config.cutoffs)
-    return nll, memory
+    return token_nll(params["embed"], params["head"], hidden, targets, config, head_key), memory
 
 
 def run_layers(
@@ -99,8 +90,12 @@ def run_layers(
     keys: StepKeys | None = None,
 ) -> tuple[Float[Array, "batch seq d_model"], Memory]:
     """What `forward` does between embedding and head; the arguments are of `forward`, hidden is what enters."""
-    layer = _layer(config)
-    positions = _positions(config, memory[0].states.shape[1] + hidden.shape[1], None if keys is None else keys.embed)
+    layer = TransformerXLLayer(config.layer)
+    num_keys = memory[0].states.shape[1] + hidden.shape[1]
+    encodings = jnp.asarray(relative_positions(num_keys, config.d_model, config.layer.clamp_len))
+    # One mask for all samples and layers.
+    rows = None if keys is None else jnp.asarray(keys.embed)[None]
+    positions = locked_dropout(encodings[None], config.layer.position_dropout, rows, site=POSITIONS_SITE)[0]
     memories = []
     for i in range(config.num_layers):
         memories.append(next_memory(memory[i], hidden))
@@ -116,14 +111,3 @@ def run_layers(
         )
         hidden = cast(Array, output)
     return hidden, tuple(memories)
-
-
-def _layer(config: TransformerXLConfig) -> TransformerXLLayer:
-    return TransformerXLLayer(config.layer)
-
-
-def _positions(config: TransformerXLConfig, keys: int, key: KeyData | None) -> Float[Array, "keys d_model"]:
-    """Positional encodings of all layers and samples, with the same features dropped at all distances."""
-    encodings = jnp.asarray(relative_positions(keys, config.d_model, config.layer.clamp_len))
-    rows = None if key is None else jnp.asarray(key)[None]
-    return locked_dropout(encodings[None], config.layer.position_dropout, rows, site=POSITIONS_SITE)[0]

@@ -3,8 +3,7 @@
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from dmoe_jax.autodiff import Value
 from dmoe_jax.experts.base import Expert
@@ -52,11 +51,27 @@ class ForwardAux(NamedTuple):
       nll: mean negative log-likelihood, nats; the loss without auxiliary losses.
       layers: one `LayerAux` for each DMoE layer.
       memory: the memory for the next segment; () for a model without one.
+      token_nll: [batch, seq], nats, of each target; None for a model without tokens.
     """
 
     nll: Float[Array, ""]
     layers: tuple[LayerAux, ...]
     memory: tuple[Any, ...] = ()
+    token_nll: Float[Array, "batch seq"] | None = None
+
+
+class Segments(NamedTuple):
+    """The functions of a model's trunk between its mixtures: pure, stable objects, jitted one by one.
+
+    Attributes:
+      embed: parameters and what a batch has to read -> hidden states.
+      gate: parameters, hidden states and what else is routed by -> a router's scores.
+      loss_head: parameters, the last hidden states and targets -> mean loss, nats (and metrics, if there are any).
+    """
+
+    embed: Callable[..., Float[Array, "batch ..."]]
+    gate: Callable[..., Scores]
+    loss_head: Callable[..., PyTree]
 
 
 def dmoe_layer(
@@ -67,7 +82,6 @@ def dmoe_layer(
     scores: Scores,
     alive: Bool[Array, "..."] | None,
     *inputs: Array,
-    dropout_keys: UInt32[Array, "batch 2"] | None = None,
 ) -> tuple[Float[Array, "batch ..."], LayerAux]:
     """Select, call and mix the experts of one layer, on this machine.
 
@@ -79,28 +93,22 @@ def dmoe_layer(
       scores: the router's scores of each sample.
       alive: bool of the grid's shape, or None for all.
       inputs: the expert's inputs.
-      dropout_keys: see `local_mixture`.
     """
     indices, mask = router.select(scores, k_best, alive)
     weights = router.combine(gather_logits(scores, indices, router.grid_size), mask)
-    output = local_mixture(expert, params, router.grid_size, indices, mask, weights, *inputs, dropout_keys=dropout_keys)
+    output = local_mixture(expert, params, router.grid_size, indices, mask, weights, *inputs)
     load = expert_load(indices, mask, router.grid_size)
     return output, LayerAux(indices, mask, weights, load, router.aux_loss(scores, indices, mask))
 
 
-def total_loss(nll: Float[Array, ""], layers: tuple[LayerAux, ...]) -> Float[Array, ""]:
+def total_loss(nll: Float[Array, ""], aux_losses: Sequence[Float[Array, ""]]) -> Float[Array, ""]:
     """The loss to train on: mean negative log-likelihood plus the auxiliary losses of the routers."""
-    return nll + sum((layer.aux_loss for layer in layers), start=jnp.zeros((), nll.dtype))
+    return sum(aux_losses, start=nll)
 
 
 def init_layers(key: PRNGKeyArray, expert: Expert, grid_size: tuple[int, ...], num_layers: int) -> tuple[PyTree, ...]:
     """Stacked expert parameters of each layer: the experts `layer0.…`, `layer1.…` and so on of this key."""
     return tuple(init_experts(key, expert, layer_prefix(i), grid_size) for i in range(num_layers))
-
-
-def total_of(loss: Float[Array, ""], penalties: Sequence[Float[Array, ""]]) -> Float[Array, ""]:
-    """`total_loss` on the tape: the segment (loss, auxiliary losses) -> what is differentiated."""
-    return sum(penalties, start=loss)
 
 
 def layer_mixtures(

@@ -6,37 +6,37 @@ itself.
     hidden = embed(trunk["embed"], x)
     for each layer:
         scores = gate(trunk["gates"][layer], hidden);  hidden = mixture of the k_best experts
-    loss = loss_head(trunk["head"], hidden, labels)
+    loss, accuracy = loss_head(trunk["head"], hidden, labels)
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
-from dmoe_jax.autodiff import Recording, Value
+from dmoe_jax.autodiff import Recording
 from dmoe_jax.checks import check_positive
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.experts.dropout import KeyData, wrap_key
 from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.model import Evaluation, Model, Outcome
-from dmoe_jax.models.adaptive_softmax import softmax_nll
+from dmoe_jax.model import Model, Outcome
 from dmoe_jax.models.layers import (
     ForwardAux,
     Mixture,
     MixtureMaker,
+    Segments,
     dmoe_layer,
     init_layers,
     layer_mixtures,
     total_loss,
-    total_of,
 )
 from dmoe_jax.routing.base import Router, Scores, check_grid_size, score
 from dmoe_jax.routing.check import check_router
@@ -91,22 +91,6 @@ class Batch(NamedTuple):
     labels: Int[Array, " batch"]
 
 
-class Segments(NamedTuple):
-    """The trunk's pure functions, stable objects: equal (config, router) share them and their compiled code.
-
-    Attributes:
-      embed: (embed_params, x) -> hidden [batch, d_model].
-      gate: (gate_params, hidden, key=None) -> scores; key: uint32 [2] key data in training, for a router with noise.
-      loss_head: (head_params, hidden, labels) -> mean cross-entropy, nats.
-      logits: (head_params, hidden) -> [batch, num_classes], for evaluation.
-    """
-
-    embed: Callable[..., Float[Array, "batch d_model"]]
-    gate: Callable[..., Scores]
-    loss_head: Callable[..., Float[Array, ""]]
-    logits: Callable[..., Float[Array, "batch num_classes"]]
-
-
 class _Head(nn.Module):
     num_classes: int
 
@@ -132,19 +116,10 @@ def init_experts(key: PRNGKeyArray, config: MLPConfig) -> tuple[PyTree, ...]:
     return init_layers(key, config.expert(), config.grid_size, config.num_layers)
 
 
-def segments(config: MLPConfig, router: Router) -> Segments:
-    """The trunk's functions for this configuration and router; equal arguments return the same objects.
-
-    Raises:
-      ValueError: if the router is for another grid.
-    """
-    check_router(router, config.grid_size)
-    return _segments(config.d_model, config.num_classes, router)
-
-
 @functools.cache
-def _segments(d_model: int, num_classes: int, router: Router) -> Segments:
-    embed_module, head_module = nn.Dense(d_model), _Head(num_classes)
+def segments(config: MLPConfig, router: Router) -> Segments:
+    """The trunk's functions for this configuration and router; equal arguments return the same objects."""
+    embed_module, head_module = nn.Dense(config.d_model), _Head(config.num_classes)
 
     def embed(params: PyTree, x: Float[Array, "batch input_dim"]) -> Float[Array, "batch d_model"]:
         return cast(Array, embed_module.apply({"params": params}, x))
@@ -152,15 +127,14 @@ def _segments(d_model: int, num_classes: int, router: Router) -> Segments:
     def gate(params: PyTree, hidden: Float[Array, "batch d_model"], key: KeyData | None = None) -> Scores:
         return score(router, params, hidden, key=None if key is None else wrap_key(key))
 
-    def logits(params: PyTree, hidden: Float[Array, "batch d_model"]) -> Float[Array, "batch num_classes"]:
-        return cast(Array, head_module.apply({"params": params}, hidden))
-
     def loss_head(
         params: PyTree, hidden: Float[Array, "batch d_model"], labels: Int[Array, " batch"]
-    ) -> Float[Array, ""]:
-        return jnp.mean(softmax_nll(logits(params, hidden), labels))
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        logits = cast(Array, head_module.apply({"params": params}, hidden))
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return jnp.mean(nll), jnp.mean(logits.argmax(-1) == labels)
 
-    return Segments(embed, gate, loss_head, logits)
+    return Segments(embed, gate, loss_head)
 
 
 def local_forward(
@@ -171,18 +145,15 @@ def local_forward(
     batch: Batch,
     *,
     alive: Bool[Array, "..."] | None = None,
-    gate_keys: Sequence[KeyData] | None = None,
 ) -> tuple[Float[Array, ""], ForwardAux]:
-    """The whole model on one machine: pure, to be jitted and differentiated by the caller.
+    """The whole model on one machine, in evaluation: pure, to be jitted and differentiated by the caller.
 
     Args:
-      trunk: from `init_trunk`.
-      experts: stacked parameters of each layer, from `init_experts`.
-      config: sizes; static under jit, as is the router.
-      router: the router of every layer.
+      trunk: what `init_trunk` made.
+      experts: what `init_experts` made.
+      config: sizes; static under jit, as is the router that every layer has.
       batch: samples and labels.
       alive: bool [num_layers, *grid_size], which experts may be chosen; None for all.
-      gate_keys: uint32 [2] key data for each layer's router; None: evaluation, nothing is random.
 
     Returns: (loss in nats, aux).
     """
@@ -191,12 +162,12 @@ def local_forward(
     hidden = parts.embed(trunk["embed"], batch.x)
     layers = []
     for i in range(config.num_layers):
-        scores = parts.gate(trunk["gates"][i], hidden, None if gate_keys is None else gate_keys[i])
+        scores = parts.gate(trunk["gates"][i], hidden)
         layer_alive = None if alive is None else alive[i]
         hidden, aux = dmoe_layer(expert, experts[i], router, config.k_best, scores, layer_alive, hidden)
         layers.append(aux)
-    nll = parts.loss_head(trunk["head"], hidden, batch.labels)
-    return total_loss(nll, tuple(layers)), ForwardAux(nll, tuple(layers))
+    nll, _ = parts.loss_head(trunk["head"], hidden, batch.labels)
+    return total_loss(nll, [layer.aux_loss for layer in layers]), ForwardAux(nll, tuple(layers))
 
 
 class MLP(Model):
@@ -204,7 +175,7 @@ class MLP(Model):
 
     Args:
       config: sizes of the model.
-      router: of every layer.
+      router: chooses the experts in every layer.
       mixtures: one for each layer: `await mixture(run, scores, hidden) -> (hidden, auxiliary loss)`.
 
     Raises:
@@ -216,6 +187,7 @@ class MLP(Model):
     def __init__(self, config: MLPConfig, router: Router, mixtures: Sequence[Mixture]) -> None:
         if len(mixtures) != config.num_layers:
             raise ValueError(f"expected {config.num_layers} mixtures, one a layer, got {len(mixtures)}")
+        check_router(router, config.grid_size)
         self.config = config
         self.router = router
         self.mixtures = tuple(mixtures)
@@ -227,7 +199,7 @@ class MLP(Model):
 
         Args:
           swarm: makes the mixtures, a `dmoe_jax.Swarm`.
-          options: of each mixture, such as `k_min`; see `Swarm.mixture`.
+          options: settings of each mixture, such as `k_min`; see `Swarm.mixture`.
         """
         mixtures = layer_mixtures(swarm, config.expert(), router, config.num_layers, k_best=config.k_best, **options)
         return cls(config, router, mixtures)
@@ -243,36 +215,17 @@ class MLP(Model):
     async def forward(
         self, run: Recording, params: PyTree, batch: Batch, state: PyTree, keys: UInt32[np.ndarray, "layers 2"] | None
     ) -> Outcome:
-        hidden, penalties = await self._hidden(run, params, batch, keys)
-        nll = run(self._segments.loss_head, params["head"], hidden, batch.labels)
-        return Outcome(loss=run(total_of, nll, penalties), reported=nll, items=int(batch.labels.shape[0]))
-
-    async def _hidden(
-        self, run: Recording, params: PyTree, batch: Batch, keys: UInt32[np.ndarray, "layers 2"] | None
-    ) -> tuple[Value, list[Value]]:
-        """The last layer's hidden states and the routers' auxiliary losses."""
-        hidden = run(self._segments.embed, params["embed"], batch.x)
-        penalties = []
+        embed, gate, loss_head = self._segments
+        hidden = run(embed, params["embed"], batch.x)
+        aux_losses = []
         for layer, mixture in enumerate(self.mixtures):
-            key = None if keys is None else keys[layer]
-            scores = run(self._segments.gate, params["gates"][layer], hidden, key)
-            hidden, penalty = await mixture(run, scores, hidden)
-            penalties.append(penalty)
-        return hidden, penalties
-
-    async def evaluate(
-        self, params: PyTree, batches: Iterable[Batch], on_batch: Callable[[], None] = lambda: None
-    ) -> Evaluation:
-        """Mean cross-entropy, and the metric "accuracy"."""
-        total, right, items = 0.0, 0, 0
-        for batch in batches:
-            run = Recording(differentiate=False)
-            hidden, _ = await self._hidden(run, params, batch, None)
-            logits = run(self._segments.logits, params["head"], hidden).value
-            total += float(jnp.sum(softmax_nll(logits, jnp.asarray(batch.labels))))
-            right += int((np.asarray(logits).argmax(-1) == np.asarray(batch.labels)).sum())
-            items += int(batch.labels.shape[0])
-            on_batch()
-        if not items:
-            raise ValueError("there is nothing to evaluate: no batch")
-        return Evaluation(loss=total / items, items=items, metrics={"accuracy": right / items})
+            scores = run(gate, params["gates"][layer], hidden, None if keys is None else keys[layer])
+            hidden, aux_loss = await mixture(run, scores, hidden)
+            aux_losses.append(aux_loss)
+        nll, accuracy = run(loss_head, params["head"], hidden, batch.labels)
+        return Outcome(
+            loss=run(total_loss, nll, aux_losses),
+            reported=nll,
+            items=int(batch.labels.shape[0]),
+            metrics={"accuracy": accuracy},
+        )

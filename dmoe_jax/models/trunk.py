@@ -5,44 +5,22 @@ and evaluation (None: nothing is dropped), and the trunk's segments can be compu
 """
 
 import math
-from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray, UInt32
 
-from dmoe_jax.checks import check_rates
 from dmoe_jax.experts.dropout import KeyData, dropout, locked_dropout, row_keys, wrap_key
 from dmoe_jax.experts.transformer_xl import INIT_STDDEV
 from dmoe_jax.models.adaptive_softmax import adaptive_softmax_loss, unigram_biases
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.types import PyTree
 
 # Sites of dropout, see `dmoe_jax.experts.dropout`. Embedding and head have keys of their own.
 _WORDS, _INPUT, POSITIONS_SITE = 0, 1, 2
 _FINAL, _OUTPUT = 0, 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrunkDropout:
-    """Rates of dropout outside the layers, after the authors' WikiText-2 recipe."""
-
-    embedding: float = 0.0
-    """Of whole rows of the embedding table (dropoute): a word is dropped at all its places. Not of the softmax."""
-    input: float = 0.0
-    """Locked, of the word vectors that enter the first layer (dropouti)."""
-    output: float = 0.0
-    """Locked, of what enters the softmax (dropouto)."""
-    final: float = 0.0
-    """Ordinary, of what leaves the last layer (dropout)."""
-
-    def __post_init__(self) -> None:
-        check_rates(**{field.name: getattr(self, field.name) for field in fields(self)})
-
-
-NO_DROPOUT = TrunkDropout()
-"""Nothing is dropped."""
 
 
 class LayerMemory(NamedTuple):
@@ -59,26 +37,6 @@ class LayerMemory(NamedTuple):
 
 Memory = tuple[LayerMemory, ...]
 """One `LayerMemory` for each layer."""
-
-
-@runtime_checkable
-class MemorySizes(Protocol):
-    """What a configuration says of the memory; those of both models do."""
-
-    @property
-    def num_layers(self) -> int:
-        """Layers, each with a memory of its own."""
-        ...
-
-    @property
-    def mem_len(self) -> int:
-        """Slots of a layer's memory."""
-        ...
-
-    @property
-    def d_model(self) -> int:
-        """Width of a hidden state."""
-        ...
 
 
 class StepKeys(NamedTuple):
@@ -103,7 +61,7 @@ def step_keys(*, num_layers: int, batch: int, seed: int, trainer: int, step: int
     Args:
       num_layers: layers of the model.
       batch: samples.
-      seed: of the run; not negative, as the next two.
+      seed: the run's; not negative, nor are the next two.
       trainer: which of the run's trainers steps.
       step: which of its steps this is.
     """
@@ -123,13 +81,11 @@ def step_keys(*, num_layers: int, batch: int, seed: int, trainer: int, step: int
 def init_embed_and_head(
     embed_key: PRNGKeyArray,
     head_key: PRNGKeyArray,
+    config: TransformerXLConfig,
     *,
-    vocab_size: int,
-    d_model: int,
-    cutoffs: tuple[int, ...],
     word_counts: Num[np.ndarray, " vocab"] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Parameters of the tied embedding and of the head.
+    """Parameters of the tied embedding, {"table"}, and of the head, {"bias", "cluster_w", "cluster_b"}.
 
     Weights are N(0, 0.02), the authors' recipe. Output biases are 0 as theirs, or, given `word_counts` (of the
     training text), those of a unigram model: see `unigram_biases`.
@@ -137,27 +93,27 @@ def init_embed_and_head(
     Raises:
       ValueError: if word_counts has not one number for each word.
     """
-    n_tail = len(cutoffs)
+    vocab_size, n_tail = config.vocab_size, len(config.cutoffs)
     if word_counts is None:
         bias, cluster_b = jnp.zeros(vocab_size), jnp.zeros(n_tail)
     elif word_counts.shape != (vocab_size,):
         raise ValueError(f"word_counts must have shape ({vocab_size},), got {word_counts.shape}")
     else:
-        bias, cluster_b = unigram_biases(word_counts, cutoffs)
+        bias, cluster_b = unigram_biases(word_counts, config.cutoffs)
     head = {
         "bias": bias,
-        "cluster_w": INIT_STDDEV * jax.random.normal(head_key, (n_tail, d_model)),
+        "cluster_w": INIT_STDDEV * jax.random.normal(head_key, (n_tail, config.d_model)),
         "cluster_b": cluster_b,
     }
-    return {"table": INIT_STDDEV * jax.random.normal(embed_key, (vocab_size, d_model))}, head
+    return {"table": INIT_STDDEV * jax.random.normal(embed_key, (vocab_size, config.d_model))}, head
 
 
-def empty_memory(sizes: MemorySizes, batch: int) -> Memory:
+def empty_memory(config: TransformerXLConfig, batch: int) -> Memory:
     """The memory before the first segment: no slot filled."""
-    shape = (batch, sizes.mem_len)
+    shape = (batch, config.mem_len)
     # Arrays of its own for each layer: a caller may donate them.
     return tuple(
-        LayerMemory(jnp.zeros((*shape, sizes.d_model)), jnp.zeros(shape, bool)) for _ in range(sizes.num_layers)
+        LayerMemory(jnp.zeros((*shape, config.d_model)), jnp.zeros(shape, bool)) for _ in range(config.num_layers)
     )
 
 
@@ -175,25 +131,25 @@ def next_memory(memory: LayerMemory, hidden: Float[Array, "batch seq d_model"]) 
 
 
 def embed(
-    params: PyTree, tokens: Int[Array, "batch seq"], key: KeyData | None = None, rates: TrunkDropout = NO_DROPOUT
+    params: PyTree, tokens: Int[Array, "batch seq"], config: TransformerXLConfig, key: KeyData | None = None
 ) -> Float[Array, "batch seq d_model"]:
     """Word vectors times sqrt(d_model): the table is tied to the softmax, whose vectors must be small.
 
     Args:
       params: {"table"}.
       tokens: the words.
-      key: of the step; None: nothing is dropped.
-      rates: of which `embedding` and `input` count here.
+      config: its rates of embedding and input dropout count here.
+      key: the step's; None: nothing is dropped.
     """
     table: Array = params["table"]
     vectors = table[tokens] * math.sqrt(table.shape[1])
     if key is None:
         return vectors
-    if rates.embedding:
+    if config.embedding_dropout:
         own = jax.random.fold_in(wrap_key(key), _WORDS)
-        kept = jax.random.bernoulli(own, 1 - rates.embedding, table.shape[:1])
-        vectors = vectors * (kept[tokens] / (1 - rates.embedding))[..., None]
-    return locked_dropout(vectors, rates.input, row_keys(key, tokens.shape[0]), site=_INPUT)
+        kept = jax.random.bernoulli(own, 1 - config.embedding_dropout, table.shape[:1])
+        vectors = vectors * (kept[tokens] / (1 - config.embedding_dropout))[..., None]
+    return locked_dropout(vectors, config.input_dropout, row_keys(key, tokens.shape[0]), site=_INPUT)
 
 
 def token_nll(
@@ -201,10 +157,8 @@ def token_nll(
     head_params: PyTree,
     hidden: Float[Array, "batch seq d_model"],
     targets: Int[Array, "batch seq"],
+    config: TransformerXLConfig,
     key: KeyData | None = None,
-    *,
-    rates: TrunkDropout = NO_DROPOUT,
-    cutoffs: tuple[int, ...],
 ) -> Float[Array, "batch seq"]:
     """Negative log-probability of each target, nats.
 
@@ -213,20 +167,17 @@ def token_nll(
       head_params: {"bias", "cluster_w", "cluster_b"}.
       hidden: what left the last layer.
       targets: the words to predict.
-      key: of the step; None: nothing is dropped.
-      rates: of which `final` and `output` count here.
-      cutoffs: of the adaptive softmax.
+      config: its cutoffs, output dropout and the layers' dropout count here.
+      key: the step's; None: nothing is dropped.
     """
     rows = None if key is None else row_keys(key, hidden.shape[0])
-    hidden = dropout(hidden, rates.final, rows, site=_FINAL)
-    hidden = locked_dropout(hidden, rates.output, rows, site=_OUTPUT)
+    hidden = dropout(hidden, config.layer.dropout, rows, site=_FINAL)
+    hidden = locked_dropout(hidden, config.output_dropout, rows, site=_OUTPUT)
     nll = adaptive_softmax_loss(
         embed_params["table"],
-        head_params["bias"],
-        head_params["cluster_w"],
-        head_params["cluster_b"],
-        hidden.reshape(-1, hidden.shape[-1]),
-        targets.reshape(-1),
-        cutoffs=cutoffs,
+        **head_params,
+        hidden=hidden.reshape(-1, hidden.shape[-1]),
+        targets=targets.reshape(-1),
+        cutoffs=config.cutoffs,
     )
     return nll.reshape(targets.shape)

@@ -1,12 +1,9 @@
 """One expert as a node keeps it: parameters, optimiser state and compiled programs.
 
-    apply(params, inputs, keys) -> output
-    grad_and_update(params, opt_state, inputs, output_grads, keys) -> (finite, input_grads, params, opt_state)
-
-Both are pure and jitted, and shared by every expert of one kind and optimiser. The backward recomputes the forward
-(Learning@home section 3.3), with the same dropout keys, and applies the optimiser at once; `params` and `opt_state` are
-donated. Rows are padded to powers of two, so that a node compiles two programs per bucket whatever batch sizes its
-trainers send; padded rows carry zero gradients and change nothing beyond rounding.
+The programs (`ExpertPrograms`) are pure and jitted, and shared by every expert of one kind and optimiser. The backward
+recomputes the forward (Learning@home section 3.3), with the same dropout keys, and applies the optimiser at once;
+`params` and `opt_state` are donated. Rows are padded to powers of two, so that a node compiles two programs per bucket
+whatever batch sizes its trainers send; padded rows carry zero gradients and change nothing beyond rounding.
 
 One gradient of finite numbers can make an expert NaN for everybody, for good. So the step itself looks whether its
 outcome is finite, and keeps the old parameters and state if it is not (`UpdateRejected`).
@@ -22,7 +19,7 @@ import numpy as np
 import optax
 
 from dmoe_jax.experts.base import Expert, init_by_uid
-from dmoe_jax.grid import expand_grid_pattern, parse_uid
+from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.types import PyTree
 from net.types import Array
 
@@ -47,49 +44,45 @@ class ExpertPrograms(NamedTuple):
       grad_and_update: (params, opt_state, inputs, output_grads, keys) -> (finite, input_grads, params, opt_state), with
         a gradient for each differentiable input, in order. `finite` is bool [2]: the update, and the input gradients.
         If one of them is not finite, params and opt_state are returned as they came.
-      grad: (params, inputs, output_grads, keys) -> (finite, input_grads), for an expert that does not learn.
       warm: the buckets for which they are compiled.
     """
 
     apply: Callable[..., Any]
     grad_and_update: Callable[..., tuple[Any, tuple[Any, ...], PyTree, PyTree]]
-    grad: Callable[..., tuple[Any, tuple[Any, ...]]]
     warm: set[int]
 
 
 @functools.cache
-def expert_programs(expert: Expert, optimizer: optax.GradientTransformation) -> ExpertPrograms:
+def expert_programs(expert: Expert, optimizer: optax.GradientTransformation | None) -> ExpertPrograms:
     """Programs for `expert` trained by `optimizer`; cached, so equal arguments share their compiled code.
 
     Raises:
       ValueError: if the optimiser cannot work on a node, see `check_optimizer`.
     """
-    check_optimizer(expert, optimizer)
+    if optimizer is not None:
+        check_optimizer(expert, optimizer)
     positions = tuple(i for i, spec in enumerate(expert.inputs) if spec.differentiable)
 
     def apply(params: PyTree, inputs: tuple[Any, ...], keys: Any) -> Any:
         return expert.apply(params, *inputs, keys=keys) if expert.takes_key else expert.apply(params, *inputs)
 
-    def pull_back(
-        params: PyTree, inputs: tuple[Any, ...], output_grads: Any, keys: Any
-    ) -> tuple[PyTree, tuple[Any, ...]]:
+    def grad_and_update(
+        params: PyTree, opt_state: PyTree, inputs: tuple[Any, ...], output_grads: Any, keys: Any
+    ) -> tuple[Any, tuple[Any, ...], PyTree, PyTree]:
         def output(params: PyTree, chosen: tuple[Any, ...]) -> Any:
             merged = list(inputs)
             for position, value in zip(positions, chosen, strict=True):
                 merged[position] = value
             return apply(params, tuple(merged), keys)
 
-        _, pull = jax.vjp(output, params, tuple(inputs[i] for i in positions))
-        param_grads, input_grads = pull(output_grads)
-        return param_grads, input_grads
-
-    def grad_and_update(
-        params: PyTree, opt_state: PyTree, inputs: tuple[Any, ...], output_grads: Any, keys: Any
-    ) -> tuple[Any, tuple[Any, ...], PyTree, PyTree]:
-        param_grads, input_grads = pull_back(params, inputs, output_grads, keys)
-        updates, new_state = optimizer.update(param_grads, opt_state, params)
-        old, new = (params, opt_state), (optax.apply_updates(params, updates), new_state)
-        finite = jnp.stack([_stays_finite(old, new), _finite(input_grads)])
+        _, pull_back = jax.vjp(output, params, tuple(inputs[i] for i in positions))
+        param_grads, input_grads = pull_back(output_grads)
+        old = new = params, opt_state
+        if optimizer is not None:
+            updates, new_state = optimizer.update(param_grads, opt_state, params)
+            new = optax.apply_updates(params, updates), new_state
+        zeros = jax.tree.map(jnp.zeros_like, input_grads)
+        finite = jnp.stack([_stays_finite(old, new), _stays_finite(zeros, input_grads)])
 
         def chosen(before: Any, after: Any) -> Any:
             # In the type that it had: a state that changed its type would be compiled for again.
@@ -97,11 +90,7 @@ def expert_programs(expert: Expert, optimizer: optax.GradientTransformation) -> 
 
         return finite, input_grads, *jax.tree.map(chosen, old, new)
 
-    def grad(params: PyTree, inputs: tuple[Any, ...], output_grads: Any, keys: Any) -> tuple[Any, tuple[Any, ...]]:
-        input_grads = pull_back(params, inputs, output_grads, keys)[1]
-        return jnp.stack([jnp.array(True), _finite(input_grads)]), input_grads
-
-    return ExpertPrograms(jax.jit(apply), jax.jit(grad_and_update, donate_argnums=(0, 1)), jax.jit(grad), set())
+    return ExpertPrograms(jax.jit(apply), jax.jit(grad_and_update, donate_argnums=(0, 1)), set())
 
 
 def check_optimizer(expert: Expert, optimizer: optax.GradientTransformation) -> None:
@@ -142,7 +131,7 @@ class ExpertBackend:
         self.expert = expert
         self.update_count = 0
         """Optimiser steps taken. Replies carry it, so that trainers can measure staleness."""
-        self.programs = expert_programs(expert, optimizer if optimizer is not None else _FROZEN)
+        self.programs = expert_programs(expert, optimizer)
         """Shared by all experts of this kind and optimiser."""
         self._trains = optimizer is not None
         self._params = jax.tree.map(_own_copy, params)
@@ -183,12 +172,9 @@ class ExpertBackend:
         """
         rows = output_grads.shape[0]
         arguments = _padded((tuple(inputs), output_grads, keys), self._bucket(rows))
-        if self._trains:
-            finite, input_grads, self._params, self._opt_state = self.programs.grad_and_update(
-                self._params, self._opt_state, *arguments
-            )
-        else:
-            finite, input_grads = self.programs.grad(self._params, *arguments)
+        finite, input_grads, self._params, self._opt_state = self.programs.grad_and_update(
+            self._params, self._opt_state, *arguments
+        )
         update_finite, grads_finite = np.asarray(finite)
         if not (update_finite and grads_finite):
             raise UpdateRejected("input gradient" if update_finite else "update")
@@ -208,21 +194,16 @@ class ExpertBackend:
     def warm_up_bucket(self, bucket: int) -> None:
         """Compile for batches of this many rows, unless that is done.
 
-        May run in another thread than the batches: the programs are tried on zeros, so that nothing is touched that an
-        update donates.
+        May run in another thread than the batches: programs are tried on zeros; what an update donates is not touched.
         """
         if bucket in self.programs.warm:
             return
-        inputs = tuple(np.zeros((bucket, *spec.shape), spec.dtype) for spec in self.expert.inputs)
-        output = self.expert.output
-        grads = np.zeros((bucket, *output.shape), output.dtype)
+        specs = (*self.expert.inputs, self.expert.output)
+        *inputs, grads = (np.zeros((bucket, *spec.shape), spec.dtype) for spec in specs)
         for keys in (None, np.zeros((bucket, 2), np.uint32)) if self.expert.takes_key else (None,):
             params, opt_state = jax.tree.map(jnp.zeros_like, (self._params, self._opt_state))
-            jax.block_until_ready(self.programs.apply(params, inputs, keys))
-            if self._trains:
-                jax.block_until_ready(self.programs.grad_and_update(params, opt_state, inputs, grads, keys))
-            else:
-                jax.block_until_ready(self.programs.grad(params, inputs, grads, keys))
+            jax.block_until_ready(self.programs.apply(params, tuple(inputs), keys))
+            jax.block_until_ready(self.programs.grad_and_update(params, opt_state, tuple(inputs), grads, keys))
         self.programs.warm.add(bucket)
 
     def _bucket(self, rows: int) -> int:
@@ -237,29 +218,26 @@ def make_backends(
 
     Args:
       experts: uid such as "ffn.3.1", or pattern such as "ffn.[0:4].[0:4]" -> the network.
-      optimizer: of every expert, each with a state of its own; None: the experts never change.
-      seed: of the initial parameters; the same on all nodes of a swarm.
+      optimizer: steps every expert, each with a state of its own; None: the experts never change.
+      seed: decides the initial parameters; the same on all nodes of a swarm.
 
     Raises:
       ValueError: naming the pattern, if it is malformed, or the uid, if two patterns name it, or if there is no expert.
     """
-    named: dict[str, tuple[str, Expert]] = {}
-    for pattern, expert in experts.items():
-        for uid in map(str, expand_grid_pattern(pattern)):
-            if uid in named:
-                raise ValueError(f"expert {uid} is named twice, by {named[uid][0]!r} and by {pattern!r}")
-            named[uid] = pattern, expert
-    if not named:
+    patterns: dict[ExpertUid, str] = {}
+    for pattern in experts:
+        for uid in expand_grid_pattern(pattern):
+            if uid in patterns:
+                raise ValueError(f"expert {uid} is named twice, by {patterns[uid]!r} and by {pattern!r}")
+            patterns[uid] = pattern
+    if not patterns:
         raise ValueError("expected at least one expert, got none")
     key = jax.random.key(seed)
-    places = {uid: parse_uid(uid) for uid in named}
-    return {
-        uid: ExpertBackend(expert, optimizer, init_by_uid(key, expert, places[uid].prefix, places[uid].coordinates))
-        for uid, (_, expert) in named.items()
-    }
-
-
-_FROZEN = optax.set_to_zero()
+    backends = {}
+    for uid, pattern in patterns.items():
+        params = init_by_uid(key, experts[pattern], uid.prefix, uid.coordinates)
+        backends[str(uid)] = ExpertBackend(experts[pattern], optimizer, params)
+    return backends
 
 
 def bucket_of(rows: int) -> int:
@@ -272,11 +250,6 @@ def bucket_of(rows: int) -> int:
 def buckets_up_to(max_rows: int) -> tuple[int, ...]:
     """Every bucket that batches of 1..max_rows rows can fall into, ascending."""
     return tuple(1 << power for power in range(bucket_of(max_rows).bit_length()))
-
-
-def _finite(tree: PyTree) -> Any:
-    inexact = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in inexact] or [jnp.array(True)]).all()
 
 
 def _stays_finite(old: PyTree, new: PyTree) -> Any:
@@ -304,14 +277,10 @@ def _laid_out_like(own: Any, saved: Any) -> Any:
 
 
 def _padded(tree: PyTree, rows: int) -> Any:
-    """The tree with zero rows appended to each array."""
-    return jax.tree.map(lambda array: _pad_rows(array, rows), tree)
+    """The tree with zero rows appended to each array that has fewer."""
 
+    def padded(array: Array) -> Array:
+        missing = rows - array.shape[0]
+        return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) if missing else array
 
-def _pad_rows(array: Array, rows: int) -> Array:
-    """The array with zero rows appended, in a fresh buffer: JAX may read the original later than the call."""
-    if array.shape[0] == rows:
-        return array
-    padded = np.zeros((rows, *array.shape[1:]), array.dtype)
-    padded[: array.shape[0]] = array
-    return padded
+    return jax.tree.map(padded, tree)

@@ -1,43 +1,39 @@
 """Which requests of a node run next, and together.
 
-Theory of operation. Requests wait in one queue per (expert, kind of work). The queue whose head has waited longest is
-served next, and as many of its requests as fit into `max_batch_rows` go into one XLA call. (The Learning@home
+Theory of operation. The request that has waited longest is served next, and with it, in order of arrival, as many
+others of its *key* (expert and kind of work) as fit into `max_batch_rows`: they become one XLA call. (The Learning@home
 prototype took the queue with the *newest* request, against its own intention; papers.md 1f.) The total number of
 waiting rows is bounded: beyond it a request is turned away at once, so that an overloaded node says "busy" while the
 trainer can still choose another expert, instead of answering when nobody waits any more.
 """
 
-import itertools
-from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
-
-Payload = TypeVar("Payload")
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 
 class QueueFull(Exception):
     """The queue holds as many rows as it may. The message says how many wait."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ticket(Generic[Payload]):
-    """A waiting request; compared by identity.
+@runtime_checkable
+class Waiting(Protocol):
+    """A request that waits; two of them are never equal."""
 
-    Attributes:
-      key: what it may be batched with: requests of equal keys run together.
-      rows: how many rows it brings.
-      arrival: its place in the order of arrival.
-      payload: whatever the submitter wants back.
-    """
+    @property
+    def key(self) -> Hashable:
+        """Requests of equal keys run together."""
+        ...
 
-    key: Hashable
-    rows: int
-    arrival: int
-    payload: Payload
+    @property
+    def rows(self) -> int:
+        """How many rows it brings."""
+        ...
 
 
-class BatchQueue(Generic[Payload]):
+Item = TypeVar("Item", bound=Waiting)
+
+
+class BatchQueue(Generic[Item]):
     """Waiting requests of a node.
 
     Args:
@@ -52,65 +48,54 @@ class BatchQueue(Generic[Payload]):
             )
         self._max_batch_rows = max_batch_rows
         self._max_waiting_rows = max_waiting_rows
-        self._arrivals = itertools.count()
-        self._queues: dict[Hashable, deque[Ticket[Payload]]] = {}
-        self._waiting_rows = 0
+        self._waiting: list[Item] = []  # oldest first; at most `max_waiting_rows` long
 
     @property
     def waiting_rows(self) -> int:
         """Rows that wait now."""
-        return self._waiting_rows
+        return sum(item.rows for item in self._waiting)
 
     def waits(self, key: Hashable) -> bool:
         """Whether a request of this key waits now."""
-        return key in self._queues
+        return any(item.key == key for item in self._waiting)
 
-    def submit(self, key: Hashable, rows: int, payload: Payload) -> Ticket[Payload]:
-        """Put a request at the end of its queue.
+    def submit(self, item: Item) -> None:
+        """Put a request at the end.
 
         Raises:
           ValueError: if it has no rows or more than a batch may have.
           QueueFull: if it would exceed `max_waiting_rows`.
         """
-        if not 1 <= rows <= self._max_batch_rows:
-            raise ValueError(f"expected 1 to {self._max_batch_rows} rows in one request, got {rows}")
-        if self._waiting_rows + rows > self._max_waiting_rows:
-            raise QueueFull(f"{self._waiting_rows} rows wait already, at most {self._max_waiting_rows} may")
-        ticket = Ticket(key, rows, next(self._arrivals), payload)
-        self._queues.setdefault(key, deque()).append(ticket)
-        self._waiting_rows += rows
-        return ticket
+        if not 1 <= item.rows <= self._max_batch_rows:
+            raise ValueError(f"expected 1 to {self._max_batch_rows} rows in one request, got {item.rows}")
+        if self.waiting_rows + item.rows > self._max_waiting_rows:
+            raise QueueFull(f"{self.waiting_rows} rows wait already, at most {self._max_waiting_rows} may")
+        self._waiting.append(item)
 
-    def withdraw(self, ticket: Ticket[Payload]) -> bool:
+    def withdraw(self, item: Item) -> bool:
         """Take a request back (its caller gave up). Returns whether it was still waiting."""
-        queue = self._queues.get(ticket.key)
-        if queue is None or ticket not in queue:
+        if item not in self._waiting:
             return False
-        queue.remove(ticket)
-        self._forget(ticket)
+        self._waiting.remove(item)
         return True
 
-    def take(self, row_limit: Callable[[Hashable], int] | None = None) -> tuple[Ticket[Payload], ...]:
+    def take(self, row_limit: Callable[[Hashable], int] | None = None) -> tuple[Item, ...]:
         """The next batch, oldest request first; empty when nothing waits.
 
         Args:
           row_limit: the most rows for now of a batch of this key; a single larger request is taken all the same.
         """
-        if not self._queues:
+        if not self._waiting:
             return ()
-        # Linear in the number of busy queues, which is at most twice the experts of a node: some dozens.
-        queue = min(self._queues.values(), key=lambda waiting: waiting[0].arrival)
-        limit = min(self._max_batch_rows, row_limit(queue[0].key)) if row_limit is not None else self._max_batch_rows
-        batch: list[Ticket[Payload]] = []
+        key = self._waiting[0].key
+        limit = self._max_batch_rows if row_limit is None else min(self._max_batch_rows, row_limit(key))
+        batch: dict[Item, None] = {}
         rows = 0
-        while queue and (not batch or rows + queue[0].rows <= limit):
-            ticket = queue.popleft()
-            rows += ticket.rows
-            batch.append(ticket)
-            self._forget(ticket)
+        for item in self._waiting:
+            if item.key == key:
+                if batch and rows + item.rows > limit:
+                    break
+                batch[item] = None
+                rows += item.rows
+        self._waiting = [item for item in self._waiting if item not in batch]
         return tuple(batch)
-
-    def _forget(self, ticket: Ticket[Payload]) -> None:
-        self._waiting_rows -= ticket.rows
-        if not self._queues[ticket.key]:
-            del self._queues[ticket.key]

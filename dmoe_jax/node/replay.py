@@ -6,7 +6,6 @@ optimiser step. The oldest finished entries are forgotten first; a retry comes w
 only have to outlast that.
 """
 
-from collections import OrderedDict
 from typing import Generic, TypeVar
 
 Work = TypeVar("Work")
@@ -25,16 +24,13 @@ class ReplayCache(Generic[Work]):
     def __init__(self, *, max_entries: int = 1024, max_bytes: int = 64 << 20) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, tuple[Work, int]] = OrderedDict()
+        self._entries: dict[bytes, tuple[Work, int]] = {}  # oldest first
         self._bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def find(self, request_id: bytes) -> Work | None:
         """The work under this id, or None."""
-        entry = self._entries.get(request_id)
-        return entry[0] if entry is not None else None
+        work, _ = self._entries.get(request_id, (None, 0))
+        return work
 
     def remember(self, request_id: bytes, work: Work, *, nbytes: int) -> None:
         """Keep `work`, whose reply takes about `nbytes`, and forget the oldest beyond the bounds."""
@@ -42,11 +38,9 @@ class ReplayCache(Generic[Work]):
         self._entries[request_id] = (work, nbytes)
         self._bytes += nbytes
         while len(self._entries) > 1 and (len(self._entries) > self._max_entries or self._bytes > self._max_bytes):
-            _, (_, dropped) = self._entries.popitem(last=False)
-            self._bytes -= dropped
+            self.forget(next(iter(self._entries)))
 
     def forget(self, request_id: bytes) -> None:
-        """Drop an id: its work was never carried out."""
-        entry = self._entries.pop(request_id, None)
-        if entry is not None:
-            self._bytes -= entry[1]
+        """Drop an id, if it is known."""
+        _, nbytes = self._entries.pop(request_id, (None, 0))
+        self._bytes -= nbytes

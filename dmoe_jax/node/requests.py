@@ -4,9 +4,8 @@ A request that does not fit is refused with a message that says what was expecte
 specification, so that the person at the other end can mend it without reading this code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,8 +26,8 @@ class ExpertRequest:
     Attributes:
       uid: the expert.
       inputs: one array per input specification, [rows, ...].
-      output_grads: gradient of the output, [rows, ...]; None in a forward request.
-      request_id: names a backward request across retries; None in a forward request.
+      output_grads: gradient of the output, [rows, ...]; None in a forward request, as the next.
+      request_id: names a backward request across retries.
       keys: uint32 [rows, 2], a dropout key for each row; None in evaluation, and for an expert that takes none.
       compression: how the float32 tensors of the answer shall travel.
     """
@@ -46,17 +45,7 @@ class ExpertRequest:
         return int(self.inputs[0].shape[0])
 
 
-def describe_spec(spec: TensorSpec) -> dict[str, Any]:
-    """The specification as it travels in `expert.info`."""
-    return {
-        "name": spec.name,
-        "shape": list(spec.shape),
-        "dtype": spec.dtype,
-        "differentiable": spec.differentiable,
-    }
-
-
-def uid_of(request: Request, known: Sequence[str]) -> str:
+def uid_of(request: Request, experts: Mapping[str, Expert]) -> str:
     """The expert that the request names.
 
     Raises:
@@ -65,52 +54,47 @@ def uid_of(request: Request, known: Sequence[str]) -> str:
     uid = request.body.get("uid")
     if not isinstance(uid, str):
         raise CallRefused(f"expected the uid of an expert as a string, got {uid!r:.80}")
-    if uid not in known:
-        served = ", ".join(list(known)[:4]) + (", ..." if len(known) > 4 else "")
-        raise CallRefused(f"unknown expert {uid[:80]!r}: this node serves {len(known)} experts ({served})")
+    if uid not in experts:
+        served = ", ".join(list(experts)[:4]) + (", ..." if len(experts) > 4 else "")
+        raise CallRefused(f"unknown expert {uid[:80]!r}: this node serves {len(experts)} experts ({served})")
     return uid
 
 
-def parse_forward(request: Request, uid: str, expert: Expert, *, max_rows: int) -> ExpertRequest:
-    """Check a forward request against the expert's specification.
+def parse_request(request: Request, experts: Mapping[str, Expert], *, max_rows: int, backward: bool) -> ExpertRequest:
+    """Check a request against the expert's specification: inputs, and for backward the output's gradient and an id.
 
     Raises:
       CallRefused: with what was expected.
     """
-    _check_count(uid, request.tensors, [spec.name for spec in expert.inputs])
-    inputs = _check_inputs(uid, expert, request.tensors, max_rows)
-    keys = _keys_of(uid, expert, request, rows=inputs[0].shape[0])
-    return ExpertRequest(uid=uid, inputs=inputs, keys=keys, compression=_compression_of(uid, request))
+    uid = uid_of(request, experts)
+    expert, tensors = experts[uid], request.tensors
+    specs = {f"input {spec.name!r}": spec for spec in expert.inputs}
+    if backward:
+        specs[f"gradient of {expert.output.name}"] = expert.output
+    if len(tensors) != len(specs):
+        raise CallRefused(f"expert {uid}: expected {len(specs)} tensors ({', '.join(specs)}), got {len(tensors)}")
+    rows = tensors[0].shape[0] if tensors[0].ndim else 0
+    if not 1 <= rows <= max_rows:
+        raise CallRefused(f"expert {uid}: expected 1 to {max_rows} rows in a request, got {rows}")
+    for (what, spec), tensor in zip(specs.items(), tensors, strict=True):
+        _check_tensor(uid, what, spec, tensor, rows=rows)
 
-
-def parse_backward(request: Request, uid: str, expert: Expert, *, max_rows: int) -> ExpertRequest:
-    """Check a backward request: the inputs again, then the gradient of the output, and an id.
-
-    Raises:
-      CallRefused: with what was expected.
-    """
-    names = [spec.name for spec in expert.inputs] + [f"gradient of {expert.output.name}"]
-    _check_count(uid, request.tensors, names)
-    inputs = _check_inputs(uid, expert, request.tensors[:-1], max_rows)
-    output_grads = request.tensors[-1]
-    _check_tensor(uid, names[-1], expert.output, output_grads, rows=inputs[0].shape[0])
-    request_id = request.body.get("request_id")
-    if not isinstance(request_id, bytes) or not 1 <= len(request_id) <= MAX_REQUEST_ID_BYTES:
+    request_id = request.body.get("request_id") if backward else None
+    if backward and (not isinstance(request_id, bytes) or not 1 <= len(request_id) <= MAX_REQUEST_ID_BYTES):
         raise CallRefused(
             f"expert {uid}: expected a request_id of 1 to {MAX_REQUEST_ID_BYTES} bytes in a backward request"
         )
     return ExpertRequest(
         uid=uid,
-        inputs=inputs,
-        output_grads=output_grads,
+        inputs=tensors[: len(expert.inputs)],
+        output_grads=tensors[-1] if backward else None,
         request_id=request_id,
-        keys=_keys_of(uid, expert, request, rows=inputs[0].shape[0]),
+        keys=_keys_of(uid, expert, request, rows=rows),
         compression=_compression_of(uid, request),
     )
 
 
 def _compression_of(uid: str, request: Request) -> Compression:
-    """What the request's body names under "compression"; `NONE` if it names nothing."""
     if "compression" not in request.body:
         return Compression.NONE
     name = request.body["compression"]
@@ -131,20 +115,6 @@ def _keys_of(uid: str, expert: Expert, request: Request, *, rows: int) -> Array 
             f"expert {uid}: expected a dropout_seed from 0 to 2**63 - 1, or none at all, got {seed!r:.80}"
         )
     return row_keys_of_seed(seed, rows) if expert.takes_key else None
-
-
-def _check_count(uid: str, tensors: Sequence[Array], names: Sequence[str]) -> None:
-    if len(tensors) != len(names):
-        raise CallRefused(f"expert {uid}: expected {len(names)} tensors ({', '.join(names)}), got {len(tensors)}")
-
-
-def _check_inputs(uid: str, expert: Expert, tensors: Sequence[Array], max_rows: int) -> tuple[Array, ...]:
-    rows = tensors[0].shape[0] if tensors[0].ndim else 0
-    if not 1 <= rows <= max_rows:
-        raise CallRefused(f"expert {uid}: expected 1 to {max_rows} rows in a request, got {rows}")
-    for spec, tensor in zip(expert.inputs, tensors, strict=True):
-        _check_tensor(uid, f"input {spec.name!r}", spec, tensor, rows=rows)
-    return tuple(tensors)
 
 
 def _check_tensor(uid: str, what: str, spec: TensorSpec, tensor: Array, *, rows: int) -> None:

@@ -28,7 +28,7 @@ class ExpertSaver:
     """Saves and restores the experts of one node.
 
     Args:
-      folder: of the checkpoints; made if it is not there.
+      folder: where checkpoints are; made if it is not there.
       backends: the experts by uid; restored in place.
       device: copies their state between two batches, so that a checkpoint is of one moment.
     """
@@ -61,13 +61,12 @@ class ExpertSaver:
         """Write a checkpoint unless nothing was learnt since the last. If cancelled, it is written or absent."""
         if self._total_updates() == self._saved_updates:
             return
-        total, updates, state = await self._device.run(self._snapshot)
+        updates, state = await self._device.run(self._snapshot)
         if broken := [uid for uid in state if not _is_sound(state[uid])]:
-            logger.warning(
-                "nothing is saved, so that the last good checkpoint stays: not finite: %s", ", ".join(broken)
-            )
+            logger.warning("the last good checkpoint stays, nothing is saved: not finite: %s", ", ".join(broken))
             return
         # Numbered by updates: they only grow, through restarts too.
+        total = sum(updates.values())
         await trio.to_thread.run_sync(self._checkpoints.save, total, state, {"updates": updates})
         self._saved_updates = total
 
@@ -80,10 +79,9 @@ class ExpertSaver:
             except (OSError, ValueError) as error:  # Orbax raises ValueError where a disk is full
                 logger.warning("could not save the experts: %s", error)
 
-    def _snapshot(self) -> tuple[int, dict[str, int], dict[str, PyTree]]:
+    def _snapshot(self) -> tuple[dict[str, int], dict[str, PyTree]]:
         """Counts and copies of one moment: on the device's thread no batch can come between them."""
-        updates = {uid: backend.update_count for uid, backend in self._backends.items()}
-        return self._total_updates(), updates, host_copy(self._state())
+        return {uid: backend.update_count for uid, backend in self._backends.items()}, host_copy(self._state())
 
     def _state(self) -> dict[str, PyTree]:
         return {uid: backend.state for uid, backend in self._backends.items()}
@@ -94,8 +92,10 @@ class ExpertSaver:
 
 def _is_sound(state: dict[str, PyTree]) -> bool:
     """Whether an expert's parameters are finite, and its optimiser's state, which may start at infinity, is not NaN."""
-    params, opt_state = (
-        [np.asarray(leaf) for leaf in jax.tree.leaves(state[part])] for part in ("params", "opt_state")
-    )
-    finite = all(np.isfinite(leaf).all() for leaf in params if jnp.issubdtype(leaf.dtype, jnp.inexact))
-    return finite and not any(np.isnan(leaf).any() for leaf in opt_state if jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+    def inexact(part: str) -> list[np.ndarray]:
+        leaves = map(np.asarray, jax.tree.leaves(state[part]))
+        return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+    finite = all(np.isfinite(leaf).all() for leaf in inexact("params"))
+    return finite and not any(np.isnan(leaf).any() for leaf in inexact("opt_state"))

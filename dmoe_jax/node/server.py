@@ -2,8 +2,8 @@
 
 Theory of operation. Each call is checked and becomes a job in the queue of a `BatchRunner`, which runs batches on the
 device, off the event loop. While a batch runs, further requests gather, so a busy node makes larger batches by itself.
-An `Announcer` lists the experts in the DHT and withdraws them at the end. Jobs whose caller has given up leave the
-queue before they cost anything.
+The node lists its experts in the DHT and withdraws them at the end. Jobs whose caller has given up leave the queue
+before they cost anything.
 
 Tensors arrive decoded, however their trainer chose to send them; those of the answer are compressed only if the
 request names a compression. They are activations and gradients: no method sends an expert's parameters.
@@ -17,28 +17,32 @@ RPC methods (body; tensors -> body; tensors), of which "compression" and "dropou
 The seed of a layer call is the same forward and backward; without one an expert runs in evaluation mode.
 """
 
+import functools
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import trio
 
 from dmoe_jax.device import Device
+from dmoe_jax.directory import declare_experts, withdraw_experts
 from dmoe_jax.grid import parse_uid
-from dmoe_jax.node import requests
-from dmoe_jax.node.announcing import Announcer
+from dmoe_jax.members import MAX_GRIDS, declare_member, withdraw_member
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.batching import QueueFull, Ticket
+from dmoe_jax.node.batching import QueueFull
 from dmoe_jax.node.replay import ReplayCache
+from dmoe_jax.node.requests import ExpertRequest, parse_request, uid_of
 from dmoe_jax.node.runner import BatchRunner, Job
 from net.dht.node import DhtNode
 from net.errors import PeerBusy
 from net.identity import Contact
 from net.nursery import background_nursery
-from net.rpc.base import Caller, Reply, Request
-from net.wire.compression import Compression
+from net.rpc.base import Caller, Handler, Reply, Request, handlers
 from net.wire.tensors import as_outgoing
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +74,12 @@ class NodeConfig:
 
 
 class ExpertNode:
-    """Serves `backends` to whoever calls, once `serve_node` runs it.
+    """Answers the calls for `backends` and lists them in the DHT; `open_expert_node` runs it.
 
     Args:
       backends: the experts by uid.
+      contact: where they are called.
+      dht: where they are listed.
       device: runs and compiles them.
       config: settings.
 
@@ -81,13 +87,32 @@ class ExpertNode:
       ValueError: if there is nothing to serve.
     """
 
-    def __init__(self, backends: Mapping[str, ExpertBackend], device: Device, config: NodeConfig) -> None:
+    def __init__(
+        self,
+        backends: Mapping[str, ExpertBackend],
+        contact: Contact,
+        dht: DhtNode,
+        *,
+        device: Device,
+        config: NodeConfig,
+    ) -> None:
         if not backends:
             raise ValueError("an expert node needs at least one expert")
         self.config = config
-        self.uids = tuple(backends)
-        """The experts that it serves."""
+        self.state = "compiling"
+        """What the node is at: "compiling" until it is warm, then "serving"."""
+        self.handlers: Mapping[str, Handler] = {
+            "expert.info": self._info,
+            "expert.forward": functools.partial(self._compute, backward=False),
+            "expert.backward": functools.partial(self._compute, backward=True),
+            "node.status": self._status,
+        }
+        """Its RPC methods."""
+        self._contact = contact
+        self._dht = dht
+        self._uids = [parse_uid(uid) for uid in backends]
         self._backends = dict(backends)
+        self._experts = {uid: backend.expert for uid, backend in backends.items()}
         self._runner = BatchRunner(
             self._backends,
             device,
@@ -95,28 +120,9 @@ class ExpertNode:
             max_waiting_rows=config.max_waiting_rows,
             warm_up_rows=config.warm_up_rows,
         )
-        self._replays: ReplayCache[tuple[Job, Ticket[Job]]] = ReplayCache()
+        self._replays: ReplayCache[Job] = ReplayCache()
         self._started_at = trio.current_time()
-        self.state = "compiling"
-        """What the node is at: "compiling" until it is warm, then "serving"."""
         self._counts = {"forward": 0, "backward": 0, "busy": 0, "replayed": 0}
-
-    def register(self, caller: Caller) -> None:
-        """Add this node's methods to a peer.
-
-        Raises:
-          ValueError: if the peer serves experts already.
-        """
-        limit = self.config.max_concurrent_calls
-        caller.add_handler("expert.info", self._info, max_concurrent=limit)
-        caller.add_handler("expert.forward", self._forward, max_concurrent=limit)
-        caller.add_handler("expert.backward", self._backward, max_concurrent=limit)
-        caller.add_handler("node.status", self._status, max_concurrent=16)
-
-    def unregister(self, caller: Caller) -> None:
-        """Take this node's methods back."""
-        for method in ("expert.info", "expert.forward", "expert.backward", "node.status"):
-            caller.remove_handler(method)
 
     def status(self) -> dict[str, Any]:
         """What the node does and has done since its start, as plain CBOR data.
@@ -140,91 +146,100 @@ class ExpertNode:
         }
 
     async def run(self) -> None:
-        """Serve the queue for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""
-        await self._runner.run()
+        """Serve and announce for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._runner.run)
+            while True:
+                await trio.sleep(self.config.announce_period_s)
+                await self._announce()
 
-    async def warm_up(self, announcer: Announcer, on_progress: Callable[[str], None]) -> None:
+    async def warm_up(self, on_progress: Callable[[str], None]) -> None:
         """Compile for batches of up to `warm_up_rows`, listed as compiling, and then announce the experts.
 
         Calls are answered meanwhile, as soon as the program that they need is compiled.
-
-        Args:
-          on_progress: told each state on the way, such as "compiling 2 of 5".
         """
-
-        def compiling(number: int, count: int) -> None:
-            self.state = f"compiling {number} of {count}"
+        if cold := self._runner.cold_programs():
+            await self._announce()
+        for number, (backend, bucket) in enumerate(cold, start=1):
+            self.state = f"compiling {number} of {len(cold)}"
             on_progress(self.state)
-
-        if self._runner.must_compile:
-            await announcer.announce()
-            await self._runner.warm_up(compiling)
+            await self._runner.compile(backend, bucket)
         self.state = "serving"
-        await announcer.announce()
+        await self._announce()
+
+    async def _announce(self) -> None:
+        """List the node, and once it serves its experts too, for `record_lifetime_s`."""
+        expiration = self._dht.clock.now() + self.config.record_lifetime_s
+        grids = list(dict.fromkeys(uid.prefix for uid in self._uids))[:MAX_GRIDS]
+        info = {"role": "node", "state": self.state, "experts": len(self._uids), "grids": grids}
+        peer_id = self._contact.peer_id
+        await declare_member(self._dht, self.config.swarm, peer_id, self._contact, info, expiration=expiration)
+        if self.state != "serving":
+            return
+        listed = await declare_experts(self._dht, self._uids, self._contact, expiration=expiration)
+        if missing := [str(uid) for uid, stands in listed.items() if not stands]:
+            logger.warning("%d experts could not be announced, among them %s", len(missing), missing[0])
+
+    async def withdraw(self) -> None:
+        """Take the announcements back, so that trainers stop calling at once; what cannot be reached expires."""
+        await withdraw_experts(self._dht, self._uids, self._contact)
+        await withdraw_member(self._dht, self.config.swarm, self._contact.peer_id, "node")
 
     async def _status(self, request: Request) -> Reply:
         del request
         return Reply(body=self.status())
 
     async def _info(self, request: Request) -> Reply:
-        uid = requests.uid_of(request, self.uids)
-        backend = self._backends[uid]
+        backend = self._backends[uid_of(request, self._experts)]
+        expert = backend.expert
+        *inputs, output = ({**asdict(spec), "shape": list(spec.shape)} for spec in (*expert.inputs, expert.output))
         body = {
-            "kind": backend.expert.name,
-            "inputs": [requests.describe_spec(spec) for spec in backend.expert.inputs],
-            "output": requests.describe_spec(backend.expert.output),
-            "takes_key": backend.expert.takes_key,
+            "kind": expert.name,
+            "inputs": inputs,
+            "output": output,
+            "takes_key": expert.takes_key,
             "updates": backend.update_count,
             "max_rows": self.config.max_batch_rows,
             "warm_rows": backend.warm_rows,
         }
         return Reply(body=body)
 
-    async def _forward(self, request: Request) -> Reply:
-        uid = requests.uid_of(request, self.uids)
-        parsed = requests.parse_forward(request, uid, self._backends[uid].expert, max_rows=self.config.max_batch_rows)
-        job = Job(parsed)
-        return await self._finish(job, self._submit("forward", job), parsed.compression)
+    async def _compute(self, request: Request, *, backward: bool) -> Reply:
+        """Answer a forward or backward call.
 
-    async def _backward(self, request: Request) -> Reply:
-        uid = requests.uid_of(request, self.uids)
-        parsed = requests.parse_backward(request, uid, self._backends[uid].expert, max_rows=self.config.max_batch_rows)
-        assert parsed.request_id is not None
+        If it is cancelled while its job waits in the queue, and nobody else wants the answer, the job is dropped.
+        """
+        parsed = parse_request(request, self._experts, max_rows=self.config.max_batch_rows, backward=backward)
         # Trainer and expert are part of the key: equal ids of others do not get these gradients.
-        replay_key = request.peer_id.raw + uid.encode() + b"/" + parsed.request_id
-        known = self._replays.find(replay_key)
-        if known is not None:
+        replay_key = request.peer_id.raw + parsed.uid.encode() + b"/" + (parsed.request_id or b"")
+        job = self._replays.find(replay_key) if backward else None
+        if job is not None:
             self._counts["replayed"] += 1
-            return await self._finish(*known, parsed.compression, replay_key=replay_key)
-        job = Job(parsed)
-        ticket = self._submit("backward", job)
-        self._replays.remember(replay_key, (job, ticket), nbytes=sum(array.nbytes for array in parsed.inputs))
-        return await self._finish(job, ticket, parsed.compression, replay_key=replay_key)
-
-    def _submit(self, kind: str, job: Job) -> Ticket[Job]:
-        try:
-            ticket = self._runner.submit(kind, job)
-        except QueueFull as full:
-            self._counts["busy"] += 1
-            raise PeerBusy(f"the node is busy: {full}") from full
-        self._counts[kind] += 1
-        return ticket
-
-    async def _finish(
-        self, job: Job, ticket: Ticket[Job], compression: Compression, *, replay_key: bytes | None = None
-    ) -> Reply:
-        """Wait for a job. If cancelled while it still waits in the queue, and nobody else wants it, it is dropped."""
+        else:
+            job = self._submit(parsed)
+            if backward:
+                self._replays.remember(replay_key, job, nbytes=sum(array.nbytes for array in parsed.inputs))
         job.waiters += 1
         try:
             await job.done.wait()
         finally:
             job.waiters -= 1
-            if not job.waiters and self._runner.queue.withdraw(ticket) and replay_key is not None:
+            if not job.waiters and self._runner.queue.withdraw(job):
                 self._replays.forget(replay_key)
         if job.error is not None:
             raise job.error
-        tensors = tuple(as_outgoing(result, compression) for result in job.results)
+        tensors = tuple(as_outgoing(result, parsed.compression) for result in job.results)
         return Reply(body={"updates": job.updates}, tensors=tensors)
+
+    def _submit(self, parsed: ExpertRequest) -> Job:
+        job = Job(parsed)
+        try:
+            self._runner.submit(job)
+        except QueueFull as full:
+            self._counts["busy"] += 1
+            raise PeerBusy(f"the node is busy: {full}") from full
+        self._counts[job.kind] += 1
+        return job
 
 
 @asynccontextmanager
@@ -237,47 +252,29 @@ async def open_expert_node(
     config: NodeConfig,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> AsyncIterator[ExpertNode]:
-    """Serve `backends` (by uid) at `caller` while the context is open; see `serve_node`."""
-    async with serve_node(ExpertNode(backends, device, config), caller, dht, on_progress=on_progress) as node:
-        yield node
-
-
-@asynccontextmanager
-async def serve_node(
-    node: ExpertNode, caller: Caller, dht: DhtNode, *, on_progress: Callable[[str], None] = lambda text: None
-) -> AsyncIterator[ExpertNode]:
-    """Run a node at `caller` while the context is open, and announce it and its experts in the DHT.
+    """Serve `backends` (by uid) at `caller` while the context is open, and announce node and experts in the DHT.
 
     On entry the node is listed as compiling and answers `node.status`; its experts are announced, and the block begins,
     when it is warm. On leaving they are withdrawn from the DHT within two seconds, for which `caller` and `dht` must
     still run, waiting requests are dropped, and the methods are taken back. If everything is cancelled at once, the
     announcements expire instead.
 
+    Args:
+      on_progress: told each state on the way, such as "compiling 2 of 5".
+
     Raises:
-      ValueError: if the peer does not listen, or serves experts already.
+      ValueError: if there is no expert, or the peer does not listen or serves experts already.
     """
     if caller.address is None:
         raise ValueError("an expert node must listen: its peer is in client mode")
-    node.register(caller)
-    announcer = Announcer(
-        dht,
-        [parse_uid(uid) for uid in node.uids],
-        Contact(caller.peer_id, caller.address),
-        swarm=node.config.swarm,
-        period_s=node.config.announce_period_s,
-        lifetime_s=node.config.record_lifetime_s,
-        state=lambda: node.state,
-    )
-    try:
+    node = ExpertNode(backends, Contact(caller.peer_id, caller.address), dht, device=device, config=config)
+    with handlers(caller, node.handlers, max_concurrent=config.max_concurrent_calls):
         async with background_nursery() as nursery:
             nursery.start_soon(node.run)
             try:
-                nursery.start_soon(announcer.run)
-                await node.warm_up(announcer, on_progress)
+                await node.warm_up(on_progress)
                 yield node
             finally:
                 nursery.cancel_scope.cancel()
                 with trio.move_on_after(2.0, shield=True):
-                    await announcer.withdraw()
-    finally:
-        node.unregister(caller)
+                    await node.withdraw()

@@ -114,11 +114,11 @@ def wide_training(setup: Setup) -> tuple[State, Callable[[State, Batch], tuple[S
 
         def loss(params: PyTree) -> tuple[Array, PyTree]:
             trunk, memories = params["trunk"], []
-            hidden = embed(trunk["embed"], tokens)
+            hidden = embed(trunk["embed"], tokens, config)
             for own, past in zip(params["layers"], memory, strict=True):
                 memories.append(next_memory(past, hidden))
                 hidden = cast(Array, layer.apply({"params": own}, hidden, past.states, past.mask))
-            nll = token_nll(trunk["embed"], trunk["head"], hidden, targets, cutoffs=config.cutoffs)
+            nll = token_nll(trunk["embed"], trunk["head"], hidden, targets, config)
             return jnp.mean(nll), tuple(memories)
 
         (nll, memories), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
@@ -127,9 +127,7 @@ def wide_training(setup: Setup) -> tuple[State, Callable[[State, Batch], tuple[S
         return {"params": params, "opt_state": opt_state, "memory": memories}, nll
 
     embed_key, head_key, layer_key = jax.random.split(jax.random.key(setup.seed), 3)
-    embed_params, head_params = init_embed_and_head(
-        embed_key, head_key, vocab_size=config.vocab_size, d_model=config.d_model, cutoffs=config.cutoffs
-    )
+    embed_params, head_params = init_embed_and_head(embed_key, head_key, config)
     sample, filled = jnp.zeros((1, 1, config.d_model)), jnp.ones((1, 1), bool)
     init = jax.jit(lambda own: layer.init(own, sample, sample, filled)["params"])
     params = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from dmoe_jax.data.errors import DataError
+from dmoe_jax.data import DataError
 from dmoe_jax.runs.report import ReportTable
 from experiments.bench import Experiment, Run
 from experiments.moshpit_sgd import tasks

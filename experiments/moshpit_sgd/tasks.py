@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dmoe_jax.data import DataError
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.data.corpora import load_corpus
-from dmoe_jax.data.errors import DataError
 from dmoe_jax.data.mnist import NUM_CLASSES, SIDE, read_mnist
 from dmoe_jax.data.vocabulary import UNK
 from dmoe_jax.layer_config import LayerConfig

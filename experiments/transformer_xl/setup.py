@@ -223,11 +223,11 @@ def dense_loss(
 def _token_nll(config: TransformerXLConfig, router: Router | None) -> Callable[[PyTree, Batch, Memory], Any]:
     """The compiled ((trunk, experts), batch, memory) -> (negative log-likelihood of each target, next memory)."""
 
-    def token_nll(params: tuple[PyTree, Any], batch: Batch, memory: Memory) -> tuple[jax.Array, Memory]:
+    def token_nll(params: tuple[PyTree, Any], batch: Batch, memory: Memory) -> tuple[Any, Memory]:
         trunk, experts = params
         if router is None:
             return dense.forward(trunk, config, batch, memory)
-        nll, _, memory = txl.local_token_nll(trunk, experts, config, router, batch, memory)
-        return nll, memory
+        _, aux = txl.local_forward(trunk, experts, config, router, batch, memory)
+        return aux.token_nll, aux.memory
 
     return jax.jit(token_nll)

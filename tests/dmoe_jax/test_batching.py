@@ -1,5 +1,7 @@
 """The node's queue: oldest group first, whole batches, bounded; retries and quorums counted right."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
@@ -8,69 +10,66 @@ from dmoe_jax.node.batching import BatchQueue, QueueFull
 from dmoe_jax.node.replay import ReplayCache
 
 
-def payloads(batch: tuple) -> list[str]:
-    return [ticket.payload for ticket in batch]
+class Asked(NamedTuple):
+    key: str
+    rows: int
+    name: str = "x"
+
+
+def queue_of(*waiting: Asked, max_batch_rows: int, max_waiting_rows: int = 64) -> BatchQueue[Asked]:
+    queue: BatchQueue[Asked] = BatchQueue(max_batch_rows=max_batch_rows, max_waiting_rows=max_waiting_rows)
+    for asked in waiting:
+        queue.submit(asked)
+    return queue
+
+
+def names(batch: tuple[Asked, ...]) -> list[str]:
+    return [asked.name for asked in batch]
 
 
 def test_oldest_group_first_and_together() -> None:
     """The group whose head came first is served first, with everything of its kind that fits."""
-    queue: BatchQueue[str] = BatchQueue(max_batch_rows=8, max_waiting_rows=64)
-    for key, rows, name in [("a", 2, "a1"), ("b", 2, "b1"), ("a", 3, "a2"), ("b", 2, "b2"), ("a", 4, "a3")]:
-        queue.submit(key, rows, name)
+    waiting = [("a", 2, "a1"), ("b", 2, "b1"), ("a", 3, "a2"), ("b", 2, "b2"), ("a", 4, "a3")]
+    queue = queue_of(*(Asked(*each) for each in waiting), max_batch_rows=8)
     # a1 + a2 = 5 rows; a3 would make 9 > 8. Then b's head (arrived second) precedes a3 (arrived last).
-    assert [payloads(queue.take()) for _ in range(4)] == [["a1", "a2"], ["b1", "b2"], ["a3"], []]
+    assert [names(queue.take()) for _ in range(4)] == [["a1", "a2"], ["b1", "b2"], ["a3"], []]
     assert queue.waiting_rows == 0
 
 
 def test_a_request_never_overtakes_an_older_one_of_its_group() -> None:
     """A small request behind one that does not fit waits, so that no request starves."""
-    queue: BatchQueue[str] = BatchQueue(max_batch_rows=4, max_waiting_rows=64)
-    for rows, name in [(3, "first"), (3, "second"), (1, "small")]:
-        queue.submit("a", rows, name)
-    assert [payloads(queue.take()) for _ in range(2)] == [["first"], ["second", "small"]]
+    queue = queue_of(Asked("a", 3, "first"), Asked("a", 3, "second"), Asked("a", 1, "small"), max_batch_rows=4)
+    assert [names(queue.take()) for _ in range(2)] == [["first"], ["second", "small"]]
 
 
 def test_a_limit_of_the_moment_cuts_batches_but_never_a_request() -> None:
     """Batches stay within what is compiled for their key; a single larger request is taken alone."""
-    queue: BatchQueue[str] = BatchQueue(max_batch_rows=8, max_waiting_rows=64)
-    for key, rows, name in [
-        ("a", 2, "a1"),
-        ("a", 1, "a2"),
-        ("a", 5, "a3"),
-        ("a", 1, "a4"),
-        ("b", 3, "b1"),
-        ("b", 3, "b2"),
-    ]:
-        queue.submit(key, rows, name)
+    waiting = [("a", 2, "a1"), ("a", 1, "a2"), ("a", 5, "a3"), ("a", 1, "a4"), ("b", 3, "b1"), ("b", 3, "b2")]
+    queue = queue_of(*(Asked(*each) for each in waiting), max_batch_rows=8)
     limit = {"a": 3, "b": 100}
     assert queue.waits("a")
-    assert [payloads(queue.take(lambda key: limit[str(key)])) for _ in range(4)] == [
-        ["a1", "a2"],
-        ["a3"],
-        ["a4"],
-        ["b1", "b2"],
-    ]
+    taken = [names(queue.take(lambda key: limit[str(key)])) for _ in range(4)]
+    assert taken == [["a1", "a2"], ["a3"], ["a4"], ["b1", "b2"]]
     assert not queue.waits("a")
 
 
 def test_full_queue_turns_away_and_recovers() -> None:
     """Rows beyond the bound are refused at once; taking or withdrawing makes room."""
-    queue: BatchQueue[str] = BatchQueue(max_batch_rows=4, max_waiting_rows=6)
-    first = queue.submit("a", 4, "first")
-    queue.submit("a", 2, "second")
+    first, second, third = Asked("a", 4, "first"), Asked("a", 2, "second"), Asked("b", 1, "third")
+    queue = queue_of(first, second, max_batch_rows=4, max_waiting_rows=6)
     with pytest.raises(QueueFull, match="6 rows wait already, at most 6 may"):
-        queue.submit("b", 1, "third")
+        queue.submit(third)
     assert queue.withdraw(first)
-    queue.submit("b", 1, "third")
+    queue.submit(third)
     assert not queue.withdraw(first)
-    assert [payloads(queue.take()) for _ in range(2)] == [["second"], ["third"]]
+    assert [names(queue.take()) for _ in range(2)] == [["second"], ["third"]]
 
 
 @pytest.mark.parametrize("rows", [0, 5])
 def test_impossible_requests_are_refused(rows: int) -> None:
     """A request that no batch could hold is a mistake, not a full queue."""
     with pytest.raises(ValueError, match=f"1 to 4 rows in one request, got {rows}"):
-        BatchQueue(max_batch_rows=4, max_waiting_rows=6).submit("a", rows, "x")
+        queue_of(Asked("a", rows), max_batch_rows=4)
 
 
 def test_replay_cache_forgets_the_oldest() -> None:
@@ -81,7 +80,7 @@ def test_replay_cache_forgets_the_oldest() -> None:
     cache.remember(b"3", "three", nbytes=10)
     assert (cache.find(b"1"), cache.find(b"2"), cache.find(b"3")) == (None, "two", "three")
     cache.remember(b"4", "four", nbytes=1000)
-    assert (cache.find(b"3"), cache.find(b"4"), len(cache)) == (None, "four", 1)
+    assert (cache.find(b"2"), cache.find(b"3"), cache.find(b"4")) == (None, None, "four")
 
 
 def test_quorum_counts_per_sample() -> None:

@@ -92,7 +92,8 @@ def test_stream_properties(num_tokens: int, batch_size: int, seq_len: int, num_s
         )
         for shard in range(num_shards)
     ]
-    epoch = [next(stream) for stream in streams for _ in range(streams[0].batches_per_epoch)]
+    rounds = num_segments // (batch_size * num_shards)
+    epoch = [next(stream) for stream in streams for _ in range(rounds)]
     read = np.concatenate([batch.tokens.ravel() for batch in epoch])
     assert len(np.unique(read)) == len(read)
 
@@ -110,7 +111,7 @@ def test_stream_properties(num_tokens: int, batch_size: int, seq_len: int, num_s
 
 def test_stream_checks_its_arguments() -> None:
     """Wrong counts and texts that are too short are refused with the numbers in the message."""
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="batch_size must be a positive integer, got 0"):
         SegmentStream(text(10), batch_size=0, seq_len=2)
     with pytest.raises(ValueError, match="shard must be from 0 to 1, got 2"):
         SegmentStream(text(10), batch_size=1, seq_len=2, shard=2, num_shards=2)
@@ -160,7 +161,7 @@ def test_evaluation_covers_each_target_once(
 
 def test_evaluation_checks_its_arguments_at_the_call() -> None:
     """Nothing has to be iterated to learn that the arguments are wrong."""
-    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_tokens must be a positive integer, got 0"):
         evaluation_segments(text(8), batch_size=2, seq_len=3, max_tokens=0)
     with pytest.raises(ValueError, match="at least 2 tokens, got 1"):
         evaluation_segments(text(1), batch_size=2, seq_len=3)

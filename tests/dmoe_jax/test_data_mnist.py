@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmoe_jax.data import mnist
-from dmoe_jax.data.errors import DataError
+from dmoe_jax.data import DataError, mnist
 from dmoe_jax.data.mnist import read_mnist
 
 

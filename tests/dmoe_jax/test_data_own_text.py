@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from dmoe_jax.data import DataError
 from dmoe_jax.data.corpora import load_corpus
-from dmoe_jax.data.errors import DataError
 from dmoe_jax.data.vocabulary import UNK
 
 LINE = "The cat sat on the mat.\n"
@@ -19,9 +19,10 @@ def test_the_end_of_a_file_is_held_out(tmp_path: Path) -> None:
     corpus = load_corpus(source=str(path))
     assert (corpus.name, corpus.train.size, corpus.valid.size, corpus.test.size) == ("my.txt", 720, 40, 40)
     assert corpus.vocabulary.words[0] == "the"
-    assert {"cat", "mat", ".", "<eos>"} <= set(corpus.vocabulary)
+    assert {"cat", "mat", ".", "<eos>"} <= set(corpus.vocabulary.words)
     assert "unicorn" not in corpus.vocabulary
-    assert corpus.vocabulary.decode(corpus.test[-8:]) == [UNK, UNK, "sat", "on", "the", "mat", ".", "<eos>"]
+    words = corpus.vocabulary.words
+    assert [words[number] for number in corpus.test[-8:]] == [UNK, UNK, "sat", "on", "the", "mat", ".", "<eos>"]
     assert str(path) in corpus.description
 
 
@@ -31,7 +32,7 @@ def test_a_folder_has_a_file_for_each_part(tmp_path: Path) -> None:
         (tmp_path / f"{split}.txt").write_text(text)
     corpus = load_corpus(source=str(tmp_path))
     assert (corpus.train.size, corpus.valid.size, corpus.test.size) == (80, 25, 24)
-    assert corpus.vocabulary.decode(corpus.valid[:3]) == ["the", UNK, "sat"]
+    assert [corpus.vocabulary.words[number] for number in corpus.valid[:3]] == ["the", UNK, "sat"]
 
 
 @pytest.mark.parametrize(

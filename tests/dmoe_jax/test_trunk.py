@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models import trunk
-from dmoe_jax.models.trunk import LayerMemory, TrunkDropout, step_keys
+from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.models.trunk import LayerMemory, step_keys
 
 VOCAB, D_MODEL = 200, 8
+CONFIG = TransformerXLConfig(vocab_size=VOCAB, num_layers=1, layer=LayerConfig(d_model=D_MODEL, num_heads=1))
 KEY = np.array([123, 456], np.uint32)
 
 
@@ -18,9 +21,7 @@ KEY = np.array([123, 456], np.uint32)
 def make_params():
     """Embedding and head of a plain softmax, not near zero."""
     rng = np.random.default_rng(0)
-    embed, head = trunk.init_embed_and_head(
-        jax.random.key(0), jax.random.key(1), vocab_size=VOCAB, d_model=D_MODEL, cutoffs=()
-    )
+    embed, head = trunk.init_embed_and_head(jax.random.key(0), jax.random.key(1), CONFIG)
     return {"table": jnp.asarray(rng.uniform(1, 2, embed["table"].shape), jnp.float32)}, head
 
 
@@ -71,8 +72,8 @@ def test_a_dropped_word_is_gone_at_all_its_places():
     """About a third of the words have no vector, in every row and place; the others have 1 / (1 - p) of theirs."""
     params, _ = make_params()
     tokens = words((10, 60))
-    plain = np.asarray(trunk.embed(params, tokens))
-    dropped = np.asarray(trunk.embed(params, tokens, KEY, TrunkDropout(embedding=1 / 3)))
+    plain = np.asarray(trunk.embed(params, tokens, CONFIG))
+    dropped = np.asarray(trunk.embed(params, tokens, CONFIG.replace(embedding_dropout=1 / 3), KEY))
     ratio = dropped / plain
     assert set(np.unique(ratio.round(4))) == {0.0, 1.5}
     by_word = {int(word): ratio[np.asarray(tokens) == word] for word in np.unique(tokens)}
@@ -85,16 +86,16 @@ def test_dropped_words_stay_in_the_softmax():
     """The rates before the first layer change no prediction made from the same hidden states."""
     params, head = make_params()
     hidden = jax.random.normal(jax.random.key(2), (2, 4, D_MODEL))
-    rates = TrunkDropout(embedding=0.5, input=0.5)
-    nll = trunk.token_nll(params, head, hidden, words((2, 4)), KEY, rates=rates, cutoffs=())
-    plain = trunk.token_nll(params, head, hidden, words((2, 4)), cutoffs=())
+    config = CONFIG.replace(embedding_dropout=0.5, input_dropout=0.5)
+    nll = trunk.token_nll(params, head, hidden, words((2, 4)), config, KEY)
+    plain = trunk.token_nll(params, head, hidden, words((2, 4)), CONFIG)
     np.testing.assert_allclose(nll, plain, rtol=1e-6)
 
 
 def test_input_dropout_is_locked():
     """Each row loses the same features at all places, and other rows others."""
     params, _ = make_params()
-    gone = np.asarray(trunk.embed(params, words((20, 5)), KEY, TrunkDropout(input=0.5))) == 0
+    gone = np.asarray(trunk.embed(params, words((20, 5)), CONFIG.replace(input_dropout=0.5), KEY)) == 0
     np.testing.assert_array_equal(gone, np.broadcast_to(gone[:, :1], gone.shape))
     assert len(np.unique(gone[:, 0], axis=0)) > 10
 
@@ -103,22 +104,23 @@ def test_the_mean_over_keys_is_the_undropped_embedding():
     """Word and input dropout together: 3,000 steps average to the plain vectors within 5 standard errors."""
     params, _ = make_params()
     tokens = words((1, 3))
-    rates = TrunkDropout(embedding=0.2, input=0.6)
+    config = CONFIG.replace(embedding_dropout=0.2, input_dropout=0.6)
     keys = jnp.asarray(np.random.default_rng(0).integers(1, 2**32, (3000, 2), dtype=np.uint32))
-    vectors = np.asarray(jax.jit(jax.vmap(lambda key: trunk.embed(params, tokens, key, rates)))(keys))
+    vectors = np.asarray(jax.jit(jax.vmap(lambda key: trunk.embed(params, tokens, config, key)))(keys))
     # The factor is 1 / (0.8 * 0.4) with probability 0.8 * 0.4: its variance is 1 / 0.32 - 1.
     error = np.sqrt((1 / 0.32 - 1) / 3000)
-    assert np.abs(vectors.mean(axis=0) / np.asarray(trunk.embed(params, tokens)) - 1).max() < 5 * error
+    assert np.abs(vectors.mean(axis=0) / np.asarray(trunk.embed(params, tokens, CONFIG)) - 1).max() < 5 * error
 
 
-@pytest.mark.parametrize(("rates", "constant"), [(TrunkDropout(output=0.5), True), (TrunkDropout(final=0.5), False)])
-def test_dropout_before_the_softmax(rates, constant):
-    """Dropped features of the hidden states have no gradient: `output` is locked, `final` is not."""
+@pytest.mark.parametrize(("rate", "constant"), [("output_dropout", True), ("dropout", False)])
+def test_dropout_before_the_softmax(rate, constant):
+    """Dropped features of the hidden states have no gradient: `output_dropout` is locked, that of layers is not."""
+    config = CONFIG.replace(**{rate: 0.5})
     params, head = make_params()
     hidden = jax.random.normal(jax.random.key(2), (4, 6, D_MODEL))
     targets = words((4, 6))
     gradient = jax.grad(
-        lambda h: jnp.sum(trunk.token_nll(params, head, h, targets, KEY, rates=rates, cutoffs=())),
+        lambda h: jnp.sum(trunk.token_nll(params, head, h, targets, config, KEY)),
     )(hidden)
     gone = np.asarray(gradient) == 0
     assert 0.25 < gone.mean() < 0.75
@@ -128,15 +130,15 @@ def test_dropout_before_the_softmax(rates, constant):
 def test_without_a_key_nothing_is_dropped():
     """Evaluation ignores the rates, under jit as well, where None is simply absent."""
     params, head = make_params()
-    rates = TrunkDropout(embedding=0.5, input=0.5, output=0.5, final=0.5)
+    config = CONFIG.replace(embedding_dropout=0.5, input_dropout=0.5, output_dropout=0.5, dropout=0.5)
     tokens = words((2, 4))
 
     @jax.jit
     def run(key):
-        hidden = trunk.embed(params, tokens, key, rates)
-        return trunk.token_nll(params, head, hidden, tokens, key, rates=rates, cutoffs=())
+        hidden = trunk.embed(params, tokens, config, key)
+        return trunk.token_nll(params, head, hidden, tokens, config, key)
 
-    plain = trunk.token_nll(params, head, trunk.embed(params, tokens), tokens, cutoffs=())
+    plain = trunk.token_nll(params, head, trunk.embed(params, tokens, CONFIG), tokens, CONFIG)
     np.testing.assert_allclose(run(None), plain, rtol=1e-5)
     assert not np.allclose(run(KEY), plain, rtol=0.01)
 
@@ -166,12 +168,4 @@ def test_forget_empties_the_streams_that_restart():
 def test_word_counts_of_another_vocabulary_are_refused():
     """Both sizes are named."""
     with pytest.raises(ValueError, match=r"word_counts must have shape \(200,\), got \(3,\)"):
-        trunk.init_embed_and_head(
-            jax.random.key(0), jax.random.key(1), vocab_size=200, d_model=8, cutoffs=(), word_counts=np.ones(3)
-        )
-
-
-def test_rates_that_are_no_probability_are_refused():
-    """The field and the value are named."""
-    with pytest.raises(ValueError, match=r"output must be a probability of at least 0 and below 1, got 1\.5"):
-        TrunkDropout(output=1.5)
+        trunk.init_embed_and_head(jax.random.key(0), jax.random.key(1), CONFIG, word_counts=np.ones(3))

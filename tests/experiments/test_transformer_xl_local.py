@@ -91,7 +91,7 @@ def step_by_hand(setup: Setup, state: PyTree, step: int) -> tuple[PyTree, list[P
                 mixed = mixed + weight * (config.expert().apply(expert, *inputs) - hidden)
                 used.append(is_chosen.any())
             hidden = mixed
-        nll = parts.loss_head(trunk["embed"], trunk["head"], hidden, batch.targets, keys.head)
+        nll = parts.loss_head(trunk["embed"], trunk["head"], hidden, batch.targets, batch.mask, keys.head)
         return nll + penalty, (nll, used)
 
     def updated(recipe: Recipe, params: PyTree, opt_state: PyTree, grads: PyTree) -> PyTree:

@@ -1,0 +1,89 @@
+"""One expert node and one trainer on a direct network, for the tests of the node."""
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import trio
+
+from dmoe_jax.device import CostModel, Device, InlineDevice
+from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.experts.transformer_xl import transformer_xl_layer
+from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
+from net.clock import SwarmClock
+from net.dht.node import open_dht_node
+from net.identity import Address, PeerId
+from net.rpc.base import Reply
+from tests.net.direct_network import DirectCaller, DirectNetwork
+
+HOST = Address("node", 1)
+EXPERT = feedforward(d_model=4)
+XL = transformer_xl_layer(d_model=4, num_heads=2, d_ff=8, seq_len=3, mem_len=2)
+SGD = optax.sgd(0.1)
+"""One object, so that what one test compiles serves the others."""
+
+
+class Rig:
+    """One node and one trainer on a direct network, and what a test asks of them."""
+
+    def __init__(self, node: ExpertNode, backends: dict[str, ExpertBackend], trainer: DirectCaller) -> None:
+        self.node, self.backends, self.trainer = node, backends, trainer
+
+    async def call(self, method: str, body: dict[str, Any], *tensors: Any, timeout_s: float = 100.0) -> Reply:
+        return await self.trainer.call(HOST, method, body, tensors, timeout_s=timeout_s)
+
+    async def forward(self, uid: str, *tensors: Any, timeout_s: float = 100.0) -> Reply:
+        return await self.call("expert.forward", {"uid": uid}, *tensors, timeout_s=timeout_s)
+
+    async def backward(self, uid: str, request_id: bytes, *tensors: Any, timeout_s: float = 100.0) -> Reply:
+        body = {"uid": uid, "request_id": request_id}
+        return await self.call("expert.backward", body, *tensors, timeout_s=timeout_s)
+
+
+class AsideDevice(InlineDevice):
+    """Compiles beside the device, in five seconds of virtual time for each bucket."""
+
+    compiles_aside = True
+
+    async def aside(self, function: Callable[..., Any], *args: Any) -> Any:
+        await trio.sleep(5.0)
+        return await super().aside(function, *args)
+
+
+@asynccontextmanager
+async def open_rig(
+    *,
+    cost: CostModel | None = None,
+    config: NodeConfig | None = None,
+    device: Device | None = None,
+    backends: dict[str, ExpertBackend] | None = None,
+) -> AsyncIterator[Rig]:
+    network = DirectNetwork(latency_s=0.01)
+    host = network.caller(HOST, PeerId.draw(random.Random(1)))
+    trainer = network.caller(None, PeerId.draw(random.Random(2)))
+    backends = backends or {
+        "ffn.0.1": ExpertBackend(EXPERT, SGD, EXPERT.init(jax.random.key(0))),
+        "ffn.2.3": ExpertBackend(EXPERT, SGD, EXPERT.init(jax.random.key(1))),
+        "xl.0": ExpertBackend(XL, SGD, XL.init(jax.random.key(2))),
+    }
+    clock = SwarmClock(start_s=50.0)
+    async with (
+        open_dht_node(host, clock=clock, rng=random.Random(3)) as host_dht,
+        open_expert_node(
+            host,
+            host_dht,
+            backends,
+            device=device or InlineDevice(cost or CostModel()),
+            config=config or NodeConfig(),
+        ) as node,
+    ):
+        yield Rig(node, backends, trainer)
+
+
+def rows(count: int, width: int = 4, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(count, width)).astype(np.float32)
