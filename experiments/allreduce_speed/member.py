@@ -16,7 +16,8 @@ from experiments.allreduce_speed.baseline import BlockingMember
 from experiments.allreduce_speed.vectors import Vector, digest_of, vector_of
 from experiments.processes import async_orders, memory_bytes, orders, say
 from net.averaging.grouping.group import Group, Member
-from net.averaging.reduction.all_reduce import AllReduce, AllReduceConfig
+from net.averaging.reduction.all_reduce import AllReduce
+from net.averaging.reduction.partition import AllReduceConfig
 from net.identity import Address, Contact
 from net.keys import Identity
 from net.rpc.peer import open_rpc_peer
@@ -87,7 +88,7 @@ async def _exchange(all_reduce: AllReduce, order: Mapping[str, Any], vector: Vec
     )
     group = Group(group_id=bytes.fromhex(order["group"]), members=members, side=len(members))
     cpu_s, started = time.process_time(), time.perf_counter()
-    result = await all_reduce.run(group, vector)
+    result = await all_reduce.run(group, vector, size=vector.size)
     ended, cpu_s = time.perf_counter(), time.process_time() - cpu_s
     if not result.complete:
         raise ConnectionError("the average is not that of all members")

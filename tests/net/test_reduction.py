@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from net.averaging.reduction.partition import Part
-from net.averaging.reduction.reducer import MAX_WINDOW, Array, PartReduction, is_finite, mean_into, values_untrusted
+from net.averaging.reduction.partition import MAX_WINDOW, Part
+from net.averaging.reduction.reducer import Array, PartReduction, is_finite, mean_into, values_untrusted
 from net.errors import RemoteProtocolError
+from net.wire.compression import Compression
 
 T = 5.0
 
@@ -94,15 +95,21 @@ def test_weights() -> None:
 
 
 def test_what_is_lost_on_the_way_is_lost_to_all_alike() -> None:
-    """Values arrive rounded to integers: ours count rounded too, and get back what the rounded mean changes."""
-    average, own, other = np.empty(1, np.float32), np.float32([1.25]), np.float32([3.0])
+    """float16 rounds our 2049 to 2048, which counts; the mean 2052 of it and 2056 adds 4 to our 2049."""
+    average, own, other = np.empty(1, np.float32), np.float32([2049]), np.float32([2056])
     part = Part(start=0, end=1, chunk_size=1)
     reduction = PartReduction(
-        part, {0: 1, 1: 1}, own=(0, own), average=average, sender_timeout_s=T, now=0.0, as_sent=np.rint
+        part,
+        {0: 1, 1: 1},
+        own=(0, own),
+        average=average,
+        sender_timeout_s=T,
+        now=0.0,
+        compression=Compression.FLOAT16,
     )
     reduction.receive_untrusted(1, 0, [other], 0.0)
-    assert [(chunk, mean.tolist()) for chunk, mean in reduction.take_finished()] == [(0, [2.0])]
-    assert average.tolist() == [2.25]
+    assert [(chunk, mean.tolist()) for chunk, mean in reduction.take_finished()] == [(0, [2052.0])]
+    assert average.tolist() == [2053.0]
 
 
 def test_who_keeps_the_frontier_waiting_is_out() -> None:

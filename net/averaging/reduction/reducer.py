@@ -17,19 +17,17 @@ put them until their sender is answered; and one pass over all of them together 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from net.averaging.reduction.partition import Part
+from net.averaging.reduction.partition import MAX_WINDOW, Part
 from net.errors import RemoteProtocolError
-from net.wire.tensors import Tensor
+from net.wire.compression import Compression
+from net.wire.tensors import Tensor, as_outgoing, as_received
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
-
-MAX_WINDOW = 16
-"""Chunks that a sender may have brought and not been answered: what it can make a reducer hold. The largest setting."""
 
 _TILE_SIZE = 64 * 1024
 """Numbers that are averaged in one go: with the sum and a scratch they stay in the second-level cache."""
@@ -94,8 +92,8 @@ class PartReduction:
       average: the vector to whose part the means are written. A chunk of it is final once it is finished.
       sender_timeout_s: see the head of this file.
       now: when this begins.
-      as_sent: what comes of our values where they are sent; None: they arrive as they are. If something is lost on the
-        way, all vectors lose it alike before the mean, ours too, and all get back the difference that the mean makes.
+      compression: of what is sent. Our values lose in it what others' lose before the mean is taken, and get back the
+        difference that the mean makes, as others do.
     """
 
     def __init__(
@@ -107,13 +105,13 @@ class PartReduction:
         average: Array,
         sender_timeout_s: float,
         now: float,
-        as_sent: Callable[[Array], Array] | None = None,
+        compression: Compression = Compression.NONE,
     ) -> None:
         self._part = part
         self._weights = dict(weights)
         self._own = own
         self._average = average
-        self._as_sent = as_sent
+        self._compression = compression
         self._sender_timeout_s = sender_timeout_s
         self._awaited = set(weights) - ({own[0]} if own else set())
         self._lost: list[int] = []
@@ -136,7 +134,7 @@ class PartReduction:
         return tuple(self._lost)
 
     def num_senders(self, chunk: int) -> int | None:
-        """Vectors in the mean of this chunk; None: it is not finished. 0, where nobody was left: there is no mean."""
+        """Vectors in the mean of this chunk; None: it is not finished. 0: nobody was left, and there is no mean."""
         return self._num_senders[chunk]
 
     def deadline(self) -> float:
@@ -163,7 +161,7 @@ class PartReduction:
         if sender not in self._awaited:
             raise RemoteProtocolError("nothing is expected from you here, or you were too late")
         try:
-            values = values_untrusted(tensors, self._part.chunk_len(chunk))
+            values = values_untrusted(tensors, self._average[self._part.chunk(chunk)].size)
             if sum(sender in arrived for arrived in self._arrived.values()) >= MAX_WINDOW:
                 raise RemoteProtocolError(f"more than {MAX_WINDOW} chunks ahead of the answers")
         except RemoteProtocolError:
@@ -208,8 +206,8 @@ class PartReduction:
         if self._own is not None:
             index, vector = self._own
             values[index] = vector[where]
-            if self._as_sent is not None:
-                values[index] = self._as_sent(vector[where])
+            if self._compression is not Compression.NONE:
+                values[index] = as_received(as_outgoing(vector[where], self._compression))
                 mean = np.empty_like(average)
         senders = sorted(values)
         if senders:

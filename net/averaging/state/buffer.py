@@ -31,19 +31,13 @@ class StateBuffer:
     """A packed state, which nobody writes to any more."""
 
     table: Table
-    """What lies in the buffer."""
     buffer: memoryview
-    """The bytes."""
     digest: bytes
     """SHA-256 of table and bytes: two states with one digest are one state."""
 
     def chunk(self, index: int, chunk_bytes: int) -> np.ndarray:
         """Chunk number `index` as bytes, a view; the last one may be shorter."""
         return np.frombuffer(self.buffer[index * chunk_bytes : (index + 1) * chunk_bytes], np.uint8)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The arrays, views of the buffer, read-only."""
-        return tuple(_views(self.table, self.buffer.toreadonly()))
 
 
 def pack(tensors: Sequence[Tensor]) -> StateBuffer:
@@ -71,18 +65,23 @@ def pack(tensors: Sequence[Tensor]) -> StateBuffer:
     return StateBuffer(table=table, buffer=buffer, digest=_digest(table, buffer))
 
 
-def receive_untrusted(table: Any, buffer: memoryview, digest: bytes) -> StateBuffer:
-    """What was fetched, if it is what was promised. The table is one that `check_table_untrusted` let pass.
+def receive_untrusted(table: Table, buffer: memoryview, digest: bytes) -> tuple[Tensor, ...]:
+    """The arrays that were fetched, views of the buffer, read-only.
+
+    Args:
+      table: one that `check_table_untrusted` let pass.
+      digest: what was promised.
 
     Raises:
-      RemoteProtocolError: the digest is another.
+      RemoteProtocolError: the digest is another, or a truth value is neither 0 nor 1.
     """
     if _digest(table, buffer) != digest:
         raise RemoteProtocolError("the state that was downloaded does not have the digest that was announced")
-    for (name, _), view in zip(table, _views(table, buffer), strict=True):
-        if name == "bool" and view.size and view.view(np.uint8).max() > 1:
+    views = _views(table, buffer.toreadonly())
+    for view in views:
+        if view.dtype == bool and view.size and view.view(np.uint8).max() > 1:
             raise RemoteProtocolError("a truth value is 0 or 1")  # NumPy would count another byte as true, or as two
-    return StateBuffer(table=table, buffer=buffer, digest=digest)
+    return tuple(views)
 
 
 def check_table_untrusted(table: Any, *, max_bytes: int) -> int:
