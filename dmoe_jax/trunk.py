@@ -51,7 +51,7 @@ class SharedTrunk:
         self.step = 0
         """Gradients applied."""
         self.averager: TreeAverager | None = None
-        """Of this process, for these parameters and this optimiser; None: nothing is averaged."""
+        """Averages with other processes what the optimiser offers; None: nothing is averaged."""
         self._claimed = 0
         self._device = device
         self._turn = trio.Lock()

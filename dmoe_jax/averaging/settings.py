@@ -77,7 +77,7 @@ class Round:
     """What one round came to."""
 
     number: int
-    """From 0; each peer counts its own."""
+    """Rounds of this peer before it."""
     peers: int
     """Members of the group, this peer included."""
     received: float

@@ -168,7 +168,8 @@ class TreeAverager:
         self, version: int, tree: PyTree, *, min_lead: int, max_version: int
     ) -> tuple[int, PyTree] | None:
         """Do as `catch_up` does, but leave it to the caller to take the state and then to call `state_was_taken`."""
-        self._left_behind = trio.Event()
+        if self.is_left_behind:  # else somebody may wait for this very event
+            self._left_behind = trio.Event()
         self._missed_in_a_row = 0
         table = table_of(tree)
         try:

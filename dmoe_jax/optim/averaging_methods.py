@@ -20,7 +20,7 @@ def all_reduce_round(tree: PyTree, *, alive: ArrayLike | None = None, weights: A
 
 
 def gossip_round(tree: PyTree, *, alive: ArrayLike | None = None) -> PyTree:
-    """On a ring, everybody gets the mean of itself and those of its two neighbours who are there."""
+    """Everybody on a ring gets the mean of itself and those of its two neighbours who are there."""
     present = _presence(tree, alive)
     counts = sum(jnp.roll(present, shift) for shift in (-1, 0, 1))
 
@@ -110,7 +110,7 @@ def random_groups_round(
 
 
 def mixing_factor(num_peers: int, num_groups: int) -> float:
-    """By what a round of random groups multiplies the expected distortion: (r - 1)/N + r/N^2 (Ryabinin et al., 2021).
+    """A round of random groups multiplies the expected distortion by (r - 1)/N + r/N^2 (Ryabinin et al., 2021).
 
     N peers, r groups, whatever the values are: no spectral gap of a graph enters.
     """

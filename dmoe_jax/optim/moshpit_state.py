@@ -52,15 +52,18 @@ class Sent(NamedTuple):
 
     Attributes:
       tree: of the shapes of the parameters, in arrays of its own.
-      weight: in the mean: samples behind it if weighted, else 1.
       steps: updates behind it.
       samples: behind it; None unless weighted.
     """
 
     tree: PyTree
-    weight: Float[Array, ""]
     steps: Int[Array, ""]
     samples: Float[Array, ""] | None
+
+    @property
+    def weight(self) -> Float[Array, ""]:
+        """What it counts in the mean: its samples if weighted, else 1."""
+        return jnp.ones(()) if self.samples is None else self.samples
 
 
 def _is_state(each: Any) -> TypeGuard[MoshpitState]:
@@ -98,8 +101,7 @@ def what_to_send(opt_state: PyTree, params: PyTree) -> Sent:
     else:
         tree = jax.tree.map(jnp.array, params)
     samples = None if state.samples is None else jnp.array(state.samples)
-    weight = jnp.ones(()) if samples is None else samples
-    return Sent(tree, jnp.array(weight), jnp.array(state.steps), samples)
+    return Sent(tree, jnp.array(state.steps), samples)
 
 
 def counted(state: MoshpitState, grads: PyTree, samples: ArrayLike | None, every: int) -> MoshpitState:

@@ -227,6 +227,6 @@ def per_peer(values: Array, leaf: Array) -> Array:
 
 
 def wide(values: ArrayLike) -> Array:
-    """In float32 at least: sums and differences of narrower numbers would be lost in rounding."""
+    """The values in float32 at least: sums and differences of narrower numbers would be lost in rounding."""
     array = jnp.asarray(values)
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))

@@ -57,7 +57,7 @@ class AveragerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AveragingStep:
-    """What a step came to."""
+    """The outcome of a step."""
 
     average: Array
     """float32 [size]: the group's mean where its reducers answered, elsewhere the vector as it was."""

@@ -45,9 +45,9 @@ class Member:
     wanted_slot: int = 0
     """Its place along the axis of the round, see `group_key`."""
     weight: float = 1.0
-    """Of its vector in the mean, within `WEIGHTS`; of no meaning for an auxiliary peer."""
+    """How much its vector counts in the mean, within `WEIGHTS`; of no meaning for an auxiliary peer."""
     bandwidth: float | None = None
-    """Bytes a second, for the size of its part, within `BANDWIDTHS_BPS`; None: unknown."""
+    """Bytes a second, within `BANDWIDTHS_BPS`, which decide the size of its part; None: unknown."""
 
     def __post_init__(self) -> None:
         if (self.address is None) != (self.role is Role.CLIENT):
@@ -61,7 +61,7 @@ class Member:
 
     @property
     def contact(self) -> Contact:
-        """How it is called. Not for a client."""
+        """Where it is called; a client is not."""
         assert self.address is not None
         return Contact(self.peer_id, self.address)
 
@@ -84,7 +84,7 @@ class Group:
     members: tuple[Member, ...]
     """In the leader's order."""
     side: int
-    """Of the grid."""
+    """Slots along each axis of the grid."""
 
     def __post_init__(self) -> None:
         if len(self.group_id) != GROUP_ID_BYTES:

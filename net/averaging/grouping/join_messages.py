@@ -79,12 +79,10 @@ class Reason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A peer that may lead, by its declaration."""
+    """A peer that may lead, by its declaration; at `expiration`, swarm time, it stops gathering."""
 
     contact: Contact
-    """How it is called."""
     expiration: float
-    """Swarm time at which it stops gathering."""
 
     @property
     def rank(self) -> tuple[float, PeerId]:
@@ -94,20 +92,23 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequest:
-    """A peer that would follow."""
+    """A peer that would follow.
+
+    Attributes:
+      key: the DHT key of the group that it looks for.
+      schema: says what its vector means.
+      side: of its grid.
+      member: what the group will know of it.
+      expiration: its declared expiration.
+      window: in `join`, the leader's expiration as it was told.
+    """
 
     key: str
-    """Of the group it looks for."""
     schema: bytes
-    """What its vector means."""
     side: int
-    """Of its grid."""
     member: Member
-    """What the group will know of it."""
     expiration: float
-    """Its declared expiration."""
     window: float | None = None
-    """In `join`, the leader's expiration as it was told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

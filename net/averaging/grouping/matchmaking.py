@@ -109,11 +109,11 @@ class Matchmaking:
         self.me = me
         self.key = key
         self.group: Group | None = None
-        """What was found."""
+        """The group that was found."""
         self.is_over = False
         """Whether the search has ended, with a group or without."""
         self.leader: Candidate | None = None
-        """Whom we follow."""
+        """The peer that we follow."""
         self.expiration = now
         """Our declared expiration: the end of our window."""
         self._schema = schema
@@ -133,7 +133,7 @@ class Matchmaking:
 
     @property
     def request(self) -> JoinRequest:
-        """What we say to a leader."""
+        """Our request to a leader."""
         return JoinRequest(
             key=self.key, schema=self._schema, side=self._side, member=self.me, expiration=self.expiration
         )
@@ -229,7 +229,7 @@ class Matchmaking:
         return None if self.is_over or self.leader is not None else self.expiration
 
     def tick(self, now: float) -> None:
-        """At the end of our window: begin, or open the next one, or end the search."""
+        """Begin at the end of our window, or open the next one, or end the search."""
         due = self.deadline()
         if due is None or now < due:
             return
@@ -248,7 +248,7 @@ class Matchmaking:
         self._send_away(Refusal(reason=Reason.DISBANDED))
 
     def take_answers(self) -> dict[PeerId, Answer]:
-        """What peers that are followers no more are to be told. Each answer is given out once."""
+        """The answers to those that follow no more. Each is given out once."""
         answers, self._answers = self._answers, {}
         return answers
 

@@ -51,7 +51,7 @@ _KEPT_BYTES = 4 * 2**20
 # Compared by identity: arrays have no single answer to `==`.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AllReduceResult:
-    """What came of an all-reduce, as one member sees it."""
+    """The outcome of an all-reduce, as one member sees it."""
 
     average: Array
     """float32 [size], read-only, since answers to others may still be leaving from it. Where nothing was received: the
@@ -148,7 +148,7 @@ class AllReduce:
             self._past.append(group.group_id)
         reduction = reducer.reduction
         counts = {index: sender.num_senders for index, sender in senders.items()}
-        counts[own] = [reduction.num_senders(chunk) or 0 for chunk in range(parts[own].num_chunks)]
+        counts[own] = [count or 0 for count in reduction.num_senders]
         received = _keep_own(parts, counts, vector, average)
         average.flags.writeable = False
         num_vectors = sum(member.sends for member in group.members)

@@ -99,7 +99,7 @@ class ChunkReducer:
         is_difference = self._compression is not Compression.NONE
         answer = np.subtract(mean, values) if is_difference else mean
         return Reply(
-            body={"senders": self.reduction.num_senders(chunk), "difference": is_difference},
+            body={"senders": self.reduction.num_senders[chunk], "difference": is_difference},
             tensors=(as_outgoing(answer, self._compression),),
         )
 

@@ -32,20 +32,20 @@ class AllReduceConfig:
     """How a vector is averaged. Members of a group must agree on `chunk_bytes` and `window_bytes`."""
 
     chunk_bytes: int = 1280 * 1024
-    """Of the vector's float32 numbers in one call, at most. Smaller chunks cost calls, larger ones memory: with half
+    """Most bytes of the vector's float32 numbers in one call. Smaller chunks cost calls, larger ones memory: with half
     as much, four members on one machine took a quarter longer without encryption."""
     window_bytes: int = 8 * 2**20
-    """Of chunks that wait for their means, to all reducers together; one chunk or more to each, so that those of large
-    groups are smaller. It bounds what a member holds for others, and once more the answers that come in. The more, the
-    less members wait for each other: of four on one machine, with half of it they took a fifth longer."""
+    """Bytes of chunks that wait for their means, at all reducers together; one chunk or more at each, so that those of
+    large groups are smaller. It bounds what a member holds for others, and once more the answers that come in. The
+    more, the less members wait for each other: of four on one machine, with half of it they took a fifth longer."""
     sender_timeout_s: float = 30.0
     """A member that has not brought a chunk so long after all earlier ones were averaged is left out of the rest. All
     that the window allows may share its line, and has to pass it in that time. A reducer that has not answered for
     twice as long is given up: it may have to wait for others that long itself."""
     timeout_s: float = 300.0
-    """Of the whole all-reduce; what is not averaged by then keeps its own values."""
+    """Longest that the whole all-reduce takes, seconds; what is not averaged by then keeps its own values."""
     compression: Compression = Compression.NONE
-    """Of what this member sends, as sender and as reducer."""
+    """How numbers travel that this member sends, as sender and as reducer."""
 
     def __post_init__(self) -> None:
         for name in ("chunk_bytes", "window_bytes"):
@@ -69,18 +69,15 @@ class AllReduceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one member reduces. The last chunk may be shorter than the others."""
+    """The numbers from `start` to just before `end`, which one member reduces, `chunk_size` of them at a time."""
 
     start: int
-    """Of the part in the vector."""
     end: int
-    """Just past it; an empty part ends where it starts."""
     chunk_size: int
-    """Numbers in a chunk."""
 
     @property
     def num_chunks(self) -> int:
-        """None, if the part is empty."""
+        """Chunks in the part, of which the last may be shorter than the others."""
         return -(-(self.end - self.start) // self.chunk_size)
 
     def chunk(self, index: int) -> slice:
@@ -119,14 +116,11 @@ def parts_of(group: Group, size: int, *, chunk_size: int) -> tuple[Part, ...]:
 
 
 class ChunkName(NamedTuple):
-    """Which chunk a call brings."""
+    """Which chunk a call brings: of which group's vector of how many numbers, and where it starts."""
 
     group_id: bytes
-    """Of which all-reduce."""
     size: int
-    """Numbers in the whole vector."""
     start: int
-    """Of the chunk in the vector."""
 
     def body(self) -> Body:
         """The body of the call."""

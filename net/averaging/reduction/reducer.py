@@ -114,10 +114,12 @@ class PartReduction:
         self._compression = compression
         self._sender_timeout_s = sender_timeout_s
         self._awaited = set(weights) - ({own[0]} if own else set())
-        self._lost: list[int] = []
+        self.lost: list[int] = []
+        """The senders that are out, in the order in which they went."""
         # Of chunks that are not finished and for which something has come. At most MAX_WINDOW of each sender.
         self._arrived: dict[int, dict[int, Array]] = {}
-        self._num_senders: list[int | None] = [None] * part.num_chunks  # None: not finished
+        self.num_senders: list[int | None] = [None] * part.num_chunks
+        """Vectors in the mean of each chunk. None: it is not finished; 0: nobody was left, and there is no mean."""
         self._frontier = 0
         self._frontier_since = now
         self._newly_finished: list[tuple[int, Array]] = []
@@ -127,15 +129,6 @@ class PartReduction:
     def is_done(self) -> bool:
         """All chunks are finished."""
         return self._frontier == self._part.num_chunks
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """The senders that are out, in the order in which they went."""
-        return tuple(self._lost)
-
-    def num_senders(self, chunk: int) -> int | None:
-        """Vectors in the mean of this chunk; None: it is not finished. 0: nobody was left, and there is no mean."""
-        return self._num_senders[chunk]
 
     def deadline(self) -> float:
         """When to call `tick` next."""
@@ -168,7 +161,7 @@ class PartReduction:
             self.drop(sender, now)
             raise
         arrived = self._arrived.get(chunk, {})
-        if self._num_senders[chunk] is not None or sender in arrived:
+        if self.num_senders[chunk] is not None or sender in arrived:
             raise RemoteProtocolError("this chunk came before")
         arrived[sender] = values
         self._arrived[chunk] = arrived
@@ -180,7 +173,7 @@ class PartReduction:
         """The sender has failed: what is not finished goes on without it. Nothing happens if it is out already."""
         if sender in self._awaited:
             self._awaited.remove(sender)
-            self._lost.append(sender)
+            self.lost.append(sender)
             for arrived in self._arrived.values():
                 arrived.pop(sender, None)
             self._finish_complete(now)
@@ -195,7 +188,7 @@ class PartReduction:
         """Finish all chunks for which nobody is awaited any more."""
         chunks = sorted(self._arrived) if self._awaited else range(self._frontier, self._part.num_chunks)
         for chunk in chunks:
-            is_open = self._num_senders[chunk] is None
+            is_open = self.num_senders[chunk] is None
             if is_open and len(self._arrived.get(chunk, ())) == len(self._awaited):
                 self._finish(chunk, now)
 
@@ -215,8 +208,8 @@ class PartReduction:
             if mean is not average:
                 np.subtract(mean, values[index], out=average)
                 np.add(average, vector[where], out=average)
-        self._num_senders[chunk] = len(senders)
+        self.num_senders[chunk] = len(senders)
         self._newly_finished.append((chunk, mean))
-        while not self.is_done and self._num_senders[self._frontier] is not None:
+        while not self.is_done and self.num_senders[self._frontier] is not None:
             self._frontier += 1
             self._frontier_since = now

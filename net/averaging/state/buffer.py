@@ -6,7 +6,7 @@ in C order, little-endian, at the next multiple of 64 bytes.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,11 +55,10 @@ def pack(tensors: Sequence[Tensor]) -> StateBuffer:
         table.append([tensor.dtype.name, list(tensor.shape)])
     buffer = aligned_buffer(_nbytes(table))
     end = 0
-    for name, shape in table:
-        start = end + -end % ALIGNMENT
+    for where in _slices(table):
         # What lies between the arrays travels, too: fresh memory would tell what was in it, and make two states of one.
-        buffer[end:start] = bytes(start - end)
-        end = start + math.prod(shape) * DTYPES[name].itemsize
+        buffer[end : where.start] = bytes(where.start - end)
+        end = where.stop
     for tensor, view in zip(tensors, _views(table, buffer), strict=True):
         np.copyto(view, tensor)
     return StateBuffer(table=table, buffer=buffer, digest=_digest(table, buffer))
@@ -98,23 +97,24 @@ def check_table_untrusted(table: Any, *, max_bytes: int) -> int:
     return nbytes
 
 
-def _nbytes(table: Table) -> int:
+def _slices(table: Table) -> Iterator[slice]:
+    """Where each array lies in the buffer."""
     end = 0
     for name, shape in table:
-        end += -end % ALIGNMENT + math.prod(shape) * DTYPES[name].itemsize
-    return end
+        start = end + -end % ALIGNMENT
+        end = start + math.prod(shape) * DTYPES[name].itemsize
+        yield slice(start, end)
+
+
+def _nbytes(table: Table) -> int:
+    return max((where.stop for where in _slices(table)), default=0)
 
 
 def _views(table: Table, buffer: memoryview) -> list[Tensor]:
-    views, end = [], 0
-    for name, shape in table:
-        dtype = DTYPES[name]
-        nbytes = math.prod(shape) * dtype.itemsize
-        start = end + -end % ALIGNMENT
-        end = start + nbytes
-        # NumPy refuses an offset at the very end of a buffer.
-        views.append(np.ndarray(shape, dtype, buffer=buffer, offset=start) if nbytes else np.empty(shape, dtype))
-    return views
+    return [
+        np.frombuffer(buffer[where], DTYPES[name]).reshape(shape)
+        for (name, shape), where in zip(table, _slices(table), strict=True)
+    ]
 
 
 def _digest(table: Table, buffer: memoryview) -> bytes:

@@ -132,19 +132,17 @@ class _Search:
     rng: random.Random
     config: StateSharingConfig
     min_version: int
-    deadline: float
-    """By trio's clock."""
+    deadline: float  # by trio's clock
     expects: Callable[[int, Table], bool]
     partial: _Partial | None = None
     banned: set[PeerId] = field(default_factory=set)
-    num_announced: int = 0
-    """Donors that the last look at the DHT found."""
+    num_announced: int = 0  # donors that the last look at the DHT found
 
     def __post_init__(self) -> None:
         self.open_method, self.chunk_method = state_methods(self.prefix)
 
     async def donors(self) -> list[Contact]:
-        """Whom to ask, the furthest first; at the same version in random order. Only those that live."""
+        """Donors that live, the furthest first; at the same version in random order."""
         record = await self.dht.get(state_key(self.prefix))
         found = []
         for subkey, entry in record.entries.items() if isinstance(record, Dictionary) else ():
@@ -162,7 +160,7 @@ class _Search:
         return await self._living([contact for contact in in_order if contact.peer_id not in self.banned])
 
     async def _living(self, contacts: list[Contact]) -> list[Contact]:
-        """Those that answer a ping: all dead ones together cost one timeout."""
+        """The contacts that answer a ping: all dead ones together cost one timeout."""
         living: set[PeerId] = set()
 
         async def ping(contact: Contact) -> None:

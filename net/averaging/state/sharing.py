@@ -45,7 +45,7 @@ class StateSharingConfig:
     """Periods and bounds."""
 
     announce_period_s: float = 30.0
-    """Between two announcements; they live three times as long."""
+    """Seconds between two announcements, which live three times as long."""
     snapshot_lifetime_s: float = 60.0
     """How long a snapshot is kept after it was last asked for. Within it later newcomers get the same one, unless it
     is more than `max_lag` versions old."""
@@ -54,18 +54,18 @@ class StateSharingConfig:
     max_snapshots: int = 2
     """Kept at once: one that is being downloaded and a fresher one. Each is a whole state in memory."""
     chunk_bytes: int = 2**20
-    """Of a piece: what others wait for behind it on the same connection."""
+    """Bytes in a piece: what others wait for behind it on the same connection."""
     window: int = 4
     """Pieces on their way to a newcomer."""
     snapshot_period_s: float = 2.0
-    """Between two snapshots at least, whatever is asked for: each costs a copy of the state and a digest."""
+    """Fewest seconds between two snapshots, whatever is asked for: each costs a copy of the state and a digest."""
     call_timeout_s: float = 30.0
-    """For one piece, and for the snapshot. After it a download that would not end in time is given up for another
-    donor."""
+    """Seconds that one piece, or the snapshot, may take. After them a download that would not end in time is given up
+    for another donor."""
     ping_timeout_s: float = 3.0
     """A donor that does not answer a ping for so long is passed over. An announcement outlives its peer."""
     max_bytes: int = 2**34
-    """Of a state that is accepted."""
+    """Bytes of the largest state that is accepted."""
 
     def __post_init__(self) -> None:
         for name in ("announce_period_s", "snapshot_lifetime_s", "call_timeout_s", "ping_timeout_s"):
@@ -82,7 +82,7 @@ def state_key(prefix: str) -> str:
 
 
 def state_methods(prefix: str) -> tuple[str, str]:
-    """What is called at a donor: for a snapshot, and for a piece of it."""
+    """The methods of a donor: one for a snapshot, one for a piece of it."""
     return f"averaging.{prefix}.state.open", f"averaging.{prefix}.state.chunk"
 
 
@@ -164,7 +164,7 @@ class StateSharing:
         return Reply(body=body)
 
     async def _snapshot(self, min_version: int, offered: Sequence[bytes]) -> _Snapshot:
-        """One that the newcomer has begun to fetch, one that is fresh enough, or a new one."""
+        """A snapshot that the newcomer has begun to fetch, one that is fresh enough, or a new one."""
         async with self._taking:  # several newcomers at once share one
             self._forget_old()
             oldest = max(min_version, self._source.version() - self._config.max_lag)
@@ -180,7 +180,7 @@ class StateSharing:
             return snapshot
 
     def _make_room(self) -> None:
-        """For one more snapshot, if there is any.
+        """Make room for one more snapshot.
 
         Raises:
           PeerBusy: the last one was taken only now, or all are being downloaded.
