@@ -81,11 +81,9 @@ def decay_learning_weights(rate: float) -> optax.GradientTransformation:
       rate: of the decay, at least 0.
     """
 
-    def decayed(gradient: jax.Array, parameter: jax.Array) -> jax.Array:
-        return gradient + jnp.where(jnp.any(gradient != 0), rate, 0.0) * parameter
-
     def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
-        return jax.tree.map(decayed, updates, params), state
+        shares = jax.tree.map(lambda gradient: jnp.where(jnp.any(gradient != 0), rate, 0.0), updates)
+        return jax.tree.map(lambda gradient, share, own: gradient + share * own, updates, shares, params), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 

@@ -221,10 +221,8 @@ class TreeAverager:
         if self._held_back:
             self._left_behind.set()
             return None, self._missed(self._held_back, reason="held back")
-        vector, weight = (
-            await self._device.run(self._layout.to_vector, under_way.sent.tree),
-            float(under_way.sent.weight),
-        )
+        vector = await self._device.run(self._layout.to_vector, under_way.sent.tree)
+        weight = float(under_way.sent.weight)
         name = self._what.replace("_", "-")
         if not np.isfinite(vector).all():
             if self._what != "gradients":  # they are gone with their round, parameters stay
