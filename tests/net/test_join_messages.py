@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from net.averaging.grouping.group import BANDWIDTHS_BPS, Group, Member, Role
 from net.averaging.grouping.join_messages import (
     MAX_MEMBER_BYTES,
-    Candidate,
-    JoinRequest,
     Reason,
     Refusal,
     candidates_in_untrusted,
@@ -29,30 +27,9 @@ from net.averaging.grouping.join_messages import (
 from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
 from net.dht.records import Dictionary, Entry, make_entry
 from net.errors import RemoteProtocolError
-from net.identity import Address, Contact, PeerId
+from net.identity import Address
 from net.wire.codec import decode_untrusted, encode
-
-
-def peer(number: int) -> PeerId:
-    return PeerId(number.to_bytes(32, "big"))
-
-
-def member(number: int, **facts: Any) -> Member:
-    facts = {"peer_id": peer(number), "address": Address(f"host{number}", 1)} | facts
-    if facts.get("role") is Role.CLIENT:
-        facts["address"] = None
-    return Member(**facts)
-
-
-def candidate(number: int, expiration: float) -> Candidate:
-    return Candidate(contact=Contact(peer(number), Address(f"host{number}", 1)), expiration=expiration)
-
-
-def request(number: int, expiration: float = 9.0, *, window: float | None = 5.0, **facts: Any) -> JoinRequest:
-    """Of a peer that would join a search that began at 0 s with a window of 5 s."""
-    return JoinRequest(
-        key="key", schema=b"schema", side=3, member=member(number, **facts), expiration=expiration, window=window
-    )
+from tests.net.test_matchmaking import candidate, member, peer, request
 
 
 def travelled(body: Any) -> dict[str, Any]:
@@ -74,6 +51,7 @@ members = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(members, st.floats(-1e9, 1e9), st.none() | st.floats(0, 1e9))
 def test_requests_arrive_as_they_were(who: Member, expiration: float, window: float | None) -> None:
     """All facts of a member, by value."""
@@ -198,6 +176,7 @@ def test_the_largest_group_fits_a_message(host_length: int) -> None:
 
 
 @given(members)
+@settings(deadline=None)
 def test_the_size_of_a_member_is_an_upper_bound(who: Member) -> None:
     """Of its encoding."""
     assert len(encode(request_body(replace(request(1), member=who))["member"])) <= member_bytes(who) <= MAX_MEMBER_BYTES
