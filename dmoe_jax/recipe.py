@@ -13,11 +13,12 @@ The decay passes through Adam's moments. It is L2, not the decoupled decay of Ad
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from dmoe_jax.types import PyTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +81,9 @@ def decay_learning_weights(rate: float) -> optax.GradientTransformation:
       rate: of the decay, at least 0.
     """
 
-    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
-        def decayed(gradient: Any, parameter: Any) -> Any:
-            return gradient + jnp.where(jnp.any(gradient != 0), rate, 0.0) * parameter
-
-        return jax.tree.map(decayed, updates, params), state
+    def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
+        shares = jax.tree.map(lambda gradient: jnp.where(jnp.any(gradient != 0), rate, 0.0), updates)
+        return jax.tree.map(lambda gradient, share, own: gradient + share * own, updates, shares, params), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 

@@ -4,13 +4,16 @@ A trainer reads the parameters, computes for a while, and applies its gradient t
 one after another, and none waits for a trainer.
 
 With a `moshpit_average` as its optimiser, parameters, gradients or pseudo-gradients of a trunk are averaged with those
-of other processes (`dmoe_jax.trunk_averaging`). `SharedTrunk.step` counts the gradients that were applied, whatever
-the optimiser makes of them: where gradients are averaged, an update is zero until their average has arrived, and the
-one after that takes the whole step.
+of other processes while its trainers go on (`open_trunk_averaging`): rounds begin and are applied by the trunk's own
+updates, just as in a loop of one's own. `SharedTrunk.step` counts the gradients that were applied, whatever the
+optimiser makes of them: where gradients are averaged, an update is zero until their average has arrived, and the one
+after that takes the whole step. A process that was left behind takes the whole state of the one that is furthest.
 """
 
 import functools
-from collections.abc import Callable
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import jax
@@ -19,11 +22,16 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.averaging import TreeAverager
+from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tree_averager
+from dmoe_jax.averaging.settings import DEFAULTS
 from dmoe_jax.checkpoints import host_copy
 from dmoe_jax.device import Device
 from dmoe_jax.optim.moshpit import averaging_due
 from dmoe_jax.types import PyTree
+from net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
+from net.dht.node import DhtNode
+from net.nursery import background_nursery
+from net.rpc.base import Caller
 
 
 class SharedTrunk:
@@ -42,7 +50,8 @@ class SharedTrunk:
         self.opt_state = optimizer.init(params)
         self.step = 0
         """Gradients applied."""
-        self._averager: TreeAverager | None = None
+        self.averager: TreeAverager | None = None
+        """Averages with other processes what the optimiser offers; None: nothing is averaged."""
         self._claimed = 0
         self.device = device
         """Runs the updates, and what trainers wait for."""
@@ -75,10 +84,6 @@ class SharedTrunk:
         """Give a claimed update back, made or not."""
         self._claimed -= 1
 
-    def average_with(self, averager: TreeAverager | None) -> None:
-        """Average what the optimiser offers from now on, or with None no more."""
-        self._averager = averager
-
     async def apply(self, grads: PyTree, *, samples: int | None = None) -> int:
         """Step with these gradients; returns the number of the update. Updates happen one after another.
 
@@ -95,10 +100,21 @@ class SharedTrunk:
                     self._update, self.params, self.opt_state, grads, counted
                 )
             self.step = number = self.step + 1
-            averager = self._averager
+            averager = self.averager
             if averager is not None and (averager.is_under_way or averaging_due(self.opt_state)):
                 self.opt_state = await averager.step(self.opt_state, self.params)
             return number
+
+    async def catch_up(self, *, min_lead: int, max_step: int = MAX_VERSION) -> bool:
+        """Take up the state of a process that is at least `min_lead` updates ahead; whether that was done.
+
+        Not while a trainer is in the middle of an update; steps that are under way end as stale ones. Updates made
+        while the state was on its way are kept if it is no longer ahead. A state of other shapes, of a step beyond
+        `max_step` or with values that are not finite is passed over. Only while the trunk is averaged.
+        """
+        assert self.averager is not None
+        taken = await self.averager.fetch_state(self.step, self.state, min_lead=min_lead, max_version=max_step)
+        return taken is not None and await self.replace(*taken, min_lead=min_lead)
 
     async def replace(self, step: int, state: dict[str, PyTree], *, min_lead: int = 1) -> bool:
         """Take up another process's state between two updates, if it is still `min_lead` updates ahead; whether it was.
@@ -109,9 +125,63 @@ class SharedTrunk:
             if step < self.step + min_lead:
                 return False
             self.restore(step, state)
-            if self._averager is not None:
-                self._averager.state_was_taken()
+            if self.averager is not None:
+                self.averager.state_was_taken()
             return True
+
+
+@asynccontextmanager
+async def open_trunk_averaging(
+    caller: Caller,
+    dht: DhtNode,
+    trunk: SharedTrunk,
+    *,
+    name: str,
+    config: TreeAveragerConfig = DEFAULTS,
+    max_step: int = MAX_VERSION,
+    device: Device | None = None,
+    rng: random.Random | None = None,
+    on_round: Callable[[Round], None] = lambda done: None,
+) -> AsyncIterator[TreeAverager]:
+    """Average a trunk whose optimiser has a `moshpit_average` in it, as long as the block lasts.
+
+    This process is a donor of its state meanwhile, and catches up whenever rounds come to nothing or others are ahead.
+
+    Args:
+      max_step: where the run ends; states that claim to be further are not taken.
+      caller, dht, name, config, device, rng, on_round: as of `open_tree_averager`, whose errors are raised.
+    """
+
+    async def snapshot() -> SharedState:
+        step, state = await trunk.snapshot()
+        return SharedState(version=step, tensors=tuple(jax.tree.leaves(state)))
+
+    async def keep_up() -> None:
+        while True:
+            await averager.wait_until_left_behind()
+            await trunk.catch_up(min_lead=1, max_step=max_step)
+
+    async with (
+        open_tree_averager(
+            caller,
+            dht,
+            trunk.params,
+            optimizer=trunk.optimizer,
+            name=name,
+            state=StateSource(lambda: trunk.step, snapshot),
+            config=config,
+            device=device,
+            rng=rng,
+            on_round=on_round,
+        ) as averager,
+        background_nursery() as nursery,
+    ):
+        trunk.averager = averager
+        nursery.start_soon(keep_up)
+        try:
+            yield averager
+        finally:
+            trunk.averager = None
 
 
 @functools.cache

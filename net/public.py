@@ -7,7 +7,7 @@ from net.averaging.averager import Averager, AveragerConfig, AveragingStep, open
 from net.averaging.grouping.group import Role
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaking import AssemblyConfig
-from net.averaging.reduction.all_reduce import AllReduceConfig
+from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.state.download import StateUnavailable
 from net.averaging.state.sharing import SharedState, StateSharingConfig, StateSource
 from net.clock import SwarmClock

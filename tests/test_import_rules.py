@@ -65,7 +65,6 @@ SHELLS = {
     "dmoe_jax.training.progress",
     "dmoe_jax.training.run",
     "dmoe_jax.trunk",
-    "dmoe_jax.trunk_averaging",
     "dmoe_jax.cli",
     "dmoe_jax.joining",
     "dmoe_jax.peer",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax.device import Device
+from dmoe_jax.device import Device, to_host
 from dmoe_jax.types import PyTree
 from net.averaging.state.buffer import Table
 from net.averaging.state.sharing import SharedState, StateSource
@@ -43,7 +43,7 @@ def donor_source(state: Callable[[], tuple[int, PyTree]], device: Device) -> Sta
                 if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
                     raise
             else:
-                return SharedState(version=version, tensors=await device.run(_on_host, copies))
+                return SharedState(version=version, tensors=tuple(await to_host(device, copies)))
         raise PeerBusy("the state was donated to an update while it was copied")
 
     return StateSource(lambda: state()[0], snapshot)
@@ -51,7 +51,8 @@ def donor_source(state: Callable[[], tuple[int, PyTree]], device: Device) -> Sta
 
 def table_of(tree: PyTree) -> Table:
     """Type and shape of each array of a state, as donors announce them. Python numbers travel as NumPy's."""
-    return [[_dtype(leaf).name, list(np.shape(leaf))] for leaf in jax.tree.leaves(tree)]
+    arrays = [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    return [[np.dtype(array.dtype).name, list(array.shape)] for array in arrays]
 
 
 def tree_like(own: PyTree, tensors: Sequence[Array]) -> PyTree:
@@ -67,14 +68,6 @@ def tree_like(own: PyTree, tensors: Sequence[Array]) -> PyTree:
 def is_finite_state(state: SharedState) -> bool:
     """Whether all its numbers are finite."""
     return all(np.isfinite(tensor).all() for tensor in state.tensors if jnp.issubdtype(tensor.dtype, jnp.inexact))
-
-
-def _on_host(arrays: list[Any]) -> tuple[Array, ...]:
-    return tuple(np.asarray(array) for array in arrays)
-
-
-def _dtype(leaf: Any) -> np.dtype[Any]:
-    return np.dtype(leaf.dtype) if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
 
 
 def _leaf_like(own: Any, tensor: Array) -> Any:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from net.averaging.averager import AveragerConfig
+from net.averaging.grouping.group import BANDWIDTHS_BPS
 from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.grouping.join_messages import BANDWIDTHS_BPS
 from net.averaging.grouping.matchmaking import AssemblyConfig
-from net.averaging.reduction.all_reduce import AllReduceConfig
+from net.averaging.reduction.partition import AllReduceConfig
 from net.wire.compression import Compression
 
 RoleName = Literal["auto", "node", "client", "auxiliary"]
@@ -77,7 +77,7 @@ class Round:
     """What one round came to."""
 
     number: int
-    """From 0; each peer counts its own."""
+    """Rounds of this peer before it."""
     peers: int
     """Members of the group, this peer included."""
     received: float

@@ -13,23 +13,22 @@ import trio
 from dmoe_jax.averaging.donor import donor_source, is_finite_state, table_of, tree_like
 from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, RoleName, Round, TreeAveragerConfig
 from dmoe_jax.device import Device, ThreadDevice
-from dmoe_jax.optim.moshpit import What, averaged_kind, averaging_due, what_to_send, with_average
-from dmoe_jax.optim.moshpit_state import Sent, find_state, without_gathered
-from dmoe_jax.optim.tree_vectors import TreeLayout, layout_of
+from dmoe_jax.optim.moshpit import What, averaged_kind, averaging_due, with_average
+from dmoe_jax.optim.moshpit_state import Sent, find_state, what_to_send, without_gathered
+from dmoe_jax.optim.tree_vectors import TreeLayout
 from dmoe_jax.types import PyTree
 from net.averaging.averager import Averager, AveragingStep, open_averager
-from net.averaging.grouping.group import Role
-from net.averaging.grouping.join_messages import WEIGHTS
+from net.averaging.grouping.group import WEIGHTS, Role
 from net.averaging.state.sharing import MAX_VERSION, StateSource
 from net.dht.node import DhtNode
 from net.errors import NetError
 from net.nursery import background_nursery
 from net.rpc.base import Caller
-from net.types import Array
 
 MISSED_BEFORE_CATCHING_UP = 3
 """Rounds in a row that may come to nothing before a peer should ask whether the others have left it behind."""
 
+_CATCH_UP_TIMEOUT_S = 120.0
 _CATCH_UP_ATTEMPTS = 3
 """A connection may break; that nobody is ahead is no reason to wait."""
 
@@ -146,7 +145,6 @@ class TreeAverager:
         *,
         min_lead: int = 1,
         max_version: int = MAX_VERSION,
-        timeout_s: float = 120.0,
     ) -> tuple[int, PyTree] | None:
         """The whole state of the peer that is furthest ahead; None if nobody is, or it cannot be had.
 
@@ -158,27 +156,26 @@ class TreeAverager:
           tree: this peer's state, of the same arrays as others': of other shapes none is taken.
           min_lead: how far ahead the other must be, at least.
           max_version: states that claim to be further are not taken. A run has an end, and a claim costs nothing.
-          timeout_s: longest that it takes.
 
         Returns: the other's version and state.
         """
-        taken = await self.fetch_state(version, tree, min_lead=min_lead, max_version=max_version, timeout_s=timeout_s)
+        taken = await self.fetch_state(version, tree, min_lead=min_lead, max_version=max_version)
         if taken is not None:
             self.state_was_taken()
         return taken
 
     async def fetch_state(
-        self, version: int, tree: PyTree, *, min_lead: int, max_version: int, timeout_s: float = 120.0
+        self, version: int, tree: PyTree, *, min_lead: int, max_version: int
     ) -> tuple[int, PyTree] | None:
         """Do as `catch_up` does, but leave it to the caller to take the state and then to call `state_was_taken`."""
-        if self.is_left_behind:
+        if self.is_left_behind:  # else somebody may wait for this very event
             self._left_behind = trio.Event()
         self._missed_in_a_row = 0
         table = table_of(tree)
         try:
             state = await self._averager.download_state(
                 min_version=version + min_lead,
-                timeout_s=timeout_s,
+                timeout_s=_CATCH_UP_TIMEOUT_S,
                 attempts=_CATCH_UP_ATTEMPTS,
                 expects=lambda theirs, offered: theirs <= max_version and offered == table,
                 accepts=is_finite_state,
@@ -224,7 +221,8 @@ class TreeAverager:
         if self._held_back:
             self._left_behind.set()
             return None, self._missed(self._held_back, reason="held back")
-        vector, weight = await self._device.run(_to_send, self._layout, under_way.sent)
+        vector = await self._device.run(self._layout.to_vector, under_way.sent.tree)
+        weight = float(under_way.sent.weight)
         name = self._what.replace("_", "-")
         if not np.isfinite(vector).all():
             if self._what != "gradients":  # they are gone with their round, parameters stay
@@ -297,7 +295,7 @@ async def open_tree_averager(
     if find_state(opt_state).arrived is None:
         raise ValueError("this optimiser was made with `average` and averages by itself")
     what = averaged_kind(opt_state)
-    layout, device = layout_of(params), device or ThreadDevice()
+    layout, device = TreeLayout(params), device or ThreadDevice()
     async with (
         open_averager(
             caller,
@@ -317,7 +315,3 @@ async def open_tree_averager(
         yield TreeAverager(
             averager, layout, what=what, role=config.role, device=device, nursery=nursery, on_round=on_round
         )
-
-
-def _to_send(layout: TreeLayout, sent: Sent) -> tuple[Array, float]:
-    return layout.to_vector(sent.tree), float(sent.weight)

@@ -11,10 +11,9 @@ from net.averaging.grouping.group_key import check_prefix
 if TYPE_CHECKING:
     import optax
 
-    from dmoe_jax.averaging import Round, TreeAveragerConfig
+    from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig
     from dmoe_jax.device import Device
     from dmoe_jax.trunk import SharedTrunk
-    from dmoe_jax.trunk_averaging import TrunkAveraging
     from net.dht.node import DhtNode
     from net.rpc.base import Caller
 
@@ -56,18 +55,13 @@ class AveragingOptions:
     """Nesterov momentum of the outer optimiser."""
 
     def check(self) -> None:
-        """Whether the flags can be meant.
+        """Refuse flags that cannot be meant.
 
         Raises:
           UsageError: naming the flag.
         """
         if self.average_every < 0:
             raise UsageError(f"--average-every must not be negative, got {self.average_every}")
-        for name in ("average_window_s", "average_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
-        if self.average_side < 2:
-            raise UsageError(f"--average-side must be at least 2, got {self.average_side}")
         if not self.outer_learning_rate > 0:
             raise UsageError(f"--outer-learning-rate must be positive, got {self.outer_learning_rate}")
         if not 0 <= self.outer_momentum < 1:
@@ -102,12 +96,16 @@ class AveragingOptions:
             return inner
         import optax
 
-        from dmoe_jax.optim import diloco, moshpit_average
+        from dmoe_jax.optim import moshpit_average
 
-        if self.average == "pseudo-gradients":
-            outer = optax.sgd(self.outer_learning_rate, momentum=self.outer_momentum, nesterov=True)
-            return diloco(inner, every=self.average_every, outer=outer, weighted=self.average_by_samples)
-        return moshpit_average(inner, every=self.average_every, what=self.average, weighted=self.average_by_samples)
+        outer = optax.sgd(self.outer_learning_rate, momentum=self.outer_momentum, nesterov=True)
+        return moshpit_average(
+            inner,
+            every=self.average_every,
+            what="pseudo_gradients" if self.average == "pseudo-gradients" else self.average,
+            outer=outer if self.average == "pseudo-gradients" else None,
+            weighted=self.average_by_samples,
+        )
 
 
 @asynccontextmanager
@@ -121,10 +119,8 @@ async def open_trunk_averaging(
     *,
     max_step: int,
     on_round: "Callable[[Round], None]" = lambda done: None,
-) -> "AsyncIterator[TrunkAveraging | None]":
+) -> "AsyncIterator[TreeAverager | None]":
     """This process's averaging, caught up with others that are ahead; None if there is to be none.
-
-    Rounds begin and are applied by the trunk's own updates.
 
     Args:
       trunk: its optimiser was made by `options.wrap`.
@@ -138,9 +134,9 @@ async def open_trunk_averaging(
     if not options.average_every:
         yield None
         return
-    from dmoe_jax.trunk_averaging import open_trunk_averaging as open_averaging
+    from dmoe_jax import trunk as trunks
 
-    async with open_averaging(
+    async with trunks.open_trunk_averaging(
         rpc,
         dht,
         trunk,
@@ -149,9 +145,9 @@ async def open_trunk_averaging(
         max_step=max_step,
         device=device,
         on_round=on_round,
-    ) as averaging:
-        if await averaging.catch_up(min_lead=options.average_every):
+    ) as averager:
+        if await trunk.catch_up(min_lead=options.average_every, max_step=max_step):
             say(f"took the state of a process that was ahead: step {trunk.step}")
-        elif averaging.why_not:
-            say(f"{averaging.why_not}; training alone until then")
-        yield averaging
+        elif averager.why_not:
+            say(f"{averager.why_not}; training alone until then")
+        yield averager

@@ -99,13 +99,13 @@ async def _train(
         checkpoint_every=length.checkpoint_every,
         max_s=60 * length.max_minutes or math.inf,
     )
-    async with opened as averaging:
+    async with opened as averager:
         engine = facts.engine = SwarmEngine(
             trainers,
             swarm.statistics,
             training.evaluation,
             layers=training.layers,
-            figures=dict if averaging is None else averaging.headline,
+            figures=dict if averager is None else averager.totals.headline,
         )
         return await train(
             engine,

@@ -1,6 +1,6 @@
 """Averaging among peers for optimisers: pure JAX and pure Optax.
 
-- `moshpit_average` and `diloco` make of any Optax optimiser one whose parameters, gradients or pseudo-gradients are
+- `moshpit_average` makes of any Optax optimiser one whose parameters, gradients or pseudo-gradients (DiLoCo) are
   averaged with other peers'; `dmoe_jax.averaging` carries them over the network.
 - `moshpit_round` and its like average over a leading axis of simulated peers, on one device or split over a mesh;
   `averaging_methods` are what Moshpit is compared with.
@@ -19,21 +19,18 @@ from dmoe_jax.optim.moshpit import (
     apply_average,
     averaged_kind,
     averaging_due,
-    diloco,
     moshpit_average,
-    what_to_send,
     with_average,
 )
-from dmoe_jax.optim.moshpit_state import MoshpitState, Sent
+from dmoe_jax.optim.moshpit_state import MoshpitState, Sent, what_to_send
 from dmoe_jax.optim.peer_axis import (
     FailureRule,
+    distortion,
     group_mean,
     moshpit_round,
     moshpit_rounds,
     random_cells,
-    sharded_moshpit_rounds,
 )
-from dmoe_jax.optim.peer_trees import distortion
 
 __all__ = [
     "FailureRule",
@@ -43,7 +40,6 @@ __all__ = [
     "apply_average",
     "averaged_kind",
     "averaging_due",
-    "diloco",
     "distortion",
     "gossip_round",
     "group_mean",
@@ -54,7 +50,6 @@ __all__ = [
     "push_sum_round",
     "random_cells",
     "random_groups_round",
-    "sharded_moshpit_rounds",
     "what_to_send",
     "with_average",
 ]

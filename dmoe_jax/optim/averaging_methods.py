@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray
 
-from dmoe_jax.optim.peer_axis import FailureRule, group_mean
-from dmoe_jax.optim.peer_trees import count_peers, per_peer
+from dmoe_jax.optim.peer_axis import FailureRule, count_peers, group_mean, per_peer
 from dmoe_jax.types import PyTree
 
 
@@ -21,17 +20,17 @@ def all_reduce_round(tree: PyTree, *, alive: ArrayLike | None = None, weights: A
 
 
 def gossip_round(tree: PyTree, *, alive: ArrayLike | None = None) -> PyTree:
-    """On a ring, everybody gets the mean of itself and those of its two neighbours who are there."""
+    """Everybody on a ring gets the mean of itself and those of its two neighbours who are there."""
     present = _presence(tree, alive)
-    counts = sum(_rolled(present, shift) for shift in (-1, 0, 1))
+    counts = sum(jnp.roll(present, shift) for shift in (-1, 0, 1))
 
     def mix(leaf: Array) -> Array:
         own = per_peer(present, leaf)
         added = jnp.where(own > 0, leaf, 0)
-        mean = sum(_rolled(added, shift) for shift in (-1, 0, 1)) / per_peer(jnp.maximum(counts, 1), leaf)
+        mean = sum(jnp.roll(added, shift, axis=0) for shift in (-1, 0, 1)) / per_peer(jnp.maximum(counts, 1), leaf)
         return jnp.where(own > 0, mean.astype(leaf.dtype), leaf)
 
-    return jax.tree.map(mix, jax.tree.map(jnp.asarray, tree))
+    return jax.tree.map(mix, tree)
 
 
 def push_sum_round(
@@ -56,18 +55,18 @@ def push_sum_round(
     num_peers = present.shape[0]
     hop = 2 ** (jnp.asarray(round_number) % push_sum_hops(num_peers))
     shifts = (0, hop, 2 * hop)
-    share = present / jnp.maximum(sum(_rolled(present, -shift) for shift in shifts), 1)
+    share = present / jnp.maximum(sum(jnp.roll(present, -shift) for shift in shifts), 1)
     sent_weights = jnp.asarray(push_weights) * share
-    received = sum(_rolled(sent_weights, shift) for shift in shifts)
+    received = sum(jnp.roll(sent_weights, shift) for shift in shifts)
     new_weights = jnp.where(present > 0, received, jnp.asarray(push_weights))
 
     def mix(leaf: Array) -> Array:
         own = per_peer(present, leaf)
         sent = jnp.where(own > 0, leaf, 0) * per_peer(sent_weights, leaf)
-        mean = sum(_rolled(sent, shift) for shift in shifts) / per_peer(new_weights, leaf)
+        mean = sum(jnp.roll(sent, shift, axis=0) for shift in shifts) / per_peer(new_weights, leaf)
         return jnp.where(own > 0, mean.astype(leaf.dtype), leaf)
 
-    return jax.tree.map(mix, jax.tree.map(jnp.asarray, tree)), new_weights
+    return jax.tree.map(mix, tree), new_weights
 
 
 def push_sum_hops(num_peers: int) -> int:
@@ -111,7 +110,7 @@ def random_groups_round(
 
 
 def mixing_factor(num_peers: int, num_groups: int) -> float:
-    """By what a round of random groups multiplies the expected distortion: (r - 1)/N + r/N^2 (Ryabinin et al., 2021).
+    """A round of random groups multiplies the expected distortion by (r - 1)/N + r/N^2 (Ryabinin et al., 2021).
 
     N peers, r groups, whatever the values are: no spectral gap of a graph enters.
     """
@@ -119,11 +118,6 @@ def mixing_factor(num_peers: int, num_groups: int) -> float:
 
 
 def _presence(tree: PyTree, alive: ArrayLike | None) -> Array:
-    """1.0 for those who are there, 0.0 for others."""
+    """[peers]: 1.0 for those who are there, 0.0 for others."""
     num_peers = count_peers(tree, alive=alive)
     return jnp.ones(num_peers) if alive is None else jnp.asarray(alive, jnp.float32)
-
-
-def _rolled(values: Array, shift: int | Array) -> Array:
-    """The entry of peer i goes to peer i + shift."""
-    return jnp.roll(values, shift, axis=0)

@@ -27,7 +27,6 @@ Groups of gradients and of pseudo-gradients do not draw parameters together that
 is not the same for everybody, average parameters too, or take several rounds.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -40,30 +39,15 @@ from jax.typing import ArrayLike
 from dmoe_jax.optim.moshpit_state import (
     MoshpitState,
     Sent,
-    check_like,
     counted,
     find_state,
-    nothing_yet,
+    map_state,
     receive,
     typed_like,
     what_to_send,
-    wide,
-    wide_zeros,
 )
+from dmoe_jax.optim.peer_axis import wide
 from dmoe_jax.types import PyTree
-
-__all__ = [
-    "MoshpitState",
-    "Sent",
-    "apply_average",
-    "averaged_kind",
-    "averaging_due",
-    "diloco",
-    "moshpit_average",
-    "what_to_send",
-    "with_average",
-]
-
 
 What = Literal["parameters", "gradients", "pseudo_gradients"]
 """What peers average; see `moshpit_average`."""
@@ -117,33 +101,8 @@ def moshpit_average(
         raise ValueError(f"an outer optimiser is for pseudo_gradients, not for {what}")
     if outer is None and what == "pseudo_gradients":
         outer = optax.sgd(DILOCO_OUTER_RATE, momentum=DILOCO_OUTER_MOMENTUM, nesterov=True)
-    setting = _Setting(
-        inner=optax.with_extra_args_support(inner),
-        outer=outer,
-        every=every,
-        what=what,
-        weighted=weighted,
-        average=average,
-    )
-    return optax.GradientTransformationExtraArgs(functools.partial(_init, setting), functools.partial(_update, setting))
-
-
-def diloco(
-    inner: optax.GradientTransformation,
-    *,
-    every: int = 500,
-    outer: optax.GradientTransformation | None = None,
-    weighted: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """DiLoCo (Douillard et al. 2023): `moshpit_average` of pseudo-gradients, by default as in the paper.
-
-    Args:
-      inner: the paper's is AdamW.
-      every: updates between two averagings (H in the paper; section 3 has 500).
-      outer: default: SGD of rate 0.7 with Nesterov momentum 0.9.
-      weighted: whether a peer counts by its samples, see `moshpit_average`.
-    """
-    return moshpit_average(inner, every=every, what="pseudo_gradients", outer=outer, weighted=weighted)
+    moshpit = _Moshpit(optax.with_extra_args_support(inner), outer, every, what, weighted, average)
+    return optax.GradientTransformationExtraArgs(moshpit.init, moshpit.update)
 
 
 def averaged_kind(opt_state: PyTree) -> What:
@@ -183,16 +142,10 @@ def with_average(opt_state: PyTree, sent: Sent, averaged: PyTree | None) -> PyTr
     state = find_state(opt_state)
     if state.arrived is None:
         raise ValueError("this transformation was made with `average` and averages by itself")
-    if averaged is not None:
-        check_like(averaged, sent.tree)
     incoming, is_there, state = receive(state, sent, averaged)
     # Copies: later steps may donate the state, and the arrays that were given are the caller's.
     state = state._replace(incoming=jax.tree.map(jnp.array, incoming), arrived=is_there)
-    return jax.tree.map(
-        lambda each: state if isinstance(each, MoshpitState) else each,
-        opt_state,
-        is_leaf=lambda each: isinstance(each, MoshpitState),
-    )
+    return map_state(lambda _: state, opt_state)
 
 
 def apply_average(
@@ -214,9 +167,9 @@ def apply_average(
     return optax.apply_updates(params, updates), opt_state
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
-    """Arguments of `moshpit_average`, the outer optimiser filled in."""
+@dataclass(frozen=True, slots=True)
+class _Moshpit:
+    """Arguments of `moshpit_average`, the outer optimiser filled in, and what they make of an update."""
 
     inner: optax.GradientTransformationExtraArgs
     outer: optax.GradientTransformation | None
@@ -225,78 +178,72 @@ class _Setting:
     weighted: bool
     average: Average | None
 
+    def init(self, params: PyTree) -> MoshpitState:
+        outer, by_host = self.outer, self.average is None
+        zeros = jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), params)
+        return MoshpitState(
+            inner=self.inner.init(params),
+            steps=jnp.zeros((), jnp.int32),
+            samples=jnp.zeros(()) if self.weighted else None,
+            due=jnp.zeros((), bool),
+            rounds=jnp.zeros((), jnp.int32),
+            lost=jnp.zeros((), jnp.int32),
+            arrived=jnp.zeros((), bool) if by_host else None,
+            # Copies: state and parameters may be donated, and no array can be donated twice.
+            incoming=jax.tree.map(jnp.array, zeros if outer is None else (zeros, zeros)) if by_host else None,
+            accumulated=zeros if self.what == "gradients" else None,
+            anchor=None if outer is None else jax.tree.map(jnp.array, params),
+            outer=None if outer is None else outer.init(params),
+        )
 
-def _init(setting: _Setting, params: PyTree) -> MoshpitState:
-    outer, by_host = setting.outer, setting.average is None
-    return MoshpitState(
-        inner=setting.inner.init(params),
-        steps=jnp.zeros((), jnp.int32),
-        samples=jnp.zeros(()) if setting.weighted else None,
-        due=jnp.zeros((), bool),
-        rounds=jnp.zeros((), jnp.int32),
-        lost=jnp.zeros((), jnp.int32),
-        arrived=jnp.zeros((), bool) if by_host else None,
-        incoming=nothing_yet(params, pair=outer is not None) if by_host else None,
-        accumulated=jax.tree.map(wide_zeros, params) if setting.what == "gradients" else None,
-        anchor=None if outer is None else jax.tree.map(jnp.array, params),  # a copy: params may be donated
-        outer=None if outer is None else outer.init(params),
-    )
+    def update(
+        self,
+        updates: PyTree,
+        state: MoshpitState,
+        params: PyTree | None = None,
+        *,
+        samples: ArrayLike | None = None,
+        without_gradient: bool = False,
+        **extra: Any,
+    ) -> tuple[PyTree, MoshpitState]:
+        """One update; see `apply_average` for one without a gradient."""
+        if params is None:
+            raise ValueError("moshpit_average wants the parameters: update(grads, state, params)")
+        if self.weighted and samples is None and not without_gradient:
+            raise ValueError("a weighted average wants the number of samples: update(grads, state, params, samples=n)")
+        grads = updates
 
+        def inner_step(gradient: PyTree, state: MoshpitState) -> tuple[PyTree, MoshpitState]:
+            updates, inner_state = self.inner.update(typed_like(gradient, grads), state.inner, params, **extra)
+            return updates, state._replace(inner=inner_state)
 
-def _update(
-    setting: _Setting,
-    updates: PyTree,
-    state: MoshpitState,
-    params: PyTree | None = None,
-    *,
-    samples: ArrayLike | None = None,
-    without_gradient: bool = False,
-    **extra: Any,
-) -> tuple[PyTree, MoshpitState]:
-    """One update; see `apply_average` for one without a gradient."""
-    if params is None:
-        raise ValueError("moshpit_average wants the parameters: update(grads, state, params)")
-    if setting.weighted and samples is None and not without_gradient:
-        raise ValueError("a weighted average wants the number of samples: update(grads, state, params, samples=n)")
-    grads = updates
+        def apply(incoming: PyTree, updates: PyTree, state: MoshpitState) -> tuple[PyTree, MoshpitState]:
+            if self.what == "gradients":
+                return inner_step(incoming, state)
+            if self.outer is not None:
+                incoming, state = _outer_step(self.outer, incoming, state)
+            return jax.tree.map(lambda own, change: (own + change).astype(own.dtype), updates, incoming), state
 
-    def inner_step(gradient: PyTree, state: MoshpitState) -> tuple[PyTree, MoshpitState]:
-        updates, inner_state = setting.inner.update(typed_like(gradient, grads), state.inner, params, **extra)
-        return updates, state._replace(inner=inner_state)
+        def average_now(updates: PyTree, state: MoshpitState) -> tuple[PyTree, MoshpitState]:
+            assert self.average is not None
+            sent = what_to_send(state, optax.apply_updates(params, updates))
+            averaged = self.average(sent.tree, state.rounds, *([sent.weight] if self.weighted else []))
+            incoming, is_there, state = receive(state, sent, averaged)
+            return jax.lax.cond(is_there, apply, lambda _, *kept: kept, incoming, updates, state)
 
-    def apply(incoming: PyTree, updates: PyTree, state: MoshpitState) -> tuple[PyTree, MoshpitState]:
-        if setting.what == "gradients":
-            return inner_step(incoming, state)
-        if setting.outer is not None:
-            incoming, state = _outer_step(setting.outer, incoming, state)
-        return jax.tree.map(lambda own, change: (own + change).astype(own.dtype), updates, incoming), state
-
-    def average_now(updates: PyTree, state: MoshpitState) -> tuple[PyTree, MoshpitState]:
-        sent = what_to_send(state, optax.apply_updates(params, updates))
-        incoming, is_there, state = receive(state, sent, _averaged(setting, sent, state))
-        return jax.lax.cond(is_there, apply, lambda _, *kept: kept, incoming, updates, state)
-
-    if without_gradient or setting.what == "gradients":
-        like = jax.eval_shape(inner_step, grads, state)[0]
-        updates = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-    else:
-        updates, state = inner_step(grads, state)
-    if not without_gradient:
-        state = counted(state, grads, samples if setting.weighted else None, setting.every)
-    if setting.average is None:
-        arrived, state = state.arrived, state._replace(arrived=jnp.zeros((), bool))
-        return jax.lax.cond(arrived, apply, lambda _, *kept: kept, state.incoming, updates, state)
-    if setting.every == 1 and not without_gradient:
-        return average_now(updates, state)  # no branch around what may be a collective operation
-    return jax.lax.cond(state.due, average_now, lambda *kept: kept, updates, state)
-
-
-def _averaged(setting: _Setting, sent: Sent, state: MoshpitState) -> PyTree:
-    """What the function `average` makes of it."""
-    assert setting.average is not None
-    averaged = setting.average(sent.tree, state.rounds, *([sent.weight] if setting.weighted else []))
-    check_like(averaged, sent.tree)
-    return averaged
+        if without_gradient or self.what == "gradients":
+            like = jax.eval_shape(inner_step, grads, state)[0]
+            updates = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+        else:
+            updates, state = inner_step(grads, state)
+        if not without_gradient:
+            state = counted(state, grads, samples if self.weighted else None, self.every)
+        if self.average is None:
+            arrived, state = state.arrived, state._replace(arrived=jnp.zeros((), bool))
+            return jax.lax.cond(arrived, apply, lambda _, *kept: kept, state.incoming, updates, state)
+        if self.every == 1 and not without_gradient:
+            return average_now(updates, state)  # no branch around what may be a collective operation
+        return jax.lax.cond(state.due, average_now, lambda *kept: kept, updates, state)
 
 
 def _outer_step(

@@ -1,6 +1,7 @@
 """The state of `optim.moshpit`: what is counted, what is offered to others, and what becomes of their answer."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from dmoe_jax.optim.peer_axis import wide
 from dmoe_jax.types import PyTree
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -50,21 +52,33 @@ class Sent(NamedTuple):
 
     Attributes:
       tree: of the shapes of the parameters, in arrays of its own.
-      weight: in the mean: samples behind it if weighted, else 1.
       steps: updates behind it.
       samples: behind it; None unless weighted.
     """
 
     tree: PyTree
-    weight: Float[Array, ""]
     steps: Int[Array, ""]
     samples: Float[Array, ""] | None
+
+    @property
+    def weight(self) -> Float[Array, ""]:
+        """What it counts in the mean: its samples if weighted, else 1."""
+        return jnp.ones(()) if self.samples is None else self.samples
+
+
+def _is_state(each: Any) -> TypeGuard[MoshpitState]:
+    return isinstance(each, MoshpitState)
+
+
+def map_state(function: Callable[[MoshpitState], MoshpitState], tree: PyTree) -> PyTree:
+    """The tree with what the function makes of each `MoshpitState` in it; all else stays."""
+    return jax.tree.map(lambda each: function(each) if _is_state(each) else each, tree, is_leaf=_is_state)
 
 
 def find_state(opt_state: PyTree) -> MoshpitState:
     """The one in the state of what is composed around it. Raises `ValueError` unless there is exactly one."""
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda each: isinstance(each, MoshpitState))
-    found = [leaf for leaf in leaves if isinstance(leaf, MoshpitState)]
+    leaves = jax.tree.leaves(opt_state, is_leaf=_is_state)
+    found = [leaf for leaf in leaves if _is_state(leaf)]
     if len(found) != 1:
         raise ValueError(f"expected the state of an optimiser with one moshpit_average in it, found {len(found)}")
     return found[0]
@@ -87,12 +101,11 @@ def what_to_send(opt_state: PyTree, params: PyTree) -> Sent:
     else:
         tree = jax.tree.map(jnp.array, params)
     samples = None if state.samples is None else jnp.array(state.samples)
-    weight = jnp.ones(()) if samples is None else samples
-    return Sent(tree, jnp.array(weight), jnp.array(state.steps), samples)
+    return Sent(tree, jnp.array(state.steps), samples)
 
 
 def counted(state: MoshpitState, grads: PyTree, samples: ArrayLike | None, every: int) -> MoshpitState:
-    """After one more gradient."""
+    """The state after one more gradient."""
     steps = state.steps + 1
     state = state._replace(steps=steps, due=steps >= every)
     if samples is not None:
@@ -106,7 +119,13 @@ def counted(state: MoshpitState, grads: PyTree, samples: ArrayLike | None, every
 
 
 def receive(state: MoshpitState, sent: Sent, averaged: PyTree | None) -> tuple[PyTree, Bool[Array, ""], MoshpitState]:
-    """(what the next update is to apply, whether there is anything, the state without what was sent)."""
+    """(what the next update is to apply, whether there is anything, the state without what was sent).
+
+    Raises:
+      ValueError: the average has another structure or other shapes than what was sent.
+    """
+    if averaged is not None:
+        _check_like(averaged, sent.tree)
     own = jax.tree.map(wide, sent.tree)
     new = own if averaged is None else jax.tree.map(wide, averaged)
     is_good = jnp.asarray(averaged is not None) & _all_finite(new)
@@ -122,11 +141,8 @@ def receive(state: MoshpitState, sent: Sent, averaged: PyTree | None) -> tuple[P
         is_good &= _all_finite(incoming)
         is_there = is_good
     state = _without(state, sent, is_good)
-    return (
-        incoming,
-        is_there,
-        state._replace(due=jnp.zeros((), bool), rounds=state.rounds + 1, lost=state.lost + ~is_good),
-    )
+    state = state._replace(due=jnp.zeros((), bool), rounds=state.rounds + 1, lost=state.lost + ~is_good)
+    return incoming, is_there, state
 
 
 def _without(state: MoshpitState, sent: Sent, is_good: Bool[Array, ""]) -> MoshpitState:
@@ -154,19 +170,15 @@ def without_gathered(tree: PyTree) -> PyTree:
     A peer that takes over another's state needs it: what the other has gathered, the other will send.
     """
 
-    def emptied(each: Any) -> Any:
-        if not isinstance(each, MoshpitState):
-            return each
-        steps, samples, due, accumulated = jax.tree.map(
-            jnp.zeros_like, (each.steps, each.samples, each.due, each.accumulated)
-        )
-        return each._replace(steps=steps, samples=samples, due=due, accumulated=accumulated)
+    def emptied(state: MoshpitState) -> MoshpitState:
+        gathered = (state.steps, state.samples, state.due, state.accumulated)
+        steps, samples, due, accumulated = jax.tree.map(jnp.zeros_like, gathered)
+        return state._replace(steps=steps, samples=samples, due=due, accumulated=accumulated)
 
-    return jax.tree.map(emptied, tree, is_leaf=lambda each: isinstance(each, MoshpitState))
+    return map_state(emptied, tree)
 
 
-def check_like(averaged: PyTree, sent: PyTree) -> None:
-    """The average has the shapes of what it is of."""
+def _check_like(averaged: PyTree, sent: PyTree) -> None:
     structure: Any = jax.tree.structure(sent)
     if jax.tree.structure(averaged) != structure:
         raise ValueError(f"expected an average of the structure {structure}, got {averaged!r:.200}")
@@ -177,12 +189,6 @@ def check_like(averaged: PyTree, sent: PyTree) -> None:
             raise ValueError(f"the average{name} has the shape {jnp.shape(leaf)}, what was sent {jnp.shape(own)}")
 
 
-def nothing_yet(params: PyTree, *, pair: bool) -> PyTree:
-    """Room for what arrives."""
-    zeros = jax.tree.map(wide_zeros, params)
-    return (zeros, jax.tree.map(wide_zeros, params)) if pair else zeros
-
-
 def _all_finite(tree: PyTree) -> Bool[Array, ""]:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
@@ -190,13 +196,3 @@ def _all_finite(tree: PyTree) -> Bool[Array, ""]:
 def typed_like(tree: PyTree, like: PyTree) -> PyTree:
     """The tree in the types of another of its structure."""
     return jax.tree.map(lambda leaf, own: leaf.astype(jnp.asarray(own).dtype), tree, like)
-
-
-def wide(leaf: ArrayLike) -> Array:
-    """In float32 at least: sums and differences of narrower numbers would be lost in rounding."""
-    return jnp.asarray(leaf).astype(jnp.promote_types(jnp.asarray(leaf).dtype, jnp.float32))
-
-
-def wide_zeros(leaf: ArrayLike) -> Array:
-    """Room for a sum."""
-    return jnp.zeros_like(wide(leaf))

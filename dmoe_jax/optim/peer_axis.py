@@ -18,12 +18,9 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from dmoe_jax.optim.peer_trees import count_peers, per_peer, wide_type
 from dmoe_jax.types import PyTree
 from net.averaging.grouping.group_key import MoshpitGrid
 
@@ -56,9 +53,8 @@ def moshpit_round(
       axis_name: inside `shard_map` or a named `vmap`, the mesh axis over which peers are split; every array then holds
         the peers of one device.
 
-    Returns:
-      The tree, of the same shapes and types. Means are taken in float32 at least. What an absent or weightless peer
-      holds, even if it is not a number, has no influence on the others.
+    Returns: the tree, of the same shapes and types. Means are taken in float32 at least. What an absent or weightless
+      peer holds, even if it is not a number, has no influence on the others.
 
     Raises:
       ValueError: shapes do not agree, a leaf is not of floating numbers, or the failure rule is unknown.
@@ -88,29 +84,24 @@ def moshpit_rounds(
 ) -> PyTree:
     """Several rounds. On a full grid without failures all have the exact weighted mean after `grid.dims` of them.
 
+    Peers may be split over an axis of a mesh: `jit` this, and place the arrays with `PartitionSpec(axis)` on a mesh
+    whose axes are `AxisType.Auto`. Devices exchange num_groups / peers of the tree a round, whatever the cells are.
+
     Weights are averaged along with the values, as in PushSum: after a round each peer stands for the mean weight of its
     group. So the weighted sum over all peers is the same after any round, whoever was absent. (The weights of the first
     round in every round would favour those who met the heavy ones.)
 
     Args:
-      tree: leaves [peers, ...] of floating numbers.
-      grid: the grid, static under `jit`.
-      cells: int [peers], each peer's cell.
+      tree, grid, cells, weights, failure_rule, axis_name: as of `moshpit_round`.
       num_rounds: how many, static.
       first_round: number of the first, so that averaging goes on where it ended; may be traced.
       alive: bool [num_rounds, peers]; None for all.
-      weights: float [peers]; None for equal ones.
-      failure_rule: whether an absent peer is left out or stops its group.
-      axis_name: mesh axis over which peers are split; see `moshpit_round`.
 
-    Returns:
-      The tree, of the same shapes and types.
+    Returns: the tree, of the same shapes and types.
 
     Raises:
-      ValueError: as `moshpit_round`, or `alive` is not of that many rounds, or their number is negative.
+      ValueError: as `moshpit_round`, or `alive` is not of that many rounds.
     """
-    if num_rounds < 0:
-        raise ValueError(f"num_rounds must not be negative, got {num_rounds}")
     if alive is not None and (jnp.ndim(alive) != 2 or jnp.shape(alive)[0] != num_rounds):
         raise ValueError(f"alive must have a row for each of {num_rounds} rounds, got the shape {jnp.shape(alive)}")
 
@@ -129,65 +120,9 @@ def moshpit_rounds(
         return (average(tree, weights=weights), None if weights is None else average(weights)), None
 
     tree = jax.tree.map(jnp.asarray, tree)
-    start = (tree, None if weights is None else _as_weights(weights))
+    start = (tree, None if weights is None else wide(weights))
     inputs = (jnp.asarray(first_round) + jnp.arange(num_rounds), None if alive is None else jnp.asarray(alive, bool))
     (averaged, _), _ = jax.lax.scan(one_round, start, inputs)
-    return averaged
-
-
-def sharded_moshpit_rounds(
-    tree: PyTree,
-    *,
-    mesh: Mesh,
-    mesh_axis: str = "peers",
-    grid: MoshpitGrid,
-    cells: ArrayLike,
-    num_rounds: int,
-    first_round: ArrayLike = 0,
-    alive: ArrayLike | None = None,
-    weights: ArrayLike | None = None,
-    failure_rule: FailureRule = "exclude",
-) -> PyTree:
-    """`moshpit_rounds` with the peers split over an axis of a mesh: each device sums its own, then sums are summed.
-
-    Devices exchange num_groups / peers of the tree a round, whatever cells the peers sit on. Call it inside `jit`.
-
-    Args:
-      mesh: of devices; peers are replicated over its other axes.
-      mesh_axis: the axis that peers are split over, in order; its size divides their number.
-
-    Raises:
-      ValueError: as `moshpit_rounds`, or the mesh has no such axis, or its size does not divide the number of peers.
-    """
-    if mesh_axis not in mesh.shape:
-        raise ValueError(f"the mesh has the axes {', '.join(map(str, mesh.axis_names))}, not {mesh_axis!r}")
-    num_peers = count_peers(tree, cells=cells, weights=weights)
-    if num_peers % mesh.shape[mesh_axis]:
-        raise ValueError(f"{num_peers} peers cannot be split evenly over {mesh.shape[mesh_axis]} devices")
-    if alive is not None and jnp.shape(alive) != (num_rounds, num_peers):
-        raise ValueError(f"alive must have the shape {(num_rounds, num_peers)}, got {jnp.shape(alive)}")
-
-    def of_one_device(
-        tree: PyTree, cells: Array, alive: Array | None, weights: Array | None, first_round: Array
-    ) -> PyTree:
-        return moshpit_rounds(
-            tree,
-            grid=grid,
-            cells=cells,
-            num_rounds=num_rounds,
-            first_round=first_round,
-            alive=alive,
-            weights=weights,
-            failure_rule=failure_rule,
-            axis_name=mesh_axis,
-        )
-
-    peers, rounds_and_peers = P(mesh_axis), P(None, mesh_axis)
-    specs = (peers, peers, rounds_and_peers, peers, P())
-    inputs = (tree, jnp.asarray(cells), alive, weights, jnp.asarray(first_round))
-    # Meshes with explicit axes, which jax.make_mesh gives, want what comes in to be where it belongs.
-    placed = [jax.device_put(each, NamedSharding(mesh, spec)) for each, spec in zip(inputs, specs, strict=True)]
-    averaged: PyTree = jax.shard_map(of_one_device, mesh=mesh, in_specs=specs, out_specs=peers)(*placed)
     return averaged
 
 
@@ -220,7 +155,7 @@ def group_mean(
     if failure_rule == "group_skips":
         absent = total((~takes_part).astype(jnp.int32))
         takes_part &= (absent == 0)[groups]
-    weight = jnp.ones(num_peers, jnp.float32) if weights is None else _as_weights(weights)
+    weight = jnp.ones(num_peers, jnp.float32) if weights is None else wide(weights)
     adds = takes_part & (weight > 0)
     weight = jnp.where(adds, weight, 0)
     group_weight = total(weight)
@@ -229,7 +164,7 @@ def group_mean(
 
     def mean(leaf: Array) -> Array:
         # Zero times what a diverged peer holds would not be zero, in the sum as in its gradient.
-        added = jnp.where(per_peer(adds, leaf), leaf, 0).astype(wide_type(leaf))
+        added = wide(jnp.where(per_peer(adds, leaf), leaf, 0))
         means = total(added * per_peer(weight, leaf)) / per_peer(group_weight, leaf)
         return jnp.where(per_peer(is_mean, leaf), means[groups].astype(leaf.dtype), leaf)
 
@@ -249,7 +184,49 @@ def random_cells(key: PRNGKeyArray, grid: MoshpitGrid, num_peers: int) -> Int[Ar
     return jax.random.choice(key, grid.num_cells, (num_peers,), replace=False)
 
 
-def _as_weights(weights: ArrayLike) -> Array:
-    """In float32 at least: samples may come as integers."""
-    given = jnp.asarray(weights)
-    return given.astype(wide_type(given))
+def distortion(tree: PyTree) -> Array:
+    """How far peers are apart: (1/N) sum_i |x_i - mean|^2 over all leaves [peers, ...]. Of scalars, their variance.
+
+    Raises:
+      ValueError: leaves have different numbers of peers or none.
+    """
+    num_peers = count_peers(tree)
+
+    def of_leaf(leaf: Array) -> Array:
+        values = wide(leaf)
+        return jnp.sum(jnp.abs(values - values.mean(axis=0)) ** 2) / num_peers
+
+    return sum((of_leaf(leaf) for leaf in jax.tree.leaves(tree)), start=jnp.zeros(()))
+
+
+def count_peers(tree: PyTree, **of_peers: ArrayLike | None) -> int:
+    """The number of peers, once all leaves and the arrays [peers] agree on it.
+
+    Raises:
+      ValueError: naming the leaf or argument that does not.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not leaves:
+        raise ValueError("expected a tree with at least one array")
+    num_peers = jnp.shape(leaves[0][1])[:1]
+    for path, leaf in leaves:
+        name = f"leaf {jax.tree_util.keystr(path) or 'of the tree'}"
+        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[:1] != num_peers:
+            raise ValueError(f"{name} must begin with the axis of peers {num_peers}, got shape {jnp.shape(leaf)}")
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(f"{name} must be of floating numbers to have a mean, got {leaf.dtype}")
+    for name, array in of_peers.items():
+        if array is not None and jnp.shape(array) != num_peers:
+            raise ValueError(f"{name} must have one entry for each of {num_peers[0]} peers, got {jnp.shape(array)}")
+    return int(num_peers[0])
+
+
+def per_peer(values: Array, leaf: Array) -> Array:
+    """[peers] (or [groups]) with as many axes as the leaf, so that they broadcast against it."""
+    return values.reshape(-1, *(1 for _ in range(jnp.ndim(leaf) - 1)))
+
+
+def wide(values: ArrayLike) -> Array:
+    """The values in float32 at least: sums and differences of narrower numbers would be lost in rounding."""
+    array = jnp.asarray(values)
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))

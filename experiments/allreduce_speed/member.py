@@ -14,7 +14,8 @@ import numpy.typing as npt
 from experiments.allreduce_speed.baseline import BlockingMember
 from experiments.processes import memory_bytes, orders, run_helper, say
 from net.averaging.grouping.group import Group, Member
-from net.averaging.reduction.all_reduce import AllReduce, AllReduceConfig
+from net.averaging.reduction.all_reduce import AllReduce
+from net.averaging.reduction.partition import AllReduceConfig
 from net.identity import Address, Contact
 from net.keys import Identity
 from net.rpc.peer import open_rpc_peer
@@ -81,7 +82,7 @@ async def _serve_rpc(config: AllReduceConfig, own_vector: tuple[int, int, int], 
         async for order in orders():
             group = _group_of(order)
             cpu_s, started = time.process_time(), time.perf_counter()
-            result = await all_reduce.run(group, vector)
+            result = await all_reduce.run(group, vector, size=vector.size)
             ended, cpu_s = time.perf_counter(), time.process_time() - cpu_s
             if not result.complete:
                 raise ConnectionError("the average is not that of all members")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from experiments.bench import Settings
-from net.averaging.reduction.all_reduce import AllReduceConfig
+from net.averaging.reduction.partition import AllReduceConfig
 
 _QUICK_ROUNDS = 3
 _DEFAULT = AllReduceConfig()

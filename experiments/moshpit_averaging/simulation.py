@@ -23,8 +23,7 @@ from dmoe_jax.optim.averaging_methods import (
     push_sum_round,
     random_groups_round,
 )
-from dmoe_jax.optim.peer_axis import FailureRule, moshpit_round, random_cells
-from dmoe_jax.optim.peer_trees import distortion
+from dmoe_jax.optim.peer_axis import FailureRule, distortion, moshpit_round, random_cells
 from experiments.moshpit_averaging.paper import TARGETS, MethodName, Mixing, Row, Setting
 from net.averaging.grouping.group_key import MoshpitGrid
 

@@ -12,17 +12,16 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from dmoe_jax.checkpoints import Checkpoints
-from dmoe_jax.optim.moshpit import (
+from dmoe_jax.optim import (
     MoshpitState,
     apply_average,
     averaged_kind,
     averaging_due,
-    diloco,
     moshpit_average,
+    moshpit_round,
     what_to_send,
     with_average,
 )
-from dmoe_jax.optim.peer_axis import moshpit_round
 from net.averaging.grouping.group_key import MoshpitGrid
 
 RNG = np.random.default_rng(0)
@@ -52,6 +51,12 @@ def train_peers(optimizer: optax.GradientTransformation, params: Any, grads: np.
     return params, state
 
 
+def begin(optimizer: Any, *values: float) -> Any:
+    """Parameters of these values, and the optimiser's state."""
+    params = jnp.array(values)
+    return params, optimizer.init(params)
+
+
 def update(optimizer: Any, params: Any, state: Any, grad: float, **extra: Any) -> Any:
     updates, state = optimizer.update(jnp.full_like(params, grad), state, params, **extra)
     return optax.apply_updates(params, updates), state
@@ -66,19 +71,6 @@ def test_every_step_with_pmean_is_large_batch_sgd(what: Any) -> None:
     np.testing.assert_allclose(params, np.broadcast_to(expected, (4, 3)), rtol=1e-5)
     assert state.rounds.tolist() == [5] * 4
     assert state.lost.tolist() == [0] * 4
-
-
-def test_accumulated_gradients_are_one_adam_step_with_their_mean() -> None:
-    """The inner optimiser sees one step for each averaging, whatever came before it."""
-    grads = RNG.normal(size=(6, 4, 3)).astype(np.float32)
-    optimizer = moshpit_average(optax.adam(0.1), every=3, what="gradients", average=pmean)
-    params, _ = train_peers(optimizer, jnp.ones((4, 3)), grads)
-    big = optax.adam(0.1)
-    expected, state = jnp.ones(3), big.init(jnp.ones(3))
-    for mean in grads.reshape(2, 12, 3).mean(axis=1):
-        updates, state = big.update(jnp.asarray(mean), state)
-        expected = optax.apply_updates(expected, updates)
-    np.testing.assert_allclose(params, np.broadcast_to(expected, (4, 3)), rtol=1e-5)
 
 
 def test_moshpit_sgd_is_algorithm_2() -> None:
@@ -126,8 +118,7 @@ def test_under_shard_map(what: Any) -> None:
 def test_delayed_average_keeps_local_progress() -> None:
     """1 - 0.5 - 0.5 = 0 is sent; one more step; the average 2 of it adds 2: -0.5 + (-0.5) + 2 = 1, not 2."""
     optimizer = moshpit_average(optax.sgd(1.0), every=2)
-    params = jnp.array([1.0])
-    state = optimizer.init(params)
+    params, state = begin(optimizer, 1.0)
     for _ in range(2):
         assert not averaging_due(state)
         params, state = update(optimizer, params, state, 0.5)
@@ -150,8 +141,7 @@ def test_delayed_average_keeps_local_progress() -> None:
 def test_delayed_gradients_are_not_lost_and_not_counted_twice() -> None:
     """Gradients 1, 3 are sent as 2; 5 comes meanwhile and is for the next averaging, with 7 at the arrival."""
     optimizer = moshpit_average(optax.sgd(1.0), every=2, what="gradients")
-    params = jnp.zeros(1)
-    state = optimizer.init(params)
+    params, state = begin(optimizer, 0.0)
     for grad in (1.0, 3.0):
         params, state = update(optimizer, params, state, grad)
     sent = what_to_send(state, params)
@@ -168,9 +158,7 @@ def test_delayed_gradients_are_not_lost_and_not_counted_twice() -> None:
 def test_apply_average_waits_for_no_gradient() -> None:
     """Synchronous training: the average is there before the next gradient, and no step is counted for it."""
     optimizer = optax.chain(optax.clip(10.0), moshpit_average(optax.adam(1.0), every=1))
-    params = jnp.array([1.0])
-    state = optimizer.init(params)
-    params, state = update(optimizer, params, state, 0.5)
+    params, state = update(optimizer, *begin(optimizer, 1.0), 0.5)
     state = with_average(state, what_to_send(state, params), jnp.array([3.0]))
     params, state = apply_average(optimizer, state, params)
     assert params.tolist() == [3.0]
@@ -183,9 +171,7 @@ def test_apply_average_waits_for_no_gradient() -> None:
 def test_lost_average_leaves_local_progress(what: Any, averaged: Any) -> None:
     """Nothing came, or no numbers: the peer is where the inner optimiser alone would be, and the loss is counted."""
     optimizer = moshpit_average(optax.sgd(1.0), every=1, what=what)
-    params = jnp.array([1.0, 2.0])
-    state = optimizer.init(params)
-    params, state = update(optimizer, params, state, 0.5)
+    params, state = update(optimizer, *begin(optimizer, 1.0, 2.0), 0.5)
     state = with_average(state, what_to_send(state, params), averaged)
     params, state = apply_average(optimizer, state, params)
     assert params.tolist() == [0.5, 1.5]
@@ -206,18 +192,22 @@ def test_lost_average_under_jit_is_counted_for_its_peer_alone() -> None:
     assert state.lost.tolist() == [0, 1]
 
 
-def test_gradients_that_are_no_numbers_end_with_their_averaging() -> None:
-    """The next averaging begins anew, even if more gradients came while the bad ones were under way."""
-    optimizer = moshpit_average(optax.sgd(1.0), what="gradients")
-    params = jnp.zeros(1)
-    state = optimizer.init(params)
-    params, state = update(optimizer, params, state, jnp.nan)
+@pytest.mark.parametrize("averaged", [None, 2.0])
+def test_gradients_that_are_no_numbers_end_with_their_averaging(averaged: float | None) -> None:
+    """Others' mean is a step, a lost average is none; what came while the bad ones were under way is gone with them."""
+    optimizer = moshpit_average(optax.adam(1.0), what="gradients")
+    params, state = update(optimizer, *begin(optimizer, 0.0), jnp.nan)
     sent = what_to_send(state, params)
     params, state = update(optimizer, params, state, 1.0)
-    state = with_average(state, sent, jnp.array([2.0]))  # others' gradients were fine
+    state = with_average(state, sent, None if averaged is None else jnp.array([averaged]))
     params, state = update(optimizer, params, state, 3.0)
-    assert params.tolist() == [-2.0]
     assert what_to_send(state, params).tree.tolist() == [3.0]
+    if averaged is None:
+        assert params.tolist() == [0.0]
+        assert int(state.lost) == 1
+        jax.tree.map(np.testing.assert_array_equal, state.inner, optimizer.init(params).inner)
+    else:
+        np.testing.assert_allclose(params, -1.0, rtol=1e-5)  # Adam's first step is its rate
 
 
 def test_diloco_against_numpy() -> None:
@@ -236,9 +226,7 @@ def test_diloco_against_numpy() -> None:
 def test_delayed_diloco_keeps_local_progress() -> None:
     """Anchor 1, sent 0.5; plain outer rate 1 with average 2 moves the anchor to -1; the step meanwhile stays."""
     optimizer = moshpit_average(optax.sgd(1.0), what="pseudo_gradients", outer=optax.sgd(1.0))
-    params = jnp.array([1.0])
-    state = optimizer.init(params)
-    params, state = update(optimizer, params, state, 0.5)
+    params, state = update(optimizer, *begin(optimizer, 1.0), 0.5)
     sent = what_to_send(state, params)
     assert sent.tree.tolist() == [0.5]
     params, state = update(optimizer, params, state, 0.25)
@@ -295,35 +283,13 @@ def test_weighted_by_samples() -> None:
 def test_a_lost_average_is_not_forgotten_by_the_next(what: Any, expected: int) -> None:
     """1 sample, its average lost, then 2 more: these parameters have learnt from 3, gradients are spent with each."""
     optimizer = moshpit_average(optax.sgd(1.0), what=what, weighted=True)
-    params = jnp.zeros(1)
-    params, state = update(optimizer, params, optimizer.init(params), 1.0, samples=1)
+    params, state = update(optimizer, *begin(optimizer, 0.0), 1.0, samples=1)
     state = with_average(state, what_to_send(state, params), None)
     params, state = apply_average(optimizer, state, params)
     params, state = update(optimizer, params, state, 1.0, samples=2)
     assert float(what_to_send(state, params).weight) == expected
     state = with_average(state, what_to_send(state, params), params)
     assert float(state.samples) == 0
-
-
-def test_own_gradients_that_are_no_numbers_are_no_step() -> None:
-    """Neither with a lost average: the parameters stay, and the next averaging begins anew."""
-    optimizer = moshpit_average(optax.adam(1.0), what="gradients")
-    params = jnp.zeros(1)
-    params, state = update(optimizer, params, optimizer.init(params), jnp.nan)
-    state = with_average(state, what_to_send(state, params), None)
-    params, state = update(optimizer, params, state, 2.0)
-    assert params.tolist() == [0.0]
-    assert int(state.lost) == 1
-    assert what_to_send(state, params).tree.tolist() == [2.0]
-    jax.tree.map(np.testing.assert_array_equal, state.inner, optimizer.init(params).inner)
-
-
-@pytest.mark.parametrize("what", EVERYTHING)
-def test_kinds_are_told_apart(what: Any) -> None:
-    """By the state alone, wherever it is."""
-    optimizer = optax.chain(optax.clip(1.0), moshpit_average(optax.sgd(1.0), what=what))
-    assert averaged_kind(optimizer.init(jnp.zeros(1))) == what
-    assert averaged_kind(diloco(optax.sgd(1.0)).init(jnp.zeros(1))) == "pseudo_gradients"
 
 
 @pytest.mark.parametrize("what", EVERYTHING)
@@ -350,6 +316,7 @@ def test_composes(what: Any) -> None:
         params, state = step(params, state, {"w": jnp.full(2, 0.1)})
         dues.append(averaging_due(state))
     assert dues == [False, False, False, True]
+    assert averaged_kind(state) == what
     sent = what_to_send(state, params)
     state = with_average(state, sent, jax.tree.map(lambda leaf: leaf + 0.5, sent.tree))
     before = params

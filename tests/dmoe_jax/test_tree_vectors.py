@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dmoe_jax.optim.tree_vectors import layout_of
+from dmoe_jax.optim.tree_vectors import TreeLayout
 
 
 def tree_of(offset: float = 0.0) -> dict[str, object]:
@@ -18,7 +18,7 @@ def tree_of(offset: float = 0.0) -> dict[str, object]:
 
 def test_a_tree_comes_back_from_its_vector() -> None:
     """Leaves in the tree's order, by hand; types and shapes as they were."""
-    layout = layout_of(tree_of())
+    layout = TreeLayout(tree_of())
     vector = layout.to_vector(tree_of())
     np.testing.assert_array_equal(vector, np.array([7.5, 0, 1, 2, 3, 4, 5], np.float32))
     back = layout.to_tree(vector)
@@ -29,14 +29,14 @@ def test_a_tree_comes_back_from_its_vector() -> None:
 
 def test_schemas_tell_trees_apart() -> None:
     """By names, types and shapes, not by values."""
-    assert layout_of(tree_of()).schema == layout_of(tree_of(5.0)).schema
+    assert TreeLayout(tree_of()).schema == TreeLayout(tree_of(5.0)).schema
     others = [{"b": jnp.zeros((3, 2))}, {"c": jnp.zeros((2, 3))}, {"b": jnp.zeros((2, 3), jnp.bfloat16)}]
-    assert len({layout_of(other).schema for other in [{"b": jnp.zeros((2, 3))}, *others]}) == 4
+    assert len({TreeLayout(other).schema for other in [{"b": jnp.zeros((2, 3))}, *others]}) == 4
 
 
 def test_what_does_not_fit_is_refused() -> None:
     """Another tree, other shapes, another length, whole numbers, nothing."""
-    layout = layout_of(tree_of())
+    layout = TreeLayout(tree_of())
     with pytest.raises(ValueError, match="layout"):
         layout.to_vector({"b": jnp.zeros((2, 3))})
     with pytest.raises(ValueError, match="shapes"):
@@ -44,6 +44,6 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="7 numbers"):
         layout.to_tree(np.zeros(8, np.float32))
     with pytest.raises(ValueError, match=r"'count'.*int32"):
-        layout_of({"count": jnp.zeros(3, jnp.int32)})
+        TreeLayout({"count": jnp.zeros(3, jnp.int32)})
     with pytest.raises(ValueError, match="no array"):
-        layout_of({})
+        TreeLayout({})

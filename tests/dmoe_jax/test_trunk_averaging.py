@@ -10,12 +10,11 @@ import optax
 import pytest
 import trio
 
-from dmoe_jax.averaging import MISSED_BEFORE_CATCHING_UP, Round
+from dmoe_jax.averaging import MISSED_BEFORE_CATCHING_UP, Round, TreeAverager
 from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.optim import moshpit_average
-from dmoe_jax.trunk import SharedTrunk
-from dmoe_jax.trunk_averaging import TrunkAveraging, open_trunk_averaging
+from dmoe_jax.trunk import SharedTrunk, open_trunk_averaging
 from net.transport.sim.events import HostDown
 from tests.dmoe_jax.averaging_peers import CONFIG
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
@@ -42,7 +41,7 @@ async def idle(trunk: SharedTrunk, *, until: float) -> None:
         await trio.sleep(1.0)
 
 
-Live = Callable[[TrunkAveraging, SharedTrunk], Awaitable[Any]]
+Live = Callable[[TreeAverager, SharedTrunk], Awaitable[Any]]
 
 
 def start(swarm: Swarm, name: str, trunk: SharedTrunk, live: Live, **settings: Any) -> None:
@@ -60,9 +59,9 @@ def start(swarm: Swarm, name: str, trunk: SharedTrunk, live: Live, **settings: A
                 device=InlineDevice(),
                 rng=place.rng,
                 **settings,
-            ) as averaging,
+            ) as averager,
         ):
-            await live(averaging, trunk)
+            await live(averager, trunk)
             await trio.sleep_forever()
 
     swarm.network.start(name, main)
@@ -74,7 +73,7 @@ def test_two_trunks_meet_in_the_middle_and_keep_their_progress() -> None:
     async def body(swarm: Swarm) -> None:
         ann, bob, rounds = trunk_of(1.0, SGD), trunk_of(5.0, SGD), list[Round]()
 
-        async def learns(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
+        async def learns(averager: TreeAverager, trunk: SharedTrunk) -> None:
             await trio.sleep_until(5.0)
             assert await trunk.apply({"w": jnp.zeros((2, 3))}) == 1
             assert await trunk.apply({"w": jnp.full((2, 3), -0.25)}) == 2
@@ -83,7 +82,7 @@ def test_two_trunks_meet_in_the_middle_and_keep_their_progress() -> None:
             await trunk.apply({"w": jnp.zeros((2, 3))})  # the outcome comes into the state
             await trunk.apply({"w": jnp.zeros((2, 3))})  # and from there into the parameters
             np.testing.assert_allclose(values(trunk), 3.25, rtol=1e-6)
-            assert averaging.headline() == {
+            assert averager.totals.headline() == {
                 "averages_done": 1,
                 "averages_missed": 0,
                 "averages_rejected": 0,
@@ -91,7 +90,7 @@ def test_two_trunks_meet_in_the_middle_and_keep_their_progress() -> None:
                 "states_taken": 0,
             }
 
-        async def comes_later(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
+        async def comes_later(averager: TreeAverager, trunk: SharedTrunk) -> None:
             await trio.sleep_until(6.0)
             await idle(trunk, until=9.0)
             np.testing.assert_allclose(values(trunk), 3.0, rtol=1e-6)
@@ -117,18 +116,18 @@ def test_trunks_with_the_flags_of_dmoe_train_learn_together(what: Any) -> None:
 
     async def body(swarm: Swarm) -> None:
         def learner(grad: float, samples: int) -> Live:
-            async def learns(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
+            async def learns(averager: TreeAverager, trunk: SharedTrunk) -> None:
                 await trio.sleep_until(5.0)
                 await trunk.apply({"w": jnp.full((2, 3), grad)}, samples=samples)
                 await trio.sleep_until(9.0)
                 await trunk.apply({"w": jnp.zeros((2, 3))}, samples=samples)
                 await trunk.apply({"w": jnp.zeros((2, 3))}, samples=samples)
-                assert averaging.totals.done == 1
-                done.append(averaging)
+                assert averager.totals.done == 1
+                done.append(averager)
 
             return learns
 
-        done: list[TrunkAveraging] = []
+        done: list[TreeAverager] = []
         for name, trunk, grad, samples in zip("ab", swarm_of, (1.0, 5.0), (3, 1), strict=True):
             start(swarm, name, trunk, learner(grad, samples))
         await trio.sleep_until(10.0)
@@ -162,15 +161,15 @@ def test_a_latecomer_takes_parameters_statistics_and_step() -> None:
         optimizer = moshpit_average(optax.adam(0.1), every=100)
         old, new, done = trunk_of(1.0, optimizer), trunk_of(7.0, optimizer), trio.Event()
 
-        async def trains(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
+        async def trains(averager: TreeAverager, trunk: SharedTrunk) -> None:
             for _ in range(5):
                 await trunk.apply(GRADS)
 
-        async def joins(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
+        async def joins(averager: TreeAverager, trunk: SharedTrunk) -> None:
             await trio.sleep_until(40.0)  # announcements are renewed
-            assert not await averaging.catch_up(min_lead=6)
+            assert not await trunk.catch_up(min_lead=6)
             assert trunk.step == 0
-            assert await averaging.catch_up(min_lead=5)
+            assert await trunk.catch_up(min_lead=5)
             done.set()
 
         start(swarm, "old", old, trains)
@@ -193,13 +192,13 @@ def test_who_was_left_behind_catches_up() -> None:
         ahead, behind = trunk_of(1.0), trunk_of(7.0)
         ahead.step = 1000
 
-        async def gives(averaging: TrunkAveraging, trunk: SharedTrunk) -> None: ...
+        async def gives(averager: TreeAverager, trunk: SharedTrunk) -> None: ...
 
-        async def averages(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
-            while not averaging.totals.states_taken:
+        async def averages(averager: TreeAverager, trunk: SharedTrunk) -> None:
+            while not averager.totals.states_taken:
                 assert trunk.step < 1000
                 await idle(trunk, until=trio.current_time() + 1.0)
-            assert averaging.totals.missed == MISSED_BEFORE_CATCHING_UP
+            assert averager.totals.missed == MISSED_BEFORE_CATCHING_UP
             assert trunk.step == 1000
 
         start(swarm, "ahead", ahead, gives)
@@ -238,11 +237,11 @@ def test_a_newcomer_passes_over_states_of_no_use(fault: str) -> None:
         honest, new, done = trunk_of(1.0), trunk_of(7.0), trio.Event()
         bad.step, honest.step = (2**60 if fault == "beyond the end" else 50), 40
 
-        async def gives(averaging: TrunkAveraging, trunk: SharedTrunk) -> None: ...
+        async def gives(averager: TreeAverager, trunk: SharedTrunk) -> None: ...
 
-        async def joins(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
+        async def joins(averager: TreeAverager, trunk: SharedTrunk) -> None:
             await trio.sleep_until(5.0)
-            assert await averaging.catch_up(min_lead=5)
+            assert await trunk.catch_up(min_lead=5, max_step=1000)
             done.set()
 
         start(swarm, "bad", bad, gives)
@@ -263,12 +262,12 @@ def test_no_averages_while_others_are_ahead_and_their_state_is_not_to_be_had() -
         gone, new, done, rounds = trunk_of(1.0), trunk_of(7.0), trio.Event(), list[Round]()
         gone.step = 400
 
-        async def gives(averaging: TrunkAveraging, trunk: SharedTrunk) -> None: ...
+        async def gives(averager: TreeAverager, trunk: SharedTrunk) -> None: ...
 
-        async def joins(averaging: TrunkAveraging, trunk: SharedTrunk) -> None:
+        async def joins(averager: TreeAverager, trunk: SharedTrunk) -> None:
             await trio.sleep_until(5.0)
-            assert not await averaging.catch_up(min_lead=5)
-            assert "announced" in averaging.why_not
+            assert not await trunk.catch_up(min_lead=5)
+            assert "announced" in averager.why_not
             await idle(trunk, until=200.0)
             done.set()
 

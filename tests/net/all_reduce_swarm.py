@@ -9,7 +9,8 @@ import numpy as np
 import trio
 
 from net.averaging.grouping.group import Group, Member, Role
-from net.averaging.reduction.all_reduce import AllReduce, AllReduceConfig, AllReduceResult
+from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
+from net.averaging.reduction.partition import AllReduceConfig, parts_of
 from net.averaging.reduction.reducer import Array
 from net.identity import Address, Contact
 from net.rpc.base import Body, Caller, Handler, Reply, Request
@@ -94,6 +95,11 @@ class Swarm:
                 if delay_s is not None:
                     nursery.start_soon(one, index, delay_s)
         return [results[index] for index in sorted(results)]
+
+    def part(self, index: int, size: int = 1234) -> tuple[int, int]:
+        """(start, end) of what a member reduces."""
+        part = parts_of(self.group, size, chunk_size=1)[index]
+        return part.start, part.end
 
 
 @asynccontextmanager

@@ -12,11 +12,7 @@ import trio
 
 from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.grouping.group_key import MoshpitGrid, group_key
-from net.averaging.grouping.join_messages import (
-    Candidate,
-    accepted_body,
-    declaration_of,
-)
+from net.averaging.grouping.join_messages import Candidate, declaration_of
 from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.clock import SwarmClock
@@ -178,6 +174,6 @@ def willing_until(end_s: float) -> Handler:
 
     async def ask(request: Request) -> Reply:
         del request
-        return Reply(body=accepted_body(end_s))
+        return Reply(body={"expiration": end_s})
 
     return ask

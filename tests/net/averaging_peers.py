@@ -9,7 +9,7 @@ import trio
 from net.averaging.averager import AveragerConfig, AveragingStep, open_averager
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaking import AssemblyConfig
-from net.averaging.reduction.all_reduce import AllReduceConfig
+from net.averaging.reduction.partition import AllReduceConfig
 from tests.net.averaging_swarm import Swarm, open_place
 
 CONFIG = AveragerConfig(

@@ -33,7 +33,7 @@ async def test_who_comes_too_late_is_left_out() -> None:
         values = vectors(3)
         results = await peers.run(values, delays_s={1: 10 * T})
         assert trio.current_time() < 12 * T
-        (start, end), size = peers.group.parts(1234)[1], 1234
+        (start, end), size = peers.part(1), 1234
         for index in (0, 2):
             assert results[index].lost_reducers == results[index].lost_senders == (peer("host1"),)
             assert results[index].received == pytest.approx(1 - (end - start) / size)
@@ -94,7 +94,7 @@ def test_bad_calls_are_refused(caller: int, body: dict[str, Any], tensor: Array,
         async with swarm(4) as peers:
             peers.group = replace(peers.group, members=peers.group.members[:3], side=3)
             values = vectors(3)
-            start, _ = peers.group.parts(1234)[1]
+            start, _ = peers.part(1)
 
             async def bad_call() -> None:
                 name = ChunkName(group_id=GROUP, size=1234, start=start).body()
@@ -108,7 +108,7 @@ def test_bad_calls_are_refused(caller: int, body: dict[str, Any], tensor: Array,
             if "float32" in reason or "finite" in reason:
                 assert results[1].lost_senders == (peer("host0"),)
                 assert results[0].lost_reducers == (peer("host1"),)
-                start, end = peers.group.parts(1234)[1]
+                start, end = peers.part(1)
                 others = mean(values[1:])[start:end]
                 np.testing.assert_allclose(results[2].average[start:end], others, rtol=1e-5, atol=1e-6)
             else:
@@ -126,7 +126,7 @@ async def test_a_cancelled_member_costs_its_part_and_no_time() -> None:
 
         async def soon_over() -> None:
             with trio.move_on_after(0.5):
-                await peers.all_reduces[0].run(peers.group, values[0])
+                await peers.all_reduces[0].run(peers.group, values[0], size=8000)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(soon_over)
@@ -207,7 +207,7 @@ def test_every_pair_of_faults(faults: tuple[Fault, Fault]) -> None:
                 install(fault, peers.callers[index])
                 with trio.move_on_after(0.3 if fault is Fault.CANCEL else 1000.0):
                     if fault is not Fault.FAIL_BEFORE:
-                        await peers.all_reduces[index].run(peers.group, values[index])
+                        await peers.all_reduces[index].run(peers.group, values[index], size=5000)
 
             for index, fault in enumerate(faults):
                 nursery.start_soon(run, index, fault)

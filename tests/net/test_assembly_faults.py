@@ -9,16 +9,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from net.averaging.grouping.group_key import MoshpitGrid, group_key
-from net.averaging.grouping.join_messages import (
-    candidates_in_untrusted,
-    request_body,
-)
-from net.averaging.grouping.matchmaker import Matchmaker
+from net.averaging.grouping.group_key import group_key
+from net.averaging.grouping.join_messages import candidates_in_untrusted, request_body
 from net.averaging.grouping.matchmaking import Matchmaking
 from net.clock import SwarmClock
 from net.errors import CallRefused
-from net.identity import PeerId
 from net.rpc.base import Reply, Request
 from net.transport.sim import run
 from net.transport.sim.events import HostDown
@@ -207,34 +202,6 @@ def test_deadlines_hold_whoever_dies(seed: int) -> None:
             assert found.count(None) <= 1
 
     run(test, seed=seed)
-
-
-async def test_wrong_use_is_told(autojump_clock: MockClock) -> None:
-    """Errors name what was wrong."""
-    async with swarm(1) as peers:
-        peer = peers.peers[0]
-        for facts, message in (
-            ({"peer_id": PeerId(bytes(32))}, "this peer"),
-            ({"wanted_slot": 8}, "0 to 7"),
-            ({"weight": 0.0}, "weight"),
-            ({"bandwidth": 1.0}, "bandwidth"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                await peer.find(**facts)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(peer.find)
-            await trio.sleep(0.1)
-            with pytest.raises(RuntimeError, match="one group at a time"):
-                await peer.find()
-            nursery.cancel_scope.cancel()
-        for options, message in (
-            ({"prefix": "a.b"}, "dot"),
-            ({"schema": bytes(65)}, "schema"),
-            ({"grid": MoshpitGrid(side=1)}, "side 1"),
-        ):
-            usual: dict[str, Any] = {"prefix": "a", "schema": SCHEMA, "grid": LINE}
-            with pytest.raises(ValueError, match=message):
-                Matchmaker(peer.rpc, peer.dht, rng=random.Random(0), config=CONFIG, **(usual | options))
 
 
 async def test_requests_are_checked(autojump_clock: MockClock) -> None:

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.averager import Averager, AveragerConfig, AveragingStep, open_averager
+from net.averaging.averager import Averager, AveragingStep, open_averager
 from net.averaging.grouping.group import Role
 from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.state.sharing import SharedState, StateSource
 from net.errors import CallRefused
 from net.transport.sim.events import HostDown
@@ -147,6 +146,7 @@ def run_one(body: Any, **wishes: Any) -> None:
     [
         (np.zeros(SIZE, np.float64), 1.0, "float32"),
         (np.zeros(SIZE + 1, np.float32), 1.0, "51"),
+        (np.zeros(2 * SIZE, np.float32)[::2], 1.0, "contiguous"),
         (None, 1.0, "auxiliary"),
         (np.zeros(SIZE, np.float32), 0.0, "weight"),
         (np.zeros(SIZE, np.float32), float("nan"), "weight"),
@@ -169,6 +169,7 @@ def test_what_cannot_be_averaged_is_refused(vector: Any, weight: float, message:
         ({"prefix": ""}, "prefix"),
         ({"cell": 4}, "0 to 3"),
         ({"size": 0}, "size 0"),
+        ({"grid": MoshpitGrid(side=1)}, "side 1"),
     ],
 )
 def test_wrong_settings_are_refused(wishes: dict[str, Any], message: str) -> None:
@@ -282,19 +283,18 @@ def test_a_prefix_is_free_again_after_its_averager() -> None:
             async def call(name: str) -> None:
                 await other.rpc.call(place.rpc.address, f"averaging.x.{name}", {}, timeout_s=5.0)
 
-            for min_group_size in (2, 2, 3, 2):
+            for side in (2, 2, 1, 2):
                 opening = open_averager(
                     place.rpc,
                     place.dht,
                     prefix="x",
                     size=SIZE,
-                    grid=MoshpitGrid(side=2),
+                    grid=MoshpitGrid(side=side),
                     rng=place.rng,
                     state=StateSource(lambda: 1, snapshot),
-                    config=AveragerConfig(assembly=AssemblyConfig(min_group_size=min_group_size)),
                 )
-                if min_group_size > 2:
-                    with pytest.raises(ValueError, match="no groups of min_group_size 3"):
+                if side == 1:
+                    with pytest.raises(ValueError, match="no groups of two"):
                         await opening.__aenter__()
                     continue
                 async with opening:

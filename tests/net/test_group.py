@@ -5,6 +5,7 @@ import random
 import pytest
 
 from net.averaging.grouping.group import Group, Member, Role
+from net.averaging.reduction.partition import parts_of
 from net.identity import Address, PeerId
 
 RNG = random.Random(0)
@@ -21,22 +22,45 @@ def group(*members: Member, side: int = 4) -> Group:
     return Group(group_id=bytes(16), members=members, side=side)
 
 
+def parts(group: Group, size: int) -> tuple[tuple[int, int], ...]:
+    """(start, end) of what each member reduces."""
+    return tuple((part.start, part.end) for part in parts_of(group, size, chunk_size=1))
+
+
 def test_parts_cover_the_vector_in_the_order_of_slots() -> None:
     """Slots 2, 0, 1 of a vector of 10: the middle thirds fall to their owners; 10 = 4 + 3 + 3 in member order."""
-    assert group(member(2), member(0), member(1)).parts(10) == ((6, 10), (0, 3), (3, 6))
+    assert parts(group(member(2), member(0), member(1)), 10) == ((6, 10), (0, 3), (3, 6))
 
 
 def test_clients_and_collisions() -> None:
     """A client has an empty part; of two that want one slot, the first has it."""
     assembled = group(member(1), member(1), member(3, role=Role.CLIENT, address=None))
     assert assembled.slots == (1, 0, 3)
-    assert assembled.parts(6) == ((3, 6), (0, 3), (6, 6))
+    assert parts(assembled, 6) == ((3, 6), (0, 3), (6, 6))
 
 
 def test_a_vector_shorter_than_the_group() -> None:
     """Some parts are empty; together they are the vector."""
-    parts = group(*(member(slot) for slot in range(4))).parts(3)
-    assert sorted(parts) == [(0, 1), (1, 2), (2, 3), (3, 3)]
+    short = parts(group(*(member(slot) for slot in range(4))), 3)
+    assert sorted(short) == [(0, 1), (1, 2), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"role": Role.CLIENT}, "a client has no address"),
+        ({"address": None}, "others have one"),
+        ({"weight": 0.0}, "weight of a vector is from 1e-09"),
+        ({"weight": float("nan")}, "got nan"),
+        ({"weight": 1.7e308}, "got 1.7e"),
+        ({"bandwidth": 1e-300}, "bandwidth is from 1000"),
+    ],
+)
+def test_impossible_members_are_refused(facts: dict[str, object], message: str) -> None:
+    """Weights that cannot be added up, bandwidths that would spoil the shares; only clients are without an address."""
+    with pytest.raises(ValueError, match=message):
+        member(**facts)
+    assert member(role=Role.AUXILIARY, weight=0.0).weight == 0.0
 
 
 @pytest.mark.parametrize(
@@ -58,14 +82,6 @@ def test_a_peer_is_in_a_group_once() -> None:
     once = member()
     with pytest.raises(ValueError, match="twice"):
         group(once, once)
-
-
-def test_a_client_has_no_address() -> None:
-    """And nobody else is without one."""
-    with pytest.raises(ValueError, match="address"):
-        member(role=Role.CLIENT)
-    with pytest.raises(ValueError, match="address"):
-        member(address=None)
 
 
 def test_a_stranger_has_no_place() -> None:

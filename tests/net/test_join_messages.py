@@ -9,15 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from net.averaging.grouping.group import Group, Member, Role
+from net.averaging.grouping.group import BANDWIDTHS_BPS, Group, Member, Role
 from net.averaging.grouping.join_messages import (
-    BANDWIDTHS_BPS,
     MAX_MEMBER_BYTES,
-    Candidate,
-    JoinRequest,
     Reason,
     Refusal,
-    accepted_body,
     candidates_in_untrusted,
     declaration_of,
     group_body,
@@ -31,30 +27,9 @@ from net.averaging.grouping.join_messages import (
 from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
 from net.dht.records import Dictionary, Entry, make_entry
 from net.errors import RemoteProtocolError
-from net.identity import Address, Contact, PeerId
+from net.identity import Address
 from net.wire.codec import decode_untrusted, encode
-
-
-def peer(number: int) -> PeerId:
-    return PeerId(number.to_bytes(32, "big"))
-
-
-def member(number: int, **facts: Any) -> Member:
-    facts = {"peer_id": peer(number), "address": Address(f"host{number}", 1)} | facts
-    if facts.get("role") is Role.CLIENT:
-        facts["address"] = None
-    return Member(**facts)
-
-
-def candidate(number: int, expiration: float) -> Candidate:
-    return Candidate(contact=Contact(peer(number), Address(f"host{number}", 1)), expiration=expiration)
-
-
-def request(number: int, expiration: float = 9.0, *, window: float | None = 5.0, **facts: Any) -> JoinRequest:
-    """Of a peer that would join a search that began at 0 s with a window of 5 s."""
-    return JoinRequest(
-        key="key", schema=b"schema", side=3, member=member(number, **facts), expiration=expiration, window=window
-    )
+from tests.net.test_matchmaking import candidate, member, peer, request
 
 
 def travelled(body: Any) -> dict[str, Any]:
@@ -76,6 +51,7 @@ members = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(members, st.floats(-1e9, 1e9), st.none() | st.floats(0, 1e9))
 def test_requests_arrive_as_they_were(who: Member, expiration: float, window: float | None) -> None:
     """All facts of a member, by value."""
@@ -85,7 +61,7 @@ def test_requests_arrive_as_they_were(who: Member, expiration: float, window: fl
 
 def test_answers_arrive_as_they_were() -> None:
     """Willingness, refusals with and without a leader, groups."""
-    assert parse_asked_untrusted(travelled(accepted_body(5.5))) == 5.5
+    assert parse_asked_untrusted(travelled({"expiration": 5.5})) == 5.5
     sent = request(2, bandwidth=1e6)
     for refusal in (
         Refusal(reason=Reason.FULL),
@@ -106,8 +82,7 @@ def test_answers_arrive_as_they_were() -> None:
         ((member(1, role=Role.CLIENT), member(2)), "does not have it"),
         ((member(1), member(2), member(2)), "twice"),
         ((member(1), member(2), member(3, wanted_slot=3)), "slot"),
-        ((member(1, weight=-1.0), member(2)), "weight"),
-        ((member(1, bandwidth=0.0), member(2)), "bandwidth"),
+        ((member(1), member(2), member(3), member(4)), "at most 3 members of either kind, got 4"),
     ],
 )
 def test_groups_are_checked(members: tuple[Member, ...], message: str) -> None:
@@ -115,6 +90,20 @@ def test_groups_are_checked(members: tuple[Member, ...], message: str) -> None:
     body = {"group_id": bytes(16), "members": [request_body(replace(request(1), member=m))["member"] for m in members]}
     with pytest.raises(RemoteProtocolError, match=message):
         parse_joined_untrusted(travelled(body), request(2), peer(1))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [(5, -1.0, "weight"), (5, 1.7e308, "weight"), (6, 0.0, "bandwidth"), (1, None, "both host and port")],
+)
+def test_members_that_would_spoil_the_plan_are_refused(place: int, value: object, message: str) -> None:
+    """Weights that cannot be added up, bandwidths that shares cannot be solved for, half an address."""
+    facts = [
+        list(request_body(replace(request(1), member=member(number, bandwidth=1e6)))["member"]) for number in (1, 2)
+    ]
+    facts[0][place] = value
+    with pytest.raises(RemoteProtocolError, match=message):
+        parse_joined_untrusted(travelled({"group_id": bytes(16), "members": facts}), request(2), peer(1))
 
 
 scalars = st.none() | st.booleans() | st.integers(-5, 70000) | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -133,7 +122,7 @@ def test_garbage_is_only_ever_a_protocol_error(data: st.DataObject) -> None:
         dict(request_body(request(2))) | {"member": who},
         group,
         dict(refusal_body(Refusal(reason=Reason.FOLLOWING, leader=candidate(1, 4.0)))),
-        dict(accepted_body(3.0)),
+        {"expiration": 3.0},
     ):
         body = dict(good)
         if data.draw(st.booleans()):
@@ -187,6 +176,7 @@ def test_the_largest_group_fits_a_message(host_length: int) -> None:
 
 
 @given(members)
+@settings(deadline=None)
 def test_the_size_of_a_member_is_an_upper_bound(who: Member) -> None:
     """Of its encoding."""
     assert len(encode(request_body(replace(request(1), member=who))["member"])) <= member_bytes(who) <= MAX_MEMBER_BYTES

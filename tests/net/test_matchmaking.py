@@ -16,7 +16,7 @@ from net.averaging.grouping.join_messages import (
     Reason,
     Refusal,
 )
-from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking, Tell
+from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
 from net.identity import Address, Contact, PeerId
 
 CONFIG = AssemblyConfig(window_s=5.0, poll_s=1.0, margin_s=0.5)
@@ -59,16 +59,16 @@ def request(number: int, expiration: float = 9.0, *, window: float | None = 5.0,
 
 
 def told(search: Matchmaking) -> dict[PeerId, Any]:
-    """Its actions: what each follower is told; of a refusal, the reason."""
-    answers = {tell.peer_id: tell.answer for tell in search.take_actions()}
-    return {peer_id: each.reason if isinstance(each, Refusal) else each for peer_id, each in answers.items()}
+    """What each follower is told; of a refusal, the reason."""
+    answers = search.take_answers().items()
+    return {peer_id: each.reason if isinstance(each, Refusal) else each for peer_id, each in answers}
 
 
 def test_a_full_group_begins_at_once() -> None:
     """The last follower begins it; all are told the same, in the order of their slots, and further ones come late."""
     leader = core(1, wanted_slot=2)
     assert leader.receive(request(2, wanted_slot=1)) is None
-    assert leader.take_actions() == ()
+    assert leader.take_answers() == {}
     assert leader.receive(request(3, wanted_slot=1)) is None
     assert leader.group is not None
     assert [each.peer_id for each in leader.group.members] == [peer(2), peer(3), peer(1)]
@@ -160,7 +160,7 @@ def test_a_follower_that_left_is_not_in_the_group() -> None:
     leader.leave(peer(3))
     leader.tick(5.0)
     assert leader.group is None
-    assert leader.take_actions() == ()
+    assert leader.take_answers() == {}
 
 
 def test_a_call_for_the_last_window_does_not_wait_through_the_next() -> None:
@@ -210,8 +210,7 @@ def test_a_leader_that_follows_sends_its_followers_there() -> None:
     leader, earlier = core(5), candidate(4, 4.0)
     leader.receive(request(6))
     leader.follow(earlier)
-    (tell,) = leader.take_actions()
-    assert tell == Tell(peer_id=peer(6), answer=Refusal(reason=Reason.FOLLOWING, leader=earlier))
+    assert leader.take_answers() == {peer(6): Refusal(reason=Reason.FOLLOWING, leader=earlier)}
     assert leader.consider(request(7)) == Refusal(reason=Reason.FOLLOWING, leader=earlier)
     leader.tick(6.0)
     assert leader.deadline() is None
@@ -260,7 +259,6 @@ def test_a_stopped_search_sends_its_followers_away() -> None:
         ({"poll_s": math.nan}, "poll_s must be positive"),
         ({"request_timeout_s": 5.0}, "below window_s"),
         ({"window_s": 4000.0}, "at most 3600"),
-        ({"min_group_size": 1}, "from 2"),
     ],
 )
 def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
@@ -315,15 +313,15 @@ class World:
         search.on_refused(asked, answer, self.now)
 
     def deliver(self, search: Matchmaking) -> None:
-        for tell in search.take_actions():
-            follower = self.cores[tell.peer_id]
+        for peer_id, answer in search.take_answers().items():
+            follower = self.cores[peer_id]
             leader = follower.leader
             assert leader is not None
             assert leader.contact.peer_id == search.me.peer_id
-            if isinstance(tell.answer, Group):
-                follower.on_group(tell.answer)
+            if isinstance(answer, Group):
+                follower.on_group(answer)
             else:
-                follower.on_refused(leader, tell.answer, self.now)
+                follower.on_refused(leader, answer, self.now)
 
     def die(self, search: Matchmaking) -> None:
         self.dead.add(search.me.peer_id)

@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from net.averaging.state.buffer import pack
-from net.averaging.state.download import StateDownload, StateUnavailable
+from net.averaging.state.download import StateUnavailable
 from net.averaging.state.sharing import SharedState, StateSharingConfig
 from net.dht.messages import contact_to_wire
 from net.errors import CallRefused, NetError
@@ -16,7 +16,16 @@ from net.identity import Address, Contact
 from net.rpc.base import Handler, Reply, Request
 from net.transport.sim.events import HostDown
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
-from tests.net.test_state_sharing import CONFIG, Donor, assert_same, start_donor, state_of, with_newcomer
+from tests.net.test_state_sharing import (
+    CONFIG,
+    Donor,
+    Download,
+    assert_same,
+    download_at,
+    start_donor,
+    state_of,
+    with_newcomer,
+)
 
 
 def start_liar(swarm: Swarm, offer: Callable[[Any], Any], chunk: Handler) -> None:
@@ -72,11 +81,11 @@ def test_false_pieces_of_another_do_not_get_an_honest_donor_banned() -> None:
             raise CallRefused("no more")
         return await zeros(request)
 
-    async def body(swarm: Swarm, download: StateDownload) -> None:
+    async def body(swarm: Swarm, download: Download) -> None:
         start_donor(swarm, "honest", Donor(8))
         start_liar(swarm, offer, some)
         await trio.sleep(1.0)
-        assert_same(await download.run(timeout_s=60.0), state_of(8))
+        assert_same(await download(timeout_s=60.0), state_of(8))
 
     with_newcomer(body)
 
@@ -97,9 +106,8 @@ def test_nothing_is_allocated_for_what_is_not_expected() -> None:
         start_liar(swarm, offer, zeros)
         await trio.sleep(1.0)
         async with open_place(swarm, "new", client_mode=True) as place:
-            wide = StateSharingConfig(chunk_bytes=1000)
-            download = StateDownload(place.rpc, place.dht, prefix="trunk", rng=place.rng, config=wide)
-            assert_same(await download.run(timeout_s=60.0, expects=expects), state_of(8))
+            download = download_at(place, StateSharingConfig(chunk_bytes=1000))
+            assert_same(await download(timeout_s=60.0, expects=expects), state_of(8))
         assert asked == [9, 8]
 
     in_swarm(main)
@@ -108,7 +116,7 @@ def test_nothing_is_allocated_for_what_is_not_expected() -> None:
 def test_a_state_that_is_not_accepted_is_asked_of_others() -> None:
     """The furthest donor's values will not do; it is not asked again."""
 
-    async def body(swarm: Swarm, download: StateDownload) -> None:
+    async def body(swarm: Swarm, download: Download) -> None:
         donors = {"bad": Donor(9), "good": Donor(8)}
         for name, donor in donors.items():
             start_donor(swarm, name, donor)
@@ -117,7 +125,7 @@ def test_a_state_that_is_not_accepted_is_asked_of_others() -> None:
         def accepts(state: SharedState) -> bool:
             return state.version == 8
 
-        assert_same(await download.run(timeout_s=60.0, accepts=accepts), state_of(8))
+        assert_same(await download(timeout_s=60.0, accepts=accepts), state_of(8))
         assert donors["bad"].taken == 1
 
     with_newcomer(body)
@@ -126,7 +134,7 @@ def test_a_state_that_is_not_accepted_is_asked_of_others() -> None:
 def test_dead_donors_cost_one_ping_together() -> None:
     """Six that announced themselves and fell silent, all further than the one that lives."""
 
-    async def body(swarm: Swarm, download: StateDownload) -> None:
+    async def body(swarm: Swarm, download: Download) -> None:
         start_donor(swarm, "honest", Donor(8))
         for index in range(6):
             start_donor(swarm, f"dead{index}", Donor(9))
@@ -134,7 +142,7 @@ def test_dead_donors_cost_one_ping_together() -> None:
         for index in range(6):
             swarm.network.apply(HostDown(f"dead{index}", silent=True))
         began = trio.current_time()
-        assert_same(await download.run(timeout_s=60.0), state_of(8))
+        assert_same(await download(timeout_s=60.0), state_of(8))
         assert trio.current_time() - began < 3 * CONFIG.ping_timeout_s
 
     with_newcomer(body)
@@ -150,11 +158,11 @@ def test_a_donor_too_slow_to_end_in_time_is_given_up() -> None:
 
         return serve
 
-    async def body(swarm: Swarm, download: StateDownload) -> None:
+    async def body(swarm: Swarm, download: Download) -> None:
         start_donor(swarm, "honest", Donor(8))
         start_donor(swarm, "slow", Donor(9), slow)
         await trio.sleep(1.0)
-        assert_same(await download.run(timeout_s=10.0), state_of(8))
+        assert_same(await download(timeout_s=10.0), state_of(8))
 
     with_newcomer(body)
 
@@ -162,14 +170,14 @@ def test_a_donor_too_slow_to_end_in_time_is_given_up() -> None:
 def test_nobody_announced_is_not_nobody_who_gives() -> None:
     """None, if there is no donor; an error, if one is announced and gone: somebody may be ahead."""
 
-    async def body(swarm: Swarm, download: StateDownload) -> None:
-        assert await download.run(timeout_s=5.0, attempts=1) is None
+    async def body(swarm: Swarm, download: Download) -> None:
+        assert await download(timeout_s=5.0, attempts=1) is None
         start_donor(swarm, "gone", Donor(8))
         await trio.sleep(1.0)
         swarm.network.apply(HostDown("gone", silent=True))
         with pytest.raises(StateUnavailable, match="1 peers are announced"):
-            await download.run(timeout_s=5.0, attempts=1)
-        assert await download.run(timeout_s=5.0, attempts=1, min_version=9) is None
+            await download(timeout_s=5.0, attempts=1)
+        assert await download(timeout_s=5.0, attempts=1, min_version=9) is None
 
     with_newcomer(body)
 
@@ -188,12 +196,12 @@ def test_a_donor_does_not_take_snapshots_as_fast_as_it_is_asked() -> None:
                 except NetError:
                     await trio.sleep(0.05)
 
-    async def body(swarm: Swarm, download: StateDownload) -> None:
+    async def body(swarm: Swarm, download: Download) -> None:
         start_donor(swarm, "donor", donor)
         await trio.sleep(1.0)
         swarm.network.start("chatty", chatty, swarm)
         await trio.sleep(30.0)
         assert donor.taken <= 30.0 / CONFIG.snapshot_period_s + 1
-        assert await download.run(timeout_s=60.0) is not None
+        assert await download(timeout_s=60.0) is not None
 
     with_newcomer(body)

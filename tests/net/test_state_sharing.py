@@ -1,5 +1,6 @@
 """Whole states from peer to peer: packing, the freshest donor, broken downloads."""
 
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import trio
 
 from net.averaging.state.buffer import check_table_untrusted, pack, receive_untrusted
-from net.averaging.state.download import StateDownload
+from net.averaging.state.download import download_state
 from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
 from net.errors import RemoteProtocolError
 from net.rpc.base import Caller, Handler, Reply, Request
@@ -85,13 +86,20 @@ def start_donor(
     swarm.network.start(name, live)
 
 
-def with_newcomer(body: Callable[[Swarm, StateDownload], Awaitable[None]]) -> None:
+Download = Callable[..., Awaitable[SharedState | None]]
+
+
+def download_at(place: Place, config: StateSharingConfig = CONFIG) -> Download:
+    """`download_state` of a newcomer."""
+    return functools.partial(download_state, place.rpc, place.dht, prefix="trunk", rng=place.rng, config=config)
+
+
+def with_newcomer(body: Callable[[Swarm, Download], Awaitable[None]]) -> None:
     """Run a body with a newcomer on host "new", which is a client."""
 
     async def main(swarm: Swarm) -> None:
         async with open_place(swarm, "new", client_mode=True) as place:
-            download = StateDownload(place.rpc, place.dht, prefix="trunk", rng=place.rng, config=CONFIG)
-            await body(swarm, download)
+            await body(swarm, download_at(place))
 
     in_swarm(main)
 
@@ -102,7 +110,7 @@ def test_packing_and_views() -> None:
     packed = pack(state.tensors)
     pieces = b"".join(packed.chunk(index, 1000).tobytes() for index in range(20))
     received = receive_untrusted(packed.table, memoryview(bytearray(pieces)), packed.digest)
-    assert_same(SharedState(version=3, tensors=received.tensors(), facts=state.facts), state)
+    assert_same(SharedState(version=3, tensors=received, facts=state.facts), state)
     assert check_table_untrusted(packed.table, max_bytes=10**6) == packed.buffer.nbytes == len(pieces)
     assert pack(state_of(4).tensors).digest != packed.digest
     assert pack([np.zeros(4, np.float32)]).digest != pack([np.zeros((2, 2), np.float32)]).digest
@@ -132,12 +140,12 @@ def test_a_wrong_table_is_refused(table: Any) -> None:
 def test_the_freshest_donor_is_asked() -> None:
     """Of three donors the one that is furthest gives its state; the others are not disturbed."""
 
-    async def body(swarm: Swarm, download: StateDownload) -> None:
+    async def body(swarm: Swarm, download: Download) -> None:
         donors = [Donor(version) for version in (5, 9, 7)]
         for number, donor in enumerate(donors):
             start_donor(swarm, f"donor{number}", donor)
         await trio.sleep(1.0)
-        assert_same(await download.run(timeout_s=20.0), state_of(9))
+        assert_same(await download(timeout_s=20.0), state_of(9))
         assert [donor.taken for donor in donors] == [0, 1, 0]
 
     with_newcomer(body)
@@ -146,13 +154,13 @@ def test_the_freshest_donor_is_asked() -> None:
 def test_one_snapshot_serves_many() -> None:
     """Ten newcomers at once cost a donor one snapshot; one that comes when it is far ahead gets a new one."""
 
-    async def body(swarm: Swarm, download: StateDownload) -> None:
+    async def body(swarm: Swarm, download: Download) -> None:
         donor, found = Donor(5), []
         start_donor(swarm, "donor", donor)
         await trio.sleep(1.0)
 
         async def join() -> None:
-            found.append(await download.run(timeout_s=20.0))
+            found.append(await download(timeout_s=20.0))
 
         async with trio.open_nursery() as nursery:
             for _ in range(10):
@@ -161,7 +169,7 @@ def test_one_snapshot_serves_many() -> None:
         for state in found:
             assert_same(state, state_of(5))
         donor.version = 5 + CONFIG.max_lag + 1
-        assert_same(await download.run(timeout_s=20.0), state_of(donor.version))
+        assert_same(await download(timeout_s=20.0), state_of(donor.version))
 
     with_newcomer(body)
 
@@ -169,12 +177,12 @@ def test_one_snapshot_serves_many() -> None:
 def test_a_dead_donor_is_passed_over() -> None:
     """The furthest has died silently: the next one gives its state."""
 
-    async def body(swarm: Swarm, download: StateDownload) -> None:
+    async def body(swarm: Swarm, download: Download) -> None:
         start_donor(swarm, "ahead", Donor(9))
         start_donor(swarm, "behind", Donor(8))
         await trio.sleep(1.0)
         swarm.network.apply(HostDown("ahead", silent=True))
-        assert_same(await download.run(timeout_s=20.0), state_of(8))
+        assert_same(await download(timeout_s=20.0), state_of(8))
 
     with_newcomer(body)
 
@@ -182,7 +190,7 @@ def test_a_dead_donor_is_passed_over() -> None:
 def test_a_broken_download_goes_on_where_it_was() -> None:
     """The donor refuses after four pieces, once; the newcomer comes back and fetches only the others."""
 
-    async def body(swarm: Swarm, download: StateDownload) -> None:
+    async def body(swarm: Swarm, download: Download) -> None:
         served: list[int] = []
         donor = Donor(4)
 
@@ -197,7 +205,7 @@ def test_a_broken_download_goes_on_where_it_was() -> None:
 
         start_donor(swarm, "donor", donor, once_broken)
         await trio.sleep(1.0)
-        assert_same(await download.run(timeout_s=30.0), state_of(4))
+        assert_same(await download(timeout_s=30.0), state_of(4))
         assert donor.taken == 1
         assert len(set(served)) == 9
         assert len(served) < 9 + 5
@@ -208,12 +216,12 @@ def test_a_broken_download_goes_on_where_it_was() -> None:
 def test_nothing_to_be_had_ends_in_time() -> None:
     """Nobody has a state, or none that is late enough: None, when the time is up."""
 
-    async def body(swarm: Swarm, download: StateDownload) -> None:
+    async def body(swarm: Swarm, download: Download) -> None:
         began = trio.current_time()
-        assert await download.run(timeout_s=3.0) is None
+        assert await download(timeout_s=3.0) is None
         start_donor(swarm, "donor", Donor(5))
         await trio.sleep(1.0)
-        assert await download.run(min_version=6, timeout_s=3.0) is None
+        assert await download(min_version=6, timeout_s=3.0) is None
         assert trio.current_time() - began <= 7.0 + 1e-6
 
     with_newcomer(body)
@@ -222,7 +230,7 @@ def test_nothing_to_be_had_ends_in_time() -> None:
 def test_a_donor_that_lies_is_not_asked_again() -> None:
     """What it sends has another digest; the honest one, though behind, gives its state."""
 
-    async def body(swarm: Swarm, download: StateDownload) -> None:
+    async def body(swarm: Swarm, download: Download) -> None:
         asked: list[int] = []
 
         def false(serve: Handler) -> Handler:
@@ -236,7 +244,7 @@ def test_a_donor_that_lies_is_not_asked_again() -> None:
         start_donor(swarm, "liar", Donor(9), false)
         start_donor(swarm, "honest", Donor(8))
         await trio.sleep(1.0)
-        assert_same(await download.run(timeout_s=30.0), state_of(8))
+        assert_same(await download(timeout_s=30.0), state_of(8))
         assert 0 < len(asked) <= 9
 
     with_newcomer(body)

@@ -5,12 +5,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from net.averaging.grouping.group_key import assign_slots
-from net.averaging.reduction.load_balance import peer_fractions, split_by_shares
 from net.identity import Address, Contact, PeerId
 
 GROUP_ID_BYTES = 16
 MAX_GROUP_SIZE = 1024
 """Members. The papers' groups have 4 to 64; the list of them travels in one message."""
+
+
+WEIGHTS = (1e-9, 1e12)
+"""What a member's vector may count, such as samples: all weights can be added up, and the lightest still counts."""
+
+BANDWIDTHS_BPS = (1e3, 1e11)
+"""Least and most bytes a second that a member may claim. Shares are solved for in floating point: one member that
+claimed 1e-300 would spoil them for its whole group."""
 
 
 class Role(enum.StrEnum):
@@ -23,7 +30,11 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A peer as its group sees it."""
+    """A peer as its group sees it.
+
+    Raises:
+      ValueError: weight or bandwidth is out of range, a client has an address, or another peer has none.
+    """
 
     peer_id: PeerId
     """Who it is."""
@@ -34,17 +45,23 @@ class Member:
     wanted_slot: int = 0
     """Its place along the axis of the round, see `group_key`."""
     weight: float = 1.0
-    """Of its vector in the mean, above 0; of no meaning for an auxiliary peer."""
+    """How much its vector counts in the mean, within `WEIGHTS`; of no meaning for an auxiliary peer."""
     bandwidth: float | None = None
-    """Bytes a second, for the size of its part; None: unknown."""
+    """Bytes a second, within `BANDWIDTHS_BPS`, which decide the size of its part; None: unknown."""
 
     def __post_init__(self) -> None:
         if (self.address is None) != (self.role is Role.CLIENT):
             raise ValueError(f"a client has no address and others have one, got {self.role} at {self.address}")
+        lightest, heaviest = WEIGHTS
+        if self.sends and not lightest <= self.weight <= heaviest:
+            raise ValueError(f"the weight of a vector is from {lightest:g} to {heaviest:g}, got {self.weight:g}")
+        least, most = BANDWIDTHS_BPS
+        if self.bandwidth is not None and not least <= self.bandwidth <= most:
+            raise ValueError(f"a bandwidth is from {least:g} to {most:g} bytes a second, got {self.bandwidth:g}")
 
     @property
     def contact(self) -> Contact:
-        """How it is called. Not for a client."""
+        """Where it is called; a client is not."""
         assert self.address is not None
         return Contact(self.peer_id, self.address)
 
@@ -67,7 +84,7 @@ class Group:
     members: tuple[Member, ...]
     """In the leader's order."""
     side: int
-    """Of the grid."""
+    """Slots along each axis of the grid."""
 
     def __post_init__(self) -> None:
         if len(self.group_id) != GROUP_ID_BYTES:
@@ -91,18 +108,3 @@ class Group:
             if member.peer_id == peer_id:
                 return index
         raise ValueError(f"peer {peer_id.short} is not in the group")
-
-    def parts(self, size: int) -> tuple[tuple[int, int], ...]:
-        """(start, end) of the part of a vector of `size` numbers that each member reduces, in member order.
-
-        Parts lie in the vector in the order of their owners' slots, and are as long as `load_balance` makes them:
-        nothing for a client.
-        """
-        rates = [0.0 if member.role is Role.CLIENT else member.bandwidth for member in self.members]
-        lengths = split_by_shares(size, peer_fractions(rates))
-        bounds = [(0, 0)] * len(lengths)
-        start = 0
-        for index in sorted(range(len(lengths)), key=self.slots.__getitem__):
-            bounds[index] = (start, start + lengths[index])
-            start += lengths[index]
-        return tuple(bounds)

@@ -48,17 +48,9 @@ MAX_MEMBER_BYTES = 336
 MAX_MEMBERS_BYTES = 56 * 1024
 """Most bytes of a group's members: with them a header stays below 64 KiB. Some 650 members with short host names."""
 
-WEIGHTS = (1e-9, 1e12)
-"""What a member may claim, such as samples: those of all members can be added up, and the lightest still counts."""
-
-BANDWIDTHS_BPS = (1e3, 1e11)
-"""Least and most bytes a second that a member may claim. Shares are solved for in floating point: one member that
-claimed 1e-300 would spoil them for its whole group."""
-
 _MAX_SIDE = 2**31
 _FINITE = real()
 _KEY, _SCHEMA, _SIDE = text(0, MAX_KEY_BYTES), octets(0, MAX_SCHEMA_BYTES), integer(1, _MAX_SIDE)
-_WINDOW = optional(_FINITE)
 _DECLARATION: dict[str, Field[Any]] = {"host": HOST, "port": PORT, "expiration": _FINITE}
 _MEMBER: dict[str, Field[Any]] = {
     "id": PEER_ID,
@@ -67,7 +59,7 @@ _MEMBER: dict[str, Field[Any]] = {
     "role": choice(Role),
     "slot": integer(0, _MAX_SIDE - 1),
     "weight": _FINITE,
-    "bandwidth": optional(real(*BANDWIDTHS_BPS)),
+    "bandwidth": optional(_FINITE),
 }
 _GROUP_ID = octets(GROUP_ID_BYTES, GROUP_ID_BYTES)
 _MEMBERS = rows(MAX_GROUP_SIZE)
@@ -87,12 +79,10 @@ class Reason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A peer that may lead, by its declaration."""
+    """A peer that may lead, by its declaration; at `expiration`, swarm time, it stops gathering."""
 
     contact: Contact
-    """How it is called."""
     expiration: float
-    """Swarm time at which it stops gathering."""
 
     @property
     def rank(self) -> tuple[float, PeerId]:
@@ -102,33 +92,30 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequest:
-    """A peer that would follow."""
+    """A peer that would follow.
+
+    Attributes:
+      key: the DHT key of the group that it looks for.
+      schema: says what its vector means.
+      side: of its grid.
+      member: what the group will know of it.
+      expiration: its declared expiration.
+      window: in `join`, the leader's expiration as it was told.
+    """
 
     key: str
-    """Of the group it looks for."""
     schema: bytes
-    """What its vector means."""
     side: int
-    """Of its grid."""
     member: Member
-    """What the group will know of it."""
     expiration: float
-    """Its declared expiration."""
     window: float | None = None
-    """In `join`, the leader's expiration as it was told."""
-
-    @property
-    def rank(self) -> tuple[float, PeerId]:
-        """Its place in the order of leaders."""
-        return self.expiration, self.member.peer_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why not, and who else."""
+    """Why a peer cannot be followed now, and who else could."""
 
     reason: Reason
-    """Why not."""
     leader: Candidate | None = None
     """Whom the refusing peer follows, with `Reason.FOLLOWING`."""
 
@@ -142,23 +129,15 @@ def request_body(request: JoinRequest) -> Body:
         "member": _member_to_wire(request.member),
         "expiration": request.expiration,
     }
-    if request.window is not None:
-        body["window"] = request.window
-    return body
-
-
-def accepted_body(expiration: float) -> Body:
-    """The answer to `ask` of a peer that would have the asker; it gathers until `expiration`."""
-    return {"expiration": expiration}
+    return body if request.window is None else body | {"window": request.window}
 
 
 def refusal_body(refusal: Refusal) -> Body:
     """The answer to `ask` or `join` of a peer that will not have the asker."""
+    body = {"refusal": refusal.reason.value}
     if refusal.leader is None:
-        return {"refusal": refusal.reason.value}
-    contact = refusal.leader.contact
-    leader = [contact.peer_id.raw, contact.address.host, contact.address.port, refusal.leader.expiration]
-    return {"refusal": refusal.reason.value, "leader": leader}
+        return body
+    return body | {"leader": [refusal.leader.contact.peer_id.raw, *declaration_of(refusal.leader)]}
 
 
 def group_body(group: Group) -> Body:
@@ -171,7 +150,7 @@ def member_bytes(member: Member) -> int:
     return MAX_MEMBER_BYTES - 255 + (0 if member.address is None else len(member.address.host))
 
 
-def declaration_of(candidate: Candidate) -> Value:
+def declaration_of(candidate: Candidate) -> list[Value]:
     """The DHT value that `candidates_in_untrusted` reads."""
     return [candidate.contact.address.host, candidate.contact.address.port, candidate.expiration]
 
@@ -187,14 +166,13 @@ def candidates_in_untrusted(record: Record | None) -> tuple[Candidate, ...]:
             contact = Contact(PeerId.parse(subkey), Address(host, port))
         except (RemoteProtocolError, ValueError):
             continue
-        candidate = Candidate(contact=contact, expiration=expiration)
-        if candidate.expiration <= entry.expiration:
-            found.append(candidate)
+        if expiration <= entry.expiration:
+            found.append(Candidate(contact=contact, expiration=expiration))
     return tuple(found)
 
 
 def parse_request_untrusted(body: Body, peer_id: PeerId) -> JoinRequest:
-    """A request of `ask` or `join` from `peer_id`.
+    """Read a request of `ask` or `join` that came from `peer_id`.
 
     Raises:
       RemoteProtocolError: it is anything else, or speaks for another peer.
@@ -210,7 +188,7 @@ def parse_request_untrusted(body: Body, peer_id: PeerId) -> JoinRequest:
         side=side,
         member=member,
         expiration=_FINITE.of_untrusted(body, "expiration"),
-        window=_WINDOW.of_untrusted(body, "window"),
+        window=optional(_FINITE).of_untrusted(body, "window"),
     )
 
 
@@ -256,9 +234,6 @@ def _parse_member_untrusted(raw: object, side: int) -> Member:
     peer_id, host, port, role, slot, weight, bandwidth = row_untrusted(raw, "a member", **_MEMBER)
     if slot >= side:
         raise RemoteProtocolError(f"the slot of a member must be from 0 to {side - 1}, got {slot}")
-    lightest, heaviest = WEIGHTS
-    if role is not Role.AUXILIARY and not lightest <= weight <= heaviest:
-        raise RemoteProtocolError(f"the weight of a member must be from {lightest:g} to {heaviest:g}, got {weight:g}")
     if (host is None) != (port is None):
         raise RemoteProtocolError(f"a member has both host and port or neither, got {host!r:.80} and {port}")
     try:
@@ -270,12 +245,11 @@ def _parse_member_untrusted(raw: object, side: int) -> Member:
             weight=weight,
             bandwidth=bandwidth,
         )
-    except ValueError as exc:  # a client with an address, or another without
+    except ValueError as exc:
         raise RemoteProtocolError(f"bad member: {exc}") from exc
 
 
 def _member_to_wire(member: Member) -> list[object]:
     host, port = (None, None) if member.address is None else (member.address.host, member.address.port)
     bandwidth = None if member.bandwidth is None else float(member.bandwidth)
-    raw, role, weight = member.peer_id.raw, member.role.value, float(member.weight)
-    return [raw, host, port, role, member.wanted_slot, weight, bandwidth]
+    return [member.peer_id.raw, host, port, member.role.value, member.wanted_slot, float(member.weight), bandwidth]

@@ -3,22 +3,17 @@
 import math
 import random
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import trio
 
-from net.averaging.grouping.group import MAX_GROUP_SIZE, Group, Member, Role
+from net.averaging.grouping.group import MAX_GROUP_SIZE, Group, Member
 from net.averaging.grouping.group_key import MoshpitGrid, group_key
 from net.averaging.grouping.join_messages import (
-    BANDWIDTHS_BPS,
-    MAX_SCHEMA_BYTES,
-    WEIGHTS,
     Candidate,
     JoinRequest,
     Reason,
     Refusal,
-    accepted_body,
     candidates_in_untrusted,
     declaration_of,
     group_body,
@@ -28,13 +23,13 @@ from net.averaging.grouping.join_messages import (
     refusal_body,
     request_body,
 )
-from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
+from net.averaging.grouping.matchmaking import Answer, AssemblyConfig, Matchmaking
 from net.dht.calls import PEER_ERRORS
 from net.dht.node import DhtNode
 from net.errors import CallFailed, CallRefused, PeerBusy, PeerUnavailable, RemoteProtocolError
 from net.identity import PeerId
 from net.nursery import background_nursery
-from net.rpc.base import Body, Caller, Reply, Request, handlers
+from net.rpc.base import Body, Caller, Reply, Request
 from net.rpc.service import PING
 
 _NOT_LOOKING, _BUSY = Refusal(reason=Reason.NOT_LOOKING), Refusal(reason=Reason.FULL)
@@ -52,14 +47,11 @@ class Matchmaker:
       dht: where peers that look for a group meet.
       prefix: what is averaged, see `group_key`.
       grid: whose groups are looked for.
-      schema: at most 64 bytes that tell what the vector means, such as a hash of names and shapes. Peers of other
-        schemas are refused.
+      schema: at most 64 bytes that tell what the vector means. Peers of other schemas are refused.
       rng: draws group ids.
-      config: of all searches.
 
     Raises:
-      ValueError: the schema is too long, the grid has no groups of `min_group_size`, the prefix has a dot, or the
-        caller serves it already.
+      ValueError: the caller serves the prefix already.
     """
 
     def __init__(
@@ -73,12 +65,6 @@ class Matchmaker:
         rng: random.Random,
         config: AssemblyConfig,
     ) -> None:
-        if not prefix or "." in prefix:
-            raise ValueError(f"a prefix is a name without a dot, got {prefix!r}")
-        if len(schema) > MAX_SCHEMA_BYTES:
-            raise ValueError(f"a schema has at most {MAX_SCHEMA_BYTES} bytes, got {len(schema)}")
-        if grid.side < config.min_group_size:
-            raise ValueError(f"a grid of side {grid.side} has no groups of min_group_size {config.min_group_size}")
         self._caller = caller
         self._dht = dht
         self._prefix = prefix
@@ -93,44 +79,31 @@ class Matchmaker:
         # By key, when our last entry ends. Those that have ended are dropped at each search, so there are no more than
         # searches begun within a window.
         self._ends: dict[str, float] = {}
-        self._served = ExitStack()
-        if caller.address is not None:
-            # At most `side` followers of either kind wait, see `Matchmaking`.
-            max_waiting = min(2 * grid.side, MAX_GROUP_SIZE) + _PLACES_TO_SPARE
-            self._served.enter_context(handlers(caller, {self.ask_method: self._serve_ask}))
-            join = {self.join_method: self._serve_join}
-            self._served.enter_context(handlers(caller, join, max_concurrent=max_waiting))
+        caller.add_handler(self.ask_method, self._serve_ask)
+        # At most `side` followers of either kind wait, see `Matchmaking`.
+        max_waiting = min(2 * grid.side, MAX_GROUP_SIZE) + _PLACES_TO_SPARE
+        caller.add_handler(self.join_method, self._serve_join, max_concurrent=max_waiting)
 
     def close(self) -> None:
         """Serve no more calls."""
-        self._served.close()
+        self._caller.remove_handler(self.ask_method)
+        self._caller.remove_handler(self.join_method)
 
     async def find_group(self, me: Member, *, cell: int, round_number: int, deadline: float) -> Group | None:
-        """Assemble a group with other peers of our cell's group in this round.
+        """Assemble a group with other peers of our cell's group in this round. One search at a time.
 
         What was declared in the DHT stands until its window ends, and costs others a question each; call `withdraw`
         while the group is at work to spare them that. If cancelled, the declaration is withdrawn (this takes up to
         `withdrawal_timeout_s`) and followers are sent away.
 
         Args:
-          me: what the group is to know of us.
+          me: what the group is to know of us; a client if the caller listens nowhere.
           cell, round_number: our place on the grid, and which of its axes; see `MoshpitGrid`.
-          deadline: swarm time.
+          deadline: swarm time, later than now.
 
-        Returns:
-          the group, the same for all of its members; or None, by the deadline, if there were too few others.
-
-        Raises:
-          ValueError: `me` is not this peer, or not as a group could use it.
-          RuntimeError: another search is under way.
+        Returns: the group, the same for all of its members; or None, by the deadline, if there were too few others.
         """
-        self._check(me)
-        if self._search is not None:
-            raise RuntimeError("a matchmaker looks for one group at a time")
         now = self._dht.clock.now()
-        if deadline <= now:
-            await trio.lowlevel.checkpoint()
-            return None
         core = Matchmaking(
             me,
             key=group_key(self._prefix, self._grid, cell, round_number),
@@ -177,39 +150,12 @@ class Matchmaker:
     async def _serve_ask(self, request: Request) -> Reply:
         wanted = _parse(request)
         answer = _NOT_LOOKING if self._search is None else self._search.core.consider(wanted)
-        return Reply(body=refusal_body(answer) if isinstance(answer, Refusal) else accepted_body(answer))
+        return Reply(body=refusal_body(answer) if isinstance(answer, Refusal) else {"expiration": answer})
 
     async def _serve_join(self, request: Request) -> Reply:
         wanted = _parse(request)
         answer = _NOT_LOOKING if self._search is None else await self._search.lead(wanted)
         return Reply(body=refusal_body(answer) if isinstance(answer, Refusal) else group_body(answer))
-
-    def _check(self, me: Member) -> None:
-        low, high = BANDWIDTHS_BPS
-        if me.peer_id != self._caller.peer_id:
-            raise ValueError(f"expected this peer, {self._caller.peer_id.short}, got {me.peer_id.short}")
-        if self._caller.address is None and me.role is not Role.CLIENT:
-            raise ValueError(f"a peer in client mode is a {Role.CLIENT}, got {me.role}")
-        if not 0 <= me.wanted_slot < self._grid.side:
-            raise ValueError(f"slots go from 0 to {self._grid.side - 1}, got {me.wanted_slot}")
-        lightest, heaviest = WEIGHTS
-        if me.sends and not lightest <= me.weight <= heaviest:
-            raise ValueError(f"the weight of a vector is from {lightest:g} to {heaviest:g}, got {me.weight}")
-        if me.bandwidth is not None and not low <= me.bandwidth <= high:
-            raise ValueError(f"a bandwidth is from {low:g} to {high:g} bytes a second, or None, got {me.bandwidth}")
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    """A follower's `join` call, and what it will be answered."""
-
-    is_answered: trio.Event = field(default_factory=trio.Event)
-    answer: Group | Refusal = Refusal(reason=Reason.DISBANDED)  # noqa: RUF009 (frozen)
-
-    def give(self, answer: Group | Refusal) -> None:
-        """Answer the call."""
-        self.answer = answer
-        self.is_answered.set()
 
 
 class _Search:
@@ -220,7 +166,8 @@ class _Search:
         self.core = core
         self._caller, self._dht, self._config = matchmaker._caller, matchmaker._dht, matchmaker._config
         self._scope = trio.CancelScope()
-        self._waiters: dict[PeerId, _Waiter] = {}  # the followers' calls; bounded as the core's followers are
+        # Where the followers' calls wait for their answers; bounded as the core's followers are.
+        self._waiting: dict[PeerId, trio.MemorySendChannel[Answer]] = {}
         self._is_declared = trio.Event()
         self._changed = trio.Event()  # set, and replaced, after whatever the core was told
 
@@ -238,30 +185,30 @@ class _Search:
             self.core.stop()
             self._settle()
 
-    async def lead(self, request: JoinRequest) -> Group | Refusal:
+    async def lead(self, request: JoinRequest) -> Answer:
         """Take a follower; returns when it is none any more. If cancelled, it has gone."""
         peer_id = request.member.peer_id
-        if (earlier := self._waiters.pop(peer_id, None)) is not None:  # it has lost the connection of its last call
+        if (earlier := self._waiting.pop(peer_id, None)) is not None:  # it has lost the connection of its last call
             self.core.leave(peer_id)
-            earlier.give(Refusal(reason=Reason.DISBANDED))
+            earlier.send_nowait(Refusal(reason=Reason.DISBANDED))
         refusal = self.core.receive(request)
         if refusal is not None:
             return refusal
-        waiter = self._waiters[peer_id] = _Waiter()
+        answers, answered = trio.open_memory_channel[Answer](1)
+        self._waiting[peer_id] = answers
         self._settle()
         try:
-            await waiter.is_answered.wait()
+            return await answered.receive()
         finally:
-            if self._waiters.get(peer_id) is waiter:
-                del self._waiters[peer_id]
+            if self._waiting.get(peer_id) is answers:
+                del self._waiting[peer_id]
                 self.core.leave(peer_id)
-        return waiter.answer
 
     def _settle(self) -> None:
         """Carry out what the core wants done, after whatever it was told."""
-        for tell in self.core.take_actions():
-            if (waiter := self._waiters.pop(tell.peer_id, None)) is not None:
-                waiter.give(tell.answer)
+        for peer_id, answer in self.core.take_answers().items():
+            if (waiting := self._waiting.pop(peer_id, None)) is not None:
+                waiting.send_nowait(answer)
         if self.core.is_over:
             self._scope.cancel()
         self._changed.set()
@@ -357,7 +304,7 @@ class _Search:
         self._settle()
         # Not until the leader's expiration: its clock may differ from ours. One that has died is noticed by `_watch`.
         timeout_s = self._config.window_s + self._config.request_timeout_s
-        answer: Group | Refusal | None = None
+        answer: Answer | None = None
         try:
             async with background_nursery() as nursery:
                 nursery.start_soon(self._watch, leader, nursery.cancel_scope)

@@ -13,11 +13,11 @@ A search is in one of these states:
 - *ended*: it has its group, or its time is over.
 
 A peer in client mode cannot lead. It has one window, as long as its search: so it may follow any leader that begins in
-time. Members are counted by who has a vector: a group has `min_group_size` to `side` of these, besides auxiliary
-peers, which must neither take the places of others nor make a group out of one.
+time. Members are counted by who has a vector: a group has 2 to `side` of these, besides auxiliary peers, which must
+neither take the places of others nor make a group out of one.
 
 The shell feeds in requests (`consider`, `receive`, `leave`), outcomes (`follow`, `on_refused`, `on_failed`, `on_group`)
-and time (`tick`, when `deadline` has come), and carries out `take_actions`.
+and time (`tick`, when `deadline` has come), and tells followers what `take_answers` gives.
 """
 
 import random
@@ -61,8 +61,6 @@ class AssemblyConfig:
     """A leader's last window ends so long before its deadline, seconds: its answer takes a moment to arrive."""
     withdrawal_timeout_s: float = 1.0
     """Longest time for taking a declaration back after a cancellation, seconds."""
-    min_group_size: int = 2
-    """Fewest members with a vector."""
     max_questions: int = 4
     """Most leaders asked at once: dead ones, of which there may be several, then cost one timeout together."""
 
@@ -77,18 +75,10 @@ class AssemblyConfig:
             )
         if self.window_s > MAX_WINDOW_S:
             raise ValueError(f"window_s must be at most {MAX_WINDOW_S:g}, got {self.window_s}")
-        if not 2 <= self.min_group_size <= MAX_GROUP_SIZE:
-            raise ValueError(f"min_group_size must be from 2 to {MAX_GROUP_SIZE}, got {self.min_group_size}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tell:
-    """Answer the `join` call of a follower, which is none any more."""
-
-    peer_id: PeerId
-    """The follower."""
-    answer: Group | Refusal
-    """Its group, or why there is none."""
+Answer = Group | Refusal
+"""What a follower's `join` call is answered: its group, or why there is none."""
 
 
 class Matchmaking:
@@ -119,11 +109,11 @@ class Matchmaking:
         self.me = me
         self.key = key
         self.group: Group | None = None
-        """What was found."""
+        """The group that was found."""
         self.is_over = False
         """Whether the search has ended, with a group or without."""
         self.leader: Candidate | None = None
-        """Whom we follow."""
+        """The peer that we follow."""
         self.expiration = now
         """Our declared expiration: the end of our window."""
         self._schema = schema
@@ -138,12 +128,12 @@ class Matchmaking:
         self._ask_again_at: dict[PeerId, float] = {}
         self._num_disbanded: Counter[PeerId] = Counter()
         self._suggested: Candidate | None = None
-        self._actions: list[Tell] = []
+        self._answers: dict[PeerId, Answer] = {}
         self._open_window(now)
 
     @property
     def request(self) -> JoinRequest:
-        """What we say to a leader."""
+        """Our request to a leader."""
         return JoinRequest(
             key=self.key, schema=self._schema, side=self._side, member=self.me, expiration=self.expiration
         )
@@ -162,12 +152,8 @@ class Matchmaking:
         found = {candidate.contact.peer_id: candidate for candidate in declared}
         if self._suggested is not None:
             found[self._suggested.contact.peer_id] = self._suggested
-        return tuple(
-            sorted(
-                (candidate for candidate in found.values() if self._may_ask(candidate, now)),
-                key=lambda candidate: candidate.rank,
-            )
-        )
+        may_be_asked = [candidate for candidate in found.values() if self._may_ask(candidate, now)]
+        return tuple(sorted(may_be_asked, key=lambda candidate: candidate.rank))
 
     def precedes_us(self, candidate: Candidate) -> bool:
         """Whether it may lead us."""
@@ -215,7 +201,7 @@ class Matchmaking:
             reason = Reason.WRONG_SCHEMA
         elif self.leader is not None:
             reason, leader = Reason.FOLLOWING, self.leader
-        elif request.rank < (self.expiration, self.me.peer_id):
+        elif (request.expiration, request.member.peer_id) < (self.expiration, self.me.peer_id):
             reason = Reason.LATER
         elif not self._has_room(request.member):
             reason = Reason.FULL
@@ -243,11 +229,11 @@ class Matchmaking:
         return None if self.is_over or self.leader is not None else self.expiration
 
     def tick(self, now: float) -> None:
-        """At the end of our window: begin, or open the next one, or end the search."""
+        """Begin at the end of our window, or open the next one, or end the search."""
         due = self.deadline()
         if due is None or now < due:
             return
-        if not self.is_client and self._num_senders() >= self._config.min_group_size:
+        if not self.is_client and self._num_senders() >= 2:
             self._begin()
             return
         self._send_away(Refusal(reason=Reason.DISBANDED))
@@ -261,10 +247,10 @@ class Matchmaking:
         self.is_over = True
         self._send_away(Refusal(reason=Reason.DISBANDED))
 
-    def take_actions(self) -> tuple[Tell, ...]:
-        """What is to be said, in order. Each is given out once."""
-        actions, self._actions = tuple(self._actions), []
-        return actions
+    def take_answers(self) -> dict[PeerId, Answer]:
+        """The answers to those that follow no more. Each is given out once."""
+        answers, self._answers = self._answers, {}
+        return answers
 
     def _open_window(self, now: float) -> None:
         # Half of a time shorter than two margins: there is no use in a window without a length.
@@ -305,16 +291,12 @@ class Matchmaking:
         )
 
     def _begin(self) -> None:
-        members = tuple(sorted(self._members(), key=_place))
-        self.group = Group(group_id=self._rng.randbytes(GROUP_ID_BYTES), members=members, side=self._side)
+        # By wanted slots; auxiliary peers come after all others, which so come first to their slots.
+        members = sorted(self._members(), key=lambda each: (not each.sends, each.wanted_slot, each.peer_id))
+        self.group = Group(group_id=self._rng.randbytes(GROUP_ID_BYTES), members=tuple(members), side=self._side)
         self.is_over = True
         self._send_away(self.group)
 
-    def _send_away(self, answer: Group | Refusal) -> None:
-        self._actions += [Tell(peer_id=peer_id, answer=answer) for peer_id in self._followers]
+    def _send_away(self, answer: Answer) -> None:
+        self._answers |= dict.fromkeys(self._followers, answer)
         self._followers.clear()
-
-
-def _place(member: Member) -> tuple[bool, int, PeerId]:
-    """The order of a group: by wanted slots, auxiliary peers after all others, which so come first to their slots."""
-    return not member.sends, member.wanted_slot, member.peer_id

@@ -1,74 +1,73 @@
 """The two ends of the calls that an all-reduce consists of: who brings chunks of a part, and who averages them."""
 
+import functools
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import trio
 
-from net.averaging.grouping.group import Group, Member
-from net.averaging.reduction.partition import ChunkAnswer, ChunkName, Part, parse_answer_untrusted
+from net.averaging.grouping.group import MAX_GROUP_SIZE, Group, Member
+from net.averaging.reduction.partition import AllReduceConfig, ChunkName, Part
 from net.averaging.reduction.reducer import Array, PartReduction, values_untrusted
-from net.errors import CallFailed, CallRefused, DialFailed, PeerBusy, PeerUnavailable, RemoteProtocolError
+from net.dht.calls import PEER_ERRORS
+from net.errors import CallRefused, DialFailed, PeerBusy, RemoteProtocolError
 from net.rpc.base import Caller, Reply, Request
 from net.wire.compression import Compression
+from net.wire.fields import FLAG, integer
 from net.wire.tensors import as_outgoing, plain
 
 _PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Before a call that the reducer has not had is placed again. When a group begins all of its members dial each other at
 once, and of two connections that meet one goes; and whoever has just been too busy may not be for long."""
 
-
-class _Outcome:
-    """What those wait for who have brought a chunk."""
-
-    def __init__(self) -> None:
-        self.mean: Array | None = None
-        self.change = trio.Event()  # it came, or it is pointless to wait
-
-    def tell(self) -> None:
-        """Let all of them look again."""
-        self.change.set()
-        self.change = trio.Event()
+_SENDERS = integer(1, MAX_GROUP_SIZE)
 
 
 class ChunkReducer:
-    """Serves the own part of one all-reduce.
+    """Serves this member's part of one all-reduce.
 
     Args:
       group: whose members may call.
+      own: this member's place in it.
       part: what is reduced here.
-      reduction: of this part, fresh.
-      average: the vector into which it writes. Answers are views of it.
-      compression: of answers.
+      vector: this member's values, if it has any.
+      average: the vector into whose part the means are written. Answers are views of it.
     """
 
     def __init__(
-        self, group: Group, *, part: Part, reduction: PartReduction, average: Array, compression: Compression
+        self, group: Group, own: int, *, part: Part, vector: Array | None, average: Array, config: AllReduceConfig
     ) -> None:
-        self._members = {member.peer_id: index for index, member in enumerate(group.members)}
+        self._places = {member.peer_id: place for place, member in enumerate(group.members)}
         self._part = part
-        self._reduction = reduction
         self._average = average
-        self._compression = compression
-        self._outcomes: dict[int, _Outcome] = {}  # of chunks that have come and are not finished
-        self._done = trio.Event()
+        self._compression = config.compression
+        self.reduction = PartReduction(
+            part,
+            {place: member.weight for place, member in enumerate(group.members) if member.sends},
+            own=None if vector is None else (own, vector),
+            average=average,
+            sender_timeout_s=config.sender_timeout_s,
+            now=trio.current_time(),
+            compression=config.compression,
+        )
+        # For each chunk that was brought and is not finished, a list to which its mean will be added.
+        self._awaited: dict[int, list[Array]] = {}
+        self._change = trio.Event()  # set, and replaced, when a chunk is finished or waiting is pointless
         self._num_lost = 0
         self._is_closed = False
-        self._tell()
 
     async def run(self) -> None:
-        """Until the part is reduced."""
-        while not self._reduction.is_done:
-            with trio.move_on_at(self._reduction.deadline()):
-                await self._done.wait()
-            self._reduction.tick(trio.current_time())
+        """Return when the part is reduced."""
+        while not self.reduction.is_done:
+            with trio.move_on_at(self.reduction.deadline()):
+                await self._change.wait()
+            self.reduction.tick(trio.current_time())
             self._tell()
 
     def close(self) -> None:
         """Refuse what is not finished."""
         self._is_closed = True
-        self._wake_all()
+        self._wake()
 
     async def serve_untrusted(self, request: Request, name: ChunkName) -> Reply:
         """A peer brings a chunk: answer with the mean, when there is one.
@@ -77,7 +76,7 @@ class ChunkReducer:
           RemoteProtocolError: the call is not as it should be.
           CallRefused: nothing comes of it.
         """
-        sender = self._members.get(request.peer_id)
+        sender = self._places.get(request.peer_id)
         if sender is None:
             raise RemoteProtocolError("you are not in this group")
         if name.size != self._average.size:
@@ -85,136 +84,124 @@ class ChunkReducer:
         chunk = self._part.index_untrusted(name.start)
         if self._is_closed:
             raise CallRefused("this peer has left the group")
-        outcome = self._outcomes.setdefault(chunk, _Outcome())
+        awaited = self._awaited.setdefault(chunk, [])
         try:
-            values = self._reduction.receive_untrusted(sender, chunk, request.tensors, trio.current_time())
+            values = self.reduction.receive_untrusted(sender, chunk, request.tensors, trio.current_time())
         finally:
             self._tell()
         try:
-            mean = await self._mean(sender, outcome)
+            mean = await self._mean(sender, awaited)
         except trio.Cancelled:
             # The sender gave up, or its connection broke: it does not come back, and nobody need wait for that.
-            self._reduction.drop(sender, trio.current_time())
+            self.reduction.drop(sender, trio.current_time())
             self._tell()
             raise
         is_difference = self._compression is not Compression.NONE
         answer = np.subtract(mean, values) if is_difference else mean
-        num_senders = self._reduction.num_senders(chunk)
-        assert num_senders
         return Reply(
-            body=ChunkAnswer(num_senders=num_senders, is_difference=is_difference).body(),
+            body={"senders": self.reduction.num_senders[chunk], "difference": is_difference},
             tensors=(as_outgoing(answer, self._compression),),
         )
 
-    async def _mean(self, sender: int, outcome: _Outcome) -> Array:
-        while outcome.mean is None:
+    async def _mean(self, sender: int, awaited: list[Array]) -> Array:
+        while not awaited:
             if self._is_closed:
                 raise CallRefused("this peer has left the group")
-            if sender in self._reduction.lost:
+            if sender in self.reduction.lost:
                 raise CallRefused("you were too late with another chunk, or broke the rules")
-            await outcome.change.wait()
-        return outcome.mean
+            await self._change.wait()
+        return awaited[0]
 
     def _tell(self) -> None:
         """Wake those for whom something has changed."""
-        for chunk, mean in self._reduction.take_finished():
-            if (outcome := self._outcomes.pop(chunk, None)) is not None:
-                outcome.mean = mean
-                outcome.tell()
-        if len(self._reduction.lost) != self._num_lost:
-            self._num_lost = len(self._reduction.lost)
-            self._wake_all()
-        if self._reduction.is_done:
-            self._done.set()
+        finished = self.reduction.take_finished()
+        for chunk, mean in finished:
+            self._awaited.pop(chunk, []).append(mean)
+        if finished or len(self.reduction.lost) != self._num_lost:
+            self._num_lost = len(self.reduction.lost)
+            self._wake()
 
-    def _wake_all(self) -> None:
-        for outcome in self._outcomes.values():
-            outcome.tell()
+    def _wake(self) -> None:
+        self._change.set()
+        self._change = trio.Event()
 
 
-@dataclass(eq=False)
 class ChunkSender:
     """Brings one reducer the chunks of its part, and takes their means.
 
     Args:
       caller, method: on which and what to call.
-      group_id: of which all-reduce.
-      reducer: whom to call. Not a client.
-      part: what it reduces.
-      vector: our values.
+      group: whose all-reduce it is.
+      reducer: whom of it to call; not a client.
+      part: what that one reduces.
+      vector: this member's values.
       average: where the means go.
-      window: chunks under way at once.
-      patience_s: without an answer, after which the reducer is given up.
-      timeout_s: of each call, above everything that patience may add up to.
-      compression: of the values.
     """
 
-    caller: Caller
-    method: str
-    _: KW_ONLY
-    group_id: bytes
-    reducer: Member
-    part: Part
-    vector: Array
-    average: Array
-    window: int
-    patience_s: float
-    timeout_s: float
-    compression: Compression
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        caller: Caller,
+        method: str,
+        *,
+        group: Group,
+        reducer: Member,
+        part: Part,
+        vector: Array,
+        average: Array,
+        config: AllReduceConfig,
+    ) -> None:
+        self._group_id = group.group_id
+        self._part = part
+        self._vector = vector
+        self._average = average
+        self._window = config.window(len(group.members))
+        self._patience_s = 2 * config.sender_timeout_s
+        self._compression = config.compression
+        self._call = functools.partial(caller.call, reducer.contact, method, timeout_s=config.timeout_s)
         self._patience = trio.CancelScope()
-        self._num_senders = [0] * self.part.num_chunks
-
-    @property
-    def num_senders(self) -> list[int]:
-        """Of each chunk, the vectors in the mean that came back; 0: none did."""
-        return self._num_senders
+        self.num_senders = [0] * part.num_chunks
+        """Vectors in the mean that came back, for each chunk; 0: none did."""
 
     async def run(self) -> None:
-        """Until all chunks have come back, or the reducer is lost."""
+        """Return when all chunks have come back, or the reducer is lost."""
         self._be_patient()
         with self._patience:
             async with trio.open_nursery() as nursery:
-                chunks = iter(range(self.part.num_chunks))
-                for _ in range(min(self.window, self.part.num_chunks)):
+                chunks = iter(range(self._part.num_chunks))
+                for _ in range(min(self._window, self._part.num_chunks)):
                     nursery.start_soon(self._bring, chunks)
 
     def _be_patient(self) -> None:
-        self._patience.deadline = trio.current_time() + self.patience_s
+        self._patience.deadline = trio.current_time() + self._patience_s
 
     async def _bring(self, chunks: Iterator[int]) -> None:
-        """One chunk after the other; several tasks share the iterator."""
+        """Bring one chunk after the other; several tasks share the iterator."""
         for chunk in chunks:
             try:
                 await self._average_untrusted(chunk)
-            except (PeerUnavailable, CallFailed, RemoteProtocolError):
+            except PEER_ERRORS:
                 self._patience.cancel()  # for all that is under way: the reducer is lost
                 return
             self._be_patient()
 
     async def _average_untrusted(self, chunk: int) -> None:
-        where = self.part.chunk(chunk)
-        values = self.vector[where]
-        name = ChunkName(group_id=self.group_id, size=self.vector.size, start=where.start)
-        reply = await self._call(name, values)
-        answer = parse_answer_untrusted(reply.body)
+        where = self._part.chunk(chunk)
+        values = self._vector[where]
+        reply = await self._placed(ChunkName(self._group_id, self._vector.size, where.start), values)
+        num_senders = _SENDERS.of_untrusted(reply.body, "senders")
+        is_difference = FLAG.of_untrusted(reply.body, "difference")
         received = values_untrusted([plain(tensor) for tensor in reply.tensors], values.size)
-        if answer.is_difference:
-            np.add(values, received, out=self.average[where])
+        if is_difference:
+            np.add(values, received, out=self._average[where])
         else:
-            self.average[where] = received
-        self._num_senders[chunk] = answer.num_senders
+            self._average[where] = received
+        self.num_senders[chunk] = num_senders
 
-    async def _call(self, name: ChunkName, values: Array) -> Reply:
-        tensors = (as_outgoing(values, self.compression),)
-        for pause_s in (*_PAUSES_S, None):
+    async def _placed(self, name: ChunkName, values: Array) -> Reply:
+        body, tensors = name.body(), (as_outgoing(values, self._compression),)
+        for pause_s in _PAUSES_S:
             try:
-                return await self.caller.call(
-                    self.reducer.contact, self.method, name.body(), tensors, timeout_s=self.timeout_s
-                )
+                return await self._call(body, tensors)
             except (DialFailed, PeerBusy):
-                if pause_s is None:
-                    raise
                 await trio.sleep(pause_s)
-        raise AssertionError("the last attempt returns or raises")
+        return await self._call(body, tensors)

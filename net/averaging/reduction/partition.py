@@ -1,4 +1,4 @@
-"""Which numbers travel together: every member's part of the vector, cut into chunks, and how a call names one.
+"""How a vector is cut for a group: every member's part, the chunks of a part, and how a call names one.
 
 Part and chunks follow from the group, the size of the vector and the size of a chunk, which all members must have
 alike. A call says what it takes the size of the vector to be and where in it its chunk begins, so that a disagreement
@@ -10,49 +10,80 @@ is refused and not averaged.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group
+from net.averaging.grouping.group import GROUP_ID_BYTES, Group, Role
+from net.averaging.reduction.load_balance import peer_fractions, split_by_shares
 from net.errors import RemoteProtocolError
 from net.rpc.base import Body
-from net.wire.fields import FLAG, integer, octets
+from net.wire.compression import BLOCK_SIZE, Compression
+from net.wire.fields import integer, octets
+from net.wire.messages import MAX_TIMEOUT_S
 
-_GROUP, _NATURAL, _SENDERS = octets(GROUP_ID_BYTES, GROUP_ID_BYTES), integer(0, 2**63 - 1), integer(1, MAX_GROUP_SIZE)
+MAX_WINDOW = 16
+"""Chunks that a sender may have brought and not been answered: what it can make a reducer hold. The largest setting."""
+
+_FLOAT_BYTES = 4
+_GROUP, _NATURAL = octets(GROUP_ID_BYTES, GROUP_ID_BYTES), integer(0, 2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduceConfig:
+    """How a vector is averaged. Members of a group must agree on `chunk_bytes` and `window_bytes`."""
+
+    chunk_bytes: int = 1280 * 1024
+    """Most bytes of the vector's float32 numbers in one call. Smaller chunks cost calls, larger ones memory: with half
+    as much, four members on one machine took a quarter longer without encryption."""
+    window_bytes: int = 8 * 2**20
+    """Bytes of chunks that wait for their means, at all reducers together; one chunk or more at each, so that those of
+    large groups are smaller. It bounds what a member holds for others, and once more the answers that come in. The
+    more, the less members wait for each other: of four on one machine, with half of it they took a fifth longer."""
+    sender_timeout_s: float = 30.0
+    """A member that has not brought a chunk so long after all earlier ones were averaged is left out of the rest. All
+    that the window allows may share its line, and has to pass it in that time. A reducer that has not answered for
+    twice as long is given up: it may have to wait for others that long itself."""
+    timeout_s: float = 300.0
+    """Longest that the whole all-reduce takes, seconds; what is not averaged by then keeps its own values."""
+    compression: Compression = Compression.NONE
+    """How numbers travel that this member sends, as sender and as reducer."""
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_bytes", "window_bytes"):
+            if getattr(self, name) < _FLOAT_BYTES:
+                raise ValueError(f"{name} must be at least {_FLOAT_BYTES}, got {getattr(self, name)}")
+        for name in ("sender_timeout_s", "timeout_s"):
+            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
+                raise ValueError(f"{name} must be above 0 and at most {MAX_TIMEOUT_S:g} s, got {getattr(self, name)}")
+
+    def chunk_size(self, group_size: int) -> int:
+        """Numbers in a chunk: as many for each member as `window_bytes` allows, in whole blocks of 4096, whose scales
+        8-bit compression shares, where it comes to as many."""
+        numbers = min(self.chunk_bytes, self.window_bytes // group_size) // _FLOAT_BYTES
+        return max(1, numbers - numbers % BLOCK_SIZE if numbers > BLOCK_SIZE else numbers)
+
+    def window(self, group_size: int) -> int:
+        """Chunks under way to each of the others."""
+        in_all = self.window_bytes // (_FLOAT_BYTES * self.chunk_size(group_size))
+        return max(1, min(MAX_WINDOW, in_all // max(1, group_size - 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one member reduces. The last chunk may be shorter than the others."""
+    """The numbers from `start` to just before `end`, which one member reduces, `chunk_size` of them at a time."""
 
     start: int
-    """Of the part in the vector."""
     end: int
-    """Just past it; an empty part ends where it starts."""
     chunk_size: int
-    """Numbers in a chunk."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.end or self.chunk_size < 1:
-            raise ValueError(f"a part goes upwards from 0 in chunks of at least 1 number, got {self}")
-
-    @property
-    def size(self) -> int:
-        """Numbers in the part."""
-        return self.end - self.start
 
     @property
     def num_chunks(self) -> int:
-        """None, if the part is empty."""
-        return -(-self.size // self.chunk_size)
+        """Chunks in the part, of which the last may be shorter than the others."""
+        return -(-(self.end - self.start) // self.chunk_size)
 
     def chunk(self, index: int) -> slice:
         """Where the chunk lies in the vector."""
         start = self.start + index * self.chunk_size
         return slice(start, min(start + self.chunk_size, self.end))
-
-    def chunk_len(self, index: int) -> int:
-        """Numbers in this chunk."""
-        where = self.chunk(index)
-        return int(where.stop - where.start)
 
     def index_untrusted(self, start: int) -> int:
         """The chunk that begins at `start`.
@@ -69,39 +100,31 @@ class Part:
         return index
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkName:
-    """Which chunk a call brings."""
+def parts_of(group: Group, size: int, *, chunk_size: int) -> tuple[Part, ...]:
+    """The part of a vector of `size` numbers that each member reduces, in member order.
+
+    Parts lie in the vector in the order of their owners' slots, and are as long as `load_balance` makes them: nothing
+    for a client.
+    """
+    rates = [0.0 if member.role is Role.CLIENT else member.bandwidth for member in group.members]
+    lengths = split_by_shares(size, peer_fractions(rates))
+    parts, start = {}, 0
+    for index in sorted(range(len(lengths)), key=group.slots.__getitem__):
+        parts[index] = Part(start=start, end=start + lengths[index], chunk_size=chunk_size)
+        start += lengths[index]
+    return tuple(parts[index] for index in range(len(lengths)))
+
+
+class ChunkName(NamedTuple):
+    """Which chunk a call brings: of which group's vector of how many numbers, and where it starts."""
 
     group_id: bytes
-    """Of which all-reduce."""
     size: int
-    """Numbers in the whole vector."""
     start: int
-    """Of the chunk in the vector."""
 
     def body(self) -> Body:
         """The body of the call."""
         return {"group": self.group_id, "size": self.size, "start": self.start}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkAnswer:
-    """What came of a chunk, beside the values."""
-
-    num_senders: int
-    """Vectors in the mean."""
-    is_difference: bool
-    """Whether the values are to be added to what was sent; else they are the mean itself."""
-
-    def body(self) -> Body:
-        """The body of the answer."""
-        return {"senders": self.num_senders, "difference": self.is_difference}
-
-
-def parts_of(group: Group, size: int, *, chunk_size: int) -> tuple[Part, ...]:
-    """The part of every member, in member order."""
-    return tuple(Part(start=start, end=end, chunk_size=chunk_size) for start, end in group.parts(size))
 
 
 def parse_name_untrusted(body: Body) -> ChunkName:
@@ -110,19 +133,5 @@ def parse_name_untrusted(body: Body) -> ChunkName:
     Raises:
       RemoteProtocolError: it did not make this.
     """
-    return ChunkName(
-        group_id=_GROUP.read_untrusted(body.get("group"), "the group id"),
-        size=_NATURAL.of_untrusted(body, "size"),
-        start=_NATURAL.of_untrusted(body, "start"),
-    )
-
-
-def parse_answer_untrusted(body: Body) -> ChunkAnswer:
-    """Read what `ChunkAnswer.body` made.
-
-    Raises:
-      RemoteProtocolError: it did not make this.
-    """
-    return ChunkAnswer(
-        num_senders=_SENDERS.of_untrusted(body, "senders"), is_difference=FLAG.of_untrusted(body, "difference")
-    )
+    group_id = _GROUP.read_untrusted(body.get("group"), "the group id")
+    return ChunkName(group_id, _NATURAL.of_untrusted(body, "size"), _NATURAL.of_untrusted(body, "start"))

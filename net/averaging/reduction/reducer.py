@@ -17,19 +17,17 @@ put them until their sender is answered; and one pass over all of them together 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from net.averaging.reduction.partition import Part
+from net.averaging.reduction.partition import MAX_WINDOW, Part
 from net.errors import RemoteProtocolError
-from net.wire.tensors import Tensor
+from net.wire.compression import Compression
+from net.wire.tensors import Tensor, as_outgoing, as_received
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
-
-MAX_WINDOW = 16
-"""Chunks that a sender may have brought and not been answered: what it can make a reducer hold. The largest setting."""
 
 _TILE_SIZE = 64 * 1024
 """Numbers that are averaged in one go: with the sum and a scratch they stay in the second-level cache."""
@@ -94,8 +92,8 @@ class PartReduction:
       average: the vector to whose part the means are written. A chunk of it is final once it is finished.
       sender_timeout_s: see the head of this file.
       now: when this begins.
-      as_sent: what comes of our values where they are sent; None: they arrive as they are. If something is lost on the
-        way, all vectors lose it alike before the mean, ours too, and all get back the difference that the mean makes.
+      compression: of what is sent. Our values lose in it what others' lose before the mean is taken, and get back the
+        difference that the mean makes, as others do.
     """
 
     def __init__(
@@ -107,19 +105,21 @@ class PartReduction:
         average: Array,
         sender_timeout_s: float,
         now: float,
-        as_sent: Callable[[Array], Array] | None = None,
+        compression: Compression = Compression.NONE,
     ) -> None:
         self._part = part
         self._weights = dict(weights)
         self._own = own
         self._average = average
-        self._as_sent = as_sent
+        self._compression = compression
         self._sender_timeout_s = sender_timeout_s
         self._awaited = set(weights) - ({own[0]} if own else set())
-        self._lost: list[int] = []
+        self.lost: list[int] = []
+        """The senders that are out, in the order in which they went."""
         # Of chunks that are not finished and for which something has come. At most MAX_WINDOW of each sender.
         self._arrived: dict[int, dict[int, Array]] = {}
-        self._num_senders: list[int | None] = [None] * part.num_chunks  # None: not finished
+        self.num_senders: list[int | None] = [None] * part.num_chunks
+        """Vectors in the mean of each chunk. None: it is not finished; 0: nobody was left, and there is no mean."""
         self._frontier = 0
         self._frontier_since = now
         self._newly_finished: list[tuple[int, Array]] = []
@@ -129,15 +129,6 @@ class PartReduction:
     def is_done(self) -> bool:
         """All chunks are finished."""
         return self._frontier == self._part.num_chunks
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """The senders that are out, in the order in which they went."""
-        return tuple(self._lost)
-
-    def num_senders(self, chunk: int) -> int | None:
-        """Vectors in the mean of this chunk; None: it is not finished. 0, where nobody was left: there is no mean."""
-        return self._num_senders[chunk]
 
     def deadline(self) -> float:
         """When to call `tick` next."""
@@ -163,14 +154,14 @@ class PartReduction:
         if sender not in self._awaited:
             raise RemoteProtocolError("nothing is expected from you here, or you were too late")
         try:
-            values = values_untrusted(tensors, self._part.chunk_len(chunk))
+            values = values_untrusted(tensors, self._average[self._part.chunk(chunk)].size)
             if sum(sender in arrived for arrived in self._arrived.values()) >= MAX_WINDOW:
                 raise RemoteProtocolError(f"more than {MAX_WINDOW} chunks ahead of the answers")
         except RemoteProtocolError:
             self.drop(sender, now)
             raise
         arrived = self._arrived.get(chunk, {})
-        if self._num_senders[chunk] is not None or sender in arrived:
+        if self.num_senders[chunk] is not None or sender in arrived:
             raise RemoteProtocolError("this chunk came before")
         arrived[sender] = values
         self._arrived[chunk] = arrived
@@ -182,7 +173,7 @@ class PartReduction:
         """The sender has failed: what is not finished goes on without it. Nothing happens if it is out already."""
         if sender in self._awaited:
             self._awaited.remove(sender)
-            self._lost.append(sender)
+            self.lost.append(sender)
             for arrived in self._arrived.values():
                 arrived.pop(sender, None)
             self._finish_complete(now)
@@ -197,7 +188,7 @@ class PartReduction:
         """Finish all chunks for which nobody is awaited any more."""
         chunks = sorted(self._arrived) if self._awaited else range(self._frontier, self._part.num_chunks)
         for chunk in chunks:
-            is_open = self._num_senders[chunk] is None
+            is_open = self.num_senders[chunk] is None
             if is_open and len(self._arrived.get(chunk, ())) == len(self._awaited):
                 self._finish(chunk, now)
 
@@ -208,8 +199,8 @@ class PartReduction:
         if self._own is not None:
             index, vector = self._own
             values[index] = vector[where]
-            if self._as_sent is not None:
-                values[index] = self._as_sent(vector[where])
+            if self._compression is not Compression.NONE:
+                values[index] = as_received(as_outgoing(vector[where], self._compression))
                 mean = np.empty_like(average)
         senders = sorted(values)
         if senders:
@@ -217,8 +208,8 @@ class PartReduction:
             if mean is not average:
                 np.subtract(mean, values[index], out=average)
                 np.add(average, vector[where], out=average)
-        self._num_senders[chunk] = len(senders)
+        self.num_senders[chunk] = len(senders)
         self._newly_finished.append((chunk, mean))
-        while not self.is_done and self._num_senders[self._frontier] is not None:
+        while not self.is_done and self.num_senders[self._frontier] is not None:
             self._frontier += 1
             self._frontier_since = now

@@ -6,7 +6,7 @@ in C order, little-endian, at the next multiple of 64 bytes.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,19 +31,13 @@ class StateBuffer:
     """A packed state, which nobody writes to any more."""
 
     table: Table
-    """What lies in the buffer."""
     buffer: memoryview
-    """The bytes."""
     digest: bytes
     """SHA-256 of table and bytes: two states with one digest are one state."""
 
     def chunk(self, index: int, chunk_bytes: int) -> np.ndarray:
         """Chunk number `index` as bytes, a view; the last one may be shorter."""
         return np.frombuffer(self.buffer[index * chunk_bytes : (index + 1) * chunk_bytes], np.uint8)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The arrays, views of the buffer, read-only."""
-        return tuple(_views(self.table, self.buffer.toreadonly()))
 
 
 def pack(tensors: Sequence[Tensor]) -> StateBuffer:
@@ -61,28 +55,32 @@ def pack(tensors: Sequence[Tensor]) -> StateBuffer:
         table.append([tensor.dtype.name, list(tensor.shape)])
     buffer = aligned_buffer(_nbytes(table))
     end = 0
-    for name, shape in table:
-        start = end + -end % ALIGNMENT
+    for where in _slices(table):
         # What lies between the arrays travels, too: fresh memory would tell what was in it, and make two states of one.
-        buffer[end:start] = bytes(start - end)
-        end = start + math.prod(shape) * DTYPES[name].itemsize
+        buffer[end : where.start] = bytes(where.start - end)
+        end = where.stop
     for tensor, view in zip(tensors, _views(table, buffer), strict=True):
         np.copyto(view, tensor)
     return StateBuffer(table=table, buffer=buffer, digest=_digest(table, buffer))
 
 
-def receive_untrusted(table: Any, buffer: memoryview, digest: bytes) -> StateBuffer:
-    """What was fetched, if it is what was promised. The table is one that `check_table_untrusted` let pass.
+def receive_untrusted(table: Table, buffer: memoryview, digest: bytes) -> tuple[Tensor, ...]:
+    """The arrays that were fetched, views of the buffer, read-only.
+
+    Args:
+      table: one that `check_table_untrusted` let pass.
+      digest: what was promised.
 
     Raises:
-      RemoteProtocolError: the digest is another.
+      RemoteProtocolError: the digest is another, or a truth value is neither 0 nor 1.
     """
     if _digest(table, buffer) != digest:
         raise RemoteProtocolError("the state that was downloaded does not have the digest that was announced")
-    for (name, _), view in zip(table, _views(table, buffer), strict=True):
-        if name == "bool" and view.size and view.view(np.uint8).max() > 1:
+    views = _views(table, buffer.toreadonly())
+    for view in views:
+        if view.dtype == bool and view.size and view.view(np.uint8).max() > 1:
             raise RemoteProtocolError("a truth value is 0 or 1")  # NumPy would count another byte as true, or as two
-    return StateBuffer(table=table, buffer=buffer, digest=digest)
+    return tuple(views)
 
 
 def check_table_untrusted(table: Any, *, max_bytes: int) -> int:
@@ -99,23 +97,24 @@ def check_table_untrusted(table: Any, *, max_bytes: int) -> int:
     return nbytes
 
 
-def _nbytes(table: Table) -> int:
+def _slices(table: Table) -> Iterator[slice]:
+    """Where each array lies in the buffer."""
     end = 0
     for name, shape in table:
-        end += -end % ALIGNMENT + math.prod(shape) * DTYPES[name].itemsize
-    return end
+        start = end + -end % ALIGNMENT
+        end = start + math.prod(shape) * DTYPES[name].itemsize
+        yield slice(start, end)
+
+
+def _nbytes(table: Table) -> int:
+    return max((where.stop for where in _slices(table)), default=0)
 
 
 def _views(table: Table, buffer: memoryview) -> list[Tensor]:
-    views, end = [], 0
-    for name, shape in table:
-        dtype = DTYPES[name]
-        nbytes = math.prod(shape) * dtype.itemsize
-        start = end + -end % ALIGNMENT
-        end = start + nbytes
-        # NumPy refuses an offset at the very end of a buffer.
-        views.append(np.ndarray(shape, dtype, buffer=buffer, offset=start) if nbytes else np.empty(shape, dtype))
-    return views
+    return [
+        np.frombuffer(buffer[where], DTYPES[name]).reshape(shape)
+        for (name, shape), where in zip(table, _slices(table), strict=True)
+    ]
 
 
 def _digest(table: Table, buffer: memoryview) -> bytes:

@@ -1,11 +1,12 @@
 """Fetching a whole state from whichever peers have it; see `net.averaging.state.sharing`.
 
-Trust. Whoever is in the swarm may call itself a donor. What does not have the digest in the end is thrown away. If it
-all came from one donor, that one is not asked again; if several gave pieces, nobody knows who lied, and from then on
-each has to give the whole. What the newcomer cannot use (other shapes, an absurd version, values that are no numbers)
-it says by `expects` and `accepts`, and other donors are asked. Donors that do not answer a ping are passed over.
+Trust. Whoever is in the swarm may call itself a donor. All of a state comes from one donor: what does not have the
+digest in the end is thrown away, and that donor is not asked again. What the newcomer cannot use (other shapes, an
+absurd version, values that are no numbers) it says by `expects` and `accepts`, and other donors are asked. Donors that
+do not answer a ping are passed over.
 """
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from net.averaging.state.sharing import (
 from net.dht.messages import parse_contact_untrusted
 from net.dht.node import DhtNode
 from net.dht.records import Dictionary
-from net.errors import CallFailed, NetError, PeerTimeout, RemoteProtocolError
+from net.errors import CallFailed, NetError, PeerTimeout, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.rpc.base import Caller, Reply
 from net.rpc.service import PING
@@ -46,149 +47,126 @@ class StateUnavailable(NetError):
 
 @dataclass(slots=True, eq=False)
 class _Partial:
-    """What has come of one state so far."""
+    """What has come of one donor's state so far."""
 
-    version: int
-    facts: Mapping[str, Any]
-    table: Table
-    digest: bytes
+    offer: tuple[PeerId, int, Mapping[str, Any], Table, bytes]
+    """Donor, version, facts, table and digest."""
     buffer: memoryview
     missing: set[int]
-    donors: set[PeerId] = field(default_factory=set)
-    """Who gave pieces of it."""
-
-    def is_of(self, version: int, facts: Mapping[str, Any], table: Table, digest: bytes) -> bool:
-        """Whether this is the state that is offered."""
-        return (self.version, self.facts, self.table, self.digest) == (version, facts, table, digest)
+    """Pieces that have not come."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Download:
-    """One search for a state."""
-
-    min_version: int
-    deadline: float
-    """Of trio's clock."""
-    expects: Callable[[int, Table], bool]
-    accepts: Callable[[SharedState], bool]
-    partial: _Partial | None = None
-    banned: set[PeerId] = field(default_factory=set)
-    may_mix: bool = True
-    """Whether pieces of one state may come from several donors."""
-    num_announced: int = 0
-    """Donors that the last look at the DHT found."""
-
-
-class StateDownload:
-    """Searches for a state, one after another.
+async def download_state(
+    caller: Caller,
+    dht: DhtNode,
+    *,
+    prefix: str,
+    rng: random.Random,
+    config: StateSharingConfig,
+    min_version: int = 0,
+    timeout_s: float = 600.0,
+    attempts: int | None = None,
+    expects: Callable[[int, Table], bool] = lambda version, table: True,
+    accepts: Callable[[SharedState], bool] = lambda state: True,
+) -> SharedState | None:
+    """The freshest state that a donor gives.
 
     Args:
       caller: places the calls. dht: where donors are announced.
       prefix: what is shared.
       rng: chooses among donors that are equally far.
+      min_version: states behind it are of no use.
+      timeout_s: after which it is given up.
+      attempts: how often all known donors are asked; None: again and again, for one may come up.
+      expects: whether a state of this version and table is of use; asked before anything is allocated for it. The
+        table has `[dtype name, shape]` for each array.
+      accepts: whether the values are. A donor whose state is not is not asked again.
+
+    Returns: the state; its arrays are read-only. None: nobody is announced who might have one.
+
+    Raises:
+      StateUnavailable: somebody is, and no state was whole in time that could be used.
     """
+    search = _Search(
+        caller=caller,
+        dht=dht,
+        prefix=prefix,
+        rng=rng,
+        config=config,
+        min_version=min_version,
+        deadline=trio.current_time() + timeout_s,
+        expects=expects,
+    )
+    with trio.move_on_at(search.deadline):
+        pause_s = 0.1
+        for _ in itertools.count() if attempts is None else range(attempts):
+            for contact in await search.donors():
+                try:
+                    state = await search.state_of(contact)
+                except RemoteProtocolError:
+                    search.banned.add(contact.peer_id)
+                    continue
+                except NetError:
+                    continue
+                if accepts(state):
+                    return state
+                search.banned.add(contact.peer_id)
+            # A donor may be back, or others announced, in a moment.
+            await trio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 5.0)
+    if search.num_announced:
+        raise StateUnavailable(
+            f"{search.num_announced} peers are announced as donors of {state_key(prefix)} from version {min_version} "
+            "on, and none gave a state of use"
+        )
+    return None
 
-    def __init__(
-        self, caller: Caller, dht: DhtNode, *, prefix: str, rng: random.Random, config: StateSharingConfig
-    ) -> None:
-        self._caller = caller
-        self._dht = dht
-        self._key = state_key(prefix)
-        self._open_method, self._chunk_method = state_methods(prefix)
-        self._rng = rng
-        self._config = config
 
-    async def run(
-        self,
-        *,
-        min_version: int = 0,
-        timeout_s: float = 600.0,
-        attempts: int | None = None,
-        expects: Callable[[int, Table], bool] = lambda version, table: True,
-        accepts: Callable[[SharedState], bool] = lambda state: True,
-    ) -> SharedState | None:
-        """The freshest state that a donor gives.
+@dataclass(kw_only=True, eq=False)
+class _Search:
+    """One search for a state; see `download_state`."""
 
-        Args:
-          min_version: states behind it are of no use.
-          timeout_s: after which it is given up.
-          attempts: how often all known donors are asked; None: again and again, for one may come up.
-          expects: whether a state of this version and table is of use; asked before anything is allocated for it. The
-            table has `[dtype name, shape]` for each array.
-          accepts: whether the values are. A donor whose state is not is not asked again.
+    caller: Caller
+    dht: DhtNode
+    prefix: str
+    rng: random.Random
+    config: StateSharingConfig
+    min_version: int
+    deadline: float  # by trio's clock
+    expects: Callable[[int, Table], bool]
+    partial: _Partial | None = None
+    banned: set[PeerId] = field(default_factory=set)
+    num_announced: int = 0  # donors that the last look at the DHT found
 
-        Returns: the state; its arrays are read-only. None: nobody is announced who might have one.
+    def __post_init__(self) -> None:
+        self.open_method, self.chunk_method = state_methods(self.prefix)
 
-        Raises:
-          StateUnavailable: somebody is, and no state was whole in time that could be used.
-        """
-        deadline = trio.current_time() + timeout_s
-        search = _Download(min_version=min_version, deadline=deadline, expects=expects, accepts=accepts)
-        with trio.move_on_at(deadline):
-            pause_s = 0.1
-            for _ in itertools.count() if attempts is None else range(attempts):
-                for contact in await self._donors(search):
-                    state = await self._try(contact, search)
-                    if state is not None:
-                        return state
-                # A donor may be back, or others announced, in a moment.
-                await trio.sleep(pause_s)
-                pause_s = min(2 * pause_s, 5.0)
-        if search.num_announced:
-            raise StateUnavailable(
-                f"{search.num_announced} peers are announced as donors of {self._key} from version {min_version} on, "
-                "and none gave a state of use"
-            )
-        return None
-
-    async def _try(self, contact: Contact, search: _Download) -> SharedState | None:
-        """The state of one donor, if it is one of use."""
-        try:
-            state = await self._download_from(contact, search)
-        except RemoteProtocolError:
-            search.banned.add(contact.peer_id)
-        except NetError:
-            pass
-        else:
-            if search.accepts(state):
-                return state
-            search.banned.add(contact.peer_id)
-        return None
-
-    async def _donors(self, search: _Download) -> list[Contact]:
-        """Whom to ask, the furthest first; at the same version in random order. Only those that live."""
-        record = await self._dht.get(self._key)
-        if not isinstance(record, Dictionary):
-            search.num_announced = 0
-            return []
+    async def donors(self) -> list[Contact]:
+        """Donors that live, the furthest first; at the same version in random order."""
+        record = await self.dht.get(state_key(self.prefix))
         found = []
-        for subkey, entry in record.entries.items():
+        for subkey, entry in record.entries.items() if isinstance(record, Dictionary) else ():
             try:
                 version, raw = row_untrusted(entry.value, "an announcement", version=_ANY_VERSION, contact=rows(3))
                 contact = parse_contact_untrusted(raw)
             except RemoteProtocolError:
                 continue
-            is_own = contact.peer_id == self._caller.peer_id or str(contact.peer_id) != subkey
-            if not is_own:
-                found.append((-version, self._rng.random(), contact))
+            if contact.peer_id != self.caller.peer_id and str(contact.peer_id) == subkey:
+                found.append((-version, self.rng.random(), contact))
         # An announcement may be old: a donor that is behind may be further by now, and is asked. But it is no sign that
         # there is a state of use.
-        search.num_announced = sum(-version >= search.min_version for version, _, _ in found)
+        self.num_announced = sum(-version >= self.min_version for version, _, _ in found)
         in_order = [contact for _, _, contact in sorted(found, key=lambda item: item[:2])]
-        return await self._living([contact for contact in in_order if contact.peer_id not in search.banned])
+        return await self._living([contact for contact in in_order if contact.peer_id not in self.banned])
 
     async def _living(self, contacts: list[Contact]) -> list[Contact]:
-        """Those that answer a ping: all dead ones together cost one timeout."""
+        """The contacts that answer a ping: all dead ones together cost one timeout."""
         living: set[PeerId] = set()
 
         async def ping(contact: Contact) -> None:
-            try:
-                await self._caller.call(contact, PING, {}, timeout_s=self._config.ping_timeout_s)
-            except CallFailed:
-                living.add(contact.peer_id)  # it answers
-            except NetError:
-                return
-            else:
+            with contextlib.suppress(PeerUnavailable, RemoteProtocolError):
+                with contextlib.suppress(CallFailed):  # it answers
+                    await self.caller.call(contact, PING, {}, timeout_s=self.config.ping_timeout_s)
                 living.add(contact.peer_id)
 
         async with trio.open_nursery() as nursery:
@@ -196,24 +174,18 @@ class StateDownload:
                 nursery.start_soon(ping, contact)
         return [contact for contact in contacts if contact.peer_id in living]
 
-    async def _download_from(self, contact: Contact, search: _Download) -> SharedState:
-        """A whole state from this donor, with what others gave of the same one.
+    async def state_of(self, contact: Contact) -> SharedState:
+        """A whole state from this donor, with the pieces that it gave before.
 
         Raises:
-          NetError: it has none that will do, it broke off, or would not be done in time; what came is in
-            `search.partial`.
+          NetError: it has none that will do, it broke off, or would not be done in time; what came is kept.
           RemoteProtocolError: it does not keep to the rules.
         """
-        reply = await self._caller.call(
-            contact,
-            self._open_method,
-            {
-                "min_version": search.min_version,
-                "offered": [] if search.partial is None else [search.partial.digest],
-            },
-            timeout_s=self._config.call_timeout_s,
-        )
-        partial = self._parse_offer_untrusted(reply, contact.peer_id, search)
+        offered = [] if self.partial is None else [self.partial.offer[-1]]
+        body = {"min_version": self.min_version, "offered": offered}
+        reply = await self.caller.call(contact, self.open_method, body, timeout_s=self.config.call_timeout_s)
+        partial = self._parse_offer_untrusted(reply, contact.peer_id)
+        _, version, facts, table, digest = partial.offer
         chunks = iter(sorted(partial.missing))
         errors: list[NetError] = []
 
@@ -229,69 +201,58 @@ class StateDownload:
                 nursery.cancel_scope.cancel()
 
         async def watch() -> None:
-            if not await self._would_end_in_time(partial, search.deadline):
-                errors.append(PeerTimeout(f"{contact} is too slow"))
-                nursery.cancel_scope.cancel()
+            await self._becomes_too_slow(partial)
+            errors.append(PeerTimeout(f"{contact} is too slow"))
+            nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch)
-            for _ in range(self._config.window):
+            for _ in range(self.config.window):
                 nursery.start_soon(fetch)
         if errors:
             raise errors[0]
-        search.partial = None
-        try:
-            packed = receive_untrusted(partial.table, partial.buffer, partial.digest)
-        except RemoteProtocolError as error:
-            if partial.donors == {contact.peer_id}:
-                raise
-            search.may_mix = False
-            raise StateUnavailable("pieces from several donors do not make up a state") from error
-        return SharedState(version=partial.version, tensors=packed.tensors(), facts=partial.facts)
+        self.partial = None
+        return SharedState(version=version, tensors=receive_untrusted(table, partial.buffer, digest), facts=facts)
 
-    async def _would_end_in_time(self, partial: _Partial, deadline: float) -> bool:
-        """Returns False once the pieces come so slowly that the last would come too late; else not at all."""
+    async def _becomes_too_slow(self, partial: _Partial) -> None:
+        """Return once the pieces come so slowly that the last would come too late."""
         began, num_wanted = trio.current_time(), len(partial.missing)
         while True:
-            await trio.sleep(self._config.call_timeout_s)
+            await trio.sleep(self.config.call_timeout_s)
             now, num_left = trio.current_time(), len(partial.missing)
-            if num_left * (now - began) > (num_wanted - num_left) * (deadline - now):
-                return False
+            if num_left * (now - began) > (num_wanted - num_left) * (self.deadline - now):
+                return
 
-    def _parse_offer_untrusted(self, reply: Reply, donor: PeerId, search: _Download) -> _Partial:
-        body, config = reply.body, self._config
+    def _parse_offer_untrusted(self, reply: Reply, donor: PeerId) -> _Partial:
+        body, config = reply.body, self.config
         version, digest = VERSION.of_untrusted(body, "version"), DIGEST.of_untrusted(body, "digest")
         facts = MAPPING.of_untrusted(body, "facts")
         table: Any = body.get("table")
-        if version < search.min_version:
-            raise RemoteProtocolError(f"expected a state of version {search.min_version} or later, got {version}")
+        if version < self.min_version:
+            raise RemoteProtocolError(f"expected a state of version {self.min_version} or later, got {version}")
         nbytes = check_table_untrusted(table, max_bytes=config.max_bytes)
-        if not search.expects(version, table):
+        if not self.expects(version, table):
             raise RemoteProtocolError(f"a state of version {version} and {len(table)} arrays is of no use here")
-        known = search.partial
-        is_same = known is not None and known.is_of(version, facts, table, digest)
-        if known is not None and is_same and (search.may_mix or known.donors <= {donor}):
-            return known
+        offer = (donor, version, facts, table, digest)
+        if self.partial is not None and self.partial.offer == offer:
+            return self.partial
         # One state at a time: what came of another is given up, or newcomers would hold several.
-        search.partial = None
+        self.partial = None
         try:
             buffer = aligned_buffer(nbytes)
         except MemoryError as error:
             raise RemoteProtocolError(f"there is no memory for a state of {nbytes} bytes") from error
         missing = set(range(-(-nbytes // config.chunk_bytes)))
-        search.partial = _Partial(version, facts, table, digest, buffer, missing)
-        return search.partial
+        self.partial = _Partial(offer, buffer, missing)
+        return self.partial
 
     async def _fetch(self, contact: Contact, partial: _Partial, index: int) -> None:
-        start = index * self._config.chunk_bytes
-        target = partial.buffer[start : start + self._config.chunk_bytes]
-        body = {"digest": partial.digest, "index": index, "chunk_bytes": self._config.chunk_bytes}
-        reply = await self._caller.call(contact, self._chunk_method, body, timeout_s=self._config.call_timeout_s)
-        if len(reply.tensors) != 1:
-            raise RemoteProtocolError(f"expected one piece of a state, got {len(reply.tensors)}")
-        (piece,) = reply.tensors
+        start = index * self.config.chunk_bytes
+        target = partial.buffer[start : start + self.config.chunk_bytes]
+        body = {"digest": partial.offer[-1], "index": index, "chunk_bytes": self.config.chunk_bytes}
+        reply = await self.caller.call(contact, self.chunk_method, body, timeout_s=self.config.call_timeout_s)
+        piece = reply.tensors[0] if len(reply.tensors) == 1 else None
         if not isinstance(piece, np.ndarray) or piece.dtype != np.uint8 or piece.shape != (target.nbytes,):
             raise RemoteProtocolError(f"expected a piece of {target.nbytes} bytes")
         target[:] = piece.data
         partial.missing.discard(index)
-        partial.donors.add(contact.peer_id)

@@ -3,8 +3,8 @@
 Theory of operation. Donors announce under the DHT key `prefix.state` how far their state is (its *version*, such as the
 number of trunk updates). Who needs one asks the donor that is furthest: `open` makes it take a snapshot (or offers the
 one that it just took for another) and answers with table and digest; `chunk` then fetches the snapshot piece by piece,
-a few at a time. A lost connection costs the pieces that were on their way: the download goes on with any donor that
-offers the same state, first of all the same one again. Another state begins anew.
+a few at a time. A lost connection costs the pieces that were on their way: it goes on if the same donor offers
+the same state again. Another state begins anew.
 """
 
 import math
@@ -45,7 +45,7 @@ class StateSharingConfig:
     """Periods and bounds."""
 
     announce_period_s: float = 30.0
-    """Between two announcements; they live three times as long."""
+    """Seconds between two announcements, which live three times as long."""
     snapshot_lifetime_s: float = 60.0
     """How long a snapshot is kept after it was last asked for. Within it later newcomers get the same one, unless it
     is more than `max_lag` versions old."""
@@ -54,18 +54,18 @@ class StateSharingConfig:
     max_snapshots: int = 2
     """Kept at once: one that is being downloaded and a fresher one. Each is a whole state in memory."""
     chunk_bytes: int = 2**20
-    """Of a piece: what others wait for behind it on the same connection."""
+    """Bytes in a piece: what others wait for behind it on the same connection."""
     window: int = 4
     """Pieces on their way to a newcomer."""
     snapshot_period_s: float = 2.0
-    """Between two snapshots at least, whatever is asked for: each costs a copy of the state and a digest."""
+    """Fewest seconds between two snapshots, whatever is asked for: each costs a copy of the state and a digest."""
     call_timeout_s: float = 30.0
-    """For one piece, and for the snapshot. After it a download that would not end in time is given up for another
-    donor."""
+    """Seconds that one piece, or the snapshot, may take. After them a download that would not end in time is given up
+    for another donor."""
     ping_timeout_s: float = 3.0
     """A donor that does not answer a ping for so long is passed over. An announcement outlives its peer."""
     max_bytes: int = 2**34
-    """Of a state that is accepted."""
+    """Bytes of the largest state that is accepted."""
 
     def __post_init__(self) -> None:
         for name in ("announce_period_s", "snapshot_lifetime_s", "call_timeout_s", "ping_timeout_s"):
@@ -77,12 +77,12 @@ class StateSharingConfig:
 
 
 def state_key(prefix: str) -> str:
-    """Under which donors are announced."""
+    """The DHT key under which donors are announced."""
     return f"{prefix}.state"
 
 
 def state_methods(prefix: str) -> tuple[str, str]:
-    """Of a donor: for a snapshot, and for a piece of it."""
+    """The methods of a donor: one for a snapshot, one for a piece of it."""
     return f"averaging.{prefix}.state.open", f"averaging.{prefix}.state.chunk"
 
 
@@ -93,17 +93,16 @@ class StateSource:
     version: Callable[[], int]
     """How far the state is now; called often."""
     snapshot: Callable[[], Awaitable[SharedState]]
-    """A consistent copy of it, or at least one that nobody writes to before it was packed."""
+    """Returns a consistent copy of it, or at least one that nobody writes to before it was packed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Snapshot:
-    """A packed state, and when it was last asked for."""
-
     version: int
     facts: Mapping[str, Any]
     packed: StateBuffer
     used_at: float
+    """When it was last asked for."""
 
 
 class StateSharing:
@@ -121,7 +120,7 @@ class StateSharing:
         *,
         prefix: str,
         source: StateSource,
-        config: StateSharingConfig = StateSharingConfig(),
+        config: StateSharingConfig,
     ) -> None:
         self._caller = caller
         self._dht = dht
@@ -134,45 +133,38 @@ class StateSharing:
 
     async def run(self) -> None:
         """Announce and serve until cancelled; what was announced runs out by itself. A client has nothing to do."""
+        if self._caller.address is None:
+            return
+        contact = contact_to_wire(Contact(self._caller.peer_id, self._caller.address))
         open_method, chunk_method = state_methods(self._prefix)
         with (
             handlers(self._caller, {open_method: self._serve_open}, max_concurrent=16),
             handlers(self._caller, {chunk_method: self._serve_chunk}),
         ):
-            if self._caller.address is not None:
-                await self._announce(contact_to_wire(Contact(self._caller.peer_id, self._caller.address)))
-
-    async def _announce(self, contact: list[object]) -> None:
-        config = self._config
-        while True:
-            await self._dht.store(
-                state_key(self._prefix),
-                [self._source.version(), contact],
-                subkey=str(self._caller.peer_id),
-                expiration=self._dht.clock.now() + 3 * config.announce_period_s,
-            )
-            await trio.sleep(config.announce_period_s)
-            self._forget_old()
+            while True:
+                await self._dht.store(
+                    state_key(self._prefix),
+                    [self._source.version(), contact],
+                    subkey=str(self._caller.peer_id),
+                    expiration=self._dht.clock.now() + 3 * self._config.announce_period_s,
+                )
+                await trio.sleep(self._config.announce_period_s)
+                self._forget_old()
 
     async def _serve_open(self, request: Request) -> Reply:
-        min_version, offered = (_refusing(field, request, name) for name, field in _OPEN.items())
+        min_version, offered = _read(request, _OPEN)
         version = self._source.version()
         if version < min_version:
             raise CallRefused(f"this peer's state is of version {version}, {min_version} was asked for")
         snapshot = await self._snapshot(min_version, offered)
         if snapshot.version < min_version:
             raise CallRefused(f"this peer's state is of version {snapshot.version}, {min_version} was asked for")
-        return Reply(
-            body={
-                "version": snapshot.version,
-                "digest": snapshot.packed.digest,
-                "table": snapshot.packed.table,
-                "facts": snapshot.facts,
-            }
-        )
+        packed = snapshot.packed
+        body = {"version": snapshot.version, "digest": packed.digest, "table": packed.table, "facts": snapshot.facts}
+        return Reply(body=body)
 
     async def _snapshot(self, min_version: int, offered: Sequence[bytes]) -> _Snapshot:
-        """One that the newcomer has begun to fetch, one that is fresh enough, or a new one."""
+        """A snapshot that the newcomer has begun to fetch, one that is fresh enough, or a new one."""
         async with self._taking:  # several newcomers at once share one
             self._forget_old()
             oldest = max(min_version, self._source.version() - self._config.max_lag)
@@ -188,7 +180,7 @@ class StateSharing:
             return snapshot
 
     def _make_room(self) -> None:
-        """For one more snapshot, if there is any.
+        """Make room for one more snapshot.
 
         Raises:
           PeerBusy: the last one was taken only now, or all are being downloaded.
@@ -203,7 +195,7 @@ class StateSharing:
             del self._snapshots[oldest]
 
     async def _serve_chunk(self, request: Request) -> Reply:
-        digest, index, size = (_refusing(field, request, name) for name, field in _CHUNK.items())
+        digest, index, size = _read(request, _CHUNK)
         snapshot = self._snapshots.get(digest)
         if snapshot is None:
             raise CallRefused("this state is no longer held; open it again")
@@ -223,8 +215,8 @@ _OPEN: dict[str, Field[Any]] = {"min_version": integer(-(2**63), 2**63), "offere
 _CHUNK: dict[str, Field[Any]] = {"digest": DIGEST, "index": integer(0, 2**63), "chunk_bytes": integer(1, 2**24)}
 
 
-def _refusing(field: Field[Any], request: Request, name: str) -> Any:
+def _read(request: Request, fields: Mapping[str, Field[Any]]) -> list[Any]:
     try:
-        return field.of_untrusted(request.body, name)
+        return [field.of_untrusted(request.body, name) for name, field in fields.items()]
     except RemoteProtocolError as error:
         raise CallRefused(str(error)) from error
