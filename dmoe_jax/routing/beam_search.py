@@ -6,13 +6,12 @@ prefixes, ask which coordinates may follow, extend. On a grid without holes the 
 `search_beams` is pure and works with what is known of the grid so far. Either it returns the choice, or it names the
 prefixes whose children it has to know; the caller asks for them (once for the whole batch) and calls again. A prefix
 that turns out to lead to no living expert drops out, and the next best one takes its place. Since every prefix that
-stays leads to at least one expert and the beam is at least k wide, each sample gets min(k, living experts) experts:
+stays leads to at least one expert and the beam is k wide, each sample gets min(k, living experts) experts:
 holes and dead rows cost a look-up, never an expert. (Which k of a grid with holes they are remains a heuristic: an
 expert whose prefix fell out of the beam is not seen, though it may beat those of better prefixes.)
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,21 +20,9 @@ Children = Mapping[Coordinates, Sequence[int]]
 """Partial path -> the coordinates that may follow. Empty: the path leads nowhere. Absent: not known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamResult:
-    """What `search_beams` found, or what it needs to know first."""
-
-    missing: tuple[Coordinates, ...]
-    """Partial paths whose children must be known before the search can go on, sorted; empty when it is done."""
-    coordinates: np.ndarray
-    """[batch, k, grid_dims], int64: the chosen experts, best first; -1 in the places that stay empty."""
-    scores: np.ndarray
-    """[batch, k], float64: their scores; -inf in the places that stay empty."""
-
-
 def search_beams(
-    scores: Sequence[np.ndarray], children: Children, *, k: int, beam_size: int | None = None
-) -> BeamResult:
+    scores: Sequence[np.ndarray], children: Children, *, k: int
+) -> tuple[np.ndarray, tuple[Coordinates, ...]]:
     """The best k living experts for each sample: score(u) = sum_i scores[i][u_i].
 
     Equal scores are ordered by coordinates, the lower first. A score of -inf means: never choose this coordinate.
@@ -43,43 +30,36 @@ def search_beams(
     Args:
       scores: for each grid dimension [batch, grid_i], float.
       children: what is known of the grid. Coordinates outside the grid are ignored.
-      k: experts wanted for each sample.
-      beam_size: prefixes kept for each sample, at least k; None: k.
+      k: experts wanted for each sample, and prefixes kept on the way.
+
+    Returns:
+      int64 [batch, k, dims], the chosen experts, best first, -1 in the places that stay empty; and the partial paths
+      whose children must be known before the search can go on, sorted. While there are any, nobody is chosen.
 
     Raises:
-      ValueError: if the scores are not matrices of one batch, contain NaN or +inf, or the sizes are not
-        positive.
+      ValueError: if the scores are not matrices of one batch, contain NaN or +inf, or k is not positive.
     """
-    beam_size = k if beam_size is None else beam_size
-    matrices = _check(scores, k, beam_size)
+    matrices = _check(scores, k)
     batch, grid_dims = len(matrices[0]), len(matrices)
+    chosen = np.full((batch, k, grid_dims), -1, np.int64)
     living = _prune(children, [matrix.shape[1] for matrix in matrices])
     paths = np.zeros((1, 0), np.int64)  # [paths, dims so far], in lexicographic order
     beams = np.zeros((batch, 1), np.int64)  # [batch, beam]: rows of `paths`, ascending; -1: none
     totals = np.zeros((batch, 1))
     for dim, matrix in enumerate(matrices):
         used = np.unique(beams[beams >= 0]).tolist()
-        if not used:
-            return _empty(batch, k, grid_dims, ())
         missing = [path for row in used if (path := tuple(paths[row].tolist())) not in living]
-        if missing:
-            return _empty(batch, k, grid_dims, tuple(missing))
-        is_last = dim == grid_dims - 1
+        if missing or not used:
+            return chosen, tuple(missing)
         table = _child_table(paths, used, living)
-        beams, totals, paths = _extend(
-            paths, beams, totals, table, matrix, keep=k if is_last else beam_size, by_score=is_last
-        )
-    coordinates = np.full((batch, k, grid_dims), -1, np.int64)
-    best = np.full((batch, k), -np.inf)
-    filled = beams >= 0
-    coordinates[:, : beams.shape[1]][filled] = paths[beams[filled]]
-    best[:, : beams.shape[1]] = np.where(filled, totals, -np.inf)
-    return BeamResult(missing=(), coordinates=coordinates, scores=best)
+        beams, totals, paths = _extend(paths, beams, totals, table, matrix, keep=k, by_score=dim == grid_dims - 1)
+    chosen[:, : beams.shape[1]][beams >= 0] = paths[beams[beams >= 0]]
+    return chosen, ()
 
 
-def _check(scores: Sequence[np.ndarray], k: int, beam_size: int) -> list[np.ndarray]:
-    if k < 1 or beam_size < k:
-        raise ValueError(f"expected 1 <= k <= beam_size, got k {k} and beam_size {beam_size}")
+def _check(scores: Sequence[np.ndarray], k: int) -> list[np.ndarray]:
+    if k < 1:
+        raise ValueError(f"expected k of at least 1, got {k}")
     matrices = [np.asarray(matrix, np.float64) for matrix in scores]
     shapes = [matrix.shape for matrix in matrices]
     if not shapes or any(len(shape) != 2 or shape[0] != shapes[0][0] or shape[1] < 1 for shape in shapes):
@@ -143,11 +123,3 @@ def _extend(
     unique = np.unique(names[is_filled])
     new_paths = np.concatenate([paths[unique // grid_size], (unique % grid_size)[:, None]], axis=1)
     return np.where(is_filled, np.searchsorted(unique, names), -1), sums, new_paths
-
-
-def _empty(batch: int, k: int, grid_dims: int, missing: tuple[Coordinates, ...]) -> BeamResult:
-    return BeamResult(
-        missing=missing,
-        coordinates=np.full((batch, k, grid_dims), -1, np.int64),
-        scores=np.full((batch, k), -np.inf),
-    )

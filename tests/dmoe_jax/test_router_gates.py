@@ -74,8 +74,7 @@ def test_noisy_top_k_matches_equation_4():
     noise = np.asarray(jax.random.normal(jax.random.key(2), (4, 6)))
     scores = score(router, params, jnp.asarray(X), key=jax.random.key(2))
     np.testing.assert_allclose(scores.logits[0], clean + noise * stddev, atol=1e-5)
-    np.testing.assert_allclose(scores.extras.clean_logits, clean, atol=1e-5)
-    np.testing.assert_allclose(scores.extras.noise_stddev, stddev, atol=1e-5)
+    np.testing.assert_allclose(scores.extras, (clean, stddev), atol=1e-5)
     np.testing.assert_allclose(score(router, params, jnp.asarray(X)).logits[0], clean, atol=1e-5)
 
 
@@ -88,7 +87,8 @@ def test_noisy_top_k_weighs_its_two_losses():
     mask = mask.at[0, 1].set(False)
     gates = masked_softmax(gather_logits(scores, indices, GRID), mask)
     importance = float(importance_loss(gates, indices[..., 0] * 3 + indices[..., 1], 6))
-    load = float(load_loss(scores.extras.clean_logits, scores.logits[0], scores.extras.noise_stddev, k=2))
+    clean, stddev = scores.extras
+    load = float(load_loss(clean, scores.logits[0], stddev, k=2))
     np.testing.assert_allclose(router.aux_loss(scores, indices, mask), 0.1 * importance + 0.1 * load, rtol=1e-5)
     other = noisy_top_k(GRID, importance_weight=2.0, load_weight=0.0)
     np.testing.assert_allclose(other.aux_loss(scores, indices, mask), 2 * importance, rtol=1e-5)
