@@ -41,7 +41,7 @@ class ExpertUid:
             raise ValueError(f"coordinates go from 0 to {MAX_COORDINATE}, got {self.coordinates}")
 
     def __str__(self) -> str:
-        return format_uid(self)
+        return key_prefix(self.prefix, self.coordinates)[:-1]
 
 
 def check_prefix(prefix: str) -> str:
@@ -79,11 +79,6 @@ def parse_uid(text: str) -> ExpertUid:
         return ExpertUid(prefix, tuple(parse_coordinate(part) for part in coordinates))
     except ValueError as error:
         raise ValueError(f"bad expert uid {text!r}: {error}") from error
-
-
-def format_uid(uid: ExpertUid) -> str:
-    """`prefix.u0.u1...`, what `parse_uid` reads."""
-    return key_prefix(uid.prefix, uid.coordinates)[:-1]
 
 
 def key_prefix(prefix: str, coordinates: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.scipy.stats import norm
 from jaxtyping import Array, Bool, Float, Int32
 
+
 def load_balancing_loss(
     router_probs: Float[Array, "batch num_experts"],
     expert_index: Int32[Array, "batch slots"],

@@ -14,7 +14,6 @@ from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.mixture.coverage import WINDOW_CALLS, Coverage, TooFewExperts
-from dmoe_jax.mixture.fan_out import CallPolicy
 from dmoe_jax.mixture.local import local_mixture
 from dmoe_jax.mixture.readiness import ExpertMismatch
 from dmoe_jax.mixture.statistics import REASONS, CallStatistics, reason_of
@@ -131,7 +130,7 @@ async def test_without_answers_another_shape_gives_zeros(autojump_clock: trio.te
     async with open_small_swarm(callers, NARROW, None, prefixes=["ffn"], grid_size=GRID) as swarm:
         await swarm.directory.living("ffn", GRID)
         network.take_down(callers[0].address)
-        mixture = swarm.mixture(NARROW, ROUTER, "ffn", k_best=2, policy=CallPolicy(timeout_s=1.0))
+        mixture = swarm.mixture(NARROW, ROUTER, "ffn", k_best=2, timeout_s=1.0)
         loss, grads = await remote_loss(mixture, ROUTER)({"gate": GATE, "inputs": (X,)})
         assert float(loss) == 0.0
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))

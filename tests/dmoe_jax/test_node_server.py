@@ -30,6 +30,7 @@ from net.identity import Address, PeerId
 from net.rpc.base import Reply
 from net.wire.compression import Compressed, Compression
 from net.wire.tensors import as_received
+from tests.dmoe_jax.small_swarm import find_experts
 from tests.net.direct_network import DirectCaller, DirectNetwork
 
 HOST = Address("node", 1)
@@ -334,12 +335,12 @@ async def test_experts_are_announced_renewed_and_withdrawn(autojump_clock: trio.
         async with open_expert_node(host, host_dht, backends, device=InlineDevice(), config=config):
             for _ in range(2):
                 async with directory.open_expert_directory(observer) as reader:
-                    found = await reader.find_experts(uids)
+                    found = await find_experts(reader, uids)
                 assert [uid for uid, contact in found.items() if contact is not None] == uids[:2]
                 assert [member.contact.address for member in await list_members(observer, "dmoe")] == [HOST]
                 await trio.sleep(100.0)
         async with directory.open_expert_directory(observer) as reader:
-            assert set((await reader.find_experts(uids)).values()) == {None}
+            assert set((await find_experts(reader, uids)).values()) == {None}
         assert await list_members(observer, "dmoe") == ()
 
 
@@ -431,7 +432,7 @@ async def test_a_node_is_listed_while_it_compiles(autojump_clock: trio.testing.M
 
         async def found() -> bool:
             async with directory.open_expert_directory(observer) as reader:
-                return (await reader.find_experts([parse_uid("ffn.0.1")]))[parse_uid("ffn.0.1")] is not None
+                return (await find_experts(reader, [parse_uid("ffn.0.1")]))[parse_uid("ffn.0.1")] is not None
 
         async def watch() -> None:
             await trio.sleep(12.0)  # buckets 1 and 2 are compiled, 4 is not
