@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import trio
 
-from dmoe_jax.grid import ExpertUid, check_prefix, key_prefix, parse_coordinate, prefixes
+from dmoe_jax.grid import ExpertUid, check_prefix, key_prefix, parse_coordinate, steps
 from dmoe_jax.members import list_members, withdraw
 from dmoe_jax.routing.beam_search import Coordinates, search_beams
 from net.dht.messages import contact_to_wire, parse_contact_untrusted
@@ -73,14 +73,14 @@ async def declare_experts(
     """
     items: dict[tuple[str, str], StoreItem] = {}
     for uid in uids:
-        steps = list(zip(prefixes(uid), map(str, uid.coordinates), strict=True))
-        for step in steps:
-            value = contact_to_wire(contact) if step is steps[-1] else True
-            items[step] = StoreItem(key=step[0], subkey=step[1], value=value, expiration=expiration)
+        *inner, last = steps(uid)
+        values = {**dict.fromkeys(inner, True), last: contact_to_wire(contact)}
+        for (key, subkey), value in values.items():
+            items[key, subkey] = StoreItem(key=key, subkey=subkey, value=value, expiration=expiration)
     accepted = dict(zip(items, await dht.store_many(items.values()), strict=True))
     # Only the last step counts. An inner one is rejected when another host vouches for the row for longer: just as
     # good.
-    return {uid: accepted[prefixes(uid)[-1], str(uid.coordinates[-1])] for uid in uids}
+    return {uid: accepted[steps(uid)[-1]] for uid in uids}
 
 
 async def withdraw_experts(dht: DhtNode, uids: Sequence[ExpertUid], contact: Contact) -> None:
@@ -89,8 +89,7 @@ async def withdraw_experts(dht: DhtNode, uids: Sequence[ExpertUid], contact: Con
     Entries of rows (`ffn.` -> `3`) stay until they end, since others may serve experts there; readers cope
     with rows that have no living child. Announcements of other hosts stay.
     """
-    steps = [(prefixes(uid)[-1], str(uid.coordinates[-1])) for uid in uids]
-    await withdraw(dht, steps, lambda value: _is_of(value, contact))
+    await withdraw(dht, [steps(uid)[-1] for uid in uids], lambda value: _is_of(value, contact))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,9 +86,9 @@ def key_prefix(prefix: str, coordinates: Sequence[int]) -> str:
     return ".".join((prefix, *map(str, coordinates), ""))
 
 
-def prefixes(uid: ExpertUid) -> tuple[str, ...]:
-    """The partial paths that lead to an expert, shortest first: `ffn.3.17` -> (`ffn.`, `ffn.3.`)."""
-    return tuple(key_prefix(uid.prefix, uid.coordinates[:length]) for length in range(len(uid.coordinates)))
+def steps(uid: ExpertUid) -> tuple[tuple[str, str], ...]:
+    """Key prefix and coordinate of each step that leads to an expert: `ffn.3.17` -> (`ffn.`, `3`), (`ffn.3.`, `17`)."""
+    return tuple((key_prefix(uid.prefix, uid.coordinates[:i]), str(u)) for i, u in enumerate(uid.coordinates))
 
 
 def expand_grid_pattern(pattern: str) -> tuple[ExpertUid, ...]:

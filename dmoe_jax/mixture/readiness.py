@@ -49,15 +49,7 @@ async def check_experts(
     timeout_s: float,
     say: Callable[[str], None],
 ) -> int:
-    """Wait for a living expert of the grid and compare its tensors with ours. Returns how many experts are alive.
-
-    Args:
-      say: is told once a second what is waited for, and at the end how many experts there are.
-
-    Raises:
-      NoQuorum: within `timeout_s` seconds no expert was announced, or none of those announced answered.
-      ExpertMismatch: the first one that answered takes or returns other tensors.
-    """
+    """What `RemoteMixture.check` does: compare the first expert that answers with ours; how many experts are alive."""
     started = trio.current_time()
     living: Mapping[Coordinates, Contact] = {}
     failures: list[NetError] = []

@@ -10,9 +10,8 @@ One layer of one step:
 
 Learning@home section 3.1 and 3.3; hivemind sends one request per (sample, expert) pair instead. An expert that does
 not answer is masked and the weights renormalised over the others; in the backward pass an expert that is lost is a
-constant: it passes no gradient to its inputs. A sample without any expert goes through unchanged where an expert's
-output has the shape and dtype of its first input (experts then carry their own residual connection), and gives zeros
-elsewhere; no row is ever NaN, and a layer that finds no experts says so.
+constant: it passes no gradient to its inputs. `combine_outputs` says what a sample without any expert gets; no row is
+ever NaN, and a layer that finds no experts says so.
 
 `RemoteMixture` comes in two forms: called on the tape of `dmoe_jax.autodiff`, or part by part (`choose`, `forward`,
 `backward`) with arrays on the host, from which `dmoe_jax.flax_layers` makes a layer that lives under `jit`.
@@ -100,9 +99,7 @@ class RemoteMixture:
         instead = "pass unchanged" if expert.is_residual else "give zeros"
         self._coverage = Coverage(config.prefix, max_skipped=config.max_skipped, instead=f"such samples {instead}")
 
-    async def __call__(
-        self, run: Recording, scores: Scores | tuple[Value, ...], *inputs: Value | Any
-    ) -> tuple[Value, Value]:
+    async def __call__(self, run: Recording, scores: Scores, *inputs: Value | Any) -> tuple[Value, Value]:
         """Mix the experts' outputs for a batch of samples.
 
         Args:
@@ -115,12 +112,10 @@ class RemoteMixture:
           TooFewExperts: too many samples have none at all, see `MixtureConfig.max_skipped`.
           RouterError: the router's scores are not numbers, or it selected no expert that exists.
         """
-        taped: Any = scores if isinstance(scores, Scores) else Scores(cast(Any, scores))
-        on_host: Scores = await to_host(self._device, jax.tree.map(lambda value: value.value, taped))
-        choice = await self.choose(on_host)
+        choice = await self.choose(await to_host(self._device, jax.tree.map(lambda value: value.value, scores)))
         layer_call = _LayerCall(self, self._device, choice, self.dropout_seed() if run.differentiates else None)
         outputs, answered = await run.call(layer_call, *inputs)
-        return run(mix_segment(self.router), taped, choice.indices, answered, outputs, inputs[0])
+        return run(mix_segment(self.router), scores, choice.indices, answered, outputs, inputs[0])
 
     def dropout_seed(self) -> int | None:
         """The seed of the next training call's dropout, 63 bits; None for experts that take no key."""
@@ -309,10 +304,7 @@ def select_program(router: Router, k: int) -> Any:
 
 @functools.cache
 def mix_segment(router: Router) -> Any:
-    """The segment (scores, indices, answered, outputs, x) -> (mixed, aux_loss) for this router, made once.
-
-    The mixture is that of `combine_outputs`, with weights = router.combine(logits, answered).
-    """
+    """The segment (scores, indices, answered, outputs, x) -> (mixed, aux_loss) for this router, made once."""
 
     def mix(scores: Scores, indices: Any, answered: Any, outputs: Any, x: Any) -> tuple[Any, Any]:
         weights = router.combine(gather_logits(scores, indices, router.grid_size), answered)

@@ -128,29 +128,6 @@ def router_factory(make: Callable[P, Router]) -> Callable[P, Router]:
     return factory
 
 
-def split_scores(raw: Any, grid_size: tuple[int, ...]) -> Logits:
-    """Additive logits by dimension, from what a scoring network returned.
-
-    Args:
-      raw: [batch, sum(grid_size)], or already a sequence of [batch, grid_i].
-      grid_size: extent of each dimension of the expert grid.
-
-    Raises:
-      ValueError: if the widths do not fit the grid.
-    """
-    if isinstance(raw, tuple | list):
-        widths = tuple(part.shape[-1] for part in raw)
-        if widths != grid_size:
-            raise ValueError(f"a scoring network for grid {grid_size} must return these widths, got {widths}")
-        return tuple(raw)
-    if raw.shape[-1] != sum(grid_size):
-        raise ValueError(
-            f"a scoring network for grid {grid_size} must return {sum(grid_size)} scores a sample, got {raw.shape[-1]}"
-        )
-    edges = [sum(grid_size[:i]) for i in range(1, len(grid_size))]
-    return tuple(jnp.split(raw, edges, axis=-1))
-
-
 def as_scores(raw: Any, grid_size: tuple[int, ...], batch: int) -> Scores:
     """`Scores` from what a router's function returned: Scores, a sequence of arrays, or one array.
 

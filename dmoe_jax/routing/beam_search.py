@@ -40,19 +40,18 @@ def search_beams(
       ValueError: if the scores are not matrices of one batch, contain NaN or +inf, or k is not positive.
     """
     matrices = _check(scores, k)
-    batch, grid_dims = len(matrices[0]), len(matrices)
-    chosen = np.full((batch, k, grid_dims), -1, np.int64)
+    batch = len(matrices[0])
+    chosen = np.full((batch, k, len(matrices)), -1, np.int64)
     living = _prune(children, [matrix.shape[1] for matrix in matrices])
     paths = np.zeros((1, 0), np.int64)  # [paths, dims so far], in lexicographic order
-    beams = np.zeros((batch, 1), np.int64)  # [batch, beam]: rows of `paths`, ascending; -1: none
+    beams = np.zeros((batch, 1), np.int64)  # [batch, beam]: rows of `paths`, best first; -1: none
     totals = np.zeros((batch, 1))
-    for dim, matrix in enumerate(matrices):
+    for matrix in matrices:
         used = np.unique(beams[beams >= 0]).tolist()
         missing = [path for row in used if (path := tuple(paths[row].tolist())) not in living]
         if missing or not used:
             return chosen, tuple(missing)
-        table = _child_table(paths, used, living)
-        beams, totals, paths = _extend(paths, beams, totals, table, matrix, keep=k, by_score=dim == grid_dims - 1)
+        paths, beams, totals = _extend(paths, beams, totals, _child_table(paths, used, living), matrix, keep=k)
     chosen[:, : beams.shape[1]][beams >= 0] = paths[beams[beams >= 0]]
     return chosen, ()
 
@@ -90,36 +89,22 @@ def _child_table(paths: np.ndarray, used: list[int], living: Mapping[Coordinates
 
 
 def _extend(
-    paths: np.ndarray,
-    beams: np.ndarray,
-    totals: np.ndarray,
-    table: np.ndarray,
-    matrix: np.ndarray,
-    *,
-    keep: int,
-    by_score: bool,
+    paths: np.ndarray, beams: np.ndarray, totals: np.ndarray, table: np.ndarray, matrix: np.ndarray, *, keep: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One dimension further: all children of all beams, of which each sample keeps its best.
+    """One dimension further: of all children of its beams each sample keeps the best, best first.
 
-    Returns:
-      beams and totals (ordered by score, or by path), and the paths that the beams now point to.
+    Returns: the paths that the beams now point to, the beams, and their totals.
     """
     batch, grid_size = matrix.shape
     width = table.shape[1]
     candidates = np.where(beams[..., None] >= 0, table[beams], -1).reshape(batch, beams.shape[1] * width)
-    parents = np.repeat(beams, width, axis=1)
     gains = np.take_along_axis(matrix, np.maximum(candidates, 0), axis=1)
     sums = np.where(candidates >= 0, np.repeat(totals, width, axis=1) + gains, -np.inf)
-    # Beams stand in the order of paths and children ascend, so a stable sort leaves equal scores in that order.
-    order = np.argsort(-sums, axis=1, kind="stable")[:, :keep]
-    sums = np.take_along_axis(sums, order, axis=1)
-    # parent * grid_size + child numbers the new paths in lexicographic order.
-    names = np.take_along_axis(parents * grid_size + candidates, order, axis=1)
-    names = np.where(np.isneginf(sums), np.iinfo(np.int64).max, names)
-    if not by_score:
-        order = np.argsort(names, axis=1, kind="stable")
-        names, sums = np.take_along_axis(names, order, axis=1), np.take_along_axis(sums, order, axis=1)
+    # Since `paths` are in lexicographic order, these numbers order the new ones so.
+    names = np.repeat(beams, width, axis=1) * grid_size + candidates
+    order = np.lexsort((names, -sums))[:, :keep]
+    names, sums = np.take_along_axis(names, order, axis=1), np.take_along_axis(sums, order, axis=1)
     is_filled = ~np.isneginf(sums)
     unique = np.unique(names[is_filled])
     new_paths = np.concatenate([paths[unique // grid_size], (unique % grid_size)[:, None]], axis=1)
-    return np.where(is_filled, np.searchsorted(unique, names), -1), sums, new_paths
+    return new_paths, np.where(is_filled, np.searchsorted(unique, names), -1), sums

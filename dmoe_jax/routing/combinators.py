@@ -69,10 +69,6 @@ def add_noise(router: Router, stddev: float) -> Router:
     Additive scores stay additive: each coordinate draws its own noise, scaled so that an expert's score has deviation
     `stddev`. Experts that share a coordinate share that part of the noise.
 
-    Args:
-      router: the one to wrap.
-      stddev: standard deviation of the noise in one expert's score, above 0.
-
     Raises:
       ValueError: if stddev is not positive.
     """
@@ -93,10 +89,6 @@ def add_noise(router: Router, stddev: float) -> Router:
 def temperature(router: Router, value: float) -> Router:
     """Scores divided by a temperature: the same experts, with more even weights above 1, sharper ones below.
 
-    Args:
-      router: the one to wrap.
-      value: above 0.
-
     Raises:
       ValueError: if the value is not positive.
     """
@@ -111,12 +103,8 @@ def drop_experts(router: Router, rate: float) -> Router:
     How the released code of Learning@home emulates failures of machines (at a rate of 0.1). An expert is gone, not a
     coordinate, so the scores become flat; on a grid of several dimensions `select` then needs the whole grid.
 
-    Args:
-      router: the one to wrap.
-      rate: probability, at least 0 and below 1.
-
     Raises:
-      ValueError: if the rate is out of range.
+      ValueError: if the rate is not at least 0 and below 1.
     """
     _check_range("rate", rate, 0 <= rate < 1, "at least 0 and below 1")
 
@@ -143,11 +131,9 @@ def freeze(router: Router) -> Router:
 
 @router_factory
 def with_balancing_loss(router: Router, weight: float = 0.01) -> Router:
-    """The router with the load-balancing loss of Switch Transformer added to its own; see `losses`.
+    """The router with the load-balancing loss of Switch Transformer added to its own, the paper's weight by default.
 
-    Args:
-      router: the one to wrap. The probabilities are the softmax of its scores over the whole grid.
-      weight: at least 0; the paper's is 0.01.
+    The probabilities are the softmax of its scores over the whole grid; see `losses`.
 
     Raises:
       ValueError: if the weight is negative.
@@ -162,14 +148,10 @@ def with_balancing_loss(router: Router, weight: float = 0.01) -> Router:
 
 @router_factory
 def with_z_loss(router: Router, weight: float = 0.001) -> Router:
-    """The router with the z-loss of ST-MoE added to its own; see `losses`.
+    """The router with the z-loss of ST-MoE added to its own, the paper's weight by default; see `losses`.
 
     It penalises the scores as this router hands them over; those that are log-probabilities already have none to pay
     (`switch` has its own z-loss, on what goes into its softmax).
-
-    Args:
-      router: the one to wrap.
-      weight: at least 0; the paper's is 0.001.
 
     Raises:
       ValueError: if the weight is negative.

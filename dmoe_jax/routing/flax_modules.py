@@ -3,7 +3,9 @@
 Make such a router once and keep it: each call returns new functions, and compiled code is cached by their identity.
 """
 
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from flax import linen as nn
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
-from dmoe_jax.routing.base import Features, Ids, Router, Scores, check_grid_size, split_scores, top_k_router
+from dmoe_jax.routing.base import Features, Ids, Logits, Router, Scores, check_grid_size, top_k_router
 from dmoe_jax.types import PyTree
 
 
@@ -43,7 +45,7 @@ def from_linen(make_module: Callable[[], nn.Module], grid_size: tuple[int, ...],
     def scores(params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None) -> Scores:
         del ids
         rngs = None if key is None else {"router": key}
-        return Scores(split_scores(module.apply({"params": params}, x, rngs=rngs), grid))
+        return Scores(_split(module.apply({"params": params}, x, rngs=rngs), grid))
 
     return top_k_router(name, grid, init, scores)
 
@@ -80,6 +82,17 @@ def from_nnx(
         del key, ids
         graph, state = nnx.split(nnx.eval_shape(lambda: make_module(x.shape[-1], nnx.Rngs(0))))
         nnx.replace_by_pure_dict(state, params)
-        return Scores(split_scores(nnx.merge(graph, state)(x), grid))
+        return Scores(_split(nnx.merge(graph, state)(x), grid))
 
     return top_k_router(name, grid, init, scores)
+
+
+def _split(raw: Any, grid_size: tuple[int, ...]) -> Logits:
+    """Logits by dimension, from what a module returned."""
+    if isinstance(raw, tuple | list):
+        return tuple(raw)
+    if raw.shape[-1] != sum(grid_size):
+        raise ValueError(
+            f"a scoring network for grid {grid_size} must return {sum(grid_size)} scores a sample, got {raw.shape[-1]}"
+        )
+    return tuple(jnp.split(raw, list(itertools.accumulate(grid_size[:-1])), axis=-1))

@@ -3,12 +3,18 @@
 One linear map of the normalised input gives a score for every coordinate of every grid dimension; an expert's score
 is the sum over its coordinates (section 3.2). A grid of 32 x 32 experts thus needs 64 scores. Unlike product-key
 memory (Lample et al. 2019), every dimension sees the whole input instead of a part of a query.
+
+`flat_top_k`, the usual gate with one score for each expert (Shazeer et al. 2017, eq. 2), is what product keys are to be
+compared with: the same gate for a grid of one dimension, LayerNorm and initial scale included, so that between the two
+nothing differs but the sum over dimensions.
 """
+
+import math
 
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from dmoe_jax.routing.base import Router, router_factory
+from dmoe_jax.routing.base import Router, router_factory, top_k_router
 from dmoe_jax.routing.flax_modules import from_linen
 
 DEFAULT_INIT_SCALE = 0.1
@@ -49,3 +55,10 @@ def product_key(grid_size: tuple[int, ...], *, init_scale: float = DEFAULT_INIT_
     if not init_scale > 0:
         raise ValueError(f"init_scale must be positive, got {init_scale!r}")
     return from_linen(lambda: ProductKeyGate(grid_size, init_scale), grid_size, name="product_key")
+
+
+@router_factory
+def flat_top_k(grid_size: tuple[int, ...], *, init_scale: float = DEFAULT_INIT_SCALE) -> Router:
+    """The flat router. Arguments and errors are those of `product_key`."""
+    gate = product_key((math.prod(grid_size),), init_scale=init_scale)
+    return top_k_router("flat_top_k", grid_size, gate.init, gate.scores, flat=True)

@@ -63,7 +63,7 @@ def test_equals_exhaustive_search_on_a_full_grid() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(5,), (4, 4), (3, 4, 3), (2, 2, 2, 2)]), st.integers(1, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_equals_exhaustive_search_whatever_the_grid_and_the_ties(seed: int, grid_size: tuple[int, ...], k: int) -> None:
     """Also with integer scores, where ties abound, and with more experts wanted than there are."""
     rng = np.random.default_rng(seed)
@@ -75,7 +75,7 @@ def test_equals_exhaustive_search_whatever_the_grid_and_the_ties(seed: int, grid
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.0, 1.0), st.integers(1, 4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_holes_never_cost_an_expert(seed: int, density: float, k: int) -> None:
     """Each sample gets min(k, living) distinct living experts, even when announced paths are dead."""
     rng = np.random.default_rng(seed)
