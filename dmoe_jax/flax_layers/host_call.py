@@ -147,11 +147,7 @@ class HostCall:
         self._name = f"remote layer {mixture.config.prefix!r}"
         self._residuals: OrderedDict[int, Residual] = OrderedDict()  # touched in the portal's thread only
         self._tickets = 0
-        self._ask = _refusing_vmap(functools.partial(self._forward_callback, keep=False), self._name)
-        self._ask_to_learn = _refusing_vmap(functools.partial(self._forward_callback, keep=True), self._name)
-        self._teach = _refusing_vmap(self._backward_callback, self._name)
-        self._fetch_alive = _refusing_vmap(self._alive_callback, self._name)
-        self._remote: Any = jax.custom_vjp(lambda anchor, chosen, inputs: self._ask(chosen, inputs)[:3])
+        self._remote: Any = jax.custom_vjp(lambda anchor, chosen, inputs: self._ask(False, chosen, inputs)[:3])
         self._remote.defvjp(self._vjp_forward, self._vjp_backward)
 
     def __call__(
@@ -180,7 +176,7 @@ class HostCall:
         scores = score(router, gate, features, key=key, ids=ids)
         selected: tuple[Any, ...] = ()
         if router.whole_grid:
-            alive = self._fetch_alive()
+            alive = self._on_host(self.mixture.alive, jax.ShapeDtypeStruct(router.grid_size, np.bool_))
             selected = (*router.select(scores, self.mixture.config.k_best, alive), alive)
         outputs, answered, indices = self._remote(anchor, (scores.logits, selected), inputs)
         return mix_segment(router)(scores, indices, answered, outputs, inputs[0])
@@ -204,46 +200,49 @@ class HostCall:
     # The graph's side.
 
     def _vjp_forward(self, anchor: Any, chosen: Any, inputs: Any) -> tuple[Any, Any]:
-        outputs, answered, indices, ticket = self._ask_to_learn(chosen, inputs)
-        return (outputs, answered, indices), ticket
+        *found, ticket = self._ask(True, chosen, inputs)
+        return tuple(found), ticket
 
     def _vjp_backward(self, ticket: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        found = iter(self._teach(ticket, grads[0]))
-        specs = self.mixture.expert.inputs
+        specs, batch = self.mixture.expert.inputs, grads[0].shape[0]
+        shapes = [jax.ShapeDtypeStruct((batch, *spec.shape), spec.dtype) for spec in specs if spec.differentiable]
+        found = iter(self._on_host(self._backward, shapes, ticket, grads[0]))
         return None, None, tuple(next(found) if spec.differentiable else None for spec in specs)
 
-    def _forward_callback(self, chosen: Any, inputs: Any, *, keep: bool) -> Any:
+    def _ask(self, keep: bool, chosen: Any, inputs: Any) -> Any:
         logits, selected = chosen
-        expert, router = self.mixture.expert, self.mixture.router
+        expert, dims = self.mixture.expert, len(self.mixture.router.grid_size)
         batch = logits[0].shape[0]
         slots = selected[0].shape[1] if selected else self.mixture.config.k_best
         shapes = (
             jax.ShapeDtypeStruct((batch, slots, *expert.output.shape), expert.output.dtype),
             jax.ShapeDtypeStruct((batch, slots), np.bool_),
-            jax.ShapeDtypeStruct((batch, slots, len(router.grid_size)), np.int32),
+            jax.ShapeDtypeStruct((batch, slots, dims), np.int32),
             jax.ShapeDtypeStruct((), np.uint32),
         )
-        return io_callback(functools.partial(self._on_host, self._forward, keep), shapes, chosen, inputs)
+        return self._on_host(functools.partial(self._forward, keep), shapes, chosen, inputs)
 
-    def _backward_callback(self, ticket: Any, grads: Any) -> Any:
-        shapes = [
-            jax.ShapeDtypeStruct((grads.shape[0], *spec.shape), spec.dtype)
-            for spec in self.mixture.expert.inputs
-            if spec.differentiable
-        ]
-        return io_callback(functools.partial(self._on_host, self._backward), shapes, ticket, grads)
+    def _on_host(self, function: Callable[..., Awaitable[Any]], shapes: Any, *args: Any) -> Any:
+        """What the function returns in the portal's thread. `vmap` is refused: it would call the experts once for each
+        element, one after the other."""
 
-    def _alive_callback(self) -> Any:
-        shape = jax.ShapeDtypeStruct(self.mixture.router.grid_size, np.bool_)
-        return io_callback(functools.partial(self._on_host, self.mixture.alive), shape)
+        def in_callback(*args: Any) -> Any:
+            with self._slots.take(self._name):
+                return self._portal.run(function, *jax.tree.map(np.asarray, args))
 
-    # The host's side: first in XLA's thread, then in the portal's.
+        guarded = custom_vmap(lambda *args: io_callback(in_callback, shapes, *args))
 
-    def _on_host(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        with self._slots.take(self._name):
-            return self._portal.run(function, *jax.tree.map(np.asarray, args))
+        @guarded.def_vmap
+        def refuse(axis_size: int, in_batched: Any, *args: Any) -> Any:
+            raise NotImplementedError(
+                f"{self._name} cannot be used under vmap; its inputs have a batch axis already: put all samples into it"
+            )
 
-    async def _forward(self, keep: Any, chosen: Any, inputs: Any) -> tuple[Any, ...]:
+        return guarded(*args)
+
+    # The host's side, in the portal's thread.
+
+    async def _forward(self, keep: bool, chosen: Any, inputs: Any) -> tuple[Any, ...]:
         mixture = self.mixture
         logits, selected = chosen
         if selected:
@@ -271,16 +270,3 @@ class HostCall:
         if len(self._residuals) > MAX_RESIDUALS:
             self._residuals.popitem(last=False)
         return self._tickets
-
-
-def _refusing_vmap(function: Callable[..., Any], name: str) -> Any:
-    """The function, which `vmap` refuses: it would call the experts once for each element, one after the other."""
-    guarded = custom_vmap(function)
-
-    @guarded.def_vmap
-    def refuse(axis_size: int, in_batched: Any, *args: Any) -> Any:
-        raise NotImplementedError(
-            f"{name} cannot be used under vmap; its inputs have a batch axis already: put all samples into it"
-        )
-
-    return guarded

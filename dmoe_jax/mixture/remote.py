@@ -297,13 +297,13 @@ def _add_rows(array: Array, rows: Array, grads: Array) -> None:
 
 
 @functools.cache
-def select_program(router: Router, k: int) -> Any:
+def select_program(router: Router, k: int) -> Callable[[Scores, Array], Any]:
     """The compiled (scores, alive) -> (indices, mask) of this router, made once."""
     return jax.jit(lambda scores, alive: router.select(scores, k, alive))
 
 
 @functools.cache
-def mix_segment(router: Router) -> Any:
+def mix_segment(router: Router) -> Callable[..., tuple[Any, Any]]:
     """The segment (scores, indices, answered, outputs, x) -> (mixed, aux_loss) for this router, made once."""
 
     def mix(scores: Scores, indices: Any, answered: Any, outputs: Any, x: Any) -> tuple[Any, Any]:

@@ -150,12 +150,7 @@ def as_scores(raw: Any, grid_size: tuple[int, ...], batch: int) -> Scores:
 
 
 def score(
-    router: Router,
-    params: PyTree,
-    x: Features,
-    *,
-    key: PRNGKeyArray | None = None,
-    ids: Ids | None = None,
+    router: Router, params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None
 ) -> Scores:
     """The router's scores in their one form; models call this, never `router.scores` itself.
 

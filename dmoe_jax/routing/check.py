@@ -6,6 +6,7 @@ evaluation, with all experts alive and with some of them dead.
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -88,8 +89,8 @@ def _try(router: Router, d_model: int) -> None:
             if (counts > 1).any():
                 twice = tuple(experts[np.argmax(counts)].tolist())
                 raise ValueError(f"select chose expert {twice} more than once for sample {sample}")
-        for answered, weights, loss, grads in answers:
-            _check_answer(mask, answered, weights, loss, grads)
+        for case in range(len(answers[0])):
+            _check_answer(mask, *jax.tree.map(operator.itemgetter(case), answers))
 
 
 def _trial(router: Router, k: int, params: Any, x: Any, ids: Any, key: Any, alive: Any) -> Any:
@@ -110,12 +111,11 @@ def _trial(router: Router, k: int, params: Any, x: Any, ids: Any, key: Any, aliv
         # Not the plain sum of the weights, which is 1 whatever the scores: each weight counts differently.
         return jnp.sum(weights * jnp.arange(1.0, weights.size + 1).reshape(weights.shape)) + loss, (weights, loss)
 
-    answers = []
-    # All answer, the best one does not, nobody does.
-    for answered in (mask, mask.at[:, 0].set(False), jnp.zeros_like(mask)):
-        grads, (weights, loss) = jax.grad(outcome, argnums=(0, 1), has_aux=True)(params, x, answered)
-        answers.append((answered, weights, loss, grads))
-    return scores.logits, indices, mask, answers
+    # All answer, the best one does not, nobody does. As a loop of XLA it is compiled once.
+    answered = jnp.stack([mask, mask.at[:, 0].set(False), jnp.zeros_like(mask)])
+    gradient = functools.partial(jax.grad(outcome, argnums=(0, 1), has_aux=True), params, x)
+    grads, (weights, losses) = jax.lax.map(gradient, answered)
+    return scores.logits, indices, mask, (answered, weights, losses, grads)
 
 
 def _call(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:

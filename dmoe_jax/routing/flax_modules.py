@@ -28,7 +28,7 @@ def from_linen(make_module: Callable[[], nn.Module], grid_size: tuple[int, ...],
 
     Raises:
       ValueError: if grid_size is not one or more positive integers; from `init`, if the module keeps other
-        state than parameters; from `scores`, if the module's output does not fit the grid.
+        state than parameters; from `score`, if its output does not fit the grid.
     """
     grid = check_grid_size(grid_size)
     module = make_module()

@@ -321,14 +321,16 @@ def test_a_forward_pass_has_one_backward_pass(thread: SwarmThread, monkeypatch: 
     blocking = thread.mixture()
     layer = blocking.linen()
     params = layer.init(jax.random.key(1), X)
-    first, *others = [jax.vjp(layer.apply, params, X)[1] for _ in range(4)]
+    forward = jax.jit(lambda params: jax.vjp(layer.apply, params, X)[1])
+    backward = jax.jit(lambda pull_back: pull_back(X))
+    first, *others = [jax.block_until_ready(forward(params)) for _ in range(4)]
     assert len(blocking.call._residuals) == 3
     with pytest.raises(jax.errors.JaxRuntimeError, match="its forward pass kept for this backward pass is gone"):
-        jax.block_until_ready(first(X))
-    jax.block_until_ready(others[0](X))
+        jax.block_until_ready(backward(first))
+    jax.block_until_ready(backward(others[0]))
     assert len(blocking.call._residuals) == 2
     with pytest.raises(jax.errors.JaxRuntimeError, match="has one backward pass, and at most 3 may be outstanding"):
-        jax.block_until_ready(others[0](X))
+        jax.block_until_ready(backward(others[0]))
 
 
 def test_transformations_that_cannot_work_are_refused(thread: SwarmThread) -> None:
