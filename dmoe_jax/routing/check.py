@@ -145,7 +145,7 @@ def _check_selection(chosen: Any, dims: int) -> tuple[Any, Any]:
     return indices, mask
 
 
-def _check_answer(mask: np.ndarray, answered: np.ndarray, weights: np.ndarray, loss: np.ndarray, grads: Any) -> None:
+def _check_answer(mask: np.ndarray, answered: np.ndarray, weights: np.ndarray, loss: np.generic, grads: Any) -> None:
     sound = np.isfinite(weights).all() and (weights >= 0).all() and (weights.sum(axis=1) <= 1 + 1e-4).all()
     if not sound or (weights[~answered] != 0).any():
         raise ValueError(
