@@ -30,6 +30,8 @@ K_BEST = 2
 EXPERT = feedforward(d_model=8)
 OPTIMIZER = optax.adam(1e-2)
 ROUTER = product_key(GRID, init_scale=1.0)
+PATIENT = {"grace_s": 60.0, "timeout_s": 60.0}
+"""For tests in real time without faults: a busy machine is no reason to give an expert up."""
 
 
 def project(params: Any, mixed: Any, targets: Any) -> Any:
@@ -73,7 +75,7 @@ async def check_equals_local(swarm: SmallSwarm) -> None:
     params, targets, trunk_optimizer = make_problem()
     experts = swarm.stacked_params("ffn", GRID)
     opt_states = init_opt_states(OPTIMIZER, experts)
-    step = remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST))
+    step = remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST, **PATIENT))
     trunk_state = trunk_optimizer.init(params)
     for _ in range(2):
         (expected_loss, used), (expected_grads, expert_grads) = LOCAL_STEP(params, experts, targets)
@@ -252,8 +254,8 @@ LOSSES = {
 async def steps_with_and_without(swarm: SmallSwarm, compression: Compression) -> tuple[Any, Any]:
     """(loss, gradients) of one step uncompressed, then compressed. The swarm's experts must not learn."""
     params, targets, _ = make_problem()
-    plainly = remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST))
-    compressed = remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST, compression=compression))
+    plainly = remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST, **PATIENT))
+    compressed = remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST, compression=compression, **PATIENT))
     return await plainly(params, targets), await compressed(params, targets)
 
 

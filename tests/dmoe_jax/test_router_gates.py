@@ -102,7 +102,7 @@ def test_the_load_loss_trains_the_noise():
         scores = score(router, params, jnp.asarray(X), key=jax.random.key(2))
         return router.aux_loss(scores, *router.select(scores, 2))
 
-    gradient = jax.grad(loss)(noisy_params())
+    gradient = jax.jit(jax.grad(loss))(noisy_params())
     assert np.abs(gradient["noise"]).max() > 1e-4
     assert np.abs(gradient["gate"]).max() > 1e-4
 
@@ -188,7 +188,7 @@ def test_where_gradients_flow(factory):
         indices, mask = router.select(scores, 2)
         return jnp.sum(router.combine(gather_logits(scores, indices, GRID), mask)[:, 0])
 
-    of_params, of_x = jax.grad(first_weight, argnums=(0, 1))(params, jnp.asarray(X))
+    of_params, of_x = jax.jit(jax.grad(first_weight, argnums=(0, 1)))(params, jnp.asarray(X))
     assert np.abs(of_x).max() > 1e-5
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(of_params))
     assert largest == 0 if factory is frozen_random else largest > 1e-5
