@@ -15,6 +15,7 @@ import trio
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.mixture.local import init_opt_states, local_mixture, update_experts
+from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.routing.base import gather_logits
 from dmoe_jax.routing.product_key import product_key
 from net.errors import CallRefused, ConnectionLost, NoQuorum
@@ -32,6 +33,8 @@ OPTIMIZER = optax.adam(1e-2)
 ROUTER = product_key(GRID, init_scale=1.0)
 PATIENT = {"grace_s": 60.0, "timeout_s": 60.0}
 """For tests in real time without faults: a busy machine is no reason to give an expert up."""
+LASTING = NodeConfig(record_lifetime_s=3600.0)
+"""Nor is it when compiling holds the event loop up for longer than an announcement usually stands."""
 
 
 def project(params: Any, mixed: Any, targets: Any) -> Any:
@@ -94,7 +97,7 @@ async def test_equals_local_over_tcp() -> None:
     """Loss, gradients of gate, input and head, and expert updates equal one jit to 1e-5 over two steps."""
     async with (
         tcp_callers(3) as callers,
-        open_small_swarm(callers, EXPERT, OPTIMIZER, prefixes=["ffn"], grid_size=GRID) as swarm,
+        open_small_swarm(callers, EXPERT, OPTIMIZER, prefixes=["ffn"], grid_size=GRID, node_config=LASTING) as swarm,
     ):
         await check_equals_local(swarm)
 
@@ -341,7 +344,7 @@ async def test_compression_over_tcp() -> None:
     """The same bounds where the tensors really are bytes in between."""
     async with (
         tcp_callers(3) as callers,
-        open_small_swarm(callers, EXPERT, None, prefixes=["ffn"], grid_size=GRID) as swarm,
+        open_small_swarm(callers, EXPERT, None, prefixes=["ffn"], grid_size=GRID, node_config=LASTING) as swarm,
     ):
         for compression in LOSSES:
             exact, lossy = await steps_with_and_without(swarm, compression)
