@@ -21,7 +21,9 @@ produced which values. The backward pass walks the notes from last to first.
 """
 
 import functools
-from collections.abc import Awaitable, Callable
+import itertools
+import operator
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -76,8 +78,6 @@ class RemoteCall(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Note of one jitted segment: its inputs (tape values and constants) and its outputs."""
-
     function: Callable[..., PyTree]
     args: tuple[Any, ...]
     outputs: tuple[Value, ...]
@@ -85,8 +85,6 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Remote:
-    """Note of one remote call."""
-
     operation: RemoteCall
     args: tuple[Any, ...]
     residual: Any
@@ -144,10 +142,17 @@ class Recording:
             raise ValueError(f"the loss must be a floating scalar computed by the recording, got {loss!r}")
         grads: dict[Value, Any] = {loss: np.ones((), loss.dtype)}
         for note in reversed(self._notes):
+            if not any(output in grads for output in jax.tree.leaves(note.outputs)):
+                continue
             if isinstance(note, _Segment):
-                _backward_segment(note, grads)
+                of_inputs = _backward_segment(note, grads)
             else:
-                await _backward_remote(note, grads)
+                output_grads = jax.tree.map(lambda out: _gradient_or_zero(grads, out), note.outputs)
+                input_grads = await note.operation.backward(note.residual, output_grads)
+                of_inputs = zip(note.args, input_grads, strict=True)
+            for value, grad in of_inputs:
+                if isinstance(value, Value) and grad is not None:
+                    grads[value] = _add(grads[value], grad) if value in grads else grad
         return grads
 
 
@@ -190,34 +195,17 @@ def _gradient_or_zero(grads: dict[Value, Any], leaf: Value) -> Any:
     return grads[leaf] if leaf in grads else jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def _backward_segment(note: _Segment, grads: dict[Value, Any]) -> None:
-    if not any(output in grads for output in note.outputs):
-        return
+def _backward_segment(note: _Segment, grads: dict[Value, Any]) -> Iterable[tuple[Value, Any]]:
+    """The inputs that are differentiated, and their gradients."""
     leaves = jax.tree.leaves(note.args)
     wanted = tuple(isinstance(leaf, Value) and _is_inexact(leaf.value) for leaf in leaves)
     if not any(wanted):
-        return
+        return ()
     # An output that the loss does not use gets zeros, not an absent gradient: the compiled program then does not
     # depend on which outputs happened to be used. Integer outputs carry no gradient and are skipped.
     output_grads = tuple(_gradient_or_zero(grads, out) for out in note.outputs if _is_inexact(out.value))
     input_grads = _pull_back(note.function, wanted, _concrete(note.args), output_grads)
-    taped = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
-    for leaf, grad in zip(taped, input_grads, strict=True):
-        _accumulate(grads, leaf, grad)
-
-
-async def _backward_remote(note: _Remote, grads: dict[Value, Any]) -> None:
-    if not any(output in grads for output in jax.tree.leaves(note.outputs)):
-        return
-    output_grads = jax.tree.map(lambda out: _gradient_or_zero(grads, out), note.outputs)
-    input_grads = await note.operation.backward(note.residual, output_grads)
-    for arg, grad in zip(note.args, input_grads, strict=True):
-        if isinstance(arg, Value) and grad is not None:
-            _accumulate(grads, arg, grad)
-
-
-def _accumulate(grads: dict[Value, Any], value: Value, grad: Any) -> None:
-    grads[value] = _add(grads[value], grad) if value in grads else grad
+    return zip(itertools.compress(leaves, wanted), input_grads, strict=True)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -241,12 +229,9 @@ def _pull_back(
         outputs = jax.tree.leaves(function(*jax.tree.unflatten(treedef, merged)))
         return tuple(out for out in outputs if _is_inexact(out))
 
-    chosen = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
-    _, pull = jax.vjp(of_wanted, chosen)
+    _, pull = jax.vjp(of_wanted, list(itertools.compress(leaves, wanted)))
     (grads,) = pull(output_grads)
     return list(grads)
 
 
-@jax.jit
-def _add(left: Any, right: Any) -> Any:
-    return left + right
+_add = jax.jit(operator.add)

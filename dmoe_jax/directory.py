@@ -11,13 +11,13 @@ that a training step normally finds everything at hand. Records come from strang
 import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import trio
 
-from dmoe_jax.grid import ExpertUid, check_prefix, key_prefix, parse_coordinate, prefixes
-from dmoe_jax.members import served_prefixes, tombstone
+from dmoe_jax.grid import ExpertUid, check_prefix, key_prefix, parse_coordinate, steps
+from dmoe_jax.members import list_members, withdraw
 from dmoe_jax.routing.beam_search import Coordinates, search_beams
 from net.dht.messages import contact_to_wire, parse_contact_untrusted
 from net.dht.node import DhtNode, StoreItem
@@ -30,18 +30,6 @@ from net.peer_health import Pause, PeerHealth
 MAX_CACHED_PREFIXES = 16_384
 """Most prefixes that a directory remembers; the least recently used go first. A 4-D grid of 16^4 experts has
 4369."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenExpert:
-    """One expert that beam search found alive."""
-
-    uid: ExpertUid
-    """Its name; `uid.coordinates` index the router's scores."""
-    contact: Contact
-    """Who serves it."""
-    score: float
-    """Sum of the scores of its coordinates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +73,14 @@ async def declare_experts(
     """
     items: dict[tuple[str, str], StoreItem] = {}
     for uid in uids:
-        steps = list(zip(prefixes(uid), map(str, uid.coordinates), strict=True))
-        for step in steps:
-            value = contact_to_wire(contact) if step is steps[-1] else True
-            items[step] = StoreItem(key=step[0], subkey=step[1], value=value, expiration=expiration)
+        *inner, last = steps(uid)
+        values = {**dict.fromkeys(inner, True), last: contact_to_wire(contact)}
+        for (key, subkey), value in values.items():
+            items[key, subkey] = StoreItem(key=key, subkey=subkey, value=value, expiration=expiration)
     accepted = dict(zip(items, await dht.store_many(items.values()), strict=True))
     # Only the last step counts. An inner one is rejected when another host vouches for the row for longer: just as
     # good.
-    return {uid: accepted[prefixes(uid)[-1], str(uid.coordinates[-1])] for uid in uids}
+    return {uid: accepted[steps(uid)[-1]] for uid in uids}
 
 
 async def withdraw_experts(dht: DhtNode, uids: Sequence[ExpertUid], contact: Contact) -> None:
@@ -101,15 +89,7 @@ async def withdraw_experts(dht: DhtNode, uids: Sequence[ExpertUid], contact: Con
     Entries of rows (`ffn.` -> `3`) stay until they end, since others may serve experts there; readers cope
     with rows that have no living child. Announcements of other hosts stay.
     """
-    found = await dht.get_many(dict.fromkeys(prefixes(uid)[-1] for uid in uids))
-    items: list[StoreItem] = []
-    for uid in uids:
-        key, subkey = prefixes(uid)[-1], str(uid.coordinates[-1])
-        record = found[key]
-        entry = record.entries.get(subkey) if isinstance(record, Dictionary) else None
-        if entry is not None and _is_of(entry.value, contact):
-            items.append(tombstone(key, subkey, entry))
-    await dht.store_many(items)
+    await withdraw(dht, [steps(uid)[-1] for uid in uids], lambda value: _is_of(value, contact))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +103,7 @@ class _Cached:
     used_at: float
     fetched_at: float = -math.inf
     record: Record | None = None
-    children: dict[int, _Child] | None = None
+    children: dict[int, _Child] = field(default_factory=dict)
 
 
 class ExpertDirectory:
@@ -151,19 +131,10 @@ class ExpertDirectory:
         if not self.health.blocks(uid, now, self._pause):
             self.health.failed(uid, now, reason)
 
-    def avoided(self) -> tuple[PeerId | str, ...]:
-        """The hosts, and the single experts by uid, that count as dead now because they failed."""
-        found: list[PeerId | str] = []
-        for target in self.health.blocked(trio.current_time(), self._pause):
-            if isinstance(target, str):
-                found.append(target)
-            elif isinstance(target, tuple) and target[1] == _SERVICE:
-                found.append(target[0])
-        return tuple(found)
-
     async def served_prefixes(self) -> tuple[str, ...]:
-        """The prefixes of all experts that the nodes of this swarm list."""
-        return await served_prefixes(self._dht, self._swarm)
+        """The prefixes of all experts that the nodes of this swarm list, sorted."""
+        members = await list_members(self._dht, self._swarm)
+        return tuple(sorted({prefix for member in members for prefix in member.grids}))
 
     @property
     def clock_skew_s(self) -> float:
@@ -181,11 +152,6 @@ class ExpertDirectory:
         now = self._now()
         return {name: self._living(name, now) for name in names}
 
-    async def find_experts(self, uids: Sequence[ExpertUid]) -> dict[ExpertUid, Contact | None]:
-        """Who serves these experts; None for those that are not alive."""
-        found = await self.children(prefixes(uid)[-1] for uid in uids)
-        return {uid: found[prefixes(uid)[-1]].get(uid.coordinates[-1]) for uid in uids}
-
     async def living(self, prefix: str, grid_size: Sequence[int]) -> dict[Coordinates, Contact]:
         """Every living expert of a grid, and who serves it, in the order of coordinates.
 
@@ -197,27 +163,26 @@ class ExpertDirectory:
         check_prefix(prefix)
         paths: dict[Coordinates, Contact | None] = {(): None}
         for dim, size in enumerate(grid_size):
-            names = {path: key_prefix(prefix, path) for path in paths}
-            found = await self.children(names.values())
-            is_leaf = dim == len(grid_size) - 1
+            found = await self._followers(prefix, paths, is_leaf=dim == len(grid_size) - 1)
             paths = {
                 (*path, child): who
-                for path, name in names.items()
-                for child, who in found[name].items()
-                # A row where an expert should be, or the reverse, belongs to a grid of another depth.
-                if child < size and (who is not None) == is_leaf
+                for path, children in found.items()
+                for child, who in children.items()
+                if child < size
             }
         return {path: who for path, who in sorted(paths.items()) if who is not None}
 
     async def beam_search(
-        self, prefix: str, scores: Sequence[np.ndarray], k: int, *, beam_size: int | None = None
-    ) -> list[tuple[ChosenExpert, ...]]:
-        """The best k living experts for each sample, best first; fewer where fewer are alive.
+        self, prefix: str, scores: Sequence[np.ndarray], k: int
+    ) -> tuple[np.ndarray, dict[Coordinates, Contact]]:
+        """The best k living experts for each sample.
 
         Args:
           prefix: the grid's name, without a dot.
           scores: for each grid dimension [batch, grid_i]; see `search_beams`.
-          beam_size: prefixes kept for each sample; None: k.
+
+        Returns:
+          int64 [batch, k, dims], best first, -1 where fewer are alive; and who serves the experts that were seen.
 
         Raises:
           ValueError: as `search_beams`, or if the prefix is malformed.
@@ -225,23 +190,26 @@ class ExpertDirectory:
         check_prefix(prefix)
         known: dict[Coordinates, list[int]] = {}
         contacts: dict[Coordinates, Contact] = {}
-        while (result := search_beams(scores, known, k=k, beam_size=beam_size)).missing:
-            names = {path: key_prefix(prefix, path) for path in result.missing}
-            found = await self.children(names.values())
-            for path, name in names.items():
-                is_leaf = len(path) == len(scores) - 1
-                # A row where an expert should be, or the reverse, belongs to a grid of another depth.
-                fitting = {child: who for child, who in found[name].items() if (who is not None) == is_leaf}
-                known[path] = list(fitting)
-                contacts |= {(*path, child): who for child, who in fitting.items() if who is not None}
-        return [
-            tuple(
-                ChosenExpert(uid=ExpertUid(prefix, path), contact=contacts[path], score=score)
-                for path, score in zip(map(tuple, paths), totals, strict=True)
-                if path[0] >= 0
-            )
-            for paths, totals in zip(result.coordinates.tolist(), result.scores.tolist(), strict=True)
-        ]
+        while True:
+            chosen, missing = search_beams(scores, known, k=k)
+            if not missing:
+                return chosen, contacts
+            # Paths that are missing together are all of one length.
+            found = await self._followers(prefix, missing, is_leaf=len(missing[0]) == len(scores) - 1)
+            for path, children in found.items():
+                known[path] = list(children)
+                contacts |= {(*path, child): who for child, who in children.items() if who is not None}
+
+    async def _followers(
+        self, prefix: str, paths: Iterable[Coordinates], *, is_leaf: bool
+    ) -> dict[Coordinates, dict[int, Contact | None]]:
+        """The children of partial paths. A row where an expert should be, or the reverse, belongs to another grid."""
+        names = {path: key_prefix(prefix, path) for path in paths}
+        found = await self.children(names.values())
+        return {
+            path: {child: who for child, who in found[name].items() if (who is not None) == is_leaf}
+            for path, name in names.items()
+        }
 
     async def run(self) -> None:
         """Refresh what is in use before it grows old, and forget the rest. `open_expert_directory` starts it."""
@@ -290,10 +258,9 @@ class ExpertDirectory:
 
     def _living(self, name: str, now: float) -> dict[int, Contact | None]:
         cached = self._cache.get(name)
-        children = {} if cached is None or cached.children is None else cached.children
         return {
             coordinate: child.contact
-            for coordinate, child in children.items()
+            for coordinate, child in (cached.children.items() if cached else ())
             if child.expiration > now
             and (child.contact is None or not self._is_avoided(child.contact, f"{name}{coordinate}"))
         }

@@ -41,7 +41,7 @@ class ExpertUid:
             raise ValueError(f"coordinates go from 0 to {MAX_COORDINATE}, got {self.coordinates}")
 
     def __str__(self) -> str:
-        return format_uid(self)
+        return key_prefix(self.prefix, self.coordinates)[:-1]
 
 
 def check_prefix(prefix: str) -> str:
@@ -81,19 +81,14 @@ def parse_uid(text: str) -> ExpertUid:
         raise ValueError(f"bad expert uid {text!r}: {error}") from error
 
 
-def format_uid(uid: ExpertUid) -> str:
-    """`prefix.u0.u1...`, what `parse_uid` reads."""
-    return key_prefix(uid.prefix, uid.coordinates)[:-1]
-
-
 def key_prefix(prefix: str, coordinates: Sequence[int]) -> str:
     """The name of a partial path: `ffn.` for no coordinates, `ffn.3.` for (3,). It always ends with a dot."""
     return ".".join((prefix, *map(str, coordinates), ""))
 
 
-def prefixes(uid: ExpertUid) -> tuple[str, ...]:
-    """The partial paths that lead to an expert, shortest first: `ffn.3.17` -> (`ffn.`, `ffn.3.`)."""
-    return tuple(key_prefix(uid.prefix, uid.coordinates[:length]) for length in range(len(uid.coordinates)))
+def steps(uid: ExpertUid) -> tuple[tuple[str, str], ...]:
+    """Key prefix and coordinate of each step that leads to an expert: `ffn.3.17` -> (`ffn.`, `3`), (`ffn.3.`, `17`)."""
+    return tuple((key_prefix(uid.prefix, uid.coordinates[:i]), str(u)) for i, u in enumerate(uid.coordinates))
 
 
 def expand_grid_pattern(pattern: str) -> tuple[ExpertUid, ...]:

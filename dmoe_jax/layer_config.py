@@ -45,11 +45,7 @@ class LayerConfig:
 
     def __post_init__(self) -> None:
         check_positive(
-            d_model=self.d_model,
-            num_heads=self.num_heads,
-            d_ff=self.d_ff,
-            seq_len=self.seq_len,
-            mem_len=self.mem_len,
+            d_model=self.d_model, num_heads=self.num_heads, d_ff=self.d_ff, seq_len=self.seq_len, mem_len=self.mem_len
         )
         if self.d_model % self.num_heads or self.d_model % 2:
             raise ValueError(f"d_model must be even and a multiple of num_heads ({self.num_heads}), got {self.d_model}")

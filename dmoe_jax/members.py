@@ -6,7 +6,7 @@ and silence is how a crashed one disappears. Strangers write these records, so w
 """
 
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -90,11 +90,26 @@ async def list_members(dht: DhtNode, swarm: str) -> tuple[Member, ...]:
 
 async def withdraw_member(dht: DhtNode, swarm: str, peer_id: PeerId, role: str) -> None:
     """Take a member's announcement in this role back."""
-    key, subkey = _key(swarm), _subkey(peer_id, role)
-    record = await dht.get(key)
-    entry = record.entries.get(subkey) if isinstance(record, Dictionary) else None
-    if entry is not None and entry.value is not None:
-        await dht.store_many([tombstone(key, subkey, entry)])
+    await withdraw(dht, [(_key(swarm), _subkey(peer_id, role))], lambda value: value is not None)
+
+
+async def withdraw(dht: DhtNode, steps: Sequence[tuple[str, str]], is_ours: Callable[[Value], bool]) -> None:
+    """Take announcements back: entries become None and end just after they would have ended.
+
+    Args:
+      steps: key and subkey of each.
+      is_ours: whether an entry's value is one to take back.
+    """
+    found = await dht.get_many(dict.fromkeys(key for key, _ in steps))
+    items = []
+    for key, subkey in steps:
+        record = found[key]
+        entry = record.entries.get(subkey) if isinstance(record, Dictionary) else None
+        if entry is not None and is_ours(entry.value):
+            # The next representable time: later than the entry it takes back, earlier than any new announcement.
+            expiration = math.nextafter(entry.expiration, math.inf)
+            items.append(StoreItem(key=key, subkey=subkey, value=None, expiration=expiration))
+    await dht.store_many(items)
 
 
 @asynccontextmanager
@@ -138,11 +153,6 @@ async def listed_member(
                 await withdraw_member(dht, swarm, peer_id, role)
 
 
-async def served_prefixes(dht: DhtNode, swarm: str) -> tuple[str, ...]:
-    """The prefixes of all experts that the swarm's nodes list, sorted."""
-    return tuple(sorted({prefix for member in await list_members(dht, swarm) for prefix in member.grids}))
-
-
 def check_info(info: Mapping[str, Value]) -> dict[str, Value]:
     """A copy of a member's facts.
 
@@ -168,13 +178,6 @@ def _check_fact(name: str, value: Value) -> Value:
     if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise ValueError(f"{name} is a text of at most {MAX_TEXT} characters or a finite number, got {value!r:.80}")
-
-
-def tombstone(key: str, subkey: str, entry: Entry) -> StoreItem:
-    """What takes an entry back: a None that ends just after the entry would have ended."""
-    # The next representable time: later than the entry it takes back, earlier than any new announcement.
-    expiration = math.nextafter(entry.expiration, math.inf)
-    return StoreItem(key=key, subkey=subkey, value=None, expiration=expiration)
 
 
 def _parse(subkey: str, entry: Entry) -> Member | None:

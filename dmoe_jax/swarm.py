@@ -31,8 +31,9 @@ from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_dir
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.joining import Target
 from dmoe_jax.members import Member, list_members, listed_member
-from dmoe_jax.mixture.fan_out import CallPolicy, ExpertCaller
-from dmoe_jax.mixture.remote import MixtureConfig, RemoteMixture
+from dmoe_jax.mixture.config import MixtureConfig
+from dmoe_jax.mixture.fan_out import ExpertCaller
+from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.model import Model
 from dmoe_jax.node.backend import ExpertBackend, make_backends
@@ -257,16 +258,22 @@ class Swarm:
         Raises:
           ValueError: a setting is out of range.
         """
-        policy = CallPolicy(k_min=k_min, grace_s=grace_s, timeout_s=timeout_s, compression=Compression(compression))
+        config = MixtureConfig(
+            prefix=prefix,
+            k_best=k_best,
+            k_min=k_min,
+            grace_s=grace_s,
+            timeout_s=timeout_s,
+            compression=Compression(compression),
+            on_shortfall=on_shortfall,
+            max_skipped=max_skipped,
+        )
         return RemoteMixture(
             expert=expert,
             router=router,
-            directory=self.directory,
             caller=self._caller,
             device=self.device,
-            config=MixtureConfig(
-                prefix=prefix, k_best=k_best, policy=policy, on_shortfall=on_shortfall, max_skipped=max_skipped
-            ),
+            config=config,
             seed=self.seed if seed is None else seed,
         )
 

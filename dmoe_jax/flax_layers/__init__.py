@@ -9,10 +9,8 @@ A training loop that somebody has already then trains remote experts. `dmoe_jax.
 done, and what it cannot do.
 """
 
-from dmoe_jax.flax_layers.blocking import BlockingMixture, Portal
-from dmoe_jax.flax_layers.host_call import MAX_WAITING_CALLS, CallSlots, make_room
-from dmoe_jax.flax_layers.linen import LinenMixture
-from dmoe_jax.flax_layers.nnx import AuxiliaryLoss, NnxMixture
+from dmoe_jax.flax_layers.host_call import MAX_WAITING_CALLS, CallSlots, Portal, make_room
+from dmoe_jax.flax_layers.layers import AuxiliaryLoss, BlockingMixture, LinenMixture, NnxMixture
 
 __all__ = [
     "MAX_WAITING_CALLS",

@@ -36,10 +36,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
-from jaxtyping import Array, Float, Int32, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from dmoe_jax.mixture.remote import RemoteMixture, Residual, mix_segment
-from dmoe_jax.routing.base import Scores, score
+from dmoe_jax.routing.base import Features, Ids, Scores, score
 from dmoe_jax.routing.check import check_finite
 from dmoe_jax.types import PyTree
 
@@ -71,8 +71,7 @@ class CallSlots:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._taken = 0
-        self._lock = threading.Lock()
+        self._free = threading.Semaphore(limit)
 
     @contextlib.contextmanager
     def take(self, what: str) -> Iterator[None]:
@@ -81,22 +80,17 @@ class CallSlots:
         Raises:
           RuntimeError: all are taken. To wait for one would block the thread that another callback's expert needs.
         """
-        with self._lock:
-            if self._taken >= self._limit:
-                remedy = (
-                    "" if self._limit == MAX_WAITING_CALLS else "call make_room() before JAX computes anything, or "
-                )
-                raise RuntimeError(
-                    f"{what}: {self._limit} calls of remote layers are waiting in this process already, one more could "
-                    f"stop XLA for good; {remedy}run fewer training loops at once, or asynchronous ones "
-                    "(dmoe_jax.autodiff)"
-                )
-            self._taken += 1
+        if not self._free.acquire(blocking=False):
+            remedy = "" if self._limit == MAX_WAITING_CALLS else "call make_room() before JAX computes anything, or "
+            raise RuntimeError(
+                f"{what}: {self._limit} calls of remote layers are waiting in this process already, one more could "
+                f"stop XLA for good; {remedy}run fewer training loops at once, or asynchronous ones "
+                "(dmoe_jax.autodiff)"
+            )
         try:
             yield
         finally:
-            with self._lock:
-                self._taken -= 1
+            self._free.release()
 
 
 @functools.cache
@@ -147,32 +141,23 @@ class HostCall:
     """
 
     def __init__(self, mixture: RemoteMixture, portal: Portal, *, slots: CallSlots | None = None) -> None:
-        self._mixture = mixture
+        self.mixture = mixture
         self._portal = portal
         self._slots = process_slots() if slots is None else slots
         self._name = f"remote layer {mixture.config.prefix!r}"
         self._residuals: OrderedDict[int, Residual] = OrderedDict()  # touched in the portal's thread only
         self._tickets = 0
-        self._ask = _refusing_vmap(functools.partial(self._forward_callback, keep=False), self._name)
-        self._ask_to_learn = _refusing_vmap(functools.partial(self._forward_callback, keep=True), self._name)
-        self._teach = _refusing_vmap(self._backward_callback, self._name)
-        self._fetch_alive = _refusing_vmap(self._alive_callback, self._name)
-        self._remote: Any = jax.custom_vjp(lambda anchor, chosen, inputs: self._ask(chosen, inputs)[:3])
+        self._remote: Any = jax.custom_vjp(lambda anchor, chosen, inputs: self._ask(False, chosen, inputs)[:3])
         self._remote.defvjp(self._vjp_forward, self._vjp_backward)
-
-    @property
-    def mixture(self) -> RemoteMixture:
-        """The mixture that does the work."""
-        return self._mixture
 
     def __call__(
         self,
         gate: PyTree,
         anchor: Float[Array, ""],
-        features: Float[Array, "batch features"],
+        features: Features,
         *inputs: Array,
         key: PRNGKeyArray | None = None,
-        ids: Int32[Array, " batch"] | None = None,
+        ids: Ids | None = None,
     ) -> tuple[Array, Float[Array, ""]]:
         """Mix the experts' outputs for a batch of samples.
 
@@ -187,24 +172,23 @@ class HostCall:
           ValueError: the inputs are not those of the expert.
         """
         self._check(inputs)
-        router = self._mixture.router
+        router = self.mixture.router
         scores = score(router, gate, features, key=key, ids=ids)
         selected: tuple[Any, ...] = ()
         if router.whole_grid:
-            alive = self._fetch_alive()
-            selected = (*router.select(scores, self._mixture.config.k_best, alive), alive)
+            alive = self._on_host(self.mixture.alive, jax.ShapeDtypeStruct(router.grid_size, np.bool_))
+            selected = (*router.select(scores, self.mixture.config.k_best, alive), alive)
         outputs, answered, indices = self._remote(anchor, (scores.logits, selected), inputs)
-        mixed, penalty = mix_segment(router)(scores, indices, answered, outputs, inputs[0])
-        return mixed, penalty
+        return mix_segment(router)(scores, indices, answered, outputs, inputs[0])
 
     def without_network(self, *inputs: Array) -> Array:
         """What the layer returns if no expert answers, for a model that is being initialised: nobody is called."""
         self._check(inputs)
-        spec, batch = self._mixture.expert.output, inputs[0].shape[0]
-        return inputs[0] if self._mixture.expert.is_residual else jnp.zeros((batch, *spec.shape), spec.dtype)
+        spec, batch = self.mixture.expert.output, inputs[0].shape[0]
+        return inputs[0] if self.mixture.expert.is_residual else jnp.zeros((batch, *spec.shape), spec.dtype)
 
     def _check(self, inputs: tuple[Any, ...]) -> None:
-        specs = self._mixture.expert.inputs
+        specs = self.mixture.expert.inputs
         expected = [(spec.shape, np.dtype(spec.dtype)) for spec in specs]
         if [(part.shape[1:], np.dtype(part.dtype)) for part in inputs] != expected:
             wanted = ", ".join(f"{spec.name} {spec.dtype}{list(spec.shape)}" for spec in specs)
@@ -216,47 +200,50 @@ class HostCall:
     # The graph's side.
 
     def _vjp_forward(self, anchor: Any, chosen: Any, inputs: Any) -> tuple[Any, Any]:
-        outputs, answered, indices, ticket = self._ask_to_learn(chosen, inputs)
-        return (outputs, answered, indices), ticket
+        *found, ticket = self._ask(True, chosen, inputs)
+        return tuple(found), ticket
 
     def _vjp_backward(self, ticket: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        found = iter(self._teach(ticket, grads[0]))
-        specs = self._mixture.expert.inputs
+        specs, batch = self.mixture.expert.inputs, grads[0].shape[0]
+        shapes = [jax.ShapeDtypeStruct((batch, *spec.shape), spec.dtype) for spec in specs if spec.differentiable]
+        found = iter(self._on_host(self._backward, shapes, ticket, grads[0]))
         return None, None, tuple(next(found) if spec.differentiable else None for spec in specs)
 
-    def _forward_callback(self, chosen: Any, inputs: Any, *, keep: bool) -> Any:
+    def _ask(self, keep: bool, chosen: Any, inputs: Any) -> Any:
         logits, selected = chosen
-        expert, router = self._mixture.expert, self._mixture.router
+        expert, dims = self.mixture.expert, len(self.mixture.router.grid_size)
         batch = logits[0].shape[0]
-        slots = selected[0].shape[1] if selected else self._mixture.config.k_best
+        slots = selected[0].shape[1] if selected else self.mixture.config.k_best
         shapes = (
             jax.ShapeDtypeStruct((batch, slots, *expert.output.shape), expert.output.dtype),
             jax.ShapeDtypeStruct((batch, slots), np.bool_),
-            jax.ShapeDtypeStruct((batch, slots, len(router.grid_size)), np.int32),
+            jax.ShapeDtypeStruct((batch, slots, dims), np.int32),
             jax.ShapeDtypeStruct((), np.uint32),
         )
-        return io_callback(functools.partial(self._on_host, self._forward, keep), shapes, chosen, inputs)
+        return self._on_host(functools.partial(self._forward, keep), shapes, chosen, inputs)
 
-    def _backward_callback(self, ticket: Any, grads: Any) -> Any:
-        shapes = [
-            jax.ShapeDtypeStruct((grads.shape[0], *spec.shape), spec.dtype)
-            for spec in self._mixture.expert.inputs
-            if spec.differentiable
-        ]
-        return io_callback(functools.partial(self._on_host, self._backward), shapes, ticket, grads)
+    def _on_host(self, function: Callable[..., Awaitable[Any]], shapes: Any, *args: Any) -> Any:
+        """What the function returns in the portal's thread. `vmap` is refused: it would call the experts once for each
+        element, one after the other."""
 
-    def _alive_callback(self) -> Any:
-        shape = jax.ShapeDtypeStruct(self._mixture.router.grid_size, np.bool_)
-        return io_callback(functools.partial(self._on_host, self._mixture.alive), shape)
+        def in_callback(*args: Any) -> Any:
+            with self._slots.take(self._name):
+                return self._portal.run(function, *jax.tree.map(np.asarray, args))
 
-    # The host's side: first in XLA's thread, then in the portal's.
+        guarded = custom_vmap(lambda *args: io_callback(in_callback, shapes, *args))
 
-    def _on_host(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        with self._slots.take(self._name):
-            return self._portal.run(function, *jax.tree.map(np.asarray, args))
+        @guarded.def_vmap
+        def refuse(axis_size: int, in_batched: Any, *args: Any) -> Any:
+            raise NotImplementedError(
+                f"{self._name} cannot be used under vmap; its inputs have a batch axis already: put all samples into it"
+            )
 
-    async def _forward(self, keep: Any, chosen: Any, inputs: Any) -> tuple[Any, ...]:
-        mixture = self._mixture
+        return guarded(*args)
+
+    # The host's side, in the portal's thread.
+
+    async def _forward(self, keep: bool, chosen: Any, inputs: Any) -> tuple[Any, ...]:
+        mixture = self.mixture
         logits, selected = chosen
         if selected:
             check_finite(mixture.router, logits, mixture.config.prefix)
@@ -274,7 +261,7 @@ class HostCall:
                 f"{self._name}: what its forward pass kept for this backward pass is gone; a forward pass has one "
                 f"backward pass, and at most {MAX_RESIDUALS} may be outstanding"
             )
-        found = await self._mixture.backward(residual, grads)
+        found = await self.mixture.backward(residual, grads)
         return [grad for grad in found if grad is not None]
 
     def _put(self, residual: Residual) -> int:
@@ -283,16 +270,3 @@ class HostCall:
         if len(self._residuals) > MAX_RESIDUALS:
             self._residuals.popitem(last=False)
         return self._tickets
-
-
-def _refusing_vmap(function: Callable[..., Any], name: str) -> Any:
-    """The function, which `vmap` refuses: it would call the experts once for each element, one after the other."""
-    guarded = custom_vmap(function)
-
-    @guarded.def_vmap
-    def refuse(axis_size: int, in_batched: Any, *args: Any) -> Any:
-        raise NotImplementedError(
-            f"{name} cannot be used under vmap; its inputs have a batch axis already: put all samples into it"
-        )
-
-    return guarded

@@ -32,11 +32,7 @@ class Coverage:
         self._warned = False
 
     def note(self, skipped: int, samples: int, *, found: int, answered: int) -> None:
-        """Record one call of the layer.
-
-        Args:
-          skipped: samples without any expert. samples: all of them.
-          found: experts that were alive and were asked. answered: those of them that answered.
+        """Record one call of the layer: of `samples` `skipped` had no expert, of `found` living ones some `answered`.
 
         Raises:
           TooFewExperts: the share of samples without an expert exceeds `max_skipped`. Calls that were not made yet

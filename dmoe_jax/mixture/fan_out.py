@@ -15,6 +15,7 @@ import trio
 
 from dmoe_jax.directory import ExpertDirectory, host_target
 from dmoe_jax.experts.base import TensorSpec
+from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.quorum import Quorum
 from dmoe_jax.mixture.statistics import BAD_ANSWER, LATE, NOT_FINITE, CallStatistics, reason_of
 from net.errors import CallFailed, ConnectionLost, NetError, PeerBusy
@@ -26,27 +27,6 @@ from net.wire.tensors import Outgoing, as_outgoing, plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallPolicy:
-    """How a mixture speaks with its experts, and how long it waits for them."""
-
-    k_min: int = 1
-    """Answers that each sample needs."""
-    grace_s: float = 1.0
-    """Seconds to wait for stragglers once every sample has `k_min` answers. Infinity waits for all."""
-    timeout_s: float = 10.0
-    """Seconds after which a call is given up."""
-    compression: Compression = Compression.NONE
-    """How activations and gradients travel, there and back: float32 ones, with the losses that `net.wire.compression`
-    states; those of other types travel as they are."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.compression, Compression):
-            raise ValueError(f"expected a Compression, got {self.compression!r}")
-        if self.k_min < 0 or not self.grace_s >= 0 or not self.timeout_s > 0:
-            raise ValueError(f"expected k_min >= 0, grace_s >= 0 and timeout_s > 0, got {self}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCall:
     """One request to one expert.
 
@@ -54,11 +34,13 @@ class ExpertCall:
       uid: the expert.
       contact: the node that serves it.
       rows: int64 [n], the samples of the batch that it serves.
+      slots: int64 [n], in which of its slots each of these samples has the expert.
     """
 
     uid: str
     contact: Contact
     rows: Array
+    slots: Array
 
 
 class ExpertCaller:
@@ -68,23 +50,15 @@ class ExpertCaller:
     and again, and single experts that refuse, or answer nonsense, on a host that may be as sound as any.
 
     Args:
-      caller: places the calls.
+      rpc: carries the calls.
       directory: finds the experts; its record of health is the one that is kept.
       statistics: shared by the mixtures of one process.
     """
 
-    def __init__(self, caller: Caller, directory: ExpertDirectory, statistics: CallStatistics) -> None:
-        self._caller = caller
-        self._directory = directory
+    def __init__(self, rpc: Caller, directory: ExpertDirectory, statistics: CallStatistics) -> None:
+        self.rpc = rpc
+        self.directory = directory
         self.statistics = statistics
-
-    async def info(self, uid: str, contact: Contact, *, timeout_s: float) -> Body:
-        """What an expert says of itself.
-
-        Raises:
-          NetError: it does not answer within `timeout_s`, or refuses.
-        """
-        return (await self._caller.call(contact, "expert.info", {"uid": uid}, timeout_s=timeout_s)).body
 
     async def fan_out(
         self,
@@ -94,7 +68,7 @@ class ExpertCaller:
         *,
         replies: Sequence[TensorSpec],
         num_samples: int,
-        policy: CallPolicy,
+        config: MixtureConfig,
         body: Mapping[str, Any],
         retry: bool = False,
     ) -> list[Reply | None]:
@@ -105,31 +79,31 @@ class ExpertCaller:
           calls: the requests. tensors: the arrays of each.
           replies: what each answer must carry, for each row.
           num_samples: samples of the batch, for the quorum.
+          config: how long to wait, and how tensors travel.
           body: what every request says beside the expert's uid and an id of its own.
           retry: whether a call whose connection broke is sent once more with the same request id.
 
         An answer of another shape, or with NaN or infinity in it, is none: it counts neither for the quorum nor for the
         expert. If cancelled, every call is cancelled, at the nodes too. Never raises for what a peer did.
         """
-        quorum = Quorum([call.rows for call in calls], num_samples=num_samples, k_min=policy.k_min)
+        quorum = Quorum([call.rows for call in calls], num_samples=num_samples, k_min=config.k_min)
         answers: list[Reply | None] = [None] * len(calls)
         finished = [False] * len(calls)
         common = dict(body)
-        if policy.compression is not Compression.NONE:
-            common["compression"] = policy.compression.value
+        if config.compression is not Compression.NONE:
+            common["compression"] = config.compression.value
 
         async def place(index: int) -> None:
             request = {**common, "uid": calls[index].uid, "request_id": secrets.token_bytes(16)}
-            outgoing = [as_outgoing(tensor, policy.compression) for tensor in tensors[index]]
-            reply = await self._call(method, calls[index], request, outgoing, replies, policy, retry=retry)
+            outgoing = [as_outgoing(tensor, config.compression) for tensor in tensors[index]]
+            reply = await self._call(
+                method, calls[index], request, outgoing, replies, timeout_s=config.timeout_s, attempts=2 if retry else 1
+            )
             finished[index] = True
             answers[index] = reply
-            if reply is None:
-                quorum.failed(index)
-            else:
-                quorum.answered(index)
+            quorum.note(index, answered=reply is not None)
             if quorum.reached and scope.deadline == math.inf:
-                scope.deadline = trio.current_time() + policy.grace_s
+                scope.deadline = trio.current_time() + config.grace_s
 
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
@@ -137,9 +111,9 @@ class ExpertCaller:
                     nursery.start_soon(place, index)
         for call, done in zip(calls, finished, strict=True):
             if not done:
-                text = f"expert {call.uid} at {call.contact} was given up {policy.grace_s:g} s after the others"
+                text = f"expert {call.uid} at {call.contact} was given up {config.grace_s:g} s after the others"
                 self.statistics.note_failure(LATE, text)
-                self._directory.health.late(host_target(call.contact), trio.current_time())
+                self.directory.health.late(host_target(call.contact), trio.current_time())
         return answers
 
     async def _call(
@@ -149,14 +123,13 @@ class ExpertCaller:
         body: Body,
         tensors: Sequence[Outgoing],
         replies: Sequence[TensorSpec],
-        policy: CallPolicy,
         *,
-        retry: bool,
+        timeout_s: float,
+        attempts: int,
     ) -> Reply | None:
-        attempts = 2 if retry else 1
         for attempt in range(attempts):
             try:
-                reply = await self._caller.call(call.contact, method, body, tensors, timeout_s=policy.timeout_s)
+                reply = await self.rpc.call(call.contact, method, body, tensors, timeout_s=timeout_s)
             except ConnectionLost as error:
                 if attempt + 1 == attempts:
                     self._note_failure(call, reason_of(error), str(error))
@@ -171,14 +144,14 @@ class ExpertCaller:
                     break
                 self.statistics.ok += 1
                 self.statistics.host[call.uid] = call.contact
-                self._directory.health.succeeded(call.uid)
+                self.directory.health.succeeded(call.uid)
                 return reply
         return None
 
     def _note_failure(self, call: ExpertCall, reason: str, text: str, *, blame: bool = False) -> None:
         self.statistics.note_failure(reason, f"expert {call.uid} at {call.contact}: {text}")
         if blame:
-            self._directory.avoid(call.uid, reason)
+            self.directory.avoid(call.uid, reason)
 
 
 def fault_in(reply: Reply, specs: Sequence[TensorSpec], *, rows: int) -> tuple[str, str] | None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from net.types import Array
+
 
 class Quorum:
     """Counts answers per sample.
@@ -19,32 +21,21 @@ class Quorum:
       k_min: answers that a sample needs.
     """
 
-    def __init__(self, rows_of_call: Sequence[np.ndarray], *, num_samples: int, k_min: int) -> None:
-        if k_min < 0:
-            raise ValueError(f"k_min must not be negative, got {k_min}")
-        self._rows_of_call = [np.asarray(rows) for rows in rows_of_call]
+    def __init__(self, rows_of_call: Sequence[Array], *, num_samples: int, k_min: int) -> None:
+        self._rows_of_call = rows_of_call
         self._k_min = k_min
         self._answers = np.zeros(num_samples, np.int64)
         self._pending = np.zeros(num_samples, np.int64)
-        for rows in self._rows_of_call:
+        for rows in rows_of_call:
             self._pending[rows] += 1
 
-    def answered(self, call: int) -> None:
-        """Call number `call` brought its answer."""
+    def note(self, call: int, *, answered: bool) -> None:
+        """Call number `call` brought its answer, or never will."""
         rows = self._rows_of_call[call]
         self._pending[rows] -= 1
-        self._answers[rows] += 1
-
-    def failed(self, call: int) -> None:
-        """Call number `call` will not answer."""
-        self._pending[self._rows_of_call[call]] -= 1
+        self._answers[rows] += answered
 
     @property
     def reached(self) -> bool:
         """Whether every sample has `k_min` answers or no way to get them any more."""
         return bool(((self._answers >= self._k_min) | (self._answers + self._pending < self._k_min)).all())
-
-    @property
-    def short_samples(self) -> np.ndarray:
-        """Indices of the samples with fewer than `k_min` answers so far."""
-        return np.flatnonzero(self._answers < self._k_min)

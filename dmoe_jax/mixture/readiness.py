@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import trio
 
 from dmoe_jax.directory import ExpertDirectory
 from dmoe_jax.experts.base import Expert, TensorSpec
-from dmoe_jax.grid import ExpertUid, format_uid
+from dmoe_jax.grid import ExpertUid
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.routing.beam_search import Coordinates
 from net.errors import CallFailed, NetError, NoQuorum, PeerUnavailable, RemoteProtocolError
@@ -43,37 +44,28 @@ async def check_experts(
     expert: Expert,
     prefix: str,
     grid_size: tuple[int, ...],
-    *,
-    directory: ExpertDirectory,
     caller: ExpertCaller,
+    *,
     timeout_s: float,
     say: Callable[[str], None],
 ) -> int:
-    """Wait for a living expert of the grid and compare its tensors with ours. Returns how many experts are alive.
-
-    Args:
-      say: is told once a second what is waited for, and at the end how many experts there are.
-
-    Raises:
-      NoQuorum: within `timeout_s` seconds no expert was announced, or none of those announced answered.
-      ExpertMismatch: the first one that answered takes or returns other tensors.
-    """
+    """What `RemoteMixture.check` does: compare the first expert that answers with ours; how many experts are alive."""
     started = trio.current_time()
     living: Mapping[Coordinates, Contact] = {}
     failures: list[NetError] = []
     said = 0
     with trio.move_on_after(timeout_s):
         while True:
-            living = await directory.living(prefix, grid_size)
+            living = await caller.directory.living(prefix, grid_size)
             for coordinates, contact in living.items():
-                uid = format_uid(ExpertUid(prefix, coordinates))
+                body = {"uid": str(ExpertUid(prefix, coordinates))}
                 try:
-                    info = await caller.info(uid, contact, timeout_s=_INFO_TIMEOUT_S)
+                    reply = await caller.rpc.call(contact, "expert.info", body, timeout_s=_INFO_TIMEOUT_S)
                 except (PeerUnavailable, CallFailed, RemoteProtocolError) as error:
                     # A node that was just killed is listed for a while longer.
                     failures.append(error)
                 else:
-                    _compare(expert, info, f"expert {uid} at {contact}")
+                    _compare(expert, reply.body, f"expert {body['uid']} at {contact}")
                     say(f"{prefix}: {len(living)} of {math.prod(grid_size)} experts alive")
                     return len(living)
             waited_s = int(trio.current_time() - started)
@@ -86,7 +78,7 @@ async def check_experts(
             f"experts of {prefix!r} are announced, but none answered within {timeout_s:g} s; "
             f"the last one: {failures[-1]}"
         )
-    raise NoQuorum(await _nobody(prefix, directory, timeout_s))
+    raise NoQuorum(await _nobody(prefix, caller.directory, timeout_s))
 
 
 async def _nobody(prefix: str, directory: ExpertDirectory, timeout_s: float) -> str:
@@ -102,22 +94,19 @@ def _compare(expert: Expert, info: Body, who: str) -> None:
     ours = [*expert.inputs, expert.output]
     inputs = info.get("inputs")
     theirs = [*(inputs if isinstance(inputs, list) else []), info.get("output")]
-    if [_described(spec) for spec in theirs] != [_spelt(spec) for spec in ours]:
-        kind = str(info.get("kind"))[:80]
+    wanted = [_described(asdict(spec) | {"shape": list(spec.shape)}) for spec in ours]
+    got = [_described(spec) for spec in theirs]
+    if got != wanted:
         raise ExpertMismatch(
-            f"the experts of this swarm have other shapes: {who} is a {kind} with "
-            f"{', '.join(map(_described, theirs))}, this model needs {', '.join(map(_spelt, ours))}",
+            f"the experts of this swarm have other shapes: {who} is a {str(info.get('kind'))[:80]} with "
+            f"{', '.join(got)}, this model needs {', '.join(wanted)}",
             theirs=theirs,
             ours=ours,
         )
 
 
-def _spelt(spec: TensorSpec) -> str:
-    return f"{spec.dtype}{list(spec.shape)}{'' if spec.differentiable else ' (not differentiable)'}"
-
-
 def _described(spec: Any) -> str:
-    """The same of what a stranger sent. Names do not matter: each side may call its inputs what it likes."""
+    """Shape and type of what a stranger sent. Names do not matter: each side may call its inputs what it likes."""
     if not isinstance(spec, Mapping):
         return repr(spec)[:80]
     rest = "" if spec.get("differentiable") else " (not differentiable)"

@@ -4,6 +4,8 @@ make_router("switch", (16, 16))                                        by name
 make_router("my_router.py:router", (16, 16))                           from a file
 chain(product_key((16, 16)), partial(add_noise, stddev=1.0))           put together
 from_linen(lambda: nn.Dense(32), (16, 16))                             from any Flax module
+
+Factories and combinators give the same object for equal arguments, so that compiled code is shared.
 """
 
 from dmoe_jax.routing.base import Router, RouterError, Scores, gather_logits, masked_softmax, score, top_k_router
@@ -18,14 +20,12 @@ from dmoe_jax.routing.combinators import (
     with_z_loss,
 )
 from dmoe_jax.routing.expert_choice import expert_choice
-from dmoe_jax.routing.flat_top_k import flat_top_k
+from dmoe_jax.routing.flax_modules import from_linen, from_nnx
 from dmoe_jax.routing.frozen_random import frozen_random
 from dmoe_jax.routing.hash_router import hash_router
-from dmoe_jax.routing.linen_adapter import from_linen
-from dmoe_jax.routing.nnx_adapter import from_nnx
 from dmoe_jax.routing.noisy_top_k import noisy_top_k
 from dmoe_jax.routing.peer import peer
-from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.routing.product_key import flat_top_k, product_key
 from dmoe_jax.routing.registry import ROUTERS, make_router
 from dmoe_jax.routing.switch import switch
 from dmoe_jax.routing.uniform_random import uniform_random

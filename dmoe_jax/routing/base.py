@@ -19,15 +19,33 @@ through nothing else.
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from dmoe_jax.types import PyTree
+
+P = ParamSpec("P")
+
+Features = Float[Array, "batch d_model"]
+"""What a router looks at: a row for each sample."""
+Ids = Int32[Array, " batch"]
+"""What each sample is: its token, for a sequence the first one."""
+Logits = tuple[Float[Array, "batch _"], ...]
+"""See `Scores.logits`."""
+Alive = Bool[Array, "..."]
+"""Which experts are alive, in the grid's shape."""
+Indices = Int32[Array, "batch slots dims"]
+"""Coordinates of the experts of each sample."""
+Mask = Bool[Array, "batch slots"]
+"""Which of a sample's slots hold an expert, or an expert that answered."""
+Loss = Float[Array, ""]
+"""A scalar."""
 
 
 class RouterError(ValueError):
@@ -43,7 +61,7 @@ class Scores(NamedTuple):
       extras: whatever the router's own `aux_loss` wants to see beside them, a pytree of arrays.
     """
 
-    logits: tuple[Float[Array, "batch _"], ...]
+    logits: Logits
     extras: PyTree = ()
 
 
@@ -55,8 +73,8 @@ class Router(NamedTuple):
       grid_size: extent of each dimension of the expert grid.
       init: (key, d_model) -> params.
       scores: (params, x [batch, d_model], *, key=None, ids=None) -> `Scores`, or what `as_scores` makes them of. `key`
-        is a PRNG key in training and None in evaluation, when nothing is random. `ids` is int32 [batch] or None, what
-        each sample is: its token, for a sequence the first one; for routers that hash.
+        is a PRNG key in training and None in evaluation, when nothing is random. `ids` are `Ids` or None, for routers
+        that hash.
       select: (scores, k, alive=None) -> (indices int32 [batch, slots, dims], mask bool [batch, slots]); see
         `select_top_k`. There are k slots, unless the router gives samples different numbers of experts.
       combine: (logits [batch, slots], mask [batch, slots]) -> weights [batch, slots], not negative, zero where the mask
@@ -71,9 +89,9 @@ class Router(NamedTuple):
     grid_size: tuple[int, ...]
     init: Callable[..., PyTree]
     scores: Callable[..., Any]
-    select: Callable[..., tuple[Int32[Array, "batch slots dims"], Bool[Array, "batch slots"]]]
+    select: Callable[..., tuple[Indices, Mask]]
     combine: Callable[..., Float[Array, "batch slots"]]
-    aux_loss: Callable[..., Float[Array, ""]]
+    aux_loss: Callable[..., Loss]
     whole_grid: bool = False
 
 
@@ -89,27 +107,25 @@ def check_grid_size(grid_size: tuple[int, ...] | list[int]) -> tuple[int, ...]:
     return sizes
 
 
-def split_scores(raw: Any, grid_size: tuple[int, ...]) -> tuple[Float[Array, "batch _"], ...]:
-    """Additive logits by dimension, from what a scoring network returned.
+def router_factory(make: Callable[P, Router]) -> Callable[P, Router]:
+    """Decorates what makes routers: equal arguments, however they are written, give the same object.
 
-    Args:
-      raw: [batch, sum(grid_size)], or already a sequence of [batch, grid_i].
-      grid_size: extent of each dimension of the expert grid.
-
-    Raises:
-      ValueError: if the widths do not fit the grid.
+    JAX knows compiled code by the identity of functions, so equal routers share it. The memory is bounded, since a
+    notebook that makes routers in a loop would otherwise keep them all; whoever holds a router that fell out keeps it,
+    and only the next equal one is compiled again. An argument called `grid_size` is checked first.
     """
-    if isinstance(raw, tuple | list):
-        widths = tuple(part.shape[-1] for part in raw)
-        if widths != grid_size:
-            raise ValueError(f"a scoring network for grid {grid_size} must return these widths, got {widths}")
-        return tuple(raw)
-    if raw.shape[-1] != sum(grid_size):
-        raise ValueError(
-            f"a scoring network for grid {grid_size} must return {sum(grid_size)} scores a sample, got {raw.shape[-1]}"
-        )
-    edges = [sum(grid_size[:i]) for i in range(1, len(grid_size))]
-    return tuple(jnp.split(raw, edges, axis=-1))
+    signature = inspect.signature(make)
+    remembered = functools.lru_cache(maxsize=256)(make)
+
+    @functools.wraps(make)
+    def factory(*args: P.args, **kwargs: P.kwargs) -> Router:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        if "grid_size" in given.arguments:
+            given.arguments["grid_size"] = check_grid_size(given.arguments["grid_size"])
+        return remembered(*given.args, **given.kwargs)
+
+    return factory
 
 
 def as_scores(raw: Any, grid_size: tuple[int, ...], batch: int) -> Scores:
@@ -134,12 +150,7 @@ def as_scores(raw: Any, grid_size: tuple[int, ...], batch: int) -> Scores:
 
 
 def score(
-    router: Router,
-    params: PyTree,
-    x: Float[Array, "batch d_model"],
-    *,
-    key: PRNGKeyArray | None = None,
-    ids: Int32[Array, " batch"] | None = None,
+    router: Router, params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None
 ) -> Scores:
     """The router's scores in their one form; models call this, never `router.scores` itself.
 
@@ -153,11 +164,6 @@ def score(
         raise RouterError(f"router {router.name!r}: {error}") from error
 
 
-def is_flat(scores: Scores, grid_size: tuple[int, ...]) -> bool:
-    """Whether the logits are one for each cell instead of one for each coordinate."""
-    return len(scores.logits) != len(grid_size)
-
-
 def dense_logits(scores: Scores) -> Float[Array, "batch num_experts"]:
     """g(x, f) for every cell f of the grid, flattened row-major."""
     total = scores.logits[0]
@@ -166,22 +172,14 @@ def dense_logits(scores: Scores) -> Float[Array, "batch num_experts"]:
     return total
 
 
-def select_top_k(
-    scores: Scores, k: int, alive: Bool[Array, "..."] | None = None, *, grid_size: tuple[int, ...]
-) -> tuple[Int32[Array, "batch {k} dims"], Bool[Array, "batch {k}"]]:
-    """The k live experts of highest g(x, f), by exhaustive search over the dense grid.
-
-    Ties go to the lower coordinates. The result is a choice, not a function to differentiate: no gradient flows.
+def living_logits(scores: Scores, k: int, alive: Alive | None, grid_size: tuple[int, ...]) -> Float[Array, "batch _"]:
+    """What `select` chooses from: g(x, f) for every cell, -inf for the dead, without a gradient.
 
     Args:
       scores: of the samples.
       k: experts for each sample.
-      alive: bool of shape grid_size, or None if every cell holds a live expert.
+      alive: of the grid's shape, or None if every cell holds a live expert.
       grid_size: extents of the grid.
-
-    Returns:
-      indices [batch, k, dims], best first, and mask [batch, k]: False where fewer than k experts are alive, and for
-      experts of score -inf (never to be chosen). The coordinates under a False are valid but mean nothing.
 
     Raises:
       ValueError: if k is not between 1 and the number of cells, or alive has another shape than the grid.
@@ -192,15 +190,33 @@ def select_top_k(
     if alive is not None and alive.shape != grid_size:
         raise ValueError(f"alive must have the grid's shape {grid_size}, got {alive.shape}")
     logits = jax.lax.stop_gradient(dense_logits(scores))
-    if alive is not None:
-        logits = jnp.where(alive.reshape(1, -1), logits, -jnp.inf)
+    return logits if alive is None else jnp.where(alive.reshape(1, -1), logits, -jnp.inf)
+
+
+def best_cells(logits: Float[Array, "batch _"], k: int, grid_size: tuple[int, ...]) -> tuple[Indices, Mask]:
+    """The coordinates of the k highest logits of each sample, best first, and whether they are above -inf."""
     best, flat = jax.lax.top_k(logits, k)
-    return cell_coordinates(flat, grid_size), ~jnp.isneginf(best)
+    return jnp.stack(jnp.unravel_index(flat, grid_size), axis=-1).astype(jnp.int32), ~jnp.isneginf(best)
 
 
-def cell_coordinates(flat: Any, grid_size: tuple[int, ...]) -> Int32[Array, "*cells dims"]:
-    """Coordinates of cells from their row-major numbers."""
-    return jnp.stack(jnp.unravel_index(flat, grid_size), axis=-1).astype(jnp.int32)
+def select_top_k(
+    scores: Scores, k: int, alive: Alive | None = None, *, grid_size: tuple[int, ...]
+) -> tuple[Indices, Mask]:
+    """The k live experts of highest g(x, f), by exhaustive search over the dense grid.
+
+    Ties go to the lower coordinates. The result is a choice, not a function to differentiate: no gradient flows.
+
+    Args:
+      scores, k, alive, grid_size: see `living_logits`.
+
+    Returns:
+      indices [batch, k, dims], best first, and mask [batch, k]: False where fewer than k experts are alive, and for
+      experts of score -inf (never to be chosen). The coordinates under a False are valid but mean nothing.
+
+    Raises:
+      ValueError: see `living_logits`.
+    """
+    return best_cells(living_logits(scores, k, alive, grid_size), k, grid_size)
 
 
 def cell_numbers(indices: Any, grid_size: tuple[int, ...]) -> Int32[Array, "*cells"]:
@@ -215,17 +231,14 @@ def cell_numbers(indices: Any, grid_size: tuple[int, ...]) -> Int32[Array, "*cel
     return jnp.sum(indices * jnp.asarray(strides, indices.dtype), axis=-1)
 
 
-def gather_logits(
-    scores: Scores, indices: Int32[Array, "batch slots dims"], grid_size: tuple[int, ...]
-) -> Float[Array, "batch slots"]:
+def gather_logits(scores: Scores, indices: Indices, grid_size: tuple[int, ...]) -> Float[Array, "batch slots"]:
     """g(x, f) of the chosen experts: sum_i g_i(x)[u_i] (Learning@home, section 3.2), or their flat scores.
 
     Differentiable in the scores.
     """
-    if is_flat(scores, grid_size):
-        return jnp.take_along_axis(scores.logits[0], cell_numbers(indices, grid_size), axis=-1)
-    if indices.shape[-1] != len(grid_size):
-        raise ValueError(f"grid {grid_size} needs {len(grid_size)} coordinates, got {indices.shape[-1]}")
+    numbers = cell_numbers(indices, grid_size)
+    if len(scores.logits) != len(grid_size):
+        return jnp.take_along_axis(scores.logits[0], numbers, axis=-1)
     parts = [jnp.take_along_axis(part, indices[..., i], axis=-1) for i, part in enumerate(scores.logits)]
     return sum(parts[1:], start=parts[0])
 
@@ -244,9 +257,16 @@ def masked_softmax(logits: Float[Array, "*batch k"], mask: Bool[Array, "*batch k
     return exponentials / jnp.where(total > 0, total, 1)
 
 
-def no_aux_loss(
-    scores: Scores, indices: Int32[Array, "batch slots dims"], mask: Bool[Array, "batch slots"]
-) -> Float[Array, ""]:
+def layer_norm(x: Float[Array, "*batch features"], epsilon: float = 1e-6) -> Float[Array, "*batch features"]:
+    """Each row with mean 0 and variance 1, without gain and bias: the linear map that follows learns both.
+
+    In float32, and with the variance of the centred row: scores are where rounding decides who is chosen.
+    """
+    x = x.astype(jnp.float32)
+    return jax.nn.standardize(x, variance=jnp.var(x, axis=-1, keepdims=True), epsilon=epsilon)
+
+
+def no_aux_loss(scores: Scores, indices: Indices, mask: Mask) -> Loss:
     """Zero: the auxiliary loss of a router without one."""
     del indices, mask
     return jnp.zeros((), scores.logits[0].dtype)
@@ -260,7 +280,7 @@ def top_k_router(
     *,
     flat: bool = False,
     combine: Callable[..., Float[Array, "batch slots"]] = masked_softmax,
-    aux_loss: Callable[..., Float[Array, ""]] = no_aux_loss,
+    aux_loss: Callable[..., Loss] = no_aux_loss,
 ) -> Router:
     """The usual router around a scoring function: top-k selection, and softmax over the chosen unless told otherwise.
 

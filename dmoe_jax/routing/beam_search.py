@@ -6,13 +6,12 @@ prefixes, ask which coordinates may follow, extend. On a grid without holes the 
 `search_beams` is pure and works with what is known of the grid so far. Either it returns the choice, or it names the
 prefixes whose children it has to know; the caller asks for them (once for the whole batch) and calls again. A prefix
 that turns out to lead to no living expert drops out, and the next best one takes its place. Since every prefix that
-stays leads to at least one expert and the beam is at least k wide, each sample gets min(k, living experts) experts:
+stays leads to at least one expert and the beam is k wide, each sample gets min(k, living experts) experts:
 holes and dead rows cost a look-up, never an expert. (Which k of a grid with holes they are remains a heuristic: an
 expert whose prefix fell out of the beam is not seen, though it may beat those of better prefixes.)
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,21 +20,9 @@ Children = Mapping[Coordinates, Sequence[int]]
 """Partial path -> the coordinates that may follow. Empty: the path leads nowhere. Absent: not known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamResult:
-    """What `search_beams` found, or what it needs to know first."""
-
-    missing: tuple[Coordinates, ...]
-    """Partial paths whose children must be known before the search can go on, sorted; empty when it is done."""
-    coordinates: np.ndarray
-    """[batch, k, grid_dims], int64: the chosen experts, best first; -1 in the places that stay empty."""
-    scores: np.ndarray
-    """[batch, k], float64: their scores; -inf in the places that stay empty."""
-
-
 def search_beams(
-    scores: Sequence[np.ndarray], children: Children, *, k: int, beam_size: int | None = None
-) -> BeamResult:
+    scores: Sequence[np.ndarray], children: Children, *, k: int
+) -> tuple[np.ndarray, tuple[Coordinates, ...]]:
     """The best k living experts for each sample: score(u) = sum_i scores[i][u_i].
 
     Equal scores are ordered by coordinates, the lower first. A score of -inf means: never choose this coordinate.
@@ -43,43 +30,35 @@ def search_beams(
     Args:
       scores: for each grid dimension [batch, grid_i], float.
       children: what is known of the grid. Coordinates outside the grid are ignored.
-      k: experts wanted for each sample.
-      beam_size: prefixes kept for each sample, at least k; None: k.
+      k: experts wanted for each sample, and prefixes kept on the way.
+
+    Returns:
+      int64 [batch, k, dims], the chosen experts, best first, -1 in the places that stay empty; and the partial paths
+      whose children must be known before the search can go on, sorted. While there are any, nobody is chosen.
 
     Raises:
-      ValueError: if the scores are not matrices of one batch, contain NaN or +inf, or the sizes are not
-        positive.
+      ValueError: if the scores are not matrices of one batch, contain NaN or +inf, or k is not positive.
     """
-    beam_size = k if beam_size is None else beam_size
-    matrices = _check(scores, k, beam_size)
-    batch, grid_dims = len(matrices[0]), len(matrices)
+    matrices = _check(scores, k)
+    batch = len(matrices[0])
+    chosen = np.full((batch, k, len(matrices)), -1, np.int64)
     living = _prune(children, [matrix.shape[1] for matrix in matrices])
     paths = np.zeros((1, 0), np.int64)  # [paths, dims so far], in lexicographic order
-    beams = np.zeros((batch, 1), np.int64)  # [batch, beam]: rows of `paths`, ascending; -1: none
+    beams = np.zeros((batch, 1), np.int64)  # [batch, beam]: rows of `paths`, best first; -1: none
     totals = np.zeros((batch, 1))
-    for dim, matrix in enumerate(matrices):
+    for matrix in matrices:
         used = np.unique(beams[beams >= 0]).tolist()
-        if not used:
-            return _empty(batch, k, grid_dims, ())
         missing = [path for row in used if (path := tuple(paths[row].tolist())) not in living]
-        if missing:
-            return _empty(batch, k, grid_dims, tuple(missing))
-        is_last = dim == grid_dims - 1
-        table = _child_table(paths, used, living)
-        beams, totals, paths = _extend(
-            paths, beams, totals, table, matrix, keep=k if is_last else beam_size, by_score=is_last
-        )
-    coordinates = np.full((batch, k, grid_dims), -1, np.int64)
-    best = np.full((batch, k), -np.inf)
-    filled = beams >= 0
-    coordinates[:, : beams.shape[1]][filled] = paths[beams[filled]]
-    best[:, : beams.shape[1]] = np.where(filled, totals, -np.inf)
-    return BeamResult(missing=(), coordinates=coordinates, scores=best)
+        if missing or not used:
+            return chosen, tuple(missing)
+        paths, beams, totals = _extend(paths, beams, totals, _child_table(paths, used, living), matrix, keep=k)
+    chosen[:, : beams.shape[1]][beams >= 0] = paths[beams[beams >= 0]]
+    return chosen, ()
 
 
-def _check(scores: Sequence[np.ndarray], k: int, beam_size: int) -> list[np.ndarray]:
-    if k < 1 or beam_size < k:
-        raise ValueError(f"expected 1 <= k <= beam_size, got k {k} and beam_size {beam_size}")
+def _check(scores: Sequence[np.ndarray], k: int) -> list[np.ndarray]:
+    if k < 1:
+        raise ValueError(f"expected k of at least 1, got {k}")
     matrices = [np.asarray(matrix, np.float64) for matrix in scores]
     shapes = [matrix.shape for matrix in matrices]
     if not shapes or any(len(shape) != 2 or shape[0] != shapes[0][0] or shape[1] < 1 for shape in shapes):
@@ -110,44 +89,22 @@ def _child_table(paths: np.ndarray, used: list[int], living: Mapping[Coordinates
 
 
 def _extend(
-    paths: np.ndarray,
-    beams: np.ndarray,
-    totals: np.ndarray,
-    table: np.ndarray,
-    matrix: np.ndarray,
-    *,
-    keep: int,
-    by_score: bool,
+    paths: np.ndarray, beams: np.ndarray, totals: np.ndarray, table: np.ndarray, matrix: np.ndarray, *, keep: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One dimension further: all children of all beams, of which each sample keeps its best.
+    """One dimension further: of all children of its beams each sample keeps the best, best first.
 
-    Returns:
-      beams and totals (ordered by score, or by path), and the paths that the beams now point to.
+    Returns: the paths that the beams now point to, the beams, and their totals.
     """
     batch, grid_size = matrix.shape
     width = table.shape[1]
     candidates = np.where(beams[..., None] >= 0, table[beams], -1).reshape(batch, beams.shape[1] * width)
-    parents = np.repeat(beams, width, axis=1)
     gains = np.take_along_axis(matrix, np.maximum(candidates, 0), axis=1)
     sums = np.where(candidates >= 0, np.repeat(totals, width, axis=1) + gains, -np.inf)
-    # Beams stand in the order of paths and children ascend, so a stable sort leaves equal scores in that order.
-    order = np.argsort(-sums, axis=1, kind="stable")[:, :keep]
-    sums = np.take_along_axis(sums, order, axis=1)
-    # parent * grid_size + child numbers the new paths in lexicographic order.
-    names = np.take_along_axis(parents * grid_size + candidates, order, axis=1)
-    names = np.where(np.isneginf(sums), np.iinfo(np.int64).max, names)
-    if not by_score:
-        order = np.argsort(names, axis=1, kind="stable")
-        names, sums = np.take_along_axis(names, order, axis=1), np.take_along_axis(sums, order, axis=1)
+    # Since `paths` are in lexicographic order, these numbers order the new ones so.
+    names = np.repeat(beams, width, axis=1) * grid_size + candidates
+    order = np.lexsort((names, -sums))[:, :keep]
+    names, sums = np.take_along_axis(names, order, axis=1), np.take_along_axis(sums, order, axis=1)
     is_filled = ~np.isneginf(sums)
     unique = np.unique(names[is_filled])
     new_paths = np.concatenate([paths[unique // grid_size], (unique % grid_size)[:, None]], axis=1)
-    return np.where(is_filled, np.searchsorted(unique, names), -1), sums, new_paths
-
-
-def _empty(batch: int, k: int, grid_dims: int, missing: tuple[Coordinates, ...]) -> BeamResult:
-    return BeamResult(
-        missing=missing,
-        coordinates=np.full((batch, k, grid_dims), -1, np.int64),
-        scores=np.full((batch, k), -np.inf),
-    )
+    return new_paths, np.where(is_filled, np.searchsorted(unique, names), -1), sums

@@ -6,6 +6,7 @@ evaluation, with all experts alive and with some of them dead.
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax.routing.base import Router, RouterError, gather_logits, score
+from dmoe_jax.routing.base import Router, RouterError, as_scores, gather_logits, score
 
 _BATCH = 3
 
@@ -40,7 +41,12 @@ def check_router(router: Any, grid_size: tuple[int, ...], d_model: int | None = 
     except TypeError as error:
         raise RouterError(f"router {router.name!r}: its functions must be hashable: {error}") from error
     if d_model is not None:
-        _try(router, d_model)
+        try:
+            _try(router, d_model)
+        except RouterError:
+            raise
+        except ValueError as error:
+            raise RouterError(f"router {router.name!r}: {error}") from error
 
 
 def check_finite(router: Router, logits: tuple[np.ndarray, ...], where: str) -> None:
@@ -64,7 +70,7 @@ def check_finite(router: Router, logits: tuple[np.ndarray, ...], where: str) -> 
 @functools.cache
 def _try(router: Router, d_model: int) -> None:
     num_experts = math.prod(router.grid_size)
-    params = _call(router, "init", router.init, jax.random.key(0), d_model)
+    params = _call("init", router.init, jax.random.key(0), d_model)
     x = jax.random.normal(jax.random.key(1), (_BATCH, d_model))
     ids = jnp.arange(_BATCH, dtype=jnp.int32)
     # One dead expert at most: somebody must be left.
@@ -75,64 +81,53 @@ def _try(router: Router, d_model: int) -> None:
         logits, indices, mask, answers = jax.tree.map(np.asarray, trial(params, x, ids, key, living))
         check_finite(router, logits, "a trial batch")
         if (indices < 0).any() or (indices >= np.array(router.grid_size)).any():
-            raise RouterError(f"router {router.name!r}: select returned indices outside grid {router.grid_size}")
+            raise ValueError(f"select returned indices outside grid {router.grid_size}")
         if living is not None and not np.asarray(living)[tuple(indices[mask].T)].all():
-            raise RouterError(f"router {router.name!r}: select chose an expert that is not alive")
-        _check_distinct(router, indices, mask)
-        for answered, weights, loss, grads in answers:
-            _check_weights(router, weights, answered)
-            if not np.isfinite(loss):
-                raise RouterError(f"router {router.name!r}: aux_loss must be finite, got {loss}")
-            if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)):
-                lost = np.count_nonzero(mask & ~answered)
-                raise RouterError(
-                    f"router {router.name!r}: the gradient of its weights and aux_loss is NaN or infinite when {lost} "
-                    f"of {np.count_nonzero(mask)} selected experts are silent"
-                )
+            raise ValueError("select chose an expert that is not alive")
+        for sample, (chosen, is_used) in enumerate(zip(indices, mask, strict=True)):
+            experts, counts = np.unique(chosen[is_used], axis=0, return_counts=True)
+            if (counts > 1).any():
+                twice = tuple(experts[np.argmax(counts)].tolist())
+                raise ValueError(f"select chose expert {twice} more than once for sample {sample}")
+        for case in range(len(answers[0])):
+            _check_answer(mask, *jax.tree.map(operator.itemgetter(case), answers))
 
 
 def _trial(router: Router, k: int, params: Any, x: Any, ids: Any, key: Any, alive: Any) -> Any:
     """All of a router's functions in a row; what their results' shapes and dtypes say is checked while tracing."""
-    scores = _call(router, "scores", lambda: score(router, params, x, key=key, ids=ids))
-    indices, mask = _check_selection(router, _call(router, "select", router.select, scores, k, alive))
+    raw = _call("scores", router.scores, params, x, key=key, ids=ids)
+    scores = as_scores(raw, router.grid_size, _BATCH)
+    indices, mask = _check_selection(_call("select", router.select, scores, k, alive), len(router.grid_size))
 
     def outcome(params: Any, x: Any, answered: Any) -> tuple[Any, tuple[Any, Any]]:
         scores = score(router, params, x, key=key, ids=ids)
-        weights = _call(router, "combine", router.combine, gather_logits(scores, indices, router.grid_size), answered)
+        weights = _call("combine", router.combine, gather_logits(scores, indices, router.grid_size), answered)
         if getattr(weights, "shape", None) != answered.shape:
-            raise RouterError(
-                f"router {router.name!r}: combine must return weights {answered.shape}, one for each expert, got "
-                f"{getattr(weights, 'shape', type(weights).__name__)}"
-            )
-        loss = _call(router, "aux_loss", router.aux_loss, scores, indices, answered)
+            got = getattr(weights, "shape", type(weights).__name__)
+            raise ValueError(f"combine must return weights {answered.shape}, one for each expert, got {got}")
+        loss = _call("aux_loss", router.aux_loss, scores, indices, answered)
         if jnp.shape(loss) != ():
-            raise RouterError(f"router {router.name!r}: aux_loss must return a scalar, got shape {jnp.shape(loss)}")
+            raise ValueError(f"aux_loss must return a scalar, got shape {jnp.shape(loss)}")
         # Not the plain sum of the weights, which is 1 whatever the scores: each weight counts differently.
         return jnp.sum(weights * jnp.arange(1.0, weights.size + 1).reshape(weights.shape)) + loss, (weights, loss)
 
-    answers = []
-    # All answer, the best one does not, nobody does.
-    for answered in (mask, mask.at[:, 0].set(False), jnp.zeros_like(mask)):
-        grads, (weights, loss) = jax.grad(outcome, argnums=(0, 1), has_aux=True)(params, x, answered)
-        answers.append((answered, weights, loss, grads))
-    return scores.logits, indices, mask, answers
+    # All answer, the best one does not, nobody does. As a loop of XLA it is compiled once.
+    answered = jnp.stack([mask, mask.at[:, 0].set(False), jnp.zeros_like(mask)])
+    gradient = functools.partial(jax.grad(outcome, argnums=(0, 1), has_aux=True), params, x)
+    grads, (weights, losses) = jax.lax.map(gradient, answered)
+    return scores.logits, indices, mask, (answered, weights, losses, grads)
 
 
-def _call(router: Router, name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """What one of the router's functions returns; what it raises becomes a RouterError that names it."""
+def _call(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What one of the router's functions returns; what it raises becomes a ValueError that names it."""
     try:
-        return function(*args)
-    except RouterError:
-        raise
+        return function(*args, **options)
     except Exception as error:  # a stranger's code may raise anything
         reason = str(error).strip().splitlines()
-        raise RouterError(
-            f"router {router.name!r}: {name} raised {type(error).__name__}: {reason[0] if reason else 'no message'}"
-        ) from error
+        raise ValueError(f"{name} raised {type(error).__name__}: {reason[0] if reason else 'no message'}") from error
 
 
-def _check_selection(router: Router, chosen: Any) -> tuple[Any, Any]:
-    dims = len(router.grid_size)
+def _check_selection(chosen: Any, dims: int) -> tuple[Any, Any]:
     try:
         indices, mask = chosen
         fits = indices.shape[0] == _BATCH and indices.shape[2:] == (dims,) and mask.shape == indices.shape[:2]
@@ -141,30 +136,26 @@ def _check_selection(router: Router, chosen: Any) -> tuple[Any, Any]:
     if not fits:
         parts = chosen if isinstance(chosen, tuple) else (chosen,)
         got = ", ".join(str(getattr(part, "shape", type(part).__name__)) for part in parts)
-        raise RouterError(
-            f"router {router.name!r}: select must return indices [{_BATCH}, slots, {dims}] and mask [{_BATCH}, slots] "
-            f"for {_BATCH} samples, got {got}"
+        raise ValueError(
+            f"select must return indices [{_BATCH}, slots, {dims}] and mask [{_BATCH}, slots] for {_BATCH} samples, "
+            f"got {got}"
         )
     if indices.dtype != jnp.int32 or mask.dtype != jnp.bool_:
-        raise RouterError(
-            f"router {router.name!r}: select must return int32 indices and a bool mask, got {indices.dtype} and "
-            f"{mask.dtype}"
-        )
+        raise ValueError(f"select must return int32 indices and a bool mask, got {indices.dtype} and {mask.dtype}")
     return indices, mask
 
 
-def _check_distinct(router: Router, indices: np.ndarray, mask: np.ndarray) -> None:
-    for sample, (chosen, is_used) in enumerate(zip(indices, mask, strict=True)):
-        experts, counts = np.unique(chosen[is_used], axis=0, return_counts=True)
-        if (counts > 1).any():
-            twice = tuple(experts[np.argmax(counts)].tolist())
-            raise RouterError(f"router {router.name!r}: select chose expert {twice} more than once for sample {sample}")
-
-
-def _check_weights(router: Router, weights: np.ndarray, mask: np.ndarray) -> None:
+def _check_answer(mask: np.ndarray, answered: np.ndarray, weights: np.ndarray, loss: np.generic, grads: Any) -> None:
     sound = np.isfinite(weights).all() and (weights >= 0).all() and (weights.sum(axis=1) <= 1 + 1e-4).all()
-    if not sound or (weights[~mask] != 0).any():
-        raise RouterError(
-            f"router {router.name!r}: combine must return weights of at least 0 that sum to at most 1, and 0 where the "
-            f"mask is False, got {weights.tolist()}"
+    if not sound or (weights[~answered] != 0).any():
+        raise ValueError(
+            "combine must return weights of at least 0 that sum to at most 1, and 0 where the mask is False, got "
+            f"{weights.tolist()}"
+        )
+    if not np.isfinite(loss):
+        raise ValueError(f"aux_loss must be finite, got {loss}")
+    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)):
+        raise ValueError(
+            "the gradient of its weights and aux_loss is NaN or infinite when "
+            f"{np.count_nonzero(mask & ~answered)} of {np.count_nonzero(mask)} selected experts are silent"
         )

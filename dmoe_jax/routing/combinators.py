@@ -14,8 +14,6 @@ contract: a router's `aux_loss` is given the very scores that its own `scores` r
 made of them. A router whose weights are probabilities (`weights.probability_weights`, such as Switch) has its scores
 normalised again after each change. Each combinator that draws random numbers splits the key: the router inside never
 sees the same bits.
-
-Equal arguments return the same object, and so share compiled code.
 """
 
 import functools
@@ -24,26 +22,28 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from dmoe_jax.routing.base import (
-    PyTree,
+    Features,
+    Ids,
+    Indices,
+    Logits,
+    Loss,
+    Mask,
     Router,
     RouterError,
     Scores,
     cell_numbers,
     dense_logits,
+    router_factory,
     score,
 )
 from dmoe_jax.routing.losses import load_balancing_loss, router_z_loss
 from dmoe_jax.routing.weights import log_probabilities, probability_weights
+from dmoe_jax.types import PyTree
 
 Transformation = Callable[[Router], Router]
-Logits = tuple[Float[Array, "batch _"], ...]
-
-# Bounded, since a notebook that makes its routers anew in a loop would otherwise keep them all. Whoever holds a router
-# that fell out keeps it; only the next equal one is compiled again.
-_KEPT = 256
 
 
 def chain(router: Router, *transformations: Transformation) -> Router:
@@ -62,25 +62,18 @@ def chain(router: Router, *transformations: Transformation) -> Router:
     return router
 
 
+@router_factory
 def add_noise(router: Router, stddev: float) -> Router:
     """Gaussian noise on the scores in training, so that experts which are not yet the best are tried as well.
 
     Additive scores stay additive: each coordinate draws its own noise, scaled so that an expert's score has deviation
     `stddev`. Experts that share a coordinate share that part of the noise.
 
-    Args:
-      router: the one to wrap.
-      stddev: standard deviation of the noise in one expert's score, above 0.
-
     Raises:
       ValueError: if stddev is not positive.
     """
     _check_range("stddev", stddev, stddev > 0, "positive and finite")
-    return _add_noise(router, float(stddev))
 
-
-@functools.lru_cache(maxsize=_KEPT)
-def _add_noise(router: Router, stddev: float) -> Router:
     def change(logits: Logits, key: PRNGKeyArray | None) -> Logits:
         if key is None:
             return logits
@@ -92,44 +85,29 @@ def _add_noise(router: Router, stddev: float) -> Router:
     return _change_scores(router, "noise", change)
 
 
+@router_factory
 def temperature(router: Router, value: float) -> Router:
     """Scores divided by a temperature: the same experts, with more even weights above 1, sharper ones below.
-
-    Args:
-      router: the one to wrap.
-      value: above 0.
 
     Raises:
       ValueError: if the value is not positive.
     """
     _check_range("temperature", value, value > 0, "positive and finite")
-    return _temperature(router, float(value))
-
-
-@functools.lru_cache(maxsize=_KEPT)
-def _temperature(router: Router, value: float) -> Router:
     return _change_scores(router, "temperature", lambda logits, key: tuple(part / value for part in logits))
 
 
+@router_factory
 def drop_experts(router: Router, rate: float) -> Router:
     """In training each expert is gone for each sample with this probability: its score is -inf, the next best is used.
 
     How the released code of Learning@home emulates failures of machines (at a rate of 0.1). An expert is gone, not a
     coordinate, so the scores become flat; on a grid of several dimensions `select` then needs the whole grid.
 
-    Args:
-      router: the one to wrap.
-      rate: probability, at least 0 and below 1.
-
     Raises:
-      ValueError: if the rate is out of range.
+      ValueError: if the rate is not at least 0 and below 1.
     """
     _check_range("rate", rate, 0 <= rate < 1, "at least 0 and below 1")
-    return _drop_experts(router, float(rate))
 
-
-@functools.lru_cache(maxsize=_KEPT)
-def _drop_experts(router: Router, rate: float) -> Router:
     def change(logits: Logits, key: PRNGKeyArray | None) -> Logits:
         flat = dense_logits(Scores(logits))
         return (flat if key is None else jnp.where(jax.random.bernoulli(key, rate, flat.shape), -jnp.inf, flat),)
@@ -138,79 +116,47 @@ def _drop_experts(router: Router, rate: float) -> Router:
     return _change_scores(router, "drop", change)._replace(whole_grid=whole_grid)
 
 
+@router_factory
 def freeze(router: Router) -> Router:
     """The router with its parameters as they were drawn: no gradient reaches them. It does reach x.
 
     Without a gradient an optimiser leaves parameters alone, unless it decays weights.
     """
-    return _freeze(router)
 
-
-@functools.lru_cache(maxsize=_KEPT)
-def _freeze(router: Router) -> Router:
-    def scores(
-        params: PyTree,
-        x: Float[Array, "batch d_model"],
-        *,
-        key: PRNGKeyArray | None = None,
-        ids: Int32[Array, " batch"] | None = None,
-    ) -> Scores:
+    def scores(params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None) -> Scores:
         return score(router, jax.lax.stop_gradient(params), x, key=key, ids=ids)
 
     return router._replace(name=f"{router.name}+frozen", scores=scores)
 
 
+@router_factory
 def with_balancing_loss(router: Router, weight: float = 0.01) -> Router:
-    """The router with the load-balancing loss of Switch Transformer added to its own; see `losses`.
+    """The router with the load-balancing loss of Switch Transformer added to its own, the paper's weight by default.
 
-    Args:
-      router: the one to wrap. The probabilities are the softmax of its scores over the whole grid.
-      weight: at least 0; the paper's is 0.01.
+    The probabilities are the softmax of its scores over the whole grid; see `losses`.
 
     Raises:
       ValueError: if the weight is negative.
     """
-    _check_range("weight", weight, weight >= 0, "at least 0 and finite")
-    return _with_balancing_loss(router, float(weight))
 
-
-@functools.lru_cache(maxsize=_KEPT)
-def _with_balancing_loss(router: Router, weight: float) -> Router:
-    def loss(
-        scores: Scores, indices: Int32[Array, "batch slots dims"], mask: Bool[Array, "batch slots"]
-    ) -> Float[Array, ""]:
+    def loss(scores: Scores, indices: Indices, mask: Mask) -> Loss:
         probs = jnp.exp(log_probabilities(dense_logits(scores)))
-        return weight * load_balancing_loss(probs, cell_numbers(indices, router.grid_size), mask)
+        return load_balancing_loss(probs, cell_numbers(indices, router.grid_size), mask)
 
-    return _add_loss(router, "balance", loss)
+    return _add_loss(router, "balance", weight, loss)
 
 
+@router_factory
 def with_z_loss(router: Router, weight: float = 0.001) -> Router:
-    """The router with the z-loss of ST-MoE added to its own; see `losses`.
+    """The router with the z-loss of ST-MoE added to its own, the paper's weight by default; see `losses`.
 
     It penalises the scores as this router hands them over; those that are log-probabilities already have none to pay
     (`switch` has its own z-loss, on what goes into its softmax).
 
-    Args:
-      router: the one to wrap.
-      weight: at least 0; the paper's is 0.001.
-
     Raises:
       ValueError: if the weight is negative.
     """
-    _check_range("weight", weight, weight >= 0, "at least 0 and finite")
-    return _with_z_loss(router, float(weight))
-
-
-@functools.lru_cache(maxsize=_KEPT)
-def _with_z_loss(router: Router, weight: float) -> Router:
-    def loss(
-        scores: Scores, indices: Int32[Array, "batch slots dims"], mask: Bool[Array, "batch slots"]
-    ) -> Float[Array, ""]:
-        del indices, mask
-        return weight * router_z_loss(dense_logits(scores))
-
-    return _add_loss(router, "z_loss", loss)
+    return _add_loss(router, "z_loss", weight, lambda scores, indices, mask: router_z_loss(dense_logits(scores)))
 
 
 def _check_range(name: str, value: float, fits: bool, expected: str) -> None:
@@ -221,13 +167,7 @@ def _check_range(name: str, value: float, fits: bool, expected: str) -> None:
 def _change_scores(router: Router, suffix: str, change: Callable[[Logits, PRNGKeyArray | None], Logits]) -> Router:
     """The router with other logits; what it said itself becomes the extras, for its own aux_loss to see."""
 
-    def scores(
-        params: PyTree,
-        x: Float[Array, "batch d_model"],
-        *,
-        key: PRNGKeyArray | None = None,
-        ids: Int32[Array, " batch"] | None = None,
-    ) -> Scores:
+    def scores(params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None) -> Scores:
         own_key, inner_key = (None, None) if key is None else tuple(jax.random.split(key))
         before = score(router, params, x, key=inner_key, ids=ids)
         logits = change(before.logits, own_key)
@@ -236,29 +176,18 @@ def _change_scores(router: Router, suffix: str, change: Callable[[Logits, PRNGKe
             logits = tuple(log_probabilities(part) for part in logits)
         return Scores(logits, extras=before)
 
-    def aux_loss(
-        scores: Scores, indices: Int32[Array, "batch slots dims"], mask: Bool[Array, "batch slots"]
-    ) -> Float[Array, ""]:
+    def aux_loss(scores: Scores, indices: Indices, mask: Mask) -> Loss:
         return router.aux_loss(scores.extras, indices, mask)
 
     return router._replace(name=f"{router.name}+{suffix}", scores=scores, aux_loss=aux_loss)
 
 
-def _add_loss(router: Router, suffix: str, loss: Callable[..., Float[Array, ""]]) -> Router:
+def _add_loss(router: Router, suffix: str, weight: float, loss: Callable[[Scores, Indices, Mask], Loss]) -> Router:
     """The router with a second auxiliary loss, and its scores in their one form, which the loss relies on."""
+    _check_range("weight", weight, weight >= 0, "at least 0 and finite")
 
-    def scores(
-        params: PyTree,
-        x: Float[Array, "batch d_model"],
-        *,
-        key: PRNGKeyArray | None = None,
-        ids: Int32[Array, " batch"] | None = None,
-    ) -> Scores:
-        return score(router, params, x, key=key, ids=ids)
+    def aux_loss(scores: Scores, indices: Indices, mask: Mask) -> Loss:
+        return router.aux_loss(scores, indices, mask) + weight * loss(scores, indices, mask)
 
-    def aux_loss(
-        scores: Scores, indices: Int32[Array, "batch slots dims"], mask: Bool[Array, "batch slots"]
-    ) -> Float[Array, ""]:
-        return router.aux_loss(scores, indices, mask) + loss(scores, indices, mask)
-
+    scores = functools.partial(score, router)
     return router._replace(name=f"{router.name}+{suffix}", scores=scores, aux_loss=aux_loss)

@@ -18,52 +18,36 @@ at the future, and generation, which cannot, differs from it. Routed by sequence
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
+from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from dmoe_jax.routing.base import (
-    PyTree,
+    Alive,
+    Features,
+    Ids,
+    Indices,
+    Mask,
     Router,
     Scores,
-    cell_coordinates,
-    check_grid_size,
-    dense_logits,
+    best_cells,
+    living_logits,
     no_aux_loss,
+    router_factory,
 )
 from dmoe_jax.routing.product_key import DEFAULT_INIT_SCALE, product_key
 from dmoe_jax.routing.weights import log_probabilities, probability_weights
+from dmoe_jax.types import PyTree
 
 MOST_EXPERTS = 2
 """A sample is served by at most this times k experts."""
 
 
+@router_factory
 def expert_choice(grid_size: tuple[int, ...], *, init_scale: float = DEFAULT_INIT_SCALE) -> Router:
-    """The expert-choice router; equal arguments return the same object, and so share compiled code.
-
-    Args:
-      grid_size: extent of each dimension of the expert grid.
-      init_scale: standard deviation of one logit at initialisation, above 0.
-
-    Raises:
-      ValueError: if grid_size is not one or more positive integers, or init_scale is not positive.
-    """
-    if not init_scale > 0:
-        raise ValueError(f"init_scale must be positive, got {init_scale!r}")
-    return _expert_choice(check_grid_size(grid_size), float(init_scale))
-
-
-@functools.cache
-def _expert_choice(grid_size: tuple[int, ...], init_scale: float) -> Router:
+    """The expert-choice router. Arguments and errors are those of `product_key`."""
     gate = product_key((math.prod(grid_size),), init_scale=init_scale)
 
-    def scores(
-        params: PyTree,
-        x: Float[Array, "batch d_model"],
-        *,
-        key: PRNGKeyArray | None = None,
-        ids: Int32[Array, " batch"] | None = None,
-    ) -> Scores:
+    def scores(params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None) -> Scores:
         del key, ids
         (logits,) = gate.scores(params, x).logits
         return Scores((log_probabilities(logits),))
@@ -81,8 +65,8 @@ def _expert_choice(grid_size: tuple[int, ...], init_scale: float) -> Router:
 
 
 def select_samples(
-    scores: Scores, k: int, alive: Bool[Array, "..."] | None = None, *, grid_size: tuple[int, ...]
-) -> tuple[Int32[Array, "batch slots dims"], Bool[Array, "batch slots"]]:
+    scores: Scores, k: int, alive: Alive | None = None, *, grid_size: tuple[int, ...]
+) -> tuple[Indices, Mask]:
     """The samples that each living expert takes, turned round: the experts of each sample, best first.
 
     Equal scores go to the sample that stands first. No gradient flows.
@@ -90,31 +74,24 @@ def select_samples(
     Args:
       scores: of the samples, log-probabilities.
       k: experts for each sample on average.
-      alive: bool of shape grid_size, or None if every cell holds a live expert.
-      grid_size: extents of the grid.
+      alive, grid_size: see `dmoe_jax.routing.base.living_logits`.
 
     Returns: indices and mask, with min(num_experts, 2k) slots.
 
     Raises:
-      ValueError: if k is not between 1 and the number of cells, or alive has another shape than the grid.
+      ValueError: see `dmoe_jax.routing.base.living_logits`.
     """
     num_experts = math.prod(grid_size)
-    if not 1 <= k <= num_experts:
-        raise ValueError(f"k must be between 1 and the {num_experts} cells of grid {grid_size}, got {k}")
-    if alive is not None and alive.shape != grid_size:
-        raise ValueError(f"alive must have the grid's shape {grid_size}, got {alive.shape}")
-    living = jnp.ones(num_experts, bool) if alive is None else alive.reshape(-1)
-    logits = jnp.where(living, jax.lax.stop_gradient(dense_logits(scores)), -jnp.inf)
-    num_living = jnp.maximum(jnp.sum(living), 1)
+    logits = living_logits(scores, k, alive, grid_size)
+    num_living = num_experts if alive is None else jnp.maximum(jnp.sum(alive), 1)
     whole, left_over = jnp.divmod(logits.shape[0] * k, num_living)
-    rank = _ranks(logits, axis=0)  # of each sample for each expert
+    rank = _ranks(logits)  # of each sample for each expert
     next_best = jnp.max(jnp.where(rank == whole, logits, -jnp.inf), axis=0)
-    takes_one_more = _ranks(next_best, axis=0) < left_over
+    takes_one_more = _ranks(next_best) < left_over
     taken = (rank < whole) | ((rank == whole) & takes_one_more)
-    best, cells = jax.lax.top_k(jnp.where(taken, logits, -jnp.inf), min(num_experts, MOST_EXPERTS * k))
-    return cell_coordinates(cells, grid_size), ~jnp.isneginf(best)
+    return best_cells(jnp.where(taken, logits, -jnp.inf), min(num_experts, MOST_EXPERTS * k), grid_size)
 
 
-def _ranks(values: Float[Array, "..."], axis: int) -> Int32[Array, "..."]:
-    """The place of each value among those along the axis, the highest 0, the earlier of equal ones first."""
-    return jnp.argsort(jnp.argsort(-values, axis=axis, stable=True), axis=axis)
+def _ranks(values: Float[Array, "..."]) -> Int32[Array, "..."]:
+    """The place of each value along the first axis, the highest 0, the earlier of equal ones first."""
+    return jnp.argsort(jnp.argsort(-values, axis=0, stable=True), axis=0)

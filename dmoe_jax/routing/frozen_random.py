@@ -10,44 +10,31 @@ thus has a standard deviation near sqrt(d_model / num_experts), 5.7 for 512 feat
 gets nearly all of the weight. No gradient reaches the parameters; it does reach x.
 """
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
-from dmoe_jax.routing.base import Router, Scores, check_grid_size, top_k_router
-from dmoe_jax.routing.normalisation import layer_norm
+from dmoe_jax.routing.base import Features, Ids, Router, Scores, layer_norm, router_factory, top_k_router
 from dmoe_jax.types import PyTree
 
 TORCH_EPSILON = 1e-5
 
 
+@router_factory
 def frozen_random(grid_size: tuple[int, ...]) -> Router:
-    """The frozen router; equal grids return the same object, and so share compiled code.
+    """The frozen router.
 
     Raises:
       ValueError: if grid_size is not one or more positive integers.
     """
-    return _frozen_random(check_grid_size(grid_size))
-
-
-@functools.cache
-def _frozen_random(grid_size: tuple[int, ...]) -> Router:
-    num_experts = math.prod(grid_size)
 
     def init(key: PRNGKeyArray, d_model: int) -> PyTree:
-        keys = jax.random.normal(key, (d_model, num_experts))
+        keys = jax.random.normal(key, (d_model, math.prod(grid_size)))
         return {"keys": keys / jnp.linalg.norm(keys, axis=-1, keepdims=True)}
 
-    def scores(
-        params: PyTree,
-        x: Float[Array, "batch d_model"],
-        *,
-        key: PRNGKeyArray | None = None,
-        ids: Int32[Array, " batch"] | None = None,
-    ) -> Scores:
+    def scores(params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None) -> Scores:
         del key, ids
         return Scores((layer_norm(x, TORCH_EPSILON) @ jax.lax.stop_gradient(params["keys"]),))
 

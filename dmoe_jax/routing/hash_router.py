@@ -13,13 +13,11 @@ in similar directions go to the same experts. Those signs are stable across proc
 rounding of 0.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, PRNGKeyArray, UInt32
+from jaxtyping import Array, PRNGKeyArray, UInt32
 
-from dmoe_jax.routing.base import Router, Scores, check_grid_size, top_k_router
+from dmoe_jax.routing.base import Features, Ids, Router, Scores, router_factory, top_k_router
 from dmoe_jax.routing.hashing import hash_words, unit_interval
 from dmoe_jax.routing.weights import uniform_weights
 from dmoe_jax.types import PyTree
@@ -28,8 +26,9 @@ NUM_PROJECTIONS = 16
 """Bits of a SimHash: 65,536 cells of directions, more than there are experts, few enough for neighbours to share."""
 
 
+@router_factory
 def hash_router(grid_size: tuple[int, ...], *, seed: int = 0) -> Router:
-    """The hash router; equal arguments return the same object, and so share compiled code.
+    """The hash router.
 
     Args:
       grid_size: extent of each dimension of the expert grid.
@@ -40,38 +39,28 @@ def hash_router(grid_size: tuple[int, ...], *, seed: int = 0) -> Router:
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be between 0 and 2**32 - 1, got {seed!r}")
-    return _hash_router(check_grid_size(grid_size), int(seed))
 
-
-@functools.cache
-def _hash_router(grid_size: tuple[int, ...], seed: int) -> Router:
     def init(key: PRNGKeyArray, d_model: int) -> PyTree:
         del key, d_model
         return {}
 
-    def scores(
-        params: PyTree,
-        x: Float[Array, "batch d_model"],
-        *,
-        key: PRNGKeyArray | None = None,
-        ids: Int32[Array, " batch"] | None = None,
-    ) -> Scores:
+    def scores(params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None) -> Scores:
         del params, key
-        hashed = sim_hash(x, seed) if ids is None else ids.astype(jnp.uint32)
-        return Scores(tuple(_draw(hashed, seed, dim, size) for dim, size in enumerate(grid_size)))
+        hashed = (sim_hash(x, seed) if ids is None else ids.astype(jnp.uint32))[:, None]
+        return Scores(
+            tuple(
+                unit_interval(hash_words(jnp.uint32(seed), jnp.uint32(dim), jnp.arange(size, dtype=jnp.uint32), hashed))
+                for dim, size in enumerate(grid_size)
+            )
+        )
 
     return top_k_router("hash", grid_size, init, scores, combine=uniform_weights)
 
 
-def sim_hash(x: Float[Array, "batch d_model"], seed: int) -> UInt32[Array, " batch"]:
+def sim_hash(x: Features, seed: int) -> UInt32[Array, " batch"]:
     """The signs of NUM_PROJECTIONS random projections of each row, as the bits of a number (Charikar 2002)."""
     x = jax.lax.stop_gradient(x).astype(jnp.float32)
     projections = jax.random.normal(jax.random.key(seed), (x.shape[-1], NUM_PROJECTIONS))
     # Full precision: lower ones, the default on some accelerators, would flip signs from one device to the next.
     signs = jnp.dot(x, projections, precision=jax.lax.Precision.HIGHEST) >= 0
     return jnp.sum(signs.astype(jnp.uint32) << jnp.arange(NUM_PROJECTIONS, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
-
-
-def _draw(hashed: UInt32[Array, " batch"], seed: int, dim: int, size: int) -> Float[Array, "batch size"]:
-    coordinates = jnp.arange(size, dtype=jnp.uint32)
-    return unit_interval(hash_words(jnp.uint32(seed), jnp.uint32(dim), coordinates, hashed[:, None]))

@@ -12,10 +12,6 @@ import jax.numpy as jnp
 from jax.scipy.stats import norm
 from jaxtyping import Array, Bool, Float, Int32
 
-EPSILON = 1e-10
-"""Added to a squared mean that divides: nothing at all is even. Small beside the squared load of one sample in a grid
-of 10,000 experts, 1e-8."""
-
 
 def load_balancing_loss(
     router_probs: Float[Array, "batch num_experts"],
@@ -92,7 +88,8 @@ def load_loss(
 
 def cv_squared(values: Float[Array, " n"]) -> Float[Array, ""]:
     """Squared coefficient of variation, variance / mean^2 (of the population); 0 for zeros."""
-    return jnp.var(values) / (jnp.mean(values) ** 2 + EPSILON)
+    # The constant is small beside the squared load of one sample in a grid of 10,000 experts, 1e-8.
+    return jnp.var(values) / (jnp.mean(values) ** 2 + 1e-10)
 
 
 def sum_by_expert(

@@ -6,96 +6,66 @@
 
 Both matrices start at zero, "no signal and some noise" (appendix A): at first experts are chosen at random, and all
 scores are equal in evaluation. Noise is drawn in training only. Unlike in the paper x is normalised first, as every
-gate of this package does it: our models hand over features of any scale. Gates of the paper have no bias, this one
-neither.
+gate of this package does it: our models hand over features of any scale.
 """
 
-import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from dmoe_jax.routing.base import (
-    PyTree,
+    Features,
+    Ids,
+    Indices,
+    Loss,
+    Mask,
     Router,
     Scores,
     cell_numbers,
-    check_grid_size,
     gather_logits,
+    layer_norm,
     masked_softmax,
+    router_factory,
     top_k_router,
 )
 from dmoe_jax.routing.losses import importance_loss, load_loss
-from dmoe_jax.routing.normalisation import layer_norm
-
-DEFAULT_LOSS_WEIGHT = 0.1
-"""Of either loss; the setting of the paper's table 6 that has both the best perplexity and almost the best balance."""
-
+from dmoe_jax.types import PyTree
 
 LEAST_STDDEV = 1e-2
 """Added to the noise, as in the authors' released code: training drives the noise down, and the load loss divides by
 it."""
 
 
-class NoiseExtras(NamedTuple):
-    """What the load loss looks at.
-
-    Attributes:
-      clean_logits: x W_g, [batch, num_experts].
-      noise_stddev: softplus(x W_noise) + 0.01, [batch, num_experts].
-    """
-
-    clean_logits: Float[Array, "batch num_experts"]
-    noise_stddev: Float[Array, "batch num_experts"]
-
-
-def noisy_top_k(
-    grid_size: tuple[int, ...],
-    *,
-    importance_weight: float = DEFAULT_LOSS_WEIGHT,
-    load_weight: float = DEFAULT_LOSS_WEIGHT,
-) -> Router:
-    """The noisy top-k router; equal arguments return the same object, and so share compiled code.
+@router_factory
+def noisy_top_k(grid_size: tuple[int, ...], *, importance_weight: float = 0.1, load_weight: float = 0.1) -> Router:
+    """The noisy top-k router. The extras of its scores are (x W_g, softplus(x W_noise) + 0.01).
 
     Args:
       grid_size: extent of each dimension of the expert grid.
-      importance_weight, load_weight: of the two balancing losses, at least 0.
+      importance_weight, load_weight: of the two balancing losses, at least 0. 0.1 of both is the setting of the paper's
+        table 6 that has both the best perplexity and almost the best balance.
 
     Raises:
       ValueError: if grid_size is not one or more positive integers, or a weight is negative.
     """
     if not (importance_weight >= 0 and load_weight >= 0):
         raise ValueError(f"weights of losses must be at least 0, got {importance_weight!r} and {load_weight!r}")
-    return _noisy_top_k(check_grid_size(grid_size), float(importance_weight), float(load_weight))
-
-
-@functools.cache
-def _noisy_top_k(grid_size: tuple[int, ...], importance_weight: float, load_weight: float) -> Router:
     num_experts = math.prod(grid_size)
 
     def init(key: PRNGKeyArray, d_model: int) -> PyTree:
         del key
         return {name: jnp.zeros((d_model, num_experts)) for name in ("gate", "noise")}
 
-    def scores(
-        params: PyTree,
-        x: Float[Array, "batch d_model"],
-        *,
-        key: PRNGKeyArray | None = None,
-        ids: Int32[Array, " batch"] | None = None,
-    ) -> Scores:
+    def scores(params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None) -> Scores:
         del ids
         x = layer_norm(x)
         clean, stddev = x @ params["gate"], jax.nn.softplus(x @ params["noise"]) + LEAST_STDDEV
         noisy = clean if key is None else clean + stddev * jax.random.normal(key, clean.shape)
-        return Scores((noisy,), NoiseExtras(clean, stddev))
+        return Scores((noisy,), extras=(clean, stddev))
 
-    def aux_loss(
-        scores: Scores, indices: Int32[Array, "batch slots dims"], mask: Bool[Array, "batch slots"]
-    ) -> Float[Array, ""]:
+    def aux_loss(scores: Scores, indices: Indices, mask: Mask) -> Loss:
         clean, stddev = scores.extras
         gates = masked_softmax(gather_logits(scores, indices, grid_size), mask)
         importance = importance_loss(gates, cell_numbers(indices, grid_size), num_experts)

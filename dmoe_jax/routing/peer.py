@@ -9,22 +9,18 @@ no such statistics, so each part is normalised for itself, to mean 0 and varianc
 a score from growing without bound. One head instead of several: our experts are whole networks, not single neurons.
 """
 
-import functools
 import math
 
 import jax
-from jaxtyping import Array, Float, Int32, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
-from dmoe_jax.routing.base import Router, Scores, check_grid_size, top_k_router
-from dmoe_jax.routing.normalisation import layer_norm
+from dmoe_jax.routing.base import Features, Ids, Router, Scores, layer_norm, router_factory, top_k_router
 from dmoe_jax.types import PyTree
 
-DEFAULT_PART_DIM = 64
-"""Features of a query's part for one dimension of the grid."""
 
-
-def peer(grid_size: tuple[int, ...], *, part_dim: int = DEFAULT_PART_DIM) -> Router:
-    """The PEER router; equal arguments return the same object, and so share compiled code.
+@router_factory
+def peer(grid_size: tuple[int, ...], *, part_dim: int = 64) -> Router:
+    """The PEER router.
 
     Args:
       grid_size: extent of each dimension of the expert grid.
@@ -35,11 +31,6 @@ def peer(grid_size: tuple[int, ...], *, part_dim: int = DEFAULT_PART_DIM) -> Rou
     """
     if part_dim < 2:
         raise ValueError(f"part_dim must be at least 2, got {part_dim!r}")
-    return _peer(check_grid_size(grid_size), int(part_dim))
-
-
-@functools.cache
-def _peer(grid_size: tuple[int, ...], part_dim: int) -> Router:
     query_dim = len(grid_size) * part_dim
     bound = 1 / math.sqrt(part_dim)  # of sub-keys, as in product-key memory: a score then has a deviation of 0.58
 
@@ -53,13 +44,7 @@ def _peer(grid_size: tuple[int, ...], part_dim: int) -> Router:
             ],
         }
 
-    def scores(
-        params: PyTree,
-        x: Float[Array, "batch d_model"],
-        *,
-        key: PRNGKeyArray | None = None,
-        ids: Int32[Array, " batch"] | None = None,
-    ) -> Scores:
+    def scores(params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None) -> Scores:
         del key, ids
         query = layer_norm((x @ params["query"]).reshape(x.shape[0], len(grid_size), part_dim))
         return Scores(tuple(query[:, dim] @ keys.T for dim, keys in enumerate(params["sub_keys"])))

@@ -3,15 +3,19 @@
 One linear map of the normalised input gives a score for every coordinate of every grid dimension; an expert's score
 is the sum over its coordinates (section 3.2). A grid of 32 x 32 experts thus needs 64 scores. Unlike product-key
 memory (Lample et al. 2019), every dimension sees the whole input instead of a part of a query.
+
+`flat_top_k`, the usual gate with one score for each expert (Shazeer et al. 2017, eq. 2), is what product keys are to be
+compared with: the same gate for a grid of one dimension, LayerNorm and initial scale included, so that between the two
+nothing differs but the sum over dimensions.
 """
 
-import functools
+import math
 
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from dmoe_jax.routing.base import Router, check_grid_size
-from dmoe_jax.routing.linen_adapter import from_linen
+from dmoe_jax.routing.base import Router, router_factory, top_k_router
+from dmoe_jax.routing.flax_modules import from_linen
 
 DEFAULT_INIT_SCALE = 0.1
 """Standard deviation of one score at initialisation: combine weights then start within some 10 % of uniform, yet the
@@ -19,7 +23,7 @@ order of the experts already differs from sample to sample, so that load spreads
 
 
 class ProductKeyGate(nn.Module):
-    """LayerNorm, then one Dense to sum(grid_size) scores, to be split by dimension.
+    """LayerNorm, then one Dense to a score for every coordinate of the grid.
 
     Attributes:
       grid_size: extent of each dimension of the expert grid.
@@ -32,14 +36,14 @@ class ProductKeyGate(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "batch d_model"]) -> Float[Array, "batch scores"]:
         """Scores of every coordinate, [batch, sum(grid_size)]."""
-        # A normalised input has mean square 1 a feature, so variance scale**2 / fan_in gives scores of deviation
-        # scale.
+        # Features of mean square 1 and a kernel of variance scale**2 / fan_in give scores of deviation scale.
         kernel_init = nn.initializers.variance_scaling(self.init_scale**2, "fan_in", "normal")
         return nn.Dense(sum(self.grid_size), kernel_init=kernel_init, name="keys")(nn.LayerNorm(name="norm")(x))
 
 
+@router_factory
 def product_key(grid_size: tuple[int, ...], *, init_scale: float = DEFAULT_INIT_SCALE) -> Router:
-    """The product-key router; equal arguments return the same object, and so share compiled code.
+    """The product-key router.
 
     Args:
       grid_size: extent of each dimension of the expert grid.
@@ -50,9 +54,11 @@ def product_key(grid_size: tuple[int, ...], *, init_scale: float = DEFAULT_INIT_
     """
     if not init_scale > 0:
         raise ValueError(f"init_scale must be positive, got {init_scale!r}")
-    return _product_key(check_grid_size(grid_size), float(init_scale))
-
-
-@functools.cache
-def _product_key(grid_size: tuple[int, ...], init_scale: float) -> Router:
     return from_linen(lambda: ProductKeyGate(grid_size, init_scale), grid_size, name="product_key")
+
+
+@router_factory
+def flat_top_k(grid_size: tuple[int, ...], *, init_scale: float = DEFAULT_INIT_SCALE) -> Router:
+    """The flat router. Arguments and errors are those of `product_key`."""
+    gate = product_key((math.prod(grid_size),), init_scale=init_scale)
+    return top_k_router("flat_top_k", grid_size, gate.init, gate.scores, flat=True)

@@ -6,12 +6,11 @@ from pathlib import Path
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.expert_choice import expert_choice
-from dmoe_jax.routing.flat_top_k import flat_top_k
 from dmoe_jax.routing.frozen_random import frozen_random
 from dmoe_jax.routing.hash_router import hash_router
 from dmoe_jax.routing.noisy_top_k import noisy_top_k
 from dmoe_jax.routing.peer import peer
-from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.routing.product_key import flat_top_k, product_key
 from dmoe_jax.routing.switch import switch
 from dmoe_jax.routing.uniform_random import uniform_random
 from dmoe_jax.user_file import UserFileError, call_user, load_from_file

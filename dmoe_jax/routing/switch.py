@@ -12,64 +12,53 @@ is dropped. The paper's input jitter is left to `combinators.add_noise`. The gat
 included, started at the paper's smaller scale (section 2.4).
 """
 
-import functools
 import math
 
 from jax import numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
-from dmoe_jax.routing.base import Router, Scores, cell_numbers, check_grid_size, top_k_router
+from dmoe_jax.routing.base import (
+    Features,
+    Ids,
+    Indices,
+    Loss,
+    Mask,
+    Router,
+    Scores,
+    cell_numbers,
+    router_factory,
+    top_k_router,
+)
 from dmoe_jax.routing.losses import load_balancing_loss, router_z_loss
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.routing.weights import log_probabilities, probability_weights
 from dmoe_jax.types import PyTree
 
-DEFAULT_BALANCE_WEIGHT = 0.01
-"""alpha of eq. 4, as in the paper."""
-DEFAULT_Z_WEIGHT = 0.001
-"""c_z of ST-MoE, as in that paper."""
 INIT_SCALE = math.sqrt(0.1)
 """Standard deviation of a logit at initialisation: a tenth of the usual variance (section 2.4)."""
 
 
-def switch(
-    grid_size: tuple[int, ...],
-    *,
-    balance_weight: float = DEFAULT_BALANCE_WEIGHT,
-    z_weight: float = DEFAULT_Z_WEIGHT,
-) -> Router:
-    """The Switch router; equal arguments return the same object, and so share compiled code.
+@router_factory
+def switch(grid_size: tuple[int, ...], *, balance_weight: float = 0.01, z_weight: float = 0.001) -> Router:
+    """The Switch router. The extras of its scores are h(x).
 
     Args:
       grid_size: extent of each dimension of the expert grid.
-      balance_weight, z_weight: of the load-balancing loss and the z-loss, at least 0.
+      balance_weight, z_weight: of the load-balancing loss and the z-loss, at least 0; the defaults are the papers'.
 
     Raises:
       ValueError: if grid_size is not one or more positive integers, or a weight is negative.
     """
     if not (balance_weight >= 0 and z_weight >= 0):
         raise ValueError(f"weights of losses must be at least 0, got {balance_weight!r} and {z_weight!r}")
-    return _switch(check_grid_size(grid_size), float(balance_weight), float(z_weight))
-
-
-@functools.cache
-def _switch(grid_size: tuple[int, ...], balance_weight: float, z_weight: float) -> Router:
     gate = product_key((math.prod(grid_size),), init_scale=INIT_SCALE)
 
-    def scores(
-        params: PyTree,
-        x: Float[Array, "batch d_model"],
-        *,
-        key: PRNGKeyArray | None = None,
-        ids: Int32[Array, " batch"] | None = None,
-    ) -> Scores:
+    def scores(params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None) -> Scores:
         del key, ids
         (logits,) = gate.scores(params, x).logits
         return Scores((log_probabilities(logits),), extras=logits)
 
-    def aux_loss(
-        scores: Scores, indices: Int32[Array, "batch slots dims"], mask: Bool[Array, "batch slots"]
-    ) -> Float[Array, ""]:
+    def aux_loss(scores: Scores, indices: Indices, mask: Mask) -> Loss:
         balance = load_balancing_loss(jnp.exp(scores.logits[0]), cell_numbers(indices, grid_size), mask)
         return balance_weight * balance + z_weight * router_z_loss(scores.extras)
 

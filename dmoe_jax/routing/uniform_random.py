@@ -5,43 +5,32 @@ follow from a hash of the sample's own features, so that the same sample always 
 since sums over dimensions would make experts that share a coordinate come together. Weights are uniform.
 """
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
-from dmoe_jax.routing.base import Router, Scores, check_grid_size, top_k_router
+from dmoe_jax.routing.base import Features, Ids, Router, Scores, router_factory, top_k_router
 from dmoe_jax.routing.hashing import hash_rows, hash_words, unit_interval
 from dmoe_jax.routing.weights import uniform_weights
 from dmoe_jax.types import PyTree
 
 
+@router_factory
 def uniform_random(grid_size: tuple[int, ...]) -> Router:
-    """The random router; equal grids return the same object, and so share compiled code.
+    """The random router.
 
     Raises:
       ValueError: if grid_size is not one or more positive integers.
     """
-    return _uniform_random(check_grid_size(grid_size))
-
-
-@functools.cache
-def _uniform_random(grid_size: tuple[int, ...]) -> Router:
     num_experts = math.prod(grid_size)
 
     def init(key: PRNGKeyArray, d_model: int) -> PyTree:
         del key, d_model
         return {}
 
-    def scores(
-        params: PyTree,
-        x: Float[Array, "batch d_model"],
-        *,
-        key: PRNGKeyArray | None = None,
-        ids: Int32[Array, " batch"] | None = None,
-    ) -> Scores:
+    def scores(params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None) -> Scores:
         del params, ids
         if key is not None:
             return Scores((jax.random.uniform(key, (x.shape[0], num_experts)),))

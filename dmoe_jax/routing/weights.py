@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+Slots = Float[Array, "*batch slots"]
+Answered = Bool[Array, "*batch slots"]
 
-def probability_weights(
-    logits: Float[Array, "*batch slots"], mask: Bool[Array, "*batch slots"]
-) -> Float[Array, "*batch slots"]:
+
+def probability_weights(logits: Slots, mask: Answered) -> Slots:
     """exp(logit) where the mask is True, else 0: for routers whose scores are log-probabilities over all experts.
 
     The probability of the experts that were not chosen, or did not answer, is not handed to the others: it lets the
@@ -17,9 +18,7 @@ def probability_weights(
     return jnp.exp(jnp.where(mask, logits, -jnp.inf))
 
 
-def uniform_weights(
-    logits: Float[Array, "*batch slots"], mask: Bool[Array, "*batch slots"]
-) -> Float[Array, "*batch slots"]:
+def uniform_weights(logits: Slots, mask: Answered) -> Slots:
     """The same weight for every expert that answered; all zeros where none did. No gradient flows."""
     answered = mask.astype(logits.dtype)
     return answered / jnp.maximum(jnp.sum(answered, axis=-1, keepdims=True), 1)

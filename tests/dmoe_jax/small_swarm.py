@@ -1,7 +1,7 @@
 """A whole small swarm for tests: expert nodes and a trainer's side, over any network that gives callers."""
 
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import trio
 
 from dmoe_jax.device import Device, InlineDevice
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.grid import all_uids
+from dmoe_jax.grid import ExpertUid, all_uids, key_prefix
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.node.backend import ExpertBackend
@@ -21,7 +22,7 @@ from dmoe_jax.node.server import ExpertNode, NodeConfig
 from dmoe_jax.routing.base import Router
 from dmoe_jax.swarm import Swarm, open_swarm
 from net.clock import SwarmClock
-from net.identity import Address, PeerId
+from net.identity import Address, Contact, PeerId
 from net.rpc.base import Caller
 from net.rpc.peer import open_rpc_peer
 from net.transport.tcp import TcpTransport
@@ -51,10 +52,6 @@ class SmallSwarm:
         return jax.tree.map(lambda *leaves: np.stack(leaves), *params)
 
     def mixture(self, expert: Expert, router: Router, prefix: str, **options: Any) -> RemoteMixture:
-        """As `Swarm.mixture`; the policy may be given whole."""
-        policy = options.pop("policy", None)
-        if policy is not None:
-            options |= {name: getattr(policy, name) for name in ("k_min", "grace_s", "timeout_s", "compression")}
         return self.swarm.mixture(prefix, expert, router, **options)
 
 
@@ -120,6 +117,19 @@ def direct_callers(network: DirectNetwork, count: int) -> list[DirectCaller]:
     return [
         network.caller(address, PeerId.draw(random.Random(index))) for index, address in enumerate([*addresses, None])
     ]
+
+
+async def find_experts(directory: ExpertDirectory, uids: Iterable[ExpertUid]) -> dict[ExpertUid, Contact | None]:
+    """Who serves these experts; None for those that are not alive."""
+    rows = {uid: key_prefix(uid.prefix, uid.coordinates[:-1]) for uid in uids}
+    found = await directory.children(rows.values())
+    return {uid: found[row].get(uid.coordinates[-1]) for uid, row in rows.items()}
+
+
+def avoided(directory: ExpertDirectory) -> list[PeerId | str]:
+    """The hosts, and the single experts by uid, that count as dead now because they failed."""
+    targets = directory.health.blocked(trio.current_time(), directory._pause)
+    return [target if isinstance(target, str) else target[0] for target in targets]
 
 
 def close(left: Any, right: Any, atol: float = 1e-5) -> None:

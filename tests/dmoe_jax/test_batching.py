@@ -86,11 +86,10 @@ def test_replay_cache_forgets_the_oldest() -> None:
 def test_quorum_counts_per_sample() -> None:
     """Enough answers in all do not help a sample that has none (hivemind counts over the whole batch)."""
     quorum = Quorum([np.array([0, 1]), np.array([0]), np.array([2])], num_samples=3, k_min=1)
-    quorum.answered(0)
-    quorum.answered(1)
+    quorum.note(0, answered=True)
+    quorum.note(1, answered=True)
     assert not quorum.reached
-    np.testing.assert_array_equal(quorum.short_samples, [2])
-    quorum.answered(2)
+    quorum.note(2, answered=True)
     assert quorum.reached
 
 
@@ -98,7 +97,6 @@ def test_quorum_does_not_wait_for_the_hopeless() -> None:
     """A sample whose calls all failed cannot reach k_min any more and holds nobody up."""
     quorum = Quorum([np.array([0, 1]), np.array([1])], num_samples=2, k_min=2)
     assert not quorum.reached  # sample 1 may still get its two answers
-    quorum.answered(0)
-    quorum.failed(1)
+    quorum.note(0, answered=True)
+    quorum.note(1, answered=False)
     assert quorum.reached
-    np.testing.assert_array_equal(quorum.short_samples, [0, 1])

@@ -26,7 +26,6 @@ from flax import nnx
 from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.flax_layers import MAX_WAITING_CALLS, AuxiliaryLoss, BlockingMixture, CallSlots, host_call, make_room
-from dmoe_jax.mixture.fan_out import CallPolicy
 from dmoe_jax.models.layers import dmoe_layer
 from dmoe_jax.routing import flat_top_k, hash_router, noisy_top_k, product_key, with_balancing_loss
 from dmoe_jax.routing.base import Router, score
@@ -261,7 +260,7 @@ def train(layer: BlockingMixture, steps: int, seed: int) -> float:
 
 def test_eight_loops_at_once_do_not_stand_still(thread: SwarmThread) -> None:
     """Eight threads train over one layer, whose experts compute in this process; every backward call arrives."""
-    layer = thread.mixture(policy=CallPolicy(timeout_s=60.0, grace_s=60.0))
+    layer = thread.mixture(timeout_s=60.0, grace_s=60.0)
     before = thread.swarm.statistics.staleness_calls
     with ThreadPoolExecutor(8) as pool:
         losses = list(pool.map(functools.partial(train, layer, 4), range(8)))
@@ -278,12 +277,11 @@ import functools
 from concurrent.futures import ThreadPoolExecutor
 import tests.dmoe_jax.test_flax_layers as here
 from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.mixture.fan_out import CallPolicy
 
 here.D_MODEL, here.ROWS = 128, 128
 here.EXPERT = feedforward(d_model=128)
 with here.SwarmThread() as thread:
-    layer = here.BlockingMixture(thread.mixture(policy=CallPolicy(timeout_s=200.0, grace_s=200.0)).mixture, thread)
+    layer = here.BlockingMixture(thread.mixture(timeout_s=200.0, grace_s=200.0).remote, thread)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(functools.partial(here.train, layer, 3), range(8)))
     assert thread.swarm.statistics.failures == {}
@@ -323,14 +321,16 @@ def test_a_forward_pass_has_one_backward_pass(thread: SwarmThread, monkeypatch: 
     blocking = thread.mixture()
     layer = blocking.linen()
     params = layer.init(jax.random.key(1), X)
-    first, *others = [jax.vjp(layer.apply, params, X)[1] for _ in range(4)]
+    forward = jax.jit(lambda params: jax.vjp(layer.apply, params, X)[1])
+    backward = jax.jit(lambda pull_back: pull_back(X))
+    first, *others = [jax.block_until_ready(forward(params)) for _ in range(4)]
     assert len(blocking.call._residuals) == 3
     with pytest.raises(jax.errors.JaxRuntimeError, match="its forward pass kept for this backward pass is gone"):
-        jax.block_until_ready(first(X))
-    jax.block_until_ready(others[0](X))
+        jax.block_until_ready(backward(first))
+    jax.block_until_ready(backward(others[0]))
     assert len(blocking.call._residuals) == 2
     with pytest.raises(jax.errors.JaxRuntimeError, match="has one backward pass, and at most 3 may be outstanding"):
-        jax.block_until_ready(others[0](X))
+        jax.block_until_ready(backward(others[0]))
 
 
 def test_transformations_that_cannot_work_are_refused(thread: SwarmThread) -> None:

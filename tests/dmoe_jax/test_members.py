@@ -8,13 +8,13 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from dmoe_jax.directory import open_expert_directory
 from dmoe_jax.members import (
     MAX_FACTS,
     MAX_GRIDS,
     check_info,
     declare_member,
     list_members,
-    served_prefixes,
     withdraw_member,
 )
 from net.identity import Address, Contact, PeerId
@@ -60,13 +60,13 @@ async def test_members_announce_and_withdraw_themselves(autojump_clock: MockCloc
 
 async def test_served_prefixes_are_those_of_all_nodes(autojump_clock: MockClock) -> None:
     """Each once, sorted; of a swarm without nodes there are none."""
-    async with open_swarm(DirectNetwork(), 2) as nodes:
-        assert await served_prefixes(nodes[1], "demo") == ()
+    async with open_swarm(DirectNetwork(), 2) as nodes, open_expert_directory(nodes[1], swarm="demo") as directory:
+        assert await directory.served_prefixes() == ()
         for host, grids in ((HOSTS[0], ["b", "a"]), (HOSTS[1], ["b", "c"])):
             info = NODE | {"grids": grids}
             await declare_member(nodes[0], "demo", host.peer_id, host, info, expiration=now() + 60)
         await declare_member(nodes[0], "demo", HOSTS[2].peer_id, None, TRAINER, expiration=now() + 60)
-        assert await served_prefixes(nodes[1], "demo") == ("a", "b", "c")
+        assert await directory.served_prefixes() == ("a", "b", "c")
 
 
 BAD_INFOS: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,6 +1,8 @@
 """What a remote mixture is told to do with unusual experts and routers, and what it says when experts are missing."""
 
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import jax
@@ -14,7 +16,6 @@ from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.mixture.coverage import WINDOW_CALLS, Coverage, TooFewExperts
-from dmoe_jax.mixture.fan_out import CallPolicy
 from dmoe_jax.mixture.local import local_mixture
 from dmoe_jax.mixture.readiness import ExpertMismatch
 from dmoe_jax.mixture.statistics import REASONS, CallStatistics, reason_of
@@ -131,7 +132,7 @@ async def test_without_answers_another_shape_gives_zeros(autojump_clock: trio.te
     async with open_small_swarm(callers, NARROW, None, prefixes=["ffn"], grid_size=GRID) as swarm:
         await swarm.directory.living("ffn", GRID)
         network.take_down(callers[0].address)
-        mixture = swarm.mixture(NARROW, ROUTER, "ffn", k_best=2, policy=CallPolicy(timeout_s=1.0))
+        mixture = swarm.mixture(NARROW, ROUTER, "ffn", k_best=2, timeout_s=1.0)
         loss, grads = await remote_loss(mixture, ROUTER)({"gate": GATE, "inputs": (X,)})
         assert float(loss) == 0.0
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
@@ -153,8 +154,9 @@ NOISY = Expert(
 )
 
 
-async def seeds_of(seed: int, expert: Expert, *, differentiate: bool) -> list[tuple[str, int | None]]:
-    """The dropout seeds that two steps of a mixture send, by method."""
+@asynccontextmanager
+async def seeds_of(expert: Expert) -> AsyncIterator[Any]:
+    """A function that gives the dropout seeds which two steps of a new mixture send, by method."""
     callers = direct_callers(DirectNetwork(latency_s=0.1), 2)
     sent: list[tuple[str, int | None]] = []
     async with open_small_swarm(callers, expert, None, prefixes=["ffn"], grid_size=GRID) as swarm:
@@ -165,28 +167,34 @@ async def seeds_of(seed: int, expert: Expert, *, differentiate: bool) -> list[tu
                 return await served(request)
 
             callers[0]._handlers[method] = spy
-        mixture = swarm.mixture(expert, ROUTER, "ffn", k_best=4, seed=seed)
-        for _ in range(2):
-            run = Recording(differentiate=differentiate)
-            mixed, _ = await mixture(run, run(ROUTER.scores, GATE, Value(X)), Value(X))
-            if differentiate:
-                await run.backward(run(_square, mixed))
-    return list(dict.fromkeys(sent))
+
+        async def seeds(seed: int, *, differentiate: bool) -> list[tuple[str, int | None]]:
+            sent.clear()
+            mixture = swarm.mixture(expert, ROUTER, "ffn", k_best=4, seed=seed)
+            for _ in range(2):
+                run = Recording(differentiate=differentiate)
+                mixed, _ = await mixture(run, run(ROUTER.scores, GATE, Value(X)), Value(X))
+                if differentiate:
+                    await run.backward(run(_square, mixed))
+            return list(dict.fromkeys(sent))
+
+        yield seeds
 
 
 async def test_dropout_seeds(autojump_clock: trio.testing.MockClock) -> None:
     """One for each layer call, the same forward and backward, decided by the mixture's seed; none in evaluation."""
-    first = await seeds_of(0, NOISY, differentiate=True)
+    async with seeds_of(NOISY) as seeds:
+        first = await seeds(0, differentiate=True)
+        assert await seeds(0, differentiate=True) == first
+        assert await seeds(1, differentiate=True) != first
+        assert await seeds(0, differentiate=False) == [("expert.forward", None)]
     (_, one), (_, same), (_, other), (_, again) = first
     assert [method for method, _ in first] == ["expert.forward", "expert.backward"] * 2
     assert (one, other) == (same, again)
     assert one != other
     assert all(isinstance(seed, int) and 0 <= seed < 2**63 for seed in (one, other))
-    assert await seeds_of(0, NOISY, differentiate=True) == first
-    assert await seeds_of(1, NOISY, differentiate=True) != first
-    assert await seeds_of(0, NOISY, differentiate=False) == [("expert.forward", None)]
-    plain = await seeds_of(0, feedforward(d_model=4), differentiate=True)
-    assert plain == [("expert.forward", None), ("expert.backward", None)]
+    async with seeds_of(feedforward(d_model=4)) as seeds:
+        assert await seeds(0, differentiate=True) == [("expert.forward", None), ("expert.backward", None)]
 
 
 async def test_a_layer_without_experts_warns_and_at_last_raises(

@@ -21,6 +21,7 @@ from net.dht.node import open_dht_node
 from net.errors import CallRefused, RemoteFailure
 from net.identity import Address, PeerId
 from tests.dmoe_jax.node_rig import HOST, SGD, AsideDevice, open_rig, rows
+from tests.dmoe_jax.small_swarm import find_experts
 from tests.net.direct_network import DirectNetwork
 
 
@@ -43,7 +44,7 @@ async def test_a_node_is_listed_while_it_compiles(autojump_clock: trio.testing.M
 
         async def found() -> bool:
             async with directory.open_expert_directory(observer) as reader:
-                return (await reader.find_experts([parse_uid("ffn.0.1")]))[parse_uid("ffn.0.1")] is not None
+                return (await find_experts(reader, [parse_uid("ffn.0.1")]))[parse_uid("ffn.0.1")] is not None
 
         async def watch() -> None:
             await trio.sleep(12.0)  # buckets 1 and 2 are compiled, 4 is not

@@ -123,10 +123,9 @@ def test_a_mistake_is_found_and_named(mistake: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_sound_router_passes_on_every_grid() -> None:
-    """One expert, one dimension, three dimensions."""
-    for grid in ((1,), (5,), (2, 3), (2, 2, 2)):
-        check_router(product_key(grid), grid, 8)
+def test_a_sound_router_passes_where_there_is_one_expert() -> None:
+    """Nobody can be dead there, and k is 1. Other grids: test_router_conformance."""
+    check_router(product_key((1,)), (1,), 8)
 
 
 def test_something_else_than_a_router_is_named() -> None:

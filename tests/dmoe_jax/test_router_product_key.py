@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +10,14 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dmoe_jax.routing import Router, Scores, from_linen, from_nnx, gather_logits, masked_softmax, product_key
 from dmoe_jax.routing.base import select_top_k
 
-GRIDS = st.sampled_from([(5,), (3, 4), (2, 3, 2)])
 
-
-def random_scores(rng: np.random.Generator, grid: tuple[int, ...], batch: int) -> tuple[jax.Array, ...]:
-    """Scores without ties: distinct multiples of 1/1024 are summed exactly in float32."""
-    return tuple(jnp.asarray(rng.permutation(batch * m * 97)[: batch * m].reshape(batch, m) / 1024.0) for m in grid)
+def random_scores(rng: np.random.Generator, grid: tuple[int, ...], batch: int) -> tuple[np.ndarray, ...]:
+    """Multiples of 1/1024, which float32 sums exactly: equal sums are ties here and there."""
+    return tuple(rng.permutation(batch * m * 97)[: batch * m].reshape(batch, m).astype(np.float32) / 1024 for m in grid)
 
 
 def brute_force(scores, k, alive):
@@ -28,27 +25,23 @@ def brute_force(scores, k, alive):
     best = []
     for b in range(scores[0].shape[0]):
         cells = [c for c in itertools.product(*map(range, alive.shape)) if alive[c]]
-        total = {c: sum(np.float32(s[b, u]) for s, u in zip(scores, c, strict=True)) for c in cells}
+        total = {c: sum(s[b, u] for s, u in zip(scores, c, strict=True)) for c in cells}
         best.append(sorted(cells, key=lambda c: (-total[c], c))[:k])
     return best
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    grid=GRIDS,
-    k=st.integers(1, 4),
-    share_alive=st.sampled_from([0.0, 0.2, 0.6, 1.0]),
-    seed=st.integers(0, 999),
-)
-def test_selection_equals_brute_force(grid, k, share_alive, seed):
-    """select returns exactly the k best live cells, in order, and masks what is missing."""
-    rng = np.random.default_rng(seed)
-    alive = rng.random(grid) < share_alive
-    scores = random_scores(rng, grid, 3)
-    indices, mask = select_top_k(Scores(scores), k, jnp.asarray(alive), grid_size=grid)
-    for b, expected in enumerate(brute_force(scores, k, alive)):
-        assert [tuple(map(int, cell)) for cell in indices[b][mask[b]]] == expected
-    np.testing.assert_array_equal(mask.sum(axis=1), min(k, alive.sum()))
+@pytest.mark.parametrize(("grid", "k"), [((5,), 4), ((3, 4), 3), ((2, 3, 2), 1)])
+def test_selection_equals_brute_force(grid, k):
+    """select returns exactly the k best live cells, in order, and masks what is missing, however few are alive."""
+    rng = np.random.default_rng(0)
+    select = jax.jit(partial(select_top_k, k=k, grid_size=grid))
+    for share_alive in np.linspace(0, 1, 20):
+        alive = rng.random(grid) < share_alive
+        scores = random_scores(rng, grid, 3)
+        indices, mask = map(np.asarray, select(Scores(tuple(map(jnp.asarray, scores))), alive=alive))
+        for b, expected in enumerate(brute_force(scores, k, alive)):
+            assert [tuple(cell) for cell in indices[b][mask[b]].tolist()] == expected
+        np.testing.assert_array_equal(mask.sum(axis=1), min(k, alive.sum()))
 
 
 def test_everything_is_alive_by_default_and_ties_go_to_lower_coordinates():
@@ -69,11 +62,12 @@ def test_logits_are_sums_over_dimensions():
 def test_masked_softmax_ignores_masked_cells():
     """Weights over the live cells sum to one: softmax(0, log 3) = 1/4, 3/4, whatever stands in the masked
     cell."""
+    mask = jnp.array([[True, False, True]])
+    of_logits = jax.jit(jax.grad(lambda logits: masked_softmax(logits, mask)[0, 0]))
     for junk in (0.0, np.inf, np.nan, 1e30):
         logits = jnp.array([[0.0, junk, math.log(3.0)]])
-        mask = jnp.array([[True, False, True]])
         np.testing.assert_allclose(masked_softmax(logits, mask), [[0.25, 0.0, 0.75]], rtol=1e-6)
-        gradient = jax.grad(lambda z, mask=mask: masked_softmax(z, mask)[0, 0])(logits)
+        gradient = of_logits(logits)
         # d w0 / d z0 = w0 (1 - w0), d w0 / d z2 = -w0 w2
         np.testing.assert_allclose(gradient, [[0.1875, 0.0, -0.1875]], rtol=1e-5)
 
@@ -104,22 +98,9 @@ def test_gradient_flows_through_selected_live_experts_only():
         return masked_softmax(gather_logits(scores, indices, (3, 3)), mask)[0, 0]
 
     # (0, 0) = 8 is dead; (0, 1) = 7 and (1, 0) = 7 remain, tied, and (1, 1) = 6, (2, 0) = 6 are not selected.
-    rows, columns = jax.grad(first_weight)(scores).logits
+    rows, columns = jax.jit(jax.grad(first_weight))(scores).logits
     np.testing.assert_allclose(rows, [[0.25, -0.25, 0.0]], atol=1e-7)
     np.testing.assert_allclose(columns, [[-0.25, 0.25, 0.0]], atol=1e-7)
-
-
-@pytest.mark.parametrize("k", [0, 7])
-def test_impossible_k_is_refused(k):
-    """k must be between one and the number of cells."""
-    with pytest.raises(ValueError, match=f"between 1 and the 6 cells.*got {k}"):
-        select_top_k(Scores((jnp.zeros((1, 2)), jnp.zeros((1, 3)))), k, grid_size=(2, 3))
-
-
-def test_alive_of_another_shape_is_refused():
-    """alive must have the grid's shape."""
-    with pytest.raises(ValueError, match=r"\(2, 3\), got \(3, 2\)"):
-        select_top_k(Scores((jnp.zeros((1, 2)), jnp.zeros((1, 3)))), 1, jnp.ones((3, 2), bool), grid_size=(2, 3))
 
 
 def test_product_key_starts_near_uniform_but_differs_by_sample():
@@ -136,9 +117,9 @@ def test_product_key_starts_near_uniform_but_differs_by_sample():
     assert np.count_nonzero(counts) >= 24
 
 
-def test_product_key_is_cached_by_configuration():
+def test_routers_are_remembered_however_the_arguments_are_written():
     """Equal arguments give the same functions, so compiled code is shared; others do not."""
-    assert product_key((4, 4)) is product_key((4, 4), init_scale=0.1)
+    assert product_key((4, 4)) is product_key(grid_size=[4, 4], init_scale=0.1)
     assert product_key((4, 4)).scores is not product_key((4, 5)).scores
 
 
@@ -152,13 +133,6 @@ def test_product_key_matches_its_definition():
     first, second = router.scores(params, jnp.asarray(x)).logits
     np.testing.assert_allclose(first, expected[:, :2], atol=1e-5)
     np.testing.assert_allclose(second, expected[:, 2:], atol=1e-5)
-
-
-def test_aux_loss_of_product_key_is_zero():
-    """Product keys have no balancing loss."""
-    router = product_key((2, 2))
-    scores = Scores((jnp.ones((1, 2)), jnp.ones((1, 2))))
-    assert float(router.aux_loss(scores, *router.select(scores, 1))) == 0.0
 
 
 class NnxGate(nnx.Module):
@@ -186,8 +160,8 @@ def test_an_nnx_module_swaps_in():
         np.testing.assert_allclose(left, right, atol=1e-5)
     jax.tree.map(
         lambda left, right: np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-4),
-        jax.grad(lambda p: total(adapted, p))(params),
-        jax.grad(lambda p: total(linen, p))(params),
+        jax.jit(jax.grad(lambda p: total(adapted, p)))(params),
+        jax.jit(jax.grad(lambda p: total(linen, p)))(params),
     )
 
 

@@ -26,6 +26,7 @@ D_MODEL = 8
 BATCH, SEQ = 2, 3
 EXPERT = feedforward(d_model=D_MODEL, expansion=1)
 OPTIMIZER = optax.adam(1e-2)
+UPDATE_EXPERTS = jax.jit(partial(update_experts, OPTIMIZER))
 IDS = jnp.arange(BATCH * SEQ, dtype=jnp.int32) * 7
 
 CASES: dict[str, Any] = {
@@ -52,6 +53,7 @@ def gate_of(router: Router) -> Any:
     return gate
 
 
+@pytest.mark.parametrize("router_name", sorted(CASES))
 async def test_alike_per_token(router_name: str, autojump_clock: trio.testing.MockClock) -> None:
     """Loss with its penalty, gradients of gate, input and head, and expert updates agree to 1e-5 over two steps."""
     router = CASES[router_name](GRID)
@@ -89,13 +91,7 @@ async def test_alike_per_token(router_name: str, autojump_clock: trio.testing.Mo
             loss, grads = await value_and_grad(forward)(params, key_data)
             np.testing.assert_allclose(loss, expected_loss, atol=1e-5)
             close(grads, expected)
-            experts, states = update_experts(OPTIMIZER, experts, states, expert_grads, used)
+            experts, states = UPDATE_EXPERTS(experts, states, expert_grads, used)
             close(swarm.stacked_params("ffn", GRID), experts)
             params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         assert swarm.statistics.failed == swarm.statistics.late == 0
-
-
-@pytest.fixture(params=sorted(CASES))
-def router_name(request: pytest.FixtureRequest) -> str:
-    """A router by its name."""
-    return str(request.param)

@@ -16,7 +16,6 @@ from dmoe_jax.autodiff import Recording
 from dmoe_jax.data.batches import Batch, SegmentStream, evaluation_segments
 from dmoe_jax.device import InlineDevice, ThreadDevice
 from dmoe_jax.layer_config import LayerConfig
-from dmoe_jax.mixture.fan_out import CallPolicy
 from dmoe_jax.mixture.local import init_opt_states, update_experts
 from dmoe_jax.model import Model, Outcome
 from dmoe_jax.models import transformer_xl as txl
@@ -59,11 +58,8 @@ LONG_LISTED = NodeConfig(announce_period_s=100.0, record_lifetime_s=1000.0)
 TEXT = np.random.default_rng(0).integers(0, 40, 400)
 
 
-def make_model(swarm: SmallSwarm, policy: CallPolicy | None = None, on_shortfall: str = "skip") -> txl.TransformerXL:
-    mixtures = [
-        swarm.mixture(CONFIG.expert(), ROUTER, layer, k_best=2, policy=policy, on_shortfall=on_shortfall)
-        for layer in LAYERS
-    ]
+def make_model(swarm: SmallSwarm, **options: Any) -> txl.TransformerXL:
+    mixtures = [swarm.mixture(CONFIG.expert(), ROUTER, layer, k_best=2, **options) for layer in LAYERS]
     return txl.TransformerXL(CONFIG, ROUTER, mixtures)
 
 
@@ -170,7 +166,7 @@ async def test_trainers_overlap_their_waits(autojump_clock: trio.testing.MockClo
     """With 1 s on every remote call a step of 16 trainers takes the four calls of its critical path, not 64."""
     network = DirectNetwork(latency_s=1.0)
     async with swarm_on(direct_callers(network, 3)) as swarm:
-        model = make_model(swarm, policy=CallPolicy(grace_s=30.0, timeout_s=30.0))
+        model = make_model(swarm, grace_s=30.0, timeout_s=30.0)
         trunk = SharedTrunk(txl.init_trunk(jax.random.key(1), CONFIG, ROUTER), optax.adam(1e-3), InlineDevice())
         trainers = [Trainer(i, model, trunk, stream(shard=i, num_shards=16)) for i in range(16)]
         await trainers[0].step()  # finds the experts, so that what follows is steps alone
@@ -221,7 +217,7 @@ async def test_a_step_without_quorum_is_dropped_and_training_goes_on(
     network = DirectNetwork(latency_s=0.1)
     callers = direct_callers(network, 3)
     async with swarm_on(callers) as swarm:
-        model = make_model(swarm, policy=CallPolicy(timeout_s=1.0), on_shortfall="raise")
+        model = make_model(swarm, timeout_s=1.0, on_shortfall="raise")
         trunk = SharedTrunk(txl.init_trunk(jax.random.key(1), CONFIG, ROUTER), optax.adam(1e-3), InlineDevice())
         trainer = Trainer(0, model, trunk, stream())
         lost: list[Exception] = []

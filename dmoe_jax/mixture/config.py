@@ -1,0 +1,44 @@
+"""Settings of a remote mixture; `dmoe_jax.Swarm.mixture` makes them of its arguments."""
+
+from dataclasses import dataclass
+
+from net.wire.compression import Compression
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureConfig:
+    """How a mixture chooses its experts, speaks with them, and waits for them.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
+
+    prefix: str
+    """Experts are `prefix.i.j`; one prefix a layer."""
+    k_best: int = 4
+    """Experts asked for each sample."""
+    k_min: int = 1
+    """Answers that each sample needs."""
+    grace_s: float = 1.0
+    """Seconds to wait for stragglers once every sample has `k_min` answers. Infinity waits for all."""
+    timeout_s: float = 10.0
+    """Seconds after which a call is given up."""
+    compression: Compression = Compression.NONE
+    """How activations and gradients travel, there and back: float32 ones, with the losses that `net.wire.compression`
+    states; those of other types travel as they are."""
+    on_shortfall: str = "skip"
+    """What happens to a sample with fewer than `k_min` answers: "skip" mixes what there is (with nothing, the sample
+    passes unchanged), "raise" gives the step up with `NoQuorum`."""
+    max_skipped: float = 1.0
+    """Largest share of samples without any expert, over the layer's last 32 calls; beyond it a call raises
+    `TooFewExperts`. 1: never, the layer only warns."""
+
+    def __post_init__(self) -> None:
+        if self.k_best < 1 or not 0 <= self.k_min <= self.k_best:
+            raise ValueError(f"expected 1 <= k_best and 0 <= k_min <= k_best, got {self.k_best} and {self.k_min}")
+        if not self.grace_s >= 0 or not self.timeout_s > 0:
+            raise ValueError(f"expected grace_s >= 0 and timeout_s > 0, got {self.grace_s} and {self.timeout_s}")
+        if self.on_shortfall not in ("skip", "raise"):
+            raise ValueError(f"on_shortfall is 'skip' or 'raise', got {self.on_shortfall!r}")
+        if not 0 <= self.max_skipped <= 1:
+            raise ValueError(f"max_skipped is a share from 0 to 1, got {self.max_skipped}")
