@@ -4,6 +4,7 @@ The file also works where a router is asked for by name:  dmoe train --router ex
 """
 
 from functools import partial
+from itertools import islice
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +52,7 @@ def main():
             mixture = swarm.mixture(prefix, CONFIG.expert(), router, k_best=CONFIG.k_best).remote
             trainers = swarm.trainer(MLP(CONFIG, router, [mixture]), optax.adam(3e-3), batches(1))
             trainers.run(50)
-            found = trainers.evaluate([next(batches(2)) for _ in range(8)])
+            found = trainers.evaluate(islice(batches(2), 8))
             load = sorted((swarm.statistics.load.get(uid, 0) for uid in served.uids), reverse=True)
             print(f"{router.name}: loss {found.loss:.3f}, accuracy {found.metrics['accuracy']:.3f}, load {load}")
             served.close()

@@ -3,6 +3,8 @@
 The same seed gives the same run, to the last bit; the code is that of a real swarm.
 """
 
+from itertools import islice
+
 import numpy as np
 import optax
 import trio
@@ -19,7 +21,7 @@ def batches(seed):
     """Which of two numbers is larger?"""
     rng = np.random.default_rng(seed)
     while True:
-        x = rng.normal(size=(8, CONFIG.input_dim)).astype(np.float32)
+        x = rng.normal(size=(16, CONFIG.input_dim)).astype(np.float32)
         yield Batch(x, (x[:, 0] > x[:, 1]).astype(np.int32))
 
 
@@ -43,11 +45,11 @@ async def main():
             network.start(f"node{index}", node, network, index, swarm.contact, started)
             await started.wait()
         model = MLP.on(swarm, CONFIG, ROUTER)
-        trainers = swarm.trainer(model, optax.adam(1e-2), [batches(seed) for seed in range(8)])
+        trainers = swarm.trainer(model, optax.adam(5e-3), [batches(seed) for seed in range(8)])
         losses = []
         for _ in range(4):
             await trainers.run(30)
-            evaluation = await trainers.evaluate([next(batches(99)) for _ in range(8)])
+            evaluation = await trainers.evaluate(islice(batches(99), 8))
             losses.append(evaluation.loss)
             print(
                 f"{trio.current_time():7.1f} virtual s, step {trainers.step}: loss {evaluation.loss:.4f}, "

@@ -37,6 +37,7 @@ def test_remote_layer_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(re.findall(r"accuracy ([0-9.]+)", capsys.readouterr().out)[-1]) >= 0.85
 
 
+@pytest.mark.slow
 def test_own_router_learns(capsys: pytest.CaptureFixture[str]) -> None:
     """Both routers tell the clouds apart."""
     runpy.run_path(str(EXAMPLES / "own_router.py"), run_name="__main__")
@@ -45,11 +46,12 @@ def test_own_router_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert min(accuracies) >= 0.7
 
 
+@pytest.mark.slow
 def test_simulated_swarm_learns(capsys: pytest.CaptureFixture[str]) -> None:
     """It learns although half of the nodes die, in virtual time."""
     runpy.run_path(str(EXAMPLES / "simulated_swarm.py"), run_name="__main__")
     losses = [float(each) for each in re.findall(r"loss ([0-9.]+)", capsys.readouterr().out)]
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.25  # chance is 0.69
 
 
 def test_notebook_runs_inside_an_event_loop() -> None:

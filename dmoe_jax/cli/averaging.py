@@ -109,7 +109,7 @@ class AveragingOptions:
 
 
 @asynccontextmanager
-async def open_trunk_averaging(
+async def open_averaging(
     options: AveragingOptions,
     rpc: "Caller",
     dht: "DhtNode",
@@ -134,9 +134,9 @@ async def open_trunk_averaging(
     if not options.average_every:
         yield None
         return
-    from dmoe_jax import trunk as trunks
+    from dmoe_jax.trunk import open_trunk_averaging
 
-    async with trunks.open_trunk_averaging(
+    async with open_trunk_averaging(
         rpc,
         dht,
         trunk,

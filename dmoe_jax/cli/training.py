@@ -12,7 +12,7 @@ import trio
 
 from dmoe_jax.averaging import Round
 from dmoe_jax.checkpoints import CheckpointError
-from dmoe_jax.cli.averaging import open_trunk_averaging
+from dmoe_jax.cli.averaging import open_averaging
 from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.cli.trained_models import Training, language_training, own_training, trunk_recipe
@@ -81,7 +81,7 @@ async def _train(
     """The run loop, and averaging with other processes beside it."""
     length = options.run_length
     rounds: deque[Round] = deque()
-    opened = open_trunk_averaging(
+    opened = open_averaging(
         options.averaging,
         swarm.rpc,
         swarm.dht,

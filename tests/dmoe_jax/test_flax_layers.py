@@ -81,7 +81,7 @@ class SwarmThread:
         """Until the block ends, the node answers no forward call; the event is set once `MAX_WAITING_CALLS` wait."""
         full, go, waiting = threading.Event(), trio.Event(), 0
         (node,) = self.swarm.nodes
-        served = node._forward
+        served = node.handlers["expert.forward"]
 
         async def hold(request: Request) -> Reply:
             nonlocal waiting

@@ -161,7 +161,7 @@ async def test_expert_lost_between_forward_and_backward_is_a_constant(
     async with direct_swarm() as (swarm, callers, network):
         params, targets, _ = make_problem()
         mixture = swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST, timeout_s=1.0)
-        experts = swarm.stacked_params("ffn", GRID)
+        experts = jax.tree.map(jnp.asarray, swarm.stacked_params("ffn", GRID))
 
         async def forward(run: Recording, params: Any, targets: Any) -> Value:
             scores = run(ROUTER.scores, params["gate"], params["x"])

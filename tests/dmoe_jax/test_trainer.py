@@ -127,6 +127,7 @@ async def test_transformer_xl_equals_one_jit_over_tcp() -> None:
         await check_equals_local(callers, ONE_LAYER, ROUTER, seed=None)
 
 
+@pytest.mark.slow
 async def test_dropout_and_noise_are_those_of_one_jit(autojump_clock: trio.testing.MockClock) -> None:
     """With every dropout and a noisy router: experts elsewhere drop what one jit drops, forward and backward."""
     await check_equals_local(direct_callers(DirectNetwork(), 3), DROPPING, NOISY, seed=7)

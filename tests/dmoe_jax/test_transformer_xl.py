@@ -336,8 +336,8 @@ def train(router: Router, steps: int) -> list[float]:
 
 
 def test_training_reduces_the_loss():
-    """A repeated sentence is learnt: from about log 20 = 3 nats to a tenth of that within 60 steps."""
-    losses = train(ROUTER, 60)
+    """A repeated sentence is learnt: from about log 20 = 3 nats to a tenth of that within 100 steps."""
+    losses = train(ROUTER, 100)
     assert losses[0] > 2.5
     assert np.mean(losses[-4:]) < 0.3
 

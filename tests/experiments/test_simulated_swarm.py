@@ -74,8 +74,11 @@ def step_of(swarm: Swarm) -> Step:
 
 @pytest.mark.parametrize(
     ("hosts", "silent"),
-    [(("node0",), False), (("node2",), True), (("node0", "node1", "node2"), False)],
-    ids=["the one to join", "an unplugged one", "all of them"],
+    [
+        pytest.param(("node0",), False, id="the one to join", marks=pytest.mark.slow),
+        pytest.param(("node2",), True, id="an unplugged one", marks=pytest.mark.slow),
+        pytest.param(("node0", "node1", "node2"), False, id="all of them"),
+    ],
 )
 def test_nodes_come_back_and_the_trainer_goes_on(hosts: tuple[str, ...], silent: bool) -> None:
     """Down at 20 s, up at 40 s: the trainer steps all the time, and the experts go on learning from where they were."""
