@@ -70,19 +70,33 @@ class TrioThread:
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError("this is the swarm's own thread: await the function instead of waiting for it")
+        # Not `trio.from_thread.run`: that refuses threads in which a trio of their own runs, such as a notebook's.
+        answer: Future[_T] = Future()
         scope = trio.CancelScope()
 
-        async def call() -> _T:
-            with scope:
-                return await function(*args)
-            raise Closed("the call was cancelled")
+        async def call() -> None:
+            try:
+                with scope:
+                    answer.set_result(await function(*args))
+            except Exception as error:
+                answer.set_exception(error)
+            except BaseException:  # also a group of nothing but cancellations
+                answer.set_exception(Closed("the swarm was closed during the call"))
+                raise
+            if not answer.done():
+                answer.set_exception(Closed("the call was cancelled"))
+
+        def start() -> None:
+            try:
+                self._nursery.start_soon(call)
+            except RuntimeError:  # it has just been closed to newcomers
+                answer.set_exception(Closed("the swarm is closed"))
 
         try:
-            return trio.from_thread.run(call, trio_token=self._token)
+            self._token.run_sync_soon(start)
+            return answer.result()
         except trio.RunFinishedError:
             raise Closed("the swarm is closed") from None
-        except trio.Cancelled:
-            raise Closed("the swarm was closed during the call") from None
         except KeyboardInterrupt:
             with contextlib.suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(scope.cancel)

@@ -1,10 +1,12 @@
 """Checks of sizes and rates that several settings share. Nothing here imports JAX: command lines read settings too."""
 
+from numbers import Integral
+
 
 def check_positive(**sizes: object) -> None:
     """Raise ValueError, naming the field and the value, unless every size is a positive integer."""
     for field, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{field} must be a positive integer, got {value!r}")
 
 

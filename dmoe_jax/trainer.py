@@ -10,6 +10,7 @@ A step that fails (no quorum, the swarm unreachable) is dropped and counted, and
 batch; its state is then what it was before.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
@@ -125,11 +126,15 @@ class Trainer:
         state = self._model.initial_state(batch) if self.state is None else self.state
         started_at = self._trunk.step
         (_, outcome), grads = await self._loss_and_grads(self._trunk.params, batch, state, keys)
-        # Where XLA's work is waited for: not on the event loop.
-        loss, is_finite = await self._trunk.device.run(_settled, outcome, grads)
-        if not is_finite:
-            raise FloatingPointError(f"trainer {self._index}: loss {loss} or its gradient is not finite")
-        step = await self._trunk.apply(grads, samples=outcome.items)
+        loss = math.nan
+
+        def check() -> None:  # waits for XLA: on the device, and not on the event loop
+            nonlocal loss
+            loss = float(cast(Any, outcome.loss if outcome.reported is None else outcome.reported))
+            if not all_finite(outcome.loss, grads):
+                raise FloatingPointError(f"trainer {self._index}: loss {loss} or its gradient is not finite")
+
+        step = await self._trunk.apply(grads, samples=outcome.items, check=check)
         self.state = outcome.state
         return StepRecord(
             step=step, trainer=self._index, loss=loss, items=outcome.items, staleness=step - 1 - started_at
@@ -188,12 +193,6 @@ def loss_and_grads(model: Model) -> Callable[..., Any]:
         return outcome.loss, outcome
 
     return value_and_grad(forward, has_aux=True)
-
-
-def _settled(outcome: Outcome, grads: PyTree) -> tuple[float, bool]:
-    """The loss to report, and whether the step may be applied; waits for both to be computed."""
-    loss = outcome.loss if outcome.reported is None else outcome.reported
-    return float(cast(Any, loss)), all_finite(outcome.loss, grads)
 
 
 def all_finite(loss: Any, grads: PyTree) -> bool:

@@ -84,21 +84,27 @@ class SharedTrunk:
         """Give a claimed update back, made or not."""
         self._claimed -= 1
 
-    async def apply(self, grads: PyTree, *, samples: int | None = None) -> int:
+    async def apply(
+        self, grads: PyTree, *, samples: int | None = None, check: Callable[[], None] = lambda: None
+    ) -> int:
         """Step with these gradients; returns the number of the update. Updates happen one after another.
 
         If cancelled, the update was made or it was not.
 
         Args:
           samples: how many the gradients are a mean of, for averages that are weighted by it.
+          check: called on the device before the update; what it raises leaves the trunk as it was.
         """
         counted = None if samples is None else np.float32(samples)
+
+        def update(*args: Any) -> tuple[PyTree, PyTree]:
+            check()
+            return self._update(*args)
+
         async with self._turn:
             # Shielded: a cancelled update would leave donated, dead optimiser state behind.
             with trio.CancelScope(shield=True):
-                self.params, self.opt_state = await self.device.run(
-                    self._update, self.params, self.opt_state, grads, counted
-                )
+                self.params, self.opt_state = await self.device.run(update, self.params, self.opt_state, grads, counted)
             self.step = number = self.step + 1
             averager = self.averager
             if averager is not None and (averager.is_under_way or averaging_due(self.opt_state)):
@@ -112,8 +118,10 @@ class SharedTrunk:
         while the state was on its way are kept if it is no longer ahead. A state of other shapes, of a step beyond
         `max_step` or with values that are not finite is passed over. Only while the trunk is averaged.
         """
-        assert self.averager is not None
-        taken = await self.averager.fetch_state(self.step, self.state, min_lead=min_lead, max_version=max_step)
+        averager = self.averager
+        if averager is None:  # averaging has just ended
+            return False
+        taken = await averager.fetch_state(self.step, self.state, min_lead=min_lead, max_version=max_step)
         return taken is not None and await self.replace(*taken, min_lead=min_lead)
 
     async def replace(self, step: int, state: dict[str, PyTree], *, min_lead: int = 1) -> bool:

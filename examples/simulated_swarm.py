@@ -35,7 +35,7 @@ async def node(network, index, join, started):
 
 
 async def main():
-    deaths = [(15.0, HostDown("node2")), (25.0, HostDown("node3"))]
+    deaths = [(15.0, HostDown("node2")), (17.0, HostDown("node3"))]
     async with (
         simulate(seed=1, latency=LogNormal(median_s=0.08, sigma=0.5), schedule=deaths) as network,
         open_swarm(network=network, host="trainer", seed=7) as swarm,

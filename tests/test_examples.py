@@ -51,7 +51,7 @@ def test_simulated_swarm_learns(capsys: pytest.CaptureFixture[str]) -> None:
     """It learns although half of the nodes die, in virtual time."""
     runpy.run_path(str(EXAMPLES / "simulated_swarm.py"), run_name="__main__")
     losses = [float(each) for each in re.findall(r"loss ([0-9.]+)", capsys.readouterr().out)]
-    assert losses[-1] < 0.25  # chance is 0.69
+    assert losses[-1] < 0.35  # chance is 0.69
 
 
 def test_notebook_runs_inside_an_event_loop() -> None:

@@ -222,7 +222,8 @@ class TreeAverager:
             self._left_behind.set()
             return None, self._missed(self._held_back, reason="held back")
         vector = await self._device.run(self._layout.to_vector, under_way.sent.tree)
-        weight = float(under_way.sent.weight)
+        samples = under_way.sent.samples
+        weight = 1.0 if samples is None else await self._device.run(float, samples)
         name = self._what.replace("_", "-")
         if not np.isfinite(vector).all():
             if self._what != "gradients":  # they are gone with their round, parameters stay

@@ -49,6 +49,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         # Before any import that takes seconds: a slip of the pen is told at once.
         check_names(getattr(command, "join", ()), getattr(command, "swarm", "dmoe"))
+        if hasattr(command, "network"):
+            command.network.security()
         if isinstance(command, TrainCommand):
             command = command.resumed(words[1:])
         sys.exit(command.run())

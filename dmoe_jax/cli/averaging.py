@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from dmoe_jax.cli.common import UsageError
+from dmoe_jax.cli.common import UsageError, check_at_least, check_positive
 from net.averaging.grouping.group_key import check_prefix
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class AveragingOptions:
         """
         if self.average_every < 0:
             raise UsageError(f"--average-every must not be negative, got {self.average_every}")
-        if not self.outer_learning_rate > 0:
-            raise UsageError(f"--outer-learning-rate must be positive, got {self.outer_learning_rate}")
+        check_at_least(2, self, "average_side")
+        check_positive(self, "average_window_s", "average_timeout_s", "outer_learning_rate")
         if not 0 <= self.outer_momentum < 1:
             raise UsageError(f"--outer-momentum must be at least 0 and below 1, got {self.outer_momentum}")
         try:

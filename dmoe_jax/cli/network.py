@@ -69,7 +69,9 @@ class NetworkOptions:
         """What the peers of the same swarm must give too, as words of a command line, with a space before each."""
         if self.insecure_loopback:
             return " --insecure-loopback"
-        return "" if self.secret_file is None else f" --swarm-secret-file {shlex.quote(str(self.secret_file))}"
+        return (
+            "" if self.secret_file is None else f" --swarm-secret-file {shlex.quote(os.path.abspath(self.secret_file))}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -216,11 +216,11 @@ class UpCommand:
         """Flags of `dmoe train` for one trainer process, besides the folder and whom to join."""
         train = {name: getattr(self, name) for name in ("data", "router", "steps", "max_minutes", "grid_size")}
         train |= {"model": self.model} if self.model else {"num_layers": self.num_layers}
-        # Those beside the first one read less: its evaluations are the run's.
-        train |= {"eval_tokens": 1024, "final_eval_tokens": 16384} if index else {}
         return [
             *as_flags(train | changed(self.expert)),
             *averaging_flags(num_processes=self.trainers, every=self.average_every, seed=self.seed, index=index),
             *(self.listen_flags() if self.trainers > 1 else []),
             *shlex.split(self.train_flags),
+            # Those beside the first one read less: its evaluations are the run's.
+            *(as_flags({"eval_tokens": 1024, "final_eval_tokens": 16384}) if index else []),
         ]

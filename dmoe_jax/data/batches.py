@@ -143,9 +143,9 @@ def evaluation_segments(
     Raises:
       ValueError: at once, for a count that is not positive or a text without a target.
     """
-    check_positive(batch_size=batch_size, seq_len=seq_len, max_tokens=ids.size if max_tokens is None else max_tokens)
     if ids.size < 2:
         raise ValueError(f"a text to evaluate must have at least 2 tokens, got {ids.size}")
+    check_positive(batch_size=batch_size, seq_len=seq_len, max_tokens=ids.size if max_tokens is None else max_tokens)
     num_targets = ids.size - 1 if max_tokens is None else min(ids.size - 1, max_tokens)
     row_len = -(-num_targets // batch_size)
     starts = np.arange(batch_size, dtype=np.int64)[:, None] * row_len

@@ -91,9 +91,15 @@ def _remembered(num_makers: int) -> Callable[[Callable[P, Expert]], Callable[P, 
                 return tuple(sorted(option.items()))
             return tuple(option) if isinstance(option, list) else option
 
+        defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(make).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY
+        }
+
         @functools.wraps(make)
         def remembered(*args: Any, **options: Any) -> Expert:
-            named = tuple(sorted((name, hashable(option)) for name, option in options.items()))
+            named = tuple((name, hashable(option)) for name, option in sorted((defaults | options).items()))
             key = args[:num_makers], _described(args[num_makers:]), named
             try:
                 hash(key)

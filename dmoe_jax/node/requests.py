@@ -68,15 +68,16 @@ def parse_request(request: Request, experts: Mapping[str, Expert], *, max_rows: 
     """
     uid = uid_of(request, experts)
     expert, tensors = experts[uid], request.tensors
-    specs = {f"input {spec.name!r}": spec for spec in expert.inputs}
+    specs = [(f"input {spec.name!r}", spec) for spec in expert.inputs]
     if backward:
-        specs[f"gradient of {expert.output.name}"] = expert.output
+        specs.append((f"gradient of {expert.output.name}", expert.output))
     if len(tensors) != len(specs):
-        raise CallRefused(f"expert {uid}: expected {len(specs)} tensors ({', '.join(specs)}), got {len(tensors)}")
+        names = ", ".join(what for what, _ in specs)
+        raise CallRefused(f"expert {uid}: expected {len(specs)} tensors ({names}), got {len(tensors)}")
     rows = tensors[0].shape[0] if tensors[0].ndim else 0
     if not 1 <= rows <= max_rows:
         raise CallRefused(f"expert {uid}: expected 1 to {max_rows} rows in a request, got {rows}")
-    for (what, spec), tensor in zip(specs.items(), tensors, strict=True):
+    for (what, spec), tensor in zip(specs, tensors, strict=True):
         _check_tensor(uid, what, spec, tensor, rows=rows)
 
     request_id = request.body.get("request_id") if backward else None

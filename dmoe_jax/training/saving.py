@@ -78,10 +78,10 @@ def prepare_run(
     if path is None or not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return PreparedRun(path=path, settings=settings, name=name)
     changes = changed_settings(saved_settings(path), settings)
-    for name, (then, now) in changes.items():
-        if name not in may_differ:
-            raise ValueError(f"the run in {path} was begun with {name} {then!r} and cannot be resumed with {now!r}")
-    told = tuple(f"{name}: {then!r} -> {now!r}" for name, (then, now) in changes.items())
+    for setting, (then, now) in changes.items():
+        if setting not in may_differ:
+            raise ValueError(f"the run in {path} was begun with {setting} {then!r} and cannot be resumed with {now!r}")
+    told = tuple(f"{setting}: {then!r} -> {now!r}" for setting, (then, now) in changes.items())
     return PreparedRun(path=path, settings=settings, name=name, goes_on=True, changes=told)
 
 

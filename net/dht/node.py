@@ -158,7 +158,7 @@ class DhtNode:
         updates: list[SubkeyEntry] = []
         for index, item in enumerate(items):
             by_key.setdefault(_check_key(item.key), []).append(index)
-            entry = make_entry(item.value, item.expiration, latest=latest)
+            entry = make_entry(item.value, min(item.expiration, latest))
             # A copy, so that what the caller does to a list afterwards does not change a record.
             entry = replace(entry, value=decode_untrusted(encode(entry.value)))
             updates.append((check_subkey(item.subkey), entry))

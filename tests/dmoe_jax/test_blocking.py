@@ -90,14 +90,24 @@ def test_what_a_call_raises_comes_out(swarm: BlockingSwarm) -> None:
         connect("127.0.0.1:1", security=Plain())
 
 
+def test_a_thread_that_runs_trio_itself_may_wait(swarm: BlockingSwarm) -> None:
+    """As in a notebook whose cells are run by trio; its loop stands still meanwhile."""
+
+    async def cell() -> Any:
+        return swarm.experts()
+
+    assert trio.run(cell) == {}
+
+
 def test_closing_ends_what_is_waited_for() -> None:
     """Calls under way and later ones raise `Closed`; closing twice does nothing."""
     swarm = connect(security=Plain())
     begun, errors = threading.Event(), []
 
     async def sleep() -> None:
-        begun.set()
-        await trio.sleep_forever()
+        async with trio.open_nursery() as nursery:  # the cancellation comes out of it in a group
+            nursery.start_soon(trio.sleep_forever)
+            begun.set()
 
     def wait() -> None:
         with pytest.raises(Closed, match="during the call") as raised:

@@ -117,6 +117,8 @@ def test_equal_arguments_give_the_same_expert():
     assert expert_from_linen(nn.Dense(2), X) is expert_from_linen(nn.Dense(2), X[:1] + 1)
     assert expert_from_linen(nn.Dense(2), X) is not expert_from_linen(nn.Dense(3), X)
     assert expert_from_nnx(make_linear, X) is expert_from_nnx(make_linear, X)
+    # A default that is written out is the default.
+    assert expert_from_linen(nn.Dense(2), X, name=None, train=None, check=True) is expert_from_linen(nn.Dense(2), X)
     assert as_expert((affine_init, affine), X) is expert_from_functions(affine_init, affine, X)
 
 

@@ -1,5 +1,6 @@
 """The expert node: batches what arrives together, refuses what does not fit, trains once, announces and withdraws."""
 
+import dataclasses
 import random
 from typing import Any
 
@@ -307,6 +308,15 @@ async def test_one_poisonous_request_does_not_spoil_the_others(autojump_clock: t
         assert (status["replayed"], status["updates"]["ffn.0.1"], status["failed"]) == (1, 1, 0)
         alone.backward([x], grads)
         jax.tree.map(np.testing.assert_array_equal, rig.backends["ffn.0.1"].params, alone.params)
+
+
+async def test_inputs_may_share_a_name(autojump_clock: trio.testing.MockClock) -> None:
+    """Names are for people; the order of the tensors says which is which."""
+    expert = expert_from_functions(lambda key: {}, lambda params, x, *more: x + more[0], rows(1), rows(1))
+    alike = expert._replace(inputs=tuple(dataclasses.replace(spec, name="x") for spec in expert.inputs))
+    async with open_rig(backends={"sum.0": ExpertBackend(alike, None, {})}) as rig:
+        (answer,) = (await rig.forward("sum.0", rows(2), rows(2))).tensors
+        np.testing.assert_array_equal(answer, 2 * rows(2))
 
 
 async def test_nan_of_any_floating_type_is_refused(autojump_clock: trio.testing.MockClock) -> None:

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from dmoe_jax.routing.base import Router, RouterError, Scores, as_scores, score
 from dmoe_jax.routing.check import check_finite, check_router
+from dmoe_jax.routing.flax_modules import from_linen
 from dmoe_jax.routing.product_key import product_key
 
 GRID = (2, 3)
@@ -35,6 +37,14 @@ class Unhashable:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Unhashable)
+
+
+class OnePiece(nn.Module):
+    """A tuple with one array over the whole grid: no beam could search it dimension by dimension."""
+
+    @nn.compact
+    def __call__(self, x):
+        return (nn.Dense(6)(x),)
 
 
 UNHASHABLE = Unhashable()
@@ -103,6 +113,10 @@ MISTAKES: dict[str, tuple[Router, str]] = {
     "an infinite gradient": (
         broken(aux_loss=lambda scores, indices, mask: jnp.sqrt(jnp.sum(scores.logits[0] * 0))),
         "gradient of its weights and aux_loss is NaN or infinite",
+    ),
+    "a Linen module's scores in one piece": (
+        from_linen(lambda: OnePiece(), (2, 3), name="mine"),
+        r"grid \(2, 3\) must return these widths, got \(6,\)",
     ),
     "functions that cannot be told apart": (broken(combine=UNHASHABLE), "must be hashable"),
     "a vector of losses": (

@@ -1,5 +1,6 @@
 """DHT nodes over a direct network in virtual time: joining, storing and finding."""
 
+import math
 import random
 from typing import Any
 
@@ -164,7 +165,6 @@ async def test_wrong_arguments_store_nothing(autojump_clock: MockClock) -> None:
             StoreItem(key="key", value=1, subkey="s" * 257, expiration=now() + 60),
             StoreItem(key="key", value=1, expiration=float("nan")),
             StoreItem(key="key", value=-(2**64), expiration=now() + 60),
-            StoreItem(key="key", value=1, expiration=10**400),
         ]
         for bad in bad_items:
             with pytest.raises(ValueError, match=r"DHT|subkey|expiration"):
@@ -172,6 +172,18 @@ async def test_wrong_arguments_store_nothing(autojump_clock: MockClock) -> None:
         with pytest.raises(ValueError, match="key"):
             await nodes[0].get("k" * 513)
         assert holders(nodes, "key") == []
+
+
+async def test_what_is_to_last_for_ever_lasts_as_long_as_allowed(autojump_clock: MockClock) -> None:
+    """Infinity, too, is a time after the latest one."""
+    async with open_swarm(DirectNetwork(), 2) as nodes:
+        assert await nodes[0].store_many(
+            [StoreItem(key="a", value=1, expiration=math.inf), StoreItem(key="b", value=1, expiration=10**400)]
+        ) == [True, True]
+        for key in "ab":
+            record = await nodes[1].get(key)
+            assert record is not None
+            assert record.expiration <= nodes[0].clock.now() + nodes[0]._calls.config.max_lifetime_s
 
 
 async def test_what_the_caller_does_to_a_value_later_changes_nothing(autojump_clock: MockClock) -> None:
