@@ -258,22 +258,21 @@ class Swarm:
         Raises:
           ValueError: a setting is out of range.
         """
-        config = MixtureConfig(
-            prefix=prefix,
-            k_best=k_best,
-            k_min=k_min,
-            grace_s=grace_s,
-            timeout_s=timeout_s,
-            compression=Compression(compression),
-            on_shortfall=on_shortfall,
-            max_skipped=max_skipped,
-        )
         return RemoteMixture(
             expert=expert,
             router=router,
             caller=self._caller,
             device=self.device,
-            config=config,
+            config=MixtureConfig(
+                prefix=prefix,
+                k_best=k_best,
+                k_min=k_min,
+                grace_s=grace_s,
+                timeout_s=timeout_s,
+                compression=Compression(compression),
+                on_shortfall=on_shortfall,
+                max_skipped=max_skipped,
+            ),
             seed=self.seed if seed is None else seed,
         )
 
@@ -448,5 +447,4 @@ async def open_swarm(
         nursery = await stack.enter_async_context(background_nursery())
         if device is None:
             device = InlineDevice() if peer.is_simulated else ThreadDevice()
-        counted = CallStatistics() if statistics is None else statistics
-        yield Swarm(name, peer, experts, device, nursery, seed=0 if seed is None else seed, statistics=counted)
+        yield Swarm(name, peer, experts, device, nursery, seed=seed or 0, statistics=statistics or CallStatistics())
