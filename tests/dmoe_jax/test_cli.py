@@ -11,6 +11,7 @@ import pytest
 from dmoe_jax.cli import main
 from dmoe_jax.environment import JOIN_VARIABLE, SECRET_VARIABLE
 from dmoe_jax.routing.registry import ROUTERS
+from tests.dmoe_jax.own_file import OWN_FILE
 
 STRANGER = "ab" * 32
 
@@ -241,23 +242,6 @@ def test_slips_of_the_pen_are_guessed_on_every_terminal(
     status, error = outcome(args, capsys)
     assert status == 2
     assert re.fullmatch(rf"dmoe: error: .*{line} --help\n".replace("?", r"\?"), error), error
-
-
-OWN_FILE = """
-import flax.linen as nn, numpy as np, optax
-from dmoe_jax.experts import as_expert
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return x + nn.Dense(8)(x)
-
-def expert():
-    return as_expert(Block(), np.zeros((2, 8), np.float32))
-
-optimizer = optax.adamw(1e-3)
-number = 3
-"""
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from dmoe_jax.cli.status import read_members
 from dmoe_jax.environment import JOIN_VARIABLE, SECRET_VARIABLE
 from net.errors import CallRefused
 from net.identity import Address, Contact
+from tests.dmoe_jax.own_file import OWN_FILE
 
 STRANGER = "ab" * 32
 
@@ -171,23 +172,6 @@ def test_a_peer_ends_with_the_process_that_started_it() -> None:
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(timeout=20) == 130
-
-
-OWN_FILE = """
-import flax.linen as nn, numpy as np, optax
-from dmoe_jax.experts import as_expert
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return x + nn.Dense(8)(x)
-
-def expert():
-    return as_expert(Block(), np.zeros((2, 8), np.float32))
-
-optimizer = optax.adamw(1e-3)
-number = 3
-"""
 
 
 async def test_a_node_serves_an_expert_of_the_users_own(tmp_path: Path) -> None:
