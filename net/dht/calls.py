@@ -50,18 +50,21 @@ class DhtCalls:
 
     async def ping(self, target: Contact | Address) -> Contact:
         """Ask who listens there. The answer goes into the book; a failure does not, since nobody is known to fail."""
-        sent = self.clock.now()
-        body = await self._call(target, messages.PING, {})
-        their_now = messages.SECONDS.of_untrusted(body, "now")
-        contact = Contact(PEER_ID.of_untrusted(body, "peer_id"), address_of(target))
+        contact = await self._ask_who(target)
         self.book.answered(contact, trio.current_time())
-        self.clock_skew_s = their_now - (sent + self.clock.now()) / 2
         return contact
 
     async def check(self, contact: Contact) -> None:
         """Ping a contact; if it does not answer, or another peer does, the contact goes."""
         with self._noting(contact):
-            await self.ping(contact)
+            await self._ask_who(contact)
+
+    async def _ask_who(self, target: Contact | Address) -> Contact:
+        sent = self.clock.now()
+        body = await self._call(target, messages.PING, {})
+        their_now = messages.SECONDS.of_untrusted(body, "now")
+        self.clock_skew_s = their_now - (sent + self.clock.now()) / 2
+        return Contact(PEER_ID.of_untrusted(body, "peer_id"), address_of(target))
 
     async def find(
         self, contact: Contact, target: NodeId, *, record: bool
