@@ -64,7 +64,7 @@ class Evaluation:
     loss: float
     items: int
     metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    targets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    targets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
 
     @property
     def perplexity(self) -> float:
