@@ -1,0 +1,10 @@
+"""An asynchronous swarm as one compiled program: the same protocol, without the network and the waiting.
+
+See `dmoe_jax.emulator.emulator` for the theory of operation.
+"""
+
+from dmoe_jax.emulator.emulator import Data, Emulator, SwarmState
+from dmoe_jax.emulator.order import EventOrder, draw_order, exponential_delays
+from dmoe_jax.emulator.recording import OrderRecorder
+
+__all__ = ["Data", "Emulator", "EventOrder", "OrderRecorder", "SwarmState", "draw_order", "exponential_delays"]
