@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int, Int32, PRNGKeyArray
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder, num_stages
 from dmoe_jax.emulator.stages import Finished, LayerInput, Mixed, ModelMaker, ModelStages
 from dmoe_jax.mixture.local import init_experts, init_opt_states
-from dmoe_jax.node.backend import buckets_up_to, expert_programs
+from dmoe_jax.node.backend import buckets_up_to, check_optimizer
 from dmoe_jax.routing.base import Scores, cell_numbers
 from dmoe_jax.trunk import trunk_update
 from dmoe_jax.types import PyTree
@@ -170,8 +170,11 @@ class Emulator:
       rows: whether a call computes only the rows that it serves, padded to a power of two, as a node does; otherwise
         all rows of the batch, which is right for small experts and needed under `vmap`.
 
+    An update that is not finite is not made, as in the swarm. The emulator looks at the sum of all magnitudes, where a
+    node looks at each number: the two differ for finite numbers beyond 1e30 or so.
+
     Raises:
-      ValueError: the layers differ in their experts, or an expert takes keys from its node.
+      ValueError: the layers differ in their experts, an expert takes keys from its node, or an optimiser needs a loss.
     """
 
     def __init__(
@@ -194,7 +197,8 @@ class Emulator:
         self.num_cells = math.prod(self.router.grid_size)
         self.num_trainers = num_trainers
         self._optimizer, self._expert_optimizer = optimizer, expert_optimizer
-        self._programs = expert_programs(self.expert, expert_optimizer)
+        if expert_optimizer is not None:
+            check_optimizer(self.expert, expert_optimizer)
         self._update_trunk = trunk_update(optimizer)
         self._rows = rows
         self._differentiable = [i for i, spec in enumerate(self.expert.inputs) if spec.differentiable]
@@ -360,7 +364,7 @@ class Emulator:
         place = event.trainer, event.layer
         taken = _first_rows(pairs, rows)
         params = _at(state.experts.params, chosen)
-        computed = self._programs.apply(params, tuple(array[place][taken] for array in calls.inputs), None)
+        computed = self.expert.apply(params, *(array[place][taken] for array in calls.inputs))
         outputs = jnp.zeros((pairs.shape[0], *computed.shape[1:]), computed.dtype).at[taken].set(computed)
         answers = pairs & event.answered
         cell = (...,) + (None,) * (outputs.ndim - 1)
@@ -377,23 +381,27 @@ class Emulator:
         place = event.trainer, event.layer
         taken = _first_rows(pairs, rows)
         cell = (...,) + (None,) * (calls.outputs.ndim - 4)
-        output_grads = jnp.sum(jnp.where(pairs[cell], calls.output_grads[place], 0), axis=1)
-        finite, input_grads, params, opt_state = self._programs.grad_and_update(
-            _at(experts.params, chosen),
-            _at(experts.opt_state, chosen),
-            tuple(array[place][taken] for array in calls.inputs),
-            output_grads[taken],
-            None,
-        )
+        output_grads = jnp.sum(jnp.where(pairs[cell], calls.output_grads[place], 0), axis=1)[taken]
+        params = _at(experts.params, chosen)
+        inputs = tuple(array[place][taken] for array in calls.inputs)
+        param_grads, input_grads = self._expert_grads(params, inputs, output_grads)
+        seen = jnp.max(jnp.where(pairs, calls.seen[place], 0))
+        staleness = experts.updates[chosen] - seen
         does = pairs.any() & event.computed
-        learns = does & finite.all()
+        learns = does & _is_finite(jax.tree.map(jnp.zeros_like, input_grads), input_grads)
         if self._expert_optimizer is not None:
-            params, opt_state = jax.tree.map(
-                lambda new, all_: jnp.where(learns, new, all_[chosen]), (params, opt_state), (experts.params, experts.opt_state)
+            old = params, _at(experts.opt_state, chosen)
+            updates, opt_state = self._expert_optimizer.update(param_grads, old[1], params)
+            new = jax.tree.map(
+                lambda after, before: after.astype(before.dtype), (optax.apply_updates(params, updates), opt_state), old
             )
+            # Every write waits for this look at all that is new, and so for all reads. Where an array might be written
+            # while it is still to be read for another one, XLA copies all experts.
+            learns &= _is_finite(old, new)
+            new = jax.tree.map(lambda after, before: jnp.where(learns, after, before), new, old)
             experts = Experts(
-                params=_set(experts.params, chosen, params),
-                opt_state=_set(experts.opt_state, chosen, opt_state),
+                params=_set(experts.params, chosen, new[0]),
+                opt_state=_set(experts.opt_state, chosen, new[1]),
                 updates=experts.updates.at[chosen].add(learns.astype(jnp.int32)),
             )
         own = pairs.any(axis=1)[taken] & event.answered & learns
@@ -401,15 +409,26 @@ class Emulator:
             total.at[(*place, taken)].add(jnp.where(own[(...,) + (None,) * (grad.ndim - 1)], grad, 0))
             for total, grad in zip(calls.input_grads, input_grads, strict=True)
         )
-        seen = jnp.max(jnp.where(pairs, calls.seen[place], 0))
         totals = totals._replace(
             calls=totals.calls + learns,
-            expert_staleness=totals.expert_staleness + jnp.where(learns, state.experts.updates[chosen] - seen, 0),
+            expert_staleness=totals.expert_staleness + jnp.where(learns, staleness, 0),
             load=totals.load.at[chosen].add(jnp.where(learns, pairs.sum(), 0)),
             rejected=totals.rejected + (does & ~learns),
         )
         trainers = state.trainers._replace(calls=calls._replace(input_grads=summed))
         return state._replace(experts=experts, trainers=trainers, totals=totals)
+
+    def _expert_grads(self, params: PyTree, inputs: tuple[Any, ...], output_grads: Any) -> tuple[PyTree, list[Any]]:
+        """Gradients of an expert's parameters and of its differentiable inputs, in order."""
+
+        def output(params: PyTree, chosen: list[Any]) -> Any:
+            merged = list(inputs)
+            for place, value in zip(self._differentiable, chosen, strict=True):
+                merged[place] = value
+            return self.expert.apply(params, *merged)
+
+        _, pull_back = jax.vjp(output, params, [inputs[i] for i in self._differentiable])
+        return cast(tuple[PyTree, list[Any]], pull_back(output_grads))
 
     # -- what trainers do
 
@@ -512,8 +531,7 @@ class Emulator:
 
     def _apply(self, state: SwarmState, own: Trainers) -> tuple[SwarmState, Trainers]:
         """The trunk's update, unless loss or gradient are no numbers: such a step is lost."""
-        squares = [jnp.sum(jnp.square(jnp.abs(grad.astype(jnp.float32)))) for grad in jax.tree.leaves(own.grads)]
-        finite = jnp.isfinite(own.total) & jnp.isfinite(sum(squares))
+        finite = jnp.isfinite(own.total) & _is_finite(jax.tree.map(jnp.zeros_like, own.grads), own.grads)
         params, opt_state = self._update_trunk(state.params, state.opt_state, own.grads, None)
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
@@ -568,6 +586,16 @@ def _first_rows(pairs: Any, rows: int) -> Any:
     if rows == pairs.shape[0]:
         return jnp.arange(rows)
     return jnp.argsort(~pairs.any(axis=1), stable=True)[:rows]
+
+
+def _is_finite(before: PyTree, after: PyTree) -> Any:
+    """Whether the sum of the magnitudes of what was finite before is a number: one pass, where a node makes two."""
+
+    def magnitude(old: Any, new: Any) -> Any:
+        return jnp.sum(jnp.where(jnp.isfinite(old), jnp.abs(new), 0), dtype=jnp.float32)
+
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    return jnp.isfinite(sum(magnitude(old, new) for old, new in pairs if jnp.issubdtype(new.dtype, jnp.inexact)))
 
 
 def _at(tree: PyTree, place: Any) -> Any:
