@@ -48,9 +48,11 @@ class EventOrder:
     Attributes:
       kind: `FORWARD`, `BACKWARD` or `STAGE` and the number of the stage.
       trainer: whose step it is part of.
-      layer: of a call. pair: of a call without an expert. expert: layer * cells + cell, or -1. answered: whether the trainer ever has the call's answer. A backward call
-        without one may have trained its expert all the same, see `computed`.
-      computed: whether the expert computes the call at all.
+      layer: of a call.
+      pair: of a call without an expert.
+      expert: layer * cells + cell, or -1.
+      answered: whether the trainer ever has the call's answer.
+      computed: whether the expert computes the call at all. A backward call without an answer may train all the same.
       num_trainers, num_layers, num_pairs: sizes; pairs are those of one layer of one step.
     """
 

@@ -111,9 +111,7 @@ class OrderRecorder:
             else:
                 uid = parse_uid(what.uid)
                 layer = self.prefixes.index(uid.prefix)
-                cell = layer * int(np.prod(self.grid_size)) + int(
-                    np.ravel_multi_index(uid.coordinates, self.grid_size)
-                )
+                cell = layer * int(np.prod(self.grid_size)) + int(np.ravel_multi_index(uid.coordinates, self.grid_size))
                 wanted = layer if what.kind == FORWARD else last - 1 - layer
             first = 0 if wanted == 0 and what.kind >= STAGE else done.get(what.trainer, -1) + 1
             for stage in range(first, wanted + 1):

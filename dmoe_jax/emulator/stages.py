@@ -10,7 +10,7 @@ tracing with the mixtures before the cut replaced by their values, and what the 
     finish(…)          the loss, from what all mixtures returned
 """
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -152,10 +152,7 @@ class ModelStages:
 
     def _run(self, params: PyTree, batch: Any, state: PyTree, keys: Any, mixed: Sequence[Mixed]) -> Outcome:
         self._mixtures.given = mixed
-        forward = cast(
-            Coroutine[Any, Any, Outcome],
-            self.model.forward(_Eager(), jax.tree.map(Value, params), batch, state, keys),
-        )
+        forward = self.model.forward(_Eager(), jax.tree.map(Value, params), batch, state, keys)
         try:
             forward.send(None)
         except StopIteration as done:
