@@ -56,7 +56,7 @@ class SharedTrunk:
         self.device = device
         """Runs the updates, and what trainers wait for."""
         self._turn = trio.Lock()
-        self._update = _trunk_update(optimizer)
+        self._update = trunk_update(optimizer)
 
     @property
     def state(self) -> dict[str, PyTree]:
@@ -193,7 +193,7 @@ async def open_trunk_averaging(
 
 
 @functools.cache
-def _trunk_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[PyTree, PyTree]]:
+def trunk_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[PyTree, PyTree]]:
     """The compiled (params, opt_state, grads, samples) -> (params, opt_state) of this optimiser."""
     optimizer = optax.with_extra_args_support(optimizer)
 

@@ -44,6 +44,7 @@ SHELLS = {
     "dmoe_jax.data.corpora",
     "dmoe_jax.data.mnist",
     "dmoe_jax.data.wikitext2",
+    "dmoe_jax.emulator.recording",
     "dmoe_jax.runs.run_folder",
     "dmoe_jax.directory",
     "dmoe_jax.mixture.coverage",

@@ -1,0 +1,166 @@
+"""A model cut at its remote mixtures, into pure functions.
+
+A step of a trainer is a chain: the model computes up to its first mixture, experts elsewhere answer, the model goes on
+to the next one, and so on to the loss; then back the same way. `ModelStages` makes each link of that chain a function
+that `jit`, `vmap` and `scan` can take. The functions are those of the model itself: its `forward` is run under JAX's
+tracing with the mixtures before the cut replaced by their values, and what the cut does not need is dead code.
+
+    reach(layer, …)    what the mixture of a layer is called with: the router's scores and the experts' inputs
+    mix(…)             what it returns for these answers of its experts
+    finish(…)          the loss, from what all mixtures returned
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+
+from dmoe_jax.autodiff import Recording, Value
+from dmoe_jax.experts.base import Expert
+from dmoe_jax.mixture.remote import mix_segment
+from dmoe_jax.model import Model, Outcome
+from dmoe_jax.routing.base import Router, Scores
+from dmoe_jax.types import PyTree
+
+ModelMaker = Callable[..., Model]
+"""(mixture maker) -> model: such as `lambda swarm: MLP.on(swarm, config, router)`."""
+
+
+class Layer(NamedTuple):
+    """One mixture of the model.
+
+    Attributes:
+      prefix: the name of its grid of experts.
+      expert: the network of its experts.
+      router: chooses among them.
+      k_best: experts for each sample.
+    """
+
+    prefix: str
+    expert: Expert
+    router: Router
+    k_best: int
+
+
+class LayerInput(NamedTuple):
+    """What a mixture is called with: the router's scores of each sample, and the experts' inputs, batch first."""
+
+    scores: Scores
+    inputs: tuple[Any, ...]
+
+
+class Mixed(NamedTuple):
+    """What a mixture returned: its output [batch, ...] and the router's auxiliary loss, a scalar."""
+
+    output: Any
+    aux_loss: Any
+
+
+class Finished(NamedTuple):
+    """The end of a step: the loss, what is reported of it, and what the trainer's next step begins with."""
+
+    loss: Any
+    reported: Any
+    state: PyTree
+
+
+class _Reached(Exception):
+    """The model has come to the cut."""
+
+    def __init__(self, layer_input: LayerInput) -> None:
+        super().__init__()
+        self.layer_input = layer_input
+
+
+class _Eager(Recording):
+    """A recording that records nothing and compiles nothing: segments are part of what is being traced."""
+
+    def __init__(self) -> None:
+        super().__init__(differentiate=False)
+
+    @property
+    def differentiates(self) -> bool:
+        return True
+
+    def __call__(self, function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+        return jax.tree.map(Value, function(*_values(args)))
+
+
+class _GivenMixtures:
+    """Stands in for a swarm: makes mixtures that return what they are told, until the cut."""
+
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+        self.given: Sequence[Mixed] = ()
+
+    def mixture(self, prefix: str, expert: Expert, router: Router, *, k_best: int, **_: Any) -> Any:
+        """As `Swarm.mixture`."""
+        number = len(self.layers)
+        self.layers.append(Layer(prefix, expert, router, k_best))
+
+        async def mixture(_: Recording, scores: Scores, *inputs: Any) -> tuple[Value, Value]:
+            if number < len(self.given):
+                mixed = self.given[number]
+                return Value(mixed.output), Value(mixed.aux_loss)
+            raise _Reached(LayerInput(*_values((scores, inputs))))
+
+        return mixture
+
+
+class ModelStages:
+    """The pure functions of a model between its mixtures.
+
+    Args:
+      make_model: makes the model from something that makes mixtures, a `MixtureMaker`: `dmoe_jax.Swarm` in a real run.
+
+    Raises:
+      ValueError: the model has no mixture.
+    """
+
+    def __init__(self, make_model: ModelMaker) -> None:
+        self._mixtures = _GivenMixtures()
+        self.model = make_model(self._mixtures)
+        self.layers = tuple(self._mixtures.layers)
+        if not self.layers:
+            raise ValueError(f"model {self.model.name!r} has no mixture, so there is nothing asynchronous about it")
+
+    def reach(
+        self, layer: int, params: PyTree, batch: Any, state: PyTree, keys: Any, mixed: Sequence[Mixed]
+    ) -> LayerInput:
+        """What the mixture of a layer is called with, from what the `layer` mixtures before it returned.
+
+        Raises:
+          ValueError: the model comes to its end before.
+        """
+        try:
+            self._run(params, batch, state, keys, mixed[:layer])
+        except _Reached as reached:
+            return reached.layer_input
+        raise ValueError(f"model {self.model.name!r} made {len(self.layers)} mixtures but does not call all of them")
+
+    def finish(self, params: PyTree, batch: Any, state: PyTree, keys: Any, mixed: Sequence[Mixed]) -> Finished:
+        """The end of a step, from what all mixtures returned."""
+        outcome = self._run(params, batch, state, keys, mixed)
+        return Finished(
+            *_values((outcome.loss, outcome.loss if outcome.reported is None else outcome.reported, outcome.state))
+        )
+
+    def mix(self, layer: int, indices: Any, answered: Any, outputs: Any, layer_input: LayerInput) -> Mixed:
+        """What a mixture returns for these answers of its experts; see `dmoe_jax.mixture.remote`."""
+        segment = mix_segment(self.layers[layer].router)
+        return Mixed(*segment(layer_input.scores, indices, answered, outputs, layer_input.inputs[0]))
+
+    def _run(self, params: PyTree, batch: Any, state: PyTree, keys: Any, mixed: Sequence[Mixed]) -> Outcome:
+        self._mixtures.given = mixed
+        forward = self.model.forward(_Eager(), jax.tree.map(Value, params), batch, state, keys)
+        try:
+            forward.send(None)
+        except StopIteration as done:
+            return cast(Outcome, done.value)
+        finally:
+            forward.close()
+        raise ValueError(f"model {self.model.name!r} awaits something else than its mixtures, so it cannot be emulated")
+
+
+def _values(tree: PyTree) -> Any:
+    return jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, Value) else leaf, tree)
