@@ -107,7 +107,8 @@ class Emulator:
         """The swarm after events `start` to `stop` of an order. `state` is donated: it cannot be used again.
 
         Raises:
-          ValueError: the order is of another number of trainers, layers or pairs.
+          ValueError: the order is of another number of trainers, layers or pairs, or has more steps of a trainer than
+            there are batches.
         """
         batch = jax.tree.leaves(state.trainers.calls.chosen)[0].shape[-2]
         expected = (self.num_trainers, self.num_layers, batch * state.trainers.calls.chosen.shape[-1])

@@ -61,7 +61,7 @@ class Trainers(NamedTuple):
       calls: of the step.
       scores: the routers', one of each layer.
       mixed: what the mixtures returned, one of each layer. mixed_grads: its gradient, as far as it is known.
-      score_grads: gradients of the scores. residual_grads: of the experts' first inputs, through the mixture itself.
+      layer_grads: gradients, through the mixture itself, of the scores and of the experts' first inputs.
       grads: gradients of the trunk, as far as they are known.
       loss: what the step reports. total: what is differentiated.
     """

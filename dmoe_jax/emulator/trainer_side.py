@@ -35,7 +35,7 @@ class TrainerSide:
         t, layers = event.trainer, self._num_layers
         if stage == 0:  # a new step reads the trunk
             state = _start(state, t)
-        # The parameters are sliced inside of what needs them: a trainer reads a small part of its copy in most stages.
+        # XLA reads of this only what the stage uses: mostly a small part of the trunk.
         own: Trainers = at(state.trainers, t)
         batch, keys = jax.tree.map(lambda leaf: jnp.asarray(leaf)[t, own.row], data)
 

@@ -199,6 +199,9 @@ def test_what_cannot_be_emulated_is_refused() -> None:
         ValueError, match=r"expected an order of \(trainers, layers, pairs\) \(2, 2, 8\), got \(3, 2, 8\)"
     ):
         emulator.run(state, order, data)
+    longer = draw_order(num_updates=9, num_trainers=2, num_layers=2, num_pairs=8, delay=exponential_delays(1.0))
+    with pytest.raises(ValueError, match=r"expected at least \d+ batches for each trainer, one a step, got 2"):
+        emulator.run(state, longer, data)
 
     class NoMixture(mlp.MLP):
         def __init__(self) -> None:
