@@ -115,6 +115,10 @@ class Emulator:
         given = (order.num_trainers, order.num_layers, order.num_pairs)
         if given != expected:
             raise ValueError(f"expected an order of (trainers, layers, pairs) {expected}, got {given}")
+        begun = order.trainer[:stop][order.kind[:stop] == STAGE]
+        steps = jax.tree.leaves(data)[0].shape[1]
+        if (most := np.bincount(begun, minlength=1).max()) > steps:
+            raise ValueError(f"expected at least {most} batches for each trainer, one a step, got {steps}")
         events = Events(
             order.kind, order.trainer, order.layer, order.pair, order.expert, order.answered, order.computed
         )
