@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsInt
 
 import jax
 import numpy as np
@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
     loss: Value
     state: PyTree = ()
     reported: Value | None = None
-    items: int = 1
+    items: SupportsInt = 1
     metrics: dict[str, Value] | None = None
 
 
@@ -136,10 +136,11 @@ class Model(abc.ABC):
                 run, jax.tree.map(Value, params), batch, self.initial_state(batch) if state is None else state, None
             )
             shown = outcome.loss if outcome.reported is None else outcome.reported
-            total += outcome.items * float(shown.value)
+            counted = int(outcome.items)
+            total += counted * float(shown.value)
             for name, value in (outcome.metrics or {}).items():
-                metrics[name] = metrics.get(name, 0.0) + outcome.items * float(value.value)
-            items += outcome.items
+                metrics[name] = metrics.get(name, 0.0) + counted * float(value.value)
+            items += counted
             state = outcome.state
             on_batch()
         if not items:

@@ -126,7 +126,7 @@ class Trainer:
         state = self._model.initial_state(batch) if self.state is None else self.state
         started_at = self._trunk.step
         (_, outcome), grads = await self._loss_and_grads(self._trunk.params, batch, state, keys)
-        loss = math.nan
+        loss, items = math.nan, int(outcome.items)
 
         def check() -> None:  # waits for XLA: on the device, and not on the event loop
             nonlocal loss
@@ -134,11 +134,9 @@ class Trainer:
             if not all_finite(outcome.loss, grads):
                 raise FloatingPointError(f"trainer {self._index}: loss {loss} or its gradient is not finite")
 
-        step = await self._trunk.apply(grads, samples=outcome.items, check=check)
+        step = await self._trunk.apply(grads, samples=items, check=check)
         self.state = outcome.state
-        return StepRecord(
-            step=step, trainer=self._index, loss=loss, items=outcome.items, staleness=step - 1 - started_at
-        )
+        return StepRecord(step=step, trainer=self._index, loss=loss, items=items, staleness=step - 1 - started_at)
 
     async def run(
         self,

@@ -15,6 +15,7 @@ from dmoe_jax.node.server import NodeConfig, open_expert_node
 from dmoe_jax.peer import SIM_PORT, open_peer
 from net.errors import DialFailed
 from net.identity import Address
+from net.rpc.base import Caller
 from net.rpc.faults import FaultPlan
 from net.transport.sim.network import SimNetwork
 
@@ -30,6 +31,7 @@ async def start_simulated_nodes(
     device: Callable[[str], Device] | None = None,
     faults: FaultPlan | None = None,
     config: NodeConfig | None = None,
+    through: Callable[[Caller], Caller] = lambda caller: caller,
 ) -> Address:
     """Start expert nodes as programs of the hosts node0, node1, ...; experts are dealt out in turn.
 
@@ -44,6 +46,7 @@ async def start_simulated_nodes(
       device: the device of a host, asked for at each of its starts; None: work takes no virtual time.
       faults: what goes wrong with their calls.
       config: of all nodes.
+      through: what a node serves through, made of its peer's caller.
 
     Returns:
       where to join, once all of them serve.
@@ -67,7 +70,9 @@ async def start_simulated_nodes(
             try:
                 async with (
                     open_peer(join, network=network, host=host, seed=seed, faults=faults) as peer,
-                    open_expert_node(peer.rpc, peer.dht, own, device=own_device, config=config or NodeConfig()),
+                    open_expert_node(
+                        through(peer.rpc), peer.dht, own, device=own_device, config=config or NodeConfig()
+                    ),
                 ):
                     have_served.add(host)
                     if len(have_served) == num_nodes:

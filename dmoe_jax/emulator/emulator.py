@@ -12,7 +12,7 @@ Big arrays are changed in place, see `dmoe_jax.emulator.loop`.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,15 +21,20 @@ import numpy as np
 import optax
 from jaxtyping import PRNGKeyArray
 
+from dmoe_jax.emulator.data import Data
 from dmoe_jax.emulator.expert_side import ExpertSide, pairs_of
 from dmoe_jax.emulator.loop import Handler, run_events
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder, num_stages
 from dmoe_jax.emulator.stages import LayerInput, Mixed, ModelMaker, ModelStages
-from dmoe_jax.emulator.state import Calls, Data, Events, Experts, SwarmState, Totals, Trainers
+from dmoe_jax.emulator.state import Calls, Events, Experts, SwarmState, Totals, Trainers
 from dmoe_jax.emulator.trainer_side import TrainerSide
 from dmoe_jax.mixture.local import init_experts, init_opt_states
+from dmoe_jax.model import Evaluation
 from dmoe_jax.node.backend import buckets_up_to
 from dmoe_jax.types import PyTree
+
+_CHUNK = 16_384
+"""Events that are given to the compiled program at once. Between two chunks a run can be interrupted."""
 
 
 class Emulator:
@@ -42,6 +47,9 @@ class Emulator:
       num_trainers: trainers of the swarm.
       rows: whether a call computes only the rows that it serves, padded to a power of two, as a node does; otherwise
         all rows of the batch, which is right for small experts and needed under `vmap`.
+
+    Several seeds of one order run side by side where `init` is given several keys: everything but the order then has a
+    leading axis of seeds, the data too.
 
     An update that is not finite is not made, as in the swarm. The emulator looks at the sum of all magnitudes, where a
     node looks at each number: the two differ for finite numbers beyond 1e30 or so.
@@ -67,39 +75,29 @@ class Emulator:
         self.expert, self.router, self.k_best = first.expert, first.router, first.k_best
         self.num_cells = math.prod(self.router.grid_size)
         self.num_trainers = num_trainers
-        self._optimizer, self._expert_optimizer = optimizer, expert_optimizer
+        self.optimizer, self.expert_optimizer = optimizer, expert_optimizer
         self._experts = ExpertSide(self.expert, expert_optimizer)
         self._trainers = TrainerSide(self.stages, optimizer)
         self._rows = rows
         self._differentiable = [i for i, spec in enumerate(self.expert.inputs) if spec.differentiable]
-        self._run_jitted = jax.jit(self._run, donate_argnums=0)
+        seeds = (0, 0, None, None)
+        self._runs = jax.jit(self._run, donate_argnums=0), jax.jit(jax.vmap(self._run, seeds), donate_argnums=0)
+        self._inits = jax.jit(self._init_swarm, static_argnums=3), jax.jit(self._init_seeds, static_argnums=3)
+        self._evaluations = jax.jit(self._evaluate), jax.jit(jax.vmap(self._evaluate, (0, None, 0)))
 
     def init(self, trunk_key: PRNGKeyArray, expert_key: PRNGKeyArray, data: Data, *, num_updates: int) -> SwarmState:
         """A swarm before its first event. Experts are those that nodes make of the same key.
 
         Args:
-          trunk_key: of the model's `init`. expert_key: a node's `jax.random.key(seed)`.
+          trunk_key: of the model's `init`. expert_key: a node's `jax.random.key(seed)`. Both [seeds] for several.
           data: of the run.
           num_updates: updates of the trunk in all runs of this state, for what is noted of each.
         """
-        params, opt_state = self._init_experts(expert_key)
-        experts = self.num_layers * self.num_cells
-        trunk = jax.tree.map(jnp.array, self.stages.model.init(trunk_key))
-        return SwarmState(
-            step=jnp.int32(0),
-            params=trunk,
-            opt_state=self._optimizer.init(trunk),
-            experts=Experts(params, opt_state, jnp.zeros(experts, jnp.int32)),
-            trainers=self._init_trainers(trunk, data),
-            totals=Totals(
-                losses=jnp.full(num_updates, jnp.nan, jnp.float32),
-                trunk_staleness=jnp.zeros(num_updates, jnp.int32),
-                expert_staleness=jnp.int32(0),
-                calls=jnp.int32(0),
-                load=jnp.zeros(experts, jnp.int32),
-                rejected=jnp.int32(0),
-            ),
-        )
+        several = trunk_key.ndim == 1
+        if several and self._rows:
+            raise ValueError("several seeds need rows=False: who serves which rows differs from seed to seed")
+        batch = jax.tree.map(lambda leaf: np.asarray(leaf[(0,) * (2 + several)]), data)
+        return cast(SwarmState, self._inits[several](trunk_key, expert_key, batch, num_updates))
 
     def run(
         self, state: SwarmState, order: EventOrder, data: Data, *, start: int = 0, stop: int | None = None
@@ -110,31 +108,97 @@ class Emulator:
           ValueError: the order is of another number of trainers, layers or pairs, or has more steps of a trainer than
             there are batches.
         """
-        batch = jax.tree.leaves(state.trainers.calls.chosen)[0].shape[-2]
-        expected = (self.num_trainers, self.num_layers, batch * state.trainers.calls.chosen.shape[-1])
+        several = state.step.ndim == 1
+        pairs = math.prod(state.trainers.calls.chosen.shape[-2:])
+        expected = (self.num_trainers, self.num_layers, pairs)
         given = (order.num_trainers, order.num_layers, order.num_pairs)
         if given != expected:
             raise ValueError(f"expected an order of (trainers, layers, pairs) {expected}, got {given}")
         begun = order.trainer[:stop][order.kind[:stop] == STAGE]
-        steps = jax.tree.leaves(data)[0].shape[1]
+        steps = jax.tree.leaves(data)[0].shape[1 + several]
         if (most := np.bincount(begun, minlength=1).max()) > steps:
             raise ValueError(f"expected at least {most} batches for each trainer, one a step, got {steps}")
-        events = Events(
-            order.kind, order.trainer, order.layer, order.pair, order.expert, order.answered, order.computed
-        )
-        return cast(SwarmState, self._run_jitted(state, data, events, start, len(order.kind) if stop is None else stop))
+        data = jax.tree.map(jnp.asarray, data)
+        end = len(order.kind) if stop is None else stop
+        for first in range(start, end, _CHUNK):
+            count = min(_CHUNK, end - first)
+            events = Events(*(_padded(getattr(order, name)[first : first + count]) for name in Events._fields))
+            state = jax.block_until_ready(self._runs[several](state, data, events, count))
+        return state
 
-    @functools.partial(jax.jit, static_argnums=0)
+    def evaluate(self, state: SwarmState, batches: Iterable[Any]) -> list[Evaluation]:
+        """What the model and all experts of now make of some batches, nothing random; one for each seed.
+
+        Raises:
+          ValueError: there is no batch.
+        """
+        several = state.step.ndim == 1
+        totals: dict[str, Any] = {}
+        items, carried = 0, None
+        for batch in batches:
+            if carried is None:
+                carried = self.stages.model.initial_state(batch)
+                if several:
+                    carried = jax.tree.map(lambda leaf: jnp.stack([leaf] * len(state.step)), carried)
+            figures, count, carried = self._evaluations[several]((state.params, state.experts.params), batch, carried)
+            counted = int(np.ravel(count)[0])
+            items += counted
+            for name, value in figures.items():
+                totals[name] = totals.get(name, 0.0) + counted * np.atleast_1d(np.asarray(value, np.float64))
+        if not items:
+            raise ValueError("there is nothing to evaluate: no batch")
+        losses = totals.pop("loss")
+        return [
+            Evaluation(
+                loss=float(loss) / items,
+                items=items,
+                metrics={name: float(value[seed]) / items for name, value in totals.items()},
+            )
+            for seed, loss in enumerate(losses)
+        ]
+
+    def _evaluate(self, params: tuple[PyTree, PyTree], batch: Any, carried: PyTree) -> tuple[dict[str, Any], Any, Any]:
+        trunk, stacked = params
+        split = jax.tree.map(lambda leaf: leaf.reshape(self.num_layers, self.num_cells, *leaf.shape[1:]), stacked)
+        experts = [jax.tree.map(lambda leaf, layer=layer: leaf[layer], split) for layer in range(self.num_layers)]
+        outcome = self.stages.whole(trunk, experts, jax.tree.map(jnp.asarray, batch), carried)
+        figures = {"loss": outcome.loss if outcome.reported is None else outcome.reported, **(outcome.metrics or {})}
+        return figures, outcome.items, outcome.state
+
+    def _init_seeds(self, trunk_key: Any, expert_key: Any, one: Data, num_updates: int) -> SwarmState:
+        return jax.vmap(lambda trunk, experts: self._init_swarm(trunk, experts, one, num_updates))(
+            trunk_key, expert_key
+        )
+
+    def _init_swarm(self, trunk_key: Any, expert_key: Any, one: Data, num_updates: int) -> SwarmState:
+        params, opt_state = self._init_experts(expert_key)
+        experts = self.num_layers * self.num_cells
+        trunk = self.stages.model.init(trunk_key)
+        return SwarmState(
+            step=jnp.int32(0),
+            params=trunk,
+            opt_state=self.optimizer.init(trunk),
+            experts=Experts(params, opt_state, jnp.zeros(experts, jnp.int32)),
+            trainers=self._init_trainers(trunk, one),
+            totals=Totals(
+                losses=jnp.full(num_updates, jnp.nan, jnp.float32),
+                trunk_staleness=jnp.zeros(num_updates, jnp.int32),
+                expert_staleness=jnp.int32(0),
+                calls=jnp.int32(0),
+                load=jnp.zeros(experts, jnp.int32),
+                rejected=jnp.int32(0),
+            ),
+        )
+
     def _init_experts(self, key: PRNGKeyArray) -> tuple[PyTree, PyTree]:
         grid_size = self.router.grid_size
         layers = [init_experts(key, self.expert, layer.prefix, grid_size) for layer in self.stages.layers]
         params = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *layers)
-        return params, () if self._expert_optimizer is None else init_opt_states(self._expert_optimizer, params)
+        return params, () if self.expert_optimizer is None else init_opt_states(self.expert_optimizer, params)
 
-    def _init_trainers(self, trunk: PyTree, data: Data) -> Trainers:
+    def _init_trainers(self, trunk: PyTree, one: Data) -> Trainers:
         """Zeros of the shapes that one step has, for every trainer; only the states mean something."""
-        one = jax.tree.map(lambda leaf: jnp.asarray(leaf[0, 0]), data)
-        state = self.stages.model.initial_state(jax.tree.map(np.asarray, one.batches))
+        state = self.stages.model.initial_state(one.batches)
 
         def shapes() -> tuple[Any, ...]:
             mixed: list[Mixed] = []
@@ -151,8 +215,8 @@ class Emulator:
 
         mixed, reached, calls, finished = jax.eval_shape(shapes)
         inputs, indices, wanted, outputs = jax.tree.map(lambda *leaves: _stacked(leaves), *calls)
-        zeros = functools.partial(jax.tree.map, lambda leaf: np.zeros(leaf.shape, leaf.dtype))
-        integers: Any = np.zeros(wanted.shape, np.int32)
+        zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
+        integers: Any = jnp.zeros(wanted.shape, jnp.int32)
         one_trainer = Trainers(
             params=zeros(trunk),
             read_at=jnp.int32(0),
@@ -178,12 +242,9 @@ class Emulator:
             loss=jnp.zeros((), jnp.float32),
             total=jnp.zeros((), jnp.float32),
         )
-        return jax.tree.map(
-            lambda leaf: jnp.asarray(np.tile(leaf, (self.num_trainers,) + (1,) * np.ndim(leaf))), one_trainer
-        )
+        return jax.tree.map(lambda leaf: jnp.tile(leaf, (self.num_trainers,) + (1,) * jnp.ndim(leaf)), one_trainer)
 
-    def _run(self, state: SwarmState, data: Data, events: Events, start: Any, stop: Any) -> SwarmState:
-        events = jax.tree.map(jnp.asarray, events)
+    def _run(self, state: SwarmState, data: Data, events: Events, count: Any) -> SwarmState:
         batch = state.trainers.calls.chosen.shape[-2]
         buckets = buckets_up_to(batch) if self._rows else (batch,)
         handlers: list[Handler] = []
@@ -217,7 +278,12 @@ class Emulator:
         for stage in range(num_stages(self.num_layers)):
             handlers.append((is_kind(STAGE + stage), functools.partial(self._trainers.stage, stage, data)))
 
-        return run_events(handlers, events, start, stop, state)
+        return run_events(handlers, events, count, state)
+
+
+def _padded(events: Any) -> Any:
+    """As long as a chunk, so that every run of an emulator is one compiled program."""
+    return np.pad(events, (0, _CHUNK - len(events)))
 
 
 def _stacked(leaves: Sequence[Any]) -> Any:

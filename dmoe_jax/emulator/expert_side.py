@@ -28,7 +28,8 @@ class ExpertSide:
             raise ValueError(f"expert {expert.name!r} takes keys from its node, which the emulator has not")
         if optimizer is not None:
             check_optimizer(expert, optimizer)
-        self._expert, self._optimizer = expert, optimizer
+        self._expert = expert
+        self._optimizer = None if optimizer is None else optax.with_extra_args_support(optimizer)
         self._differentiable = [i for i, spec in enumerate(expert.inputs) if spec.differentiable]
 
     def forward(self, state: SwarmState, event: Events, *, rows: int) -> SwarmState:
@@ -66,7 +67,9 @@ class ExpertSide:
         learns = does & is_finite(jax.tree.map(jnp.zeros_like, input_grads), input_grads)
         if self._optimizer is not None:
             old = params, at(experts.opt_state, chosen)
-            updates, opt_state = self._optimizer.update(param_grads, old[1], params)
+            updates, opt_state = self._optimizer.update(
+                param_grads, old[1], params, staleness=jnp.asarray(staleness, jnp.float32)
+            )
             new = jax.tree.map(
                 lambda after, before: after.astype(before.dtype), (optax.apply_updates(params, updates), opt_state), old
             )

@@ -12,8 +12,8 @@ Handler = tuple[Callable[[Events, SwarmState], Any], Callable[[SwarmState, Event
 """(whether an event is of this kind, what it does)."""
 
 
-def run_events(handlers: Sequence[Handler], events: Events, start: Any, stop: Any, state: SwarmState) -> SwarmState:
-    """The state after events `start` to `stop`, each handled by the one handler that it is for.
+def run_events(handlers: Sequence[Handler], events: Events, count: Any, state: SwarmState) -> SwarmState:
+    """The state after the first `count` events, each handled by the one handler that it is for.
 
     XLA copies what passes through a conditional, but a loop changes in place what it carries. So each handler is a loop
     that runs while the next event is of its kind, and around them a loop goes on until no event is left.
@@ -27,7 +27,7 @@ def run_events(handlers: Sequence[Handler], events: Events, start: Any, stop: An
 
             def more(carry: tuple[Any, SwarmState], matches: Any = matches) -> Any:
                 place, state = carry
-                return (place < stop) & matches(event_at(place), state)
+                return (place < count) & matches(event_at(place), state)
 
             def one(carry: tuple[Any, SwarmState], handle: Any = handle) -> tuple[Any, SwarmState]:
                 place, state = carry
@@ -36,5 +36,5 @@ def run_events(handlers: Sequence[Handler], events: Events, start: Any, stop: An
             carry = jax.lax.while_loop(more, one, carry)
         return carry
 
-    _, state = jax.lax.while_loop(lambda carry: carry[0] < stop, round_of_all, (jnp.asarray(start), state))
+    _, state = jax.lax.while_loop(lambda carry: carry[0] < count, round_of_all, (jnp.int32(0), state))
     return state

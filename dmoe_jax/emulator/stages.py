@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 
 from dmoe_jax.autodiff import Recording, Value
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.remote import mix_segment
 from dmoe_jax.model import Model, Outcome
+from dmoe_jax.models.layers import dmoe_layer
 from dmoe_jax.routing.base import Router, Scores
 from dmoe_jax.types import PyTree
 
@@ -92,6 +94,7 @@ class _GivenMixtures:
     def __init__(self) -> None:
         self.layers: list[Layer] = []
         self.given: Sequence[Mixed] = ()
+        self.experts: Sequence[PyTree] = ()
 
     def mixture(self, prefix: str, expert: Expert, router: Router, *, k_best: int, **_: Any) -> Any:
         """As `Swarm.mixture`."""
@@ -102,6 +105,11 @@ class _GivenMixtures:
             if number < len(self.given):
                 mixed = self.given[number]
                 return Value(mixed.output), Value(mixed.aux_loss)
+            if self.experts:
+                own = self.experts[number]
+                there = map(jnp.asarray, _values(inputs))  # what evaluates a model may be on the host
+                output, aux = dmoe_layer(expert, own, router, k_best, _values(scores), None, *there)
+                return Value(output), Value(aux.aux_loss)
             raise _Reached(LayerInput(*_values((scores, inputs))))
 
         return mixture
@@ -144,6 +152,14 @@ class ModelStages:
         return Finished(
             *_values((outcome.loss, outcome.loss if outcome.reported is None else outcome.reported, outcome.state))
         )
+
+    def whole(self, params: PyTree, experts: Sequence[PyTree], batch: Any, state: PyTree) -> Outcome:
+        """The model on one machine in evaluation, with each layer's experts stacked. Nothing is on a tape."""
+        self._mixtures.experts = experts
+        try:
+            return cast(Outcome, _values(self._run(params, batch, state, None, ())))
+        finally:
+            self._mixtures.experts = ()
 
     def mix(self, layer: int, indices: Any, answered: Any, outputs: Any, layer_input: LayerInput) -> Mixed:
         """What a mixture returns for these answers of its experts; see `dmoe_jax.mixture.remote`."""

@@ -131,17 +131,6 @@ class Events(NamedTuple):
     computed: Any
 
 
-class Data(NamedTuple):
-    """What trainers read: leaves [trainers, steps, ...].
-
-    Attributes:
-      batches: of the model. keys: chance of each step, from `Model.keys`; None for none.
-    """
-
-    batches: PyTree
-    keys: PyTree = None
-
-
 def at(tree: PyTree, place: Any) -> Any:
     """The tree of one place of the leading axes."""
     return jax.tree.map(lambda leaf: leaf[place], tree)

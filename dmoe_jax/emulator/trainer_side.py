@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dmoe_jax.emulator.data import Data
 from dmoe_jax.emulator.order import num_stages
 from dmoe_jax.emulator.stages import Finished, LayerInput, Mixed, ModelStages
-from dmoe_jax.emulator.state import Data, Events, SwarmState, Trainers, at, is_finite, put
+from dmoe_jax.emulator.state import Events, SwarmState, Trainers, at, is_finite, put
 from dmoe_jax.routing.base import Scores, cell_numbers
 from dmoe_jax.trunk import trunk_update
 from dmoe_jax.types import PyTree

@@ -21,7 +21,8 @@ from dmoe_jax.routing.base import cell_numbers
 from dmoe_jax.types import PyTree
 
 BLOCK_ROWS = 4
-"""Samples that share a gathered copy of their expert's parameters. More pad more: half a block for each expert."""
+"""Samples that share a gathered copy of their expert's parameters, at least: more pad more, half a block for each
+expert. Where the experts have many samples each, a block has more, up to a quarter of an even share."""
 
 ROUNDING = 1e-5
 """Weights that sum to 1 within this leave nothing over."""
@@ -109,7 +110,8 @@ def _outputs(
     batch, k = chosen.shape
     pairs = batch * k
     # With few pairs for each expert, padding would cost more than gathering.
-    rows = BLOCK_ROWS if pairs >= 4 * num_experts else 1
+    share = pairs // (4 * num_experts)
+    rows = max(BLOCK_ROWS, 1 << (share.bit_length() - 1)) if share else 1
     num_blocks = (pairs + num_experts * (rows - 1)) // rows  # as many as there can be, whatever was chosen
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     expert_of_pair = chosen.reshape(-1)[order]

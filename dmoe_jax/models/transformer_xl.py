@@ -260,8 +260,7 @@ class TransformerXL(Model):
     ) -> Outcome:
         embed, gate, loss_head = self._segments
         hidden = run(embed, params["embed"], batch.tokens, None if keys is None else keys.embed)
-        if batch.is_first.any():
-            state = trunk_parts.forget(state, jnp.asarray(batch.is_first))
+        state = trunk_parts.forget(state, jnp.asarray(batch.is_first))
         memories, aux_losses = [], []
         for i, mixture in enumerate(self.mixtures):
             gate_key, expert_keys = (None, None) if keys is None else (keys.gates[i], keys.experts[i])
@@ -273,7 +272,7 @@ class TransformerXL(Model):
         head_key = None if keys is None else keys.head
         nll = run(loss_head, params["embed"], params["head"], hidden, batch.targets, batch.mask, head_key)
         loss = run(total_loss, nll, aux_losses)
-        return Outcome(loss=loss, state=tuple(memories), reported=nll, items=int(batch.mask.sum()))
+        return Outcome(loss=loss, state=tuple(memories), reported=nll, items=batch.mask.sum())
 
     async def evaluate(
         self, params: PyTree, batches: Iterable[Batch], on_batch: Callable[[], None] = lambda: None

@@ -35,6 +35,25 @@ BATCH = 4
 PREFIXES = ["layer0", "layer1"]
 
 
+class Case(NamedTuple):
+    """A model, and batches of it: leaves [trainers, steps, ...]."""
+
+    make_model: Callable[[Any], Model]
+    expert: Expert
+    grid_size: tuple[int, ...]
+    pairs: int
+    batches: Any
+
+    def data(self, *, num_trainers: int, steps: int) -> Data:
+        """So many of the batches, and the chance of each."""
+        batches = jax.tree.map(lambda leaf: leaf[:num_trainers, :steps], self.batches)
+        some = jax.tree.map(lambda leaf: leaf[0, 0], batches)
+        model = ModelStages(self.make_model).model
+        keys = [[model.keys(some, seed=0, trainer=t, step=s) for s in range(steps)] for t in range(num_trainers)]
+        stacked = [jax.tree.map(lambda *leaves: np.stack(leaves), *own) for own in keys]
+        return Data(batches, jax.tree.map(lambda *leaves: np.stack(leaves), *stacked))
+
+
 def make_data(model: Any, *, num_trainers: int, steps: int, seed: int = 0) -> Data:
     x = np.random.default_rng(seed).normal(size=(num_trainers, steps, BATCH, 6)).astype(np.float32)
     batches = mlp.Batch(x, x.reshape(*x.shape[:3], 3, 2).max(axis=-1).argmax(axis=-1).astype(np.int32))
@@ -53,9 +72,9 @@ def make_emulator(num_trainers: int, **options: Any) -> Emulator:
     )
 
 
-async def train_swarm(recorder: OrderRecorder, data: Data, *, num_updates: int) -> Any:
+async def train_swarm(case: Case, recorder: OrderRecorder, data: Data, *, num_updates: int) -> Any:
     """The real protocol on a simulated network; the trunk's parameters, the experts by layer, and the losses."""
-    num_trainers = data.batches.x.shape[0]
+    num_trainers = jax.tree.leaves(data)[0].shape[0]
     clock, losses = SwarmClock.virtual(), []
     async with simulate(seed=1, latency=LogNormal(median_s=0.1, sigma=0.5)) as network, AsyncExitStack() as stack:
 
@@ -74,16 +93,16 @@ async def train_swarm(recorder: OrderRecorder, data: Data, *, num_updates: int) 
 
         first = await swarm_at("node0", [], listens=True)
         second = await swarm_at("node1", [Address("node0", 1)], listens=True)
-        uids = [str(uid) for prefix in PREFIXES for uid in all_uids(prefix, CONFIG.grid_size)]
+        uids = [str(uid) for prefix in PREFIXES for uid in all_uids(prefix, case.grid_size)]
         served = [
-            await node.serve(dict.fromkeys(own, CONFIG.expert()), optimizer=OPTIMIZER, seed=5)
+            await node.serve(dict.fromkeys(own, case.expert), optimizer=OPTIMIZER, seed=5)
             for node, own in ((first, uids[::2]), (second, uids[1::2]))
         ]
         backends = {uid: backend for each in served for uid, backend in each.backends.items()}
         models = []
         for index in range(num_trainers):
             place = await swarm_at(f"trainer{index}", [Address("node0", 1)], listens=False, trainer=index)
-            models.append(mlp.MLP.on(place, CONFIG, ROUTER))
+            models.append(case.make_model(place))
             for mixture in models[-1].mixtures:
                 await mixture.check()
         trunk = SharedTrunk(models[0].init(jax.random.key(3)), OPTIMIZER, InlineDevice())
@@ -97,7 +116,7 @@ async def train_swarm(recorder: OrderRecorder, data: Data, *, num_updates: int) 
         experts = [
             jax.tree.map(
                 lambda *leaves: np.stack(leaves),
-                *(backends[str(uid)].params for uid in all_uids(prefix, CONFIG.grid_size)),
+                *(backends[str(uid)].params for uid in all_uids(prefix, case.grid_size)),
             )
             for prefix in PREFIXES
         ]

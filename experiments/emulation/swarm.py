@@ -1,0 +1,164 @@
+"""The real protocol on a simulated network, in the setting of an emulator: what the emulator is compared with.
+
+Every expert call is computed an exponential delay after it was placed, or never.
+"""
+
+import dataclasses
+import itertools
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import trio
+from jaxtyping import PRNGKeyArray
+
+from dmoe_jax.device import InlineDevice
+from dmoe_jax.directory import DirectoryConfig
+from dmoe_jax.emulator import Data, Emulator, EventOrder, OrderRecorder
+from dmoe_jax.experts.base import init_by_uid
+from dmoe_jax.grid import ExpertUid, all_uids
+from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.peer import open_peer
+from dmoe_jax.swarm import open_swarm
+from dmoe_jax.trainer import StepRecord, Trainer
+from dmoe_jax.trunk import SharedTrunk
+from dmoe_jax.types import PyTree
+from experiments.emulation.problems import Problem, keys_of
+from experiments.simulated_swarm import start_simulated_nodes
+from net.rpc.faults import Fault, FaultPlan
+from net.transport.sim import run, simulate
+from net.transport.sim.links import Constant
+
+_NODES = 4
+_TIMEOUT_DELAYS = 30.0
+"""A call is given up after so many mean delays: one in 10^13 is lost that does not fail."""
+
+_NODE_CONFIG = NodeConfig(announce_period_s=300.0, record_lifetime_s=1800.0)
+# A failed call says nothing of the next one: each fails by itself. So nobody is avoided, and routers choose among all.
+_DIRECTORY_CONFIG = DirectoryConfig(ttl_s=900.0, idle_s=3600.0, backoff_base_s=0.0)
+
+
+class SwarmRun(NamedTuple):
+    """What a swarm made of its data.
+
+    Attributes:
+      order: the events, if they were recorded.
+      losses: float [updates], of the trunk's updates in order, nats.
+      params: the trunk's. experts: all experts', stacked as the emulator has them.
+      wall_s: real seconds of the updates after the first tenth, which compiles. timed: how many these were.
+    """
+
+    order: EventOrder | None
+    losses: np.ndarray
+    params: PyTree
+    experts: PyTree
+    wall_s: float
+    timed: int
+
+
+def train_swarm(
+    problem: Problem,
+    emulator: Emulator,
+    data: Data,
+    *,
+    num_updates: int,
+    delay_s: float = 0.125,
+    failure_rate: float = 0.0,
+    seed: int = 0,
+    record: bool = False,
+) -> SwarmRun:
+    """Train a simulated swarm on the data that an emulator would get, from the same beginning.
+
+    Args:
+      problem: the model. emulator: its optimisers and number of trainers. data: of the run.
+      num_updates: of the trunk.
+      delay_s: mean of the exponential delay of each expert call, virtual seconds.
+      failure_rate: share of calls that are never computed.
+      seed: of parameters, dropout, delays and failures.
+      record: note the order of events; a node then serves an expert one request after the other.
+    """
+    setting = _Setting(num_updates, delay_s, failure_rate, seed, record)
+    return run(_train, problem, emulator, data, setting, seed=seed)
+
+
+class _Setting(NamedTuple):
+    num_updates: int
+    delay_s: float
+    failure_rate: float
+    seed: int
+    record: bool
+
+
+async def _train(problem: Problem, emulator: Emulator, data: Data, setting: _Setting) -> SwarmRun:
+    num_updates, delay_s, failure_rate, seed, record = setting
+    trunk_key, expert_key = keys_of(seed)
+    layers = emulator.stages.layers
+    prefixes, grid_size = [layer.prefix for layer in layers], layers[0].router.grid_size
+    recorder = OrderRecorder(prefixes, grid_size) if record else None
+    uids = list(itertools.chain(*(all_uids(prefix, grid_size) for prefix in prefixes)))
+    backends = {str(uid): _backend(emulator, expert_key, uid) for uid in uids}
+    batch = jax.tree.leaves(data)[0].shape[2]
+    next(iter(backends.values())).warm_up(_NODE_CONFIG.max_batch_rows if not record else batch)
+    trunk = SharedTrunk(emulator.stages.model.init(trunk_key), emulator.optimizer, InlineDevice())
+    records: list[StepRecord] = []
+    began, first_timed = 0.0, max(1, num_updates // 10)
+
+    def note(step: StepRecord) -> None:
+        nonlocal began
+        records.append(step)
+        if len(records) == first_timed:
+            began = time.perf_counter()
+
+    async def live(index: int, join: Any) -> None:
+        host = f"trainer{index}"
+        async with open_peer(join, network=network, host=host, listen=None, seed=seed) as peer:
+            if recorder is not None:
+                peer = dataclasses.replace(peer, rpc=recorder.caller(peer.rpc, trainer=index))
+            async with open_swarm(peer=peer, seed=seed, device=InlineDevice(), directory=_DIRECTORY_CONFIG) as swarm:
+                model = problem.make_model(swarm, grace_s=math.inf, timeout_s=_TIMEOUT_DELAYS * delay_s)
+                own_trunk = trunk
+                if recorder is not None:
+                    model = recorder.model(model, trainer=index)
+                    own_trunk = recorder.trunk(trunk, trainer=index)
+                steps = jax.tree.leaves(data.batches)[0].shape[1]
+                own = (jax.tree.map(lambda leaf, step=step: leaf[index, step], data.batches) for step in range(steps))
+                await Trainer(index, model, own_trunk, own, seed=seed).run(num_updates, note)
+                working.discard(index)
+                if not working:
+                    all_done.set()
+                await trio.sleep_forever()
+
+    working, all_done = set(range(emulator.num_trainers)), trio.Event()
+    async with simulate(seed=seed, latency=Constant(0.001)) as network:
+        join = await start_simulated_nodes(
+            network,
+            backends,
+            num_nodes=_NODES,
+            seed=seed,
+            faults=FaultPlan(
+                rates={Fault.LATE: 1 - failure_rate, Fault.HANG: failure_rate},
+                late_mean_s=delay_s,
+                methods=("expert.forward", "expert.backward"),
+                seed=seed,
+            ),
+            config=_NODE_CONFIG,
+            through=(lambda caller: caller) if recorder is None else recorder.caller,
+        )
+        for index in range(emulator.num_trainers):
+            network.start(f"trainer{index}", live, index, join)
+        await all_done.wait()
+        wall_s = time.perf_counter() - began
+    order = None
+    if recorder is not None:
+        order = recorder.order(num_trainers=emulator.num_trainers, num_pairs=batch * emulator.k_best)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(backends[str(uid)].params for uid in uids))
+    losses = np.array([step.loss for step in sorted(records, key=lambda step: step.step)])
+    return SwarmRun(order, losses, trunk.params, stacked, wall_s, num_updates - first_timed)
+
+
+def _backend(emulator: Emulator, key: PRNGKeyArray, uid: ExpertUid) -> ExpertBackend:
+    params = init_by_uid(key, emulator.expert, uid.prefix, uid.coordinates)
+    return ExpertBackend(emulator.expert, emulator.expert_optimizer, params)
