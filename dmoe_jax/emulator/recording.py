@@ -53,7 +53,9 @@ class OrderRecorder:
     prefixes: Sequence[str]
     grid_size: tuple[int, ...]
     _noted: list[_Noted] = field(default_factory=list)
-    _trainer_of: dict[bytes, int] = field(default_factory=dict)
+    _step_of: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # (trainer, its step), of each request
+    _steps: dict[int, int] = field(default_factory=dict)  # steps that each trainer has begun
+    _too_late: list[str] = field(default_factory=list)
     _answered: set[bytes] = field(default_factory=set)
 
     def caller(self, caller: Caller, *, trainer: int | None = None) -> Caller:
@@ -70,6 +72,7 @@ class OrderRecorder:
 
     def note_start(self, trainer: int) -> None:
         """The trainer has read the trunk."""
+        self._steps[trainer] = self._steps.get(trainer, 0) + 1
         self._noted.append(_Noted(STAGE, trainer))
 
     def note_update(self, trainer: int) -> None:
@@ -78,11 +81,15 @@ class OrderRecorder:
 
     def note_placed(self, trainer: int, request_id: bytes) -> None:
         """The trainer calls an expert."""
-        self._trainer_of[request_id] = trainer
+        self._step_of[request_id] = trainer, self._steps.get(trainer, 0)
 
     def note_computed(self, kind: int, uid: str, request_id: bytes) -> None:
         """An expert has computed a call."""
-        self._noted.append(_Noted(kind, self._trainer_of[request_id], uid, request_id))
+        trainer, step = self._step_of[request_id]
+        if step == self._steps.get(trainer, 0):
+            self._noted.append(_Noted(kind, trainer, uid, request_id))
+        elif kind == BACKWARD:  # a forward call that nobody waits for any more changes nothing
+            self._too_late.append(f"expert {uid} learnt of trainer {trainer}'s step {step} after the end of that step")
 
     def note_answered(self, request_id: bytes) -> None:
         """The trainer has the answer."""
@@ -95,8 +102,11 @@ class OrderRecorder:
           num_trainers: trainers of the swarm. num_pairs: samples of a batch times slots.
 
         Raises:
-          ValueError: nothing was applied.
+          ValueError: nothing was applied, or an expert computed a backward call after its trainer had gone on to the
+            next step, for which an order has no words: trainers must wait longer for their calls.
         """
+        if self._too_late:
+            raise ValueError(f"{self._too_late[0]}; {len(self._too_late)} such calls: let trainers wait longer")
         last = num_stages(len(self.prefixes)) - 1
         updates = [place for place, what in enumerate(self._noted) if what.kind == STAGE + last]
         if not updates:
