@@ -105,7 +105,9 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
     num_experts = sum(_num_experts(node, now.get(node.peer_id)) for node in nodes)
     title = f"swarm {swarm!r}: {len(nodes)} node{'' if len(nodes) == 1 else 's'}, {num_experts} experts"
     rows = [_node_row(node, before.get(node.peer_id), now.get(node.peer_id)) for node in nodes]
-    tables = [_table(title, ("node", "address", "experts", "calls/s", "queue", "busy", "updates", "state"), rows)]
+    tables = [
+        _table(title, ("node", "address", "experts", "calls/s", "queue", "busy", "updates", "stale", "state"), rows)
+    ]
     if trainers:
         rows = [_row(each, "step", "loss", "items_per_s", "failed_calls", "state") for each in trainers]
         columns = ("trainer", "address", "step", "loss", "items/s", "failed calls", "state")
@@ -121,7 +123,7 @@ def _node_row(node: Member, before: Mapping[str, Any] | None, now: Mapping[str, 
     listed = str(node.info.get("state", ""))
     start = [*_row(node), str(_num_experts(node, now))]
     if now is None:  # as long as a node compiles it may have no counters
-        return [*start, "", "", "", "", "no answer" if listed == "serving" else listed]
+        return [*start, "", "", "", "", "", "no answer" if listed == "serving" else listed]
     state = str(now.get("state", listed))
     calls = _growth(before, now, "forward") + _growth(before, now, "backward")
     return [
@@ -131,6 +133,7 @@ def _node_row(node: Member, before: Mapping[str, Any] | None, now: Mapping[str, 
         # A batch counts when it is done: one that began before the first reading may be longer than the interval.
         f"{100 * min(1.0, _growth(before, now, 'busy_s')):.0f} %",
         str(sum(now.get("updates", {}).values())),
+        f"{stale:.1f}" if isinstance(stale := now.get("staleness"), float) else "",
         f"up {now.get('uptime_s', 0):.0f} s" if state == "serving" else state,
     ]
 

@@ -131,7 +131,7 @@ class TrainerSide:
     def _apply(self, state: SwarmState, own: Trainers) -> tuple[SwarmState, Trainers]:
         """The trunk's update, unless loss or gradient are no numbers: such a step is lost."""
         finite = jnp.isfinite(own.total) & is_finite(jax.tree.map(jnp.zeros_like, own.grads), own.grads)
-        params, opt_state = self._update_trunk(state.params, state.opt_state, own.grads, None)
+        params, opt_state = self._update_trunk(state.params, state.opt_state, own.grads, None, state.step - own.read_at)
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
         )
