@@ -133,8 +133,8 @@ class ExpertNode:
 
         Keys: `state` ("compiling" or "serving"), `warm_rows` (rows for which all its experts are compiled), calls
         served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
-        `waiting_rows` in the queue, seconds up and busy, `updates` of each expert, and the mean `staleness` of the
-        updates since the start; None before the first.
+        `waiting_rows` in the queue, seconds up and busy, `updates` of each expert, `steps`, the updates of all experts
+        since the start, and their mean `staleness`, None before the first.
         """
         runner, backends = self._runner, self._backends.values()
         steps = sum(backend.steps_here for backend in backends)
@@ -149,6 +149,7 @@ class ExpertNode:
             "busy_s": runner.busy_s,
             "waiting_rows": runner.queue.waiting_rows,
             "updates": {uid: backend.update_count for uid, backend in self._backends.items()},
+            "steps": steps,
             "staleness": sum(backend.staleness_total for backend in backends) / steps if steps else None,
         }
 
