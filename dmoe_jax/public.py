@@ -30,9 +30,11 @@ from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.optim import (
     apply_average,
     averaging_due,
+    compensate_delay,
     moshpit_average,
     moshpit_round,
     moshpit_rounds,
+    scale_by_staleness,
     what_to_send,
     with_average,
 )
@@ -82,6 +84,7 @@ __all__ = [
     "as_expert",
     "averaging_due",
     "chain",
+    "compensate_delay",
     "connect",
     "expert_from_functions",
     "expert_from_linen",
@@ -100,6 +103,7 @@ __all__ = [
     "open_tree_averager",
     "product_key",
     "read_mnist",
+    "scale_by_staleness",
     "score",
     "transformer_xl_layer",
     "value_and_grad",

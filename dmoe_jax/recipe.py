@@ -1,10 +1,12 @@
 """The optimiser of the WikiText-2 recipe: Adam under a clipped gradient, with L2, linear warm-up and cosine decay.
 
+Stale updates, of which the recipe knew nothing, are made smaller; see `scale_by_staleness`.
+
 As PyTorch's `clip_grad_norm_` followed by `Adam(weight_decay=...)`, with which Transformer-XL was trained:
 
     g = clip(gradient, norm <= grad_clip) + weight_decay * parameters
     m, v = moving means of g and g^2 (0.9, 0.999), their bias corrected
-    parameters -= learning_rate(n) * m / (sqrt(v) + 1e-8)
+    parameters -= learning_rate(n) * (1 + staleness) ** -staleness_power * m / (sqrt(v) + 1e-8)
 
 The decay passes through Adam's moments. It is L2, not the decoupled decay of AdamW, under which the recipe's weight of
 1.2e-6 would mean something else.
@@ -13,11 +15,13 @@ The decay passes through Adam's moments. It is L2, not the decoupled decay of Ad
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from dmoe_jax.optim.staleness import scale_by_staleness
 from dmoe_jax.types import PyTree
 
 
@@ -37,6 +41,8 @@ class Recipe:
     """Where the cosine ends, as a share of the peak; 0 to 1."""
     grad_clip: float = 0.25
     """Bound on the norm of the gradient, before the decay; infinite for none."""
+    staleness_power: float = 0.5
+    """An update is divided by (1 + its staleness) to this power; 0: whatever its staleness, it counts in full."""
 
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate < math.inf:
@@ -51,6 +57,8 @@ class Recipe:
             raise ValueError(f"floor must be from 0 to 1, got {self.floor}")
         if not self.grad_clip > 0:
             raise ValueError(f"grad_clip must be positive, got {self.grad_clip}")
+        if not 0 <= self.staleness_power < math.inf:
+            raise ValueError(f"staleness_power must be finite and not negative, got {self.staleness_power}")
 
 
 def learning_rate_schedule(recipe: Recipe) -> optax.Schedule:
@@ -96,4 +104,20 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
         parts.insert(0, decay_learning_weights(recipe.weight_decay))
     if math.isfinite(recipe.grad_clip):
         parts.insert(0, optax.clip_by_global_norm(recipe.grad_clip))
-    return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate_schedule(recipe)))
+    return optax.chain(*parts, _step_size(recipe))
+
+
+def _step_size(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
+    """The schedule's step size, smaller for stale updates.
+
+    One transformation with the schedule's state: two would need another structure of every checkpoint.
+    """
+    rate = optax.scale_by_learning_rate(learning_rate_schedule(recipe))
+    by_staleness = scale_by_staleness(recipe.staleness_power)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        updates, state = rate.update(updates, state, params)
+        updates, _ = by_staleness.update(updates, optax.EmptyState(), params, **extra)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(rate.init, update)

@@ -3,8 +3,8 @@
 Theory of operation. Several trainers run as tasks of one process, each on its own part of the data with its own state.
 A trainer takes the trunk's parameters as they are, computes loss and gradients (most of the time it waits for experts,
 while the others compute), and applies its gradient to the parameters as they are *then*: between the two, others may
-have stepped. That staleness is the price for never waiting for each other (Learning@home section 3.3). The experts
-learn in the backward pass, at their own nodes.
+have stepped. That staleness is the price for never waiting for each other (Learning@home section 3.3); the optimiser is
+told of it (`scale_by_staleness`). The experts learn in the backward pass, at their own nodes, in the same way.
 
 A step that fails (no quorum, the swarm unreachable) is dropped and counted, and the trainer goes on with its next
 batch; its state is then what it was before.
@@ -124,8 +124,8 @@ class Trainer:
         batch = self._next_batch()
         keys = self._model.keys(batch, seed=self._seed, trainer=self._index, step=position)
         state = self._model.initial_state(batch) if self.state is None else self.state
-        started_at = self._trunk.step
-        (_, outcome), grads = await self._loss_and_grads(self._trunk.params, batch, state, keys)
+        read_at, params = self._trunk.step, self._trunk.params
+        (_, outcome), grads = await self._loss_and_grads(params, batch, state, keys)
         loss, items = math.nan, int(outcome.items)
 
         def check() -> None:  # waits for XLA: on the device, and not on the event loop
@@ -134,9 +134,9 @@ class Trainer:
             if not all_finite(outcome.loss, grads):
                 raise FloatingPointError(f"trainer {self._index}: loss {loss} or its gradient is not finite")
 
-        step = await self._trunk.apply(grads, samples=items, check=check)
+        step = await self._trunk.apply(grads, samples=items, read_at=read_at, read_params=params, check=check)
         self.state = outcome.state
-        return StepRecord(step=step, trainer=self._index, loss=loss, items=items, staleness=step - 1 - started_at)
+        return StepRecord(step=step, trainer=self._index, loss=loss, items=items, staleness=step - 1 - read_at)
 
     async def run(
         self,

@@ -85,7 +85,13 @@ class SharedTrunk:
         self._claimed -= 1
 
     async def apply(
-        self, grads: PyTree, *, samples: int | None = None, check: Callable[[], None] = lambda: None
+        self,
+        grads: PyTree,
+        *,
+        samples: int | None = None,
+        read_at: int | None = None,
+        read_params: PyTree | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> int:
         """Step with these gradients; returns the number of the update. Updates happen one after another.
 
@@ -93,6 +99,9 @@ class SharedTrunk:
 
         Args:
           samples: how many the gradients are a mean of, for averages that are weighted by it.
+          read_at: `step` when the parameters were read that the gradients are for. The updates since then, until it is
+            this one's turn, are the staleness that the optimiser is told. None: nothing is stale.
+          read_params: these parameters, for optimisers that use them (`compensate_delay`).
           check: called on the device before the update; what it raises leaves the trunk as it was.
         """
         counted = None if samples is None else np.float32(samples)
@@ -104,7 +113,10 @@ class SharedTrunk:
         async with self._turn:
             # Shielded: a cancelled update would leave donated, dead optimiser state behind.
             with trio.CancelScope(shield=True):
-                self.params, self.opt_state = await self.device.run(update, self.params, self.opt_state, grads, counted)
+                staleness = np.float32(0 if read_at is None else max(0, self.step - read_at))
+                self.params, self.opt_state = await self.device.run(
+                    update, self.params, self.opt_state, grads, counted, staleness, read_params
+                )
             self.step = number = self.step + 1
             averager = self.averager
             if averager is not None and (averager.is_under_way or averaging_due(self.opt_state)):
@@ -194,13 +206,19 @@ async def open_trunk_averaging(
 
 @functools.cache
 def trunk_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[PyTree, PyTree]]:
-    """The compiled (params, opt_state, grads, samples) -> (params, opt_state) of this optimiser."""
+    """The compiled (params, opt_state, grads, samples, staleness, read_params=None) -> (params, opt_state).
+
+    Args: optimizer: is told samples and read_params unless they are None.
+    """
     optimizer = optax.with_extra_args_support(optimizer)
 
     # Parameters are not donated: trainers in the middle of a step still hold the version that they started with.
-    def update(params: PyTree, opt_state: PyTree, grads: PyTree, samples: Any) -> tuple[PyTree, PyTree]:
-        counted = {} if samples is None else {"samples": samples}
-        updates, opt_state = optimizer.update(grads, opt_state, params, **counted)
+    def update(
+        params: PyTree, opt_state: PyTree, grads: PyTree, samples: Any, staleness: Any, read_params: PyTree = None
+    ) -> tuple[PyTree, PyTree]:
+        known = {"samples": samples, "read_params": read_params}
+        told = {name: value for name, value in known.items() if value is not None}
+        updates, opt_state = optimizer.update(grads, opt_state, params, staleness=staleness, **told)
         return optax.apply_updates(params, updates), opt_state
 
     return jax.jit(update, donate_argnums=1)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
     from dmoe_jax.experts import Expert
     from dmoe_jax.swarm import Swarm
 
-_OF_ADAM = ("learning_rate", "warmup_steps", "weight_decay", "grad_clip")
+_OF_ADAM = ("learning_rate", "warmup_steps", "weight_decay", "grad_clip", "staleness_power")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,9 @@ class NodeCommand(DhtCommand):
     """L2 penalty on an expert's parameters, added to their gradients before Adam."""
     grad_clip: float = 1.0
     """Bound on the norm of an expert's gradient in one update."""
+    staleness_power: float = 0.5
+    """An update is divided by (1 + s) to this power, s being the expert's updates since the forward pass that it
+    belongs to; 0: never."""
     freeze_experts: bool = False
     """Answer backward requests without learning from them: the control run that shows what experts contribute."""
     seed: int = 0
@@ -80,7 +83,7 @@ class NodeCommand(DhtCommand):
 
     async def _serve(self, stop: Stop) -> int:
         check_positive(self, "announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip")
-        check_at_least(0, self, "warmup_steps", "weight_decay")
+        check_at_least(0, self, "warmup_steps", "weight_decay", "staleness_power")
         num_experts, faults = self._count_experts(), self._fault_plan()
         set_up_jax()
         from dmoe_jax.cli.compiling import compiled_once

@@ -103,7 +103,7 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
         )
     nodes, trainers, averagers = (_of_role(members, role) for role in ROLES)
     num_experts = sum(_num_experts(node, now.get(node.peer_id)) for node in nodes)
-    title = f"swarm {swarm!r}: {len(nodes)} node{'' if len(nodes) == 1 else 's'}, {num_experts} experts"
+    title = f"swarm {swarm!r}: {len(nodes)} node{'' if len(nodes) == 1 else 's'}, {num_experts} experts{_staleness(now)}"
     rows = [_node_row(node, before.get(node.peer_id), now.get(node.peer_id)) for node in nodes]
     tables = [_table(title, ("node", "address", "experts", "calls/s", "queue", "busy", "updates", "state"), rows)]
     if trainers:
@@ -159,6 +159,14 @@ def _of_role(members: Sequence[Member], role: str) -> list[Member]:
 def _num_experts(node: Member, status: Mapping[str, Any] | None) -> int:
     listed = node.info.get("experts", 0)
     return len((status or {}).get("updates") or ()) or (listed if isinstance(listed, int) else 0)
+
+
+def _staleness(now: Statuses) -> str:
+    """The mean staleness of the updates that the nodes have made since they started, as the title says it."""
+    counted = [(status.get("steps", 0), status.get("staleness")) for status in now.values()]
+    weighted = [(steps, mean) for steps, mean in counted if mean is not None]
+    num_steps = sum(steps for steps, _ in weighted)
+    return f", mean staleness {sum(steps * mean for steps, mean in weighted) / num_steps:.1f}" if num_steps else ""
 
 
 def _growth(before: Mapping[str, Any] | None, now: Mapping[str, Any], counter: str) -> float:

@@ -117,6 +117,7 @@ def trunk_recipe(options: TrainOptions) -> Recipe:
         weight_decay=optimizer.weight_decay,
         floor=optimizer.learning_rate_floor,
         grad_clip=optimizer.grad_clip,
+        staleness_power=optimizer.staleness_power,
     )
 
 

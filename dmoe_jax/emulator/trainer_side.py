@@ -132,14 +132,17 @@ class TrainerSide:
     def _apply(self, state: SwarmState, own: Trainers) -> tuple[SwarmState, Trainers]:
         """The trunk's update, unless loss or gradient are no numbers: such a step is lost."""
         finite = jnp.isfinite(own.total) & is_finite(jax.tree.map(jnp.zeros_like, own.grads), own.grads)
-        params, opt_state = self._update_trunk(state.params, state.opt_state, own.grads, None)
+        staleness = state.step - own.read_at
+        params, opt_state = self._update_trunk(
+            state.params, state.opt_state, own.grads, None, staleness.astype(jnp.float32), own.params
+        )
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
         )
         totals = state.totals
         totals = totals._replace(
             losses=totals.losses.at[state.step].set(jnp.where(finite, own.loss, jnp.nan)),
-            trunk_staleness=totals.trunk_staleness.at[state.step].set(state.step - own.read_at),
+            trunk_staleness=totals.trunk_staleness.at[state.step].set(staleness),
             rejected=totals.rejected + jnp.logical_not(finite),
         )
         own = own._replace(state=jax.tree.map(lambda new, old: jnp.where(finite, new, old), own.next_state, own.state))

@@ -69,7 +69,7 @@ class ExpertCaller:
         replies: Sequence[TensorSpec],
         num_samples: int,
         config: MixtureConfig,
-        body: Mapping[str, Any],
+        bodies: Sequence[Mapping[str, Any]],
         retry: bool = False,
     ) -> list[Reply | None]:
         """Run all calls at once; the answers in order, None where there is none.
@@ -80,7 +80,7 @@ class ExpertCaller:
           replies: what each answer must carry, for each row.
           num_samples: samples of the batch, for the quorum.
           config: how long to wait, and how tensors travel.
-          body: what every request says beside the expert's uid and an id of its own.
+          bodies: what each request says beside the expert's uid and an id of its own.
           retry: whether a call whose connection broke is sent once more with the same request id.
 
         An answer of another shape, or with NaN or infinity in it, is none: it counts neither for the quorum nor for the
@@ -89,12 +89,10 @@ class ExpertCaller:
         quorum = Quorum([call.rows for call in calls], num_samples=num_samples, k_min=config.k_min)
         answers: list[Reply | None] = [None] * len(calls)
         finished = [False] * len(calls)
-        common = dict(body)
-        if config.compression is not Compression.NONE:
-            common["compression"] = config.compression.value
+        common = {} if config.compression is Compression.NONE else {"compression": config.compression.value}
 
         async def place(index: int) -> None:
-            request = {**common, "uid": calls[index].uid, "request_id": secrets.token_bytes(16)}
+            request = {**common, **bodies[index], "uid": calls[index].uid, "request_id": secrets.token_bytes(16)}
             outgoing = [as_outgoing(tensor, config.compression) for tensor in tensors[index]]
             reply = await self._call(
                 method, calls[index], request, outgoing, replies, timeout_s=config.timeout_s, attempts=2 if retry else 1

@@ -40,7 +40,11 @@ from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_jax.routing.check import check_finite
 from net.errors import NoQuorum
 from net.identity import Contact
+from net.rpc.base import Reply
 from net.types import Array
+from net.wire.fields import integer
+
+_UPDATES = integer(0, 2**63 - 1)
 
 
 class Choice(NamedTuple):
@@ -60,11 +64,11 @@ class Residual(NamedTuple):
 
     Attributes:
       answered: for each call that was answered: the call, its inputs, and how many updates the expert had taken, as it
-        said.
+        said; None if it said no such thing. The backward pass tells it what it said.
       body: what the calls said beside their experts; the backward pass says the same.
     """
 
-    answered: list[tuple[ExpertCall, list[Array], Any]]
+    answered: list[tuple[ExpertCall, list[Array], int | None]]
     body: dict[str, Any]
 
 
@@ -195,7 +199,13 @@ class RemoteMixture:
         tensors = [[array[call.rows] for array in inputs] for call in calls]
         body = {} if dropout_seed is None else {"dropout_seed": dropout_seed}
         replies = await self._caller.fan_out(
-            "expert.forward", calls, tensors, replies=[spec], num_samples=len(inputs[0]), config=self.config, body=body
+            "expert.forward",
+            calls,
+            tensors,
+            replies=[spec],
+            num_samples=len(inputs[0]),
+            config=self.config,
+            bodies=[body] * len(calls),
         )
         outputs = np.zeros((*choice.indices.shape[:2], *spec.shape), spec.dtype)
         answered = np.zeros(choice.indices.shape[:2], bool)
@@ -204,7 +214,7 @@ class RemoteMixture:
             if reply is not None:
                 outputs[call.rows, call.slots] = reply.tensors[0]
                 answered[call.rows, call.slots] = True
-                residual.answered.append((call, sent, reply.body.get("updates")))
+                residual.answered.append((call, sent, _updates_of(reply)))
         self._note_answers(answered, found=len(calls), replied=len(residual.answered))
         return outputs, answered, residual
 
@@ -223,7 +233,10 @@ class RemoteMixture:
             replies=[spec for spec in specs if spec.differentiable],
             num_samples=batch,
             config=self.config,
-            body=residual.body,
+            bodies=[
+                residual.body if updates is None else {**residual.body, "seen": updates}
+                for _, _, updates in residual.answered
+            ],
             retry=True,
         )
         wanted = [array for array in sums if array is not None]
@@ -231,7 +244,7 @@ class RemoteMixture:
             if reply is not None:
                 for array, grad in zip(wanted, reply.tensors, strict=True):
                     _add_rows(array, call.rows, cast(Array, grad))
-                self._note_update(call, updates, reply.body.get("updates"))
+                self._note_update(call, updates, _updates_of(reply))
         return tuple(sums)
 
     async def check(self, *, timeout_s: float = 60.0, say: Callable[[str], None] = lambda _: None) -> int:
@@ -261,10 +274,10 @@ class RemoteMixture:
                 f"k_min={config.k_min} answers from experts"
             )
 
-    def _note_update(self, call: ExpertCall, before: Any, after: Any) -> None:
+    def _note_update(self, call: ExpertCall, before: int | None, after: int | None) -> None:
         statistics = self.statistics
         statistics.load[call.uid] = statistics.load.get(call.uid, 0) + len(call.rows)
-        if isinstance(before, int) and isinstance(after, int):
+        if before is not None and after is not None:
             # Our own update is not staleness; an expert that does not learn, or was restarted, shows none.
             statistics.staleness_total += max(0, after - before - 1)
             statistics.staleness_calls += 1
@@ -286,6 +299,12 @@ class _LayerCall:
 
     async def backward(self, residual: Residual, output_grads: tuple[Any, Any]) -> tuple[Any, ...]:
         return await self.mixture.backward(residual, await to_host(self.device, output_grads[0]))
+
+
+def _updates_of(reply: Reply) -> int | None:
+    """How many updates the expert had taken, as a node's reply says it."""
+    updates = reply.body.get("updates")
+    return updates if _UPDATES.holds(updates) else None
 
 
 def _add_rows(array: Array, rows: Array, grads: Array) -> None:

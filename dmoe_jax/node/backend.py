@@ -41,9 +41,10 @@ class ExpertPrograms(NamedTuple):
 
     Attributes:
       apply: (params, inputs, keys) -> output.
-      grad_and_update: (params, opt_state, inputs, output_grads, keys) -> (finite, input_grads, params, opt_state), with
-        a gradient for each differentiable input, in order. `finite` is bool [2]: the update, and the input gradients.
-        If one of them is not finite, params and opt_state are returned as they came.
+      grad_and_update: (params, opt_state, inputs, output_grads, keys, staleness) -> (finite, input_grads, params,
+        opt_state), with a gradient for each differentiable input, in order. `staleness` is for the optimiser, float32.
+        `finite` is bool [2]: the update, and the input gradients. If one of them is not finite, params and opt_state
+        are returned as they came.
       warm: the buckets for which they are compiled.
     """
 
@@ -61,13 +62,14 @@ def expert_programs(expert: Expert, optimizer: optax.GradientTransformation | No
     """
     if optimizer is not None:
         check_optimizer(expert, optimizer)
+        optimizer = optax.with_extra_args_support(optimizer)
     positions = tuple(i for i, spec in enumerate(expert.inputs) if spec.differentiable)
 
     def apply(params: PyTree, inputs: tuple[Any, ...], keys: Any) -> Any:
         return expert.apply(params, *inputs, keys=keys) if expert.takes_key else expert.apply(params, *inputs)
 
     def grad_and_update(
-        params: PyTree, opt_state: PyTree, inputs: tuple[Any, ...], output_grads: Any, keys: Any
+        params: PyTree, opt_state: PyTree, inputs: tuple[Any, ...], output_grads: Any, keys: Any, staleness: Any
     ) -> tuple[Any, tuple[Any, ...], PyTree, PyTree]:
         def output(params: PyTree, chosen: tuple[Any, ...]) -> Any:
             merged = list(inputs)
@@ -79,7 +81,7 @@ def expert_programs(expert: Expert, optimizer: optax.GradientTransformation | No
         param_grads, input_grads = pull_back(output_grads)
         old = new = params, opt_state
         if optimizer is not None:
-            updates, new_state = optimizer.update(param_grads, opt_state, params)
+            updates, new_state = optimizer.update(param_grads, opt_state, params, staleness=staleness)
             new = optax.apply_updates(params, updates), new_state
         zeros = jax.tree.map(jnp.zeros_like, input_grads)
         finite = jnp.stack([_stays_finite(old, new), _stays_finite(zeros, input_grads)])
@@ -97,13 +99,14 @@ def check_optimizer(expert: Expert, optimizer: optax.GradientTransformation) -> 
     """Make sure, without computing anything, that an optimiser can step this expert from gradients alone.
 
     Raises:
-      ValueError: if its update needs more than gradients, state and parameters, such as the loss, or changes the
-        structure of its state.
+      ValueError: if its update needs more than gradients, state, parameters and staleness, such as the loss, or changes
+        the structure of its state.
     """
     params = jax.eval_shape(expert.init, jax.random.key(0))
     try:
         before = jax.eval_shape(optimizer.init, params)
-        _, after = jax.eval_shape(optimizer.update, params, before, params)
+        update = optax.with_extra_args_support(optimizer).update
+        _, after = jax.eval_shape(update, params, before, params, staleness=np.float32(0))
     except Exception as error:  # an optimiser of a user's own may raise anything
         raise ValueError(
             "this optimiser cannot train an expert on a node, which has gradients but no loss (so no "
@@ -130,7 +133,11 @@ class ExpertBackend:
     def __init__(self, expert: Expert, optimizer: optax.GradientTransformation | None, params: PyTree) -> None:
         self.expert = expert
         self.update_count = 0
-        """Optimiser steps taken. Replies carry it, so that trainers can measure staleness."""
+        """Optimiser steps taken. Replies carry it, and backward requests that of their forward: hence the staleness."""
+        self.steps_here = 0
+        """Those of them that this process took."""
+        self.staleness_total = 0.0
+        """The staleness of each of these, summed up."""
         self.programs = expert_programs(expert, optimizer)
         """Shared by all experts of this kind and optimiser."""
         self._trains = optimizer is not None
@@ -164,21 +171,34 @@ class ExpertBackend:
         padded, padded_keys = _padded((tuple(inputs), keys), self._bucket(rows))
         return np.asarray(self.programs.apply(self._params, padded, padded_keys))[:rows]
 
-    def backward(self, inputs: Sequence[Array], output_grads: Array, keys: Array | None = None) -> tuple[Array, ...]:
+    def backward(
+        self, inputs: Sequence[Array], output_grads: Array, keys: Array | None = None, seen: Array | None = None
+    ) -> tuple[Array, ...]:
         """Gradients of the differentiable inputs, taken at the current parameters, which are then updated once.
+
+        Args:
+          inputs: as the expert specifies them.
+          output_grads: [rows, ...].
+          keys: as of the forward.
+          seen: int64 [rows], the update count at each row's forward, at least 0. The optimiser is told the rows' mean
+            staleness; counts beyond today's, of an expert that was restored since, have none. None: nothing is stale.
 
         Raises:
           UpdateRejected: the update or a gradient is not finite; nothing was changed.
         """
         rows = output_grads.shape[0]
+        staleness = 0.0 if seen is None else float(np.maximum(self.update_count - seen, 0).mean())
         arguments = _padded((tuple(inputs), output_grads, keys), self._bucket(rows))
         finite, input_grads, self._params, self._opt_state = self.programs.grad_and_update(
-            self._params, self._opt_state, *arguments
+            self._params, self._opt_state, *arguments, np.float32(staleness)
         )
         update_finite, grads_finite = np.asarray(finite)
         if not (update_finite and grads_finite):
             raise UpdateRejected("input gradient" if update_finite else "update")
-        self.update_count += self._trains
+        if self._trains:
+            self.update_count += 1
+            self.steps_here += 1
+            self.staleness_total += staleness
         return tuple(np.asarray(grad)[:rows] for grad in input_grads)
 
     @property
@@ -203,7 +223,8 @@ class ExpertBackend:
         for keys in (None, np.zeros((bucket, 2), np.uint32)) if self.expert.takes_key else (None,):
             params, opt_state = jax.tree.map(jnp.zeros_like, (self._params, self._opt_state))
             jax.block_until_ready(self.programs.apply(params, tuple(inputs), keys))
-            jax.block_until_ready(self.programs.grad_and_update(params, opt_state, tuple(inputs), grads, keys))
+            arguments = (params, opt_state, tuple(inputs), grads, keys, np.float32(0))
+            jax.block_until_ready(self.programs.grad_and_update(*arguments))
         self.programs.warm.add(bucket)
 
     def _bucket(self, rows: int) -> int:

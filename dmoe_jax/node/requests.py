@@ -13,10 +13,16 @@ import numpy as np
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.dropout import row_keys_of_seed
 from dmoe_jax.node.replay import MAX_REQUEST_ID_BYTES
-from net.errors import CallRefused
+from net.errors import CallRefused, RemoteProtocolError
 from net.rpc.base import Request
 from net.types import Array
 from net.wire.compression import COMPRESSIONS, Compression
+from net.wire.fields import integer, optional
+
+NOT_STALE = 2**63 - 1
+"""Beyond every expert's count of updates: a gradient that saw so many is never stale."""
+
+_SEEN = optional(integer(0, NOT_STALE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +34,7 @@ class ExpertRequest:
       inputs: one array per input specification, [rows, ...].
       output_grads: gradient of the output, [rows, ...]; None in a forward request, as the next.
       request_id: names a backward request across retries.
+      seen: how many updates the expert had taken when it computed this request's forward.
       keys: uint32 [rows, 2], a dropout key for each row; None in evaluation, and for an expert that takes none.
       compression: how the float32 tensors of the answer shall travel.
     """
@@ -36,6 +43,7 @@ class ExpertRequest:
     inputs: tuple[Array, ...]
     output_grads: Array | None = None
     request_id: bytes | None = None
+    seen: int = NOT_STALE
     keys: Array | None = None
     compression: Compression = Compression.NONE
 
@@ -90,9 +98,19 @@ def parse_request(request: Request, experts: Mapping[str, Expert], *, max_rows: 
         inputs=tensors[: len(expert.inputs)],
         output_grads=tensors[-1] if backward else None,
         request_id=request_id,
+        seen=_seen_of(uid, request) if backward else NOT_STALE,
         keys=_keys_of(uid, expert, request, rows=rows),
         compression=_compression_of(uid, request),
     )
+
+
+def _seen_of(uid: str, request: Request) -> int:
+    """The request's "seen"; without it, as of a peer that does not know of staleness, nothing is stale."""
+    try:
+        seen = _SEEN.of_untrusted(request.body, "seen")
+    except RemoteProtocolError as error:
+        raise CallRefused(f"expert {uid}: {error}") from error
+    return NOT_STALE if seen is None else seen
 
 
 def _compression_of(uid: str, request: Request) -> Compression:

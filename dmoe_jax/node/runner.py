@@ -200,7 +200,9 @@ class BatchRunner:
         keys = None if parts[0].keys is None else _stack([part.keys for part in parts if part.keys is not None])
         if jobs[0].kind == "backward":
             grads = _stack([part.output_grads for part in parts if part.output_grads is not None])
-            return await self._device.run(backend.backward, inputs, grads, keys)
+            # Not how stale they are: until the device has time for them, other batches may step the expert.
+            seen = np.repeat([part.seen for part in parts], [part.rows for part in parts])
+            return await self._device.run(backend.backward, inputs, grads, keys, seen)
         rows = inputs[0].shape[0]
         step = min(rows, self._row_limit(jobs[0].key))
         outputs = []

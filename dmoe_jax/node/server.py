@@ -8,10 +8,14 @@ before they cost anything.
 Tensors arrive decoded, however their trainer chose to send them; those of the answer are compressed only if the
 request names a compression. They are activations and gradients: no method sends an expert's parameters.
 
-RPC methods (body; tensors -> body; tensors), of which "compression" and "dropout_seed" are optional:
+Replies carry how many updates the expert has taken, and a backward request carries as "seen" what the reply to its
+forward said. The updates since then are its staleness, which the optimiser is told: the mean over the rows of a batch,
+0 for those of a request without "seen".
+
+RPC methods (body; tensors -> body; tensors), of which "compression", "dropout_seed" and "seen" are optional:
   expert.info      {uid}              -> {kind, inputs, output, takes_key, updates, max_rows, warm_rows}
   expert.forward   {uid, compression, dropout_seed}; inputs -> {updates}; output
-  expert.backward  {uid, request_id, compression, dropout_seed}; inputs, output gradient
+  expert.backward  {uid, request_id, seen, compression, dropout_seed}; inputs, output gradient
                                       -> {updates}; gradients of the differentiable inputs
   node.status      {}                 -> counters, see `ExpertNode.status`
 The seed of a layer call is the same forward and backward; without one an expert runs in evaluation mode.
@@ -129,9 +133,11 @@ class ExpertNode:
 
         Keys: `state` ("compiling" or "serving"), `warm_rows` (rows for which all its experts are compiled), calls
         served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
-        `waiting_rows` in the queue, seconds up and busy, and `updates` of each expert.
+        `waiting_rows` in the queue, seconds up and busy, `updates` of each expert, `steps`, the updates of all experts
+        since the start, and their mean `staleness`, None before the first.
         """
-        runner = self._runner
+        runner, backends = self._runner, self._backends.values()
+        steps = sum(backend.steps_here for backend in backends)
         return {
             **self._counts,
             "batches": runner.batches,
@@ -143,6 +149,8 @@ class ExpertNode:
             "busy_s": runner.busy_s,
             "waiting_rows": runner.queue.waiting_rows,
             "updates": {uid: backend.update_count for uid, backend in self._backends.items()},
+            "steps": steps,
+            "staleness": sum(backend.staleness_total for backend in backends) / steps if steps else None,
         }
 
     async def run(self) -> None:

@@ -1,9 +1,10 @@
-"""Averaging among peers for optimisers: pure JAX and pure Optax.
+"""What decentralised training asks of optimisers, averaging and stale gradients: pure JAX and pure Optax.
 
 - `moshpit_average` makes of any Optax optimiser one whose parameters, gradients or pseudo-gradients (DiLoCo) are
   averaged with other peers'; `dmoe_jax.averaging` carries them over the network.
 - `moshpit_round` and its like average over a leading axis of simulated peers, on one device or split over a mesh;
   `averaging_methods` are what Moshpit is compared with.
+- `scale_by_staleness` makes the updates of stale gradients smaller; `compensate_delay` corrects such gradients.
 
 Nothing here opens a connection, waits or starts a task. Of `net` it uses the rule by which groups follow from a grid.
 """
@@ -31,6 +32,7 @@ from dmoe_jax.optim.peer_axis import (
     moshpit_rounds,
     random_cells,
 )
+from dmoe_jax.optim.staleness import compensate_delay, scale_by_staleness
 
 __all__ = [
     "FailureRule",
@@ -40,6 +42,7 @@ __all__ = [
     "apply_average",
     "averaged_kind",
     "averaging_due",
+    "compensate_delay",
     "distortion",
     "gossip_round",
     "group_mean",
@@ -50,6 +53,7 @@ __all__ = [
     "push_sum_round",
     "random_cells",
     "random_groups_round",
+    "scale_by_staleness",
     "what_to_send",
     "with_average",
 ]

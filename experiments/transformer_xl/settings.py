@@ -56,6 +56,8 @@ class TrainingSettings(ResumableSettings):
     """Mean of the exponential delay where simulated, virtual seconds."""
     failure_rate: float = 0.1
     """Share of the expert calls in a simulated swarm that are never answered."""
+    staleness_power: float = 0.5
+    """An update of trunk or experts is divided by (1 + its staleness) to this power; 0: never."""
     data: str = "auto"
     """Corpus: auto (DMOE_DATA, cache, download, else the embedded one), wikitext-2, embedded, or a text of your own: a
     file, or a folder with train.txt, valid.txt and test.txt."""
@@ -63,7 +65,7 @@ class TrainingSettings(ResumableSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_at_least(1, "steps", "batch_size", "eval_every", "trainers")
-        self.require_at_least(0, "eval_tokens", "delay_s")
+        self.require_at_least(0, "eval_tokens", "delay_s", "staleness_power")
         if not 0 <= self.failure_rate < 1:
             raise ValueError(f"--failure-rate must be from 0 to below 1, got {self.failure_rate}")
 

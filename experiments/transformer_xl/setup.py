@@ -74,6 +74,8 @@ class Setup:
     """The simulated swarm that trains it; None: this device."""
     batch_size: int | None = None
     """Sequences of an update. None: the preset's on this device, 1 for a simulated trainer."""
+    staleness_power: float = 0.5
+    """Of both recipes."""
 
     def __post_init__(self) -> None:
         if self.preset.config.is_mixture != (self.router is not None):
@@ -108,12 +110,12 @@ class Setup:
     @property
     def recipe(self) -> Recipe:
         """How a dense model, or the trunk, is trained."""
-        return replace(self.preset.recipe, total_steps=self.steps)
+        return replace(self.preset.recipe, total_steps=self.steps, staleness_power=self.staleness_power)
 
     @property
     def expert_recipe(self) -> Recipe:
         """How each expert is trained."""
-        return replace(self.preset.expert_recipe, total_steps=self.steps)
+        return replace(self.preset.expert_recipe, total_steps=self.steps, staleness_power=self.staleness_power)
 
     def init_trunk(self) -> PyTree:
         """Initial parameters of everything but the experts: of a dense model, all.

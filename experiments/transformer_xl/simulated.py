@@ -144,7 +144,7 @@ class SimulatedDense(SimulatedEngine):
             raise FloatingPointError(f"trainer {index}: loss {float(loss)} or its gradient is not finite")
         rng = random.Random(repr((self.setup.seed, index, position)))
         await trio.sleep(rng.expovariate(1 / delay_s) if delay_s else 0.0)
-        step = await self.trunk.apply(grads)
+        step = await self.trunk.apply(grads, read_at=read_at)
         self.memories[index] = memory
         items, staleness = int(batch.targets.size), step - 1 - read_at
         return StepRecord(step=step, trainer=index, loss=float(loss), items=items, staleness=staleness)

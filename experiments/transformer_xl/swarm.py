@@ -154,6 +154,7 @@ def trainer_flags(settings: TransformerXLSettings, contacts: Sequence[str], out:
 
 def _shape_and_rates(settings: TransformerXLSettings, layer: LayerConfig, recipe: Recipe) -> dict[str, object]:
     rates = {name: getattr(recipe, name) for name in ("learning_rate", "warmup_steps", "weight_decay", "grad_clip")}
+    rates["staleness_power"] = settings.staleness_power
     return asdict(replace(layer, compute_dtype=settings.compute_dtype)) | rates
 
 

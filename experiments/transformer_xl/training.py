@@ -182,5 +182,6 @@ def train_model(
             compute_dtype=settings.compute_dtype,
             setting=setting if settings.place == "simulated" else None,
             batch_size=settings.batch_size,
+            staleness_power=settings.staleness_power,
         )
     train_in_folder(setup, plan, path, router=router, resume=settings.resume)

@@ -36,9 +36,13 @@ def test_status_shows_rates_silence_and_who_compiles() -> None:
     nodes = [member(index, "node", state="serving", experts=2) for index in range(3)]
     nodes.append(member(3, "node", state="compiling 3 of 8", experts=4))
     first, second = (each.peer_id for each in nodes[:2])
+    of_updates = {"steps": 3, "staleness": 1.0}, {"steps": 1, "staleness": 7.0}
     before = {first: counters(10, 60.0, 1.0), second: counters(10, 60.0, 0.0)}
-    text = tables(nodes, before, {first: counters(15, 62.0, 2.0), second: counters(10, 62.0, 2.5)})
-    assert "swarm 'test': 4 nodes, 10 experts" in text
+    now = {first: counters(15, 62.0, 2.0) | of_updates[0], second: counters(10, 62.0, 2.5) | of_updates[1]}
+    text = tables(nodes, before, now)
+    # Three updates of staleness 1, and one of 7.
+    assert "swarm 'test': 4 nodes, 10 experts, mean staleness 2.5" in text
+    assert "staleness" not in tables(nodes, {}, before)
     # (15 - 10) forward and as many backward calls in two seconds; one second of work in two.
     assert re.search(r"00000000 +127\.0\.0\.1:1000 +2 +5\.0 +7 +50 % +7 +up 62 s", text)
     # A batch of 2.5 s that ended within these two seconds.

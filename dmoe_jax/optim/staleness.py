@@ -1,0 +1,83 @@
+"""What an optimiser can do about stale gradients: smaller steps, and delay compensation.
+
+The staleness of a gradient is how many updates the parameters took between the reading that it is for and its own
+update. The node counts it for its experts, and `SharedTrunk` for the trunk; both tell the optimiser, as the argument
+`staleness` of its update:
+
+    optimizer = optax.chain(optax.adam(1e-3), scale_by_staleness())
+
+In a loop of one's own: `optimizer.update(grads, opt_state, params, staleness=n)`.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array
+
+from dmoe_jax.optim.peer_axis import wide
+from dmoe_jax.types import PyTree
+
+
+def scale_by_staleness(power: float = 0.5) -> optax.GradientTransformationExtraArgs:
+    """Multiply updates by (1 + staleness) ** -power; what is not stale stays as it is.
+
+    Belongs after the optimiser: Adam undoes any scaling of the gradients before it. The `staleness` that `update` takes
+    is a number of at least 0, perhaps a mean; without it nothing is stale.
+
+    Args:
+      power: at least 0, which changes nothing.
+
+    Raises:
+      ValueError: the power is negative or not finite.
+    """
+    if not 0 <= power < math.inf:
+        raise ValueError(f"the power of the staleness must be finite and at least 0, got {power}")
+
+    def update(
+        updates: PyTree, state: optax.EmptyState, params: PyTree = None, *, staleness: ArrayLike = 0, **extra: Any
+    ) -> tuple[PyTree, optax.EmptyState]:
+        del params, extra
+        scale = (1 + jnp.asarray(staleness, jnp.float32)) ** -power
+        return jax.tree.map(lambda leaf: (wide(leaf) * scale).astype(leaf.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def compensate_delay(strength: float) -> optax.GradientTransformationExtraArgs:
+    """Delay compensation (DC-ASGD, Zheng et al. 2017): g + strength * g * g * (params - read_params).
+
+    The second term estimates how the gradient has changed since the parameters were read, with g * g for the Hessian's
+    diagonal. Belongs before the optimiser. `update` wants the parameters of now, and as `read_params` those that the
+    gradients are for. The trainers of a trunk give them; a node, which keeps one version of its experts, does not.
+    What a `moshpit_average` makes of gradients was read at several places: it cannot be compensated.
+
+    Args:
+      strength: lambda in the paper, at least 0, which changes nothing.
+
+    Raises:
+      ValueError: the strength is negative or not finite.
+    """
+    if not 0 <= strength < math.inf:
+        raise ValueError(f"the strength of a delay compensation must be finite and at least 0, got {strength}")
+
+    def update(
+        updates: PyTree, state: optax.EmptyState, params: PyTree = None, *, read_params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, optax.EmptyState]:
+        del extra
+        if params is None or read_params is None:
+            raise ValueError(
+                "compensate_delay wants the parameters of now and those that the gradients are for: "
+                "update(grads, state, params, read_params=...)"
+            )
+
+        def compensated(gradient: Array, now: Array, read: Array) -> Array:
+            wide_gradient = wide(gradient)
+            return (wide_gradient + strength * wide_gradient**2 * (wide(now) - wide(read))).astype(gradient.dtype)
+
+        return jax.tree.map(compensated, updates, params, read_params), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
