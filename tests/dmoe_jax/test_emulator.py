@@ -1,7 +1,6 @@
 """The emulator: equal to the swarm on the swarm's order of events, and to one jit where nothing is asynchronous."""
 
-import random
-from contextlib import AsyncExitStack
+import itertools
 from typing import Any
 
 import jax
@@ -9,144 +8,102 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import trio
 
-from dmoe_jax.device import InlineDevice
-from dmoe_jax.emulator import Data, Emulator, OrderRecorder, draw_order, exponential_delays
+from dmoe_jax.data.batches import SegmentStream, evaluation_segments
+from dmoe_jax.emulator import Data, Emulator, OrderRecorder, draw_order, exponential_delays, stack_seeds, take_batches
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE
-from dmoe_jax.grid import all_uids
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.mixture.local import init_opt_states, update_experts
 from dmoe_jax.models import mlp
+from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.optim.staleness import compensate_delay, scale_by_staleness
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.swarm import open_swarm
-from dmoe_jax.trainer import Trainer
-from dmoe_jax.trunk import SharedTrunk
-from net.clock import SwarmClock
-from net.identity import Address, PeerId
-from net.rpc.peer import open_rpc_peer
-from net.transport.sim import run, simulate
-from net.transport.sim.links import LogNormal
+from experiments.emulation.problems import Optimizers, Problem, keys_of
+from experiments.emulation.swarm import train_swarm
 from tests.dmoe_jax.small_swarm import close
 
 CONFIG = mlp.MLPConfig(input_dim=6, num_classes=3, d_model=8, num_layers=2, grid_size=(2, 3), k_best=2, expansion=2)
 ROUTER = product_key(CONFIG.grid_size, init_scale=1.0)
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.amsgrad(1e-2))
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.amsgrad(1e-2), scale_by_staleness())
 BATCH = 4
-PREFIXES = ["layer0", "layer1"]
 
 
-class Case(NamedTuple):
-    """A model, and batches of it: leaves [trainers, steps, ...]."""
-
-    make_model: Callable[[Any], Model]
-    expert: Expert
-    grid_size: tuple[int, ...]
-    pairs: int
-    batches: Any
-
-    def data(self, *, num_trainers: int, steps: int) -> Data:
-        """So many of the batches, and the chance of each."""
-        batches = jax.tree.map(lambda leaf: leaf[:num_trainers, :steps], self.batches)
-        some = jax.tree.map(lambda leaf: leaf[0, 0], batches)
-        model = ModelStages(self.make_model).model
-        keys = [[model.keys(some, seed=0, trainer=t, step=s) for s in range(steps)] for t in range(num_trainers)]
-        stacked = [jax.tree.map(lambda *leaves: np.stack(leaves), *own) for own in keys]
-        return Data(batches, jax.tree.map(lambda *leaves: np.stack(leaves), *stacked))
+def stream(seed: int) -> Any:
+    rng = np.random.default_rng(seed)
+    while True:
+        x = rng.normal(size=(BATCH, 6)).astype(np.float32)
+        yield mlp.Batch(x, x.reshape(BATCH, 3, 2).max(axis=-1).argmax(axis=-1).astype(np.int32))
 
 
-def make_data(model: Any, *, num_trainers: int, steps: int, seed: int = 0) -> Data:
-    x = np.random.default_rng(seed).normal(size=(num_trainers, steps, BATCH, 6)).astype(np.float32)
-    batches = mlp.Batch(x, x.reshape(*x.shape[:3], 3, 2).max(axis=-1).argmax(axis=-1).astype(np.int32))
-    some = jax.tree.map(lambda leaf: leaf[0, 0], batches)
-    keys = [[model.keys(some, seed=0, trainer=t, step=s) for s in range(steps)] for t in range(num_trainers)]
-    return Data(batches, np.array(keys))
+PROBLEM = Problem(
+    name="MLP",
+    make_model=lambda swarm, **options: mlp.MLP.on(swarm, CONFIG, ROUTER, **options),
+    batch_size=BATCH,
+    streams=lambda num_trainers, seed: [stream(100 * seed + trainer) for trainer in range(num_trainers)],
+    evaluation=tuple(itertools.islice(stream(7), 3)),
+    optimizers=Optimizers(optax.chain(compensate_delay(0.5), OPTIMIZER), OPTIMIZER),
+)
 
 
-def make_emulator(num_trainers: int, **options: Any) -> Emulator:
-    return Emulator(
-        lambda swarm: mlp.MLP.on(swarm, CONFIG, ROUTER),
-        optimizer=OPTIMIZER,
-        expert_optimizer=OPTIMIZER,
-        num_trainers=num_trainers,
-        **options,
+def small_transformer() -> Problem:
+    """With dropout, memory, texts that end, and an adaptive softmax."""
+    layer = LayerConfig(d_model=8, num_heads=2, d_ff=12, seq_len=6, mem_len=6, dropout=0.2)
+    config = TransformerXLConfig(
+        vocab_size=40, num_layers=2, grid_size=(2, 2), k_best=2, cutoffs=(20,), layer=layer, input_dropout=0.2
+    )
+    text, router = np.random.default_rng(0).integers(0, 40, 200), product_key((2, 2), init_scale=1.0)
+    return Problem(
+        name="Transformer-XL",
+        make_model=lambda swarm, **options: txl.TransformerXL.on(swarm, config, router, **options),
+        batch_size=2,
+        streams=lambda num_trainers, seed: [
+            SegmentStream(text, batch_size=2, seq_len=6, shard=trainer, num_shards=num_trainers, seed=seed)
+            for trainer in range(num_trainers)
+        ],
+        evaluation=tuple(evaluation_segments(text, batch_size=2, seq_len=6)),
+        optimizers=Optimizers(OPTIMIZER, OPTIMIZER),
     )
 
 
-async def train_swarm(case: Case, recorder: OrderRecorder, data: Data, *, num_updates: int) -> Any:
-    """The real protocol on a simulated network; the trunk's parameters, the experts by layer, and the losses."""
-    num_trainers = jax.tree.leaves(data)[0].shape[0]
-    clock, losses = SwarmClock.virtual(), []
-    async with simulate(seed=1, latency=LogNormal(median_s=0.1, sigma=0.5)) as network, AsyncExitStack() as stack:
-
-        async def swarm_at(host: str, join: Any, *, listens: bool, **who: Any) -> Any:
-            peer_id = PeerId.draw(random.Random(host))
-            rpc = await stack.enter_async_context(
-                open_rpc_peer(
-                    network.transport(host, peer_id),
-                    peer_id=peer_id,
-                    listen=Address(host, 1) if listens else None,
-                )
-            )
-            return await stack.enter_async_context(
-                open_swarm(join, caller=recorder.caller(rpc, **who), clock=clock, device=InlineDevice(), seed=0)
-            )
-
-        first = await swarm_at("node0", [], listens=True)
-        second = await swarm_at("node1", [Address("node0", 1)], listens=True)
-        uids = [str(uid) for prefix in PREFIXES for uid in all_uids(prefix, case.grid_size)]
-        served = [
-            await node.serve(dict.fromkeys(own, case.expert), optimizer=OPTIMIZER, seed=5)
-            for node, own in ((first, uids[::2]), (second, uids[1::2]))
-        ]
-        backends = {uid: backend for each in served for uid, backend in each.backends.items()}
-        models = []
-        for index in range(num_trainers):
-            place = await swarm_at(f"trainer{index}", [Address("node0", 1)], listens=False, trainer=index)
-            models.append(case.make_model(place))
-            for mixture in models[-1].mixtures:
-                await mixture.check()
-        trunk = SharedTrunk(models[0].init(jax.random.key(3)), OPTIMIZER, InlineDevice())
-        async with trio.open_nursery() as nursery:
-            for index, model in enumerate(models):
-                own = [jax.tree.map(lambda leaf, i=index, s=s: leaf[i, s], data.batches) for s in range(num_updates)]
-                trainer = Trainer(
-                    index, recorder.model(model, trainer=index), recorder.trunk(trunk, trainer=index), iter(own)
-                )
-                nursery.start_soon(trainer.run, num_updates, lambda record: losses.append((record.step, record.loss)))
-        experts = [
-            jax.tree.map(
-                lambda *leaves: np.stack(leaves),
-                *(backends[str(uid)].params for uid in all_uids(prefix, case.grid_size)),
-            )
-            for prefix in PREFIXES
-        ]
-        return trunk.params, experts, [loss for _, loss in sorted(losses)]
+def make_data(*, num_trainers: int, steps: int, seed: int = 0) -> Data:
+    return PROBLEM.data(num_trainers, steps=steps, seed=seed)
 
 
-def test_equals_the_swarm() -> None:
+def make_emulator(num_trainers: int, **options: Any) -> Emulator:
+    return PROBLEM.emulator(num_trainers, **options)
+
+
+@pytest.mark.parametrize(
+    ("problem", "rows"),
+    [
+        pytest.param(lambda: PROBLEM, True, id="mlp"),
+        pytest.param(small_transformer, False, id="transformer", marks=pytest.mark.slow),
+    ],
+)
+def test_equals_the_swarm(problem: Any, rows: bool) -> None:
     """On the order that a simulated swarm took, losses, trunk and experts are the swarm's after fifty updates.
 
-    Calls compute the rows that they serve; where one trainer is one jit, below, they compute whole batches.
+    One call in ten fails. Calls of the MLP compute the rows that they serve, those of the other whole batches.
     """
-    num_trainers, num_updates = 3, 50
-    emulator = make_emulator(num_trainers, rows=True)
-    data = make_data(emulator.stages.model, num_trainers=num_trainers, steps=num_updates)
-    recorder = OrderRecorder(PREFIXES, CONFIG.grid_size)
-    trunk, experts, losses = run(lambda: train_swarm(recorder, data, num_updates=num_updates), seed=1)
-    order = recorder.order(num_trainers=num_trainers, num_pairs=BATCH * CONFIG.k_best)
-    state = emulator.init(jax.random.key(3), jax.random.key(5), data, num_updates=num_updates)
-    state = emulator.run(state, order, data)
+    problem, num_trainers, num_updates = problem(), 3, 50
+    emulator = problem.emulator(num_trainers, rows=rows)
+    data = problem.data(num_trainers, steps=num_updates, seed=0)
+    swarm = train_swarm(problem, emulator, data, num_updates=num_updates, failure_rate=0.1, record=True)
+    state = emulator.init(*keys_of(0), data, num_updates=num_updates)
+    state = emulator.run(state, swarm.order, data)
     assert int(state.step) == num_updates
     assert np.asarray(state.totals.trunk_staleness).max() >= 2
-    np.testing.assert_allclose(state.totals.losses, losses, atol=1e-5)
-    close(state.params, trunk)
-    close(state.experts.params, jax.tree.map(lambda *layers: np.concatenate(layers), *experts))
+    assert int(state.totals.expert_staleness) > 50
+    np.testing.assert_allclose(state.totals.losses, swarm.losses, atol=1e-5)
+    close(state.params, swarm.params)
+    close(state.experts.params, swarm.experts)
 
 
 def test_one_trainer_is_one_jit() -> None:
     """Where nothing is asynchronous and nobody fails, a run is that of the whole model in one jit."""
     emulator, steps = make_emulator(1), 4
-    data = make_data(emulator.stages.model, num_trainers=1, steps=steps)
+    data = make_data(num_trainers=1, steps=steps)
     order = draw_order(
         num_updates=steps, num_trainers=1, num_layers=2, num_pairs=BATCH * CONFIG.k_best, delay=exponential_delays(0.1)
     )
@@ -182,6 +139,43 @@ def test_one_trainer_is_one_jit() -> None:
     assert int(state.totals.load.sum()) == steps * 2 * BATCH * CONFIG.k_best
 
 
+def test_seeds_side_by_side() -> None:
+    """Several seeds of one order give what each gives alone, and evaluations are those of the model in one jit."""
+    emulator, updates = make_emulator(2), 6
+    order = draw_order(
+        num_updates=updates,
+        num_trainers=2,
+        num_layers=2,
+        num_pairs=BATCH * CONFIG.k_best,
+        delay=exponential_delays(0.1),
+        failure_rate=0.2,
+    )
+    each = [make_data(num_trainers=2, steps=updates, seed=seed) for seed in range(2)]
+    keys = [keys_of(seed) for seed in range(2)]
+    both = stack_seeds(each)
+    together = emulator.init(*map(jnp.stack, zip(*keys, strict=True)), both, num_updates=updates)
+    together = emulator.run(together, order, both)
+    evaluations = emulator.evaluate(together, PROBLEM.evaluation)
+    for seed in range(2):
+        alone = emulator.run(emulator.init(*keys[seed], each[seed], num_updates=updates), order, each[seed])
+        close(jax.tree.map(lambda leaf, seed=seed: leaf[seed], together.params), alone.params)
+        close(together.totals.losses[seed], alone.totals.losses)
+        layers = jax.tree.map(lambda leaf: leaf.reshape(2, 6, *leaf.shape[1:]), alone.experts.params)
+        experts = tuple(jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(2))
+        losses = [
+            mlp.local_forward(alone.params, experts, CONFIG, ROUTER, jax.tree.map(jnp.asarray, batch))[1].nll
+            for batch in PROBLEM.evaluation
+        ]
+        assert evaluations[seed].loss == pytest.approx(float(np.mean(losses)), abs=1e-5)
+        assert 0 < evaluations[seed].metrics["accuracy"] < 1
+    with pytest.raises(ValueError, match="several seeds need rows=False"):
+        make_emulator(2, rows=True).init(*map(jnp.stack, zip(*keys, strict=True)), both, num_updates=1)
+    with pytest.raises(ValueError, match="there is nothing to evaluate"):
+        emulator.evaluate(together, ())
+    with pytest.raises(ValueError, match="expected 3 batches for trainer 0, got 2"):
+        take_batches(emulator.stages.model, [itertools.islice(stream(0), 2)], steps=3)
+
+
 def test_orders_are_those_of_the_protocol() -> None:
     """Every step has its stages in order and its calls between them; failures are as many as asked for."""
     order = draw_order(
@@ -211,7 +205,7 @@ def test_orders_are_those_of_the_protocol() -> None:
 
 def test_what_cannot_be_emulated_is_refused() -> None:
     emulator = make_emulator(2)
-    data = make_data(emulator.stages.model, num_trainers=2, steps=2)
+    data = make_data(num_trainers=2, steps=2)
     state = emulator.init(jax.random.key(0), jax.random.key(0), data, num_updates=1)
     order = draw_order(num_updates=1, num_trainers=3, num_layers=2, num_pairs=8, delay=exponential_delays(1.0))
     with pytest.raises(
@@ -229,4 +223,4 @@ def test_what_cannot_be_emulated_is_refused() -> None:
     with pytest.raises(ValueError, match="model 'dense' has no mixture"):
         Emulator(lambda swarm: NoMixture(), optimizer=OPTIMIZER, expert_optimizer=None, num_trainers=1)
     with pytest.raises(ValueError, match="the recorder has seen no update"):
-        OrderRecorder(PREFIXES, CONFIG.grid_size).order(num_trainers=1, num_pairs=1)
+        OrderRecorder(["layer0", "layer1"], CONFIG.grid_size).order(num_trainers=1, num_pairs=1)
