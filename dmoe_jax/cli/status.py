@@ -103,7 +103,8 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
         )
     nodes, trainers, averagers = (_of_role(members, role) for role in ROLES)
     num_experts = sum(_num_experts(node, now.get(node.peer_id)) for node in nodes)
-    title = f"swarm {swarm!r}: {len(nodes)} node{'' if len(nodes) == 1 else 's'}, {num_experts} experts{_staleness(now)}"
+    title = f"swarm {swarm!r}: {len(nodes)} node{'' if len(nodes) == 1 else 's'}, {num_experts} experts"
+    title += _staleness(now)
     rows = [_node_row(node, before.get(node.peer_id), now.get(node.peer_id)) for node in nodes]
     tables = [_table(title, ("node", "address", "experts", "calls/s", "queue", "busy", "updates", "state"), rows)]
     if trainers:
@@ -164,7 +165,7 @@ def _num_experts(node: Member, status: Mapping[str, Any] | None) -> int:
 def _staleness(now: Statuses) -> str:
     """The mean staleness of the updates that the nodes have made since they started, as the title says it."""
     counted = [(status.get("steps", 0), status.get("staleness")) for status in now.values()]
-    weighted = [(steps, mean) for steps, mean in counted if mean is not None]
+    weighted = [(steps, mean) for steps, mean in counted if isinstance(steps, int) and isinstance(mean, float)]
     num_steps = sum(steps for steps, _ in weighted)
     return f", mean staleness {sum(steps * mean for steps, mean in weighted) / num_steps:.1f}" if num_steps else ""
 

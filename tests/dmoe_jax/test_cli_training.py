@@ -115,12 +115,14 @@ def test_a_run_leaves_a_whole_folder(trained: tuple[Path, dict[str, Any]]) -> No
 async def test_a_run_is_resumed(
     trained: tuple[Path, dict[str, Any]], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To twelve steps, now compressed, it goes on in model, text and totals."""
+    """To twelve steps, now compressed and whatever the staleness, it goes on in model, text and totals."""
     out = tmp_path / "run"
     shutil.copytree(trained[0], out)
     async with served_swarm() as (_, swarm):
-        await run(command(out, text, steps=12, resume=True, json=True, compression="bfloat16"), swarm)
+        changes: dict[str, Any] = {"compression": "bfloat16", "staleness_power": 0.0}
+        await run(command(out, text, steps=12, resume=True, json=True, **changes), swarm)
     captured = capsys.readouterr()
+    assert "another setting than before: optimizer.staleness_power: 0.5 -> 0.0" in captured.err
     assert "another setting than before: run_length.steps: 8 -> 12" in captured.err
     headline = json.loads(captured.out.splitlines()[-1])
     assert (headline["steps"], headline["training_tokens"]) == (12, 12 * 2 * 4)

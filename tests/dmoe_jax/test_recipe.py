@@ -89,6 +89,26 @@ def test_without_clipping_and_decay_it_is_plain_adam() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
 
 
+@pytest.mark.parametrize(("power", "share"), [(0.5, 1 / 2), (1.0, 1 / 4), (0.0, 1.0)])
+def test_stale_updates_are_smaller(power: float, share: float) -> None:
+    """Of the update only, at staleness 3; Adam's moments do not hear of it."""
+    optimizer = optax.with_extra_args_support(make_optimizer(Recipe(warmup_steps=0, staleness_power=power)))
+    params, grads = jnp.ones(3), jnp.array([1.0, -2.0, 3.0])
+    fresh, fresh_state = optimizer.update(grads, optimizer.init(params), params)
+    stale, stale_state = optimizer.update(grads, optimizer.init(params), params, staleness=3)
+    np.testing.assert_allclose(stale, share * fresh, rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, stale_state, fresh_state)
+
+
+def test_checkpoints_do_not_hear_of_staleness() -> None:
+    """The state is that of the recipe's parts alone, as it was before there was a power, whatever the power."""
+    parts = [optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.scale_by_learning_rate(lambda step: 0.1)]
+    expected = jax.tree.structure(optax.chain(*parts).init(jnp.ones(3)))
+    for power in (0.0, 0.5):
+        optimizer = make_optimizer(Recipe(weight_decay=0.0, grad_clip=1.0, staleness_power=power))
+        assert jax.tree.structure(optimizer.init(jnp.ones(3))) == expected
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -98,6 +118,8 @@ def test_without_clipping_and_decay_it_is_plain_adam() -> None:
         ("total_steps", 0),
         ("weight_decay", -1e-6),
         ("grad_clip", 0.0),
+        ("staleness_power", -0.5),
+        ("staleness_power", math.inf),
     ],
 )
 def test_a_wrong_value_is_named(field: str, value: float) -> None:

@@ -47,21 +47,24 @@ def test_the_nodes_get_the_presets_expert(size: Size) -> None:
     flags = node_flags(TransformerXLSettings(where="swarm", size=size), Path("nodes"), 3)
     node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=flags)
     assert layer_expert(node.expert) == model_config(preset, 33_278).expert()
-    rates = (node.learning_rate, node.warmup_steps, node.weight_decay, node.grad_clip)
+    rates = (node.learning_rate, node.warmup_steps, node.weight_decay, node.grad_clip, node.staleness_power)
     recipe = preset.expert_recipe
-    assert rates == (recipe.learning_rate, recipe.warmup_steps, recipe.weight_decay, recipe.grad_clip)
+    assert rates[:4] == (recipe.learning_rate, recipe.warmup_steps, recipe.weight_decay, recipe.grad_clip)
+    assert rates[4] == recipe.staleness_power
     assert node.checkpoint_dir == Path("nodes/node3")
 
 
 def test_the_commands_own_wishes_reach_the_trainer(tmp_path: Path) -> None:
     """Router, seed, steps, batch, corpus and whether to resume; a quick run is no longer than was asked for."""
     wishes: dict[str, Any] = {"router": "switch", "seed": 7, "steps": 50, "batch_size": 3, "data": "embedded"}
+    wishes["staleness_power"] = 0.0
     command = TransformerXLSettings(where="swarm", **wishes, quick=True, resume=True, out=tmp_path, eval_tokens=0)
     (tmp_path / "checkpoints").mkdir()
     flags = trainer_flags(command, ["127.0.0.1:1", "127.0.0.1:2"], tmp_path)
     train: TrainCommand = parse_command_line(TrainCommand, prog="train", args=flags)
     found = {"router": train.language.router, "seed": train.data.seed, "steps": train.run_length.steps}
-    assert found | {"batch_size": train.data.batch_size, "data": train.data.data} == wishes
+    found |= {"batch_size": train.data.batch_size, "data": train.data.data}
+    assert found | {"staleness_power": train.optimizer.staleness_power} == wishes
     assert (train.resume, train.out, train.join) == (True, tmp_path, ("127.0.0.1:1", "127.0.0.1:2"))
     assert train.run_length.max_minutes > 0
 
