@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Key, PRNGKeyArray
 
 from dmoe_jax.emulator.data import Data
 from dmoe_jax.emulator.expert_side import ExpertSide, pairs_of
@@ -85,7 +85,9 @@ class Emulator:
         self._inits = jax.jit(self._init_swarm, static_argnums=3), jax.jit(self._init_seeds, static_argnums=3)
         self._evaluations = jax.jit(self._evaluate), jax.jit(jax.vmap(self._evaluate, (0, None, 0)))
 
-    def init(self, trunk_key: PRNGKeyArray, expert_key: PRNGKeyArray, data: Data, *, num_updates: int) -> SwarmState:
+    def init(
+        self, trunk_key: Key[jax.Array, "*seeds"], expert_key: Key[jax.Array, "*seeds"], data: Data, *, num_updates: int
+    ) -> SwarmState:
         """A swarm before its first event. Experts are those that nodes make of the same key.
 
         Args:
