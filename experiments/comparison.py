@@ -42,8 +42,8 @@ Runs = Mapping[str, Sequence[Metrics]]
 """Label -> the metrics of its runs, one for each seed. Labels are drawn in this order."""
 
 FIGURE_TEXT = (
-    "Validation perplexity over training tokens, every point on the same words: the mean over seeds and a band from the "
-    "least to the greatest; and the final figures of each, over all the text that was read in the end"
+    "Validation perplexity over training tokens, every point on the same words: the mean over seeds, and a band from "
+    "the least to the greatest; and the final figures of each, over all the text that was read in the end"
 )
 
 _TOP = 1.5

@@ -16,7 +16,7 @@ class Plan:
     """Tokens or samples of the evaluations on the way and of the one after the last update; 0 for all. They are the
     same ones each time: a run's curve is over one text."""
     final_eval_items: int = 0
-    """Tokens or samples of the final evaluations, which are figures of their own and no part of the curve; 0 for all."""
+    """Tokens or samples of the final evaluations, 0 for all. They are figures of their own and no part of the curve."""
     pause: bool = False
     """Whether training pauses to be evaluated and saved, and can then be resumed bit for bit; or goes on meanwhile."""
     checkpoint_every: int = 0
