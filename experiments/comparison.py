@@ -169,7 +169,8 @@ def _strips(summaries: Mapping[str, Sequence[RunSummary]]) -> list[str]:
 
 def _curves(axes: Axes, runs: Runs, *, gap: float) -> None:
     """For each label the mean over its seeds, and a band from the least to the greatest."""
-    dress(axes, "Validation perplexity (log scale)", "training tokens")
+    band = "; bands: least to greatest seed" if any(len(seeds) > 1 for seeds in runs.values()) else ""
+    dress(axes, "Validation perplexity (log scale)", f"training tokens{band}")
     labels: list[Label] = []
     last_tokens = 1.0
     for index, (label, seeds) in enumerate(runs.items()):

@@ -44,8 +44,8 @@ class Interval(NamedTuple):
 
 
 def t_point(degrees: int) -> float:
-    """The 97.5 % point of Student's t; beyond 30 degrees of freedom to a thousandth."""
-    return _T_975[degrees - 1] if degrees <= len(_T_975) else 1.96 + 2.4 / degrees
+    """The 97.5 % point of Student's t; beyond 30 degrees of freedom the first terms of its expansion (Fisher)."""
+    return _T_975[degrees - 1] if degrees <= len(_T_975) else 1.95996 + 2.3723 / degrees + 2.8225 / degrees**2
 
 
 def t_interval(values: Sequence[float]) -> Interval:

@@ -188,7 +188,7 @@ class Ledger:
     async def _evaluate(self, split: str, num_items: int, *, kind: str, done: Evaluation | None = None) -> None:
         """Evaluate the parameters as they are now, unless that is done, and write down what was found."""
         step, items_seen, name = self.engine.step, self._items, _SPLIT_NAMES.get(split, split)
-        if done is None:
+        if is_new := done is None:
             with self.progress.evaluation(f"{name} data") as on_batch:
                 done = await self.engine.evaluate(split, max_items=num_items or None, on_batch=on_batch)
         self._evaluations[split] = evaluation = done
@@ -207,7 +207,8 @@ class Ledger:
         if not self.plan.pause and kind == "eval":
             self.log_balance()
         shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if key != "loss" or len(figures) == 1)
-        self.progress.say(f"{self.engine.name}, step {step}: {name} {shown}")
+        if is_new:
+            self.progress.say(f"{self.engine.name}, step {step}: {name} {shown}")
 
     def _log_baseline(self, evaluation: Evaluation | None) -> None:
         baseline = self.task.baseline(evaluation)

@@ -111,8 +111,8 @@ def flops_table(runs: Mapping[str, Sequence[Metrics]], forward: Mapping[str, flo
     head = ("", "MFLOPs of a forward pass for a word", "thousand words", "validation perplexity")
     note = (
         f"At {budget / 1e12:.4g} TFLOPs of training, those of the cheapest run; a training step counts as three passes "
-        "forward, in matrix products. Perplexities are read off the curves, over the words of the curve. The schedules of "
-        "the dearer models were not at their end by then: runs planned for that length would probably end lower."
+        "forward, in matrix products. Perplexities are read off the curves, over their words. The schedules of the "
+        "dearer models were not at their end by then: runs planned for that length would probably end lower."
     )
     return ReportTable(title="At equal FLOPs", head=head, rows=rows, note=note)
 
