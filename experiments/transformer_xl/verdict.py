@@ -53,13 +53,16 @@ def verdicts(finished: Finished) -> dict[str, Any]:
 
 
 def merged_headline(headlines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """The figures of a label's runs as one: means of numbers, sums of counts by reason, whether all are so."""
+    """The figures of a label's runs as one: means of numbers, sums of counts by reason, whether all are so.
+
+    What no run knows is None.
+    """
     merged: dict[str, Any] = {"seeds": len(headlines)}
     for name in names:
         values = [headline[name] for headline in headlines if headline.get(name) is not None]
         if not values:
-            continue
-        if isinstance(values[0], bool):
+            merged |= {name: None} if any(name in headline for headline in headlines) else {}
+        elif isinstance(values[0], bool):
             merged[name] = all(values)
         elif isinstance(values[0], Mapping):
             reasons = sorted({reason for value in values for reason in value})

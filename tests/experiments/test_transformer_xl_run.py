@@ -109,7 +109,7 @@ def test_the_command_compares_its_models(
     assert (headline["runs"], headline["runs_finished"]) == (2, 2)
     assert ours["training_tokens"] == theirs["training_tokens"] == 4 * 3 * 6
     assert ours["parameters"] > theirs["parameters"]
-    wanted = ("test_perplexity", "steps", "tokens_per_s", "mean_trunk_staleness", "training_s")
+    wanted = ("test_perplexity", "steps", "tokens_per_s", "mean_trunk_staleness", "failed_call_share")
     assert all(name in figures for name in wanted for figures in (ours, theirs))
     dmoe, small = (tmp_path / "run" / model / "seed0" for model in ("dmoe", "small"))
     for folder in (tmp_path / "run", dmoe, small):

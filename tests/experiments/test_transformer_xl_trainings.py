@@ -137,6 +137,7 @@ def test_the_runs_of_a_label_in_one() -> None:
         "failures": {"late": 3, "timeout": 4},
         "complete": False,
         "steps": 8,
+        "virtual_s": None,
         "validation_perplexity_interval": pytest.approx((4 - 12.706, 4 + 12.706)),
     }
     (row,) = final_table(finished(small=[3.0, 5.0])).rows
