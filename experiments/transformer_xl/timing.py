@@ -113,13 +113,14 @@ def _pause(engine: ModelEngine, eval_items: int, folder: Path) -> float:
 
 
 def _sentence(model: Model, plan: CallPlan, steps: int, eval_every: int, minutes: float) -> str:
-    text = (
-        f"{model}: {plan.updates_per_s:.3g} updates/s; {steps:,} updates take {plan.hours:.3g} hours, or "
-        f"{plan.calls} calls with --stop-after {minutes:g}; {plan.stretch_s / 60:.3g} minutes from pause to pause"
-    )
+    text = f"{model}: {plan.updates_per_s:.3g} updates/s; {steps:,} updates take {plan.hours:.3g} hours"
     if plan.longest_eval_every >= eval_every:
-        return text
-    return f"{text}, which is longer than a call: begin with --eval-every {max(1, plan.longest_eval_every)} or fewer"
+        return f"{text}, or {plan.calls} calls with --stop-after {minutes:g}"
+    fits = f"time it, and then begin, with --eval-every {plan.longest_eval_every} or fewer"
+    return (
+        f"{text}; from pause to pause they are {plan.stretch_s / 60:.3g} minutes, longer than a call of {minutes:g}: "
+        f"{fits if plan.longest_eval_every else 'not one update fits into it'}"
+    )
 
 
 def timing_result(run: Run[TransformerXLSettings]) -> Result:
