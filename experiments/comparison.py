@@ -41,7 +41,10 @@ from experiments.run_summary import (
 Runs = Mapping[str, Sequence[Metrics]]
 """Label -> the metrics of its runs, one for each seed. Labels are drawn in this order."""
 
-FIGURE_TEXT = "Validation perplexity over training tokens, and the figures of each with their spread over seeds"
+FIGURE_TEXT = (
+    "Validation perplexity over training tokens, every point on the same words: the mean over seeds, and a band from "
+    "the least to the greatest; and the final figures of each, over all the text that was read in the end"
+)
 
 _TOP = 1.5
 """The perplexity axis ends at this many times the baseline once every curve is below: what is compared is the end."""
@@ -50,7 +53,7 @@ _MINUTES_FROM_S = 180.0
 """Times are in minutes once one is longer than this."""
 
 _STRIPS: Mapping[str, tuple[str, str]] = {
-    "perplexity": ("Perplexity", "validation, at the end"),
+    "perplexity": ("Perplexity", "validation, final"),
     "final_load_cv": ("Load cv", "at the end; 0: even"),
     "final_load_entropy": ("Load entropy", "at the end; 1: even"),
     "calls_lost": ("Calls lost", "share of all"),
@@ -74,7 +77,8 @@ _PRINTED = ("", "validation perplexity", "final load cv", "final load entropy", 
 """Columns of the table that fit into 80 characters."""
 
 _NOTE = (
-    "Means over the runs; ± is the standard deviation of a sample. Perplexities are of the last evaluation; load "
+    "Means over the runs; ± is the standard deviation of a sample. Perplexities are over all the text that was read in "
+    "the end, which the curves are not: each of their points is over the same, fewer words. Load "
     "figures are of the last window that was measured: the coefficient of variation (0: even) and the normalised "
     "entropy (1: even), means over layers, and the experts of all layers that no sample was sent to. Calls lost are a "
     "share of all expert calls; staleness is the mean number of trunk updates between a step's reading and writing of "
@@ -165,7 +169,8 @@ def _strips(summaries: Mapping[str, Sequence[RunSummary]]) -> list[str]:
 
 def _curves(axes: Axes, runs: Runs, *, gap: float) -> None:
     """For each label the mean over its seeds, and a band from the least to the greatest."""
-    dress(axes, "Validation perplexity (log scale)", "training tokens")
+    band = "; bands: least to greatest seed" if any(len(seeds) > 1 for seeds in runs.values()) else ""
+    dress(axes, "Validation perplexity (log scale)", f"training tokens{band}")
     labels: list[Label] = []
     last_tokens = 1.0
     for index, (label, seeds) in enumerate(runs.items()):

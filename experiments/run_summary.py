@@ -15,8 +15,9 @@ class RunSummary:
     """The figures of one run; None for what it did not measure.
 
     Attributes:
-      perplexity: validation perplexity of the last evaluation.
-      test_perplexity: likewise, of the test text.
+      perplexity: validation perplexity at the end, over as much text as was read then; of a run that has not ended,
+        that of the last evaluation.
+      test_perplexity: of the test text, at the end.
       final_load_cv, final_load_entropy: of the load in the last window that was measured, mean over layers.
       final_dead_experts: experts of all layers without a sample in that window.
       calls_lost: failed calls / all calls, over the whole run.
@@ -85,28 +86,31 @@ def deviation(values: np.ndarray) -> float | None:
 
 
 def perplexity_curve(metrics: Metrics) -> dict[float, tuple[float, float]]:
-    """Step -> (training tokens seen by then, validation perplexity). Of two evaluations of a step the last counts."""
+    """Step -> (training tokens seen by then, validation perplexity), every point over the same text.
+
+    Of two evaluations of a step the last counts.
+    """
     steps, tokens = columns(metrics, "train", "step", "items")
     curve = {}
-    for record in _evaluations(metrics, "valid"):
+    for record in _evaluations(metrics, "eval", "valid"):
         step = float(record["step"])
         seen = record.get("items_seen")
         curve[step] = (float(tokens[steps <= step].sum() if seen is None else seen), float(record["perplexity"]))
     return dict(sorted(curve.items()))
 
 
-def _evaluations(metrics: Metrics, split: str) -> list[Mapping[str, Any]]:
+def _evaluations(metrics: Metrics, kind: str, split: str) -> list[Mapping[str, Any]]:
     return [
         record
         for record in metrics
-        if record["kind"] == "eval"
+        if record["kind"] == kind
         and record.get("split", "valid") == split
         and all(isinstance(record.get(field), int | float) for field in ("step", "perplexity"))
     ]
 
 
 def _last_perplexity(metrics: Metrics, split: str) -> float | None:
-    evaluations = _evaluations(metrics, split)
+    evaluations = _evaluations(metrics, "final_eval", split) or _evaluations(metrics, "eval", split)
     return float(evaluations[-1]["perplexity"]) if evaluations else None
 
 

@@ -29,7 +29,8 @@ class TransformerXLConfig:
     cutoffs: tuple[int, ...] = ()
     """First word of each tail cluster of the adaptive softmax; () for a plain softmax."""
     embedding_dropout: float = 0.0
-    """Rate at which words lose their whole embedding, at all their places; the softmax keeps it (dropoute)."""
+    """Rate at which words lose their whole embedding, at all their places but the first of a segment; the softmax keeps
+    it (dropoute)."""
     input_dropout: float = 0.0
     """Rate of the locked dropout on word vectors (dropouti)."""
     output_dropout: float = 0.0

@@ -138,7 +138,7 @@ def embed(
     Args:
       params: {"table"}.
       tokens: the words.
-      config: its rates of embedding and input dropout count here.
+      config: its rates of embedding and input dropout count here. The first word of a segment keeps its embedding.
       key: the step's; None: nothing is dropped.
     """
     table: Array = params["table"]
@@ -148,7 +148,10 @@ def embed(
     if config.embedding_dropout:
         own = jax.random.fold_in(wrap_key(key), _WORDS)
         kept = jax.random.bernoulli(own, 1 - config.embedding_dropout, table.shape[:1])
-        vectors = vectors * (kept[tokens] / (1 - config.embedding_dropout))[..., None]
+        factors = kept[tokens] / (1 - config.embedding_dropout)
+        # Not the first word: with an empty memory it sees itself alone, and as a vector of zeros it would enter every
+        # LayerNorm as zeros, which multiply its gradient by 1 / sqrt(eps) twice a layer: beyond float32 in 16 layers.
+        vectors = vectors * factors.at[:, 0].set(1.0)[..., None]
     return locked_dropout(vectors, config.input_dropout, row_keys(key, tokens.shape[0]), site=_INPUT)
 
 

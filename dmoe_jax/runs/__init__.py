@@ -8,7 +8,10 @@ may have `virtual_s` beside it, and any `train` record `staleness`.
     {"kind": "train", "step", "trainer", "loss", "items", "time_s"}     one step; loss in nats per token
     {"kind": "eval", "step", "loss", "time_s", "split", "items",        one evaluation, of the "valid" or the
      "items_seen"}                                                      "test" data, after so many items; with
-                                                                        "perplexity", "accuracy" and the like
+                                                                        "perplexity", "accuracy" and the like.
+                                                                        Those of a run are over the same data
+    {"kind": "final_eval", ...}                                         the same fields, at the end of a run and
+                                                                        over more data: no part of its curve
     {"kind": "baseline", "unigram_perplexity"}                          of what was evaluated; the last counts
     {"kind": "calls", "step", "time_s", "ok", "failed",                 remote calls since the run began, and
      "failures": {reason: n}}                                           why they failed

@@ -173,20 +173,28 @@ class Ledger:
         self.totals = self.engine.totals()
         self._balance.log(self.totals, step=self.engine.step, time_s=self.watch.now())
 
-    async def evaluate_first(self, num_items: int) -> None:
-        """An evaluation on the way, of the first split, if there is any."""
+    async def evaluate_first(self) -> None:
+        """A point of the curve: the first split, if there is any, always over the same words or samples."""
         for split in self.task.splits[:1]:
-            await self.evaluate(split, num_items)
+            await self._evaluate(split, self.plan.eval_items, kind="eval")
 
-    async def evaluate(self, split: str, num_items: int) -> None:
-        """Evaluate the parameters as they are now, and write down what was found."""
+    async def evaluate_finally(self) -> None:
+        """The figures of a complete run, of all splits; right after the last point of the curve."""
+        is_same = self.plan.final_eval_items == self.plan.eval_items
+        for split in self.task.splits:
+            done = self._evaluations.get(split) if is_same else None
+            await self._evaluate(split, self.plan.final_eval_items, kind="final_eval", done=done)
+
+    async def _evaluate(self, split: str, num_items: int, *, kind: str, done: Evaluation | None = None) -> None:
+        """Evaluate the parameters as they are now, unless that is done, and write down what was found."""
         step, items_seen, name = self.engine.step, self._items, _SPLIT_NAMES.get(split, split)
-        with self.progress.evaluation(f"{name} data") as on_batch:
-            evaluation = await self.engine.evaluate(split, max_items=num_items or None, on_batch=on_batch)
-        self._evaluations[split] = evaluation
+        if is_new := done is None:
+            with self.progress.evaluation(f"{name} data") as on_batch:
+                done = await self.engine.evaluate(split, max_items=num_items or None, on_batch=on_batch)
+        self._evaluations[split] = evaluation = done
         figures = self.task.figures(evaluation)
         self.log(
-            "eval",
+            kind,
             step=step,
             split=split,
             **figures,
@@ -194,12 +202,13 @@ class Ledger:
             items_seen=items_seen,
             virtual_s=self.engine.totals().virtual_s,
         )
-        if split == self.task.splits[0]:
+        if kind == "eval":
             self._log_baseline(evaluation)
-        if not self.plan.pause:
+        if not self.plan.pause and kind == "eval":
             self.log_balance()
         shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if key != "loss" or len(figures) == 1)
-        self.progress.say(f"{self.engine.name}, step {step}: {name} {shown}")
+        if is_new:
+            self.progress.say(f"{self.engine.name}, step {step}: {name} {shown}")
 
     def _log_baseline(self, evaluation: Evaluation | None) -> None:
         baseline = self.task.baseline(evaluation)

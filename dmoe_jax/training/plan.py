@@ -13,15 +13,17 @@ class Plan:
     eval_every: int
     """Updates between two evaluations; in a run that pauses, between two pauses."""
     eval_items: int = 16_384
-    """Tokens or samples of the evaluations on the way; 0 for all."""
+    """Tokens or samples of the evaluations on the way and of the one after the last update; 0 for all. They are the
+    same ones each time: a run's curve is over one text."""
     final_eval_items: int = 0
-    """Tokens or samples of the evaluations at the end; 0 for all."""
+    """Tokens or samples of the final evaluations, 0 for all. They are figures of their own and no part of the curve."""
     pause: bool = False
     """Whether training pauses to be evaluated and saved, and can then be resumed bit for bit; or goes on meanwhile."""
     checkpoint_every: int = 0
     """Updates between two checkpoints of a run that does not pause; 0 for one at the end only."""
     max_s: float = math.inf
-    """Seconds after which a run that does not pause ends its training, even if there are steps left."""
+    """Seconds for which this call trains, even if there are steps left. A run that pauses stops at the last pause that
+    it expects to reach by then, at the first one at least; another one ends its training, and the run with it."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "eval_every"):

@@ -1,11 +1,14 @@
 """From an engine to a run: train, evaluate, save, report. The same for every engine.
 
 A run that *pauses* is a row of stretches of `eval_every` updates with an evaluation and a checkpoint after each.
+Its curve is over the same words at every point, the last one too; what the end adds over the whole texts are figures
+of their own, records of the kind "final_eval".
 Whatever ends it early (Ctrl-C, a power cut, a loss of NaN), it goes on from its last pause, and then gives bit for bit
 what it would have given without the break. Otherwise evaluations and checkpoints run *beside* the training,
 which never waits for them; this needs an engine that runs under trio.
 """
 
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -57,7 +60,7 @@ async def train(
       on_end: is given the headline, also of a run that ended early.
 
     Returns:
-      The headline: what the run came to.
+      The headline: what the run came to. A run that pauses and stopped for its time limit is not complete.
 
     Raises:
       CheckpointError: the folder's checkpoint is of another model. OSError: the folder cannot be written.
@@ -67,10 +70,15 @@ async def train(
     with progress:
         state = Ledger(engine, run, plan, task, progress, facts, records, on_end)
         try:
-            await (_train_pausing(state) if plan.pause else _train_beside(state))
-            for split in task.splits:
-                await state.evaluate(split, plan.final_eval_items)
-            return state.finish(is_complete=True)
+            if plan.pause:
+                is_complete = await _train_pausing(state)
+            else:
+                await _train_beside(state)
+                await state.evaluate_first()
+                is_complete = True
+            if is_complete:
+                await state.evaluate_finally()
+            return state.finish(is_complete=is_complete)
         except BaseException as error:
             state.end_early(error)
             raise
@@ -93,19 +101,25 @@ def train_without_waiting(run: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError(f"{run} waits for an event loop: run it under trio")
 
 
-async def _train_pausing(run: Ledger) -> None:
-    """All stretches that are left."""
+async def _train_pausing(run: Ledger) -> bool:
+    """All stretches that are left, or those that fit into the time; whether all are done."""
     engine, plan = run.engine, run.plan
+    stop_at, now = time.monotonic() + plan.max_s, time.monotonic()
     while engine.step < plan.steps:
+        began = now
         num_steps = min(plan.eval_every - engine.step % plan.eval_every, plan.steps - engine.step)
         with run.watch:
             await engine.advance(num_steps, run.on_step, run.on_lost)
         run.log_calls()
         run.log_balance()
-        # At the end of the run the evaluation of the whole follows.
-        if engine.step < plan.steps:
-            await run.evaluate_first(plan.eval_items)
+        await run.evaluate_first()
         run.save_here()
+        now = time.monotonic()
+        if engine.step < plan.steps and now + (now - began) > stop_at:
+            text = f"stopped after {(now - stop_at + plan.max_s) / 60:.3g} minutes at step {engine.step}"
+            run.event("time_limit", f"{text} of {plan.steps}; --resume goes on")
+            return False
+    return True
 
 
 async def _train_beside(run: Ledger) -> None:
@@ -114,7 +128,7 @@ async def _train_beside(run: Ledger) -> None:
     # Compilation blocks this process for seconds. Done while trainers wait for experts, it would make their answers
     # look late; so one evaluation and one step alone come first.
     with run.progress.phase("compiling"):
-        await run.evaluate_first(plan.eval_items)
+        await run.evaluate_first()
         if engine.step < plan.steps:
             await engine.advance(1, run.on_step, run.on_lost)
     with trio.move_on_after(plan.max_s) as limit, run.watch:
@@ -165,7 +179,7 @@ class _Beside:
 
     async def _evaluate(self) -> None:
         try:
-            await self._run.evaluate_first(self._run.plan.eval_items)
+            await self._run.evaluate_first()
         except NetError as error:
             self._run.event("evaluation_lost", str(error))
         finally:

@@ -20,9 +20,10 @@ from dmoe_jax.routing.registry import make_router
 from dmoe_jax.training.run import train_without_waiting
 from experiments.bench import Experiment, Run
 from experiments.moe_overhead.settings import OverheadSettings
-from experiments.moe_overhead.wide_layer import layer_flops, wide_training
+from experiments.moe_overhead.wide_layer import wide_training
 from experiments.panels import draw_rounds
 from experiments.results import Bar, Result
+from experiments.transformer_xl.flops import layer_flops
 from experiments.transformer_xl.local import LocalEngine
 from experiments.transformer_xl.presets import PRESETS
 from experiments.transformer_xl.setup import Setup

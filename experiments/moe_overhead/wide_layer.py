@@ -1,4 +1,4 @@
-"""The dense layer that a mixture is measured against, and the FLOPs of both.
+"""The dense layer that a mixture is measured against.
 
 k experts of H heads and a feed-forward network of width F do, in each product, what k H heads and a width of k F do:
 the heads have the same width and see the same d_model, so that q, k, v and the output of the attention, its scores and
@@ -24,19 +24,6 @@ from dmoe_jax.models.trunk import embed, empty_memory, forget, init_embed_and_he
 from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.types import PyTree
 from experiments.transformer_xl.setup import Setup
-
-
-def layer_flops(*, seq_len: int, mem_len: int, d_model: int, num_heads: int, d_head: int, d_ff: int) -> int:
-    """Multiplications and additions of one layer's forward pass over one sequence, in its matrix products.
-
-    Without the product of the positional encodings, which is the same for every sequence.
-    """
-    keys, inner = mem_len + seq_len, num_heads * d_head
-    projections = 2 * (seq_len + keys) * d_model * inner  # q and output, k and v
-    attention = 3 * seq_len * keys * inner  # scores by content, by distance, weighted sum
-    feedforward = 2 * seq_len * d_model * d_ff
-    return 2 * (projections + attention + feedforward)
-
 
 State = dict[str, PyTree]
 

@@ -3,21 +3,42 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from dmoe_jax.cli.common import UsageError
+from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.saving import finished_headline
 from experiments.bench import Experiment, Run
 from experiments.comparison import FIGURE_TEXT, comparison_table, draw_comparison, terminal_table
 from experiments.exits import run_until_signal
 from experiments.results import Result
+from experiments.transformer_xl.flops import forward_flops
+from experiments.transformer_xl.presets import PRESETS, model_config
+from experiments.transformer_xl.search import best_factors, search_results, step_size_table
 from experiments.transformer_xl.settings import NAME, TransformerXLSettings, as_flags
 from experiments.transformer_xl.side_by_side import train_side_by_side
-from experiments.transformer_xl.training import FAILURES, checked_router, open_corpus, open_folder, train_model
+from experiments.transformer_xl.timing import time_updates, timing_result
+from experiments.transformer_xl.training import FAILURES, carry_out, checked_router, open_corpus, open_folder
+from experiments.transformer_xl.trainings import (
+    Deadline,
+    Training,
+    compared_trainings,
+    labels,
+    search_trainings,
+)
+from experiments.transformer_xl.verdict import (
+    difference_table,
+    final_table,
+    flops_table,
+    merged_headline,
+    verdicts,
+)
 
 HEADLINE = (
     "validation_perplexity",
@@ -50,23 +71,58 @@ def check(settings: TransformerXLSettings) -> None:
 
 
 def measure(run: Run[TransformerXLSettings]) -> None:
-    """Train the models on this machine, each in its own folder.
+    """Train the models on this machine, each with each seed in its own folder; before that, search if that is asked.
 
     Raises:
       UsageError: for a corpus, folder, checkpoint or setting that will not do. KeyboardInterrupt, FloatingPointError,
         RouterError, NetError: as of `train_model`.
     """
     settings, out = run.settings, run.folder.path
-    corpus = open_corpus(run)
-    if settings.num_jobs > 1:
-        run_until_signal(partial(train_side_by_side, settings, out, run.console), prog=NAME)
-    else:
-        for model in settings.models:
-            train_model(settings, corpus, out / model, model=model, seed=settings.seed, router=settings.router)
-    is_measured = settings.no_overhead or run.records("overhead")
+    corpus, deadline = open_corpus(run), Deadline(settings.stop_after)
+    if settings.timing is not None:
+        time_updates(run, corpus)
+        return
+    for model in settings.models:
+        config = model_config(PRESETS[model, settings.size], len(corpus.vocabulary))
+        run.log("flops", model=model, forward_per_token=forward_flops(config, corpus))
+    factors = None
+    if settings.search:
+        _train_all(run, corpus, list(search_trainings(settings, out).values()), deadline)
+        factors = best_factors(search_results(settings, out))
+        if factors is None:  # the time is up
+            return
+        run.say("best of the search: " + ", ".join(f"{model} x{factor:g}" for model, factor in factors.items()))
+    _train_all(run, corpus, compared_trainings(settings, out, factors), deadline)
+    is_measured = settings.no_overhead or run.records("overhead") or deadline.is_over
     if settings.place == "local" and "dmoe" in settings.models and not is_measured:
         run.say("what the mixture costs beside a dense layer of its FLOPs")
         run.log("overhead", ratio=_overhead(run))
+
+
+def _train_all(
+    run: Run[TransformerXLSettings], corpus: Corpus, trainings: Sequence[Training], deadline: Deadline
+) -> None:
+    """Train these, several at a time if the settings say so, until all are done or the time is up."""
+    waiting = []
+    for training in trainings:
+        if finished_headline(_folder(training)) is None:
+            waiting.append(training)
+        else:
+            carry_out(training, corpus)  # sees that it was trained under these settings, and leaves it as it is
+    num_jobs = min(run.settings.num_jobs, len(waiting))
+    if num_jobs > 1:
+        side_by_side = partial(train_side_by_side, waiting, deadline, run.console, num_jobs=num_jobs)
+        run_until_signal(side_by_side, prog=NAME)
+        return
+    for training in waiting:
+        if not deadline.is_over:
+            carry_out(replace(training, settings=deadline.within(training.settings)), corpus)
+
+
+def _folder(training: Training) -> RunFolder:
+    """The run folder of a training."""
+    assert training.settings.out is not None
+    return RunFolder(training.settings.out)
 
 
 def _overhead(run: Run[TransformerXLSettings]) -> float | None:
@@ -84,41 +140,68 @@ def _overhead(run: Run[TransformerXLSettings]) -> float | None:
 
 
 def summarise(run: Run[TransformerXLSettings]) -> Result | None:
-    """Compare the models that have begun; headlines are of those that are done."""
-    settings, corpora = run.settings, run.records("corpus")
+    """Compare the models that have begun; final figures are of the runs that are done."""
+    settings, corpora, out = run.settings, run.records("corpus"), run.folder.path
     if not corpora:
         return None
-    done = {model: finished_headline(RunFolder(run.folder.path / model)) for model in settings.models}
-    models = {model: {name: all_[name] for name in HEADLINE if name in all_} for model, all_ in done.items() if all_}
+    if run.records("timing"):
+        return timing_result(run)
+    finished, runs = _finished(run), _runs(run)
+    models = {label: merged_headline(list(seeds.values()), HEADLINE) for label, seeds in finished.items()}
     headline: dict[str, Any] = {"size": settings.size, "where": settings.place, "corpus": corpora[-1]["name"]}
     headline |= {"router": settings.router} if "dmoe" in settings.models else {}
-    for other in ("small", "base"):
-        if "dmoe" in models and other in models:
-            ours, theirs = (models[model]["validation_perplexity"] for model in ("dmoe", other))
-            headline[f"dmoe_below_{other}"] = ours < theirs
+    headline |= {"runs": len(compared_trainings(settings, out)), "runs_finished": sum(map(len, finished.values()))}
+    searched = search_results(settings, out) if settings.search else {}
+    headline |= {"step_size_factors": best_factors(searched)} if searched else {}
+    headline |= verdicts(finished)
     if overheads := run.records("overhead"):
         headline["moe_overhead"] = overheads[-1]["ratio"]
     figures = {
         f"{model} {name}": values[name]
         for model, values in models.items()
         for name in ("validation_perplexity", "test_perplexity", "parameters")
+        if name in values
     }
-    runs = _runs(run)
-    tables = [comparison_table(runs)] if runs else []
+    tables = [final_table(finished), difference_table(finished)] if finished else []
+    tables += [step_size_table(settings, searched)]
+    tables += [flops_table(runs, _forward_flops(run)), comparison_table(runs)] if runs else []
+    goes_on = "" if headline["runs"] == headline["runs_finished"] else f"--resume --out {out} goes on"
     return Result(
         title=f"Transformer-XL on {corpora[-1]['name']}, {settings.size}, {settings.place}",
         figures={**headline, "models": models},
         shown={**headline, **figures},
-        printed=[*map(terminal_table, tables), *(f"{name}: {value}" for name, value in headline.items())],
+        printed=[
+            *([terminal_table(comparison_table(runs))] if runs else []),
+            *(f"{name}: {value}" for name, value in headline.items()),
+            *filter(None, [goes_on]),
+        ],
         summary=f"Corpus: {corpora[-1]['description']}.",
-        tables=tables,
+        tables=[table for table in tables if table is not None],
     )
 
 
+def _finished(run: Run[TransformerXLSettings]) -> dict[str, dict[int, dict[str, Any]]]:
+    """Label -> seed -> the headline of its run, of those that were trained to their end."""
+    finished: dict[str, dict[int, dict[str, Any]]] = {}
+    for training in compared_trainings(run.settings, run.folder.path):
+        if (headline := finished_headline(_folder(training))) is not None:
+            finished.setdefault(training.label, {})[training.settings.seed] = headline
+    return finished
+
+
+def _forward_flops(run: Run[TransformerXLSettings]) -> dict[str, float]:
+    """Label -> FLOPs of a forward pass for a word."""
+    counted = {record["model"]: record["forward_per_token"] for record in run.records("flops")}
+    return {label: counted[model] for label, model in labels(run.settings).items()}
+
+
 def _runs(run: Run[TransformerXLSettings]) -> dict[str, list[list[dict[str, Any]]]]:
-    """Model -> the metrics of its run, of those that have begun."""
-    metrics = {model: RunFolder(run.folder.path / model).metrics() for model in run.settings.models}
-    return {model: [records] for model, records in metrics.items() if records}
+    """Label -> the metrics of its runs, of those that have begun."""
+    found: dict[str, list[list[dict[str, Any]]]] = {}
+    for training in compared_trainings(run.settings, run.folder.path):
+        if metrics := _folder(training).metrics():
+            found.setdefault(training.label, []).append(metrics)
+    return {label: found[label] for label in labels(run.settings) if label in found}
 
 
 def draw(run: Run[TransformerXLSettings], result: Result) -> Figure | None:

@@ -18,6 +18,11 @@ Size = Literal["tiny", "full"]
 Place = Literal["local", "simulated", "swarm"]
 """At once on this device, by a simulated swarm of slow trainers, or by a swarm of processes."""
 
+MAX_SEEDS = 1000
+"""Of a run; those beyond are the search's."""
+
+_NOT_IN_A_SWARM = ("seeds", "search", "ingredients", "stop_after", "timing", "concurrency")
+
 _ALL_MODELS: tuple[Model, ...] = ("dmoe", "small", "base")
 
 QUICK_PAUSES = 4
@@ -49,7 +54,8 @@ class TrainingSettings(ResumableSettings):
     eval_every: int | None = None
     """Updates between two pauses for evaluation and checkpoint. Default: the preset's."""
     eval_tokens: int = 16_384
-    """Validation words of the evaluation in a pause, 0 for all. At the end all are read, and all of the test text."""
+    """Validation words of an evaluation in a pause, 0 for all; the same words at every point of a curve, the last one
+    too. After the end all are read, and all of the test text, for the final figures."""
     trainers: int = 32
     """Trainers, where simulated."""
     delay_s: float = 1.0
@@ -58,13 +64,18 @@ class TrainingSettings(ResumableSettings):
     """Share of the expert calls in a simulated swarm that are never answered."""
     staleness_power: float = 0.5
     """An update of trunk or experts is divided by (1 + its staleness) to this power; 0: never."""
+    concurrency: int | None = None
+    """Simulated trainers at work at once; the others wait for their turn. Default: all. With 1 nothing is stale."""
+    step_size: float = 1.0
+    """Times the preset's step sizes, of trunk and experts."""
     data: str = "auto"
     """Corpus: auto (DMOE_DATA, cache, download, else the embedded one), wikitext-2, embedded, or a text of your own: a
     file, or a folder with train.txt, valid.txt and test.txt."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "steps", "batch_size", "eval_every", "trainers")
+        self.require_at_least(1, "steps", "batch_size", "eval_every", "trainers", "concurrency")
+        self.require_above(0, "step_size")
         self.require_at_least(0, "eval_tokens", "delay_s", "staleness_power")
         if not 0 <= self.failure_rate < 1:
             raise ValueError(f"--failure-rate must be from 0 to below 1, got {self.failure_rate}")
@@ -86,10 +97,24 @@ class TrainingSettings(ResumableSettings):
 class TransformerXLSettings(TrainingSettings, Settings):
     """Train Transformer-XL language models on WikiText-2: a mixture of small layers, the small model, the large one."""
 
-    may_differ: ClassVar = ("model", "nodes", "processes", "average_every", "join", "jobs", "no_overhead")
+    may_differ: ClassVar = (
+        *("model", "seeds", "ingredients", "jobs", "stop_after", "no_overhead"),
+        *("nodes", "processes", "average_every", "join"),
+    )
 
     model: tuple[Model, ...] = ()
     """Models to train: dmoe, small, base. Default: all three (in a swarm of processes: dmoe)."""
+    seeds: int | None = None
+    """Seeds of each model: --seed and those that follow it. Default: 3 for several models over a whole simulated run,
+    else 1 (--quick, --steps, one model, or on this device)."""
+    search: bool = False
+    """First train each model with half, once and twice the preset's step sizes, on a seed that is not reported; go on
+    with the best by validation perplexity."""
+    search_steps: int | None = None
+    """Updates of each run of the search. Default: as many as are reported of."""
+    ingredients: bool = False
+    """Also train dmoe without staleness, without failures, and without both, on the same text at the same number of
+    updates. Simulated only."""
     router: str = "product_key"
     """Router of dmoe: a registered name, or my_file.py:my_router."""
     where: Literal["auto", "local", "simulated", "swarm"] = "auto"  # type: ignore[assignment]
@@ -108,19 +133,39 @@ class TransformerXLSettings(TrainingSettings, Settings):
     """Trunk updates of a trainer process between two averages."""
     join: tuple[str, ...] = ()
     """Peers of a running swarm, instead of starting one."""
+    stop_after: float | None = None
+    """Minutes after which this command ends at a pause, with status 0; --resume goes on. It stops at the last pause
+    that it expects to reach by then, and makes one stretch at least."""
+    timing: int | None = None
+    """Time so many updates of each model on this device, print what the whole run would take, and train nothing."""
     jobs: int | None = None
-    """Models trained at once, each in a process with its share of the cores. Default: two where simulated and there are
+    """Runs trained at once, each in a process with its share of the cores. Default: two where simulated and there are
     two cores, else one."""
     no_overhead: bool = False
     """Leave out the measurement of what the mixture costs over a dense layer of its FLOPs (where dmoe is local)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "nodes", "processes", "average_every", "jobs")
+        self.require_at_least(1, "nodes", "processes", "average_every", "jobs", "seeds", "search_steps", "timing")
+        self.require_above(0, "stop_after")
         if len(set(self.model)) < len(self.model):
             raise ValueError(f"--model names a model twice: {' '.join(self.model)}")
         if self.where == "swarm" and self.model not in ((), ("dmoe",)):
             raise ValueError(f"--where swarm trains dmoe only, got --model {' '.join(self.model)}")
+        if self.where == "swarm":
+            asked = [name for name in _NOT_IN_A_SWARM if getattr(self, name) not in (None, False)]
+            if asked or self.step_size != 1:
+                name = (*asked, "step_size")[0]
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} is not for --where swarm, got {getattr(self, name)}")
+        if self.search_steps and not self.search:
+            raise ValueError(f"--search-steps needs --search, got {self.search_steps}")
+        if self.ingredients and (self.place != "simulated" or "dmoe" not in self.models):
+            raise ValueError(f"--ingredients needs dmoe, simulated, got {' '.join(self.models)}, {self.place}")
+        if self.timing and self.place != "local":
+            raise ValueError(f"--timing times updates on this device and needs --where local, got {self.place}")
+        if self.num_seeds > MAX_SEEDS:
+            raise ValueError(f"--seeds must be at most {MAX_SEEDS}, got {self.num_seeds}")
 
     @property
     def models(self) -> tuple[Model, ...]:
@@ -128,11 +173,17 @@ class TransformerXLSettings(TrainingSettings, Settings):
         return self.model or (("dmoe",) if self.where == "swarm" else _ALL_MODELS)
 
     @property
+    def num_seeds(self) -> int:
+        """How many seeds each model is trained with."""
+        is_whole = self.place == "simulated" and not self.quick and self.steps is None
+        return self.seeds or (3 if is_whole and len(self.models) > 1 else 1)
+
+    @property
     def num_jobs(self) -> int:
-        """How many models are trained at once."""
+        """How many runs are trained at once."""
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         default = min(2, num_cores) if self.place == "simulated" else 1
-        return min(len(self.models), self.jobs or default)
+        return self.jobs or default
 
     def flags(self, *without: str) -> list[str]:
         """The command line that gives these settings, without the fields named."""

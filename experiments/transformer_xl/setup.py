@@ -4,7 +4,7 @@ import abc
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,13 @@ from net.rpc.faults import Fault, FaultPlan
 class Setting:
     """A simulated swarm. The paper's has 32 trainers, 1000 ms of mean delay, and 10 % of the calls fail."""
 
+    place: Literal["simulated"] = "simulated"
+    """Who plays it: the code of a real swarm, in virtual time."""
     num_trainers: int = 32
     """Asynchronous trainers."""
+    concurrency: int | None = None
+    """Trainers at work at once, while the others wait for their turn; None: all. With 1 nothing is stale, and the text
+    is the one that all read."""
     delay_s: float = 1.0
     """Mean of the exponential delay: of each expert call, and of each step of a dense model. Virtual seconds."""
     failure_rate: float = 0.1
@@ -89,7 +94,7 @@ class Setup:
     @property
     def where(self) -> Place:
         """Where it is trained."""
-        return "local" if self.setting is None else "simulated"
+        return "local" if self.setting is None else self.setting.place
 
     @property
     def rows(self) -> int:

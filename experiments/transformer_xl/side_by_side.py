@@ -1,7 +1,7 @@
-"""Several models at once: a process for each, with its share of the cores.
+"""Several runs at once: a process for each, with its share of the cores.
 
-A simulated run keeps one core busy and hardly two, so that two models side by side on two cores take little longer than
-the slower of them. What a model computes does not depend on what runs beside it.
+A simulated run keeps one core busy and hardly two, so that two of them side by side on two cores take little longer
+than the slower one. What a run computes does not depend on what runs beside it.
 
 The standard input of a child stays open: when it closes, its parent is gone, and the child ends as it would after
 Ctrl-C, with a report and a checkpoint to go on from. It has a session of its own, for Ctrl-C in a terminal should reach
@@ -14,9 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
 import trio
 from rich.console import Console
@@ -24,29 +23,32 @@ from rich.console import Console
 from dmoe_jax.cli.common import UsageError, parse_command_line, set_up_jax
 from dmoe_jax.data.corpora import load_corpus
 from experiments.exits import EXIT_INTERRUPTED, one_line_errors
-from experiments.transformer_xl.settings import NAME, Model, TransformerXLSettings
-from experiments.transformer_xl.training import FAILURES, train_model
+from experiments.transformer_xl.settings import NAME, TransformerXLSettings
+from experiments.transformer_xl.training import FAILURES, carry_out
+from experiments.transformer_xl.trainings import Deadline, Training
 
 _ENDING_S = 120.0
 """How long an interrupted child may take for its report; a stretch cannot be left before its current step."""
 
 
-async def train_side_by_side(settings: TransformerXLSettings, out: Path, console: Console) -> None:
-    """Train the models, as many at a time as the settings say, each in its folder under `out`.
+async def train_side_by_side(
+    trainings: Iterable[Training], deadline: Deadline, console: Console, *, num_jobs: int
+) -> None:
+    """Train these, `num_jobs` at a time and in order, until all are done or the time is up.
 
     If cancelled, the children write their reports first.
 
     Raises:
       UsageError: a child failed; its last line. The others have been interrupted. KeyboardInterrupt: a child was.
     """
-    waiting = list(settings.models)
+    waiting = list(trainings)
 
     async def work(cores: tuple[int, ...]) -> None:
-        while waiting:
-            await _train(settings, waiting.pop(0), out, cores, console)
+        while waiting and not deadline.is_over:
+            await _train(waiting.pop(0), deadline, cores, console)
 
     async with trio.open_nursery() as nursery:
-        for cores in _shares(settings.num_jobs):
+        for cores in _shares(num_jobs):
             nursery.start_soon(work, cores)
 
 
@@ -58,14 +60,13 @@ def _shares(jobs: int) -> list[tuple[int, ...]]:
     return [tuple(cores[index::jobs]) for index in range(jobs)]
 
 
-async def _train(
-    settings: TransformerXLSettings, model: Model, out: Path, cores: tuple[int, ...], console: Console
-) -> None:
-    """Train a model in a child, and show the child's lines under the model's name."""
-    flags = replace(settings, model=(model,), out=out).flags()
+async def _train(training: Training, deadline: Deadline, cores: tuple[int, ...], console: Console) -> None:
+    """Train in a child, and show the child's lines under the run's label and seed."""
+    label, settings = training.label, deadline.within(training.settings)
+    job = json.dumps({"label": label, "may_fail": training.may_fail, "cores": cores})
     child = partial(
         trio.run_process,
-        [sys.executable, "-m", "experiments.transformer_xl.side_by_side", json.dumps(cores), *flags],
+        [sys.executable, "-m", "experiments.transformer_xl.side_by_side", job, *settings.flags()],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         check=False,
@@ -80,13 +81,13 @@ async def _train(
             async for data in process.stderr:
                 *lines, rest = (rest + data).split(b"\n")
                 for last_line in filter(None, (line.decode(errors="replace").strip() for line in lines)):
-                    console.print(f"[bold]{model}[/] ", end="", highlight=False)
-                    console.print(last_line.removeprefix(f"{model}: "), highlight=False, markup=False, soft_wrap=True)
+                    console.print(f"[bold]{label}[/], seed {settings.seed}: ", end="", highlight=False)
+                    console.print(last_line.removeprefix(f"{label}: "), highlight=False, markup=False, soft_wrap=True)
     if process.returncode == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if process.returncode:
         said = last_line.removeprefix(f"{NAME}: error: ")
-        raise UsageError(said or f"{model} ended with status {process.returncode}")
+        raise UsageError(said or f"{label} ended with status {process.returncode}")
 
 
 async def _interrupt(process: trio.Process) -> None:
@@ -103,16 +104,15 @@ def _interrupt_at_end_of_input() -> None:
 
 def _main() -> None:
     """A child's whole life."""
-    cores = json.loads(sys.argv[1])
+    job = json.loads(sys.argv[1])
     settings: TransformerXLSettings = parse_command_line(TransformerXLSettings, prog=NAME, args=sys.argv[2:])
     threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
-    if cores:
-        os.sched_setaffinity(0, cores)
+    if job["cores"]:
+        os.sched_setaffinity(0, job["cores"])
     with one_line_errors(NAME, expected=FAILURES):
         set_up_jax()
-        (model,), corpus, out = settings.model, load_corpus(source=settings.data), settings.out
-        assert out is not None
-        train_model(settings, corpus, out / model, model=model, seed=settings.seed, router=settings.router)
+        training = Training(label=job["label"], settings=settings, may_fail=job["may_fail"])
+        carry_out(training, load_corpus(source=settings.data))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,8 @@ class SimulatedEngine(SetupEngine):
         self.streams = [setup.stream(shard=index, num_shards=num) for index in range(num)]
         self.memories: list[Memory] = [empty_memory(setup.config, setup.rows) for _ in range(num)]
         self.counters: dict[str, Any] = {"items": 0, "staleness": 0, "steps_lost": 0, "virtual_s": 0.0}
+        self.turns = trio.CapacityLimiter(self.setting.concurrency or num)
+        """Whose holders may be at work; who waits longest comes next."""
         self._lost_in_a_row = 0
 
     @property
@@ -118,7 +120,8 @@ class SimulatedDense(SimulatedEngine):
         async def live(index: int) -> None:
             while self.trunk.claim(last_step):
                 try:
-                    record = await self._step(index)
+                    async with self.turns:
+                        record = await self._step(index)
                 except FloatingPointError as error:
                     on_lost(index, error)
                 else:

@@ -22,7 +22,7 @@ from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.swarm import open_swarm
-from dmoe_jax.trainer import Trainer
+from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.training.engine import OnLost, OnStep, Totals
 from dmoe_jax.training.swarm_engine import call_totals, load_statistics, saved_statistics
 from dmoe_jax.types import PyTree
@@ -41,6 +41,22 @@ _DIRECTORY_CONFIG = DirectoryConfig(
     # A failed call says nothing of the next one in this setting: each fails by itself, with the same probability.
     backoff_base_s=0.0,
 )
+
+
+class _InTurn(Trainer):
+    """A trainer that takes its steps when it has its turn.
+
+    Args:
+      turns: whose holders may be at work. Others: as of `Trainer`.
+    """
+
+    def __init__(self, turns: trio.CapacityLimiter, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._turns = turns
+
+    async def step(self) -> StepRecord:
+        async with self._turns:
+            return await super().step()
 
 
 class SimulatedDmoe(SimulatedEngine):
@@ -81,7 +97,7 @@ class SimulatedDmoe(SimulatedEngine):
                 model = txl.TransformerXL.on(
                     swarm, self.setup.config, self._router, grace_s=setting.grace_s, timeout_s=setting.timeout_s
                 )
-                trainer = Trainer(index, model, self.trunk, self.streams[index], seed=self.setup.seed)
+                trainer = _InTurn(self.turns, index, model, self.trunk, self.streams[index], seed=self.setup.seed)
                 trainer.state = self.memories[index]
                 await trainer.run(last_step, on_step, on_lost)
                 self.memories[index] = trainer.state

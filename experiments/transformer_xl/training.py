@@ -2,19 +2,21 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import jax
 
 from dmoe_jax.checkpoints import CheckpointError
-from dmoe_jax.cli.common import UsageError, mistakes_in_one_line
+from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.data.corpora import Corpus, load_corpus
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.runs.run_folder import RunFolder
+from dmoe_jax.trainer import first_leaf
 from dmoe_jax.training.plan import Plan
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.run import train, train_without_waiting
@@ -23,10 +25,11 @@ from dmoe_jax.training.task import language_task
 from experiments.bench import Run
 from experiments.transformer_xl.local import LocalEngine
 from experiments.transformer_xl.presets import PRESETS, Preset
-from experiments.transformer_xl.settings import QUICK_PAUSES, Model, Size, TrainingSettings
+from experiments.transformer_xl.settings import QUICK_PAUSES, Model, Place, Size, TrainingSettings
 from experiments.transformer_xl.setup import Setting, Setup
 from experiments.transformer_xl.simulated import SimulatedDense, SimulatedEngine
 from experiments.transformer_xl.simulated_dmoe import SimulatedDmoe
+from experiments.transformer_xl.trainings import Training
 from net.errors import NetError
 
 S = TypeVar("S", bound=TrainingSettings)
@@ -74,19 +77,31 @@ def open_corpus(run: Run[S]) -> Corpus:
     return corpus
 
 
-def make_engine(setup: Setup) -> LocalEngine | SimulatedEngine:
+ModelEngine = LocalEngine | SimulatedEngine
+
+
+def _simulated(setup: Setup) -> SimulatedEngine:
+    return SimulatedDmoe(setup) if setup.layers else SimulatedDense(setup)
+
+
+ENGINES: Mapping[Place, Callable[[Setup], ModelEngine]] = {"local": LocalEngine, "simulated": _simulated}
+"""Where a model trains -> its engine at its beginning."""
+
+
+def make_engine(setup: Setup) -> ModelEngine:
     """An engine at its beginning.
 
     Raises:
       ValueError: a router that does not keep to its contract, or sizes that do not fit each other or the text.
     """
-    if setup.where == "local":
-        return LocalEngine(setup)
-    return SimulatedDmoe(setup) if setup.layers else SimulatedDense(setup)
+    return ENGINES[setup.where](setup)
 
 
 def make_plan(settings: TrainingSettings, preset: Preset) -> Plan:
-    """The plan of a run of the preset: the updates, and the pauses for evaluation and checkpoint."""
+    """The plan of a run of the preset: the updates, and the pauses for evaluation and checkpoint.
+
+    Every point of its curve is over the same `eval_items` words; the final figures are over both whole texts.
+    """
     steps = settings.steps or (preset.simulated_steps if settings.place == "simulated" else preset.steps)
     pauses, eval_tokens, final_eval_tokens = preset.pauses, settings.eval_tokens, 0
     if settings.quick:
@@ -127,6 +142,8 @@ def run_settings(setup: Setup, plan: Plan, router: str | None) -> Mapping[str, o
 def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None = None, resume: bool = False) -> None:
     """Train a model in its run folder to the end of the plan, or go on with it; nothing to do if it is finished.
 
+    A plan with a time limit may stop at a pause before its end; a run that goes on may have another limit.
+
     Args:
       router: how it was asked for.
 
@@ -135,7 +152,7 @@ def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None 
         RouterError, NetError: as of `dmoe_jax.training.run.train`.
     """
     with mistakes_in_one_line():
-        run = prepare_run(path, run_settings(setup, plan, router), resume=resume)
+        run = prepare_run(path, run_settings(setup, plan, router), resume=resume, may_differ=("plan.max_s",))
         if run.headline is not None:
             return
         progress = TrainingProgress(plan.steps)
@@ -152,6 +169,39 @@ def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None 
         raise UsageError(str(error)) from error
 
 
+def make_setup(
+    settings: TrainingSettings, corpus: Corpus, *, model: Model, seed: int, router: str = "", name: str = ""
+) -> Setup:
+    """The model that the settings ask for.
+
+    Args:
+      router: how that of a mixture is asked for.
+      name: what figures call the model; empty: its own name.
+
+    Raises:
+      ValueError: the settings do not fit each other.
+    """
+    preset = PRESETS[model, settings.size].scaled(settings.step_size)
+    setting = Setting(
+        num_trainers=settings.trainers,
+        concurrency=settings.concurrency,
+        delay_s=settings.delay_s,
+        failure_rate=settings.failure_rate,
+    )
+    return Setup(
+        preset=preset,
+        corpus=corpus,
+        steps=make_plan(settings, preset).steps,
+        seed=seed,
+        router=make_router(router, preset.config.grid_size) if preset.config.is_mixture else None,
+        name=name,
+        compute_dtype=settings.compute_dtype,
+        setting=None if settings.place == "local" else setting,
+        batch_size=settings.batch_size,
+        staleness_power=settings.staleness_power,
+    )
+
+
 def train_model(
     settings: TrainingSettings,
     corpus: Corpus,
@@ -161,27 +211,32 @@ def train_model(
     seed: int,
     router: str = "",
     name: str = "",
+    max_s: float = math.inf,
 ) -> None:
-    """Train one model in its own run folder, or go on with it, to its end. Raises as `train_in_folder`.
+    """Train one model in its own run folder, or go on with it, to its end or its time limit.
 
-    Args:
-      router: how that of a mixture is asked for.
-      name: what figures call the model; empty: its own name.
+    Args: as of `make_setup`.
+      max_s: seconds after which it stops at a pause.
+
+    Raises: as `train_in_folder`.
     """
     with mistakes_in_one_line():
-        preset = PRESETS[model, settings.size]
-        plan = make_plan(settings, preset)
-        setting = Setting(num_trainers=settings.trainers, delay_s=settings.delay_s, failure_rate=settings.failure_rate)
-        setup = Setup(
-            preset=preset,
-            corpus=corpus,
-            steps=plan.steps,
-            seed=seed,
-            router=make_router(router, preset.config.grid_size) if preset.config.is_mixture else None,
-            name=name,
-            compute_dtype=settings.compute_dtype,
-            setting=setting if settings.place == "simulated" else None,
-            batch_size=settings.batch_size,
-            staleness_power=settings.staleness_power,
-        )
+        setup = make_setup(settings, corpus, model=model, seed=seed, router=router, name=name)
+        plan = dataclasses.replace(make_plan(settings, setup.preset), max_s=max_s)
     train_in_folder(setup, plan, path, router=router, resume=settings.resume)
+
+
+def carry_out(training: Training, corpus: Corpus) -> None:
+    """Train the one model of a training in its folder. Raises as `train_model`, but not what it may fail by."""
+    own = training.settings
+    assert own.out is not None
+    (model,), max_s = own.model, 60 * (own.stop_after or math.inf)
+    try:
+        train_model(
+            *(own, corpus, own.out), model=model, seed=own.seed, router=own.router, name=training.label, max_s=max_s
+        )
+    except Exception as error:
+        expected, others = BaseExceptionGroup("", [error]).split(FAILURES)
+        if not training.may_fail or expected is None or others is not None:
+            raise
+        print(f"{training.label} failed: {one_line(first_leaf(expected))}", file=sys.stderr)

@@ -105,11 +105,13 @@ def test_a_run_leaves_a_whole_folder(trained: tuple[Path, dict[str, Any]]) -> No
     assert "your own text" in (out / "report.md").read_text()
     metrics = read_metrics(out / "metrics.jsonl")
     assert {record["kind"] for record in metrics} == {
-        *("task", "baseline", "train", "eval", "calls", "experts", "balance", "headline")
+        *("task", "baseline", "train", "eval", "final_eval", "calls", "experts", "balance", "headline")
     }
-    # Table and figure have one baseline: of the words that were evaluated last.
+    # Every point of the curve is over the same 64 words; the headline is over 128.
+    assert {record["items"] for record in metrics if record["kind"] == "eval"} == {64}
+    assert {record["items"] for record in metrics if record["kind"] == "final_eval"} == {128}
     baselines = [record["unigram_perplexity"] for record in metrics if record["kind"] == "baseline"]
-    assert headline["unigram_perplexity"] == baselines[-1]
+    assert headline["unigram_perplexity"] == baselines[-1]  # the text repeats itself: any part of it is like the whole
 
 
 async def test_a_run_is_resumed(

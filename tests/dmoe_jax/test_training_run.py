@@ -85,9 +85,11 @@ class CountingEngine:
         )
 
 
-def count(folder: Path, engine: CountingEngine, *, steps: int = 10, resume: bool = False) -> dict[str, Any]:
+def count(
+    folder: Path, engine: CountingEngine, *, steps: int = 10, resume: bool = False, **more: Any
+) -> dict[str, Any]:
     """A run of the counting engine: pauses after 4 and 8 steps."""
-    plan = Plan(steps=steps, eval_every=4, eval_items=50, pause=True)
+    plan = Plan(steps=steps, eval_every=4, eval_items=50, pause=True, **more)
     run = prepare_run(folder, {"steps": steps}, resume=resume)
     task = language_task(small_corpus(), splits=("valid", "test"))
     return train_without_waiting(train(engine, run, plan, task, TrainingProgress(steps), facts={"model": "counting"}))
@@ -120,12 +122,13 @@ def test_a_run_pauses_evaluates_and_reports(tmp_path: Path, monkeypatch: pytest.
     headline = count(tmp_path, engine)
     corpus = small_corpus()
     assert engine.stretches == [4, 4, 2]
-    assert engine.evaluated == [("valid", 50), ("valid", 50), ("valid", None), ("test", None)]
+    assert engine.evaluated == [("valid", 50)] * 3 + [("valid", None), ("test", None)]
     assert records(tmp_path, "train", "step", "items", "staleness") == [(n, 10, 2) for n in range(1, 11)]
     evals = records(tmp_path, "eval", "step", "split", "perplexity", "items_seen", "virtual_s")
     # 1 + ... + 4 = 10, ... + 8 = 36, ... + 10 = 55.
     expected = [(4, "valid", 10, 40, 2.0), (8, "valid", 36, 80, 4.0), (10, "valid", 55, 100, 5.0)]
-    assert [(*row[:2], round(row[2], 6), *row[3:]) for row in evals] == [*expected, (10, "test", 55, 100, 5.0)]
+    assert [(*row[:2], round(row[2], 6), *row[3:]) for row in evals] == expected
+    assert records(tmp_path, "final_eval", "step", "split", "items_seen") == [(10, "valid", 100), (10, "test", 100)]
     assert records(tmp_path, "calls", "step", "ok", "failed") == [(4, 12, 4), (8, 24, 8), (10, 30, 10)]
     balances = records(tmp_path, "balance", "step", "layer", "histogram", "share_lost")
     assert balances == [(4, "layer0", [2, 2], 0.25), (8, "layer0", [2, 2], 0.25), (10, "layer0", [1, 1], 0.25)]
@@ -157,7 +160,8 @@ def test_an_interrupted_run_goes_on_from_its_last_pause(tmp_path: Path, fails_at
     broken = count(tmp_path / "broken", engine, resume=True)
     whole = count(tmp_path / "whole", CountingEngine())
     assert engine.stretches == [4, 4, 2][fails_at // 4 :]
-    for kind, fields in (("train", ("step", "items")), ("eval", ("step", "split", "loss", "items_seen"))):
+    fields_of_one = ("step", "split", "loss", "items_seen")
+    for kind, fields in (("train", ("step", "items")), ("eval", fields_of_one), ("final_eval", fields_of_one)):
         assert records(tmp_path / "broken", kind, *fields) == records(tmp_path / "whole", kind, *fields)
     for kind in ("task", "baseline", "calls", "balance", "experts"):
         assert len(records(tmp_path / "broken", kind)) == len(records(tmp_path / "whole", kind))
@@ -165,6 +169,28 @@ def test_an_interrupted_run_goes_on_from_its_last_pause(tmp_path: Path, fails_at
     assert events == ["interrupted", "resumed"]
     same = ("validation_perplexity", "test_perplexity", "steps", "training_tokens", "mean_trunk_staleness", "failures")
     assert {name: broken[name] for name in same} == {name: whole[name] for name in same}
+
+
+def test_a_text_is_evaluated_once_where_the_end_is_over_the_words_of_the_curve(tmp_path: Path) -> None:
+    """The last point of the curve is the final figure then, and only the test text is left to read."""
+    engine = CountingEngine()
+    headline = count(tmp_path, engine, final_eval_items=50)
+    assert engine.evaluated == [("valid", 50)] * 3 + [("test", 50)]
+    (final, _), last = records(tmp_path, "final_eval", "loss"), records(tmp_path, "eval", "loss")[-1]
+    assert final == last == (headline["validation_loss"],)
+
+
+def test_a_run_that_pauses_stops_at_its_time_limit_and_goes_on(tmp_path: Path) -> None:
+    """With no time at all it makes one stretch, is not complete, and is resumed with another limit."""
+    engine = CountingEngine()
+    headline = count(tmp_path, engine, max_s=0.0)
+    assert (engine.stretches, headline["complete"], headline["steps"]) == ([4], False, 4)
+    ((detail,),) = [row[1:] for row in records(tmp_path, "event", "name", "detail") if row[0] == "time_limit"]
+    assert detail.endswith("minutes at step 4 of 10; --resume goes on")
+    assert not records(tmp_path, "final_eval")
+    resumed = CountingEngine()
+    assert count(tmp_path, resumed, resume=True)["complete"]
+    assert resumed.stretches == [4, 2]
 
 
 def test_a_failure_is_reported_and_not_saved(tmp_path: Path) -> None:
@@ -235,7 +261,7 @@ async def test_evaluations_and_checkpoints_beside_training(tmp_path: Path, autoj
     # No checkpoint on the way: it is written in a thread, which the test's clock does not see.
     headline = await count_beside(tmp_path, engine, checkpoint_every=0)
     assert engine.stretches == [1, 9]
-    assert engine.evaluated == [("valid", 50)] * 3 + [("valid", None)]
+    assert engine.evaluated == [("valid", 50)] * 4 + [("valid", None)]
     assert records(tmp_path, "eval", "step", "items_seen") == [(0, 0), (4, 40), (8, 80), (10, 100)]
     assert [row[0] for row in records(tmp_path, "train", "step")] == list(range(1, 11))
     assert records(tmp_path, "calls", "ok", "failed", "failures")[-1] == (30, 10, {"timeout": 10})

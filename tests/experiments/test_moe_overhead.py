@@ -17,7 +17,8 @@ from experiments.bench import Run
 from experiments.moe_overhead import measurement
 from experiments.moe_overhead.__main__ import main
 from experiments.moe_overhead.settings import OverheadSettings
-from experiments.moe_overhead.wide_layer import WideLayer, layer_flops, wide_layer, wide_training
+from experiments.moe_overhead.wide_layer import WideLayer, wide_layer, wide_training
+from experiments.transformer_xl.flops import layer_flops
 from experiments.transformer_xl.presets import PRESETS, model_config
 from experiments.transformer_xl.setup import Setup
 from tests.experiments.small_runs import UNBOUNDED, small_corpus, small_preset

@@ -27,7 +27,7 @@ from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine
 from dmoe_jax.training.run import train_without_waiting
 from dmoe_jax.types import PyTree
-from experiments.moe_overhead.wide_layer import layer_flops
+from experiments.transformer_xl.flops import layer_flops
 from experiments.transformer_xl.local import LocalEngine
 from experiments.transformer_xl.presets import PRESETS, Preset, model_config
 from experiments.transformer_xl.settings import Model

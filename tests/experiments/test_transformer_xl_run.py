@@ -14,8 +14,9 @@ from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.engine import Engine
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.run import train, train_without_waiting
-from dmoe_jax.training.saving import prepare_run
+from dmoe_jax.training.saving import finished_headline, prepare_run
 from dmoe_jax.training.task import language_task
+from experiments.intervals import t_interval
 from experiments.transformer_xl.__main__ import main
 from experiments.transformer_xl.presets import PRESETS, Preset
 from experiments.transformer_xl.settings import TransformerXLSettings
@@ -43,7 +44,8 @@ def real_run(
         progress.update = _interrupt_at(stop_at)  # type: ignore[method-assign]
     task = language_task(setup.corpus, splits=("valid", "test"))
     train_without_waiting(train(engine, run, plan, task, progress))
-    return engine, records(folder, "eval", "step", "split", "loss", "perplexity")
+    evaluations = [records(folder, kind, "step", "split", "loss", "items") for kind in ("eval", "final_eval")]
+    return engine, [*evaluations[0], *evaluations[1]]
 
 
 def _interrupt_at(step: int) -> Callable[..., None]:
@@ -67,7 +69,9 @@ def test_resumed_training_is_bit_for_bit_the_uninterrupted(model: Any, tmp_path:
     resumed, resumed_evaluations = real_run(tmp_path / "broken", preset, resume=True)
     _, other_evaluations = real_run(tmp_path / "other", preset, seed=1)
     assert resumed_evaluations == evaluations
-    assert [row[:2] for row in evaluations] == [(4, "valid"), (6, "valid"), (6, "test")]
+    # Points of the curve are over the same 60 words (60 of each row's 30 were asked for), the final ones over all.
+    assert [row[:2] for row in evaluations] == [(4, "valid"), (6, "valid"), (6, "valid"), (6, "test")]
+    assert [row[3] for row in evaluations] == [60, 60, 299, 199]
     ours, theirs = (
         dict(_arrays(engine.state())) | {"facts": np.array(json.dumps(engine.facts()))} for engine in (whole, resumed)
     )
@@ -99,23 +103,67 @@ def test_the_command_compares_its_models(
     main(flags)
     headline = json.loads(capsys.readouterr().out.splitlines()[-1])
     ours, theirs = headline["models"]["dmoe"], headline["models"]["small"]
-    assert headline["dmoe_below_small"] is (ours["validation_perplexity"] < theirs["validation_perplexity"])
+    difference = ours["validation_perplexity"] - theirs["validation_perplexity"]
+    assert headline["dmoe_minus_small"] == pytest.approx(difference)
+    assert (headline["dmoe_beats_small"], headline["dmoe_minus_small_interval"]) == (False, None)  # one seed
+    assert (headline["runs"], headline["runs_finished"]) == (2, 2)
     assert ours["training_tokens"] == theirs["training_tokens"] == 4 * 3 * 6
     assert ours["parameters"] > theirs["parameters"]
     wanted = ("test_perplexity", "steps", "tokens_per_s", "mean_trunk_staleness", "failed_call_share")
     assert all(name in figures for name in wanted for figures in (ours, theirs))
-    for folder in (tmp_path / "run", tmp_path / "run" / "dmoe", tmp_path / "run" / "small"):
+    dmoe, small = (tmp_path / "run" / model / "seed0" for model in ("dmoe", "small"))
+    for folder in (tmp_path / "run", dmoe, small):
         assert {"config.json", "metrics.jsonl", "figure.png", "report.md"} <= {path.name for path in folder.iterdir()}
     assert "Side by side" in (tmp_path / "run" / "report.md").read_text()
-    metrics = (tmp_path / "run" / "dmoe" / "metrics.jsonl").read_text().splitlines()
+    metrics = (dmoe / "metrics.jsonl").read_text().splitlines()
     main([*flags, "--resume"])
     again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert again["models"] == headline["models"]
-    after = (tmp_path / "run" / "dmoe" / "metrics.jsonl").read_text().splitlines()
+    after = (dmoe / "metrics.jsonl").read_text().splitlines()
     assert [line for line in after if '"resumed"' not in line] == metrics
     with pytest.raises(SystemExit, match="1"):
         main([*flags, "--resume", "--seed", "1"])
     assert capsys.readouterr().err.splitlines()[-1].endswith("was begun with seed 0 and cannot be resumed with 1")
+
+
+@pytest.mark.slow
+def test_seeds_a_search_and_a_time_limit(
+    small_command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command without time makes one stretch and ends well; the next ones search, train two seeds, add a third."""
+    out = tmp_path / "run"
+    flags = [*small_command, "--model", "small", "--search", "--search-steps", "2", "--out", str(out)]
+    main([*flags, "--seeds", "2", "--stop-after", "0.0001"])
+    captured = capsys.readouterr()
+    assert json.loads(captured.out.splitlines()[-1])["runs_finished"] == 0
+    assert "--resume --out" in captured.err
+    main([*flags, "--seeds", "2", "--resume"])
+    headline = json.loads(capsys.readouterr().out.splitlines()[-1])
+    searched = {path.name: finished_headline(RunFolder(path)) for path in (out / "search" / "small").iterdir()}
+    assert all(found is not None and found["seed"] == 1000 for found in searched.values())
+    best = min(searched, key=lambda name: searched[name]["validation_perplexity"])
+    assert headline["step_size_factors"] == {"small": float(best[1:])}
+    rate = RunFolder(out / "small" / "seed1").config()["settings"]["recipe"]["learning_rate"]
+    assert rate == pytest.approx(1e-2 * float(best[1:]))
+    before = {seed: (out / "small" / f"seed{seed}" / "metrics.jsonl").read_bytes() for seed in (0, 1)}
+    main([*flags, "--seeds", "3", "--resume"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["models"]["small"]
+    perplexities = [finished_headline(RunFolder(out / "small" / f"seed{seed}")) for seed in range(3)]
+    values = [each["validation_perplexity"] for each in perplexities if each]
+    assert found["validation_perplexity"] == pytest.approx(sum(values) / 3)
+    assert found["validation_perplexity_interval"] == pytest.approx(t_interval(values).ends)
+    assert all((out / "small" / f"seed{seed}" / "metrics.jsonl").read_bytes() == text for seed, text in before.items())
+
+
+@pytest.mark.slow
+def test_updates_are_timed(small_command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is trained or left behind; the plan is of the whole run."""
+    out = tmp_path / "run"
+    main([*small_command, "--model", "small", "--timing", "2", "--out", str(out)])
+    plan = json.loads(capsys.readouterr().out.splitlines()[-1])["timing"]["small"]
+    assert (plan["steps"], plan["calls"]) == (4, 1)
+    assert plan["hours"] > 4 / plan["updates_per_s"] / 3600
+    assert {path.name for path in out.iterdir()} == {"config.json", "metrics.jsonl", "report.md"}
 
 
 @pytest.mark.parametrize(
@@ -125,6 +173,14 @@ def test_the_command_compares_its_models(
         (["--model", "small", "small"], "--model names a model twice"),
         (["--resume"], "--resume needs --out"),
         (["--failure-rate", "1"], "--failure-rate must be from 0 to below 1"),
+        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["--seeds", "1001"], "--seeds must be at most 1000, got 1001"),
+        (["--step-size", "0"], "--step-size must be above 0, got 0"),
+        (["--stop-after", "0"], "--stop-after must be above 0, got 0"),
+        (["--search-steps", "9"], "--search-steps needs --search, got 9"),
+        (["--ingredients"], "--ingredients needs dmoe, simulated, got dmoe small base, local"),
+        (["--timing", "3", "--where", "simulated"], "--timing times updates on this device and needs --where local"),
+        (["--where", "swarm", "--search"], "--search is not for --where swarm, got True"),
         (["--router", "nonesuch", "--out", "OUT"], "nonesuch"),
     ],
 )

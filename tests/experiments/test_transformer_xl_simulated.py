@@ -14,6 +14,7 @@ from dmoe_jax.routing.combinators import add_noise
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.run import train_without_waiting
+from experiments.transformer_xl.local import LocalEngine
 from experiments.transformer_xl.settings import Model
 from experiments.transformer_xl.setup import Setting, Setup
 from experiments.transformer_xl.simulated import SimulatedDense, SimulatedEngine
@@ -68,6 +69,10 @@ def evaluate(engine: SimulatedEngine, max_items: int | None = None) -> float:
     return train_without_waiting(found).loss
 
 
+def _validation(engine: LocalEngine) -> Any:
+    return engine.evaluate("valid", max_items=None, on_batch=lambda done, total: None)
+
+
 def assert_same(left: SimulatedEngine, right: SimulatedEngine) -> None:
     """Equal to the last bit: the states, the counters, and what evaluation finds."""
     jax.tree.map(np.testing.assert_array_equal, left.state(), right.state())
@@ -106,6 +111,27 @@ def test_staleness_is_that_of_asynchronous_trainers(make: Make) -> None:
     assert engine.totals().staleness == sum(record.staleness for record in records)
     # The first of each trainer saw fewer others: 15 updates of staleness are missing at most, a quarter of an update.
     assert 5 - 0.6 <= engine.totals().staleness / 60 <= 5
+
+
+def test_with_one_trainer_at_work_nothing_is_stale(make: Make) -> None:
+    """Trainers take turns: each step reads the parameters that the one before wrote, and all texts go on alike."""
+    engine = make(setting=replace(SETTING, concurrency=1))
+    records = train(engine, 8, 4)
+    assert {record.staleness for record in records} == {0}
+    assert [stream.position for stream in engine.streams] == [3] * SETTING.num_trainers
+    repeated = make(setting=replace(SETTING, concurrency=1))
+    assert train(repeated, 8, 4) == records
+
+
+def test_one_trainer_without_delay_is_the_step_on_this_device() -> None:
+    """The synchronous mixture in the swarm's code: the model, the text and the batches of the one in one jit."""
+    setup = make_setup("dmoe", product_key((2, 2)), 0, Setting(num_trainers=1, delay_s=0.0, failure_rate=0.0))
+    swarm, device = SimulatedDmoe(setup), LocalEngine(replace(setup, setting=None, batch_size=1))
+    theirs: list[StepRecord] = []
+    train_without_waiting(device.advance(5, theirs.append, lambda trainer, error: None))
+    losses = [record.loss for record in train(swarm, 5)]
+    np.testing.assert_allclose(losses, [record.loss for record in theirs], rtol=1e-4)
+    assert evaluate(swarm) == pytest.approx(train_without_waiting(_validation(device)).loss, rel=1e-4)
 
 
 def test_the_share_of_lost_calls_is_the_failure_rate() -> None:

@@ -1,0 +1,86 @@
+"""The search for step sizes: as many values for every model, on a seed that no reported run has."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from dmoe_jax.cli.common import UsageError
+from dmoe_jax.runs.report import ReportTable, format_value
+from dmoe_jax.runs.run_folder import RunFolder
+from dmoe_jax.training.saving import finished_headline
+from experiments.transformer_xl.presets import PRESETS
+from experiments.transformer_xl.settings import Model, TransformerXLSettings
+from experiments.transformer_xl.trainings import SEARCHED, search_trainings
+
+Searched = Mapping[Model, Mapping[float, float | None]]
+"""Model -> factor of the preset's step sizes -> final validation perplexity; infinite for a run that failed, None for
+one that has not ended."""
+
+
+def search_results(settings: TransformerXLSettings, out: Path) -> Searched:
+    """What the runs of the search in the experiment's folder came to."""
+    found: dict[Model, dict[float, float | None]] = {model: {} for model in settings.models}
+    for (model, factor), training in search_trainings(settings, out).items():
+        assert training.settings.out is not None
+        found[model][factor] = _perplexity(RunFolder(training.settings.out))
+    return found
+
+
+def _perplexity(folder: RunFolder) -> float | None:
+    """Of a run of the search."""
+    if (headline := finished_headline(folder)) is not None:
+        value: float | None = headline.get("validation_perplexity")
+        return math.inf if value is None else value
+    events = [record["name"] for record in folder.metrics() if record["kind"] == "event"]
+    return math.inf if events and events[-1] == "failed" else None
+
+
+def best_factors(searched: Searched) -> dict[Model, float] | None:
+    """The factor of the least validation perplexity for each model; None if a run of the search has not ended.
+
+    Raises:
+      UsageError: a model has learnt with none of the step sizes.
+    """
+    best: dict[Model, float] = {}
+    for model, found in searched.items():
+        perplexities = {factor: value for factor, value in found.items() if value is not None}
+        if len(perplexities) < len(found):
+            return None
+        best[model] = min(perplexities, key=perplexities.__getitem__)
+        if math.isinf(perplexities[best[model]]):
+            raise UsageError(f"{model}: every run of the search failed, with the step sizes x{list(found)}")
+    return best
+
+
+def step_size_table(settings: TransformerXLSettings, searched: Searched) -> ReportTable:
+    """The step sizes of each model, and where they are from; with a search all that it tried.
+
+    Args:
+      searched: empty without a search.
+    """
+    factors = (best_factors(searched) if searched else None) or {}
+    rows: list[list[object]] = []
+    for model in settings.models:
+        factor = settings.step_size * factors.get(model, 1.0)
+        recipe, expert = (getattr(PRESETS[model, settings.size], name) for name in ("recipe", "expert_recipe"))
+        source: object = PRESETS[model, settings.size].step_size_source
+        if settings.step_size != 1:
+            source = f"{settings.step_size:g} times the preset's"
+        if searched:
+            source = _told(searched[model], factors.get(model))
+        experts = factor * expert.learning_rate if model == "dmoe" else None
+        rows.append([model, factor * recipe.learning_rate, experts, source])
+    note = ""
+    if searched:
+        note = (
+            f"Searched on a seed that is not reported, {settings.search_steps or 'as many'} updates a run, over "
+            f"{len(SEARCHED)} values for each model; the figures are final validation perplexities."
+        )
+    return ReportTable(title="Step sizes", head=("", "trunk or whole", "experts", "from"), rows=rows, note=note)
+
+
+def _told(found: Mapping[float, float | None], best: float | None) -> str:
+    """All that was tried for a model, and a warning where the best is at the edge of it."""
+    words = {None: "not ended", math.inf: "failed"}
+    tried = ", ".join(f"x{factor:g}: {words.get(value) or format_value(value)}" for factor, value in found.items())
+    return tried + (" (the best is at the edge of what was tried)" if best in (min(found), max(found)) else "")

@@ -1,0 +1,94 @@
+"""FLOPs counted by hand and in the program, what is compared at equal FLOPs, and runs cut into commands."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dmoe_jax.models import dense_transformer_xl as dense
+from dmoe_jax.models.trunk import empty_memory
+from experiments.transformer_xl.flops import equal_flops, forward_flops, sequence_flops, softmax_flops
+from experiments.transformer_xl.presets import PRESETS, model_config
+from experiments.transformer_xl.setup import Setup
+from experiments.transformer_xl.timing import plan_calls
+from tests.experiments.small_runs import small_corpus, small_preset
+
+
+def products(jaxpr: Any) -> Iterator[int]:
+    """Multiplications and additions of each matrix product in a program, those of its inner programs too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            yield 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
+        for value in equation.params.values():
+            if hasattr(value, "jaxpr"):
+                yield from products(value.jaxpr)
+
+
+def test_the_count_is_that_of_the_program() -> None:
+    """A dense model with a plain softmax, over one sequence: every product that JAX computes."""
+    setup = Setup(preset=small_preset("small", cutoffs=()), corpus=small_corpus(), steps=1, seed=0, batch_size=1)
+    config, memory = setup.config, empty_memory(setup.config, 1)
+    # The memory is empty at first, but has its length.
+    program = jax.make_jaxpr(lambda params, batch: dense.forward(params, config, batch, memory)[0])
+    batch = jax.tree.map(jnp.asarray, next(setup.stream()))
+    counted = sum(products(program(setup.init_trunk(), batch).jaxpr))
+    assert forward_flops(config, setup.corpus) * config.seq_len == pytest.approx(counted)
+
+
+def test_a_mixture_has_k_layers_for_one() -> None:
+    """The same trunk: two experts of the small layer's size add one layer more in each of two layers."""
+    corpus = small_corpus()
+    small, dmoe = (model_config(small_preset(model), 60) for model in ("small", "dmoe"))
+    extra = 2 * sequence_flops(small.layer) / small.seq_len
+    assert forward_flops(dmoe, corpus) - forward_flops(small, corpus) == pytest.approx(extra)
+
+
+def test_the_softmax_by_hand() -> None:
+    """Width 16, a head of 20 words and one cluster; of four words one lies in the tail of 40: 21 + 40 / 4 outputs."""
+    config = model_config(small_preset("small"), 60)
+    assert softmax_flops(config, np.array([0, 19, 20, 3])) == 2 * 16 * (21 + 10)
+
+
+def test_equal_flops_by_hand() -> None:
+    """Cheap ends at 3 * 2 * 100 = 600; dear has spent that after 50 words, half way between two points of its curve:
+    exp of the mean of log 400 and log 100. A curve that begins later has no figure."""
+
+    def curve(*points: tuple[int, float]) -> list[dict[str, Any]]:
+        return [{"kind": "eval", "step": n, "items_seen": n, "perplexity": value} for n, value in points]
+
+    runs = {
+        "cheap": [curve((50, 300.0), (100, 250.0))],
+        "dear": [curve((40, 400.0), (60, 100.0)), []],
+        "late": [curve((60, 90.0), (70, 80.0))],
+    }
+    budget, found = equal_flops(runs, {"cheap": 2.0, "dear": 4.0, "late": 4.0})
+    assert budget == 600
+    assert found == {"cheap": [pytest.approx(250)], "dear": [pytest.approx(200)], "late": [None]}
+    assert equal_flops({"none": [[]]}, {"none": 1.0}) == (0.0, {"none": []})
+
+
+def test_step_sizes_are_scaled_together() -> None:
+    """Trunk and experts, and nothing else of the recipes."""
+    preset = PRESETS["dmoe", "tiny"]
+    scaled = preset.scaled(2.0)
+    assert (scaled.recipe.learning_rate, scaled.expert_recipe.learning_rate) == (2e-3, 1.6e-3)
+    assert replace(scaled, recipe=preset.recipe, expert_recipe=preset.expert_recipe) == preset
+
+
+def test_a_run_cut_into_commands() -> None:
+    """100 updates of 2 s in stretches of 10, each with a pause of 5 s: 25 s. Nine minutes less 40 s hold 20 of the 10
+    stretches; one minute less 10 s holds two; in half a minute not one fits, and at most 7 updates would."""
+    run = {"steps": 100, "eval_every": 10, "update_s": 2.0, "pause_s": 5.0}
+    long = plan_calls(**run, start_s=40.0, minutes=9.0)  # type: ignore[arg-type]
+    assert (long.calls, long.updates_per_s, long.stretch_s) == (1, 0.5, 25.0)
+    assert long.hours == pytest.approx((40 + 200 + 50) / 3600)
+    assert plan_calls(**run, start_s=10.0, minutes=1.0).calls == 5  # type: ignore[arg-type]
+    short = plan_calls(**run, start_s=10.0, minutes=0.5)  # type: ignore[arg-type]
+    assert (short.calls, short.longest_eval_every) == (10, 7)
