@@ -17,9 +17,6 @@ PASSES: tuple[Passes, ...] = ("forward", "training")
 Method = Literal["asynchronous", "model_parallel"]
 METHODS: tuple[Method, ...] = ("asynchronous", "model_parallel")
 
-JOINED_REQUESTS = (1, 2, 4)
-"""Trainers' batches that a node may join into one: powers of two, since it pads others to them."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
@@ -65,34 +62,48 @@ CLOUD = Delay(0.0925, 0.0324)
 CLOUD_SERVERS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """A stack of equal layers on some servers, and the trainers that send batches through it."""
+class Place(NamedTuple):
+    """A stack of equal layers on some servers.
+
+    Attributes:
+      layers: how many; they are dealt out to the servers in turn.
+      servers: expert nodes.
+      shared_device: whether all servers share one device, as on one machine, instead of having one each.
+      round_trip_s: what a call and its answer take in virtual time beside the delay and the device, seconds.
+    """
 
     layers: int
-    """How many; they are dealt out to the servers in turn."""
     servers: int
-    """Expert nodes."""
+    shared_device: bool = False
+    round_trip_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Trainers that send batches through a stack."""
+
+    place: Place
+    """The stack."""
     trainers: int
     """Batches in flight, one for each trainer."""
     delay: Delay
     """Of each layer call, forward or backward."""
     passes: Passes
     """What a batch goes through."""
-    shared_device: bool = False
-    """Whether all servers share one device, as on one machine, instead of having one each."""
+    joined: int
+    """Trainers' batches that a server may join into one, a power of two."""
     calls: int
     """Layer calls that are timed, of all trainers together."""
 
     @property
     def calls_per_batch(self) -> int:
         """Layer calls, one after the other, that take a batch through the stack."""
-        return self.layers * (1 if self.passes == "forward" else 2)
+        return self.place.layers * (1 if self.passes == "forward" else 2)
 
     @property
     def warm_up_calls(self) -> int:
         """Layer calls before the timed ones, in which the trainers spread over the servers; one trainer needs none."""
-        return 0 if self.trainers == 1 else 8 * self.trainers
+        return 0 if self.trainers == 1 else 6 * self.trainers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +120,8 @@ SIZES = {
     "laptop": Size(
         layers=16,
         blocks={
-            "feedforward": Block(name="feedforward", batch_rows=1024, d_model=128),
-            "transformer": Block(
-                name="transformer", batch_rows=4, d_model=128, num_heads=4, d_ff=256, seq_len=128
-            ),
+            "feedforward": Block(name="feedforward", batch_rows=256, d_model=256),
+            "transformer": Block(name="transformer", batch_rows=4, d_model=256, num_heads=4, d_ff=512, seq_len=64),
         },
     ),
     # The paper's: 224 blocks on four GPUs, encoder layers with PyTorch's feed-forward width of 2048.
@@ -120,15 +129,12 @@ SIZES = {
         layers=224,
         blocks={
             "feedforward": Block(name="feedforward", batch_rows=2048, d_model=1024),
-            "transformer": Block(
-                name="transformer", batch_rows=4, d_model=1024, num_heads=16, d_ff=2048, seq_len=512
-            ),
+            "transformer": Block(name="transformer", batch_rows=4, d_model=1024, num_heads=16, d_ff=2048, seq_len=512),
         },
     ),
 }
 
 AGREEMENT_DELAYS_S = (0.02, 0.1)
-_AGREEMENT = {"layers": 8, "servers": 2, "trainers": 8, "shared_device": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +142,7 @@ class LatencySettings(Settings):
     """Measure the throughput of asynchronous trainers and of naive model parallelism over the mean delay of a call."""
 
     quick: bool = False
-    """Four delays, two repeats and fewer calls; on real computing only feed-forward blocks."""
+    """Four delays, two repeats and fewer calls; on real computing only feed-forward blocks, forward."""
     size: Literal["laptop", "paper"] = "laptop"
     """Of the blocks and the stack. The paper's blocks want a GPU to measure their cost on."""
     where: Literal["both", "virtual", "real"] = "both"
@@ -147,6 +153,8 @@ class LatencySettings(Settings):
     """Expert nodes, each with a device of its own; in the three regions there are three."""
     trainers: int = 64
     """Asynchronous trainers."""
+    joined: int = 2
+    """Trainers' batches that a server may join into one: a power of two, to which it would pad other numbers."""
     delays: int = 10
     """Mean delays, evenly from 0 to --max-delay-s."""
     max_delay_s: float = 0.2
@@ -158,6 +166,8 @@ class LatencySettings(Settings):
         super().__post_init__()
         self.require_at_least(1, "layers", "servers", "trainers", "repeats")
         self.require_at_least(2, "delays")
+        if self.joined < 1 or self.joined & (self.joined - 1):
+            raise ValueError(f"--joined must be a power of two such as 1, 2 or 4, got {self.joined}")
         self.require_above(0, "max_delay_s")
         if self.servers > self.chosen_layers:
             raise ValueError(f"--servers must be at most the {self.chosen_layers} layers, got {self.servers}")
@@ -180,31 +190,38 @@ class LatencySettings(Settings):
 
     def grid(self) -> list[tuple[Method, Load]]:
         """What one repeat in virtual time measures with one kind of block: the curves, then the three regions."""
-        calls = 16 if self.quick else 32
+        calls = 12 if self.quick else 32
         loads = []
-        places = [(self.servers, Delay(delay_s)) for delay_s in self.delays_s]
+        stacks = [(self.servers, Delay(delay_s)) for delay_s in self.delays_s]
         if self.chosen_layers >= CLOUD_SERVERS:
-            places.append((CLOUD_SERVERS, CLOUD))
-        for servers, delay in places:
+            stacks.append((CLOUD_SERVERS, CLOUD))
+        for servers, delay in stacks:
             for passes in PASSES:
                 load = Load(
-                    layers=self.chosen_layers,
-                    servers=servers,
+                    place=Place(self.chosen_layers, servers),
                     trainers=self.trainers,
                     delay=delay,
                     passes=passes,
+                    joined=self.joined,
                     calls=calls * self.trainers,
                 )
-                loads += _both_methods(load, alone=calls * 16)
+                loads += _both_methods(load, alone=256)
         return loads
 
     def agreement_grid(self) -> list[tuple[Method, Load]]:
-        """What is measured on real computing and in virtual time with one kind of block."""
+        """What is measured on real computing and in virtual time with one kind of block: two servers on one device."""
+        calls = 120 if self.quick else 240
         loads = []
         for delay_s in AGREEMENT_DELAYS_S:
-            for passes in PASSES:
-                calls = 80 if self.quick else 240
-                load = Load(**_AGREEMENT, delay=Delay(delay_s), passes=passes, calls=calls)
+            for passes in PASSES[:1] if self.quick else PASSES:
+                load = Load(
+                    place=Place(layers=8, servers=2, shared_device=True),
+                    trainers=8,
+                    delay=Delay(delay_s),
+                    passes=passes,
+                    joined=self.joined,
+                    calls=calls,
+                )
                 loads += _both_methods(load, alone=calls // 5)
         return loads
 
