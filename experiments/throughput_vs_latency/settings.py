@@ -103,7 +103,7 @@ class Load:
     @property
     def warm_up_calls(self) -> int:
         """Layer calls before the timed ones, in which the trainers spread over the servers; one trainer needs none."""
-        return 0 if self.trainers == 1 else 6 * self.trainers
+        return 0 if self.trainers == 1 else 4 * self.trainers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,7 @@ class LatencySettings(Settings):
 
     def grid(self) -> list[tuple[Method, Load]]:
         """What one repeat in virtual time measures with one kind of block: the curves, then the three regions."""
-        calls = 12 if self.quick else 32
+        calls = 6 if self.quick else 12
         loads = []
         stacks = [(self.servers, Delay(delay_s)) for delay_s in self.delays_s]
         if self.chosen_layers >= CLOUD_SERVERS:
@@ -205,7 +205,7 @@ class LatencySettings(Settings):
                     joined=self.joined,
                     calls=calls * self.trainers,
                 )
-                loads += _both_methods(load, alone=256)
+                loads += _both_methods(load, alone=128 if self.quick else 256)
         return loads
 
     def agreement_grid(self) -> list[tuple[Method, Load]]:
