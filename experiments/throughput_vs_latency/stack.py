@@ -203,15 +203,17 @@ async def _throughput(
     layers: Sequence["_Layer"], batch: Sequence[Array], load: Load, served: Sequence[Served]
 ) -> Throughput:
     """Let the trainers work until enough calls are done, and time these."""
-    meter, before = Meter(load), _requests_and_batches(served)
+    meter, before = Meter(load), _batches(served)
     async with trio.open_nursery() as nursery:
         for index in range(load.trainers):
             start = index * load.calls_per_batch // load.trainers
             nursery.start_soon(_train, layers, batch, load, start, meter)
         await meter.done.wait()
         nursery.cancel_scope.cancel()
-    requests, batches = (after - then for after, then in zip(_requests_and_batches(served), before, strict=True))
-    return Throughput(len(batch[0]) * meter.calls_per_s / load.calls_per_batch, requests / batches)
+    return Throughput(
+        samples_per_s=len(batch[0]) * meter.calls_per_s / load.calls_per_batch,
+        requests_per_batch=meter.calls / (_batches(served) - before),
+    )
 
 
 class Meter:
@@ -220,20 +222,21 @@ class Meter:
     def __init__(self, load: Load) -> None:
         self.done = trio.Event()
         self._first, self._last = load.warm_up_calls, load.warm_up_calls + load.calls
-        self._calls = 0
+        self.calls = 0
+        """Layer calls that were answered, those of the warm-up too."""
         self._started_at = self._ended_at = trio.current_time()
 
     def note_start(self) -> None:
         """The first call is about to be placed."""
-        if not self._calls:
+        if not self.calls:
             self._started_at = trio.current_time()
 
     def note_call(self) -> None:
         """A layer call was answered."""
-        self._calls += 1
-        if self._calls == self._first:
+        self.calls += 1
+        if self.calls == self._first:
             self._started_at = trio.current_time()
-        elif self._calls == self._last:
+        elif self.calls == self._last:
             self._ended_at = trio.current_time()
             self.done.set()
 
@@ -302,6 +305,6 @@ async def _train(layers: Sequence[_Layer], batch: Sequence[Array], load: Load, s
         meter.note_call()
 
 
-def _requests_and_batches(served: Sequence[Served]) -> tuple[int, int]:
-    statuses = [each.node.status() for each in served]
-    return sum(each["forward"] + each["backward"] for each in statuses), sum(each["batches"] for each in statuses)
+def _batches(served: Sequence[Served]) -> int:
+    """Batches that the servers have computed so far."""
+    return sum(each.node.status()["batches"] for each in served)
