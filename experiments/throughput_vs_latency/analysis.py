@@ -1,9 +1,9 @@
 """Pure functions of what was measured: curves, ceilings, what is kept of the throughput, ratios, agreement."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, pstdev
+from statistics import mean, median, pstdev
 from typing import Any, NamedTuple
 
 from experiments.throughput_vs_latency.costs import CostTable
@@ -131,6 +131,15 @@ def cloud_ratios(records: Records) -> dict[tuple[BlockName, Passes], list[float]
     return ratios
 
 
-def agreement(records: Iterable[Mapping[str, Any]]) -> float | None:
-    """Largest |virtual / real - 1|; None without any record."""
-    return max((abs(record["virtual_per_s"] / record["real_per_s"] - 1) for record in records), default=None)
+def agreement_ratios(records: Records) -> dict[tuple[Curve, float], list[float]]:
+    """Virtual over real throughput of each curve and delay, round by round."""
+    ratios: dict[tuple[Curve, float], list[float]] = {}
+    for record in records:
+        curve = Curve(record["block"], record["passes"], record["method"])
+        ratios.setdefault((curve, record["delay_s"]), []).append(record["virtual_per_s"] / record["real_per_s"])
+    return ratios
+
+
+def agreement(records: Records) -> float | None:
+    """Largest |virtual / real - 1| of the medians over the rounds; None without any record."""
+    return max((abs(median(ratios) - 1) for ratios in agreement_ratios(records).values()), default=None)

@@ -1,8 +1,9 @@
 """Measure costs, then curves in virtual time, then a small grid on real computing beside its virtual twin."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from statistics import median
 
 from dmoe_jax.runs.report import ReportTable
 from experiments.bench import Experiment, Run
@@ -11,6 +12,7 @@ from experiments.throughput_vs_latency.analysis import (
     CEILINGS_APART,
     Curve,
     agreement,
+    agreement_ratios,
     cloud_ratios,
     compute_ceiling,
     cost_tables,
@@ -86,15 +88,19 @@ def _measure_agreement(run: Run[LatencySettings], block: Block) -> None:
     settings, grid = run.settings, run.settings.agreement_grid()
     run.say(f"{block.name}: a small grid on real computing, and the same in virtual time")
     round_trips = measure_round_trips(block, grid, seed=settings.seed)
-    costs, real = [_costs_now(block, settings)], []
+    for number in range(settings.agreement_rounds):
+        costs, real, seed = [_costs_now(block, settings)], [], settings.seed + number
 
-    def note_real(method: Method, load: Load, found: Throughput) -> None:
-        real.append(found.samples_per_s)
-        costs.append(_costs_now(block, settings))  # nothing else is under way: the loop may wait
+        def note_real(
+            method: Method, load: Load, found: Throughput, costs: list[CostTable] = costs, real: list[float] = real
+        ) -> None:
+            real.append(found.samples_per_s)
+            costs.append(_costs_now(block, settings))  # nothing else is under way: the loop may wait
 
-    measure_real(block, grid, note_real, seed=settings.seed)
-    for (method, load), real_per_s, before, after in zip(grid, real, costs, costs[1:], strict=False):
-        _measure_twin(run, block, method, load, before.mean(after), round_trips[load.passes], real_per_s)
+        measure_real(block, grid, note_real, seed=seed)
+        for (method, load), real_per_s, before, after in zip(grid, real, costs, costs[1:], strict=False):
+            twin = replace(load, place=load.place._replace(round_trip_s=round_trips[load.passes]))
+            _measure_twin(run, block, method, twin, before.mean(after), real_per_s, seed=seed)
 
 
 def _measure_twin(
@@ -103,8 +109,9 @@ def _measure_twin(
     method: Method,
     load: Load,
     costs: CostTable,
-    round_trip_s: float,
     real_per_s: float,
+    *,
+    seed: int,
 ) -> None:
     """Measure in virtual time what was measured on real computing, and log both."""
 
@@ -115,13 +122,13 @@ def _measure_twin(
             passes=load.passes,
             method=method,
             delay_s=load.delay.mean_s,
-            round_trip_s=round_trip_s,
+            seed=seed,
+            round_trip_s=load.place.round_trip_s,
             virtual_per_s=found.samples_per_s,
             real_per_s=real_per_s,
         )
 
-    modelled = replace(load, place=load.place._replace(round_trip_s=round_trip_s))
-    measure_virtual(block, [(method, modelled)], costs, note, seed=run.settings.seed)
+    measure_virtual(block, [(method, load)], costs, note, seed=seed)
 
 
 def _costs_now(block: Block, settings: LatencySettings) -> CostTable:
@@ -210,21 +217,26 @@ def _cloud_table(run: Run[LatencySettings]) -> ReportTable:
 
 
 def _agreement_table(run: Run[LatencySettings]) -> ReportTable:
-    rows: Sequence[tuple[object, ...]] = [
+    twins = run.records("agreement")
+    real: dict[tuple[Curve, float], list[float]] = {}
+    for twin in twins:
+        curve = Curve(twin["block"], twin["passes"], twin["method"])
+        real.setdefault((curve, twin["delay_s"]), []).append(twin["real_per_s"])
+    rows = [
         (
-            twin["block"],
-            twin["passes"],
-            twin["method"].replace("_", " "),
-            f"{1e3 * twin['delay_s']:.0f} ms",
-            f"{1e3 * twin['round_trip_s']:.1f} ms",
-            twin["virtual_per_s"],
-            twin["real_per_s"],
-            twin["virtual_per_s"] / twin["real_per_s"],
+            curve.block,
+            curve.passes,
+            curve.method.replace("_", " "),
+            f"{1e3 * delay_s:.0f} ms",
+            median(real[curve, delay_s]),
+            f"{median(ratios):.3f}",
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
         )
-        for twin in run.records("agreement")
+        for (curve, delay_s), ratios in agreement_ratios(twins).items()
     ]
-    head = ("block", "passes", "method", "delay", "round trip", "virtual", "real", "virtual / real")
-    return ReportTable(title="Virtual time beside real computing", head=head, rows=rows)
+    head = ("block", "passes", "method", "delay", "real", "virtual / real", "rounds")
+    note = "Medians over the rounds, and the range of the ratios."
+    return ReportTable(title="Virtual time beside real computing", head=head, rows=rows, note=note)
 
 
 EXPERIMENT = Experiment(

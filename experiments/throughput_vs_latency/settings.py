@@ -183,6 +183,11 @@ class LatencySettings(Settings):
         return min(self.repeats, 2) if self.quick else self.repeats
 
     @property
+    def agreement_rounds(self) -> int:
+        """How often the small grid is measured: other work on the machine spoils one round, seldom two of three."""
+        return 1 if self.quick else 3
+
+    @property
     def delays_s(self) -> list[float]:
         """Mean delays of the curves, seconds, 0 first."""
         count = min(self.delays, 4) if self.quick else self.delays
@@ -210,7 +215,7 @@ class LatencySettings(Settings):
 
     def agreement_grid(self) -> list[tuple[Method, Load]]:
         """What is measured on real computing and in virtual time with one kind of block: two servers on one device."""
-        calls = 120 if self.quick else 240
+        calls = 120 if self.quick else 80
         loads = []
         for delay_s in AGREEMENT_DELAYS_S:
             for passes in PASSES[:1] if self.quick else PASSES:
