@@ -1,8 +1,9 @@
 """Measure costs, then curves in virtual time, then a small grid on real computing beside its virtual twin."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from statistics import median
 
 from dmoe_jax.runs.report import ReportTable
@@ -84,23 +85,31 @@ def _log_point(
 
 
 def _measure_agreement(run: Run[LatencySettings], block: Block) -> None:
-    """Each load on real computing, with costs from before and after it, and then the same in virtual time."""
+    """Measure the small grid round by round, on real computing and then in virtual time."""
     settings, grid = run.settings, run.settings.agreement_grid()
     run.say(f"{block.name}: a small grid on real computing, and the same in virtual time")
     round_trips = measure_round_trips(block, grid, seed=settings.seed)
+    modelled = [replace(load, place=load.place._replace(round_trip_s=round_trips[load.passes])) for _, load in grid]
     for number in range(settings.agreement_rounds):
-        costs, real, seed = [_costs_now(block, settings)], [], settings.seed + number
+        seed = settings.seed + number
+        real, costs = _measure_real_round(block, grid, settings, seed=seed)
+        for (method, _), load, cost, real_per_s in zip(grid, modelled, costs, real, strict=True):
+            _measure_twin(run, block, method, load, cost, real_per_s, seed=seed)
 
-        def note_real(
-            method: Method, load: Load, found: Throughput, costs: list[CostTable] = costs, real: list[float] = real
-        ) -> None:
-            real.append(found.samples_per_s)
-            costs.append(_costs_now(block, settings))  # nothing else is under way: the loop may wait
 
-        measure_real(block, grid, note_real, seed=seed)
-        for (method, load), real_per_s, before, after in zip(grid, real, costs, costs[1:], strict=False):
-            twin = replace(load, place=load.place._replace(round_trip_s=round_trips[load.passes]))
-            _measure_twin(run, block, method, twin, before.mean(after), real_per_s, seed=seed)
+def _measure_real_round(
+    block: Block, grid: Sequence[tuple[Method, Load]], settings: LatencySettings, *, seed: int
+) -> tuple[list[float], list[CostTable]]:
+    """Rows per second of each load on real computing, and the mean of the costs before and after it."""
+    real: list[float] = []
+    costs = [_costs_now(block, settings)]
+
+    def note(method: Method, load: Load, found: Throughput) -> None:
+        real.append(found.samples_per_s)
+        costs.append(_costs_now(block, settings))  # nothing else is under way: the loop may wait
+
+    measure_real(block, grid, note, seed=seed)
+    return real, [before.mean(after) for before, after in pairwise(costs)]
 
 
 def _measure_twin(
