@@ -141,7 +141,7 @@ def _measure_twin(
 
 
 def _costs_now(block: Block, settings: LatencySettings) -> CostTable:
-    return measure_costs(block, joined=settings.joined, times=3 if settings.quick else 5)
+    return measure_costs(block, joined=settings.joined, times=3)
 
 
 def summarise(run: Run[LatencySettings]) -> Result | None:
