@@ -32,3 +32,4 @@ bench *ARGS:
     python -m experiments.transport_speed {{ARGS}}
     python -m experiments.sim_scale {{ARGS}}
     python -m experiments.moe_overhead {{ARGS}}
+    python -m experiments.throughput_vs_latency {{ARGS}}

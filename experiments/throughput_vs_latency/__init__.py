@@ -1,0 +1,1 @@
+"""What latency costs asynchronous trainers, and what it costs naive model parallelism."""
