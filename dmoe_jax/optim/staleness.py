@@ -4,7 +4,7 @@ The staleness of a gradient is how many updates the parameters took between the 
 update. The node counts it for its experts, and `SharedTrunk` for the trunk; both tell the optimiser, as the argument
 `staleness` of its update:
 
-    optimizer = optax.chain(scale_by_adam(), optax.scale_by_learning_rate(1e-3), scale_by_staleness())
+    optimizer = optax.chain(scale_by_stale_adam(), optax.scale_by_learning_rate(1e-3), scale_by_staleness())
 
 In a loop of one's own: `optimizer.update(grads, opt_state, params, staleness=n)`.
 """
@@ -47,7 +47,7 @@ def scale_by_staleness(power: float = 0.5) -> optax.GradientTransformationExtraA
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def scale_by_adam(
+def scale_by_stale_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, amsgrad: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """Adam without its first moment where the gradient is stale: (w m + (1 - w) g) / (sqrt(v) + eps).
@@ -72,7 +72,7 @@ def scale_by_adam(
         correction = 1 - b2**state.count
         second = state.nu_max if amsgrad else jax.tree.map(lambda v: v / correction, state.nu)
 
-        def mixed(own: Array, gradient: Array, v: Array) -> Array:
+        def mixed(own: Any, gradient: Any, v: Any) -> Any:
             alone = wide(gradient) / (jnp.sqrt(wide(v)) + eps)
             return (weight * wide(own) + (1 - weight) * alone).astype(own.dtype)
 

@@ -20,7 +20,7 @@ from dmoe_jax.model import Model
 from dmoe_jax.models import mlp
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.optim.staleness import compensate_delay, scale_by_adam, scale_by_staleness
+from dmoe_jax.optim.staleness import compensate_delay, scale_by_stale_adam, scale_by_staleness
 from dmoe_jax.recipe import Recipe, learning_rate_schedule
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.product_key import product_key
@@ -36,7 +36,7 @@ class Remedy:
     Attributes:
       trunk_power, expert_power: of `scale_by_staleness`; 0: updates are not scaled.
       momentum: decay of Adam's first moment. yields: whether stale gradients go without it, see
-        `optim.staleness.scale_by_adam`.
+        `optim.staleness.scale_by_stale_adam`.
       compensation: strength of `compensate_delay`, of the trunk; 0: none.
       step_size: times the problem's, of trunk and experts.
     """
@@ -202,7 +202,7 @@ def with_remedy(
 
     adam: Callable[..., optax.GradientTransformation] = optax.scale_by_amsgrad if amsgrad else optax.scale_by_adam
     if remedy.yields:
-        adam = functools.partial(scale_by_adam, amsgrad=amsgrad)
+        adam = functools.partial(scale_by_stale_adam, amsgrad=amsgrad)
 
     def made(rate: optax.ScalarOrSchedule, power: float) -> optax.GradientTransformation:
         return optax.flatten(

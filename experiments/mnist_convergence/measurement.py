@@ -11,7 +11,7 @@ from dmoe_jax.runs.style import GREY, SERIES, dress
 from experiments.bench import Experiment, Run
 from experiments.emulation.trials import Trial, run_trials
 from experiments.intervals import t_interval
-from experiments.mnist_convergence.curves import NETWORKS, NUM_POINTS, REMEDIED, all_trials, label_of
+from experiments.mnist_convergence.curves import NETWORKS, REMEDIED, all_trials, label_of
 from experiments.mnist_convergence.settings import MnistSettings
 from experiments.processes import HelperFailed
 from experiments.results import Bar, Result
@@ -94,7 +94,7 @@ def summarise(run: Run[MnistSettings]) -> Result | None:
 
 
 def _table(curves: dict[str, np.ndarray], steps: list[int]) -> ReportTable:
-    shown = [0, NUM_POINTS // 2 - 1, NUM_POINTS - 1]
+    shown = [0, (len(steps) - 1) // 2, len(steps) - 1]
 
     def cell(values: np.ndarray) -> str:
         spread = f" +- {values.std(ddof=1):.3f}" if len(values) > 1 else ""

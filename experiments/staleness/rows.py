@@ -16,8 +16,8 @@ ONE, ONE_DEFAULT, TRUNK, PLAIN, DEFAULT = (
 FAILING, FAILING_DEFAULT = "10 % failures", "10 % failures, default"
 SWARM_PLAIN, SWARM_DEFAULT = "simulated swarm", "simulated swarm, default"
 
-_NOTHING = {"trunk_power": 0.0, "expert_power": 0.0, "yields": False}
-_SCALED = {"yields": False}
+_NOTHING: dict[str, float] = {"trunk_power": 0.0, "expert_power": 0.0, "yields": False}
+_SCALED: dict[str, float] = {"yields": False}
 _REMEDIES: dict[str, dict[str, float]] = {
     "trunk scaled by (1 + s)^-1/2": {**_SCALED, "expert_power": 0.0},
     "experts scaled by (1 + s)^-1/2": {**_SCALED, "trunk_power": 0.0},
