@@ -148,7 +148,8 @@ def draw(run: Run[MnistSettings], result: Result) -> Figure:
                 )
         dress(axes, f"{network.label}, {network.num_trainers} trainers", "updates of the trunk")
         axes.set_ylim(0, 1)
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        if axes.lines:
+            axes.legend(frameon=False, fontsize=8, loc="lower right")
     all_axes[0].set_ylabel("accuracy on test images: mean, least and greatest", fontsize=9, color=GREY)
     return figure
 
