@@ -1,4 +1,4 @@
-"""The paper's setting as one compiled program: the same model, repeatable, resumable, as stale and as lossy as it says."""
+"""The paper's setting as one compiled program: the same model, repeatable, resumable, as as stale as it says."""
 
 import json
 from dataclasses import replace
@@ -30,9 +30,9 @@ SETTING = Setting(place="emulated", num_trainers=4, failure_rate=0.2)
 NOISY = add_noise(product_key((2, 2)), stddev=0.5)
 
 
-def make_setup(router: Router = NOISY, setting: Setting | None = SETTING) -> Setup:
-    """A mixture with dropout; equal routers and settings share what is compiled."""
-    preset = small_preset("dmoe", layer={"dropout": 0.1}, input_dropout=0.1, cutoffs=())
+def make_setup(router: Router = NOISY, setting: Setting = SETTING, *, num_layers: int = 1) -> Setup:
+    """A mixture with dropout; equal arguments share what is compiled."""
+    preset = small_preset("dmoe", num_layers=num_layers, layer={"dropout": 0.1}, input_dropout=0.1, cutoffs=())
     preset = replace(preset, recipe=UNBOUNDED, expert_recipe=UNBOUNDED)
     return Setup(preset=preset, corpus=small_corpus(), steps=100, seed=0, router=router, setting=setting, batch_size=1)
 
@@ -89,20 +89,21 @@ def test_its_figures_are_those_of_the_setting(whole_run: tuple[EmulatedDmoe, lis
     # The first of each trainer saw fewer others: 6 updates of staleness are missing at most.
     assert 3 - 0.2 <= totals.staleness / 100 <= 3
     assert totals.items == sum(record.items for record in records) == 100 * 6
-    # 100 steps x 2 layers x 2 experts x (forward, and backward of the four fifths that answered) = 720 calls, and what
-    # three trainers have under way; a fifth failed.
-    assert totals.calls_ok + totals.calls_failed == pytest.approx(720, abs=50)
+    # 100 steps x 2 experts x (forward, and backward of the four fifths that answered) = 360 calls, and what three
+    # trainers have under way; a fifth failed.
+    assert totals.calls_ok + totals.calls_failed == pytest.approx(360, abs=30)
     assert totals.calls_failed / (totals.calls_ok + totals.calls_failed) == pytest.approx(0.2, abs=0.05)
-    # Each backward call that was answered trains its expert on its one sequence: 400 x 0.8 x 0.8 = 256.
-    assert sum(totals.load.values()) == pytest.approx(256, abs=30)
+    # Each backward call that was answered trains its expert on its one sequence: 200 x 0.8 x 0.8 = 128.
+    assert sum(totals.load.values()) == pytest.approx(128, abs=20)
     assert totals.load.keys() == {uid for layer in engine.layers.values() for uid in layer}
-    assert 0 < (totals.figures["mean_expert_staleness"] or 0) < 12
+    assert 0 < (totals.figures["mean_expert_staleness"] or 0) < 6
     assert totals.virtual_s is None
 
 
+@pytest.mark.slow
 def test_one_trainer_without_failures_is_the_step_on_this_device() -> None:
     """The model, the text and the batches are those of the mixture in one jit."""
-    setup = make_setup(product_key((2, 2)), Setting(place="emulated", num_trainers=1, failure_rate=0.0))
+    setup = make_setup(product_key((2, 2)), Setting(place="emulated", num_trainers=1, failure_rate=0.0), num_layers=2)
     swarm, device = EmulatedDmoe(setup), LocalEngine(replace(setup, setting=None))
     losses = [record.loss for record in train(swarm, 5)]
     np.testing.assert_allclose(losses, [record.loss for record in train(device, 5)], rtol=1e-4)
