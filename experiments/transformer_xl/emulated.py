@@ -6,6 +6,7 @@ calls are under way while the model is evaluated and saved, and a run that is re
 
 import functools
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import jax
@@ -83,7 +84,12 @@ class EmulatedDmoe(SetupEngine):
     def _run_to(self, step: int) -> None:
         """Follow the order up to this update, and not one event further."""
         start, stop = (int(self._updates[at - 1]) + 1 if at else 0 for at in (self._step, step))
-        self._take(self._emulator.run(self._state, self._order, self._data, start=start, stop=stop))
+        # In a thread that is waited for, whatever happens: JAX would hear Ctrl-C at once and leave the program running,
+        # which crashes the interpreter when it ends before.
+        with ThreadPoolExecutor(1) as pool:
+            piece = pool.submit(self._emulator.run, self._state, self._order, self._data, start=start, stop=stop)
+            state = piece.result()
+        self._take(state)
 
     def _take(self, state: SwarmState) -> None:
         # What is counted is kept on the host: the state is donated to the next piece, and gone if that is interrupted.
