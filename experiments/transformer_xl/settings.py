@@ -15,8 +15,9 @@ Model = Literal["dmoe", "small", "base"]
 Size = Literal["tiny", "full"]
 """Minutes on two cores, or the paper's."""
 
-Place = Literal["local", "simulated", "swarm"]
-"""At once on this device, by a simulated swarm of slow trainers, or by a swarm of processes."""
+Place = Literal["local", "simulated", "emulated", "swarm"]
+"""At once on this device; by a swarm of slow trainers, simulated with its network or emulated by one compiled program;
+or by a swarm of processes."""
 
 MAX_SEEDS = 1000
 """Of a run; those beyond are the search's."""
@@ -33,7 +34,12 @@ QUICK_PAUSES = 4
 class TrainingSettings(ResumableSettings):
     """The flags of every experiment that trains models of this one."""
 
-    quick_steps: ClassVar[Mapping[Place, int]] = {"local": 30, "simulated": 160, "swarm": 160}
+    quick_steps: ClassVar[Mapping[Place, int]] = {
+        "local": 30,
+        "simulated": 160,
+        "emulated": 160,
+        "swarm": 160,
+    }
     """Updates of each model in a quick run."""
     quick_eval_tokens: ClassVar[int] = 8192
     """Words of each evaluation of a quick run, the last ones too."""
@@ -88,6 +94,11 @@ class TrainingSettings(ResumableSettings):
         return self.where
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether slow trainers of one sequence each train the models on this machine."""
+        return self.place in ("simulated", "emulated")
+
+    @property
     def compute_dtype(self) -> str:
         """Of the layers' matrix products."""
         return "bfloat16" if self.bf16 else "float32"
@@ -117,9 +128,10 @@ class TransformerXLSettings(TrainingSettings, Settings):
     updates. Simulated only."""
     router: str = "product_key"
     """Router of dmoe: a registered name, or my_file.py:my_router."""
-    where: Literal["auto", "local", "simulated", "swarm"] = "auto"  # type: ignore[assignment]
-    """local: at once on this device. simulated: 32 slow trainers in virtual time. swarm: real processes on this
-    machine, or the swarm given by --join; dmoe only. auto: tiny is simulated, full is local."""
+    where: Literal["auto", "local", "simulated", "emulated", "swarm"] = "auto"  # type: ignore[assignment]
+    """local: at once on this device. simulated: 32 slow trainers in virtual time. emulated: the same with dmoe's
+    trainers and experts in one compiled program, without the network. swarm: real processes on this machine, or the
+    swarm given by --join; dmoe only. auto: tiny is simulated, full is local."""
     steps: int | None = None
     """Updates of each model, in a swarm of processes of each trainer process. Default: the preset's."""
     batch_size: int | None = None
@@ -162,6 +174,8 @@ class TransformerXLSettings(TrainingSettings, Settings):
             raise ValueError(f"--search-steps needs --search, got {self.search_steps}")
         if self.ingredients and (self.place != "simulated" or "dmoe" not in self.models):
             raise ValueError(f"--ingredients needs dmoe, simulated, got {' '.join(self.models)}, {self.place}")
+        if self.concurrency and self.place == "emulated":
+            raise ValueError(f"--concurrency is not for --where emulated, got {self.concurrency}")
         if self.timing and self.place != "local":
             raise ValueError(f"--timing times updates on this device and needs --where local, got {self.place}")
         if self.num_seeds > MAX_SEEDS:
@@ -175,14 +189,14 @@ class TransformerXLSettings(TrainingSettings, Settings):
     @property
     def num_seeds(self) -> int:
         """How many seeds each model is trained with."""
-        is_whole = self.place == "simulated" and not self.quick and self.steps is None
+        is_whole = self.is_asynchronous and not self.quick and self.steps is None
         return self.seeds or (3 if is_whole and len(self.models) > 1 else 1)
 
     @property
     def num_jobs(self) -> int:
         """How many runs are trained at once."""
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        default = min(2, num_cores) if self.place == "simulated" else 1
+        default = min(2, num_cores) if self.is_asynchronous else 1
         return self.jobs or default
 
     def flags(self, *without: str) -> list[str]:

@@ -32,8 +32,9 @@ from net.rpc.faults import Fault, FaultPlan
 class Setting:
     """A simulated swarm. The paper's has 32 trainers, 1000 ms of mean delay, and 10 % of the calls fail."""
 
-    place: Literal["simulated"] = "simulated"
-    """Who plays it: the code of a real swarm, in virtual time."""
+    place: Literal["simulated", "emulated"] = "simulated"
+    """Who plays it: the code of a real swarm, in virtual time; or one compiled program, which has no nodes and no grace
+    time and gives up no call but those that fail."""
     num_trainers: int = 32
     """Asynchronous trainers."""
     concurrency: int | None = None
@@ -50,6 +51,10 @@ class Setting:
     a call is lost but those that fail (1 in 150)."""
     timeout_s: float = 30.0
     """After which a call is given up, virtual seconds."""
+
+    def __post_init__(self) -> None:
+        if self.place == "emulated" and self.concurrency is not None:
+            raise ValueError(f"in an emulated swarm all trainers are at work, got concurrency {self.concurrency}")
 
     def faults(self, seed: int) -> FaultPlan:
         """What happens to the expert calls."""

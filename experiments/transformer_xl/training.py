@@ -23,6 +23,7 @@ from dmoe_jax.training.run import train, train_without_waiting
 from dmoe_jax.training.saving import prepare_run
 from dmoe_jax.training.task import language_task
 from experiments.bench import Run
+from experiments.transformer_xl.emulated import EmulatedDmoe
 from experiments.transformer_xl.local import LocalEngine
 from experiments.transformer_xl.presets import PRESETS, Preset
 from experiments.transformer_xl.settings import QUICK_PAUSES, Model, Place, Size, TrainingSettings
@@ -77,14 +78,18 @@ def open_corpus(run: Run[S]) -> Corpus:
     return corpus
 
 
-ModelEngine = LocalEngine | SimulatedEngine
+ModelEngine = LocalEngine | SimulatedEngine | EmulatedDmoe
 
 
 def _simulated(setup: Setup) -> SimulatedEngine:
     return SimulatedDmoe(setup) if setup.layers else SimulatedDense(setup)
 
 
-ENGINES: Mapping[Place, Callable[[Setup], ModelEngine]] = {"local": LocalEngine, "simulated": _simulated}
+ENGINES: Mapping[Place, Callable[[Setup], ModelEngine]] = {
+    "local": LocalEngine,
+    "simulated": _simulated,
+    "emulated": EmulatedDmoe,
+}
 """Where a model trains -> its engine at its beginning."""
 
 
@@ -102,7 +107,7 @@ def make_plan(settings: TrainingSettings, preset: Preset) -> Plan:
 
     Every point of its curve is over the same `eval_items` words; the final figures are over both whole texts.
     """
-    steps = settings.steps or (preset.simulated_steps if settings.place == "simulated" else preset.steps)
+    steps = settings.steps or (preset.simulated_steps if settings.is_asynchronous else preset.steps)
     pauses, eval_tokens, final_eval_tokens = preset.pauses, settings.eval_tokens, 0
     if settings.quick:
         steps, pauses = min(steps, settings.quick_steps[settings.place]), QUICK_PAUSES
@@ -183,6 +188,8 @@ def make_setup(
     """
     preset = PRESETS[model, settings.size].scaled(settings.step_size)
     setting = Setting(
+        # A dense model has no swarm that could be emulated.
+        place="emulated" if settings.place == "emulated" and preset.config.is_mixture else "simulated",
         num_trainers=settings.trainers,
         concurrency=settings.concurrency,
         delay_s=settings.delay_s,
