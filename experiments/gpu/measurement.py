@@ -90,7 +90,7 @@ def measure(run: Run[GpuSettings], steps: Sequence[Step]) -> None:
             run.say("no step is left that can go on")
             return
         outcome = _attempt(run, step, progress)
-        if outcome in ("cut", "failed"):
+        if outcome != "unfinished":
             given_up.add(step.name)
         if not run.settings.all:
             return
@@ -148,7 +148,7 @@ def summarise(run: Run[GpuSettings], steps: Sequence[Step]) -> Result | None:
     failures = [
         f"{record['step']}: {record['reason']}"
         for record in records[last_call:]
-        if record["kind"] == "attempt" and record["outcome"] in ("cut", "failed")
+        if record["kind"] == "attempt" and record.get("reason")
     ]
     return Result(
         title="What waits for a GPU",
@@ -181,7 +181,7 @@ def _listing(settings: GpuSettings, steps: Sequence[Step], attempts: Sequence[Ma
     for number, step in enumerate(steps, start=1):
         each = progress_of(step, attempts)
         state = f"{_state(each)}, {each.minutes:.1f} min so far" if each.commands else _state(each)
-        lines.append(f"{number:3}. {step.name} ({state}; about {step.about}): {step.purpose}")
+        lines.append(f"{number:3}. {step.name} ({state}; takes: {step.about}): {step.purpose}")
         lines.append(" ".join([f"     python -m experiments.{step.experiment}", *step.flags]))
     return "\n".join(lines)
 

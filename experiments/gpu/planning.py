@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from experiments.children import Ended
+from experiments.exits import EXIT_INTERRUPTED
 from experiments.gpu.steps import Step
 
 Outcome = Literal["finished", "unfinished", "cut", "failed", "interrupted"]
@@ -114,6 +115,8 @@ def outcome_of(ended: Ended, *, made_progress: bool) -> tuple[Outcome, str]:
     """
     if ended.was_cut:
         return ("unfinished", "") if made_progress else ("cut", "no progress within the limit; --minutes N allows more")
+    if ended.status == EXIT_INTERRUPTED:
+        return "interrupted", "ended from outside"
     if ended.failure:
         return "failed", ended.failure
     headline = ended.headline or {}

@@ -35,7 +35,7 @@ def _full_transformer_xl(model: str, purpose: str) -> Iterator[Step]:
         experiment="transformer_xl",
         flags=(*flags, "--timing", "200"),
         purpose=f"updates per second of the full {model}, and into how many commands its training falls",
-        about="3 min",
+        about="about 3 min",
         stops=True,
     )
     yield Step(
@@ -56,7 +56,7 @@ def _paper_throughput(seed: int) -> Step:
         experiment="throughput_vs_latency",
         flags=flags,
         purpose=f"figure 4 with the paper's blocks, timed on this device; seed {seed}",
-        about="5 min",
+        about="about 5 min",
     )
 
 
@@ -67,19 +67,19 @@ STEPS: tuple[Step, ...] = (
         experiment="moe_overhead",
         flags=_FULL,
         purpose="what the full mixture costs beside a dense layer of its FLOPs",
-        about="5 min",
+        about="about 5 min",
     ),
     Step(
         name="overhead_tiny",
         experiment="moe_overhead",
         purpose="the same in the tiny size, beside the figure of the CPU",
-        about="2 min",
+        about="about 2 min",
     ),
     Step(
         name="emulation",
         experiment="emulation",
         purpose="whether the emulator equals the swarm on a GPU too, and its speed there",
-        about="5 min",
+        about="about 5 min",
     ),
     # 4096 experts of the paper's width are 26 thousand million parameters, with Adam's moments 310 GB: no one GPU.
     Step(
@@ -95,7 +95,7 @@ STEPS: tuple[Step, ...] = (
         experiment="throughput_vs_latency",
         flags=("--where", "real"),
         purpose="whether virtual time agrees with nodes that compute on a GPU",
-        about="5 min",
+        about="about 5 min",
     ),
     *_full_transformer_xl("small", "what the full mixture must beat"),
     *_full_transformer_xl("dmoe", "the full mixture without asynchrony"),
@@ -111,6 +111,6 @@ STEPS: tuple[Step, ...] = (
         name="layer_cost",
         experiment="layer_cost",
         purpose="what a remote layer costs inside jit when the device is a GPU",
-        about="2 min",
+        about="about 2 min",
     ),
 )

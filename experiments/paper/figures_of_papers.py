@@ -81,7 +81,7 @@ def _mnist() -> Iterator[PaperFigure]:
             tag="FIG",
         )
     yield PaperFigure(
-        quantity="final accuracy, 256 experts, trained product keys, 1000 ms (theirs: more, of which model is not said)",
+        quantity="final accuracy, 256 experts, trained gate, 1000 ms (theirs: more, of which model is not said)",
         key="accuracy_256_experts_1000_ms",
         paper=0.95,
         source=_REVIEWS,

@@ -12,6 +12,7 @@ from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.saving import prepare_run
 from experiments.bench import Experiment, Run
 from experiments.children import prepare_folder, run_child
+from experiments.exits import EXIT_INTERRUPTED
 from experiments.paper.report import Child, Outcome, write_paper_report
 from experiments.paper.settings import QUICK_MINUTES, PaperSettings
 from experiments.results import MISSED_BARS, Bar, Result
@@ -53,8 +54,9 @@ def _run_one(run: Run[PaperSettings], name: str) -> None:
     outcome: dict[str, Any] = {"outcome": "interrupted"}
     try:
         ended = run_child([f"experiments.{name}", *run.settings.flags(name), "--json", *words])
-        outcome = {"outcome": "failed" if ended.status else "finished", "failure": ended.failure}
-        outcome |= {} if ended.headline is None else {"headline": ended.headline}
+        if ended.status != EXIT_INTERRUPTED:  # else somebody else ended it
+            outcome = {"outcome": "failed" if ended.status else "finished", "failure": ended.failure}
+            outcome |= {} if ended.headline is None else {"headline": ended.headline}
     finally:
         wall_s = time.perf_counter() - began
         run.log("child", name=name, **outcome, went_on="--resume" in words, wall_s=wall_s)
@@ -107,7 +109,7 @@ def summarise(run: Run[PaperSettings]) -> Result | None:
     for child in children:
         missed = ", ".join(child.headline.get(MISSED_BARS, ())) or "none"
         printed.add_row(child.name, child.outcome, format_value(child.wall_s / 60), missed)
-    failed = by_outcome["failed"]
+    failed = by_outcome["failed"] + by_outcome["interrupted"]
     return Result(
         title="The papers' figures",
         figures={
@@ -118,7 +120,7 @@ def summarise(run: Run[PaperSettings]) -> Result | None:
         bars=[Bar(name="minutes", bound=QUICK_MINUTES)] if is_timed else [],
         missed=[f"{child.name}: {bar}" for child in children for bar in child.headline.get(MISSED_BARS, ())],
         printed=[printed],
-        failure=f"{len(failed)} of {len(children)} experiments failed: {', '.join(failed)}" if failed else "",
+        failure=f"{len(failed)} of {len(children)} experiments did not finish: {', '.join(failed)}" if failed else "",
     )
 
 
