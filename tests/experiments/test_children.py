@@ -1,7 +1,7 @@
 """Experiments that run as processes of another one."""
 
-import _thread
 import json
+import signal
 import threading
 import time
 from pathlib import Path
@@ -60,9 +60,11 @@ def test_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> N
     assert run_child(["child", "wait", "stubborn"], limit_s=2.0).status == -9
 
 
-def test_interrupt_ends_the_child(capfd: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_ends_the_child() -> None:
     """Nothing of it is left when the interrupt arrives at the caller."""
-    threading.Timer(1.0, _thread.interrupt_main).start()
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT)).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run_child(["child", "wait"])
