@@ -160,6 +160,7 @@ def test_machine_without_a_gpu_is_refused(
 _TINY = ("--model", "small", "--where", "local", "--batch-size", "2", "--data", "embedded", "--quick")
 REAL = (
     Step(name="time", experiment="transformer_xl", flags=(*_TINY, "--timing", "2"), purpose="", about="", stops=True),
+    Step(name="wrong", experiment="transformer_xl", flags=("--steps", "0"), purpose="", about=""),
     Step(
         name="train",
         experiment="transformer_xl",
@@ -168,28 +169,25 @@ REAL = (
         about="",
         stops=True,
     ),
-    Step(name="wrong", experiment="transformer_xl", flags=("--steps", "0"), purpose="", about=""),
-    Step(
-        name="cost", experiment="layer_cost", flags=("--quick", "--rounds", "2", "--loops", "2"), purpose="", about=""
-    ),
 )
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_real_steps_run_in_turn_and_only_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One command a call, then all the others; what fails does not stop them and makes the status 1."""
+    """One command a call, or all; what fails does not stop them and makes the status 1."""
     run = partial(run_experiment, GpuSettings, gpu_experiment(REAL), name="gpu", uses_jax=False)
     flags = ["--anyway", "--out", str(tmp_path), "--json"]
     assert run(args=flags)["finished"] == ["time"]
-    assert run(args=flags)["figures"]["time"]["timing"]["small"]["updates_per_s"] > 0
+    assert json.loads(capsys.readouterr().out)["figures"]["time"]["timing"]["small"]["updates_per_s"] > 0
     with pytest.raises(SystemExit, match="1"):
         run(args=[*flags, "--all"])
     printed = capsys.readouterr()
     headline = json.loads(printed.out.splitlines()[-1])
-    assert headline["finished"] == ["time", "train", "cost"]
+    assert headline["finished"] == ["time", "train"]
     assert headline["left"] == ["wrong"]
-    assert "wrong: transformer_xl: error: --steps must be at least 1, got 0" in printed.err
+    assert "--steps must be at least 1, got 0" in printed.err.splitlines()[-1]
     assert headline["figures"]["train"]["runs_finished"] == 1
     assert (tmp_path / "train" / "figure.png").exists()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if record["kind"] == "attempt"] == ["time", "train", "wrong", "cost"]
+    assert [record["step"] for record in records if record["kind"] == "attempt"] == ["time", "wrong", "train"]

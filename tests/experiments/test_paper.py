@@ -124,6 +124,7 @@ def test_flags_of_children_follow_scale_and_seed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_report_over_real_experiments(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
