@@ -1,6 +1,7 @@
 """The optimiser of the WikiText-2 recipe: Adam under a clipped gradient, with L2, linear warm-up and cosine decay.
 
-Stale updates, of which the recipe knew nothing, are made smaller; see `scale_by_staleness`.
+Stale gradients, of which the recipe knew nothing, go without the first moment and make smaller updates; see
+`dmoe_jax.optim.staleness`.
 
 As PyTorch's `clip_grad_norm_` followed by `Adam(weight_decay=...)`, with which Transformer-XL was trained:
 
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dmoe_jax.optim.staleness import scale_by_staleness
+from dmoe_jax.optim.staleness import scale_by_stale_adam, scale_by_staleness
 from dmoe_jax.types import PyTree
 
 
@@ -42,7 +43,8 @@ class Recipe:
     grad_clip: float = 0.25
     """Bound on the norm of the gradient, before the decay; infinite for none."""
     staleness_power: float = 0.5
-    """An update is divided by (1 + its staleness) to this power; 0: whatever its staleness, it counts in full."""
+    """An update is divided by (1 + its staleness) to this power, and takes no part in momentum unless it is fresh; 0:
+    whatever its staleness, it is an update of Adam."""
 
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate < math.inf:
@@ -99,7 +101,8 @@ def decay_learning_weights(rate: float) -> optax.GradientTransformation:
 @functools.cache
 def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """The recipe's optimiser; equal recipes return the same object, and so share compiled code."""
-    parts = [optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8)]
+    adam = scale_by_stale_adam if recipe.staleness_power else optax.scale_by_adam
+    parts: list[optax.GradientTransformation] = [adam(b1=0.9, b2=0.999, eps=1e-8)]
     if recipe.weight_decay:
         parts.insert(0, decay_learning_weights(recipe.weight_decay))
     if math.isfinite(recipe.grad_clip):

@@ -163,7 +163,7 @@ class Emulator:
         trunk, stacked = params
         split = jax.tree.map(lambda leaf: leaf.reshape(self.num_layers, self.num_cells, *leaf.shape[1:]), stacked)
         experts = [jax.tree.map(lambda leaf, layer=layer: leaf[layer], split) for layer in range(self.num_layers)]
-        outcome = self.stages.whole(trunk, experts, jax.tree.map(jnp.asarray, batch), carried)
+        outcome, _ = self.stages.routed(trunk, experts, jax.tree.map(jnp.asarray, batch), carried)
         figures = {"loss": outcome.loss if outcome.reported is None else outcome.reported, **(outcome.metrics or {})}
         return figures, outcome.items, outcome.state
 

@@ -8,7 +8,7 @@ An `EventOrder` is that order, as arrays. It is drawn from a model of latencies 
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -21,6 +21,8 @@ BACKWARD = 1
 """An expert computes one call of a backward pass, and is updated."""
 STAGE = 2
 """A trainer computes: this number plus that of the stage, see `num_stages`."""
+
+_ARRAYS = ("kind", "trainer", "layer", "pair", "expert", "answered", "computed")
 
 DelayOf = Callable[[np.random.Generator, int], np.ndarray]
 """(generator, calls) -> for each call, seconds from its placing until its expert computes it."""
@@ -68,9 +70,35 @@ class EventOrder:
     num_pairs: int
 
     @property
+    def steps(self) -> int:
+        """The largest number of steps that a trainer begins: so many batches it needs."""
+        return int(np.bincount(self.trainer[self.kind == STAGE], minlength=1).max())
+
+    @property
     def updates(self) -> Int[np.ndarray, " updates"]:
         """The places of the trunk's updates in the order."""
         return np.flatnonzero(self.kind == STAGE + num_stages(self.num_layers) - 1)
+
+
+def with_fresh_experts(order: EventOrder) -> EventOrder:
+    """The same steps of the same trainers, but all their calls are computed at once, when the step ends.
+
+    Then no update of an expert comes between a call's forward and its backward: only the trunk is stale.
+    """
+    last = STAGE + num_stages(order.num_layers) - 1
+    place = np.arange(len(order.kind))
+    when = np.full(len(order.kind), -1)
+    for trainer in range(order.num_trainers):
+        own = np.flatnonzero(order.trainer == trainer)
+        ends = own[order.kind[own] == last]
+        step = np.searchsorted(ends, own)  # which of them ends the step of each event
+        ended = step < len(ends)
+        when[own[ended]] = ends[step[ended]]
+    reads = order.kind == STAGE
+    when[reads] = place[reads]
+    kept = np.flatnonzero(when >= 0)
+    kept = kept[np.lexsort((kept, when[kept]))]
+    return replace(order, **{name: getattr(order, name)[kept] for name in _ARRAYS})
 
 
 def exponential_delays(mean_s: float) -> DelayOf:

@@ -20,7 +20,7 @@ from dmoe_jax.autodiff import Recording, Value
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.remote import mix_segment
 from dmoe_jax.model import Model, Outcome
-from dmoe_jax.models.layers import dmoe_layer
+from dmoe_jax.models.layers import LayerAux, dmoe_layer
 from dmoe_jax.routing.base import Router, Scores
 from dmoe_jax.types import PyTree
 
@@ -95,6 +95,7 @@ class _GivenMixtures:
         self.layers: list[Layer] = []
         self.given: Sequence[Mixed] = ()
         self.experts: Sequence[PyTree] = ()
+        self.routed: list[LayerAux] = []
 
     def mixture(self, prefix: str, expert: Expert, router: Router, *, k_best: int, **_: Any) -> Any:
         """As `Swarm.mixture`."""
@@ -109,6 +110,7 @@ class _GivenMixtures:
                 own = self.experts[number]
                 there = map(jnp.asarray, _values(inputs))  # what evaluates a model may be on the host
                 output, aux = dmoe_layer(expert, own, router, k_best, _values(scores), None, *there)
+                self.routed.append(aux)
                 return Value(output), Value(aux.aux_loss)
             raise _Reached(LayerInput(*_values((scores, inputs))))
 
@@ -153,11 +155,16 @@ class ModelStages:
             *_values((outcome.loss, outcome.loss if outcome.reported is None else outcome.reported, outcome.state))
         )
 
-    def whole(self, params: PyTree, experts: Sequence[PyTree], batch: Any, state: PyTree) -> Outcome:
-        """The model on one machine in evaluation, with each layer's experts stacked. Nothing is on a tape."""
-        self._mixtures.experts = experts
+    def routed(
+        self, params: PyTree, experts: Sequence[PyTree], batch: Any, state: PyTree
+    ) -> tuple[Outcome, list[LayerAux]]:
+        """The model on one machine, nothing random, with each layer's experts stacked; and who was asked in each.
+
+        Nothing of the outcome is on a tape.
+        """
+        self._mixtures.experts, self._mixtures.routed = experts, []
         try:
-            return cast(Outcome, _values(self._run(params, batch, state, None, ())))
+            return cast(Outcome, _values(self._run(params, batch, state, None, ()))), self._mixtures.routed
         finally:
             self._mixtures.experts = ()
 

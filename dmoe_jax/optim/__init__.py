@@ -4,7 +4,8 @@
   averaged with other peers'; `dmoe_jax.averaging` carries them over the network.
 - `moshpit_round` and its like average over a leading axis of simulated peers, on one device or split over a mesh;
   `averaging_methods` are what Moshpit is compared with.
-- `scale_by_staleness` makes the updates of stale gradients smaller; `compensate_delay` corrects such gradients.
+- `scale_by_staleness` makes the updates of stale gradients smaller; `scale_by_stale_adam` is Adam that gives them no
+  momentum; `compensate_delay` corrects them.
 
 Nothing here opens a connection, waits or starts a task. Of `net` it uses the rule by which groups follow from a grid.
 """
@@ -32,7 +33,7 @@ from dmoe_jax.optim.peer_axis import (
     moshpit_rounds,
     random_cells,
 )
-from dmoe_jax.optim.staleness import compensate_delay, scale_by_staleness
+from dmoe_jax.optim.staleness import compensate_delay, scale_by_stale_adam, scale_by_staleness
 
 __all__ = [
     "FailureRule",
@@ -53,6 +54,7 @@ __all__ = [
     "push_sum_round",
     "random_cells",
     "random_groups_round",
+    "scale_by_stale_adam",
     "scale_by_staleness",
     "what_to_send",
     "with_average",

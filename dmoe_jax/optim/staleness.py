@@ -1,10 +1,10 @@
-"""What an optimiser can do about stale gradients: smaller steps, and delay compensation.
+"""What an optimiser can do about stale gradients: smaller steps, no momentum, and delay compensation.
 
 The staleness of a gradient is how many updates the parameters took between the reading that it is for and its own
 update. The node counts it for its experts, and `SharedTrunk` for the trunk; both tell the optimiser, as the argument
 `staleness` of its update:
 
-    optimizer = optax.chain(optax.adam(1e-3), scale_by_staleness())
+    optimizer = optax.chain(scale_by_stale_adam(), optax.scale_by_learning_rate(1e-3), scale_by_staleness())
 
 In a loop of one's own: `optimizer.update(grads, opt_state, params, staleness=n)`.
 """
@@ -45,6 +45,40 @@ def scale_by_staleness(power: float = 0.5) -> optax.GradientTransformationExtraA
         return jax.tree.map(lambda leaf: (wide(leaf) * scale).astype(leaf.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def scale_by_stale_adam(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, amsgrad: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """Adam without its first moment where the gradient is stale: (w m + (1 - w) g) / (sqrt(v) + eps).
+
+    Here m and v are Adam's corrected moments, g is the gradient, and w = max(0, 1 - staleness). Asynchrony is a
+    momentum by itself (Mitliagkas et al. 2016): a step is followed by others in its direction, from all those who have
+    not seen it yet, and a first moment adds to that. Where nothing is stale, this is Adam to the bit; its state is
+    Adam's too.
+
+    Args:
+      b1, b2, eps: as of `optax.scale_by_adam`.
+      amsgrad: whether v is the largest so far, as of `optax.scale_by_amsgrad`.
+    """
+    inner = (optax.scale_by_amsgrad if amsgrad else optax.scale_by_adam)(b1=b1, b2=b2, eps=eps)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, *, staleness: ArrayLike = 0, **extra: Any
+    ) -> tuple[PyTree, Any]:
+        del extra
+        moved, state = inner.update(updates, state, params)
+        weight = jnp.maximum(1 - jnp.asarray(staleness, jnp.float32), 0)
+        correction = 1 - b2**state.count
+        second = state.nu_max if amsgrad else jax.tree.map(lambda v: v / correction, state.nu)
+
+        def mixed(own: Any, gradient: Any, v: Any) -> Any:
+            alone = wide(gradient) / (jnp.sqrt(wide(v)) + eps)
+            return (weight * wide(own) + (1 - weight) * alone).astype(own.dtype)
+
+        return jax.tree.map(mixed, moved, updates, second), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def compensate_delay(strength: float) -> optax.GradientTransformationExtraArgs:

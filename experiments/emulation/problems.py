@@ -1,8 +1,9 @@
 """What is trained in the emulator: the papers' MNIST classifier, and a small Transformer-XL on WikiText-2."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +20,39 @@ from dmoe_jax.model import Model
 from dmoe_jax.models import mlp
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.recipe import Recipe, make_optimizer
+from dmoe_jax.optim.staleness import compensate_delay, scale_by_stale_adam, scale_by_staleness
+from dmoe_jax.recipe import Recipe, learning_rate_schedule
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.product_key import product_key
 
 MNIST_MEAN, MNIST_SPREAD = 0.1307, 0.3081
 """Of the training images' pixels between 0 and 1, as everybody subtracts and divides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """What is done about stale gradients.
+
+    Attributes:
+      trunk_power, expert_power: of `scale_by_staleness`; 0: updates are not scaled.
+      momentum: decay of Adam's first moment. yields: whether stale gradients go without it, see
+        `optim.staleness.scale_by_stale_adam`.
+      compensation: strength of `compensate_delay`, of the trunk; 0: none.
+      step_size: times the problem's, of trunk and experts.
+    """
+
+    trunk_power: float = 0.5
+    expert_power: float = 0.5
+    momentum: float = 0.9
+    yields: bool = True
+    compensation: float = 0.0
+    step_size: float = 1.0
+
+
+DEFAULT = Remedy()
+"""What recipes and commands do."""
+PLAIN = Remedy(trunk_power=0.0, expert_power=0.0, yields=False)
+"""Nothing, as in the papers."""
 
 
 class Optimizers(NamedTuple):
@@ -75,6 +103,7 @@ def mnist(
     batch_size: int = 4,
     learning_rate: float = 1e-3,
     router: Router | None = None,
+    remedy: Remedy = DEFAULT,
     num_evaluated: int = 10_000,
 ) -> Problem:
     """The classifier of Learning@home (section 4.2): amsgrad everywhere, batches drawn at random for each trainer.
@@ -84,13 +113,13 @@ def mnist(
       batch_size: samples of a step; 4 in the paper, 8 with 4,096 experts.
       learning_rate: of trunk and experts.
       router: None for product keys, trained.
+      remedy: against staleness.
       num_evaluated: of the test images, the first so many.
     """
     config = mlp.MLPConfig(
         input_dim=784, num_classes=NUM_CLASSES, d_model=d_model, num_layers=num_layers, grid_size=grid_size, k_best=4
     )
     router = router or product_key(grid_size)
-    optimizer = flat_amsgrad(learning_rate)
     return Problem(
         name="MNIST",
         make_model=lambda swarm, **options: mlp.MLP.on(swarm, config, router, **options),
@@ -99,7 +128,7 @@ def mnist(
             image_stream(batch_size, seed=seed, trainer=trainer) for trainer in range(num_trainers)
         ],
         evaluation=image_batches(num_evaluated),
-        optimizers=Optimizers(optimizer, optimizer),
+        optimizers=with_remedy(learning_rate, learning_rate, remedy, amsgrad=True),
     )
 
 
@@ -112,6 +141,7 @@ def transformer_xl(
     grid_size: tuple[int, ...] = (2, 4),
     num_updates: int = 8000,
     dropout: float = 0.0,
+    remedy: Remedy = DEFAULT,
     num_evaluated: int = 16_384,
 ) -> Problem:
     """The tiny Transformer-XL of `experiments.transformer_xl`: one sequence a step, Adam with warm-up and a cosine.
@@ -119,7 +149,7 @@ def transformer_xl(
     Args:
       d_model, d_ff, seq_len, num_layers, grid_size: sizes; memory is as long as a segment.
       num_updates: of the run, for the schedules.
-      dropout: in the layers.
+      dropout: in the layers. remedy: against staleness.
       num_evaluated: words of the validation text.
     """
     corpus = load_corpus()
@@ -135,7 +165,10 @@ def transformer_xl(
     )
     router = product_key(grid_size)
     counts = np.bincount(corpus.train, minlength=vocab_size)
-    recipe = Recipe(learning_rate=1e-3, warmup_steps=200, weight_decay=0.0, total_steps=num_updates)
+    trunk_rate, expert_rate = (
+        learning_rate_schedule(Recipe(learning_rate=peak, warmup_steps=200, total_steps=num_updates))
+        for peak in (1e-3, 8e-4)
+    )
     return Problem(
         name="Transformer-XL",
         make_model=lambda swarm, **options: txl.TransformerXL.on(swarm, config, router, word_counts=counts, **options),
@@ -147,14 +180,45 @@ def transformer_xl(
             for trainer in range(num_trainers)
         ],
         evaluation=tuple(evaluation_segments(corpus.valid, batch_size=8, seq_len=seq_len, max_tokens=num_evaluated)),
-        optimizers=Optimizers(make_optimizer(recipe), make_optimizer(replace(recipe, learning_rate=8e-4))),
+        optimizers=with_remedy(trunk_rate, expert_rate, remedy, clip=0.25),
     )
 
 
-@functools.cache
-def flat_amsgrad(learning_rate: float) -> optax.GradientTransformation:
-    """Amsgrad over all parameters as one vector: the same figures with fewer operations."""
-    return optax.flatten(optax.amsgrad(learning_rate))
+def with_remedy(
+    trunk_rate: optax.ScalarOrSchedule,
+    expert_rate: optax.ScalarOrSchedule,
+    remedy: Remedy,
+    *,
+    amsgrad: bool = False,
+    clip: float = math.inf,
+) -> Optimizers:
+    """Optimisers of trunk and experts, over all parameters as one vector: the same figures with fewer operations.
+
+    Args:
+      trunk_rate, expert_rate: step sizes, or their schedules by update count.
+      remedy: against staleness.
+      amsgrad: instead of Adam. clip: bound on the norm of a gradient.
+    """
+
+    adam: Callable[..., optax.GradientTransformation] = optax.scale_by_amsgrad if amsgrad else optax.scale_by_adam
+    if remedy.yields:
+        adam = functools.partial(scale_by_stale_adam, amsgrad=amsgrad)
+
+    def made(rate: optax.ScalarOrSchedule, power: float) -> optax.GradientTransformation:
+        return optax.flatten(
+            optax.chain(
+                optax.identity() if math.isinf(clip) else optax.clip_by_global_norm(clip),
+                adam(b1=remedy.momentum),
+                optax.scale_by_learning_rate(rate),
+                optax.scale(remedy.step_size),
+                scale_by_staleness(power) if power else optax.identity(),
+            )
+        )
+
+    trunk = made(trunk_rate, remedy.trunk_power)
+    if remedy.compensation:
+        trunk = optax.chain(compensate_delay(remedy.compensation), trunk)
+    return Optimizers(trunk, made(expert_rate, remedy.expert_power))
 
 
 def image_stream(batch_size: int, *, seed: int, trainer: int) -> Iterator[mlp.Batch]:

@@ -21,6 +21,7 @@ from dmoe_jax.optim import (
     apply_average,
     compensate_delay,
     moshpit_average,
+    scale_by_stale_adam,
     scale_by_staleness,
     what_to_send,
     with_average,
@@ -55,6 +56,30 @@ def test_updates_are_divided_by_a_power_of_the_staleness(power: float, scale: fl
     jax.tree.map(np.testing.assert_array_equal, untold, plain)
     assert [leaf.dtype for leaf in jax.tree.leaves(stale)] == [jnp.float32, jnp.bfloat16]
     assert jax.tree.leaves(optimizer.init(params)[1]) == []
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_stale_gradients_get_no_momentum(amsgrad: bool) -> None:
+    """Fresh ones are Adam's to the bit; from staleness 1 on only the second moment counts; between, a mixture."""
+    params = {"a": jnp.ones(3), "b": jnp.ones(2, jnp.bfloat16)}
+    plain = (optax.scale_by_amsgrad if amsgrad else optax.scale_by_adam)()
+    ours = scale_by_stale_adam(amsgrad=amsgrad)
+    state, own_state = plain.init(params), ours.init(params)
+    assert jax.tree.structure(state) == jax.tree.structure(own_state)
+    for step in range(3):
+        grads = jax.tree.map(lambda leaf, step=step: leaf * (3.0 - 2 * step), params)
+        adam, state = jax.jit(plain.update)(grads, state, params)
+        told = [{"staleness": np.float32(s)} for s in (1, 7, 0.25)]
+        one, many, some = (jax.jit(ours.update)(grads, own_state, params, **each)[0] for each in told)
+        fresh, own_state = jax.jit(ours.update)(grads, own_state, params)
+        jax.tree.map(np.testing.assert_array_equal, fresh, adam)
+        jax.tree.map(np.testing.assert_array_equal, one, many)
+        jax.tree.map(np.testing.assert_array_equal, own_state, state)
+        np.testing.assert_allclose(some["a"], 0.75 * adam["a"] + 0.25 * one["a"], rtol=1e-6)
+        # Of the squares 9, 1, 1 the corrected mean, of which amsgrad keeps the largest so far.
+        second = [9.0, 4.998, 3.664][step] if not amsgrad else 9.0
+        np.testing.assert_allclose(one["a"], grads["a"] / np.sqrt(second), rtol=1e-3)
+    assert jax.tree.leaves(one)[1].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("value", [-0.5, float("inf"), float("nan")])

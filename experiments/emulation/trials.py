@@ -1,0 +1,204 @@
+"""Emulated trainings of one setting and one seed, and many of them side by side."""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dmoe_jax.emulator import DenseEmulator, Emulator, draw_order, draw_turns, exponential_delays, with_fresh_experts
+from experiments.emulation.dense import DenseProblem, dense_mnist
+from experiments.emulation.problems import Problem, Remedy, keys_of, mnist, transformer_xl
+from experiments.emulation.released_gate import released_gate
+from experiments.emulation.swarm import train_swarm
+from experiments.processes import HelperProcess, open_helpers
+
+_STEPS_ROUNDING = 32
+"""Batches of a trainer are given in multiples of this, so that seeds share compiled programs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One training. JSON carries it to another process.
+
+    Attributes:
+      label: the setting's name; seeds of one setting share it. seed: of parameters, batches, delays and failures.
+      problem: "mnist", "mnist-dense" or "transformer-xl".
+      sizes: arguments of the problem.
+      gate: of the mixtures: "trained" product keys, or the "frozen" gate of the authors' emulator.
+      num_trainers, num_updates: of the swarm. num_points: evaluations, evenly spread.
+      delay_s: mean of the exponential delay of a call. An order knows no unit: what counts is who overtakes whom.
+      failure_rate: share of failing calls.
+      in_swarm: whether the simulated swarm itself is trained, which takes much longer; without evaluations.
+      fresh_experts: whether calls are computed at the end of their step, so that no expert is stale.
+      remedy: arguments of `Remedy`.
+    """
+
+    label: str
+    seed: int
+    problem: str
+    sizes: dict[str, Any]
+    gate: str = "trained"
+    num_trainers: int
+    num_updates: int
+    num_points: int = 10
+    delay_s: float = 0.125
+    failure_rate: float = 0.0
+    in_swarm: bool = False
+    fresh_experts: bool = False
+    remedy: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def setting(self) -> str:
+        """What two trials with one compiled program have in common."""
+        same = ("problem", "sizes", "gate", "num_trainers", "num_updates", "remedy")
+        return json.dumps({name: getattr(self, name) for name in same}, sort_keys=True)
+
+
+def run_trials(trials: Sequence[Trial], *, num_jobs: int, on_done: Callable[[Trial, dict[str, Any]], None]) -> None:
+    """Run these in `num_jobs` processes, and tell of each when it is done.
+
+    Raises:
+      HelperFailed: a process ended too early.
+    """
+    waiting = list(trials)
+    jobs = max(1, min(num_jobs, len(waiting)))
+
+    def work(helper: HelperProcess) -> Iterator[tuple[Trial, dict[str, Any]]]:
+        while waiting:
+            trial = waiting.pop(0)
+            yield trial, helper.ask(**dataclasses.asdict(trial))
+
+    with open_helpers("experiments.emulation.worker", [{"number": i, "jobs": jobs} for i in range(jobs)]) as helpers:
+        pool = ThreadPoolExecutor(jobs)
+        streams = [work(helper) for helper in helpers]
+        try:
+            running = {pool.submit(next, stream, None): stream for stream in streams}
+            while running:
+                done = next(as_completed(running))
+                stream = running.pop(done)
+                if (answer := done.result()) is not None:
+                    running[pool.submit(next, stream, None)] = stream
+                    on_done(*answer)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def run_trial(trial: Trial) -> dict[str, Any]:
+    """Train.
+
+    Returns: `points`, a list of {step, loss (mean over the updates since the last point), validation_loss, and metrics
+      such as accuracy}; and `trunk_staleness`, `expert_staleness`, means over the run, if there are experts.
+    """
+    if trial.problem == "mnist-dense":
+        return _run_dense(trial)
+    problem, emulator = _compiled(trial.setting())
+    num_updates = trial.num_updates
+    if trial.in_swarm:
+        return _run_swarm(trial, problem, emulator)
+    order = draw_order(
+        num_updates=num_updates,
+        num_trainers=trial.num_trainers,
+        num_layers=emulator.num_layers,
+        num_pairs=problem.batch_size * emulator.k_best,
+        delay=exponential_delays(trial.delay_s),
+        failure_rate=trial.failure_rate,
+        seed=trial.seed,
+    )
+    if trial.fresh_experts:
+        order = with_fresh_experts(order)
+    data = jax.tree.map(
+        jax.numpy.asarray, problem.data(trial.num_trainers, steps=_rounded(order.steps), seed=trial.seed)
+    )
+    state = emulator.init(*keys_of(trial.seed), data, num_updates=num_updates)
+    points, done, began = [], 0, 0
+    for step in _steps_of_points(trial):
+        end = int(order.updates[step - 1]) + 1
+        state = emulator.run(state, order, data, start=began, stop=end)
+        (evaluation,) = emulator.evaluate(state, problem.evaluation)
+        losses = np.asarray(state.totals.losses)[done:step]
+        points.append(_point(step, losses, evaluation.loss, evaluation.metrics))
+        done, began = step, end
+    totals = state.totals
+    calls = max(1, int(totals.calls))
+    return {
+        "points": points,
+        "trunk_staleness": float(np.asarray(totals.trunk_staleness).mean()),
+        "expert_staleness": int(totals.expert_staleness) / calls,
+        "rejected": int(totals.rejected),
+    }
+
+
+def _run_swarm(trial: Trial, problem: Problem, emulator: Emulator) -> dict[str, Any]:
+    # A trainer that is lucky takes at most twice its share of the steps, and a few more at the beginning.
+    steps = 2 * trial.num_updates // trial.num_trainers + 32
+    swarm = train_swarm(
+        problem,
+        emulator,
+        problem.data(trial.num_trainers, steps=steps, seed=trial.seed),
+        num_updates=trial.num_updates,
+        delay_s=trial.delay_s,
+        failure_rate=trial.failure_rate,
+        seed=trial.seed,
+    )
+    ends = _steps_of_points(trial)
+    parts = zip([0, *ends[:-1]], ends, strict=True)
+    return {"points": [{"step": end, "loss": float(np.nanmean(swarm.losses[first:end]))} for first, end in parts]}
+
+
+def _run_dense(trial: Trial) -> dict[str, Any]:
+    problem, emulator = _compiled_dense(trial.setting())
+    turns = draw_turns(
+        num_updates=trial.num_updates,
+        num_trainers=trial.num_trainers,
+        delay=exponential_delays(trial.delay_s),
+        seed=trial.seed,
+    )
+    steps = _rounded(int(np.bincount(turns).max()))
+    data = jax.tree.map(jnp.asarray, problem.data(trial.num_trainers, steps=steps, seed=trial.seed))
+    state = emulator.init(problem.init(keys_of(trial.seed)[0]), num_updates=trial.num_updates)
+    points, done = [], 0
+    for step in _steps_of_points(trial):
+        state = emulator.run(state, turns[done:step], data)
+        loss, accuracy = problem.evaluate(state.params)
+        points.append(_point(step, np.asarray(state.losses)[done:step], loss, {"accuracy": accuracy}))
+        done = step
+    return {"points": points, "rejected": int(np.isnan(np.asarray(state.losses)).sum())}
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled(setting: str) -> tuple[Problem, Emulator]:
+    wanted = json.loads(setting)
+    sizes, remedy = dict(wanted["sizes"]), Remedy(**wanted["remedy"])
+    sizes["grid_size"] = tuple(sizes["grid_size"])
+    if wanted["problem"] == "mnist":
+        router = released_gate(sizes["grid_size"]) if wanted["gate"] == "frozen" else None
+        problem = mnist(**sizes, router=router, remedy=remedy)
+    else:
+        problem = transformer_xl(**sizes, num_updates=wanted["num_updates"], remedy=remedy)
+    return problem, problem.emulator(wanted["num_trainers"])
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_dense(setting: str) -> tuple[DenseProblem, DenseEmulator]:
+    wanted = json.loads(setting)
+    problem = dense_mnist(**wanted["sizes"], remedy=Remedy(**wanted["remedy"]))
+    return problem, DenseEmulator(problem.loss, optimizer=problem.optimizer, num_trainers=wanted["num_trainers"])
+
+
+def _steps_of_points(trial: Trial) -> list[int]:
+    return [math.ceil(trial.num_updates * (i + 1) / trial.num_points) for i in range(trial.num_points)]
+
+
+def _rounded(steps: int) -> int:
+    return -(-steps // _STEPS_ROUNDING) * _STEPS_ROUNDING
+
+
+def _point(step: int, losses: np.ndarray, validation_loss: float, metrics: Any) -> dict[str, Any]:
+    return {"step": step, "loss": float(np.nanmean(losses)), "validation_loss": validation_loss, **metrics}

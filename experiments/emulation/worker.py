@@ -1,0 +1,25 @@
+"""A process that runs one trial after another; see `trials.run_trials`."""
+
+import os
+from typing import Any
+
+from dmoe_jax.cli.common import set_up_jax
+from experiments.processes import orders, run_helper, say
+
+
+async def work(number: int, jobs: int) -> None:
+    """Take this process's share of the cores, and run what is ordered."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[number::jobs] or cores)
+    set_up_jax()
+    from experiments.emulation.trials import Trial, run_trial  # JAX counts the cores when it is loaded
+
+    say(ready=True)
+    async for order in orders():
+        answer: dict[str, Any] = run_trial(Trial(**order))
+        say(**answer)
+
+
+if __name__ == "__main__":
+    run_helper(work)

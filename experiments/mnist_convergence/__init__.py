@@ -1,0 +1,1 @@
+"""Convergence under latency on MNIST: Learning@home's figure 5."""

@@ -1,0 +1,38 @@
+"""What the command line of this experiment can ask for."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from experiments.bench import ResumableSettings
+
+Gate = Literal["trained", "frozen", "both"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MnistSettings(ResumableSettings):
+    """Learning@home's figure 5: how mixtures and a dense model learn MNIST under latency and failures."""
+
+    quick: bool = False
+    """Two seeds, a quarter of the updates, and 256 experts with trained gates and the dense model at 1000 ms alone."""
+    seeds: int = 5
+    """Each setting is trained with so many."""
+    seed: int = 0
+    """The first of them."""
+    size: Literal["laptop", "paper"] = "laptop"
+    """Width: an expert of 16 against a dense model of 32, or the paper's 512 against 1,024, for a GPU."""
+    updates: int | None = None
+    """Of the trunk. Default: 2,000; in the paper's width 20,480."""
+    experts: tuple[Literal[64, 256, 4096], ...] = (64, 256, 4096)
+    """Mixtures by their experts in all four layers."""
+    gate: Gate = "both"
+    """Trained product keys, the frozen random gate of the authors' program, or both."""
+    jobs: int = 2
+    """Trainings at a time, each in a process on its share of the cores."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least(1, "seeds", "jobs")
+        self.require_at_least(0, "seed")
+        self.require_at_least(100, "updates")
+        if not self.experts:
+            raise ValueError("--experts needs one number at least, got none")

@@ -1,0 +1,1 @@
+"""What asynchrony costs a mixture of experts, and what wins some of it back."""

@@ -1,0 +1,90 @@
+"""The rows of the table, as trials."""
+
+import dataclasses
+from typing import Any
+
+from experiments.emulation.trials import Trial
+from experiments.staleness.settings import StalenessSettings
+
+ONE, ONE_DEFAULT, TRUNK, PLAIN, DEFAULT = (
+    "one trainer",
+    "one trainer, default",
+    "stale trunk",
+    "stale trunk and experts",
+    "default: scaled by (1 + s)^-1/2, stale gradients without first moment",
+)
+FAILING, FAILING_DEFAULT = "10 % failures", "10 % failures, default"
+SWARM_PLAIN, SWARM_DEFAULT = "simulated swarm", "simulated swarm, default"
+
+_NOTHING: dict[str, float] = {"trunk_power": 0.0, "expert_power": 0.0, "yields": False}
+_SCALED: dict[str, float] = {"yields": False}
+_REMEDIES: dict[str, dict[str, float]] = {
+    "trunk scaled by (1 + s)^-1/2": {**_SCALED, "expert_power": 0.0},
+    "experts scaled by (1 + s)^-1/2": {**_SCALED, "trunk_power": 0.0},
+    "both scaled by (1 + s)^-1/2": _SCALED,
+    "both scaled by (1 + s)^-1": {**_SCALED, "trunk_power": 1.0, "expert_power": 1.0},
+    "no first moment at all": {**_NOTHING, "momentum": 0.0},
+    "both scaled by (1 + s)^-1/2, no first moment at all": {**_SCALED, "momentum": 0.0},
+    "step sizes divided by 2": {**_NOTHING, "step_size": 0.5},
+    "step sizes divided by 4": {**_NOTHING, "step_size": 0.25},
+    "step sizes divided by 4, no first moment at all": {**_NOTHING, "step_size": 0.25, "momentum": 0.0},
+    "both scaled by (1 + s)^-1/2, trunk compensated (DC-ASGD)": {**_SCALED, "compensation": 1.0},
+}
+
+
+def all_trials(settings: StalenessSettings) -> list[Trial]:
+    """What the settings ask for; the seeds of a row stand together."""
+    problems = ("mnist", "transformer-xl") if settings.problem == "both" else (settings.problem,)
+    if settings.quick and settings.problem == "both":
+        problems = ("mnist",)
+    count = min(settings.seeds, 2) if settings.quick else settings.seeds
+    seeds = range(settings.seed, settings.seed + count)
+    rows = [row for problem in problems for row in _rows(problem, settings)]
+    return [dataclasses.replace(row, seed=seed) for row in rows for seed in seeds]
+
+
+def _rows(problem: str, settings: StalenessSettings) -> list[Trial]:
+    is_mnist = problem == "mnist"
+    updates = settings.updates if is_mnist else 2 * settings.updates
+    sizes: dict[str, Any] = {"grid_size": (2, 4)}
+    if is_mnist:
+        sizes = {"d_model": 32, "grid_size": (8, 8), "num_evaluated": 2000}
+    if settings.quick:
+        updates = min(updates, 256)
+        if is_mnist:
+            sizes |= {"d_model": 16, "grid_size": (4, 4)}
+    plain = Trial(
+        label=PLAIN,
+        seed=0,
+        problem=problem,
+        sizes=sizes,
+        num_trainers=settings.trainers,
+        num_updates=updates,
+        num_points=8,
+        remedy=_NOTHING,
+    )
+
+    def row(label: str, **changes: Any) -> Trial:
+        return dataclasses.replace(plain, label=label, **changes)
+
+    rows = [
+        row(ONE, num_trainers=1),
+        row(ONE_DEFAULT, num_trainers=1, remedy={}),
+        row(TRUNK, fresh_experts=True),
+        plain,
+        row(DEFAULT, remedy={}),
+    ]
+    if settings.quick:
+        return rows
+    rows += [row(FAILING, failure_rate=0.1), row(FAILING_DEFAULT, failure_rate=0.1, remedy={})]
+    rows += [row(label, remedy=remedy) for label, remedy in _REMEDIES.items()]
+    if settings.many_trainers:
+        many = {"num_trainers": settings.many_trainers, "num_updates": 2 * updates}
+        rows += [
+            row(f"{settings.many_trainers} trainers", **many),
+            row(f"{settings.many_trainers} trainers, default", **many, remedy={}),
+            row("one trainer, as many updates", num_trainers=1, num_updates=2 * updates),
+        ]
+    if settings.swarm and is_mnist:
+        rows += [row(SWARM_PLAIN, in_swarm=True), row(SWARM_DEFAULT, in_swarm=True, remedy={})]
+    return rows
