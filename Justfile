@@ -33,3 +33,15 @@ bench *ARGS:
     python -m experiments.sim_scale {{ARGS}}
     python -m experiments.moe_overhead {{ARGS}}
     python -m experiments.throughput_vs_latency {{ARGS}}
+
+# the experiments behind the papers' figures, in one report beside the papers' numbers; --quick: under 15 minutes on two cores
+paper *ARGS:
+    python -m experiments.paper {{ARGS}}
+
+# the same, and the report becomes the one in the repository
+commit-paper *ARGS:
+    python -m experiments.paper --copy-to experiments/report {{ARGS}}
+
+# the next measurement that waits for a GPU, in at most ten minutes; --list shows them, --all runs one after the other
+gpu *ARGS:
+    python -m experiments.gpu {{ARGS}}

@@ -1,0 +1,12 @@
+"""`python -m experiments.paper`: the papers' figures and ours in one report."""
+
+from functools import partial
+
+from experiments.bench import run_experiment
+from experiments.paper.settings import PaperSettings
+
+NAME = "paper"
+main = partial(run_experiment, PaperSettings, f"experiments.{NAME}.measurement:EXPERIMENT", name=NAME, uses_jax=False)
+
+if __name__ == "__main__":
+    main()

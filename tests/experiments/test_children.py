@@ -1,0 +1,89 @@
+"""Experiments that run as processes of another one."""
+
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.children import is_resumable, prepare_folder, run_child
+
+CHILD = """
+import json, signal, sys, time
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("progress", file=sys.stderr, flush=True)
+if "wait" in sys.argv:
+    try:
+        time.sleep(60)
+    finally:
+        print("ended in order", file=sys.stderr)
+if "fail" in sys.argv:
+    sys.exit("the disk is full\\n")
+print("a line for readers")
+print(json.dumps({"figure": 1}))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module `child`, as small as can be, which processes find."""
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_headline_is_the_last_line_and_errors_pass_through(capfd: pytest.CaptureFixture[str]) -> None:
+    """Standard output is kept, standard error is shown."""
+    ended = run_child(["child"])
+    assert (ended.status, ended.headline, ended.failure, ended.was_cut) == (0, {"figure": 1}, "", False)
+    assert capfd.readouterr() == ("", "progress\n")
+
+
+def test_failure_is_its_last_line() -> None:
+    """And there are no figures."""
+    ended = run_child(["child", "fail"])
+    assert (ended.status, ended.headline, ended.failure) == (1, None, "the disk is full")
+
+
+def test_child_is_told_to_end_at_its_limit() -> None:
+    """By a signal, which it did not handle: the status says which."""
+    ended = run_child(["child", "wait"], limit_s=2.0)
+    assert ended.was_cut
+    assert ended.status == -15
+
+
+def test_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the grace."""
+    monkeypatch.setattr("experiments.children.END_GRACE_S", 0.2)
+    assert run_child(["child", "wait", "stubborn"], limit_s=2.0).status == -9
+
+
+def test_interrupt_ends_the_child() -> None:
+    """Nothing of it is left when the interrupt arrives at the caller."""
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_child(["child", "wait"])
+    assert time.monotonic() - began < 30
+
+
+def test_folder_is_gone_on_with_only_where_that_is_possible(tmp_path: Path) -> None:
+    """transformer_xl knows --resume, layer_cost does not, and neither can go on in a folder without settings."""
+    assert is_resumable("transformer_xl")
+    assert not is_resumable("layer_cost")
+    assert not is_resumable("no_such_experiment")
+    out = tmp_path / "run"
+    for config, resumes in ((None, False), ({}, True)):
+        out.mkdir()
+        (out / "left_behind").write_text("")
+        if config is not None:
+            (out / "config.json").write_text(json.dumps(config))
+        flags = ["--out", str(out)]
+        assert prepare_folder("transformer_xl", out) == flags + (["--resume"] if resumes else [])
+        assert out.exists() == resumes
+    assert prepare_folder("layer_cost", out) == ["--out", str(out)]
+    assert not out.exists()
