@@ -52,8 +52,8 @@ EXPERIMENTS: Mapping[str, PaperExperiment] = {
     ),
     "staleness": PaperExperiment(
         figure="what asynchrony costs, and what wins it back",
-        claim="Nearly all that asynchrony costs is staleness of the experts, and the default remedies win at least half of "
-        "it back.",
+        claim="Nearly all that asynchrony costs is staleness of the experts, and the default remedies win at least "
+        "half of it back.",
         quick_minutes=2.5,
     ),
     "emulation": PaperExperiment(
