@@ -226,11 +226,11 @@ def _report(run: Run[S], experiment: Experiment[S]) -> Result | None:
     result = experiment.summarise(run)
     if result is None:
         return None
-    run.log("headline", **plain(result.headline))
     bars = [
         {"name": bar.name, "bar": str(bar), "met": bar.is_met_by(result.figures.get(bar.name))} for bar in result.bars
     ]
     run.log("bars", bars=bars)
+    run.log("headline", **plain(result.headline))
     picture = None if experiment.draw is None else experiment.draw(run, result)
     if picture is not None:
         with replaced_file(run.folder.path / FIGURE) as temporary:

@@ -140,6 +140,7 @@ def test_one_trainer_is_one_jit() -> None:
     assert int(state.totals.load.sum()) == steps * 2 * BATCH * CONFIG.k_best
 
 
+@pytest.mark.slow
 def test_seeds_side_by_side() -> None:
     """Several seeds of one order give what each gives alone, and evaluations are those of the model in one jit."""
     emulator, updates = make_emulator(2), 6

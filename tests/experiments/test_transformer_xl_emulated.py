@@ -57,6 +57,7 @@ def whole_run() -> tuple[EmulatedDmoe, list[StepRecord]]:
     return engine, train(engine, 100)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted(
     whole_run: tuple[EmulatedDmoe, list[StepRecord]], tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted(
     assert evaluate(whole) == evaluate(resumed)
 
 
+@pytest.mark.slow
 def test_its_figures_are_those_of_the_setting(whole_run: tuple[EmulatedDmoe, list[StepRecord]]) -> None:
     """Every update is reported once, four trainers at work make it three updates stale, a fifth of the calls fail."""
     engine, records = whole_run
