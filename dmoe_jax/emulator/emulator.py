@@ -99,7 +99,10 @@ class Emulator:
         if several and self._rows:
             raise ValueError("several seeds need rows=False: who serves which rows differs from seed to seed")
         batch = jax.tree.map(lambda leaf: np.asarray(leaf[(0,) * (2 + several)]), data)
-        return cast(SwarmState, self._inits[several](trunk_key, expert_key, batch, num_updates))
+        # Not under `jit`: a model's `init` may look at arrays, such as those of a router that it tries.
+        trunks = [self.stages.model.init(key) for key in (trunk_key if several else [trunk_key])]
+        trunk = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trunks) if several else trunks[0]
+        return cast(SwarmState, self._inits[several](trunk, expert_key, batch, num_updates))
 
     def run(
         self, state: SwarmState, order: EventOrder, data: Data, *, start: int = 0, stop: int | None = None
@@ -167,15 +170,12 @@ class Emulator:
         figures = {"loss": outcome.loss if outcome.reported is None else outcome.reported, **(outcome.metrics or {})}
         return figures, outcome.items, outcome.state
 
-    def _init_seeds(self, trunk_key: Any, expert_key: Any, one: Data, num_updates: int) -> SwarmState:
-        return jax.vmap(lambda trunk, experts: self._init_swarm(trunk, experts, one, num_updates))(
-            trunk_key, expert_key
-        )
+    def _init_seeds(self, trunk: PyTree, expert_key: Any, one: Data, num_updates: int) -> SwarmState:
+        return jax.vmap(lambda own, key: self._init_swarm(own, key, one, num_updates))(trunk, expert_key)
 
-    def _init_swarm(self, trunk_key: Any, expert_key: Any, one: Data, num_updates: int) -> SwarmState:
+    def _init_swarm(self, trunk: PyTree, expert_key: Any, one: Data, num_updates: int) -> SwarmState:
         params, opt_state = self._init_experts(expert_key)
         experts = self.num_layers * self.num_cells
-        trunk = self.stages.model.init(trunk_key)
         return SwarmState(
             step=jnp.int32(0),
             params=trunk,
