@@ -99,8 +99,8 @@ class OptimizerOptions:
     weight_decay: float = 0.0
     """L2 penalty on the trunk's parameters, added to their gradients before Adam."""
     staleness_power: float = 0.5
-    """An update is divided by (1 + s) to this power, s being the trunk's updates since its parameters were read; 0:
-    never. That of the experts is their nodes' own."""
+    """An update is divided by (1 + s) to this power, s being the trunk's updates since its parameters were read,
+    and stale ones get no momentum; 0: plain Adam. That of the experts is their nodes' own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,7 @@ class _Setting(NamedTuple):
 
 
 async def _train(problem: Problem, emulator: Emulator, data: Data, setting: _Setting) -> SwarmRun:
-    num_updates, delay_s, failure_rate, seed, record = setting
+    num_updates, delay_s, _, seed, record = setting
     trunk_key, expert_key = keys_of(seed)
     layers = emulator.stages.layers
     prefixes, grid_size = [layer.prefix for layer in layers], layers[0].router.grid_size
@@ -138,12 +138,7 @@ async def _train(problem: Problem, emulator: Emulator, data: Data, setting: _Set
             backends,
             num_nodes=_NODES,
             seed=seed,
-            faults=FaultPlan(
-                rates={Fault.LATE: 1 - failure_rate, Fault.HANG: failure_rate},
-                late_mean_s=delay_s,
-                methods=("expert.forward", "expert.backward"),
-                seed=seed,
-            ),
+            faults=_faults(setting),
             config=_NODE_CONFIG,
             through=(lambda caller: caller) if recorder is None else recorder.caller,
         )
@@ -157,6 +152,16 @@ async def _train(problem: Problem, emulator: Emulator, data: Data, setting: _Set
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(backends[str(uid)].params for uid in uids))
     losses = np.array([step.loss for step in sorted(records, key=lambda step: step.step)])
     return SwarmRun(order, losses, trunk.params, stacked, wall_s, num_updates - first_timed)
+
+
+def _faults(setting: _Setting) -> FaultPlan:
+    """Every call is late, or never answered."""
+    return FaultPlan(
+        rates={Fault.LATE: 1 - setting.failure_rate, Fault.HANG: setting.failure_rate},
+        late_mean_s=setting.delay_s,
+        methods=("expert.forward", "expert.backward"),
+        seed=setting.seed,
+    )
 
 
 def _backend(emulator: Emulator, key: PRNGKeyArray, uid: ExpertUid) -> ExpertBackend:

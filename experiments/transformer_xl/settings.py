@@ -69,7 +69,8 @@ class TrainingSettings(ResumableSettings):
     failure_rate: float = 0.1
     """Share of the expert calls in a simulated swarm that are never answered."""
     staleness_power: float = 0.5
-    """An update of trunk or experts is divided by (1 + its staleness) to this power; 0: never."""
+    """An update of trunk or experts is divided by (1 + its staleness) to this power, and stale ones get no
+    momentum; 0: plain Adam."""
     concurrency: int | None = None
     """Simulated trainers at work at once; the others wait for their turn. Default: all. With 1 nothing is stale."""
     step_size: float = 1.0
