@@ -100,7 +100,7 @@ class DenseEmulator:
 
     def _run(self, state: DenseState, turns: Any, data: Data) -> DenseState:
         def one(state: DenseState, trainer: Any) -> tuple[DenseState, None]:
-            batch, keys = at(tuple(data), (trainer, state.row[trainer]))
+            batch, keys = jax.tree.map(lambda leaf: leaf[trainer, state.row[trainer]], tuple(data))
             read = at(state.read, trainer)
             loss, grads = self._value_and_grad(read, batch, keys)
             finite = jnp.isfinite(loss) & is_finite(jax.tree.map(jnp.zeros_like, grads), grads)

@@ -22,12 +22,13 @@ import optax
 from jaxtyping import Key, PRNGKeyArray
 
 from dmoe_jax.emulator.data import Data
-from dmoe_jax.emulator.expert_side import ExpertSide, pairs_of
-from dmoe_jax.emulator.loop import Handler, run_events
+from dmoe_jax.emulator.expert_side import ExpertSide, LayerState, pairs_of
+from dmoe_jax.emulator.loop import Handler, run_events, small_operations
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder, num_stages
 from dmoe_jax.emulator.stages import LayerInput, Mixed, ModelMaker, ModelStages
-from dmoe_jax.emulator.state import Calls, Events, Experts, SwarmState, Totals, Trainers
+from dmoe_jax.emulator.state import Calls, Events, Experts, SwarmState, Totals, Trainers, at
 from dmoe_jax.emulator.trainer_side import TrainerSide
+from dmoe_jax.emulator.waves import Waves, cut_into_waves
 from dmoe_jax.mixture.local import init_experts, init_opt_states
 from dmoe_jax.model import Evaluation
 from dmoe_jax.node.backend import buckets_up_to
@@ -80,8 +81,12 @@ class Emulator:
         self._trainers = TrainerSide(self.stages, optimizer)
         self._rows = rows
         self._differentiable = [i for i, spec in enumerate(self.expert.inputs) if spec.differentiable]
-        seeds = (0, 0, None, None)
-        self._runs = jax.jit(self._run, donate_argnums=0), jax.jit(jax.vmap(self._run, seeds), donate_argnums=0)
+        of_seeds = jax.vmap(functools.partial(self._run, skips=False), (0, 0, None, None))
+        options = small_operations()
+        self._runs = (
+            jax.jit(functools.partial(self._run, skips=True), donate_argnums=0, compiler_options=options),
+            jax.jit(of_seeds, donate_argnums=0, compiler_options=options),
+        )
         self._inits = jax.jit(self._init_swarm, static_argnums=3), jax.jit(self._init_seeds, static_argnums=3)
         self._evaluations = jax.jit(self._evaluate), jax.jit(jax.vmap(self._evaluate, (0, None, 0)))
 
@@ -114,7 +119,7 @@ class Emulator:
             there are batches.
         """
         several = state.step.ndim == 1
-        pairs = math.prod(state.trainers.calls.chosen.shape[-2:])
+        pairs = math.prod(state.trainers.calls[0].chosen.shape[-2:])
         expected = (self.num_trainers, self.num_layers, pairs)
         given = (order.num_trainers, order.num_layers, order.num_pairs)
         if given != expected:
@@ -126,9 +131,9 @@ class Emulator:
         data = jax.tree.map(jnp.asarray, data)
         end = len(order.kind) if stop is None else stop
         for first in range(start, end, _CHUNK):
-            count = min(_CHUNK, end - first)
-            events = Events(*(_padded(getattr(order, name)[first : first + count]) for name in Events._fields))
-            state = jax.block_until_ready(self._runs[several](state, data, events, count))
+            last = min(first + _CHUNK, end)
+            waves, count = cut_into_waves(order, first, last, num_cells=self.num_cells, length=_CHUNK)
+            state = jax.block_until_ready(self._runs[several](state, data, waves, count))
         return state
 
     def evaluate(self, state: SwarmState, batches: Iterable[Any]) -> list[Evaluation]:
@@ -145,7 +150,7 @@ class Emulator:
                 carried = self.stages.model.initial_state(batch)
                 if several:
                     carried = jax.tree.map(lambda leaf: jnp.stack([leaf] * len(state.step)), carried)
-            figures, count, carried = self._evaluations[several]((state.params, state.experts.params), batch, carried)
+            figures, count, carried = self._evaluations[several]((state.params, state.expert_params), batch, carried)
             counted = int(np.ravel(count)[0])
             items += counted
             for name, value in figures.items():
@@ -162,11 +167,10 @@ class Emulator:
             for seed, loss in enumerate(losses)
         ]
 
-    def _evaluate(self, params: tuple[PyTree, PyTree], batch: Any, carried: PyTree) -> tuple[dict[str, Any], Any, Any]:
-        trunk, stacked = params
-        split = jax.tree.map(lambda leaf: leaf.reshape(self.num_layers, self.num_cells, *leaf.shape[1:]), stacked)
-        experts = [jax.tree.map(lambda leaf, layer=layer: leaf[layer], split) for layer in range(self.num_layers)]
-        outcome, _ = self.stages.routed(trunk, experts, jax.tree.map(jnp.asarray, batch), carried)
+    def _evaluate(
+        self, params: tuple[PyTree, Sequence[PyTree]], batch: Any, carried: PyTree
+    ) -> tuple[dict[str, Any], Any, Any]:
+        outcome, _ = self.stages.routed(*params, jax.tree.map(jnp.asarray, batch), carried)
         figures = {"loss": outcome.loss if outcome.reported is None else outcome.reported, **(outcome.metrics or {})}
         return figures, outcome.items, outcome.state
 
@@ -174,29 +178,31 @@ class Emulator:
         return jax.vmap(lambda own, key: self._init_swarm(own, key, one, num_updates))(trunk, expert_key)
 
     def _init_swarm(self, trunk: PyTree, expert_key: Any, one: Data, num_updates: int) -> SwarmState:
-        params, opt_state = self._init_experts(expert_key)
-        experts = self.num_layers * self.num_cells
         return SwarmState(
             step=jnp.int32(0),
             params=trunk,
             opt_state=self.optimizer.init(trunk),
-            experts=Experts(params, opt_state, jnp.zeros(experts, jnp.int32)),
+            experts=tuple(self._init_experts(expert_key, layer.prefix) for layer in self.stages.layers),
             trainers=self._init_trainers(trunk, one),
             totals=Totals(
                 losses=jnp.full(num_updates, jnp.nan, jnp.float32),
-                trunk_staleness=jnp.zeros(num_updates, jnp.int32),
-                expert_staleness=jnp.int32(0),
-                calls=jnp.int32(0),
-                load=jnp.zeros(experts, jnp.int32),
+                staleness=jnp.zeros(num_updates, jnp.int32),
                 rejected=jnp.int32(0),
             ),
         )
 
-    def _init_experts(self, key: PRNGKeyArray) -> tuple[PyTree, PyTree]:
-        grid_size = self.router.grid_size
-        layers = [init_experts(key, self.expert, layer.prefix, grid_size) for layer in self.stages.layers]
-        params = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *layers)
-        return params, () if self.expert_optimizer is None else init_opt_states(self.expert_optimizer, params)
+    def _init_experts(self, key: PRNGKeyArray, prefix: str) -> Experts:
+        params = init_experts(key, self.expert, prefix, self.router.grid_size)
+        zeros, zero = jnp.zeros(self.num_cells, jnp.int32), jnp.int32(0)
+        return Experts(
+            params=params,
+            opt_state=() if self.expert_optimizer is None else init_opt_states(self.expert_optimizer, params),
+            updates=zeros,
+            load=zeros,
+            staleness=zero,
+            calls=zero,
+            rejected=zero,
+        )
 
     def _init_trainers(self, trunk: PyTree, one: Data) -> Trainers:
         """Zeros of the shapes that one step has, for every trainer; only the states mean something."""
@@ -205,37 +211,38 @@ class Emulator:
         def shapes() -> tuple[Any, ...]:
             mixed: list[Mixed] = []
             reached: list[LayerInput] = []
-            calls: list[tuple[Any, ...]] = []
+            calls: list[Calls] = []
             for layer in range(self.num_layers):
                 there = self.stages.reach(layer, trunk, one.batches, state, one.keys, mixed)
                 indices, wanted = self.router.select(there.scores, self.k_best)
                 outputs = jnp.zeros((*wanted.shape, *self.expert.output.shape), self.expert.output.dtype)
+                integers = jnp.zeros(wanted.shape, jnp.int32)
                 mixed.append(self.stages.mix(layer, indices, wanted, outputs, there))
                 reached.append(there)
-                calls.append((there.inputs, indices, wanted, outputs))
+                calls.append(
+                    Calls(
+                        inputs=there.inputs,
+                        chosen=integers,
+                        indices=indices,
+                        wanted=wanted,
+                        answered=wanted,
+                        outputs=outputs,
+                        seen=integers,
+                        output_grads=outputs,
+                        input_grads=tuple(there.inputs[i] for i in self._differentiable),
+                    )
+                )
             return mixed, reached, calls, self.stages.finish(trunk, one.batches, state, one.keys, mixed)
 
         mixed, reached, calls, finished = jax.eval_shape(shapes)
-        inputs, indices, wanted, outputs = jax.tree.map(lambda *leaves: _stacked(leaves), *calls)
         zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
-        integers: Any = jnp.zeros(wanted.shape, jnp.int32)
         one_trainer = Trainers(
             params=zeros(trunk),
             read_at=jnp.int32(0),
             state=jax.tree.map(jnp.asarray, state),
             next_state=zeros(finished.state),
             row=jnp.int32(-1),
-            calls=Calls(
-                inputs=zeros(inputs),
-                chosen=integers,
-                indices=zeros(indices),
-                wanted=zeros(wanted),
-                answered=zeros(wanted),
-                outputs=zeros(outputs),
-                seen=integers,
-                output_grads=zeros(outputs),
-                input_grads=tuple(zeros(inputs[i]) for i in self._differentiable),
-            ),
+            calls=tuple(zeros(calls)),
             scores=tuple(zeros(there.scores) for there in reached),
             mixed=tuple(zeros(mixed)),
             mixed_grads=tuple(zeros(mixed)),
@@ -246,47 +253,65 @@ class Emulator:
         )
         return jax.tree.map(lambda leaf: jnp.tile(leaf, (self.num_trainers,) + (1,) * jnp.ndim(leaf)), one_trainer)
 
-    def _run(self, state: SwarmState, data: Data, events: Events, count: Any) -> SwarmState:
-        batch = state.trainers.calls.chosen.shape[-2]
+    def _run(self, state: SwarmState, data: Data, waves: Waves, count: Any, *, skips: bool) -> SwarmState:
+        """So many waves: in each one first the calls, those of each layer together, then the stages.
+
+        Args:
+          skips: whether calls that are part of another one cost nothing. Who they are differs from seed to seed.
+        """
+        call_handlers = self._call_handlers(state.trainers.calls[0].chosen.shape[1], skips)
+        stage_handlers: list[Handler] = [
+            (_is_kind(STAGE + stage), functools.partial(self._trainers.stage, stage, data))
+            for stage in range(num_stages(self.num_layers))
+        ]
+
+        def wave(number: Any, state: SwarmState) -> SwarmState:
+            last = waves.ends[number]
+            first = jnp.where(number > 0, waves.ends[number - 1], 0)
+            layers: list[LayerState] = []
+            place = jnp.int32(0)
+            for layer, events in enumerate(waves.calls):
+                own = state.experts[layer], state.trainers.calls[layer]
+                # A layer waits for the one before it. XLA would go through both at once, which is slower: it hands each
+                # small operation to another core and back.
+                begin = jnp.where(place < 0, 0, first[layer])
+                place, own = run_events(call_handlers, events, begin, last[layer], own)
+                layers.append(own)
+            experts, calls = zip(*layers, strict=True)
+            state = state._replace(experts=experts, trainers=state.trainers._replace(calls=calls))
+            return run_events(stage_handlers, waves.stages, first[-1], last[-1], state)[1]
+
+        return jax.lax.fori_loop(0, count, wave, state)
+
+    def _call_handlers(self, batch: int, skips: bool) -> list[Handler]:
         buckets = buckets_up_to(batch) if self._rows else (batch,)
         handlers: list[Handler] = []
 
-        def is_kind(kind: int) -> Callable[..., Any]:
-            return lambda event, state: event.kind == kind
-
         def is_call(kind: int, bucket: int) -> Callable[..., Any]:
-            def matches(event: Events, state: SwarmState) -> Any:
-                rows, _ = pairs_of(state.trainers.calls, event, forward=kind == FORWARD)
+            def matches(event: Events, layer: LayerState) -> Any:
+                rows, _ = pairs_of(at(layer[1], event.trainer), event, forward=kind == FORWARD)
                 needed = rows.any(axis=-1).sum()
                 smaller = 1 if bucket == buckets[0] else bucket // 2 + 1
                 return (event.kind == kind) & (needed >= smaller) & (needed <= bucket)
 
             return matches
 
-        if self._rows:
+        if skips:
 
-            def is_nobodys(event: Events, state: SwarmState) -> Any:
-                is_forward = event.kind == FORWARD
-                pairs = [pairs_of(state.trainers.calls, event, forward=forward)[0].any() for forward in (True, False)]
-                return (event.kind < STAGE) & jnp.logical_not(jnp.where(is_forward, pairs[0], pairs[1]))
+            def is_nobodys(event: Events, layer: LayerState) -> Any:
+                own = at(layer[1], event.trainer)
+                pairs = [pairs_of(own, event, forward=forward)[0].any() for forward in (True, False)]
+                return jnp.logical_not(jnp.where(event.kind == FORWARD, pairs[0], pairs[1]))
 
-            handlers.append((is_nobodys, lambda state, event: state))
+            handlers.append((is_nobodys, lambda layer, event: layer))
         for bucket in buckets:
             whole = len(buckets) == 1
             for kind, compute in ((FORWARD, self._experts.forward), (BACKWARD, self._experts.backward)):
                 handlers.append(
-                    (is_kind(kind) if whole else is_call(kind, bucket), functools.partial(compute, rows=bucket))
+                    (_is_kind(kind) if whole else is_call(kind, bucket), functools.partial(compute, rows=bucket))
                 )
-        for stage in range(num_stages(self.num_layers)):
-            handlers.append((is_kind(STAGE + stage), functools.partial(self._trainers.stage, stage, data)))
-
-        return run_events(handlers, events, count, state)
+        return handlers
 
 
-def _padded(events: Any) -> Any:
-    """As long as a chunk, so that every run of an emulator is one compiled program."""
-    return np.pad(events, (0, _CHUNK - len(events)))
-
-
-def _stacked(leaves: Sequence[Any]) -> Any:
-    return jax.ShapeDtypeStruct((len(leaves), *leaves[0].shape), leaves[0].dtype)
+def _is_kind(kind: int) -> Callable[..., Any]:
+    return lambda event, state: event.kind == kind

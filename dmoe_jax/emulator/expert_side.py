@@ -6,14 +6,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dmoe_jax.emulator.state import Calls, Events, Experts, SwarmState, at, is_finite, put
+from dmoe_jax.emulator.state import Calls, Events, Experts, at, is_finite, put
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.node.backend import check_optimizer
 from dmoe_jax.types import PyTree
 
+LayerState = tuple[Experts, Calls]
+"""The experts of a layer, and all trainers' calls to them."""
+
 
 class ExpertSide:
-    """All experts.
+    """The experts of a layer.
 
     Args:
       expert: their network.
@@ -32,69 +35,66 @@ class ExpertSide:
         self._optimizer = None if optimizer is None else optax.with_extra_args_support(optimizer)
         self._differentiable = [i for i, spec in enumerate(expert.inputs) if spec.differentiable]
 
-    def forward(self, state: SwarmState, event: Events, *, rows: int) -> SwarmState:
+    def forward(self, layer: LayerState, event: Events, *, rows: int) -> LayerState:
         """An expert computes one forward call, of at most so many rows, with the parameters that it has now."""
-        calls = state.trainers.calls
-        pairs, chosen = pairs_of(calls, event, forward=True)
-        place = event.trainer, event.layer
+        experts, calls = layer
+        own: Calls = at(calls, event.trainer)
+        pairs, chosen = pairs_of(own, event, forward=True)
         taken = _first_rows(pairs, rows)
-        params = at(state.experts.params, chosen)
-        computed = self._expert.apply(params, *(array[place][taken] for array in calls.inputs))
-        outputs = jnp.zeros((pairs.shape[0], *computed.shape[1:]), computed.dtype).at[taken].set(computed)
+        computed = self._expert.apply(at(experts.params, chosen), *_rows_of(own.inputs, taken))
+        if taken is not None:
+            computed = jnp.zeros((len(pairs), *computed.shape[1:]), computed.dtype).at[taken].set(computed)
         answers = pairs & event.answered
-        cell = (...,) + (None,) * (outputs.ndim - 1)
-        calls = calls._replace(
-            outputs=calls.outputs.at[place].set(jnp.where(answers[cell], outputs[:, None], calls.outputs[place])),
-            answered=calls.answered.at[place].set(calls.answered[place] | answers),
-            seen=calls.seen.at[place].set(jnp.where(pairs, state.experts.updates[chosen], calls.seen[place])),
+        outputs = jnp.where(_like(answers, own.outputs), computed[:, None], own.outputs)
+        seen = jnp.where(pairs, experts.updates[chosen], own.seen)
+        return experts, calls._replace(
+            outputs=put(calls.outputs, event.trainer, outputs),
+            answered=put(calls.answered, event.trainer, own.answered | answers),
+            seen=put(calls.seen, event.trainer, seen),
         )
-        return state._replace(trainers=state.trainers._replace(calls=calls))
 
-    def backward(self, state: SwarmState, event: Events, *, rows: int) -> SwarmState:
+    def backward(self, layer: LayerState, event: Events, *, rows: int) -> LayerState:
         """An expert computes one backward call with the parameters that it has now, and is updated."""
-        calls, experts, totals = state.trainers.calls, state.experts, state.totals
-        pairs, chosen = pairs_of(calls, event, forward=False)
-        place = event.trainer, event.layer
+        experts, calls = layer
+        own: Calls = at(calls, event.trainer)
+        pairs, chosen = pairs_of(own, event, forward=False)
         taken = _first_rows(pairs, rows)
-        cell = (...,) + (None,) * (calls.outputs.ndim - 4)
-        output_grads = jnp.sum(jnp.where(pairs[cell], calls.output_grads[place], 0), axis=1)[taken]
+        output_grads = jnp.sum(jnp.where(_like(pairs, own.output_grads), own.output_grads, 0), axis=1)
         params = at(experts.params, chosen)
-        inputs = tuple(array[place][taken] for array in calls.inputs)
-        param_grads, input_grads = self._grads(params, inputs, output_grads)
-        seen = jnp.max(jnp.where(pairs, calls.seen[place], 0))
-        staleness = experts.updates[chosen] - seen
+        param_grads, input_grads = self._grads(params, *_rows_of((own.inputs, output_grads), taken))
+        updates = experts.updates[chosen]
+        staleness = updates - jnp.max(jnp.where(pairs, own.seen, 0))
         does = pairs.any() & event.computed
         learns = does & is_finite(jax.tree.map(jnp.zeros_like, input_grads), input_grads)
         if self._optimizer is not None:
             old = params, at(experts.opt_state, chosen)
-            updates, opt_state = self._optimizer.update(
+            steps, opt_state = self._optimizer.update(
                 param_grads, old[1], params, staleness=jnp.asarray(staleness, jnp.float32)
             )
             new = jax.tree.map(
-                lambda after, before: after.astype(before.dtype), (optax.apply_updates(params, updates), opt_state), old
+                lambda after, before: after.astype(before.dtype), (optax.apply_updates(params, steps), opt_state), old
             )
             # Every write waits for this look at all that is new, and so for all reads. Where an array might be written
             # while it is still to be read for another one, XLA copies all experts.
             learns &= is_finite(old, new)
             new = jax.tree.map(lambda after, before: jnp.where(learns, after, before), new, old)
-            experts = Experts(
+            experts = experts._replace(
                 params=put(experts.params, chosen, new[0]),
                 opt_state=put(experts.opt_state, chosen, new[1]),
-                updates=experts.updates.at[chosen].add(learns.astype(jnp.int32)),
+                updates=put(experts.updates, chosen, updates + learns),
             )
-        own = pairs.any(axis=1)[taken] & event.answered & learns
+        samples = pairs.any(axis=1) & event.answered & learns
         summed = tuple(
-            total.at[(*place, taken)].add(jnp.where(own[(...,) + (None,) * (grad.ndim - 1)], grad, 0))
-            for total, grad in zip(calls.input_grads, input_grads, strict=True)
+            _added(total, grad, _rows_of(samples, taken), taken)
+            for total, grad in zip(own.input_grads, input_grads, strict=True)
         )
-        totals = totals._replace(
-            calls=totals.calls + learns,
-            expert_staleness=totals.expert_staleness + jnp.where(learns, staleness, 0),
-            load=totals.load.at[chosen].add(jnp.where(learns, pairs.sum(), 0)),
-            rejected=totals.rejected + (does & ~learns),
+        experts = experts._replace(
+            load=experts.load.at[chosen].add(jnp.where(learns, pairs.sum(), 0)),
+            staleness=experts.staleness + jnp.where(learns, staleness, 0),
+            calls=experts.calls + learns,
+            rejected=experts.rejected + (does & ~learns),
         )
-        trainers = state.trainers._replace(calls=calls._replace(input_grads=summed))
-        return state._replace(experts=experts, trainers=trainers, totals=totals)
+        return experts, calls._replace(input_grads=put(calls.input_grads, event.trainer, summed))
 
     def _grads(self, params: PyTree, inputs: tuple[Any, ...], output_grads: Any) -> tuple[PyTree, list[Any]]:
         """Gradients of an expert's parameters and of its differentiable inputs, in order."""
@@ -110,19 +110,33 @@ class ExpertSide:
 
 
 def pairs_of(calls: Calls, event: Events, *, forward: bool) -> tuple[Any, Any]:
-    """(the pairs that a call serves, bool [batch, slots], none if it is another call's; the expert)."""
-    place = event.trainer, event.layer
-    chosen = calls.chosen[place]
-    expert = jnp.where(event.expert < 0, chosen.reshape(-1)[event.pair], event.expert)
-    there = calls.wanted[place] if forward else calls.answered[place]
-    pairs = (chosen == expert) & there
+    """(the pairs that a call serves, bool [batch, slots], none if it is another call's; the expert).
+
+    Args:
+      calls: of the event's trainer. event: of the calls' layer.
+    """
+    expert = jnp.where(event.expert < 0, calls.chosen.reshape(-1)[event.pair], event.expert)
+    pairs = (calls.chosen == expert) & (calls.wanted if forward else calls.answered)
     flat = pairs.reshape(-1)
     is_first = (event.expert >= 0) | (flat[event.pair] & (jnp.argmax(flat) == event.pair))
     return pairs & is_first & event.computed, expert
 
 
 def _first_rows(pairs: Any, rows: int) -> Any:
-    """The numbers of `rows` samples, those that a call serves first."""
-    if rows == pairs.shape[0]:
-        return jnp.arange(rows)
-    return jnp.argsort(~pairs.any(axis=1), stable=True)[:rows]
+    """The numbers of `rows` samples, those that a call serves first; None for all samples."""
+    return None if rows == len(pairs) else jnp.argsort(~pairs.any(axis=1), stable=True)[:rows]
+
+
+def _rows_of(tree: PyTree, taken: Any) -> Any:
+    return tree if taken is None else jax.tree.map(lambda leaf: leaf[taken], tree)
+
+
+def _added(total: Any, grad: Any, counts: Any, taken: Any) -> Any:
+    """A sum over the calls of a batch and one more of them, in the rows that count."""
+    grad = jnp.where(_like(counts, grad), grad, 0)
+    return total + grad if taken is None else total.at[taken].add(grad)
+
+
+def _like(chosen: Any, values: Any) -> Any:
+    """A mask of the leading axes, with those of the values."""
+    return chosen.reshape(chosen.shape + (1,) * (values.ndim - chosen.ndim))

@@ -12,25 +12,33 @@ from dmoe_jax.types import PyTree
 
 
 class Experts(NamedTuple):
-    """All experts of all layers; every leaf has a leading axis of layer * cells + cell.
+    """All experts of one layer; those in rows have a leading axis of the grid's cells.
 
     Attributes:
-      params: parameters.
-      opt_state: states of their optimisers.
+      params: parameters, in rows.
+      opt_state: states of their optimisers, in rows.
       updates: int32, updates of each.
+      load: int32, samples that each was trained on.
+      staleness: sum over backward calls of updates between a call's forward and its backward.
+      calls: the number of these calls.
+      rejected: updates that were not finite and left everything as it was.
     """
 
     params: PyTree
     opt_state: PyTree
-    updates: Int32[jax.Array, " experts"]
+    updates: Int32[jax.Array, " cells"]
+    load: Int32[jax.Array, " cells"]
+    staleness: Int32[jax.Array, ""]
+    calls: Int32[jax.Array, ""]
+    rejected: Int32[jax.Array, ""]
 
 
 class Calls(NamedTuple):
-    """The calls of one step of a trainer, for each layer; further axes are samples and slots.
+    """The calls of a layer in one step of a trainer; further axes are samples and slots.
 
     Attributes:
       inputs: the experts' inputs.
-      chosen: int32, the expert of each pair, counted over all layers.
+      chosen: int32, the expert of each pair, by its cell.
       indices: int32 [..., dims], its coordinates.
       wanted: bool, whether there is an expert in the slot.
       answered: bool, whether it has answered the forward call.
@@ -41,13 +49,13 @@ class Calls(NamedTuple):
     """
 
     inputs: tuple[Any, ...]
-    chosen: Int32[jax.Array, "layers batch slots"]
-    indices: Int32[jax.Array, "layers batch slots dims"]
-    wanted: Bool[jax.Array, "layers batch slots"]
-    answered: Bool[jax.Array, "layers batch slots"]
-    outputs: Float[jax.Array, "layers batch slots ..."]
-    seen: Int32[jax.Array, "layers batch slots"]
-    output_grads: Float[jax.Array, "layers batch slots ..."]
+    chosen: Int32[jax.Array, "batch slots"]
+    indices: Int32[jax.Array, "batch slots dims"]
+    wanted: Bool[jax.Array, "batch slots"]
+    answered: Bool[jax.Array, "batch slots"]
+    outputs: Float[jax.Array, "batch slots ..."]
+    seen: Int32[jax.Array, "batch slots"]
+    output_grads: Float[jax.Array, "batch slots ..."]
     input_grads: tuple[Any, ...]
 
 
@@ -58,7 +66,7 @@ class Trainers(NamedTuple):
       params: the trunk as it was read at the beginning of the step. read_at: int32, its updates then.
       state: what the step began with. next_state: what the next one begins with, if this one succeeds.
       row: int32, which of its batches the step has.
-      calls: of the step.
+      calls: of the step, one of each layer.
       scores: the routers', one of each layer.
       mixed: what the mixtures returned, one of each layer. mixed_grads: its gradient, as far as it is known.
       layer_grads: gradients, through the mixture itself, of the scores and of the experts' first inputs.
@@ -71,7 +79,7 @@ class Trainers(NamedTuple):
     state: PyTree
     next_state: PyTree
     row: Int32[jax.Array, " trainers"]
-    calls: Calls
+    calls: tuple[Calls, ...]
     scores: tuple[Scores, ...]
     mixed: tuple[Mixed, ...]
     mixed_grads: tuple[Mixed, ...]
@@ -82,22 +90,16 @@ class Trainers(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What is counted, in all.
+    """What is noted of the trunk's updates.
 
     Attributes:
-      losses: [updates], the reported loss of each trunk update, nats; NaN before it.
-      trunk_staleness: int32 [updates], trunk updates between a step's reading and its writing.
-      expert_staleness: sum over backward calls of updates between a call's forward and its backward.
-      calls: their number.
-      load: int32 [experts], samples that each expert was trained on.
-      rejected: updates, of trunk or experts, that were not finite and left everything as it was.
+      losses: [updates], the reported loss of each, nats; NaN before it.
+      staleness: int32 [updates], trunk updates between a step's reading and its writing.
+      rejected: updates that were not finite and left everything as it was.
     """
 
     losses: Float[jax.Array, " updates"]
-    trunk_staleness: Int32[jax.Array, " updates"]
-    expert_staleness: Int32[jax.Array, ""]
-    calls: Int32[jax.Array, ""]
-    load: Int32[jax.Array, " experts"]
+    staleness: Int32[jax.Array, " updates"]
     rejected: Int32[jax.Array, ""]
 
 
@@ -107,16 +109,36 @@ class SwarmState(NamedTuple):
     Attributes:
       step: int32, updates of the trunk.
       params, opt_state: the trunk.
-      experts, trainers: all of them.
+      experts: of each layer. trainers: all of them.
       totals: what was counted.
     """
 
     step: Int32[jax.Array, ""]
     params: PyTree
     opt_state: PyTree
-    experts: Experts
+    experts: tuple[Experts, ...]
     trainers: Trainers
     totals: Totals
+
+    @property
+    def expert_params(self) -> tuple[PyTree, ...]:
+        """Parameters of each layer's experts, stacked."""
+        return tuple(layer.params for layer in self.experts)
+
+    @property
+    def calls(self) -> Int32[jax.Array, "*seeds"]:
+        """Backward calls that experts have learned from."""
+        return sum((layer.calls for layer in self.experts), jnp.int32(0))
+
+    @property
+    def expert_staleness(self) -> Float[jax.Array, "*seeds"]:
+        """Mean over these calls of the updates that their expert made between their forward and their backward."""
+        return sum((layer.staleness for layer in self.experts), jnp.int32(0)) / jnp.maximum(self.calls, 1)
+
+    @property
+    def rejected(self) -> Int32[jax.Array, "*seeds"]:
+        """Updates, of trunk or experts, that were not finite and left everything as it was."""
+        return sum((layer.rejected for layer in self.experts), self.totals.rejected)
 
 
 class Events(NamedTuple):
@@ -132,13 +154,13 @@ class Events(NamedTuple):
 
 
 def at(tree: PyTree, place: Any) -> Any:
-    """The tree of one place of the leading axes."""
-    return jax.tree.map(lambda leaf: leaf[place], tree)
+    """The tree of one place of the leading axis."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), tree)
 
 
 def put(tree: PyTree, place: Any, value: PyTree) -> Any:
-    """The tree with one place of the leading axes replaced."""
-    return jax.tree.map(lambda leaf, own: leaf.at[place].set(own), tree, value)
+    """The tree with one place of the leading axis replaced; the place is one that there is."""
+    return jax.tree.map(lambda leaf, own: jax.lax.dynamic_update_index_in_dim(leaf, own, place, 0), tree, value)
 
 
 def is_finite(before: PyTree, after: PyTree) -> Any:

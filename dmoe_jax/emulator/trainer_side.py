@@ -1,5 +1,6 @@
 """What the trainers of an emulated swarm do between their waits for experts."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +11,15 @@ import optax
 
 from dmoe_jax.emulator.data import Data
 from dmoe_jax.emulator.order import num_stages
+from dmoe_jax.emulator.reading import used_leaves, vjp_of_used
 from dmoe_jax.emulator.stages import Finished, LayerInput, Mixed, ModelStages
 from dmoe_jax.emulator.state import Events, SwarmState, Trainers, at, is_finite, put
 from dmoe_jax.routing.base import Scores, cell_numbers
 from dmoe_jax.trunk import trunk_update
 from dmoe_jax.types import PyTree
+
+_Read = tuple[PyTree, Sequence[Mixed]]
+"""What a stage reads and gives gradients to: the trunk, and what the mixtures returned."""
 
 
 class TrainerSide:
@@ -29,6 +34,7 @@ class TrainerSide:
         layer = stages.layers[0]
         self._router, self._k_best, self._num_cells = layer.router, layer.k_best, math.prod(layer.router.grid_size)
         self._update_trunk = trunk_update(optimizer)
+        self._read: Sequence[Sequence[bool]] | None = None
         self._differentiable = [i for i, spec in enumerate(layer.expert.inputs) if spec.differentiable]
 
     def stage(self, stage: int, data: Data, state: SwarmState, event: Events) -> SwarmState:
@@ -37,7 +43,8 @@ class TrainerSide:
         if stage == 0:  # a new step reads the trunk
             state = _start(state, t)
         # XLA reads of this only what the stage uses: mostly a small part of the trunk.
-        own: Trainers = at(state.trainers, t)
+        before: Trainers = at(state.trainers, t)
+        own = before
         batch, keys = jax.tree.map(lambda leaf: jnp.asarray(leaf)[t, own.row], data)
 
         if 0 < stage <= layers:  # mix what has come
@@ -54,45 +61,41 @@ class TrainerSide:
         else:
             own = self._pull_back(own, 0, batch, keys)
             state, own = self._apply(state, own)
-        return state._replace(trainers=_set_changed(state.trainers, t, own, stage, layers))
+            own = own._replace(grads=before.grads)  # they have been used
+        return state._replace(trainers=_with_changed(state.trainers, t, before, own))
 
     def _layer_input(self, own: Trainers, layer: int) -> LayerInput:
-        return LayerInput(own.scores[layer], tuple(array[layer] for array in own.calls.inputs))
+        return LayerInput(own.scores[layer], own.calls[layer].inputs)
 
     def _mix(self, own: Trainers, layer: int) -> Mixed:
-        calls = own.calls
-        there = self._layer_input(own, layer)
-        return self._stages.mix(layer, calls.indices[layer], calls.answered[layer], calls.outputs[layer], there)
+        calls = own.calls[layer]
+        return self._stages.mix(layer, calls.indices, calls.answered, calls.outputs, self._layer_input(own, layer))
 
     def _call_layer(self, own: Trainers, layer: int, batch: PyTree, keys: PyTree) -> Trainers:
         there = self._stages.reach(layer, own.params, batch, own.state, keys, own.mixed)
         indices, wanted = self._router.select(there.scores, self._k_best)
-        calls = own.calls
-        chosen = layer * self._num_cells + cell_numbers(indices, self._router.grid_size)
+        calls = own.calls[layer]
         calls = calls._replace(
-            inputs=tuple(all_.at[layer].set(new) for all_, new in zip(calls.inputs, there.inputs, strict=True)),
-            chosen=calls.chosen.at[layer].set(chosen.astype(jnp.int32)),
-            indices=calls.indices.at[layer].set(indices),
-            wanted=calls.wanted.at[layer].set(wanted),
-            answered=calls.answered.at[layer].set(False),
-            outputs=calls.outputs.at[layer].set(0),
-            input_grads=tuple(array.at[layer].set(0) for array in calls.input_grads),
+            inputs=there.inputs,
+            chosen=cell_numbers(indices, self._router.grid_size).astype(jnp.int32),
+            indices=indices,
+            wanted=wanted,
+            answered=jnp.zeros_like(calls.answered),
+            outputs=jnp.zeros_like(calls.outputs),
+            input_grads=jax.tree.map(jnp.zeros_like, calls.input_grads),
         )
-        return _with(own._replace(calls=calls), "scores", layer, there.scores)
+        return _with(_with(own, "calls", layer, calls), "scores", layer, there.scores)
 
     def _turn(self, own: Trainers, batch: PyTree, keys: PyTree) -> Trainers:
         """The loss, and its gradients for the trunk and for what the mixtures returned."""
 
-        def loss(params: PyTree, mixed: tuple[Mixed, ...]) -> tuple[Any, Finished]:
-            finished = self._stages.finish(params, batch, own.state, keys, mixed)
-            return finished.loss, finished
+        def loss(read: _Read) -> tuple[Any, Finished]:
+            return self._finish(own.state, batch, keys, read)
 
-        (total, finished), (grads, mixed_grads) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
-            own.params, own.mixed
-        )
+        reads = self._reads(own, batch, keys)
+        total, pull, finished = vjp_of_used(loss, (own.params, own.mixed), reads[self._num_layers])
+        own = _with_grads(own, reads, self._num_layers, pull(jnp.ones_like(total)))
         return own._replace(
-            grads=grads,
-            mixed_grads=mixed_grads,
             next_state=finished.state,
             loss=finished.reported.astype(jnp.float32),
             total=total.astype(jnp.float32),
@@ -100,34 +103,48 @@ class TrainerSide:
 
     def _call_back(self, own: Trainers, layer: int) -> Trainers:
         """Through the mixing of a layer: the gradients that its experts are sent."""
-        calls = own.calls
+        calls = own.calls[layer]
 
         def mix(outputs: Any, scores: Scores, first: Any) -> Mixed:
-            there = LayerInput(scores, (first,))
-            return self._stages.mix(layer, calls.indices[layer], calls.answered[layer], outputs, there)
+            return self._stages.mix(layer, calls.indices, calls.answered, outputs, LayerInput(scores, (first,)))
 
-        _, pull = jax.vjp(mix, calls.outputs[layer], own.scores[layer], calls.inputs[0][layer])
+        _, pull = jax.vjp(mix, calls.outputs, own.scores[layer], calls.inputs[0])
         output_grads, score_grads, first_grads = pull(own.mixed_grads[layer])
-        own = own._replace(calls=calls._replace(output_grads=calls.output_grads.at[layer].set(output_grads)))
+        own = _with(own, "calls", layer, calls._replace(output_grads=output_grads))
         return _with(own, "layer_grads", layer, LayerInput(score_grads, (first_grads,)))
 
     def _pull_back(self, own: Trainers, layer: int, batch: PyTree, keys: PyTree) -> Trainers:
         """Through the model up to a layer: from its experts' answers to the layers before it and to the trunk."""
 
-        def reach(params: PyTree, mixed: tuple[Mixed, ...]) -> tuple[Scores, tuple[Any, ...]]:
-            there = self._stages.reach(layer, params, batch, own.state, keys, mixed)
-            return there.scores, tuple(there.inputs[i] for i in self._differentiable)
+        def reach(read: _Read) -> tuple[Any, None]:
+            return self._reach(layer, own.state, batch, keys, read), None
 
-        back = [array[layer] for array in own.calls.input_grads]
+        back = list(own.calls[layer].input_grads)
         scores, (first,) = own.layer_grads[layer]
         if 0 in self._differentiable:
             back[0] = back[0] + first
-        _, pull = jax.vjp(reach, own.params, own.mixed)
-        grads, mixed_grads = pull((scores, tuple(back)))
-        return own._replace(
-            grads=jax.tree.map(jnp.add, own.grads, grads),
-            mixed_grads=jax.tree.map(jnp.add, own.mixed_grads, mixed_grads),
-        )
+        reads = self._reads(own, batch, keys)
+        _, pull, _ = vjp_of_used(reach, (own.params, own.mixed), reads[layer])
+        return _with_grads(own, reads, layer, pull((scores, tuple(back))))
+
+    def _finish(self, state: PyTree, batch: PyTree, keys: PyTree, read: _Read) -> tuple[Any, Finished]:
+        finished = self._stages.finish(read[0], batch, state, keys, read[1])
+        return finished.loss, finished
+
+    def _reach(self, layer: int, state: PyTree, batch: PyTree, keys: PyTree, read: _Read) -> Any:
+        there = self._stages.reach(layer, read[0], batch, state, keys, read[1])
+        return there.scores, tuple(there.inputs[i] for i in self._differentiable)
+
+    def _reads(self, own: Trainers, batch: PyTree, keys: PyTree) -> Sequence[Sequence[bool]]:
+        """For each layer, and for the loss at the end: which arrays of trunk and mixtures the way there reads."""
+        if self._read is None:
+            read = own.params, own.mixed
+            rest = own.state, batch, keys
+            self._read = [
+                *(used_leaves(functools.partial(self._reach, layer), read, *rest) for layer in range(self._num_layers)),
+                used_leaves(self._finish, read, *rest),
+            ]
+        return self._read
 
     def _apply(self, state: SwarmState, own: Trainers) -> tuple[SwarmState, Trainers]:
         """The trunk's update, unless loss or gradient are no numbers: such a step is lost."""
@@ -142,7 +159,7 @@ class TrainerSide:
         totals = state.totals
         totals = totals._replace(
             losses=totals.losses.at[state.step].set(jnp.where(finite, own.loss, jnp.nan)),
-            trunk_staleness=totals.trunk_staleness.at[state.step].set(staleness),
+            staleness=totals.staleness.at[state.step].set(staleness),
             rejected=totals.rejected + jnp.logical_not(finite),
         )
         own = own._replace(state=jax.tree.map(lambda new, old: jnp.where(finite, new, old), own.next_state, own.state))
@@ -160,16 +177,25 @@ def _start(state: SwarmState, t: Any) -> SwarmState:
     )
 
 
-def _set_changed(trainers: Trainers, t: Any, own: Trainers, stage: int, layers: int) -> Trainers:
-    """Write back what a stage may have changed; its parameters never, and gradients of the trunk from the loss on."""
-    fields = (
-        ["calls", "scores", "mixed"] if stage < layers else ["calls", "mixed", "mixed_grads", "layer_grads", "grads"]
-    )
-    if stage == layers:
-        fields += ["next_state", "loss", "total"]
-    if stage == num_stages(layers) - 1:
-        fields = ["state"]
-    return trainers._replace(**{name: put(getattr(trainers, name), t, getattr(own, name)) for name in fields})
+def _with_changed(trainers: Trainers, t: Any, before: Trainers, own: Trainers) -> Trainers:
+    """One trainer's arrays written back, those that a stage has changed."""
+    return jax.tree.map(lambda leaf, old, new: leaf if new is old else put(leaf, t, new), trainers, before, own)
+
+
+def _with_grads(own: Trainers, reads: Sequence[Sequence[bool]], stage: int, found: Sequence[Any]) -> Trainers:
+    """Note gradients of what a stage has read, from the loss, stage `num_layers`, back to the first layer.
+
+    The first to read an array sets its gradient, which is still that of the trainer's last step, and others add to it.
+    """
+    held, treedef = jax.tree.flatten((own.grads, own.mixed_grads))
+    ways = iter(found)
+    for place, is_read in enumerate(reads[stage]):
+        if is_read:
+            noted = any(reads[later][place] for later in range(stage + 1, len(reads)))
+            gradient = next(ways)
+            held[place] = held[place] + gradient if noted else gradient
+    grads, mixed_grads = jax.tree.unflatten(treedef, held)
+    return own._replace(grads=grads, mixed_grads=mixed_grads)
 
 
 def _with(own: Trainers, field: str, layer: int, value: Any) -> Trainers:

@@ -64,11 +64,10 @@ def _compare(run: Run[EmulationSettings], problem: Problem) -> None:
     pairs = {
         "losses": (state.totals.losses, swarm.losses),
         "trunk": (state.params, swarm.params),
-        "experts": (state.experts.params, swarm.experts),
+        "experts": (state.expert_params, swarm.experts),
     }
     differences = {name: _difference(*pair) for name, pair in pairs.items()}
-    stale = int(state.totals.expert_staleness) / int(state.totals.calls)
-    run.log("difference", problem=problem.name, expert_staleness=stale, **differences)
+    run.log("difference", problem=problem.name, expert_staleness=float(state.expert_staleness), **differences)
     run.say(f"{problem.name}: greatest difference {max(differences.values()):.1e}")
 
 

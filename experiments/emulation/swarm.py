@@ -47,14 +47,14 @@ class SwarmRun(NamedTuple):
     Attributes:
       order: the events, if they were recorded.
       losses: float [updates], of the trunk's updates in order, nats.
-      params: the trunk's. experts: all experts', stacked as the emulator has them.
+      params: the trunk's. experts: those of each layer, stacked.
       wall_s: real seconds of the updates after the first tenth, which compiles. timed: how many these were.
     """
 
     order: EventOrder | None
     losses: np.ndarray
     params: PyTree
-    experts: PyTree
+    experts: tuple[PyTree, ...]
     wall_s: float
     timed: int
 
@@ -98,8 +98,8 @@ async def _train(problem: Problem, emulator: Emulator, data: Data, setting: _Set
     layers = emulator.stages.layers
     prefixes, grid_size = [layer.prefix for layer in layers], layers[0].router.grid_size
     recorder = OrderRecorder(prefixes, grid_size) if record else None
-    uids = list(itertools.chain(*(all_uids(prefix, grid_size) for prefix in prefixes)))
-    backends = {str(uid): _backend(emulator, expert_key, uid) for uid in uids}
+    uids = [all_uids(prefix, grid_size) for prefix in prefixes]
+    backends = {str(uid): _backend(emulator, expert_key, uid) for uid in itertools.chain(*uids)}
     batch = jax.tree.leaves(data)[0].shape[2]
     next(iter(backends.values())).warm_up(_NODE_CONFIG.max_batch_rows if not record else batch)
     trunk = SharedTrunk(emulator.stages.model.init(trunk_key), emulator.optimizer, InlineDevice())
@@ -149,7 +149,9 @@ async def _train(problem: Problem, emulator: Emulator, data: Data, setting: _Set
     order = None
     if recorder is not None:
         order = recorder.order(num_trainers=emulator.num_trainers, num_pairs=batch * emulator.k_best)
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(backends[str(uid)].params for uid in uids))
+    stacked = tuple(
+        jax.tree.map(lambda *leaves: np.stack(leaves), *(backends[str(uid)].params for uid in layer)) for layer in uids
+    )
     losses = np.array([step.loss for step in sorted(records, key=lambda step: step.step)])
     return SwarmRun(order, losses, trunk.params, stacked, wall_s, num_updates - first_timed)
 

@@ -125,13 +125,11 @@ def run_trial(trial: Trial) -> dict[str, Any]:
         losses = np.asarray(state.totals.losses)[done:step]
         points.append(_point(step, losses, evaluation.loss, evaluation.metrics))
         done, began = step, end
-    totals = state.totals
-    calls = max(1, int(totals.calls))
     return {
         "points": points,
-        "trunk_staleness": float(np.asarray(totals.trunk_staleness).mean()),
-        "expert_staleness": int(totals.expert_staleness) / calls,
-        "rejected": int(totals.rejected),
+        "trunk_staleness": float(np.asarray(state.totals.staleness).mean()),
+        "expert_staleness": float(state.expert_staleness),
+        "rejected": int(state.rejected),
     }
 
 

@@ -93,23 +93,25 @@ class EmulatedDmoe(SetupEngine):
 
     def _take(self, state: SwarmState) -> None:
         # What is counted is kept on the host: the state is donated to the next piece, and gone if that is interrupted.
-        self._state, self._counted, self._step = state, jax.device_get(state.totals), int(state.step)
+        self._state, self._step = state, int(state.step)
+        bare = state._replace(experts=tuple(layer._replace(params=(), opt_state=()) for layer in state.experts))
+        self._counted = jax.device_get(bare._replace(params=(), opt_state=(), trainers=cast(Any, ())))
 
     def _record(self, update: int) -> StepRecord:
-        trainer, loss = int(self._order.trainer[self._updates[update]]), float(self._counted.losses[update])
+        trainer, loss = int(self._order.trainer[self._updates[update]]), float(self._counted.totals.losses[update])
         if not np.isfinite(loss):
             self._check_router(trainer, update + 1)
             raise FloatingPointError(
                 f"{self.name}: the loss of step {update + 1}, by trainer {trainer}, or its gradient is not finite"
             )
-        staleness = int(self._counted.trunk_staleness[update])
+        staleness = int(self._counted.totals.staleness[update])
         return StepRecord(step=update + 1, trainer=trainer, loss=loss, items=self._step_items, staleness=staleness)
 
     def _check_router(self, trainer: int, step: int) -> None:
         """Whether a trainer's last scores are the router's fault: no numbers, out of sound inputs."""
         own, router = self._state.trainers, self.setup.router
         for number, (layer, scores) in enumerate(zip(self.layers, own.scores, strict=True)):
-            if not np.isfinite(own.calls.inputs[0][trainer, number]).all():
+            if not np.isfinite(own.calls[number].inputs[0][trainer]).all():
                 return  # what follows is a consequence
             if router is not None and any(np.isnan(part[trainer]).any() for part in scores.logits):
                 raise RouterError(
@@ -122,11 +124,7 @@ class EmulatedDmoe(SetupEngine):
         return self.setup.rows * self.setup.config.seq_len
 
     def params(self) -> tuple[PyTree, tuple[PyTree, ...]]:
-        stacked, num_cells = self._state.experts.params, self._emulator.num_cells
-        return self._state.params, tuple(
-            jax.tree.map(lambda leaf, first=first: leaf[first : first + num_cells], stacked)
-            for first in range(0, num_cells * len(self.layers), num_cells)
-        )
+        return self._state.params, self._state.expert_params
 
     def state(self) -> SwarmState:
         return self._state
@@ -154,11 +152,11 @@ class EmulatedDmoe(SetupEngine):
         uids = [uid for layer in self.layers.values() for uid in layer]
         return Totals(
             items=self._step * self._step_items,
-            staleness=int(counted.trunk_staleness[: self._step].sum()),
+            staleness=int(counted.totals.staleness[: self._step].sum()),
             calls_ok=answered,
             failures={reason: count for reason, count in failures.items() if count},
-            load=dict(zip(uids, counted.load.tolist(), strict=True)),
-            figures={"mean_expert_staleness": int(counted.expert_staleness) / max(1, backward)},
+            load=dict(zip(uids, np.concatenate([layer.load for layer in counted.experts]).tolist(), strict=True)),
+            figures={"mean_expert_staleness": float(counted.expert_staleness)},
         )
 
 
