@@ -47,9 +47,7 @@ def test_waves_keep_every_order_that_matters(num_trainers: int, failure_rate: fl
         stages = np.flatnonzero(order.kind[own] >= STAGE)
         # Calls between two stages may change places.
         for before, after in zip([0, *stages], [*stages, len(own)], strict=True):
-            assert set(own[before:after]) == set(
-                np.sort(own)[before:after]
-            )
+            assert set(own[before:after]) == set(np.sort(own)[before:after])
     if num_trainers > 1:
         assert count < (last - first) / 4
 
