@@ -10,13 +10,18 @@ from experiments.mnist_convergence.settings import MnistSettings
 NUM_POINTS = 10
 REMEDIED = "remedies"
 """In a curve's name: its optimisers know of staleness, as is our default."""
+FRESH = "fresh experts"
+"""In a curve's name: all calls of a step are computed at its end, so that experts are never stale, as in the authors'
+program."""
+AUTHORS = f"frozen gate, {FRESH}"
+"""In a curve's name: the authors' program."""
 PLAIN = {"trunk_power": 0.0, "expert_power": 0.0, "yields": False}
 """The paper's optimisers do nothing about staleness."""
 
 _GRIDS = {64: (4, 4), 256: (8, 8), 4096: (32, 32)}
 """Of each of the four layers."""
-_WIDTHS = {"laptop": 16, "paper": 512}
-_UPDATES = {"laptop": 2000, "paper": 20_480}
+_WIDTHS = {"laptop": 64, "paper": 512}
+_UPDATES = {"laptop": 500, "paper": 20_480}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +81,17 @@ def all_trials(settings: MnistSettings) -> list[Trial]:
 
     fast, slow, failing = NETWORKS
     if settings.quick:
-        curves = [dense(slow, remedy=PLAIN), mixture(256, slow, remedy=PLAIN), mixture(256, failing, remedy=PLAIN)]
+        curves = [dense(slow, remedy=PLAIN), *(mixture(256, network, remedy=PLAIN) for network in (slow, failing))]
+        curves.append(mixture(256, slow, FRESH, remedy=PLAIN, fresh_experts=True))
     else:
         curves = [dense(network, remedy=PLAIN) for network in (fast, slow)]
         for count in settings.experts:
+            fresh: dict[str, Any] = {"remedy": PLAIN, "fresh_experts": True}
             if settings.gate != "frozen":
                 curves += [mixture(count, network, remedy=PLAIN) for network in NETWORKS]
+                curves += [mixture(count, network, FRESH, **fresh) for network in (slow, failing)]
             if settings.gate != "trained":
-                frozen: dict[str, Any] = {"gate": "frozen", "remedy": PLAIN}
-                curves += [mixture(count, network, "frozen gate", **frozen) for network in NETWORKS]
+                curves += [mixture(count, network, AUTHORS, gate="frozen", **fresh) for network in (slow, failing)]
         # Not in the paper: what our default makes of the same.
         curves.append(dense(slow, REMEDIED, remedy={}))
         if 256 in settings.experts:

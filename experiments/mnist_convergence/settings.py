@@ -19,13 +19,13 @@ class MnistSettings(ResumableSettings):
     seed: int = 0
     """The first of them."""
     size: Literal["laptop", "paper"] = "laptop"
-    """Width: an expert of 16 against a dense model of 32, or the paper's 512 against 1,024, for a GPU."""
+    """Width: an expert of 64 against a dense model of 128, or the paper's 512 against 1,024, for a GPU."""
     updates: int | None = None
-    """Of the trunk. Default: 2,000; in the paper's width 20,480."""
-    experts: tuple[Literal[64, 256, 4096], ...] = (64, 256, 4096)
+    """Of the trunk. Default: 500; in the paper's width 20,480."""
+    experts: tuple[Literal[64, 256, 4096], ...] = (256,)
     """Mixtures by their experts in all four layers."""
     gate: Gate = "both"
-    """Trained product keys, the frozen random gate of the authors' program, or both."""
+    """Trained product keys, the frozen random gate of the authors' program with its fresh experts, or both."""
     jobs: int = 2
     """Trainings at a time, each in a process on its share of the cores."""
 

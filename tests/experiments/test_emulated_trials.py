@@ -24,7 +24,7 @@ from experiments.emulation.settings import EmulationSettings
 from experiments.emulation.trials import Trial
 from experiments.mnist_convergence import measurement as convergence
 from experiments.mnist_convergence.__main__ import main as convergence_main
-from experiments.mnist_convergence.curves import NETWORKS, label_of
+from experiments.mnist_convergence.curves import AUTHORS, FRESH, NETWORKS, label_of
 from experiments.mnist_convergence.curves import all_trials as all_curves
 from experiments.mnist_convergence.settings import MnistSettings
 from experiments.staleness import measurement as staleness
@@ -172,7 +172,8 @@ def test_margins_and_costs(tmp_path: Path) -> None:
     """The margin is what is left after both standard deviations, at the worst point; the cost is of the last point."""
     slow, failing = label_of(256, NETWORKS[1]), label_of(256, NETWORKS[2])
     dense = label_of(None, NETWORKS[1])
-    found = {slow: [[0.5, 0.9], [0.7, 0.9]], dense: [[0.1, 0.8], [0.3, 0.8]], failing: [[0.5, 0.86], [0.5, 0.93]]}
+    fresh = label_of(256, NETWORKS[1], FRESH)
+    found = {fresh: [[0.9, 0.9], [0.9, 0.9]], slow: [[0.5, 0.9], [0.7, 0.9]], dense: [[0.1, 0.8], [0.3, 0.8]], failing: [[0.5, 0.86], [0.5, 0.93]]}
     records = [
         {"label": label, "seed": seed, "points": [{"step": 1024 * (i + 1), "accuracy": a} for i, a in enumerate(curve)]}
         for label, curves in found.items()
@@ -181,6 +182,7 @@ def test_margins_and_costs(tmp_path: Path) -> None:
     result = convergence.summarise(run := run_of(MnistSettings(), tmp_path / "run", records))
     assert result is not None
     assert result.figures["least_margin"] == pytest.approx(min(0.4 - 2 * 0.1 * 2**0.5, 0.1))
+    assert result.figures["least_margin_fresh_experts"] == pytest.approx(0.1)
     assert result.figures["failures_cost"] == pytest.approx(0.9 - 0.895)
     assert result.missed_bars == []
     theirs = {row[0]: row for row in result.tables[1].rows if row[1] == 1024}
@@ -191,15 +193,16 @@ def test_margins_and_costs(tmp_path: Path) -> None:
 def test_curves_of_the_figure() -> None:
     curves = all_curves(MnistSettings(seeds=1))
     labels = [trial.label for trial in curves]
-    assert len(set(labels)) == len(labels) == 2 + 3 * 6 + 3
+    assert len(set(labels)) == len(labels) == 2 + 7 + 3
     assert {trial.gate for trial in all_curves(MnistSettings(gate="frozen")) if trial.problem == "mnist"} == {
         "frozen",
         "trained",  # our own default's
     }
-    paper = {trial.label: trial for trial in all_curves(MnistSettings(size="paper", seeds=1))}
-    wide = paper[label_of(4096, NETWORKS[2], "frozen gate")]
+    paper = {trial.label: trial for trial in all_curves(MnistSettings(size="paper", seeds=1, experts=(256, 4096)))}
+    wide = paper[label_of(4096, NETWORKS[2], AUTHORS)]
     assert wide.sizes["d_model"] == 512
     assert wide.sizes["batch_size"] == 8
+    assert wide.fresh_experts
     assert (wide.num_trainers, wide.num_updates, wide.failure_rate) == (64, 20_480, 0.1)
 
 
