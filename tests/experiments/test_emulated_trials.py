@@ -173,7 +173,12 @@ def test_margins_and_costs(tmp_path: Path) -> None:
     slow, failing = label_of(256, NETWORKS[1]), label_of(256, NETWORKS[2])
     dense = label_of(None, NETWORKS[1])
     fresh = label_of(256, NETWORKS[1], FRESH)
-    found = {fresh: [[0.9, 0.9], [0.9, 0.9]], slow: [[0.5, 0.9], [0.7, 0.9]], dense: [[0.1, 0.8], [0.3, 0.8]], failing: [[0.5, 0.86], [0.5, 0.93]]}
+    found = {
+        fresh: [[0.9, 0.9], [0.9, 0.9]],
+        slow: [[0.5, 0.9], [0.7, 0.9]],
+        dense: [[0.1, 0.8], [0.3, 0.8]],
+        failing: [[0.5, 0.86], [0.5, 0.93]],
+    }
     records = [
         {"label": label, "seed": seed, "points": [{"step": 1024 * (i + 1), "accuracy": a} for i, a in enumerate(curve)]}
         for label, curves in found.items()
