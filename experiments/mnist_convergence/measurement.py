@@ -154,9 +154,10 @@ def draw(run: Run[MnistSettings], result: Result) -> Figure:
                     steps, all_values.min(axis=0), all_values.max(axis=0), color=colours[model], alpha=0.12, linewidth=0
                 )
         dress(axes, f"{network.label}, {network.num_trainers} trainers", "updates of the trunk")
-        axes.set_ylim(0, 1)
+        axes.set_ylim(0, 1.3)  # the names stand above the curves
+        axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
         if axes.lines:
-            axes.legend(frameon=False, fontsize=8, loc="lower right")
+            axes.legend(frameon=False, fontsize=8, loc="upper left")
     all_axes[0].set_ylabel("accuracy on test images: mean, least and greatest", fontsize=9, color=GREY)
     return figure
 
