@@ -138,7 +138,7 @@ class SwarmState(NamedTuple):
     @property
     def rejected(self) -> Int32[jax.Array, "*seeds"]:
         """Updates, of trunk or experts, that were not finite and left everything as it was."""
-        return sum((layer.rejected for layer in self.experts), self.totals.rejected)
+        return sum((layer.rejected for layer in self.experts), jnp.asarray(self.totals.rejected))
 
 
 class Events(NamedTuple):

@@ -229,7 +229,7 @@ def image_stream(batch_size: int, *, seed: int, trainer: int) -> Iterator[mlp.Ba
         yield _batch(images, rng.integers(0, len(images.labels), batch_size))
 
 
-def image_batches(count: int, *, batch_size: int = 1000) -> Sequence[mlp.Batch]:
+def image_batches(count: int, *, batch_size: int = 10_000) -> Sequence[mlp.Batch]:
     """The first `count` test images."""
     images = _images().test
     rows = np.arange(count)
