@@ -7,7 +7,8 @@ an expert computes one call with the parameters that it has then, a trainer goes
 network, no DHT and no time is left, so that a run takes hardly longer than its computing; every version that anybody
 reads is the one that the order says, so that what comes out equals the swarm's to rounding.
 
-Big arrays are changed in place, see `dmoe_jax.emulator.loop`.
+Big arrays are changed in place, see `dmoe_jax.emulator.loop`; that all numbers stay finite is first taken on trust, see
+`dmoe_jax.emulator.trust`.
 """
 
 import functools
@@ -23,11 +24,12 @@ from jaxtyping import Key, PRNGKeyArray
 
 from dmoe_jax.emulator.data import Data
 from dmoe_jax.emulator.expert_side import ExpertSide, LayerState, pairs_of
-from dmoe_jax.emulator.loop import Handler, run_events, small_operations
+from dmoe_jax.emulator.loop import Handler, compiler_options, run_events
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder, num_stages
 from dmoe_jax.emulator.stages import LayerInput, Mixed, ModelMaker, ModelStages
 from dmoe_jax.emulator.state import Calls, Events, Experts, SwarmState, Totals, Trainers, at
 from dmoe_jax.emulator.trainer_side import TrainerSide
+from dmoe_jax.emulator.trust import doubts, keeps_what_is_infinite
 from dmoe_jax.emulator.waves import Waves, cut_into_waves
 from dmoe_jax.mixture.local import init_experts, init_opt_states
 from dmoe_jax.model import Evaluation
@@ -82,11 +84,12 @@ class Emulator:
         self._rows = rows
         self._differentiable = [i for i, spec in enumerate(self.expert.inputs) if spec.differentiable]
         of_seeds = jax.vmap(functools.partial(self._run, skips=False), (0, 0, None, None))
-        options = small_operations()
+        options = compiler_options(in_place=False)
         self._runs = (
             jax.jit(functools.partial(self._run, skips=True), donate_argnums=0, compiler_options=options),
             jax.jit(of_seeds, donate_argnums=0, compiler_options=options),
         )
+        self._copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
         self._inits = jax.jit(self._init_swarm, static_argnums=3), jax.jit(self._init_seeds, static_argnums=3)
         self._evaluations = jax.jit(self._evaluate), jax.jit(jax.vmap(self._evaluate, (0, None, 0)))
 
@@ -130,11 +133,26 @@ class Emulator:
             raise ValueError(f"expected at least {most} batches for each trainer, one a step, got {steps}")
         data = jax.tree.map(jnp.asarray, data)
         end = len(order.kind) if stop is None else stop
+        trusting = None if several else self._trusting
         for first in range(start, end, _CHUNK):
             last = min(first + _CHUNK, end)
             waves, count = cut_into_waves(order, first, last, num_cells=self.num_cells, length=_CHUNK)
+            if trusting is not None:
+                before = self._copy(state)
+                state, is_sound = trusting(state, data, waves, count)
+                if is_sound:
+                    continue
+                state, trusting = before, None  # what was not finite once will be so again
             state = jax.block_until_ready(self._runs[several](state, data, waves, count))
         return state
+
+    @functools.cached_property
+    def _trusting(self) -> Callable[..., tuple[SwarmState, Any]] | None:
+        """The compiled `_run_trusting`; None where only a careful run is right, or fast."""
+        options = compiler_options(in_place=True)
+        if options is None or not keeps_what_is_infinite(self.expert, self.expert_optimizer):
+            return None
+        return jax.jit(self._run_trusting, donate_argnums=0, compiler_options=options)
 
     def evaluate(self, state: SwarmState, batches: Iterable[Any]) -> list[Evaluation]:
         """What the model and all experts of now make of some batches, nothing random; one for each seed.
@@ -253,15 +271,24 @@ class Emulator:
         )
         return jax.tree.map(lambda leaf: jnp.tile(leaf, (self.num_trainers,) + (1,) * jnp.ndim(leaf)), one_trainer)
 
-    def _run(self, state: SwarmState, data: Data, waves: Waves, count: Any, *, skips: bool) -> SwarmState:
+    def _run_trusting(self, state: SwarmState, data: Data, waves: Waves, count: Any) -> tuple[SwarmState, Any]:
+        """(the swarm after so many waves; whether it is what `_run` would have made of it)."""
+        before = doubts(state)
+        state = self._run(state, data, waves, count, skips=True, trusts=True)
+        return state, doubts(state) == before
+
+    def _run(
+        self, state: SwarmState, data: Data, waves: Waves, count: Any, *, skips: bool, trusts: bool = False
+    ) -> SwarmState:
         """So many waves: in each one first the calls, those of each layer together, then the stages.
 
         Args:
           skips: whether calls that are part of another one cost nothing. Who they are differs from seed to seed.
+          trusts: whether updates are made that are not finite; needs `skips`.
         """
-        call_handlers = self._call_handlers(state.trainers.calls[0].chosen.shape[1], skips)
+        call_handlers = self._call_handlers(state.trainers.calls[0].chosen.shape[1], skips, trusts)
         stage_handlers: list[Handler] = [
-            (_is_kind(STAGE + stage), functools.partial(self._trainers.stage, stage, data))
+            (_is_kind(STAGE + stage), functools.partial(self._trainers.stage, stage, data, trusts=trusts))
             for stage in range(num_stages(self.num_layers))
         ]
 
@@ -283,7 +310,7 @@ class Emulator:
 
         return jax.lax.fori_loop(0, count, wave, state)
 
-    def _call_handlers(self, batch: int, skips: bool) -> list[Handler]:
+    def _call_handlers(self, batch: int, skips: bool, trusts: bool) -> list[Handler]:
         buckets = buckets_up_to(batch) if self._rows else (batch,)
         handlers: list[Handler] = []
 
@@ -297,21 +324,29 @@ class Emulator:
             return matches
 
         if skips:
-
-            def is_nobodys(event: Events, layer: LayerState) -> Any:
-                own = at(layer[1], event.trainer)
-                pairs = [pairs_of(own, event, forward=forward)[0].any() for forward in (True, False)]
-                return jnp.logical_not(jnp.where(event.kind == FORWARD, pairs[0], pairs[1]))
-
-            handlers.append((is_nobodys, lambda layer, event: layer))
+            handlers.append((_is_nobodys, lambda layer, event: layer))
+        backward = functools.partial(self._experts.backward, trusts=trusts)
         for bucket in buckets:
-            whole = len(buckets) == 1
-            for kind, compute in ((FORWARD, self._experts.forward), (BACKWARD, self._experts.backward)):
-                handlers.append(
-                    (_is_kind(kind) if whole else is_call(kind, bucket), functools.partial(compute, rows=bucket))
-                )
+            for kind, compute in ((FORWARD, self._experts.forward), (BACKWARD, backward)):
+                if len(buckets) > 1:
+                    matches = is_call(kind, bucket)
+                elif kind == BACKWARD and skips:  # costs more than finding out whose it is
+
+                    def matches(event: Events, layer: LayerState) -> Any:
+                        return (event.kind == BACKWARD) & ~_is_nobodys(event, layer)
+
+                else:
+                    matches = _is_kind(kind)
+                handlers.append((matches, functools.partial(compute, rows=bucket)))
         return handlers
 
 
 def _is_kind(kind: int) -> Callable[..., Any]:
     return lambda event, state: event.kind == kind
+
+
+def _is_nobodys(event: Events, layer: LayerState) -> Any:
+    """Whether a call is part of another one, or is not computed."""
+    own = at(layer[1], event.trainer)
+    pairs = [pairs_of(own, event, forward=forward)[0].any() for forward in (True, False)]
+    return ~jnp.where(event.kind == FORWARD, pairs[0], pairs[1])

@@ -53,8 +53,13 @@ class ExpertSide:
             seen=put(calls.seen, event.trainer, seen),
         )
 
-    def backward(self, layer: LayerState, event: Events, *, rows: int) -> LayerState:
-        """An expert computes one backward call with the parameters that it has now, and is updated."""
+    def backward(self, layer: LayerState, event: Events, *, rows: int, trusts: bool) -> LayerState:
+        """An expert computes one backward call with the parameters that it has now, and is updated.
+
+        Args:
+          trusts: whether nothing is made of what is not finite: the expert is updated all the same, and only the
+            gradients of inputs are looked at, see `dmoe_jax.emulator.trust`. Calls that nobody has made are not given.
+        """
         experts, calls = layer
         own: Calls = at(calls, event.trainer)
         pairs, chosen = pairs_of(own, event, forward=False)
@@ -65,7 +70,8 @@ class ExpertSide:
         updates = experts.updates[chosen]
         staleness = updates - jnp.max(jnp.where(pairs, own.seen, 0))
         does = pairs.any() & event.computed
-        learns = does & is_finite(jax.tree.map(jnp.zeros_like, input_grads), input_grads)
+        is_sound = is_finite(jax.tree.map(jnp.zeros_like, input_grads), input_grads)
+        learns = jnp.bool_(True) if trusts else does & is_sound
         if self._optimizer is not None:
             old = params, at(experts.opt_state, chosen)
             steps, opt_state = self._optimizer.update(
@@ -74,10 +80,11 @@ class ExpertSide:
             new = jax.tree.map(
                 lambda after, before: after.astype(before.dtype), (optax.apply_updates(params, steps), opt_state), old
             )
-            # Every write waits for this look at all that is new, and so for all reads. Where an array might be written
-            # while it is still to be read for another one, XLA copies all experts.
-            learns &= is_finite(old, new)
-            new = jax.tree.map(lambda after, before: jnp.where(learns, after, before), new, old)
+            if not trusts:
+                # Every write waits for this look at all that is new, and so for all reads. Where an array might be
+                # written while it is still to be read for another one, XLA copies all experts.
+                learns &= is_finite(old, new)
+                new = jax.tree.map(lambda after, before: jnp.where(learns, after, before), new, old)
             experts = experts._replace(
                 params=put(experts.params, chosen, new[0]),
                 opt_state=put(experts.opt_state, chosen, new[1]),
@@ -92,7 +99,7 @@ class ExpertSide:
             load=experts.load.at[chosen].add(jnp.where(learns, pairs.sum(), 0)),
             staleness=experts.staleness + jnp.where(learns, staleness, 0),
             calls=experts.calls + learns,
-            rejected=experts.rejected + (does & ~learns),
+            rejected=experts.rejected + ((does & ~learns) if not trusts else ~is_sound),
         )
         return experts, calls._replace(input_grads=put(calls.input_grads, event.trainer, summed))
 

@@ -43,17 +43,30 @@ def run_events(
 
 
 @functools.cache
-def small_operations() -> dict[str, Any] | None:
-    """Compiler options under which XLA does not share out small operations among cores, if it has such options.
+def compiler_options(*, in_place: bool) -> dict[str, Any] | None:
+    """Compiler options for the loop on this backend, which is only asked for more than it does anyway if it is a CPU.
 
-    Its newer library for products and sums on CPUs (YNNPACK) does so by default, which makes a run half as fast on two
-    cores as on one.
+    XLA's newer library for products and sums on CPUs (YNNPACK) shares out small operations among cores, which makes a
+    run half as fast on two cores as on one: it is switched off where it can be.
+
+    Args:
+      in_place: whether XLA must see that it may change a place of an array without a copy of the array, although
+        nothing but the order in which the operations are written keeps the write behind the reads.
+
+    Returns: None: there are no such options.
     """
-    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
     if jax.default_backend() != "cpu":
         return None
+    small = _accepted({"xla_cpu_experimental_ynn_fusion_type": ""})
+    if not in_place:
+        return small or None
+    regions = _accepted({"xla_cpu_copy_insertion_use_region_analysis": True})
+    return {**small, **regions} if regions else None
+
+
+def _accepted(options: dict[str, Any]) -> dict[str, Any]:
     try:
         jax.jit(lambda value: value, compiler_options=options).lower(0).compile()
     except (jax.errors.JaxRuntimeError, ValueError):  # a version of XLA without it
-        return None
+        return {}
     return options

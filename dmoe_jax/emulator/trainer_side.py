@@ -37,8 +37,12 @@ class TrainerSide:
         self._read: Sequence[Sequence[bool]] | None = None
         self._differentiable = [i for i, spec in enumerate(layer.expert.inputs) if spec.differentiable]
 
-    def stage(self, stage: int, data: Data, state: SwarmState, event: Events) -> SwarmState:
-        """A trainer does what it does between two waits; see `num_stages` for their numbers."""
+    def stage(self, stage: int, data: Data, state: SwarmState, event: Events, *, trusts: bool) -> SwarmState:
+        """A trainer does what it does between two waits; see `num_stages` for their numbers.
+
+        Args:
+          trusts: whether an update that is not finite is made all the same, and only counted.
+        """
         t, layers = event.trainer, self._num_layers
         if stage == 0:  # a new step reads the trunk
             state = _start(state, t)
@@ -60,7 +64,7 @@ class TrainerSide:
             own = self._call_back(own, layer - 1)
         else:
             own = self._pull_back(own, 0, batch, keys)
-            state, own = self._apply(state, own)
+            state, own = self._apply(state, own, trusts)
             own = own._replace(grads=before.grads)  # they have been used
         return state._replace(trainers=_with_changed(state.trainers, t, before, own))
 
@@ -146,24 +150,25 @@ class TrainerSide:
             ]
         return self._read
 
-    def _apply(self, state: SwarmState, own: Trainers) -> tuple[SwarmState, Trainers]:
+    def _apply(self, state: SwarmState, own: Trainers, trusts: bool) -> tuple[SwarmState, Trainers]:
         """The trunk's update, unless loss or gradient are no numbers: such a step is lost."""
         finite = jnp.isfinite(own.total) & is_finite(jax.tree.map(jnp.zeros_like, own.grads), own.grads)
         staleness = state.step - own.read_at
         params, opt_state = self._update_trunk(
             state.params, state.opt_state, own.grads, None, staleness.astype(jnp.float32), own.params
         )
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
-        )
+        new = params, opt_state, own.next_state
+        if not trusts:
+            old = state.params, state.opt_state, own.state
+            new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, old)
         totals = state.totals
         totals = totals._replace(
             losses=totals.losses.at[state.step].set(jnp.where(finite, own.loss, jnp.nan)),
             staleness=totals.staleness.at[state.step].set(staleness),
             rejected=totals.rejected + jnp.logical_not(finite),
         )
-        own = own._replace(state=jax.tree.map(lambda new, old: jnp.where(finite, new, old), own.next_state, own.state))
-        return state._replace(step=state.step + 1, params=params, opt_state=opt_state, totals=totals), own
+        state = state._replace(step=state.step + 1, params=new[0], opt_state=new[1], totals=totals)
+        return state, own._replace(state=new[2])
 
 
 def _start(state: SwarmState, t: Any) -> SwarmState:

@@ -1,4 +1,4 @@
-"""A process that runs one trial after another; see `trials.run_trials`."""
+"""A process that runs one trial after another, see `trials.run_trials`, or is timed, see `measurement`."""
 
 import os
 import threading
@@ -23,11 +23,13 @@ async def work(number: int, jobs: int) -> None:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[number::jobs] or cores)
     set_up_jax()
-    from experiments.emulation.trials import Trial, run_trial  # JAX counts the cores when it is loaded
+    from experiments.emulation.speed import updates_per_s  # JAX counts the cores when it is loaded
+    from experiments.emulation.trials import Trial, run_trial
 
     say(ready=True)
     async for order in orders():
-        answer: dict[str, Any] = run_trial(Trial(**order))
+        timed = order.pop("speed", None)
+        answer: dict[str, Any] = {"rate": updates_per_s(**timed)} if timed else run_trial(Trial(**order))
         say(**answer)
 
 

@@ -12,6 +12,7 @@ import pytest
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.emulator import Data, Emulator, OrderRecorder, draw_order, exponential_delays, stack_seeds, take_batches
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE
+from dmoe_jax.emulator.trust import keeps_what_is_infinite
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.mixture.local import init_opt_states, update_experts
 from dmoe_jax.models import mlp
@@ -138,6 +139,49 @@ def test_one_trainer_is_one_jit() -> None:
     assert float(state.expert_staleness) == 0
     assert np.asarray(state.totals.staleness).tolist() == [0] * steps
     assert sum(int(layer.load.sum()) for layer in state.experts) == steps * 2 * BATCH * CONFIG.k_best
+
+
+@pytest.mark.parametrize("spoiled", [0, 1], ids=["finite", "infinite"])
+def test_trust_changes_nothing(spoiled: int) -> None:
+    """A run that looks for infinities once, at its end, is the one that looks at every update, also where there are."""
+    trainers, updates = 3, 12
+    order = draw_order(
+        num_updates=updates,
+        num_trainers=trainers,
+        num_layers=2,
+        num_pairs=BATCH * CONFIG.k_best,
+        delay=exponential_delays(0.1),
+        failure_rate=0.1,
+    )
+    data = make_data(num_trainers=trainers, steps=order.steps)
+    data.batches.x[0, :spoiled] = np.inf
+    states = []
+    for trusts in (True, False):
+        emulator = make_emulator(trainers)
+        assert emulator._trusting is not None
+        if not trusts:
+            emulator.__dict__["_trusting"] = None
+        state = emulator.init(*keys_of(3), data, num_updates=updates)
+        states.append(emulator.run(state, order, data))
+    assert (int(states[0].rejected) > 0) == bool(spoiled)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((states[0].params, states[0].expert_params)))
+    close(*states)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (OPTIMIZER, True),
+        (optax.flatten(optax.adam(1e-3)), True),
+        (optax.sgd(1e-2, momentum=0.9), True),
+        (None, True),
+        (optax.inject_hyperparams(optax.sgd)(1e-2), True),
+        (optax.inject_hyperparams(optax.sgd)(optax.constant_schedule(1e-2)), False),
+    ],
+)
+def test_who_forgets_infinities_is_not_trusted(optimizer: Any, expected: bool) -> None:
+    """A schedule's step size is written anew by each update."""
+    assert keeps_what_is_infinite(make_emulator(1).expert, optimizer) == expected
 
 
 @pytest.mark.slow
