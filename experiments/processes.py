@@ -104,11 +104,12 @@ def _open_process(module: str, settings: Mapping[str, object]) -> Iterator["subp
         with suppress(BrokenPipeError):
             process.stdin.close()
         try:
-            process.wait(_END_GRACE_S)
-        except subprocess.TimeoutExpired:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_GRACE_S)
+        finally:  # also where a second Ctrl-C ends the waiting: whoever listens to the helper would wait for its work
             process.kill()
             process.wait()
-        process.stdout.close()
+            process.stdout.close()
 
 
 def run_helper(main: Callable[..., Awaitable[None]]) -> None:

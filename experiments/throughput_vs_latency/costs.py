@@ -1,6 +1,7 @@
 """Blocks as experts, and how long this machine's device takes for each: the cost model of virtual time."""
 
 import functools
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,23 @@ def random_inputs(expert: Expert, rows: int) -> list[Array]:
         else np.zeros((rows, *spec.shape), spec.dtype)
         for spec in expert.inputs
     ]
+
+
+def start_device() -> None:
+    """Start JAX's device; a CPU with one thread, so that the event loop has the other cores to itself.
+
+    XLA makes as many threads as there are cores that the process may use when the device starts. Costs that are
+    measured while the loop is idle would be those of all cores, of which the loop takes one as soon as it works.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        jax.devices()
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        jax.devices()
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def measure_costs(block: Block, *, joined: int, times: int) -> CostTable:

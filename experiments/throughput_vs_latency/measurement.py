@@ -21,7 +21,7 @@ from experiments.throughput_vs_latency.analysis import (
     kept,
     lag_ceiling,
 )
-from experiments.throughput_vs_latency.costs import CostTable, measure_costs
+from experiments.throughput_vs_latency.costs import CostTable, measure_costs, start_device
 from experiments.throughput_vs_latency.figure import latency_figure
 from experiments.throughput_vs_latency.settings import (
     BLOCK_NAMES,
@@ -49,6 +49,7 @@ _FIGURE_NAMES = {"feedforward": "ratio_ffn", "transformer": "ratio_transformer"}
 def measure(run: Run[LatencySettings]) -> None:
     """Measure what `--where` asks for, one kind of block after the other."""
     settings = run.settings
+    start_device()
     for name in BLOCK_NAMES:
         block = SIZES[settings.size].blocks[name]
         if settings.where != "real":

@@ -28,6 +28,24 @@ def test_helper_that_does_not_start(module: str, settings: dict[str, str]) -> No
         pass
 
 
+def test_a_second_interruption_leaves_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while we wait for a helper that still works."""
+    helpers: list[subprocess.Popen[str]] = []
+    wait = subprocess.Popen.wait
+
+    def interrupted(self: "subprocess.Popen[str]", timeout: float | None = None) -> int:
+        helpers.append(self)
+        if timeout is not None:
+            raise KeyboardInterrupt
+        return wait(self)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    worker = "experiments.emulation.worker", [{"number": 0, "jobs": 1}]
+    with pytest.raises(KeyboardInterrupt), open_helpers(*worker):
+        assert helpers == []
+    assert helpers[0].returncode is not None
+
+
 def test_settings_are_read_without_jax() -> None:
     """`--help` and a wrong flag are answered at once, for every experiment on the bench."""
     modules = [f"experiments.{path.parent.name}.settings" for path in sorted(ROOT.glob("experiments/*/settings.py"))]
