@@ -141,9 +141,8 @@ def test_one_trainer_is_one_jit() -> None:
     assert sum(int(layer.load.sum()) for layer in state.experts) == steps * 2 * BATCH * CONFIG.k_best
 
 
-@pytest.mark.parametrize("spoiled", [0, 1], ids=["finite", "infinite"])
-def test_trust_changes_nothing(spoiled: int) -> None:
-    """A run that looks for infinities once, at its end, is the one that looks at every update, also where there are."""
+def test_trust_changes_nothing() -> None:
+    """A run that looks for infinities once, at its end, is the one that looks at every update, where there are some."""
     trainers, updates = 3, 12
     order = draw_order(
         num_updates=updates,
@@ -154,7 +153,7 @@ def test_trust_changes_nothing(spoiled: int) -> None:
         failure_rate=0.1,
     )
     data = make_data(num_trainers=trainers, steps=order.steps)
-    data.batches.x[0, :spoiled] = np.inf
+    data.batches.x[0, 0] = np.inf
     states = []
     for trusts in (True, False):
         emulator = make_emulator(trainers)
@@ -163,7 +162,7 @@ def test_trust_changes_nothing(spoiled: int) -> None:
             emulator.__dict__["_trusting"] = None
         state = emulator.init(*keys_of(3), data, num_updates=updates)
         states.append(emulator.run(state, order, data))
-    assert (int(states[0].rejected) > 0) == bool(spoiled)
+    assert int(states[0].rejected) > 0
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((states[0].params, states[0].expert_params)))
     close(*states)
 
