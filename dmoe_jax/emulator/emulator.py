@@ -117,6 +117,8 @@ class Emulator:
     ) -> SwarmState:
         """The swarm after events `start` to `stop` of an order. `state` is donated: it cannot be used again.
 
+        On CPUs a run of one seed holds the whole state twice, see `dmoe_jax.emulator.trust`.
+
         Raises:
           ValueError: the order is of another number of trainers, layers or pairs, or has more steps of a trainer than
             there are batches.

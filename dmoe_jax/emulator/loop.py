@@ -44,7 +44,7 @@ def run_events(
 
 @functools.cache
 def compiler_options(*, in_place: bool) -> dict[str, Any] | None:
-    """Compiler options for the loop on this backend, which is only asked for more than it does anyway if it is a CPU.
+    """Compiler options for the loop, on CPUs only: other backends have none.
 
     XLA's newer library for products and sums on CPUs (YNNPACK) shares out small operations among cores, which makes a
     run half as fast on two cores as on one: it is switched off where it can be.
