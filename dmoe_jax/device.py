@@ -103,9 +103,7 @@ class InlineDevice:
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         async with self._turn:
-            # The first array among the arguments says how many rows there are.
-            rows = next((leaf.shape[0] for leaf in jax.tree.leaves(args) if getattr(leaf, "shape", ())), 0)
-            await trio.sleep(self._cost(getattr(function, "__name__", ""), rows))
+            await trio.sleep(self._cost(*work_of(function, args)))
             return _run_ready(function, args)
 
     async def aside(self, function: Callable[..., T], *args: Any) -> T:
@@ -120,6 +118,12 @@ async def to_host(device: Device, tree: PyTree) -> PyTree:
 
 def _to_host(tree: PyTree) -> PyTree:
     return jax.tree.map(np.asarray, tree)
+
+
+def work_of(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, int]:
+    """(name of a function, rows of the first array among its arguments: 0 without one): what a `Cost` is asked for."""
+    rows = next((leaf.shape[0] for leaf in jax.tree.leaves(args) if getattr(leaf, "shape", ())), 0)
+    return getattr(function, "__name__", ""), rows
 
 
 def _run_ready(function: Callable[..., T], args: tuple[Any, ...]) -> T:

@@ -76,16 +76,18 @@ def summarise(run: Run[MnistSettings]) -> Result | None:
         return None
     _, slow, failing = NETWORKS
     figures: dict[str, Any] = {"curves": len(curves), "seeds": min(len(values) for values in curves.values())}
-    mixture, dense = curves.get(label_of(256, slow)), curves.get(label_of(None, slow))
+    dense, remedied = curves.get(label_of(None, slow)), curves.get(label_of(None, slow, REMEDIED))
     for variant in ("", FRESH, AUTHORS, REMEDIED):
-        ours = curves.get(label_of(256, slow, variant))
-        theirs = curves.get(label_of(None, slow, REMEDIED)) if variant == REMEDIED else dense
-        if ours is not None and theirs is not None:
-            key = "_".join(["least_margin", *variant.replace(",", "").split()])
-            figures[key] = float(margins(ours, theirs).min())
-    lost = curves.get(label_of(256, failing))
-    if mixture is not None and lost is not None:
-        figures["failures_cost"] = float(mixture[:, -1].mean() - lost[:, -1].mean())
+        ours, lost = curves.get(label_of(256, slow, variant)), curves.get(label_of(256, failing, variant))
+        key = "_".join(["", *variant.replace(",", "").split()])
+        if ours is None:
+            continue
+        if (theirs := remedied if variant == REMEDIED else dense) is not None:
+            figures[f"least_margin{key}"] = float(margins(ours, theirs).min())
+        if variant == REMEDIED and dense is not None:
+            figures["least_margin_remedies_over_plain_dense"] = float(margins(ours, dense).min())
+        if lost is not None:
+            figures[f"failures_cost{key}"] = float(ours[:, -1].mean() - lost[:, -1].mean())
     for label, values in curves.items():
         key = label.replace(" %", "").replace(", ", "_").replace(" ", "_")
         figures[f"accuracy_{key}"] = float(values[:, -1].mean())

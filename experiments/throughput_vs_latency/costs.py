@@ -3,20 +3,24 @@
 import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import optax
 
+from dmoe_jax.device import ThreadDevice, work_of
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
 from dmoe_jax.node.backend import ExpertBackend, buckets_up_to
 from experiments.throughput_vs_latency.settings import Block
 from net.types import Array
+
+T = TypeVar("T")
 
 OPTIMIZER = optax.adam(1e-6)
 """Of every block on real computing: a step costs what Adam's costs, and hours of random gradients spoil nothing."""
@@ -57,6 +61,43 @@ class CostTable:
                 for name, sizes in self.seconds.items()
             }
         )
+
+    def under_load(self, taken: Mapping[str, Mapping[int, Sequence[float]]]) -> "CostTable":
+        """The medians of what batches took; a size that did not occur is as much slower than here as the others are.
+
+        Args:
+          taken: by kind and rows, as `TimedDevice.taken` has them.
+        """
+        found = {}
+        for name, sizes in self.seconds.items():
+            medians = {rows: median(each) for rows, each in taken.get(name, {}).items() if rows in sizes}
+            slower = median(seconds / sizes[rows] for rows, seconds in medians.items()) if medians else 1.0
+            found[name] = {rows: medians.get(rows, slower * seconds) for rows, seconds in sizes.items()}
+        return CostTable(found)
+
+
+class TimedDevice(ThreadDevice):
+    """A thread that notes how long each batch takes on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: dict[str, dict[int, list[float]]] = {}
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        name, rows = work_of(function, args)
+
+        def timed(*args: Any) -> T:
+            started = time.perf_counter()
+            result = jax.block_until_ready(function(*args))
+            self._taken.setdefault(name, {}).setdefault(rows, []).append(time.perf_counter() - started)
+            return result
+
+        return await super().run(timed, *args)
+
+    def taken(self) -> dict[str, dict[int, list[float]]]:
+        """Seconds of every batch since the last time that somebody asked, by the function's name and by rows."""
+        taken, self._taken = self._taken, {}
+        return taken
 
 
 def expert_of(block: Block) -> Expert:

@@ -21,7 +21,12 @@ from experiments.throughput_vs_latency.analysis import (
     kept,
     lag_ceiling,
 )
-from experiments.throughput_vs_latency.costs import CostTable, measure_costs, start_device
+from experiments.throughput_vs_latency.costs import (
+    CostTable,
+    TimedDevice,
+    measure_costs,
+    start_device,
+)
 from experiments.throughput_vs_latency.figure import latency_figure
 from experiments.throughput_vs_latency.settings import (
     BLOCK_NAMES,
@@ -101,16 +106,24 @@ def _measure_agreement(run: Run[LatencySettings], block: Block) -> None:
 def _measure_real_round(
     block: Block, grid: Sequence[tuple[Method, Load]], settings: LatencySettings, *, seed: int
 ) -> tuple[list[float], list[CostTable]]:
-    """Rows per second of each load on real computing, and the mean of the costs before and after it."""
+    """Rows per second of each load on real computing, and what batches cost meanwhile.
+
+    A CPU that computes, and runs the event loop of all nodes and trainers beside it, is slower than alone. Of sizes
+    that did not occur, the cost is that of before and after the load, times as much.
+    """
     real: list[float] = []
-    costs = [_costs_now(block, settings)]
+    alone, taken = [_costs_now(block, settings)], []
+    device = TimedDevice()
 
     def note(method: Method, load: Load, found: Throughput) -> None:
         real.append(found.samples_per_s)
-        costs.append(_costs_now(block, settings))  # nothing else is under way: the loop may wait
+        taken.append(device.taken())
+        alone.append(_costs_now(block, settings))  # nothing else is under way: the loop may wait
 
-    measure_real(block, grid, note, seed=seed)
-    return real, [before.mean(after) for before, after in pairwise(costs)]
+    measure_real(block, grid, device, note, seed=seed)
+    return real, [
+        before.mean(after).under_load(each) for (before, after), each in zip(pairwise(alone), taken, strict=True)
+    ]
 
 
 def _measure_twin(

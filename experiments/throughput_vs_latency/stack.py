@@ -104,9 +104,11 @@ def measure_virtual(
         run(measure, list(loads), seed=seed)
 
 
-def measure_real(block: Block, grid: Sequence[tuple[Method, Load]], on_done: OnDone, *, seed: int) -> None:
+def measure_real(
+    block: Block, grid: Sequence[tuple[Method, Load]], device: Device, on_done: OnDone, *, seed: int
+) -> None:
     """Measure loads of one place on this machine's device, all servers and trainers in this process, joined by TCP."""
-    _measure_real(expert_of(block), OPTIMIZER, block.batch_rows, grid, on_done, seed=seed)
+    _measure_real(expert_of(block), OPTIMIZER, block.batch_rows, grid, device, on_done, seed=seed)
 
 
 def measure_round_trips(block: Block, grid: Sequence[tuple[Method, Load]], *, seed: int) -> dict[Passes, float]:
@@ -126,7 +128,7 @@ def measure_round_trips(block: Block, grid: Sequence[tuple[Method, Load]], *, se
         found[load.passes] = block.batch_rows / (echoed.samples_per_s * load.calls_per_batch)
 
     loads: list[tuple[Method, Load]] = [("model_parallel", load) for load in alone.values()]
-    _measure_real(echo_of(expert_of(block)), None, block.batch_rows, loads, note, seed=seed)
+    _measure_real(echo_of(expert_of(block)), None, block.batch_rows, loads, ThreadDevice(), note, seed=seed)
     return found
 
 
@@ -135,6 +137,7 @@ def _measure_real(
     optimizer: optax.GradientTransformation | None,
     batch_rows: int,
     grid: Sequence[tuple[Method, Load]],
+    device: Device,
     on_done: OnDone,
     *,
     seed: int,
@@ -142,7 +145,7 @@ def _measure_real(
     warm_backend(expert, optimizer, [batches * batch_rows for batches in buckets_up_to(grid[0][1].joined)])
 
     async def measure() -> None:
-        await _measure(expert, optimizer, batch_rows, grid, [ThreadDevice()], None, on_done, seed=seed)
+        await _measure(expert, optimizer, batch_rows, grid, [device], None, on_done, seed=seed)
 
     trio.run(measure)
 

@@ -1,5 +1,6 @@
 """The emulator: equal to the swarm on the swarm's order of events, and to one jit where nothing is asynchronous."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.emulator import Data, Emulator, OrderRecorder, draw_order, exponential_delays, stack_seeds, take_batches
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE
+from dmoe_jax.emulator.state import SwarmState
 from dmoe_jax.emulator.trust import keeps_what_is_infinite
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.mixture.local import init_opt_states, update_experts
@@ -76,30 +78,63 @@ def make_emulator(num_trainers: int, **options: Any) -> Emulator:
     return PROBLEM.emulator(num_trainers, **options)
 
 
+NUM_TRAINERS, NUM_UPDATES = 3, 50
+
+
+@functools.cache
+def three_trainers() -> Emulator:
+    """For tests that compile the same program; it takes as long as all the rest of them."""
+    return make_emulator(NUM_TRAINERS)
+
+
 @pytest.mark.parametrize(
-    ("problem", "rows"),
-    [
-        pytest.param(lambda: PROBLEM, False, id="mlp"),
-        pytest.param(small_transformer, True, id="transformer", marks=pytest.mark.slow),
-    ],
+    "is_transformer", [pytest.param(False, id="mlp"), pytest.param(True, id="transformer", marks=pytest.mark.slow)]
 )
-def test_equals_the_swarm(problem: Any, rows: bool) -> None:
+def test_equals_the_swarm(is_transformer: bool) -> None:
     """On the order that a simulated swarm took, losses, trunk and experts are the swarm's after fifty updates.
 
     One call in ten fails. Calls of the MLP compute whole batches, those of the other the rows that they serve.
     """
-    problem, num_trainers, num_updates = problem(), 3, 50
-    emulator = problem.emulator(num_trainers, rows=rows)
-    data = problem.data(num_trainers, steps=num_updates, seed=0)
-    swarm = train_swarm(problem, emulator, data, num_updates=num_updates, failure_rate=0.1, record=True)
-    state = emulator.init(*keys_of(0), data, num_updates=num_updates)
+    problem, emulator = PROBLEM, three_trainers()
+    if is_transformer:
+        problem = small_transformer()
+        emulator = problem.emulator(NUM_TRAINERS, rows=True)
+    data = problem.data(NUM_TRAINERS, steps=NUM_UPDATES, seed=0)
+    swarm = train_swarm(problem, emulator, data, num_updates=NUM_UPDATES, failure_rate=0.1, record=True)
+    state = emulator.init(*keys_of(0), data, num_updates=NUM_UPDATES)
     state = emulator.run(state, swarm.order, data)
-    assert int(state.step) == num_updates
+    assert int(state.step) == NUM_UPDATES
     assert np.asarray(state.totals.staleness).max() >= 2
     assert float(state.expert_staleness * state.calls) > 50
     np.testing.assert_allclose(state.totals.losses, swarm.losses, atol=1e-5)
     close(state.params, swarm.params)
     close(state.expert_params, swarm.experts)
+
+
+def test_trust_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that looks for infinities once, at its end, is the one that looks at every update, where there are some."""
+    emulator, updates = three_trainers(), 12
+    order = draw_order(
+        num_updates=updates,
+        num_trainers=NUM_TRAINERS,
+        num_layers=2,
+        num_pairs=BATCH * CONFIG.k_best,
+        delay=exponential_delays(0.1),
+        failure_rate=0.1,
+    )
+    data = make_data(num_trainers=NUM_TRAINERS, steps=NUM_UPDATES)
+    data.batches.x[0, 0] = np.inf
+
+    def run() -> SwarmState:
+        return emulator.run(emulator.init(*keys_of(3), data, num_updates=NUM_UPDATES), order, data)
+
+    assert emulator._trusting is not None
+    trusting = run()
+    monkeypatch.setitem(emulator.__dict__, "_trusting", None)
+    careful = run()
+    assert int(trusting.rejected) > 0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((trusting.params, trusting.expert_params)))
+    close(trusting, careful)
 
 
 def test_one_trainer_is_one_jit() -> None:
@@ -139,32 +174,6 @@ def test_one_trainer_is_one_jit() -> None:
     assert float(state.expert_staleness) == 0
     assert np.asarray(state.totals.staleness).tolist() == [0] * steps
     assert sum(int(layer.load.sum()) for layer in state.experts) == steps * 2 * BATCH * CONFIG.k_best
-
-
-def test_trust_changes_nothing() -> None:
-    """A run that looks for infinities once, at its end, is the one that looks at every update, where there are some."""
-    trainers, updates = 3, 12
-    order = draw_order(
-        num_updates=updates,
-        num_trainers=trainers,
-        num_layers=2,
-        num_pairs=BATCH * CONFIG.k_best,
-        delay=exponential_delays(0.1),
-        failure_rate=0.1,
-    )
-    data = make_data(num_trainers=trainers, steps=order.steps)
-    data.batches.x[0, 0] = np.inf
-    states = []
-    for trusts in (True, False):
-        emulator = make_emulator(trainers)
-        assert emulator._trusting is not None
-        if not trusts:
-            emulator.__dict__["_trusting"] = None
-        state = emulator.init(*keys_of(3), data, num_updates=updates)
-        states.append(emulator.run(state, order, data))
-    assert int(states[0].rejected) > 0
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((states[0].params, states[0].expert_params)))
-    close(*states)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from dmoe_jax.device import ThreadDevice
 from dmoe_jax.runs.run_folder import RunFolder
 from experiments.bench import Run
 from experiments.throughput_vs_latency.__main__ import main
 from experiments.throughput_vs_latency.analysis import compute_ceiling, lag_ceiling, short_delays
-from experiments.throughput_vs_latency.costs import CostTable
+from experiments.throughput_vs_latency.costs import CostTable, TimedDevice
 from experiments.throughput_vs_latency.measurement import summarise
 from experiments.throughput_vs_latency.settings import (
     CLOUD,
@@ -106,6 +107,26 @@ def test_costs_are_of_the_size_that_a_batch_is_padded_to() -> None:
         {name: {rows: 3 * cost for rows, cost in sizes.items()} for name, sizes in COSTS.seconds.items()}
     )
     assert COSTS.mean(doubled)("backward", 8) == pytest.approx(0.12)
+
+
+def test_costs_under_load() -> None:
+    """Medians where batches were timed; what was not is as much slower as what was. No kind at all: as alone."""
+    loaded = COSTS.under_load({"forward": {4: [0.02, 0.9, 0.02]}, "make_backends": {0: [5.0]}})
+    assert loaded.seconds == {"forward": {4: 0.02, 8: pytest.approx(0.032)}, "backward": COSTS.seconds["backward"]}
+
+
+async def test_a_timed_device_notes_what_batches_take() -> None:
+    """By the names that costs have; once told, it begins anew."""
+    device, batch = TimedDevice(), np.zeros((4, 2))
+
+    def forward(inputs: list[np.ndarray]) -> np.ndarray:
+        return inputs[0] + 1
+
+    assert (await device.run(forward, [batch])).shape == (4, 2)
+    ((name, sizes),) = device.taken().items()
+    assert (name, list(sizes)) == ("forward", [4])
+    assert 0 < sizes[4][0] < 10
+    assert device.taken() == {}
 
 
 def test_ceilings_by_hand() -> None:
@@ -233,5 +254,5 @@ def test_transformer_blocks_learn_over_tcp() -> None:
     place = LOAD.place._replace(shared_device=True)
     load = replace(LOAD, place=place, trainers=3, delay=Delay(0.05, 0.0), passes="training", calls=24)
     found: list[Throughput] = []
-    measure_real(TRANSFORMER, [("asynchronous", load)], lambda *done: found.append(done[-1]), seed=0)
+    measure_real(TRANSFORMER, [("asynchronous", load)], ThreadDevice(), lambda *done: found.append(done[-1]), seed=0)
     assert 0 < found[0].samples_per_s < 1.2 * lag_ceiling(load, TRANSFORMER.batch_rows)
