@@ -5,12 +5,13 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import optax
+import trio
 
 from dmoe_jax.device import ThreadDevice, work_of
 from dmoe_jax.experts.base import Expert, TensorSpec
@@ -63,36 +64,38 @@ class CostTable:
         )
 
     def under_load(self, taken: Mapping[str, Mapping[int, Sequence[float]]]) -> "CostTable":
-        """The medians of what batches took; a size that did not occur is as much slower than here as the others are.
+        """The means of what batches took; a size that did not occur is as much slower than here as the others are.
 
         Args:
           taken: by kind and rows, as `TimedDevice.taken` has them.
         """
         found = {}
         for name, sizes in self.seconds.items():
-            medians = {rows: median(each) for rows, each in taken.get(name, {}).items() if rows in sizes}
-            slower = median(seconds / sizes[rows] for rows, seconds in medians.items()) if medians else 1.0
-            found[name] = {rows: medians.get(rows, slower * seconds) for rows, seconds in sizes.items()}
+            means = {rows: mean(each) for rows, each in taken.get(name, {}).items() if rows in sizes}
+            slower = mean(seconds / sizes[rows] for rows, seconds in means.items()) if means else 1.0
+            found[name] = {rows: means.get(rows, slower * seconds) for rows, seconds in sizes.items()}
         return CostTable(found)
 
 
 class TimedDevice(ThreadDevice):
-    """A thread that notes how long each batch takes on it."""
+    """A thread that notes how long it is taken by each batch: until the event loop knows that it is free again.
+
+    An event loop that is busy hands the next batch over late, and a device that has nothing to do meanwhile is slower
+    than what it computes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self._turn = trio.Lock()
         self._taken: dict[str, dict[int, list[float]]] = {}
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         name, rows = work_of(function, args)
-
-        def timed(*args: Any) -> T:
-            started = time.perf_counter()
-            result = jax.block_until_ready(function(*args))
-            self._taken.setdefault(name, {}).setdefault(rows, []).append(time.perf_counter() - started)
-            return result
-
-        return await super().run(timed, *args)
+        async with self._turn:
+            started = trio.current_time()
+            result = await super().run(function, *args)
+            self._taken.setdefault(name, {}).setdefault(rows, []).append(trio.current_time() - started)
+        return result
 
     def taken(self) -> dict[str, dict[int, list[float]]]:
         """Seconds of every batch since the last time that somebody asked, by the function's name and by rows."""
