@@ -94,10 +94,10 @@ def _measure_agreement(run: Run[LatencySettings], block: Block) -> None:
     """Measure the small grid round by round, on real computing and then in virtual time."""
     settings, grid = run.settings, run.settings.agreement_grid()
     run.say(f"{block.name}: a small grid on real computing, and the same in virtual time")
-    round_trips = measure_round_trips(block, grid, seed=settings.seed)
-    modelled = [replace(load, place=load.place._replace(round_trip_s=round_trips[load.passes])) for _, load in grid]
     for number in range(settings.agreement_rounds):
         seed = settings.seed + number
+        round_trips = measure_round_trips(block, grid, seed=seed)
+        modelled = [replace(load, place=load.place._replace(round_trip_s=round_trips[load.passes])) for _, load in grid]
         real, costs = _measure_real_round(block, grid, settings, seed=seed)
         for (method, _), load, cost, real_per_s in zip(grid, modelled, costs, real, strict=True):
             _measure_twin(run, block, method, load, cost, real_per_s, seed=seed)

@@ -215,7 +215,7 @@ class LatencySettings(Settings):
 
     def agreement_grid(self) -> list[tuple[Method, Load]]:
         """What is measured on real computing and in virtual time with one kind of block: two servers on one device."""
-        # Over a third as many, calls that are slow by chance made virtual and real throughput differ by up to 0.6.
+        # With half as many, the few that are slow by chance made single rounds differ by up to 0.6.
         calls = 160
         loads = []
         for delay_s in AGREEMENT_DELAYS_S:

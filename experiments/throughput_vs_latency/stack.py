@@ -11,6 +11,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from statistics import mean
 from typing import cast
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.device import Device, InlineDevice, ThreadDevice
+from dmoe_jax.device import Device, InlineDevice
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.remote import Choice, RemoteMixture, Residual
 from dmoe_jax.node.backend import buckets_up_to
@@ -31,6 +32,7 @@ from experiments.throughput_vs_latency.costs import (
     OPTIMIZER,
     STAND_IN,
     CostTable,
+    TimedDevice,
     echo_of,
     expert_of,
     random_inputs,
@@ -48,8 +50,10 @@ from net.types import Array
 _ROUTER = product_key((1,))
 _TIMEOUT_S = 600.0
 """No call takes so long: a batch waits for every layer."""
+_ECHO_DELAY_S = 0.02
+"""Of calls whose travelling is timed."""
 _BREAK_S = 0.5
-"""Between two loads, for the batches that run when trainers stop."""
+"""After a load, for the batches that run when trainers stop: `on_done` may hold the event loop up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +116,30 @@ def measure_real(
 
 
 def measure_round_trips(block: Block, grid: Sequence[tuple[Method, Load]], *, seed: int) -> dict[Passes, float]:
-    """Seconds that a call takes over TCP on loopback beside the delay and the block's computing.
+    """Seconds that a call takes over TCP on loopback beside the delay and the time for which it has the device.
 
-    Measured one call at a time, with the same tensors and an expert that returns what it gets.
+    Measured one call at a time, with the same tensors, the same delay for each, and an expert that returns what it
+    gets. A call is late from its beginning on, so that most of its tensors travel meanwhile.
 
     Args:
       grid: loads of one place.
     """
     alone = {
-        load.passes: replace(load, trainers=1, delay=Delay(0.0), calls=10 * load.calls_per_batch) for _, load in grid
+        load.passes: replace(load, trainers=1, delay=Delay(_ECHO_DELAY_S, 0.0), calls=5 * load.calls_per_batch)
+        for _, load in grid
     }
     found: dict[Passes, float] = {}
+    device = TimedDevice()
 
     def note(method: Method, load: Load, echoed: Throughput) -> None:
-        found[load.passes] = block.batch_rows / (echoed.samples_per_s * load.calls_per_batch)
+        taken = device.taken()
+        kinds = [taken.get(kind, {}).values() for kind in ("forward", "backward")]
+        on_device = mean(seconds for sizes in kinds for each in sizes for seconds in each)
+        whole = block.batch_rows / (echoed.samples_per_s * load.calls_per_batch)
+        found[load.passes] = max(0.0, whole - _ECHO_DELAY_S - on_device)
 
     loads: list[tuple[Method, Load]] = [("model_parallel", load) for load in alone.values()]
-    _measure_real(echo_of(expert_of(block)), None, block.batch_rows, loads, ThreadDevice(), note, seed=seed)
+    _measure_real(echo_of(expert_of(block)), None, block.batch_rows, loads, device, note, seed=seed)
     return found
 
 
@@ -198,8 +209,8 @@ async def _measure(
             found = await _throughput(layers, random_inputs(expert, batch_rows), load, served)
             if swarm.statistics.failed:
                 raise RuntimeError(f"layer calls failed: {swarm.statistics.failures}")
-            on_done(method, load, found)
             await trio.sleep(_BREAK_S)
+            on_done(method, load, found)
 
 
 async def _throughput(

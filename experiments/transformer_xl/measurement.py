@@ -20,8 +20,8 @@ from experiments.exits import run_until_signal
 from experiments.results import Result
 from experiments.transformer_xl.flops import forward_flops
 from experiments.transformer_xl.presets import PRESETS, model_config
-from experiments.transformer_xl.search import best_factors, search_results, step_size_table
-from experiments.transformer_xl.settings import NAME, TransformerXLSettings, as_flags
+from experiments.transformer_xl.search import best_factors, has_ended, search_results, step_size_table, tried
+from experiments.transformer_xl.settings import NAME, Model, TransformerXLSettings, as_flags
 from experiments.transformer_xl.side_by_side import train_side_by_side
 from experiments.transformer_xl.timing import time_updates, timing_result
 from experiments.transformer_xl.training import FAILURES, carry_out, checked_router, open_corpus, open_folder
@@ -87,9 +87,8 @@ def measure(run: Run[TransformerXLSettings]) -> None:
         run.log("flops", model=model, forward_per_token=forward_flops(config, corpus))
     factors = None
     if settings.search:
-        _train_all(run, corpus, list(search_trainings(settings, out).values()), deadline)
-        factors = best_factors(search_results(settings, out))
-        if factors is None:  # the time is up
+        factors = _search(run, corpus, deadline)
+        if factors is None:
             return
         run.say("best of the search: " + ", ".join(f"{model} x{factor:g}" for model, factor in factors.items()))
     _train_all(run, corpus, compared_trainings(settings, out, factors), deadline)
@@ -97,6 +96,19 @@ def measure(run: Run[TransformerXLSettings]) -> None:
     if settings.place == "local" and "dmoe" in settings.models and not is_measured:
         run.say("what the mixture costs beside a dense layer of its FLOPs")
         run.log("overhead", ratio=_overhead(run))
+
+
+def _search(run: Run[TransformerXLSettings], corpus: Corpus, deadline: Deadline) -> dict[Model, float] | None:
+    """Train with one step size after the other until no model's best is at the edge; None: the time is up before."""
+    settings, out = run.settings, run.folder.path
+    searched = search_results(settings, out)
+    while not has_ended(searched):
+        before = tried(searched)
+        _train_all(run, corpus, list(search_trainings(settings, out, before).values()), deadline)
+        searched = search_results(settings, out)
+        if not has_ended(searched) and tried(searched) == before:
+            return None
+    return best_factors(searched)
 
 
 def _train_all(

@@ -17,13 +17,49 @@ Searched = Mapping[Model, Mapping[float, float | None]]
 one that has not ended."""
 
 
+_MOST_SEARCHED = 6
+"""Values for each model."""
+
+
 def search_results(settings: TransformerXLSettings, out: Path) -> Searched:
-    """What the runs of the search in the experiment's folder came to."""
-    found: dict[Model, dict[float, float | None]] = {model: {} for model in settings.models}
-    for (model, factor), training in search_trainings(settings, out).items():
-        assert training.settings.out is not None
-        found[model][factor] = _perplexity(RunFolder(training.settings.out))
-    return found
+    """What the runs of the search in the experiment's folder came to, and which are still to be made.
+
+    Where the best of any model is at the edge of what was tried, a further value is added, for all models.
+    """
+    factors = list(SEARCHED)
+    while True:
+        found: dict[Model, dict[float, float | None]] = {model: {} for model in settings.models}
+        for (model, factor), training in search_trainings(settings, out, factors).items():
+            assert training.settings.out is not None
+            found[model][factor] = _perplexity(RunFolder(training.settings.out))
+        further = _further(found)
+        if further is None or len(factors) == _MOST_SEARCHED:
+            return found
+        factors.append(further)
+
+
+def _further(searched: Searched) -> float | None:
+    """A value beyond the edge at which the best of a model is; None where there is no need, or a run has not ended."""
+    if not has_ended(searched):
+        return None
+    for found in searched.values():
+        ended = {factor: value for factor, value in found.items() if value is not None and math.isfinite(value)}
+        best = min(ended, key=ended.__getitem__, default=None)
+        if best == max(found):
+            return 2 * max(found)
+        if best in (min(found), None):  # where all have failed, they were too large
+            return min(found) / 2
+    return None
+
+
+def tried(searched: Searched) -> list[float]:
+    """The factors, in the order in which they were tried."""
+    return list(next(iter(searched.values())))
+
+
+def has_ended(searched: Searched) -> bool:
+    """Whether nothing of the search is to be trained any more."""
+    return not any(value is None for found in searched.values() for value in found.values())
 
 
 def _perplexity(folder: RunFolder) -> float | None:
@@ -42,10 +78,10 @@ def best_factors(searched: Searched) -> dict[Model, float] | None:
       UsageError: a model has learnt with none of the step sizes.
     """
     best: dict[Model, float] = {}
+    if not has_ended(searched):
+        return None
     for model, found in searched.items():
         perplexities = {factor: value for factor, value in found.items() if value is not None}
-        if len(perplexities) < len(found):
-            return None
         best[model] = min(perplexities, key=perplexities.__getitem__)
         if math.isinf(perplexities[best[model]]):
             raise UsageError(f"{model}: every run of the search failed, with the step sizes x{list(found)}")
@@ -74,7 +110,7 @@ def step_size_table(settings: TransformerXLSettings, searched: Searched) -> Repo
     if searched:
         note = (
             f"Searched on a seed that is not reported, {settings.search_steps or 'as many'} updates a run, over "
-            f"{len(SEARCHED)} values for each model; the figures are final validation perplexities."
+            f"{len(tried(searched))} values for each model; the figures are final validation perplexities."
         )
     return ReportTable(title="Step sizes", head=("", "trunk or whole", "experts", "from"), rows=rows, note=note)
 
@@ -82,5 +118,6 @@ def step_size_table(settings: TransformerXLSettings, searched: Searched) -> Repo
 def _told(found: Mapping[float, float | None], best: float | None) -> str:
     """All that was tried for a model, and a warning where the best is at the edge of it."""
     words = {None: "not ended", math.inf: "failed"}
-    tried = ", ".join(f"x{factor:g}: {words.get(value) or format_value(value)}" for factor, value in found.items())
-    return tried + (" (the best is at the edge of what was tried)" if best in (min(found), max(found)) else "")
+    all_tried = [f"x{factor:g}: {words.get(found[factor]) or format_value(found[factor])}" for factor in sorted(found)]
+    is_at_edge = best in (min(found), max(found))
+    return ", ".join(all_tried) + (" (the best is at the edge of what was tried)" if is_at_edge else "")

@@ -120,8 +120,8 @@ class TransformerXLSettings(TrainingSettings, Settings):
     """Seeds of each model: --seed and those that follow it. Default: 3 for several models over a whole simulated run,
     else 1 (--quick, --steps, one model, or on this device)."""
     search: bool = False
-    """First train each model with half, once and twice the preset's step sizes, on a seed that is not reported; go on
-    with the best by validation perplexity."""
+    """First train each model with half, once and twice the preset's step sizes, and with further ones while the best of
+    any is at the edge, on a seed that is not reported; go on with the best by validation perplexity."""
     search_steps: int | None = None
     """Updates of each run of the search. Default: as many as are reported of."""
     ingredients: bool = False

@@ -1,7 +1,7 @@
 """Which runs the experiment is made of: the models compared with each seed, and those of the search. Imports no JAX."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ INGREDIENTS: Mapping[str, dict[str, Any]] = {
 stale, and a delay would only be waited for."""
 
 SEARCHED = (0.5, 1.0, 2.0)
-"""What the preset's step sizes are multiplied with in the search: as many values for every model."""
+"""What the preset's step sizes are multiplied with in the search at first: as many values for every model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,9 @@ def compared_trainings(
     ]
 
 
-def search_trainings(settings: TransformerXLSettings, out: Path) -> dict[tuple[Model, float], Training]:
+def search_trainings(
+    settings: TransformerXLSettings, out: Path, factors: Sequence[float] = SEARCHED
+) -> dict[tuple[Model, float], Training]:
     """(model, factor of the preset's step sizes) -> its run, on a seed that no reported run has."""
     return {
         (model, factor): _training(
@@ -81,7 +83,7 @@ def search_trainings(settings: TransformerXLSettings, out: Path) -> dict[tuple[M
             step_size=settings.step_size * factor,
             may_fail=True,
         )
-        for factor in SEARCHED
+        for factor in factors
         for model in settings.models
     }
 

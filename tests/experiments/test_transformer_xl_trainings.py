@@ -9,7 +9,7 @@ import pytest
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.runs.run_folder import RunFolder
 from experiments.transformer_xl import training
-from experiments.transformer_xl.search import best_factors, search_results, step_size_table
+from experiments.transformer_xl.search import best_factors, has_ended, search_results, step_size_table, tried
 from experiments.transformer_xl.settings import TransformerXLSettings
 from experiments.transformer_xl.trainings import Deadline, Training, compared_trainings, search_trainings
 from experiments.transformer_xl.verdict import difference_table, final_table, merged_headline, verdicts
@@ -60,14 +60,38 @@ def test_the_best_of_the_search(tmp_path: Path) -> None:
     folders[2].log("headline", validation_perplexity=1.0, complete=False)
     assert search_results(settings, tmp_path) == {"small": {0.5: 310.0, 1.0: math.inf, 2.0: None}}
     assert best_factors(search_results(settings, tmp_path)) is None
-    folders[2].log("headline", validation_perplexity=290.0, complete=True)
+    folders[2].log("headline", validation_perplexity=320.0, complete=True)
+    # The least is the best: a smaller one is tried, and so on, six values at most.
+    for factor, perplexity in ((0.25, 300.0), (0.125, 290.0), (0.0625, 280.0)):
+        assert search_results(settings, tmp_path)["small"][factor] is None
+        folder = RunFolder.create(tmp_path / "search" / "small" / f"x{factor:g}", {})
+        folder.log("headline", validation_perplexity=perplexity, complete=True)
     searched = search_results(settings, tmp_path)
-    assert best_factors(searched) == {"small": 2.0}
+    assert tried(searched) == [0.5, 1.0, 2.0, 0.25, 0.125, 0.0625]
+    assert best_factors(searched) == {"small": 0.0625}
     table = step_size_table(settings, searched)
-    assert table.rows[0][:2] == ["small", pytest.approx(2 * 8e-4)]
-    assert table.rows[0][3] == "x0.5: 310, x1: failed, x2: 290 (the best is at the edge of what was tried)"
+    assert table.rows[0][:2] == ["small", pytest.approx(0.0625 * 8e-4)]
+    assert table.rows[0][3] == (
+        "x0.0625: 280, x0.125: 290, x0.25: 300, x0.5: 310, x1: failed, x2: 320 "
+        "(the best is at the edge of what was tried)"
+    )
     with pytest.raises(UsageError, match="small: every run of the search failed"):
         best_factors({"small": {0.5: math.inf, 1.0: math.inf}})
+
+
+def test_one_model_at_the_edge_is_enough(tmp_path: Path) -> None:
+    """All models try the further value; then, where no best is at the edge, the search has ended."""
+    settings = TransformerXLSettings(model=("small", "base"), search=True)
+    values = {0.5: (3.0, 3.0), 1.0: (1.0, 2.0), 2.0: (2.0, 1.0), 4.0: (9.0, 4.0)}
+    for factor, perplexities in values.items():
+        assert not has_ended(searched := search_results(settings, tmp_path))
+        assert tried(searched) == [0.5, 1.0, 2.0] + [4.0] * (factor == 4)
+        for model, perplexity in zip(settings.models, perplexities, strict=True):
+            folder = RunFolder.create(tmp_path / "search" / model / f"x{factor:g}", {})
+            folder.log("headline", validation_perplexity=perplexity, complete=True)
+    searched = search_results(settings, tmp_path)
+    assert has_ended(searched)
+    assert best_factors(searched) == {"small": 1.0, "base": 2.0}
 
 
 @pytest.mark.parametrize(
