@@ -30,6 +30,13 @@ _REMEDIES: dict[str, dict[str, float]] = {
     "step sizes divided by 4, no first moment at all": {**_NOTHING, "step_size": 0.25, "momentum": 0.0},
     "both scaled by (1 + s)^-1/2, trunk compensated (DC-ASGD)": {**_SCALED, "compensation": 1.0},
 }
+_BEST_REMEDIES = (
+    "both scaled by (1 + s)^-1/2",
+    "both scaled by (1 + s)^-1/2, no first moment at all",
+    "step sizes divided by 4",
+    "step sizes divided by 4, no first moment at all",
+)
+"""Tried for Transformer-XL, too: the three that lose less than half on MNIST, and smaller steps by themselves."""
 
 
 def all_trials(settings: StalenessSettings) -> list[Trial]:
@@ -46,7 +53,8 @@ def all_trials(settings: StalenessSettings) -> list[Trial]:
 def _rows(problem: str, settings: StalenessSettings) -> list[Trial]:
     is_mnist = problem == "mnist"
     updates = settings.updates if is_mnist else 2 * settings.updates
-    sizes: dict[str, Any] = {"grid_size": (2, 4)}
+    # Half as many words a step as in figure 6: most of a step is the optimiser's, and the rows are many.
+    sizes: dict[str, Any] = {"grid_size": (2, 4), "seq_len": 64, "num_evaluated": 8192}
     if is_mnist:
         sizes = {"d_model": 32, "grid_size": (8, 8), "num_evaluated": 2000}
     if settings.quick:
@@ -77,7 +85,8 @@ def _rows(problem: str, settings: StalenessSettings) -> list[Trial]:
     if settings.quick:
         return rows
     rows += [row(FAILING, failure_rate=0.1), row(FAILING_DEFAULT, failure_rate=0.1, remedy={})]
-    rows += [row(label, remedy=remedy) for label, remedy in _REMEDIES.items()]
+    tried = _REMEDIES if is_mnist else _BEST_REMEDIES
+    rows += [row(label, remedy=_REMEDIES[label]) for label in tried]
     if settings.many_trainers:
         many = {"num_trainers": settings.many_trainers, "num_updates": 2 * updates}
         rows += [
