@@ -7,6 +7,7 @@ An `EventOrder` is that order, as arrays. It is drawn from a model of latencies 
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -114,6 +115,7 @@ def draw_order(
     num_pairs: int,
     delay: DelayOf,
     failure_rate: float = 0.0,
+    concurrency: int | None = None,
     seed: int = 0,
 ) -> EventOrder:
     """The order of a run in which trainers compute in no time and every call has a delay of its own.
@@ -124,24 +126,29 @@ def draw_order(
 
     Args:
       num_updates: of the trunk, after which the order ends.
-      num_trainers: who start together.
+      num_trainers: who take part.
       num_layers: mixtures of the model.
       num_pairs: samples of a batch times experts for each.
       delay: of the calls.
       failure_rate: share of calls without an answer, 0 to below 1.
+      concurrency: at most so many trainers are at work at once; who has ended a step lets those who waited longer go
+        first. With 1 nothing is stale. None: all of them, from the beginning.
       seed: of delays and failures.
 
     Raises:
       ValueError: a number is not positive, or the rate not a share.
     """
+    at_work = num_trainers if concurrency is None else min(concurrency, num_trainers)
     check_positive(num_updates=num_updates, num_trainers=num_trainers, num_layers=num_layers, num_pairs=num_pairs)
+    check_positive(concurrency=at_work)
     if not 0 <= failure_rate < 1:
         raise ValueError(f"failure_rate must be from 0 to below 1, got {failure_rate}")
     rng = np.random.default_rng(seed)
     last = num_stages(num_layers) - 1
     # Every entry is an event, or all calls of a layer of a step: (time, number, trainer, stage that begins).
-    waiting = [(0.0, trainer, trainer, 0) for trainer in range(num_trainers)]
+    waiting = [(0.0, trainer, trainer, 0) for trainer in range(at_work)]
     heapq.heapify(waiting)
+    idle = deque(range(at_work, num_trainers))
     made = len(waiting)
     times: list[np.ndarray] = []
     events: list[np.ndarray] = []
@@ -153,7 +160,8 @@ def draw_order(
         times.append(np.array([now]))
         if stage == last:
             updates += 1
-            ends, following = now, 0
+            idle.append(trainer)
+            ends, trainer, following = now, idle.popleft(), 0
         else:
             forward = stage < num_layers
             layer = stage if forward else last - 1 - stage

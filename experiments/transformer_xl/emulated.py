@@ -48,6 +48,7 @@ class EmulatedDmoe(SetupEngine):
             num_pairs=setup.rows * config.k_best,
             delay=exponential_delays(setting.delay_s),
             failure_rate=setting.failure_rate,
+            concurrency=setting.concurrency,
             seed=setup.seed,
         )
         self._updates = self._order.updates

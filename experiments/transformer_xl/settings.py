@@ -173,10 +173,9 @@ class TransformerXLSettings(TrainingSettings, Settings):
                 raise ValueError(f"--{flag} is not for --where swarm, got {getattr(self, name)}")
         if self.search_steps and not self.search:
             raise ValueError(f"--search-steps needs --search, got {self.search_steps}")
-        if self.ingredients and (self.place != "simulated" or "dmoe" not in self.models):
-            raise ValueError(f"--ingredients needs dmoe, simulated, got {' '.join(self.models)}, {self.place}")
-        if self.concurrency and self.place == "emulated":
-            raise ValueError(f"--concurrency is not for --where emulated, got {self.concurrency}")
+        if self.ingredients and not (self.is_asynchronous and "dmoe" in self.models):
+            asked = f"{' '.join(self.models)}, {self.place}"
+            raise ValueError(f"--ingredients needs dmoe, simulated or emulated, got {asked}")
         if self.timing and self.place != "local":
             raise ValueError(f"--timing times updates on this device and needs --where local, got {self.place}")
         if self.num_seeds > MAX_SEEDS:

@@ -52,10 +52,6 @@ class Setting:
     timeout_s: float = 30.0
     """After which a call is given up, virtual seconds."""
 
-    def __post_init__(self) -> None:
-        if self.place == "emulated" and self.concurrency is not None:
-            raise ValueError(f"in an emulated swarm all trainers are at work, got concurrency {self.concurrency}")
-
     def faults(self, seed: int) -> FaultPlan:
         """What happens to the expert calls."""
         rates = {Fault.LATE: 1 - self.failure_rate, Fault.HANG: self.failure_rate}

@@ -257,6 +257,35 @@ def test_orders_are_those_of_the_protocol() -> None:
         )
 
 
+@pytest.mark.parametrize(("concurrency", "at_work"), [(1, 1), (3, 3), (None, 5), (9, 5)])
+def test_trainers_take_turns(concurrency: int | None, at_work: int) -> None:
+    """No more than that are between their first and their last stage at once, and all get as many turns."""
+    order = draw_order(
+        num_updates=60,
+        num_trainers=5,
+        num_layers=1,
+        num_pairs=2,
+        delay=exponential_delays(0.1),
+        concurrency=concurrency,
+    )
+    stages = order.kind >= STAGE
+    busy, most = set(), 0
+    for kind, trainer in zip(order.kind[stages], order.trainer[stages], strict=True):
+        busy.add(int(trainer))
+        most = max(most, len(busy))
+        if kind == STAGE + 2:
+            busy.remove(int(trainer))
+    assert most == at_work
+    updates = np.bincount(order.trainer[order.updates])
+    if at_work == 1:
+        assert order.trainer[order.updates].tolist() == [0, 1, 2, 3, 4] * 12
+    assert updates.min() >= 7
+    with pytest.raises(ValueError, match="concurrency must be a positive integer, got 0"):
+        draw_order(
+            num_updates=1, num_trainers=1, num_layers=1, num_pairs=1, delay=exponential_delays(1.0), concurrency=0
+        )
+
+
 def test_what_cannot_be_emulated_is_refused() -> None:
     emulator = make_emulator(2)
     data = make_data(num_trainers=2, steps=2)
