@@ -174,8 +174,8 @@ class TransformerXLSettings(TrainingSettings, Settings):
         if self.search_steps and not self.search:
             raise ValueError(f"--search-steps needs --search, got {self.search_steps}")
         if self.ingredients and not (self.is_asynchronous and "dmoe" in self.models):
-            asked = f"{' '.join(self.models)}, {self.place}"
-            raise ValueError(f"--ingredients needs dmoe, simulated or emulated, got {asked}")
+            got = f"{' '.join(self.models)}, {self.place}"
+            raise ValueError(f"--ingredients needs dmoe, simulated or emulated, got {got}")
         if self.timing and self.place != "local":
             raise ValueError(f"--timing times updates on this device and needs --where local, got {self.place}")
         if self.num_seeds > MAX_SEEDS:
