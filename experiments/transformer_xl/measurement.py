@@ -21,7 +21,7 @@ from experiments.results import Result
 from experiments.transformer_xl.flops import forward_flops
 from experiments.transformer_xl.presets import PRESETS, model_config
 from experiments.transformer_xl.search import best_factors, has_ended, search_results, step_size_table, tried
-from experiments.transformer_xl.settings import NAME, Model, TransformerXLSettings, as_flags
+from experiments.transformer_xl.settings import NAME, TransformerXLSettings, as_flags
 from experiments.transformer_xl.side_by_side import train_side_by_side
 from experiments.transformer_xl.timing import time_updates, timing_result
 from experiments.transformer_xl.training import FAILURES, carry_out, checked_router, open_corpus, open_folder
@@ -98,8 +98,8 @@ def measure(run: Run[TransformerXLSettings]) -> None:
         run.log("overhead", ratio=_overhead(run))
 
 
-def _search(run: Run[TransformerXLSettings], corpus: Corpus, deadline: Deadline) -> dict[Model, float] | None:
-    """Train with one step size after the other until no model's best is at the edge; None: the time is up before."""
+def _search(run: Run[TransformerXLSettings], corpus: Corpus, deadline: Deadline) -> dict[str, float] | None:
+    """Train with one step size after the other until no label's best is at the edge; None: the time is up before."""
     settings, out = run.settings, run.folder.path
     searched = search_results(settings, out)
     while not has_ended(searched):

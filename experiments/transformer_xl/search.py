@@ -1,4 +1,4 @@
-"""The search for step sizes: as many values for every model, on a seed that no reported run has."""
+"""The search for step sizes: as many values for every label, on a seed that no reported run has."""
 
 import math
 from collections.abc import Mapping
@@ -9,29 +9,29 @@ from dmoe_jax.runs.report import ReportTable, format_value
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.saving import finished_headline
 from experiments.transformer_xl.presets import PRESETS
-from experiments.transformer_xl.settings import Model, TransformerXLSettings
-from experiments.transformer_xl.trainings import SEARCHED, search_trainings
+from experiments.transformer_xl.settings import TransformerXLSettings
+from experiments.transformer_xl.trainings import SEARCHED, labels, search_trainings
 
-Searched = Mapping[Model, Mapping[float, float | None]]
-"""Model -> factor of the preset's step sizes -> final validation perplexity; infinite for a run that failed, None for
+Searched = Mapping[str, Mapping[float, float | None]]
+"""Label -> factor of the preset's step sizes -> final validation perplexity; infinite for a run that failed, None for
 one that has not ended."""
 
 
 _MOST_SEARCHED = 6
-"""Values for each model."""
+"""Values for each label."""
 
 
 def search_results(settings: TransformerXLSettings, out: Path) -> Searched:
     """What the runs of the search in the experiment's folder came to, and which are still to be made.
 
-    Where the best of any model is at the edge of what was tried, a further value is added, for all models.
+    Where the best of any label is at the edge of what was tried, a further value is added, for all labels.
     """
     factors = list(SEARCHED)
     while True:
-        found: dict[Model, dict[float, float | None]] = {model: {} for model in settings.models}
-        for (model, factor), training in search_trainings(settings, out, factors).items():
+        found: dict[str, dict[float, float | None]] = {label: {} for label in labels(settings)}
+        for (label, factor), training in search_trainings(settings, out, factors).items():
             assert training.settings.out is not None
-            found[model][factor] = _perplexity(RunFolder(training.settings.out))
+            found[label][factor] = _perplexity(RunFolder(training.settings.out))
         further = _further(found)
         if further is None or len(factors) == _MOST_SEARCHED:
             return found
@@ -39,7 +39,7 @@ def search_results(settings: TransformerXLSettings, out: Path) -> Searched:
 
 
 def _further(searched: Searched) -> float | None:
-    """A value beyond the edge at which the best of a model is; None where there is no need, or a run has not ended."""
+    """A value beyond the edge at which the best of a label is; None where there is no need, or a run has not ended."""
     if not has_ended(searched):
         return None
     for found in searched.values():
@@ -71,52 +71,52 @@ def _perplexity(folder: RunFolder) -> float | None:
     return math.inf if events and events[-1] == "failed" else None
 
 
-def best_factors(searched: Searched) -> dict[Model, float] | None:
-    """The factor of the least validation perplexity for each model; None if a run of the search has not ended.
+def best_factors(searched: Searched) -> dict[str, float] | None:
+    """The factor of the least validation perplexity for each label; None if a run of the search has not ended.
 
     Raises:
-      UsageError: a model has learnt with none of the step sizes.
+      UsageError: a label has learnt with none of the step sizes.
     """
-    best: dict[Model, float] = {}
+    best: dict[str, float] = {}
     if not has_ended(searched):
         return None
-    for model, found in searched.items():
+    for label, found in searched.items():
         perplexities = {factor: value for factor, value in found.items() if value is not None}
-        best[model] = min(perplexities, key=perplexities.__getitem__)
-        if math.isinf(perplexities[best[model]]):
-            raise UsageError(f"{model}: every run of the search failed, with the step sizes x{list(found)}")
+        best[label] = min(perplexities, key=perplexities.__getitem__)
+        if math.isinf(perplexities[best[label]]):
+            raise UsageError(f"{label}: every run of the search failed, with the step sizes x{list(found)}")
     return best
 
 
 def step_size_table(settings: TransformerXLSettings, searched: Searched) -> ReportTable:
-    """The step sizes of each model, and where they are from; with a search all that it tried.
+    """The step sizes of each label, and where they are from; with a search all that it tried.
 
     Args:
       searched: empty without a search.
     """
     factors = (best_factors(searched) if searched else None) or {}
     rows: list[list[object]] = []
-    for model in settings.models:
-        factor = settings.step_size * factors.get(model, 1.0)
+    for label, model in labels(settings).items():
+        factor = settings.step_size * factors.get(label, 1.0)
         recipe, expert = (getattr(PRESETS[model, settings.size], name) for name in ("recipe", "expert_recipe"))
         source: object = PRESETS[model, settings.size].step_size_source
         if settings.step_size != 1:
             source = f"{settings.step_size:g} times the preset's"
         if searched:
-            source = _told(searched[model], factors.get(model))
+            source = _told(searched[label], factors.get(label))
         experts = factor * expert.learning_rate if model == "dmoe" else None
-        rows.append([model, factor * recipe.learning_rate, experts, source])
+        rows.append([label, factor * recipe.learning_rate, experts, source])
     note = ""
     if searched:
         note = (
             f"Searched on a seed that is not reported, {settings.search_steps or 'as many'} updates a run, over "
-            f"{len(tried(searched))} values for each model; the figures are final validation perplexities."
+            f"{len(tried(searched))} values for each label; the figures are final validation perplexities."
         )
     return ReportTable(title="Step sizes", head=("", "trunk or whole", "experts", "from"), rows=rows, note=note)
 
 
 def _told(found: Mapping[float, float | None], best: float | None) -> str:
-    """All that was tried for a model, and a warning where the best is at the edge of it."""
+    """All that was tried for a label, and a warning where the best is at the edge of it."""
     words = {None: "not ended", math.inf: "failed"}
     all_tried = [f"x{factor:g}: {words.get(found[factor]) or format_value(found[factor])}" for factor in sorted(found)]
     is_at_edge = best in (min(found), max(found))

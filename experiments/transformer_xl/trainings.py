@@ -17,7 +17,7 @@ INGREDIENTS: Mapping[str, dict[str, Any]] = {
 stale, and a delay would only be waited for."""
 
 SEARCHED = (0.5, 1.0, 2.0)
-"""What the preset's step sizes are multiplied with in the search at first: as many values for every model."""
+"""What the preset's step sizes are multiplied with in the search at first: as many values for every label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +44,13 @@ def folder_of(out: Path, label: str, seed: int) -> Path:
 
 
 def compared_trainings(
-    settings: TransformerXLSettings, out: Path, factors: Mapping[Model, float] | None = None
+    settings: TransformerXLSettings, out: Path, factors: Mapping[str, float] | None = None
 ) -> list[Training]:
     """The runs that are reported: all labels with the first seed come before the second seed.
 
     Args:
       out: folder of the experiment.
-      factors: of the models whose step sizes were searched, the best.
+      factors: of the labels whose step sizes were searched, the best.
     """
     seeds = range(settings.seed, settings.seed + settings.num_seeds)
     return [
@@ -60,7 +60,7 @@ def compared_trainings(
             label,
             model=(model,),
             seed=seed,
-            step_size=settings.step_size * (factors or {}).get(model, 1.0),
+            step_size=settings.step_size * (factors or {}).get(label, 1.0),
             **INGREDIENTS.get(label, {}),
         )
         for seed in seeds
@@ -70,21 +70,22 @@ def compared_trainings(
 
 def search_trainings(
     settings: TransformerXLSettings, out: Path, factors: Sequence[float] = SEARCHED
-) -> dict[tuple[Model, float], Training]:
-    """(model, factor of the preset's step sizes) -> its run, on a seed that no reported run has."""
+) -> dict[tuple[str, float], Training]:
+    """(label, factor of the preset's step sizes) -> its run, on a seed that no reported run has."""
     return {
-        (model, factor): _training(
+        (label, factor): _training(
             settings,
-            out / "search" / model / f"x{factor:g}",
-            f"{model} x{factor:g}",
+            out / "search" / label / f"x{factor:g}",
+            f"{label} x{factor:g}",
             model=(model,),
             seed=settings.seed + MAX_SEEDS,
             steps=settings.search_steps or settings.steps,
             step_size=settings.step_size * factor,
             may_fail=True,
+            **INGREDIENTS.get(label, {}),
         )
         for factor in factors
-        for model in settings.models
+        for label, model in labels(settings).items()
     }
 
 

@@ -27,13 +27,13 @@ def test_how_many_seeds() -> None:
 
 
 def test_every_model_has_every_seed() -> None:
-    """All labels with the first seed before the second; each alone in its folder, with the step sizes of its model."""
+    """All labels with the first seed before the second; each alone in its folder, with step sizes of its own."""
     settings = TransformerXLSettings(model=("dmoe", "small"), seed=7, seeds=2, ingredients=True, search=True)
-    found = compared_trainings(settings, OUT, {"dmoe": 2.0, "small": 0.5})
+    found = compared_trainings(settings, OUT, {"dmoe": 2.0, "small": 0.5, "dmoe-stale": 4.0})
     labels = ["dmoe", "small", "dmoe-synchronous", "dmoe-stale", "dmoe-failing"]
     assert [str(each.settings.out) for each in found] == [f"out/{label}/seed{n}" for n in (7, 8) for label in labels]
     assert [each.settings.seed for each in found] == [7] * 5 + [8] * 5
-    assert [each.settings.step_size for each in found[:5]] == [2.0, 0.5, 2.0, 2.0, 2.0]
+    assert [each.settings.step_size for each in found[:5]] == [2.0, 0.5, 1.0, 4.0, 1.0]
     assert [each.settings.model for each in found[:3]] == [("dmoe",), ("small",), ("dmoe",)]
     assert not any(each.settings.search or each.settings.ingredients or each.may_fail for each in found)
     asynchronous = [(each.settings.concurrency, each.settings.failure_rate) for each in found[:5]]
@@ -47,6 +47,9 @@ def test_the_search_has_a_seed_of_its_own() -> None:
     assert list(found) == [(model, factor) for factor in (0.5, 1.0, 2.0) for model in ("dmoe", "base")]
     assert {(each.settings.seed, each.settings.steps, each.may_fail) for each in found.values()} == {(1002, 50, True)}
     assert found["base", 0.5].settings.out == OUT / "search" / "base" / "x0.5"
+    both = TransformerXLSettings(model=("dmoe",), search=True, ingredients=True)
+    alone = search_trainings(both, OUT)["dmoe-synchronous", 2.0].settings
+    assert (alone.step_size, alone.concurrency, alone.failure_rate) == (2.0, 1, 0.0)
     assert 1002 not in {each.settings.seed for each in compared_trainings(settings, OUT)}
 
 
