@@ -18,7 +18,7 @@ from typing import Any
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.recipe import Recipe
-from experiments.transformer_xl.settings import Model, Size
+from experiments.transformer_xl.settings import Model, Size, TrainingSettings
 
 _LARGEST_VOCABULARY = 267_735
 """That of WikiText-103, for which the authors chose their clusters of words."""
@@ -56,6 +56,9 @@ class Preset:
     """Pauses of a run for evaluation and checkpoint, in equal steps."""
     step_size_source: str = "the published recipe, which is that of base"
     """Where its step sizes are from, for the report."""
+    stale_factor: float = 1.0
+    """What they are multiplied with where 32 asynchronous trainers share the model, and a stale update is divided by
+    the root of its staleness."""
 
     def scaled(self, factor: float) -> "Preset":
         """The preset with its step sizes times a factor."""
@@ -104,6 +107,7 @@ def _tiny(model: Model, *, d_model: int, d_ff: int, learning_rate: float, source
         simulated_steps=8000,
         pauses=10,
         step_size_source=source,
+        stale_factor=4.0,  # `--search`, 2,000 updates, one seed, of 0.5, 1, 2, 4 and 8: the best for all three models
     )
 
 
@@ -111,7 +115,8 @@ PRESETS: dict[tuple[Model, Size], Preset] = {
     ("dmoe", "full"): _full("dmoe", d_model=200, d_ff=450, grid_size=(4, 4), k_best=4),
     ("small", "full"): _full("small", d_model=200, d_ff=450),
     ("base", "full"): _full("base", d_model=400, d_ff=900),
-    # With 32 stale trainers step sizes matter. These were tried by hand; `--search` tries equally many of each.
+    # With many stale trainers step sizes matter. These were tried by hand, with 32 whose updates were not divided by
+    # anything; `--search` tries equally many of each.
     ("dmoe", "tiny"): _tiny(
         "dmoe",
         d_model=64,
@@ -137,6 +142,17 @@ PRESETS: dict[tuple[Model, Size], Preset] = {
     ),
 }
 """(model, size) -> preset. Change one with `dataclasses.replace`."""
+
+
+def chosen_preset(settings: TrainingSettings, model: Model) -> Preset:
+    """The preset of a model, with step sizes for who trains it, times what the settings say."""
+    preset = PRESETS[model, settings.size]
+    is_stale = settings.is_asynchronous and settings.staleness_power > 0 and settings.concurrency != 1
+    factor = preset.stale_factor if is_stale else 1.0
+    if factor != 1:
+        found = f"{factor:g} times those without staleness, the best of five in a search: one seed, 2,000 updates each"
+        preset = replace(preset, step_size_source=found)
+    return preset.scaled(factor * settings.step_size)
 
 
 def model_config(preset: Preset, vocab_size: int, *, compute_dtype: str = "float32") -> TransformerXLConfig:

@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.runs.report import ReportTable, format_value
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.saving import finished_headline
-from experiments.transformer_xl.presets import PRESETS
+from experiments.transformer_xl.presets import chosen_preset
 from experiments.transformer_xl.settings import TransformerXLSettings
-from experiments.transformer_xl.trainings import SEARCHED, labels, search_trainings
+from experiments.transformer_xl.trainings import INGREDIENTS, SEARCHED, labels, search_trainings
 
 Searched = Mapping[str, Mapping[float, float | None]]
 """Label -> factor of the preset's step sizes -> final validation perplexity; infinite for a run that failed, None for
@@ -98,14 +99,14 @@ def step_size_table(settings: TransformerXLSettings, searched: Searched) -> Repo
     rows: list[list[object]] = []
     for label, model in labels(settings).items():
         factor = settings.step_size * factors.get(label, 1.0)
-        recipe, expert = (getattr(PRESETS[model, settings.size], name) for name in ("recipe", "expert_recipe"))
-        source: object = PRESETS[model, settings.size].step_size_source
+        preset = chosen_preset(replace(settings, step_size=factor, **INGREDIENTS.get(label, {})), model)
+        source = preset.step_size_source
         if settings.step_size != 1:
             source = f"{settings.step_size:g} times the preset's"
         if searched:
             source = _told(searched[label], factors.get(label))
-        experts = factor * expert.learning_rate if model == "dmoe" else None
-        rows.append([label, factor * recipe.learning_rate, experts, source])
+        experts = preset.expert_recipe.learning_rate if model == "dmoe" else None
+        rows.append([label, preset.recipe.learning_rate, experts, source])
     note = ""
     if searched:
         note = (

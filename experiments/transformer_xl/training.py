@@ -25,7 +25,7 @@ from dmoe_jax.training.task import language_task
 from experiments.bench import Run
 from experiments.transformer_xl.emulated import EmulatedDmoe
 from experiments.transformer_xl.local import LocalEngine
-from experiments.transformer_xl.presets import PRESETS, Preset
+from experiments.transformer_xl.presets import PRESETS, Preset, chosen_preset
 from experiments.transformer_xl.settings import QUICK_PAUSES, Model, Place, Size, TrainingSettings
 from experiments.transformer_xl.setup import Setting, Setup
 from experiments.transformer_xl.simulated import SimulatedDense, SimulatedEngine
@@ -186,7 +186,7 @@ def make_setup(
     Raises:
       ValueError: the settings do not fit each other.
     """
-    preset = PRESETS[model, settings.size].scaled(settings.step_size)
+    preset = chosen_preset(settings, model)
     setting = Setting(
         # A dense model has no swarm that could be emulated.
         place="emulated" if settings.place == "emulated" and preset.config.is_mixture else "simulated",

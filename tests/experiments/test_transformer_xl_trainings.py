@@ -9,6 +9,7 @@ import pytest
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.runs.run_folder import RunFolder
 from experiments.transformer_xl import training
+from experiments.transformer_xl.presets import PRESETS, chosen_preset
 from experiments.transformer_xl.search import best_factors, has_ended, search_results, step_size_table, tried
 from experiments.transformer_xl.settings import TransformerXLSettings
 from experiments.transformer_xl.trainings import Deadline, Training, compared_trainings, search_trainings
@@ -73,13 +74,33 @@ def test_the_best_of_the_search(tmp_path: Path) -> None:
     assert tried(searched) == [0.5, 1.0, 2.0, 0.25, 0.125, 0.0625]
     assert best_factors(searched) == {"small": 0.0625}
     table = step_size_table(settings, searched)
-    assert table.rows[0][:2] == ["small", pytest.approx(0.0625 * 8e-4)]
+    assert table.rows[0][:2] == ["small", pytest.approx(0.0625 * 4 * 8e-4)]
     assert table.rows[0][3] == (
         "x0.0625: 280, x0.125: 290, x0.25: 300, x0.5: 310, x1: failed, x2: 320 "
         "(the best is at the edge of what was tried)"
     )
     with pytest.raises(UsageError, match="small: every run of the search failed"):
         best_factors({"small": {0.5: math.inf, 1.0: math.inf}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        ({}, 4),
+        ({"where": "emulated", "step_size": 0.5}, 2),
+        ({"staleness_power": 0.0}, 1),
+        ({"concurrency": 1}, 1),
+        ({"where": "local"}, 1),
+        ({"size": "full", "where": "simulated"}, 1),
+    ],
+)
+def test_step_sizes_are_larger_where_updates_are_stale(changes: dict[str, Any], factor: float) -> None:
+    """And are divided by their staleness, in the size whose step sizes were searched."""
+    settings = TransformerXLSettings(**changes)
+    preset, chosen = PRESETS["dmoe", settings.size], chosen_preset(settings, "dmoe")
+    assert chosen.recipe.learning_rate == factor * preset.recipe.learning_rate
+    assert chosen.expert_recipe.learning_rate == factor * preset.expert_recipe.learning_rate
+    assert ("4 times those without staleness" in chosen.step_size_source) == (factor in (2, 4))
 
 
 def test_one_model_at_the_edge_is_enough(tmp_path: Path) -> None:
