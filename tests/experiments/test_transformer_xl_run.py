@@ -178,7 +178,7 @@ def test_updates_are_timed(small_command: list[str], tmp_path: Path, capsys: pyt
         (["--step-size", "0"], "--step-size must be above 0, got 0"),
         (["--stop-after", "0"], "--stop-after must be above 0, got 0"),
         (["--search-steps", "9"], "--search-steps needs --search, got 9"),
-        (["--ingredients"], "--ingredients needs dmoe, simulated, got dmoe small base, local"),
+        (["--ingredients"], "--ingredients needs dmoe, simulated or emulated, got dmoe small base, local"),
         (["--timing", "3", "--where", "simulated"], "--timing times updates on this device and needs --where local"),
         (["--where", "swarm", "--search"], "--search is not for --where swarm, got True"),
         (["--router", "nonesuch", "--out", "OUT"], "nonesuch"),
