@@ -9,7 +9,7 @@ that a training step normally finds everything at hand. Records come from strang
 """
 
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -123,6 +123,28 @@ class ExpertDirectory:
         self._pause = Pause(first_s=config.backoff_base_s, longest_s=config.backoff_cap_s)
         self._cache: dict[str, _Cached] = {}  # from least to most recently used
         self._in_flight: dict[str, trio.Event] = {}
+        self._call_seconds: dict[PeerId, float] = {}
+        self._loads_asked_at = -math.inf
+
+    def call_seconds(self) -> Mapping[PeerId, float]:
+        """How long a call has lately spent at each node, as the nodes publish it, seconds; those that had any.
+
+        What is known, at once; it is asked for in the background when it is older than `ttl_s`.
+        """
+        now = self._now()
+        if now >= self._loads_asked_at + self._config.ttl_s:
+            self._loads_asked_at = now
+            self._nursery.start_soon(self._fetch_loads)
+        return self._call_seconds
+
+    async def _fetch_loads(self) -> None:
+        members = await list_members(self._dht, self._swarm)
+        published = {member.peer_id: member.info.get("call_s") for member in members if member.role == "node"}
+        self._call_seconds = {
+            peer: seconds
+            for peer, seconds in published.items()
+            if isinstance(seconds, float) and 0 < seconds < math.inf
+        }
 
     def avoid(self, uid: str, reason: str) -> None:
         """One expert failed, whatever its host is like: it counts as dead for 1, 2, 4, ... seconds."""

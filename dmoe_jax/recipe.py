@@ -9,6 +9,8 @@ As PyTorch's `clip_grad_norm_` followed by `Adam(weight_decay=...)`, with which 
     m, v = moving means of g and g^2 (0.9, 0.999), their bias corrected
     parameters -= learning_rate(n) * (1 + staleness) ** -staleness_power * m / (sqrt(v) + 1e-8)
 
+Biases that balance a router's load are left to move by themselves; see `dmoe_jax.routing.balancing`.
+
 The decay passes through Adam's moments. It is L2, not the decoupled decay of AdamW, under which the recipe's weight of
 1.2e-6 would mean something else.
 """
@@ -23,6 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from dmoe_jax.optim.staleness import scale_by_stale_adam, scale_by_staleness
+from dmoe_jax.routing.balancing import steer_biases
 from dmoe_jax.types import PyTree
 
 
@@ -107,7 +110,7 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
         parts.insert(0, decay_learning_weights(recipe.weight_decay))
     if math.isfinite(recipe.grad_clip):
         parts.insert(0, optax.clip_by_global_norm(recipe.grad_clip))
-    return optax.chain(*parts, _step_size(recipe))
+    return steer_biases(optax.chain(*parts, _step_size(recipe)))
 
 
 def _step_size(recipe: Recipe) -> optax.GradientTransformationExtraArgs:

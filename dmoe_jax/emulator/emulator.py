@@ -237,7 +237,7 @@ class Emulator:
                 indices, wanted = self.router.select(there.scores, self.k_best)
                 outputs = jnp.zeros((*wanted.shape, *self.expert.output.shape), self.expert.output.dtype)
                 integers = jnp.zeros(wanted.shape, jnp.int32)
-                mixed.append(self.stages.mix(layer, indices, wanted, outputs, there))
+                mixed.append(self.stages.mix(layer, indices, wanted, wanted, outputs, there))
                 reached.append(there)
                 calls.append(
                     Calls(

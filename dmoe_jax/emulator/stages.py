@@ -21,7 +21,7 @@ from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.remote import mix_segment
 from dmoe_jax.model import Model, Outcome
 from dmoe_jax.models.layers import LayerAux, dmoe_layer
-from dmoe_jax.routing.base import Router, Scores
+from dmoe_jax.routing.base import Router, Scores, Traffic
 from dmoe_jax.types import PyTree
 
 ModelMaker = Callable[..., Model]
@@ -168,10 +168,11 @@ class ModelStages:
         finally:
             self._mixtures.experts = ()
 
-    def mix(self, layer: int, indices: Any, answered: Any, outputs: Any, layer_input: LayerInput) -> Mixed:
+    def mix(self, layer: int, indices: Any, asked: Any, answered: Any, outputs: Any, layer_input: LayerInput) -> Mixed:
         """What a mixture returns for these answers of its experts; see `dmoe_jax.mixture.remote`."""
         segment = mix_segment(self.layers[layer].router)
-        return Mixed(*segment(layer_input.scores, indices, answered, outputs, layer_input.inputs[0]))
+        scores, (first, *_) = layer_input
+        return Mixed(*segment(scores, indices, answered, outputs, first, Traffic(asked)))
 
     def _run(self, params: PyTree, batch: Any, state: PyTree, keys: Any, mixed: Sequence[Mixed]) -> Outcome:
         self._mixtures.given = mixed

@@ -73,7 +73,8 @@ class TrainerSide:
 
     def _mix(self, own: Trainers, layer: int) -> Mixed:
         calls = own.calls[layer]
-        return self._stages.mix(layer, calls.indices, calls.answered, calls.outputs, self._layer_input(own, layer))
+        there = self._layer_input(own, layer)
+        return self._stages.mix(layer, calls.indices, calls.wanted, calls.answered, calls.outputs, there)
 
     def _call_layer(self, own: Trainers, layer: int, batch: PyTree, keys: PyTree) -> Trainers:
         there = self._stages.reach(layer, own.params, batch, own.state, keys, own.mixed)
@@ -110,7 +111,8 @@ class TrainerSide:
         calls = own.calls[layer]
 
         def mix(outputs: Any, scores: Scores, first: Any) -> Mixed:
-            return self._stages.mix(layer, calls.indices, calls.answered, outputs, LayerInput(scores, (first,)))
+            there = LayerInput(scores, (first,))
+            return self._stages.mix(layer, calls.indices, calls.wanted, calls.answered, outputs, there)
 
         _, pull = jax.vjp(mix, calls.outputs, own.scores[layer], calls.inputs[0])
         output_grads, score_grads, first_grads = pull(own.mixed_grads[layer])

@@ -39,7 +39,7 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from dmoe_jax.mixture.remote import RemoteMixture, Residual, mix_segment
-from dmoe_jax.routing.base import Features, Ids, Scores, score
+from dmoe_jax.routing.base import Features, Ids, Scores, Traffic, score, selection_logits
 from dmoe_jax.routing.check import check_finite
 from dmoe_jax.types import PyTree
 
@@ -147,7 +147,7 @@ class HostCall:
         self._name = f"remote layer {mixture.config.prefix!r}"
         self._residuals: OrderedDict[int, Residual] = OrderedDict()  # touched in the portal's thread only
         self._tickets = 0
-        self._remote: Any = jax.custom_vjp(lambda anchor, chosen, inputs: self._ask(False, chosen, inputs)[:3])
+        self._remote: Any = jax.custom_vjp(lambda anchor, chosen, inputs: self._ask(False, chosen, inputs)[1:])
         self._remote.defvjp(self._vjp_forward, self._vjp_backward)
 
     def __call__(
@@ -178,8 +178,8 @@ class HostCall:
         if router.whole_grid:
             alive = self._on_host(self.mixture.alive, jax.ShapeDtypeStruct(router.grid_size, np.bool_))
             selected = (*router.select(scores, self.mixture.config.k_best, alive), alive)
-        outputs, answered, indices = self._remote(anchor, (scores.logits, selected), inputs)
-        return mix_segment(router)(scores, indices, answered, outputs, inputs[0])
+        outputs, answered, indices, *told = self._remote(anchor, (selection_logits(scores), selected), inputs)
+        return mix_segment(router)(scores, indices, answered, outputs, inputs[0], Traffic(*told) if told else None)
 
     def without_network(self, *inputs: Array) -> Array:
         """What the layer returns if no expert answers, for a model that is being initialised: nobody is called."""
@@ -200,7 +200,7 @@ class HostCall:
     # The graph's side.
 
     def _vjp_forward(self, anchor: Any, chosen: Any, inputs: Any) -> tuple[Any, Any]:
-        *found, ticket = self._ask(True, chosen, inputs)
+        ticket, *found = self._ask(True, chosen, inputs)
         return tuple(found), ticket
 
     def _vjp_backward(self, ticket: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -214,12 +214,18 @@ class HostCall:
         expert, dims = self.mixture.expert, len(self.mixture.router.grid_size)
         batch = logits[0].shape[0]
         slots = selected[0].shape[1] if selected else self.mixture.config.k_best
-        shapes = (
+        router = self.mixture.router
+        shapes: tuple[jax.ShapeDtypeStruct, ...] = (
+            jax.ShapeDtypeStruct((), np.uint32),
             jax.ShapeDtypeStruct((batch, slots, *expert.output.shape), expert.output.dtype),
             jax.ShapeDtypeStruct((batch, slots), np.bool_),
             jax.ShapeDtypeStruct((batch, slots, dims), np.int32),
-            jax.ShapeDtypeStruct((), np.uint32),
         )
+        if router.heeds_traffic:
+            shapes += (
+                jax.ShapeDtypeStruct((batch, slots), np.bool_),
+                jax.ShapeDtypeStruct(router.grid_size, np.float32),
+            )
         return self._on_host(functools.partial(self._forward, keep), shapes, chosen, inputs)
 
     def _on_host(self, function: Callable[..., Awaitable[Any]], shapes: Any, *args: Any) -> Any:
@@ -252,7 +258,11 @@ class HostCall:
             choice = await mixture.choose(Scores(logits))
         seed = mixture.dropout_seed() if keep else None
         outputs, answered, residual = await mixture.forward(choice, inputs, seed)
-        return outputs, answered, choice.indices, np.uint32(self._put(residual) if keep else 0)
+        told: tuple[Any, ...] = ()
+        if choice.traffic is not None:
+            asked, capacity = choice.traffic
+            told = (asked, np.ones(mixture.router.grid_size, np.float32) if capacity is None else capacity)
+        return np.uint32(self._put(residual) if keep else 0), outputs, answered, choice.indices, *told
 
     async def _backward(self, ticket: Any, grads: Any) -> list[Any]:
         residual = self._residuals.pop(int(ticket), None)

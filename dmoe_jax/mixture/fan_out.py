@@ -15,6 +15,7 @@ import trio
 
 from dmoe_jax.directory import ExpertDirectory, host_target
 from dmoe_jax.experts.base import TensorSpec
+from dmoe_jax.mixture.capacity import CallTimes
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.quorum import Quorum
 from dmoe_jax.mixture.statistics import BAD_ANSWER, LATE, NOT_FINITE, CallStatistics, reason_of
@@ -59,6 +60,8 @@ class ExpertCaller:
         self.rpc = rpc
         self.directory = directory
         self.statistics = statistics
+        self.times = CallTimes()
+        """How long the calls to each host take."""
 
     async def fan_out(
         self,
@@ -91,6 +94,8 @@ class ExpertCaller:
         finished = [False] * len(calls)
         common = {} if config.compression is Compression.NONE else {"compression": config.compression.value}
 
+        started = trio.current_time()
+
         async def place(index: int) -> None:
             request = {**common, **bodies[index], "uid": calls[index].uid, "request_id": secrets.token_bytes(16)}
             outgoing = [as_outgoing(tensor, config.compression) for tensor in tensors[index]]
@@ -99,6 +104,7 @@ class ExpertCaller:
             )
             finished[index] = True
             answers[index] = reply
+            self.times.note(method, calls[index].contact.peer_id, trio.current_time() - started)
             quorum.note(index, answered=reply is not None)
             if quorum.reached and scope.deadline == math.inf:
                 scope.deadline = trio.current_time() + config.grace_s
@@ -111,6 +117,7 @@ class ExpertCaller:
             if not done:
                 text = f"expert {call.uid} at {call.contact} was given up {config.grace_s:g} s after the others"
                 self.statistics.note_failure(LATE, text)
+                self.times.note(method, call.contact.peer_id, trio.current_time() - started)
                 self.directory.health.late(host_target(call.contact), trio.current_time())
         return answers
 

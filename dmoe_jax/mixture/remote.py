@@ -18,6 +18,7 @@ ever NaN, and a layer that finds no experts says so.
 """
 
 import functools
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,12 +31,21 @@ from dmoe_jax.autodiff import Recording, Value
 from dmoe_jax.device import Device, to_host
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import ExpertUid
+from dmoe_jax.mixture.capacity import grid_capacity, relative_to_median
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.coverage import Coverage
 from dmoe_jax.mixture.fan_out import ExpertCall, ExpertCaller
 from dmoe_jax.mixture.local import combine_outputs
 from dmoe_jax.mixture.readiness import check_experts
-from dmoe_jax.routing.base import Router, RouterError, Scores, gather_logits
+from dmoe_jax.routing.base import (
+    Router,
+    RouterError,
+    Scores,
+    Traffic,
+    combine_weights,
+    router_loss,
+    selection_logits,
+)
 from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_jax.routing.check import check_finite
 from net.errors import NoQuorum
@@ -43,6 +53,10 @@ from net.identity import Contact
 from net.rpc.base import Reply
 from net.types import Array
 from net.wire.fields import integer
+
+MAX_WATCHED_CELLS = 4096
+"""The most cells of a grid all of whose experts a balanced router hears of. Looking at a larger one would ask the DHT
+for every row; there all experts count as alike."""
 
 _UPDATES = integer(0, 2**63 - 1)
 
@@ -53,10 +67,12 @@ class Choice(NamedTuple):
     Attributes:
       indices: int32 [batch, slots, dims], coordinates of each sample's experts; of no meaning in empty slots.
       calls: one for each distinct expert.
+      traffic: for a router that heeds it; None for others.
     """
 
     indices: Array
     calls: tuple[ExpertCall, ...]
+    traffic: Traffic | None = None
 
 
 class Residual(NamedTuple):
@@ -119,7 +135,7 @@ class RemoteMixture:
         choice = await self.choose(await to_host(self._device, jax.tree.map(lambda value: value.value, scores)))
         layer_call = _LayerCall(self, self._device, choice, self.dropout_seed() if run.differentiates else None)
         outputs, answered = await run.call(layer_call, *inputs)
-        return run(mix_segment(self.router), scores, choice.indices, answered, outputs, inputs[0])
+        return run(mix_segment(self.router), scores, choice.indices, answered, outputs, inputs[0], choice.traffic)
 
     def dropout_seed(self) -> int | None:
         """The seed of the next training call's dropout, 63 bits; None for experts that take no key."""
@@ -146,7 +162,7 @@ class RemoteMixture:
           RouterError: as `__call__`.
         """
         prefix, k_best = self.config.prefix, self.config.k_best
-        logits = cast(tuple[np.ndarray, ...], scores.logits)
+        logits = cast(tuple[np.ndarray, ...], selection_logits(scores))
         check_finite(self.router, logits, prefix)
         if self.router.whole_grid:
             alive = await self.alive()
@@ -154,7 +170,7 @@ class RemoteMixture:
             indices, mask = await to_host(self._device, chosen)
             return await self.choose_selected(indices, mask, alive)
         indices, contacts = await self._caller.directory.beam_search(prefix, logits, k_best)
-        return self._grouped(np.maximum(indices, 0).astype(np.int32), indices[..., 0] >= 0, contacts)
+        return await self._grouped(np.maximum(indices, 0).astype(np.int32), indices[..., 0] >= 0, contacts)
 
     async def choose_selected(self, indices: Array, mask: Array, alive: Array) -> Choice:
         """The experts that `router.select` chose among those of `alive`; who has died since is left out.
@@ -166,9 +182,9 @@ class RemoteMixture:
             if not alive[coordinates]:
                 where = f"{coordinates} of {self.config.prefix}"
                 raise RouterError(f"router {self.router.name!r}: selected {where}, which is not alive")
-        return self._grouped(np.asarray(indices, np.int32), mask, await self.living())
+        return await self._grouped(np.asarray(indices, np.int32), mask, await self.living())
 
-    def _grouped(self, indices: Array, mask: Array, contacts: Mapping[Coordinates, Contact]) -> Choice:
+    async def _grouped(self, indices: Array, mask: Array, contacts: Mapping[Coordinates, Contact]) -> Choice:
         """One call for each distinct expert that has a contact."""
         places: dict[Coordinates, list[tuple[int, int]]] = {}
         for row, slot in np.argwhere(mask).tolist():
@@ -179,7 +195,23 @@ class RemoteMixture:
                 rows, slots = np.array(pairs).T
                 uid = str(ExpertUid(self.config.prefix, coordinates))
                 calls.append(ExpertCall(uid=uid, contact=contacts[coordinates], rows=rows, slots=slots))
-        return Choice(indices, tuple(calls))
+        traffic = None
+        if self.router.heeds_traffic:
+            asked = np.zeros_like(mask)
+            for call in calls:
+                asked[call.rows, call.slots] = True
+            traffic = cast(Any, Traffic)(asked, await self._capacity())
+        return Choice(indices, tuple(calls), traffic)
+
+    async def _capacity(self) -> Array | None:
+        """How much each expert can do; None for grids that are too large to be known as a whole."""
+        grid_size = self.router.grid_size
+        if math.prod(grid_size) > MAX_WATCHED_CELLS:
+            return None
+        living, directory = await self.living(), self._caller.directory
+        hosts = {contact.peer_id for contact in living.values()}
+        published = {host: seconds for host, seconds in directory.call_seconds().items() if host in hosts}
+        return grid_capacity(living, grid_size, self._caller.times.slowness(hosts), relative_to_median(published))
 
     async def forward(
         self, choice: Choice, inputs: Sequence[Array], dropout_seed: int | None = None
@@ -323,10 +355,15 @@ def select_program(router: Router, k: int) -> Callable[[Scores, Array], Any]:
 
 @functools.cache
 def mix_segment(router: Router) -> Callable[..., tuple[Any, Any]]:
-    """The segment (scores, indices, answered, outputs, x) -> (mixed, aux_loss) for this router, made once."""
+    """The segment (scores, indices, answered, outputs, x, traffic) -> (mixed, aux_loss) for this router, made once."""
 
-    def mix(scores: Scores, indices: Any, answered: Any, outputs: Any, x: Any) -> tuple[Any, Any]:
-        weights = router.combine(gather_logits(scores, indices, router.grid_size), answered)
-        return combine_outputs(weights, answered, outputs, x), router.aux_loss(scores, indices, answered)
+    def mix(
+        scores: Scores, indices: Any, answered: Any, outputs: Any, x: Any, traffic: Traffic | None = None
+    ) -> tuple[Any, Any]:
+        weights = combine_weights(router, scores, indices, answered)
+        return (
+            combine_outputs(weights, answered, outputs, x),
+            router_loss(router, scores, indices, answered, traffic),
+        )
 
     return mix

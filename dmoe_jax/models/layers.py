@@ -9,7 +9,7 @@ from dmoe_jax.autodiff import Value
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import layer_prefix
 from dmoe_jax.mixture.local import expert_load, init_experts, local_mixture
-from dmoe_jax.routing.base import Router, Scores, gather_logits
+from dmoe_jax.routing.base import Router, Scores, Traffic, combine_weights, router_loss
 from dmoe_jax.types import PyTree
 
 Mixture = Callable[..., Awaitable[tuple[Value, Value]]]
@@ -95,10 +95,11 @@ def dmoe_layer(
       inputs: the expert's inputs.
     """
     indices, mask = router.select(scores, k_best, alive)
-    weights = router.combine(gather_logits(scores, indices, router.grid_size), mask)
+    weights = combine_weights(router, scores, indices, mask)
     output = local_mixture(expert, params, router.grid_size, indices, mask, weights, *inputs)
     load = expert_load(indices, mask, router.grid_size)
-    return output, LayerAux(indices, mask, weights, load, router.aux_loss(scores, indices, mask))
+    traffic = Traffic(mask, None if alive is None else alive.astype(weights.dtype))
+    return output, LayerAux(indices, mask, weights, load, router_loss(router, scores, indices, mask, traffic))
 
 
 def total_loss(nll: Float[Array, ""], aux_losses: Sequence[Float[Array, ""]]) -> Float[Array, ""]:

@@ -36,9 +36,10 @@ class Job:
       request: what was asked; gone when it is answered, so that a remembered job (replay) keeps its reply alone.
       waiters: how many calls want the answer.
       done: set when there is an answer: `results` and the expert's count of `updates`, or an `error`.
+      arrived_at: when it came, by trio's clock.
     """
 
-    __slots__ = ("done", "error", "key", "kind", "request", "results", "rows", "updates", "waiters")
+    __slots__ = ("arrived_at", "done", "error", "key", "kind", "request", "results", "rows", "updates", "waiters")
 
     def __init__(self, request: ExpertRequest) -> None:
         self.request = request
@@ -46,6 +47,7 @@ class Job:
         self.key = (request.uid, self.kind, request.keys is not None)
         self.rows = request.rows
         self.waiters = 0
+        self.arrived_at = trio.current_time()
         self.done = trio.Event()
         self.results: tuple[Array, ...] = ()
         self.updates = 0
@@ -81,6 +83,12 @@ class BatchRunner:
         """Requests whose update was not finite, by `UpdateRejected.reason`."""
         self.busy_s = 0.0
         """Seconds in which batches were computed."""
+        self.answered = 0
+        """Requests that were computed."""
+        self.rows = 0
+        """Their rows."""
+        self.call_s = 0.0
+        """Seconds that they spent here in all, waiting and computed."""
         self._backends = dict(backends)
         self._device = device
         self._max_batch_rows = max_batch_rows
@@ -183,8 +191,12 @@ class BatchRunner:
         except Exception:
             self._fail(jobs)
             return
-        self.busy_s += trio.current_time() - started
+        now = trio.current_time()
+        self.busy_s += now - started
         self.batches += 1
+        self.answered += len(jobs)
+        self.rows += sum(job.rows for job in jobs)
+        self.call_s += sum(now - job.arrived_at for job in jobs)
         stop = 0
         for job in jobs:
             start, stop = stop, stop + job.rows

@@ -127,6 +127,7 @@ class ExpertNode:
         self._replays: ReplayCache[Job] = ReplayCache()
         self._started_at = trio.current_time()
         self._counts = {"forward": 0, "backward": 0, "busy": 0, "replayed": 0}
+        self._published = (self._started_at, 0, 0, 0.0)  # when, requests, rows, seconds: at the last announcement
 
     def status(self) -> dict[str, Any]:
         """What the node does and has done since its start, as plain CBOR data.
@@ -134,7 +135,8 @@ class ExpertNode:
         Keys: `state` ("compiling" or "serving"), `warm_rows` (rows for which all its experts are compiled), calls
         served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
         `waiting_rows` in the queue, seconds up and busy, `updates` of each expert, `steps`, the updates of all experts
-        since the start, and their mean `staleness`, None before the first.
+        since the start, and their mean `staleness`, None before the first; `answered` calls, their `rows`, and the
+        seconds `call_s` that they spent here in all.
         """
         runner, backends = self._runner, self._backends.values()
         steps = sum(backend.steps_here for backend in backends)
@@ -147,6 +149,9 @@ class ExpertNode:
             "warm_rows": runner.warm_rows,
             "uptime_s": trio.current_time() - self._started_at,
             "busy_s": runner.busy_s,
+            "answered": runner.answered,
+            "rows": runner.rows,
+            "call_s": runner.call_s,
             "waiting_rows": runner.queue.waiting_rows,
             "updates": {uid: backend.update_count for uid, backend in self._backends.items()},
             "steps": steps,
@@ -179,7 +184,7 @@ class ExpertNode:
         """List the node, and once it serves its experts too, for `record_lifetime_s`."""
         expiration = self._dht.clock.now() + self.config.record_lifetime_s
         grids = list(dict.fromkeys(uid.prefix for uid in self._uids))[:MAX_GRIDS]
-        info = {"role": "node", "state": self.state, "experts": len(self._uids), "grids": grids}
+        info = {"role": "node", "state": self.state, "experts": len(self._uids), "grids": grids, **self._load()}
         peer_id = self._contact.peer_id
         await declare_member(self._dht, self.config.swarm, peer_id, self._contact, info, expiration=expiration)
         if self.state != "serving":
@@ -187,6 +192,21 @@ class ExpertNode:
         listed = await declare_experts(self._dht, self._uids, self._contact, expiration=expiration)
         if missing := [str(uid) for uid, stands in listed.items() if not stands]:
             logger.warning("%d experts could not be announced, among them %s", len(missing), missing[0])
+
+    def _load(self) -> dict[str, float]:
+        """What trainers that balance their load want to know: the load since the last announcement.
+
+        `call_s`, the mean seconds that a call spent here, is left out while there was none: what was true before the
+        last announcement may not be true now.
+        """
+        now, runner = trio.current_time(), self._runner
+        (since, *before), self._published = self._published, (now, runner.answered, runner.rows, runner.call_s)
+        requests, rows, seconds = (after - earlier for after, earlier in zip(self._published[1:], before, strict=True))
+        load: dict[str, float] = {
+            "rows_per_s": rows / max(now - since, 1e-9),
+            "waiting_rows": runner.queue.waiting_rows,
+        }
+        return load | {"call_s": seconds / requests} if requests else load
 
     async def withdraw(self) -> None:
         """Take the announcements back, so that trainers stop calling at once; what cannot be reached expires."""

@@ -8,7 +8,19 @@ from_linen(lambda: nn.Dense(32), (16, 16))                             from any 
 Factories and combinators give the same object for equal arguments, so that compiled code is shared.
 """
 
-from dmoe_jax.routing.base import Router, RouterError, Scores, gather_logits, masked_softmax, score, top_k_router
+from dmoe_jax.routing.balancing import balanced, steer_biases
+from dmoe_jax.routing.base import (
+    Router,
+    RouterError,
+    Scores,
+    Traffic,
+    combine_weights,
+    gather_logits,
+    masked_softmax,
+    router_loss,
+    score,
+    top_k_router,
+)
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.combinators import (
     add_noise,
@@ -36,9 +48,12 @@ __all__ = [
     "Router",
     "RouterError",
     "Scores",
+    "Traffic",
     "add_noise",
+    "balanced",
     "chain",
     "check_router",
+    "combine_weights",
     "drop_experts",
     "expert_choice",
     "flat_top_k",
@@ -54,7 +69,9 @@ __all__ = [
     "peer",
     "probability_weights",
     "product_key",
+    "router_loss",
     "score",
+    "steer_biases",
     "switch",
     "temperature",
     "top_k_router",

@@ -21,6 +21,7 @@ through nothing else.
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec
 
@@ -59,10 +60,26 @@ class Scores(NamedTuple):
       logits: one [batch, grid_i] for each dimension of the grid (additive), or a single [batch, num_experts] over
         its cells, row-major (flat). On a grid of one dimension both are the same.
       extras: whatever the router's own `aux_loss` wants to see beside them, a pytree of arrays.
+      bias: what selection adds to the logits and the weights do not see, the same for all samples: one [grid_i] for
+        each dimension, a single [num_experts] where the logits are flat, or () for none. See `balanced`.
     """
 
     logits: Logits
     extras: PyTree = ()
+    bias: tuple[Float[Array, " _"], ...] = ()
+
+
+class Traffic(NamedTuple):
+    """What is known of a layer's calls beside the answers, for routers that balance their load.
+
+    Attributes:
+      asked: which slots held an expert that was called, whether it answered or not.
+      capacity: how much each expert can do relative to the others, of the grid's shape; 0 for the dead. None: all can
+        do the same.
+    """
+
+    asked: Mask
+    capacity: Float[Array, "..."] | None = None
 
 
 class Router(NamedTuple):
@@ -83,6 +100,7 @@ class Router(NamedTuple):
         which of the selected experts answered.
       whole_grid: whether `select` must see all living experts of the grid at once. If not, it is top-k of additive
         scores, and beam search finds the same experts with far fewer look-ups.
+      heeds_traffic: whether `aux_loss` takes a keyword `traffic`, see `Traffic`.
     """
 
     name: str
@@ -93,6 +111,7 @@ class Router(NamedTuple):
     combine: Callable[..., Float[Array, "batch slots"]]
     aux_loss: Callable[..., Loss]
     whole_grid: bool = False
+    heeds_traffic: bool = False
 
 
 def check_grid_size(grid_size: tuple[int, ...] | list[int]) -> tuple[int, ...]:
@@ -146,6 +165,11 @@ def as_scores(raw: Any, grid_size: tuple[int, ...], batch: int) -> Scores:
     for part in scores.logits:
         if not jnp.issubdtype(part.dtype, jnp.floating):
             raise ValueError(f"scores must be floating numbers, got {part.dtype}")
+    expected = tuple(part.shape[1:] for part in scores.logits)
+    if scores.bias and tuple(part.shape for part in scores.bias) != expected:
+        raise ValueError(
+            f"the bias of such scores has the shapes {expected}, got {tuple(part.shape for part in scores.bias)}"
+        )
     return scores
 
 
@@ -164,6 +188,28 @@ def score(
         raise RouterError(f"router {router.name!r}: {error}") from error
 
 
+def selection_logits(scores: Scores) -> Logits:
+    """What selection goes by: the logits, and the bias where there is one. Arrays of JAX or NumPy alike."""
+    return tuple(map(operator.add, scores.logits, scores.bias)) if scores.bias else scores.logits
+
+
+def combine_weights(router: Router, scores: Scores, indices: Indices, mask: Mask) -> Float[Array, "batch slots"]:
+    """The weights of the chosen experts' outputs, from the logits without the bias. Differentiable in them."""
+    return router.combine(gather_logits(scores, indices, router.grid_size), mask)
+
+
+def router_loss(router: Router, scores: Scores, indices: Indices, mask: Mask, traffic: Traffic | None = None) -> Loss:
+    """The router's auxiliary loss; models call this, never `router.aux_loss` itself.
+
+    Args:
+      scores, indices, mask: see `Router.aux_loss`.
+      traffic: for routers that heed it. None: all experts that were asked have answered, and all are alike.
+    """
+    if router.heeds_traffic:
+        return router.aux_loss(scores, indices, mask, traffic=traffic)
+    return router.aux_loss(scores, indices, mask)
+
+
 def dense_logits(scores: Scores) -> Float[Array, "batch num_experts"]:
     """g(x, f) for every cell f of the grid, flattened row-major."""
     total = scores.logits[0]
@@ -173,7 +219,7 @@ def dense_logits(scores: Scores) -> Float[Array, "batch num_experts"]:
 
 
 def living_logits(scores: Scores, k: int, alive: Alive | None, grid_size: tuple[int, ...]) -> Float[Array, "batch _"]:
-    """What `select` chooses from: g(x, f) for every cell, -inf for the dead, without a gradient.
+    """What `select` chooses from: g(x, f) and its bias for every cell, -inf for the dead, without a gradient.
 
     Args:
       scores: of the samples.
@@ -189,7 +235,7 @@ def living_logits(scores: Scores, k: int, alive: Alive | None, grid_size: tuple[
         raise ValueError(f"k must be between 1 and the {num_experts} cells of grid {grid_size}, got {k}")
     if alive is not None and alive.shape != grid_size:
         raise ValueError(f"alive must have the grid's shape {grid_size}, got {alive.shape}")
-    logits = jax.lax.stop_gradient(dense_logits(scores))
+    logits = jax.lax.stop_gradient(dense_logits(Scores(selection_logits(scores))))
     return logits if alive is None else jnp.where(alive.reshape(1, -1), logits, -jnp.inf)
 
 
@@ -202,7 +248,7 @@ def best_cells(logits: Float[Array, "batch _"], k: int, grid_size: tuple[int, ..
 def select_top_k(
     scores: Scores, k: int, alive: Alive | None = None, *, grid_size: tuple[int, ...]
 ) -> tuple[Indices, Mask]:
-    """The k live experts of highest g(x, f), by exhaustive search over the dense grid.
+    """The k live experts of highest g(x, f), its bias included, by exhaustive search over the dense grid.
 
     Ties go to the lower coordinates. The result is a choice, not a function to differentiate: no gradient flows.
 

@@ -34,9 +34,11 @@ from dmoe_jax.routing.base import (
     Router,
     RouterError,
     Scores,
+    Traffic,
     cell_numbers,
     dense_logits,
     router_factory,
+    router_loss,
     score,
 )
 from dmoe_jax.routing.losses import load_balancing_loss, router_z_loss
@@ -174,10 +176,13 @@ def _change_scores(router: Router, suffix: str, change: Callable[[Logits, PRNGKe
         if router.combine is probability_weights:
             # Parts that are each normalised make a sum that is.
             logits = tuple(log_probabilities(part) for part in logits)
-        return Scores(logits, extras=before)
+        bias = before.bias
+        if len(logits) != len(bias) > 1:  # the change has made the logits flat
+            bias = tuple(dense_logits(Scores(tuple(part[None] for part in bias))))
+        return Scores(logits, extras=before, bias=bias)
 
-    def aux_loss(scores: Scores, indices: Indices, mask: Mask) -> Loss:
-        return router.aux_loss(scores.extras, indices, mask)
+    def aux_loss(scores: Scores, indices: Indices, mask: Mask, traffic: Traffic | None = None) -> Loss:
+        return router_loss(router, scores.extras, indices, mask, traffic)
 
     return router._replace(name=f"{router.name}+{suffix}", scores=scores, aux_loss=aux_loss)
 
@@ -186,8 +191,8 @@ def _add_loss(router: Router, suffix: str, weight: float, loss: Callable[[Scores
     """The router with a second auxiliary loss, and its scores in their one form, which the loss relies on."""
     _check_range("weight", weight, weight >= 0, "at least 0 and finite")
 
-    def aux_loss(scores: Scores, indices: Indices, mask: Mask) -> Loss:
-        return router.aux_loss(scores, indices, mask) + weight * loss(scores, indices, mask)
+    def aux_loss(scores: Scores, indices: Indices, mask: Mask, traffic: Traffic | None = None) -> Loss:
+        return router_loss(router, scores, indices, mask, traffic) + weight * loss(scores, indices, mask)
 
     scores = functools.partial(score, router)
     return router._replace(name=f"{router.name}+{suffix}", scores=scores, aux_loss=aux_loss)

@@ -24,7 +24,7 @@ from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.layers import ForwardAux
 from dmoe_jax.models.trunk import StepKeys, empty_memory, forget
 from dmoe_jax.recipe import make_optimizer
-from dmoe_jax.routing.base import Router, RouterError
+from dmoe_jax.routing.base import Router, RouterError, Traffic, router_loss
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import OnLost, OnStep, Totals
 from dmoe_jax.types import PyTree
@@ -193,8 +193,8 @@ def _watched(router: Router) -> Router:
     Selection can hide a NaN for a while, which is then harder to trace to the router.
     """
 
-    def aux_loss(scores: Any, indices: Any, mask: Any) -> Array:
+    def aux_loss(scores: Any, indices: Any, mask: Any, traffic: Traffic | None = None) -> Array:
         unsound = [jnp.any(jnp.isnan(part) | jnp.isposinf(part)) for part in scores.logits]
-        return jnp.where(jnp.any(jnp.stack(unsound)), jnp.nan, router.aux_loss(scores, indices, mask))
+        return jnp.where(jnp.any(jnp.stack(unsound)), jnp.nan, router_loss(router, scores, indices, mask, traffic))
 
     return router._replace(aux_loss=aux_loss)
