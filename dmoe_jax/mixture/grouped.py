@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dmoe_jax.experts.base import Expert
@@ -260,8 +259,8 @@ _in_turns.defvjp(_in_turns_forward, _in_turns_backward)
 
 def _split(blocks: _Blocks, turn: int) -> _Blocks:
     """[turns, turn, ...] for a scan. `row_of` is no part of a turn."""
-    parts = (part.reshape(-1, turn, *part.shape[1:]) for part in blocks[:3])
-    return _Blocks(*parts, row_of=np.zeros((blocks.expert.size // turn, 0), np.int32))
+    expert, place, pairs = (part.reshape(-1, turn, *part.shape[1:]) for part in blocks[:3])
+    return _Blocks(expert, place, pairs, jnp.zeros((expert.shape[0], 0), jnp.int32))
 
 
 def _unless_empty(these: _Blocks, num_pairs: int, call: Any) -> Any:

@@ -18,6 +18,7 @@ from dmoe_jax.experts.base import Expert, init_by_uid
 from dmoe_jax.mixture.combine import combine_outputs
 from dmoe_jax.mixture.grouped import call_experts
 from dmoe_jax.mixture.local_update import init_opt_states, update_experts
+from dmoe_jax.mixture.parallel import ShardedExperts, parallel_mixture
 from dmoe_jax.routing.base import cell_numbers
 from dmoe_jax.types import PyTree
 
@@ -70,7 +71,7 @@ def local_mixture(
     Args:
       expert: the network that all experts share.
       params: stacked parameters, [E, ...]; or, in place of them, what says how they are to be differentiated or where
-        they lie: `WithDeltas`.
+        they lie: `WithDeltas`, `ShardedExperts`.
       grid_size: extents of the grid, E their product.
       indices: coordinates of the chosen experts; those under a False of the mask must be valid, too.
       mask: which of the chosen experts take part.
@@ -88,6 +89,9 @@ def local_mixture(
         raise ValueError(f"expert {expert.name!r} takes no dropout keys")
     keyed = {} if dropout_keys is None else {"keys": dropout_keys}
 
-    chosen = jnp.where(mask, cell_numbers(indices, grid_size), math.prod(grid_size))
-    outputs = call_experts(expert, params, chosen, inputs, keyed)
+    cells = cell_numbers(indices, grid_size)
+    if isinstance(params, ShardedExperts):
+        mixed, _ = parallel_mixture(expert, params, grid_size, cells, mask, weights, inputs, keyed)
+        return mixed
+    outputs = call_experts(expert, params, jnp.where(mask, cells, math.prod(grid_size)), inputs, keyed)
     return combine_outputs(weights, mask, outputs, inputs[0])
