@@ -7,48 +7,62 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.mixture.local_update import chosen_value_and_grad, init_opt_states, update_chosen, update_experts
-from dmoe_jax.models import mlp
+from dmoe_jax.models.layers import dmoe_layer
 from dmoe_jax.routing.product_key import product_key
 
-CONFIG = mlp.MLPConfig(input_dim=3, num_classes=2, d_model=4, num_layers=2, grid_size=(4, 4), k_best=2, expansion=1)
-ROUTER = product_key((4, 4), init_scale=1.0)
+GRID = (4, 4)
+ROUTER = product_key(GRID, init_scale=1.0)
+X = TensorSpec(name="x", shape=(3,), dtype="float32", differentiable=True)
+EXPERT = Expert("small", lambda key: jax.random.normal(key, (3,)), lambda w, x: x + jnp.tanh(w * x), (X,), X)
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=0.1))
 
 
+def loss(gates: Any, experts: Any, x: Any, alive: Any) -> Any:
+    """Two layers: what the second chooses depends on the first."""
+    layers = []
+    for gate, params, own_alive in zip(gates, experts, alive, strict=True):
+        x, aux = dmoe_layer(EXPERT, params, ROUTER, 2, ROUTER.scores(gate, x), own_alive, x)
+        layers.append(aux)
+    return jnp.sum(jnp.sin(x)), layers
+
+
+@jax.jit
+def start(key: Any) -> Any:
+    gates = [ROUTER.init(own, 3) for own in jax.random.split(key)]
+    experts = [jax.vmap(EXPERT.init)(jax.random.split(own, 16)) for own in jax.random.split(key)]
+    return gates, experts, [init_opt_states(OPTIMIZER, layer) for layer in experts]
+
+
 def test_updates_of_the_chosen_equal_updates_of_all() -> None:
-    """Three steps of two samples, which choose at most 4 of 16 experts a layer, one of them dead in between.
+    """Three steps of two samples, which choose at most 4 of 16 experts a layer; in the second one expert lives.
 
     Loss, gradients of the trunk, parameters and states agree; whoever was not chosen does not move by a bit.
     """
-    trunk = mlp.init_trunk(jax.random.key(0), CONFIG, ROUTER)
-    experts = mlp.init_experts(jax.random.key(1), CONFIG)
-    states = tuple(init_opt_states(OPTIMIZER, layer) for layer in experts)
-
-    def loss(trunk: Any, experts: Any, batch: Any, alive: Any) -> Any:
-        return mlp.local_forward(trunk, experts, CONFIG, ROUTER, batch, alive=alive)
+    gates, experts, states = start(jax.random.key(0))
 
     def step(gradient: Any, update: Any) -> Any:
         @jax.jit
-        def run(trunk: Any, experts: Any, states: Any, *args: Any) -> Any:
-            (value, aux), (grads, expert_grads) = gradient(trunk, experts, *args)
-            used = [layer.load > 0 for layer in aux.layers]
+        def run(experts: Any, states: Any, *args: Any) -> Any:
+            (value, layers), (grads, expert_grads) = gradient(gates, experts, *args)
+            used = [layer.load > 0 for layer in layers]
             new = [update(OPTIMIZER, *own) for own in zip(experts, states, expert_grads, used, strict=True)]
-            return (value, grads), expert_grads, used, tuple(each[0] for each in new), tuple(each[1] for each in new)
+            return (value, grads), expert_grads, used, [each[0] for each in new], [each[1] for each in new]
 
         return run
 
     of_all = step(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), update_experts)
-    of_chosen = step(chosen_value_and_grad(loss), update_chosen)
-    rng, ours, theirs = np.random.default_rng(0), (experts, states), (experts, states)
+    of_chosen = step(chosen_value_and_grad(loss, layers_of=lambda layers: layers), update_chosen)
+    rng, ours, theirs = np.random.default_rng(0), [experts, states], [experts, states]
     for number in range(3):
         x = jnp.asarray(rng.normal(size=(2, 3)), jnp.float32)
-        # In the second step only expert 5 lives: one slot of each sample has no expert.
-        alive = jnp.ones((2, 4, 4), bool) if number != 1 else jnp.zeros((2, 4, 4), bool).at[:, 1, 1].set(True)
-        batch, before = mlp.Batch(x, jnp.array([0, 1])), ours
-        expected, _, used, *theirs = of_all(trunk, *theirs, batch, alive)
-        found, compact, used, *ours = of_chosen(trunk, *ours, batch, alive)
-        close = (found, *ours), (expected, *theirs)
+        # Then one slot of each sample has no expert.
+        alive = jnp.ones((2, *GRID), bool) if number != 1 else jnp.zeros((2, *GRID), bool).at[:, 1, 1].set(True)
+        before = ours
+        expected, _, used, *theirs = of_all(*theirs, x, alive)
+        found, compact, used, *ours = of_chosen(*ours, x, alive)
+        close = (found, [*ours]), (expected, [*theirs])
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5), *close)
         assert {leaf.shape[0] for leaf in jax.tree.leaves(compact)} == {4}
         for layer, is_used in enumerate(used):

@@ -13,51 +13,54 @@ from dmoe_jax.mixture.parallel import shard_experts
 
 ROOT = Path(__file__).parents[2]
 
-# A model of two layers, its loss and all gradients; then one mixture with room for a single sample.
+# A layer's loss and all gradients; then a mixture with room for a single sample; then what is refused.
 EIGHT_DEVICES = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType
-from dmoe_jax.mixture.local import local_mixture
+from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.mixture.parallel import parallel_mixture, shard_experts
-from dmoe_jax.models import mlp
+from dmoe_jax.models.layers import dmoe_layer
 from dmoe_jax.routing.product_key import product_key
 
-config = mlp.MLPConfig(input_dim=3, num_classes=2, d_model=4, num_layers=2, grid_size=(4, 4), k_best=3, expansion=1)
+spec = TensorSpec(name="x", shape=(3,), dtype="float32", differentiable=True)
+flag = TensorSpec(name="flag", shape=(), dtype="bool", differentiable=False)
+expert = Expert("small", None, lambda w, x, flag: x + jnp.tanh(x @ w) * flag[:, None], (spec, flag), spec)
 router = product_key((4, 4), init_scale=1.0)
 mesh = jax.make_mesh((8,), ("experts",), axis_types=(AxisType.Auto,))
-trunk, experts = mlp.init_trunk(jax.random.key(0), config, router), mlp.init_experts(jax.random.key(1), config)
-spread = tuple(shard_experts(layer, mesh, "experts") for layer in experts)
-x = jax.random.normal(jax.random.key(2), (16, 3))
-batch = mlp.Batch(x, jnp.arange(16) % 2)
-alive = jnp.ones((2, 4, 4), bool).at[0, 1].set(False).at[1].set(False).at[1, 2, :2].set(True)  # 2 experts for k = 3
+rng = np.random.default_rng(0)
+x, flag, params = rng.normal(size=(16, 3)).astype("f4"), np.arange(16) % 3 > 0, rng.normal(size=(16, 3, 3)).astype("f4")
+gate = jax.jit(lambda: router.init(jax.random.key(0), 3))()
+spread = shard_experts(params, mesh, "experts")
+alive = rng.random((4, 4)) > 0.8
+alive[2, :2] = True
+assert alive.sum() == 4  # and every sample wants 6
 
-def loss(trunk, experts):
-    return mlp.local_forward(trunk, experts, config, router, batch, alive=alive)[0]
+def loss(gate, experts, x):
+    scores = router.scores(gate, x)
+    mixed, aux = dmoe_layer(expert, experts, router, 6, scores, jnp.asarray(alive), x, jnp.asarray(flag))
+    return jnp.sum(jnp.sin(mixed)), mixed
 
-gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-text = gradient.lower(trunk, spread).compile().as_text()
-assert "all-to-all" in text
-value, (grads, expert_grads) = gradient(trunk, experts)
-found, (found_grads, found_experts) = gradient(trunk, spread)
-assert {s.data.shape[0] for s in jax.tree.leaves(found_experts[0].params)[0].addressable_shards} == {2}
-found_experts = tuple(layer.params for layer in found_experts)
-pairs = jax.device_get(((value, grads, expert_grads), (found, found_grads, found_experts)))
-jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, atol=1e-5), *pairs)
+gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+expected, (gate_grad, params_grad, x_grad) = gradient(gate, params, x)
+compiled = gradient.lower(gate, spread, x).compile()
+assert "all-to-all" in compiled.as_text()
+found, (found_gate_grad, found_params_grad, found_x_grad) = compiled(gate, spread, x)
+assert {s.data.shape[0] for s in found_params_grad.params.addressable_shards} == {2}
+ours = found, found_gate_grad, found_params_grad.params, found_x_grad
+theirs = expected, gate_grad, params_grad, x_grad
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *jax.device_get((ours, theirs)))
 print("agrees")
 
 # All samples want the first two experts, both of the first device: of the two samples of each device one goes.
-cells = jnp.tile(jnp.array([[0, 1]]), (16, 1))
-mask, weights = jnp.ones((16, 2), bool), jnp.full((16, 2), 0.5)
-h = jax.random.normal(jax.random.key(3), (16, 4))
-mixed, dropped = jax.jit(lambda: parallel_mixture(
-    config.expert(), spread[0], (4, 4), cells, mask, weights, (h,), {}, capacity=1))()
-kept = np.arange(16) % 2 == 0
-whole = local_mixture(config.expert(), experts[0], (4, 4), jnp.stack([cells // 4, cells % 4], -1), mask, weights, h)
-np.testing.assert_allclose(mixed, np.where(kept[:, None], whole, h), atol=1e-5)
-assert int(dropped) == 16, dropped
-print("drops 16")
+cells, mask, weights = np.tile([[0, 1]], (16, 1)), np.ones((16, 2), bool), np.full((16, 2), 0.5, "f4")
+small = jax.jit(lambda: parallel_mixture(
+    expert, spread, (4, 4), jnp.asarray(cells), jnp.asarray(mask), jnp.asarray(weights), (x, flag), {}, capacity=1))
+mixed, dropped = small()
+whole = x + 0.5 * (np.tanh(x @ params[0]) + np.tanh(x @ params[1])) * flag[:, None]
+np.testing.assert_allclose(mixed, np.where(np.arange(16)[:, None] % 2 == 0, whole, x), atol=1e-5)
+print("drops", int(dropped))
 for bad in (lambda: shard_experts(jnp.ones((9, 2)), mesh, "experts"), lambda: parallel_mixture(
-        config.expert(), spread[0], (4, 4), cells[:9], mask[:9], weights[:9], (h[:9],), {})):
+        expert, spread, (4, 4), cells[:9], mask[:9], weights[:9], (x[:9], flag[:9]), {})):
     try:
         bad()
     except ValueError as error:
@@ -66,7 +69,7 @@ for bad in (lambda: shard_experts(jnp.ones((9, 2)), mesh, "experts"), lambda: pa
 
 
 def test_eight_devices_agree_with_one() -> None:
-    """Loss and gradients to 1e-5 through `local_forward`; what has no room passes through and is counted."""
+    """Loss, output and gradients to 1e-5, the dead left out; what has no room passes through and is counted."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", EIGHT_DEVICES],
