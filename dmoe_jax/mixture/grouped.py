@@ -26,7 +26,10 @@ from dmoe_jax.types import PyTree
 
 BLOCK_ROWS = 4
 """Pairs that share a copy of their expert's parameters, at least, where experts have that many. All at once, a block
-has up to a quarter of an even share: more pad more. In turns it may be half a share, for copies do not stay."""
+has up to a quarter of an even share: more pad more. In turns it has up to half a share, for copies do not stay."""
+
+MOST_ROWS_IN_TURNS = 128
+"""Pairs of a block, at most, that has its turn: what the experts compute on the way does not grow with the rows."""
 
 LARGE_COPIES = 32 << 20
 """Bytes of copies up to which all blocks are called at once."""
@@ -106,10 +109,7 @@ def call_experts(
     if plan.turn:
         outputs = _in_turns(expert, plan.turn, target, fixed, blocks, inputs, keyed)
     else:
-        own = jax.tree.map(lambda leaf: leaf[blocks.expert], fixed)
-        if isinstance(params, WithDeltas):
-            deltas = jax.tree.map(lambda leaf: leaf[blocks.place], target)
-            own = jax.tree.map(jnp.add, jax.lax.stop_gradient(own), deltas)
+        own = _gather(target, fixed, blocks) if isinstance(params, WithDeltas) else _of_experts(fixed, blocks)
         outputs = _of_pairs(_apply(expert, own, *_rows_of((inputs, keyed), blocks.pairs, flat.size)), blocks)
     return outputs.reshape(*chosen.shape, *outputs.shape[1:])
 
@@ -127,6 +127,7 @@ def _plan(expert: Expert, params: PyTree, num_pairs: int, likely_calls: int | No
     if is_small and likely_calls is None:
         return _Plan(rows, 0)
     rows = _power_below((likely_calls or num_pairs) // (2 * num_experts), least=BLOCK_ROWS)
+    rows = min(rows, MOST_ROWS_IN_TURNS)
     return _Plan(rows, max(1, min(TURN_BYTES // own_bytes, _num_blocks(num_pairs, num_experts, rows))))
 
 
@@ -173,6 +174,35 @@ def _rows_of(parts: PyTree, pairs: Int[Array, "blocks rows"], num_pairs: int) ->
     return jax.tree.map(lambda part: part[number // (num_pairs // part.shape[0])], parts)
 
 
+def _of_experts(params: PyTree, blocks: _Blocks) -> PyTree:
+    """The parameters of each block's expert."""
+    return jax.tree.map(lambda leaf: leaf[blocks.expert], params)
+
+
+@jax.custom_vjp
+def _gather(target: PyTree, params: PyTree, blocks: _Blocks) -> PyTree:
+    """`_of_experts`, whose gradient goes to `target`, at the places of the blocks."""
+    del target
+    return _of_experts(params, blocks)
+
+
+def _gather_forward(target: PyTree, params: PyTree, blocks: _Blocks) -> tuple[PyTree, Any]:
+    return _of_experts(params, blocks), (target, blocks)
+
+
+def _gather_backward(residual: Any, own_grads: PyTree) -> tuple[PyTree, None, None]:
+    target, blocks = residual
+    return _add(jax.tree.map(jnp.zeros_like, target), blocks, own_grads), None, None
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _add(grads: PyTree, blocks: _Blocks, own_grads: PyTree) -> PyTree:
+    """Add the gradients of the blocks' parameters to those that there are."""
+    return jax.tree.map(lambda total, own: total.at[blocks.place].add(own), grads, own_grads)
+
+
 def _apply(expert: Expert, own: PyTree, inputs: tuple[Array, ...], keyed: Keyed) -> Float[Array, "blocks rows ..."]:
     """One call for each block, with parameters of its own; all are [blocks, ...]."""
     outputs = jax.vmap(lambda own, inputs, keyed: expert.apply(own, *inputs, **keyed))(own, inputs, keyed)
@@ -198,7 +228,7 @@ def _in_turns(
 
     def one(_: None, these: _Blocks) -> tuple[None, Array]:
         def call() -> Array:
-            own = jax.tree.map(lambda leaf: leaf[these.expert], params)
+            own = _of_experts(params, these)
             return _apply(expert, own, *_rows_of((inputs, keyed), these.pairs, num_pairs))
 
         return None, _unless_empty(these, num_pairs, call)
@@ -227,7 +257,7 @@ def _in_turns_backward(expert: Expert, turn: int, residual: Any, output_grads: A
 
     def one(grads: PyTree, these: _Blocks) -> tuple[PyTree, list[Array]]:
         def pull() -> tuple[PyTree, list[Array]]:
-            own = jax.tree.map(lambda leaf: leaf[these.expert], params)
+            own = _of_experts(params, these)
             there, keys = _rows_of((inputs, keyed), these.pairs, num_pairs)
 
             def call(own: PyTree, given: list[Array]) -> Array:
@@ -240,7 +270,7 @@ def _in_turns_backward(expert: Expert, turn: int, residual: Any, output_grads: A
             return cast(tuple[PyTree, list[Array]], pull_back(own_output_grads))
 
         own_grads, input_grads = _unless_empty(these, num_pairs, pull)
-        return jax.tree.map(lambda total, own: total.at[these.place].add(own), grads, own_grads), input_grads
+        return _add(grads, these, own_grads), input_grads
 
     grads, row_grads = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, target), _split(blocks, turn))
     found: Iterator[Array] = iter(row_grads)

@@ -23,8 +23,9 @@ class WithDeltas(NamedTuple):
 
     Attributes:
       params: [E, ...], constants to the gradient.
-      deltas: [U, ...], zeros from `zero_deltas`, to be differentiated by. The gradient of the chosen expert that comes
-        n-th by its number stands at n, and behind them are zeros; where U = E, every expert's stands at its number.
+      deltas: [U, ...], zeros from `zero_deltas`, to be differentiated by; they are added to nothing. The gradient of
+        the chosen expert that comes n-th by its number stands at n, and behind them are zeros; where U = E, every
+        expert's stands at its number.
     """
 
     params: PyTree
