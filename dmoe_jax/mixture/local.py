@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 from dmoe_jax.experts.base import Expert, init_by_uid
 from dmoe_jax.mixture.combine import combine_outputs
 from dmoe_jax.mixture.grouped import call_experts
-from dmoe_jax.mixture.local_update import init_opt_states, update_experts
+from dmoe_jax.mixture.local_update import WithDeltas, init_opt_states, update_experts
 from dmoe_jax.mixture.parallel import ShardedExperts, parallel_mixture
 from dmoe_jax.routing.base import cell_numbers
 from dmoe_jax.types import PyTree
@@ -80,13 +80,15 @@ def local_mixture(
       dropout_keys: in training, for experts that take a key: key data for each sample, the same for all of its experts.
 
     Raises:
-      ValueError: if the inputs are not those of the expert, or it takes no keys.
+      ValueError: if the inputs are not those of the expert, it takes no keys, or `WithDeltas` holds `ShardedExperts`.
     """
     if len(inputs) != len(expert.inputs):
         names = ", ".join(spec.name for spec in expert.inputs)
         raise ValueError(f"expert {expert.name!r} takes {len(expert.inputs)} inputs ({names}), got {len(inputs)}")
     if dropout_keys is not None and not expert.takes_key:
         raise ValueError(f"expert {expert.name!r} takes no dropout keys")
+    if isinstance(params, WithDeltas) and isinstance(params.params, ShardedExperts):
+        raise ValueError("experts that are spread over devices have gradients of all of them: use jax.value_and_grad")
     keyed = {} if dropout_keys is None else {"keys": dropout_keys}
 
     cells = cell_numbers(indices, grid_size)

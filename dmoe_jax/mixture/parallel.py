@@ -30,7 +30,8 @@ from dmoe_jax.types import PyTree
 class ShardedExperts:
     """Stacked parameters that are spread over an axis of a mesh; stands in for them in `local_mixture`.
 
-    So a model's `local_forward` takes a tuple of these, and its gradient with respect to them is one of these, too.
+    So a model's `local_forward` takes a tuple of these, and its gradient with respect to them is of these, too;
+    `init_opt_states` and `update_experts` take one as it is. Everything of an expert stays on its device.
     """
 
     params: PyTree
@@ -42,7 +43,7 @@ class ShardedExperts:
 
 
 def shard_experts(params: PyTree, mesh: Mesh, axis: str) -> ShardedExperts:
-    """Put stacked parameters onto the devices of an axis, E / D experts on each. Optimiser states go the same way.
+    """Put stacked parameters onto the devices of an axis, E / D experts on each.
 
     Raises:
       ValueError: there is no such axis, or E is no multiple of its devices.

@@ -15,9 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 # A layer's loss and all gradients; then a mixture with room for a single sample; then what is refused.
 EIGHT_DEVICES = """
-import jax, jax.numpy as jnp, numpy as np
+import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import AxisType
 from dmoe_jax.experts.base import Expert, TensorSpec
+from dmoe_jax.mixture.local_update import init_opt_states, update_experts
 from dmoe_jax.mixture.parallel import parallel_mixture, shard_experts
 from dmoe_jax.models.layers import dmoe_layer
 from dmoe_jax.routing.product_key import product_key
@@ -51,6 +52,13 @@ theirs = expected, gate_grad, params_grad, x_grad
 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *jax.device_get((ours, theirs)))
 print("agrees")
 
+optimizer, used = optax.adamw(1e-2), np.arange(16) % 5 > 0
+update = jax.jit(lambda p, g: update_experts(optimizer, p, init_opt_states(optimizer, p), g, jnp.asarray(used)))
+(after, states), (expected, _) = update(spread, found_params_grad), update(params, params_grad)
+np.testing.assert_allclose(jax.device_get(after.params), expected, atol=1e-5)
+assert {s.data.shape[0] for leaf in jax.tree.leaves((after, states)) for s in leaf.addressable_shards} == {2}
+print("learns")
+
 # All samples want the first two experts, both of the first device: of the two samples of each device one goes.
 cells, mask, weights = np.tile([[0, 1]], (16, 1)), np.ones((16, 2), bool), np.full((16, 2), 0.5, "f4")
 small = jax.jit(lambda: parallel_mixture(
@@ -69,7 +77,7 @@ for bad in (lambda: shard_experts(jnp.ones((9, 2)), mesh, "experts"), lambda: pa
 
 
 def test_eight_devices_agree_with_one() -> None:
-    """Loss, output and gradients to 1e-5, the dead left out; what has no room passes through and is counted."""
+    """Loss, output, gradients and an update to 1e-5, the dead left out; what has no room passes and is counted."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", EIGHT_DEVICES],
@@ -81,6 +89,7 @@ def test_eight_devices_agree_with_one() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "agrees",
+        "learns",
         "drops 16",
         "9 experts are no multiple of the 8 devices on axis 'experts'",
         "9 samples are no multiple of the 8 devices on axis 'experts'",
