@@ -9,8 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dmoe_jax.experts.base import Expert, TensorSpec
+from dmoe_jax.mixture.local import local_mixture
+from dmoe_jax.mixture.local_update import WithDeltas
 from dmoe_jax.mixture.parallel import shard_experts
 
+SPEC = TensorSpec(name="x", shape=(2,), dtype="float32", differentiable=True)
+EXPERT = Expert("scale", lambda key: jnp.ones(2), lambda w, x: w * x, (SPEC,), SPEC)
 ROOT = Path(__file__).parents[2]
 
 # A layer's loss and all gradients; then a mixture with room for a single sample; then what is refused.
@@ -101,3 +106,12 @@ def test_an_axis_that_the_mesh_lacks() -> None:
     mesh = jax.make_mesh((1,), ("experts",), axis_types=(jax.sharding.AxisType.Auto,))
     with pytest.raises(ValueError, match="the mesh has the axes experts, none is 'model'"):
         shard_experts(jnp.ones((4, 2)), mesh, "model")
+
+
+def test_spread_experts_have_gradients_of_all() -> None:
+    """Those of the chosen alone would be gathered onto every device: refused, before anything is computed."""
+    mesh = jax.make_mesh((1,), ("experts",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = shard_experts(jnp.ones((4, 2)), mesh, "experts")
+    x, cells = jnp.ones((1, 2)), jnp.zeros((1, 1, 1), jnp.int32)
+    with pytest.raises(ValueError, match="spread over devices have gradients of all of them"):
+        local_mixture(EXPERT, WithDeltas(spread, jnp.zeros((1, 2))), (4,), cells, cells[..., 0] == 0, x[:, :1], x)
