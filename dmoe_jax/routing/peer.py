@@ -61,9 +61,11 @@ def init_heads(router: Router, key: PRNGKeyArray, d_model: int, *, heads: int) -
     """Parameters of a `peer` router with several heads: a query network for each, and the sub-keys that they share.
 
     Raises:
-      ValueError: if heads is not a positive integer.
+      ValueError: if heads is not a positive integer, or the router is another one.
     """
     check_positive(heads=heads)
+    if router.name != "peer":
+        raise ValueError(f"heads share the sub-keys of a router of `peer`, got {router.name!r}")
     own = jax.vmap(lambda key: router.init(key, d_model))(jax.random.split(key, heads))
     return {"query": own["query"], "sub_keys": [keys[0] for keys in own["sub_keys"]]}
 

@@ -178,8 +178,8 @@ def _failed(run: Run[CompareRoutersSettings]) -> list[str]:
     return [record["run"] for record in records[begun:] if record.get("name") == "run_failed"]
 
 
-def _compare(name: str, rows: dict[str, Seeds]) -> tuple[dict[str, Any], list[ReportTable], list[str]]:
-    """(figures, tables, sentences) of one condition."""
+def _compare(name: str, rows: dict[str, Seeds]) -> tuple[dict[str, Any], list[ReportTable]]:
+    """(figures, tables) of one condition."""
     perplexities: dict[str, dict[int, float]] = {}
     entropies = {}
     for label, seeds in rows.items():
@@ -190,7 +190,7 @@ def _compare(name: str, rows: dict[str, Seeds]) -> tuple[dict[str, Any], list[Re
         known = [each.final_load_entropy for each in summaries.values() if each.final_load_entropy is not None]
         entropies[label] = sum(known) / len(known) if known else None
     pairs, at = all_pairs(perplexities), f": {name}" if name else ""
-    figures = {
+    figures: dict[str, Any] = {
         "routers": comparison_headline({label: list(seeds.values()) for label, seeds in rows.items()}),
         "pairs": pairs_headline(pairs),
         "pairs_told_apart": sum(pair.is_told_apart for pair in pairs),
@@ -198,7 +198,7 @@ def _compare(name: str, rows: dict[str, Seeds]) -> tuple[dict[str, Any], list[Re
     }
     tables = [ranking_table(perplexities, pairs, f"In order{at}")]
     tables += [pairs_table(pairs, f"Every pair{at}")] if pairs else []
-    return figures, tables, figures["says"]
+    return figures, tables
 
 
 def summarise(run: Run[CompareRoutersSettings]) -> Result | None:
@@ -218,10 +218,12 @@ def summarise(run: Run[CompareRoutersSettings]) -> Result | None:
     }
     if plans := run.records("plan"):
         headline |= {"planned_seeds": len(plans[-1]["seeds"]), "planned_steps": plans[-1]["steps"]}
-    conditions, tables, says = {}, [], list[str]()
+    conditions: dict[str, dict[str, Any]] = {}
+    tables: list[ReportTable] = []
+    says: list[str] = []
     for name, rows in finished.items():
-        conditions[name], own, said = _compare(name, rows)
-        tables += own
+        conditions[name], own = _compare(name, rows)
+        tables, said = [*tables, *own], conditions[name]["says"]
         says += [f"Under {name}: {said[0]}", *said[1:]] if name and said else said
     merged = {label: list(seeds.values()) for rows in finished.values() for label, seeds in rows.items()}
     if merged:
