@@ -45,10 +45,22 @@ def layer_of(expert: Any, alive: Any = None) -> tuple[Any, Any, Any, Any]:
     experts = init_experts(jax.random.key(1), expert, "ffn", GRID)
     x = jax.random.normal(jax.random.key(2), (SAMPLES, D_MODEL))
     dispatch, spread = soft_segments(expert, ROUTER)
-    slots = dispatch(gate, x)
-    outputs, aux = dmoe_layer(expert, experts, ROUTER, 1, slots.scores, alive, slots.inputs)
-    assert aux.load.tolist() == ([PER_EXPERT] * 4 if alive is None else [2, 0, 2, 2])
-    return gate, experts, x, spread(x, slots, outputs)
+
+    @jax.jit
+    def layer(x: Any) -> tuple[Any, Any]:
+        slots = dispatch(gate, x)
+        outputs, aux = dmoe_layer(expert, experts, ROUTER, 1, slots.scores, alive, slots.inputs)
+        return spread(x, slots, outputs), aux.load
+
+    output, load = layer(x)
+    assert load.tolist() == ([PER_EXPERT] * 4 if alive is None else [2, 0, 2, 2])
+    return gate, experts, x, output
+
+
+def answers_of(expert: Any, experts: Any, slots: np.ndarray) -> np.ndarray:
+    """What each slot's expert answers, asked one by one."""
+    ask = jax.jit(lambda number, slot: expert.apply(jax.tree.map(lambda leaf: leaf[number], experts), slot[None])[0])
+    return np.stack([np.asarray(ask(s // PER_EXPERT, slot)) for s, slot in enumerate(slots)])
 
 
 def paper(gate: Any, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -67,11 +79,7 @@ def test_matches_the_paper(expert: Any) -> None:
     dispatch, combine = paper(gate, x)
     np.testing.assert_allclose(soft_weights(gate, jnp.asarray(x)), (dispatch, combine), atol=1e-5)
     slots = dispatch.T @ x
-    answers = [
-        np.asarray(expert.apply(jax.tree.map(lambda leaf, e=s // PER_EXPERT: leaf[e], experts), slots[s : s + 1]))[0]
-        for s in range(8)
-    ]
-    added = np.stack(answers) - (0 if expert is PLAIN else slots)
+    added = answers_of(expert, experts, slots) - (0 if expert is PLAIN else slots)
     expected = combine @ added + (0 if expert is PLAIN else x)
     np.testing.assert_allclose(output, expected, atol=1e-5)
 
@@ -81,11 +89,9 @@ def test_an_expert_that_is_gone_adds_nothing() -> None:
     gate, experts, x, output = layer_of(RESIDUAL, jnp.array([[True, False], [True, True]]))
     dispatch, combine = paper(gate, np.asarray(x))
     slots = dispatch.T @ np.asarray(x)
-    expected = np.asarray(x).copy()
-    for s in (0, 1, 4, 5, 6, 7):
-        own = jax.tree.map(lambda leaf, e=s // PER_EXPERT: leaf[e], experts)
-        answer = np.asarray(RESIDUAL.apply(own, slots[s : s + 1]))[0]
-        expected += combine[:, s : s + 1] * (answer - slots[s])
+    added = answers_of(RESIDUAL, experts, slots) - slots
+    there = [0, 1, 4, 5, 6, 7]
+    expected = np.asarray(x) + combine[:, there] @ added[there]
     np.testing.assert_allclose(output, expected, atol=1e-5)
 
 
