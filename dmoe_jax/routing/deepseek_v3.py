@@ -6,8 +6,9 @@
 
 Affinities do not compete as the parts of a softmax do: one expert's may rise without another's falling, and the bias is
 in the same units for all samples. `balanced` moves it. The papers move it by the sign of each expert's error, by 0.001
-after a batch of millions of tokens; ours moves it in proportion to the excess, because the batches of asynchronous
-trainers have few samples, by whose sign nearly every expert would be called too rarely (`balancing` has more).
+after a batch of millions of tokens; ours moves it in proportion to the excess and to the affinities' spread, because
+the batches of asynchronous trainers have few samples, by whose sign nearly every expert would be called too rarely
+(`balancing` has more).
 
 Left out: shared experts, which are the model's affair; routing bounded to a few nodes; and the loss over single
 sequences of weight 0.0001 (eq. 17 to 20), since our samples may be whole sequences. As in the paper no sample is ever
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
-from dmoe_jax.routing.balancing import balanced
+from dmoe_jax.routing.balancing import DEFAULT_SPEED, balanced
 from dmoe_jax.routing.base import Features, Ids, Router, Scores, router_factory, top_k_router
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.routing.weights import normalised_weights
@@ -31,7 +32,7 @@ INIT_SCALE = 0.5
 
 
 @router_factory
-def deepseek_v3(grid_size: tuple[int, ...], *, speed: float = 0.02) -> Router:
+def deepseek_v3(grid_size: tuple[int, ...], *, speed: float = DEFAULT_SPEED) -> Router:
     """The DeepSeek-V3 router: one score for each expert, an affinity from 0 to 1.
 
     Args:

@@ -18,7 +18,7 @@ from dmoe_jax.training.saving import finished_headline
 from experiments.bench import Experiment, Run
 from experiments.compare_routers.budget import BudgetPlan, plan_runs, time_piece
 from experiments.compare_routers.pairs import all_pairs, pairs_headline, pairs_table, ranking_table, sentences
-from experiments.compare_routers.settings import BALANCED, NAME, QUICK_ROUTERS, CompareRoutersSettings
+from experiments.compare_routers.settings import NAME, QUICK_ROUTERS, WITH_LOSS, CompareRoutersSettings
 from experiments.compare_routers.trainings import RouterRun, router_runs, run_name
 from experiments.comparison import (
     FIGURE_TEXT,
@@ -48,7 +48,7 @@ def load_routers(settings: CompareRoutersSettings) -> dict[str, str]:
     """
     routers: dict[str, str] = {}
     folders: dict[str, str] = {}
-    for spec in settings.routers or (QUICK_ROUTERS if settings.quick else (*ROUTERS, *BALANCED)):
+    for spec in settings.routers or (QUICK_ROUTERS if settings.quick else (*ROUTERS, WITH_LOSS)):
         label = checked_router(spec, settings.size).name
         other = folders.setdefault(run_name(label, 0), spec)
         if other != spec:

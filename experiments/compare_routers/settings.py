@@ -10,12 +10,12 @@ from experiments.transformer_xl.settings import Place, TrainingSettings
 
 NAME = "compare_routers"
 
-QUICK_ROUTERS = ("product_key", "product_key+balanced", "switch", "uniform_random")
+QUICK_ROUTERS = ("product_key", "balanced", "switch", "uniform_random")
 """One that learns and is additive, the same with a balancing bias, one with a balancing loss, and the bar: one that
 knows nothing."""
 
-BALANCED = ("product_key+balanced", "product_key+balance")
-"""What is compared beside the registered routers: product keys with a balancing bias, and with a balancing loss."""
+WITH_LOSS = "product_key+balance"
+"""What is compared beside the registered routers: product keys with a balancing loss, as `balanced` has a bias."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -47,7 +47,7 @@ class CompareRoutersSettings(TrainingSettings):
     in one compiled program, without the network. auto: tiny is simulated, full is local."""
     routers: tuple[str, ...] = ()
     """Registered names, any of them with +balanced or +balance behind it, or your own: my_file.py:my_router. Default:
-    all that are registered, and product_key with both balancers; with --quick, four."""
+    all that are registered, and product_key+balance; with --quick, four."""
     seeds: tuple[int, ...] = ()
     """Seeds; each router is trained once with each. Default: 0 1 2, or what --budget allows; with --quick, 0 1."""
     failures: tuple[float, ...] = ()

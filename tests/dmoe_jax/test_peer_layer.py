@@ -63,6 +63,10 @@ def test_the_bias_takes_part() -> None:
     scores = Scores((jnp.zeros((2, 64)), jnp.zeros((2, 64))), bias=(jnp.eye(64)[7], jnp.eye(64)[9]))
     indices, _ = select_top_k(scores, 1, grid_size=(64, 64))
     assert indices.tolist() == [[[7, 9]], [[7, 9]]]
+    # A bias for each cell is not additive: here it lifts the cells (5, 3) and (5, 4).
+    lifted = jnp.zeros((64, 64)).at[5, 3].set(1.0).at[5, 4].set(2.0).reshape(-1)
+    indices, _ = select_top_k(scores._replace(bias=(lifted,)), 2, grid_size=(64, 64))
+    assert indices[0].tolist() == [[5, 4], [5, 3]]
 
 
 def test_selection_needs_no_row_of_all_experts() -> None:

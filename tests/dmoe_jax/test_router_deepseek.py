@@ -59,7 +59,7 @@ def test_the_bias_evens_out_a_load() -> None:
 
     def scores_of(params: dict) -> Scores:
         raw = Scores((affinities,))
-        return Scores(raw.logits, extras=(raw, params[BIAS]), bias=params[BIAS])
+        return Scores(raw.logits, extras=raw, bias=params[BIAS])
 
     @jax.jit
     def step(params: dict, state: object) -> tuple:

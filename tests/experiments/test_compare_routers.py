@@ -18,7 +18,7 @@ from experiments.compare_routers.__main__ import main
 from experiments.compare_routers.budget import Cost, plan_runs
 from experiments.compare_routers.measurement import load_routers
 from experiments.compare_routers.pairs import all_pairs, means, ranking_table, sentences
-from experiments.compare_routers.settings import BALANCED, CompareRoutersSettings
+from experiments.compare_routers.settings import WITH_LOSS, CompareRoutersSettings
 from experiments.compare_routers.trainings import router_runs, run_name
 from experiments.transformer_xl import training
 from experiments.transformer_xl.presets import PRESETS
@@ -129,7 +129,7 @@ def test_what_is_compared_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every registered router on three seeds; quick: some on two; a tiny model in a simulated swarm."""
     monkeypatch.setattr(training, "check_router", lambda *_: None)  # its own tests try every registered router
     command, quick = CompareRoutersSettings(), CompareRoutersSettings(quick=True)
-    assert list(load_routers(command)) == [*(ROUTERS[name](GRID).name for name in ROUTERS), *BALANCED]
+    assert list(load_routers(command)) == [*(ROUTERS[name](GRID).name for name in ROUTERS), WITH_LOSS]
     assert len(load_routers(quick)) == 4
     assert (command.chosen_seeds, quick.chosen_seeds) == ((0, 1, 2), (0, 1))
     assert CompareRoutersSettings(quick=True, seeds=(7,), routers=("peer",)).chosen_seeds == (7,)
