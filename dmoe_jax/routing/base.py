@@ -296,8 +296,8 @@ def select_top_k(
     """The k live experts of highest g(x, f), its bias included.
 
     By exhaustive search over the dense grid, or where scores and bias are additive and nobody is dead by `best_sums`,
-    once that is less work. Ties go to the lower coordinates. The result is a choice, not a function to differentiate: no
-    gradient flows.
+    once that is less work. Ties go to the lower coordinates. The result is a choice, not a function to differentiate:
+    no gradient flows.
 
     Args:
       scores, k, alive, grid_size: see `living_logits`.

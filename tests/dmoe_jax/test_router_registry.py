@@ -58,7 +58,7 @@ def test_names_are_the_routers_names(name):
 
 
 def test_balance_is_a_suffix():
-    """The names that the combinators give, over any registered router; a second bias, or an unknown suffix, is refused."""
+    """The names that the combinators give, over any router; a second bias or an unknown suffix is refused."""
     assert make_router("product_key+balanced", (2, 3)) is balanced(product_key((2, 3)))
     both = make_router("switch+balance+balanced", (2, 3))
     assert both is balanced(with_balancing_loss(switch((2, 3))))
