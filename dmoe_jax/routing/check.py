@@ -14,12 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax.routing.base import Router, RouterError, as_scores, gather_logits, score
+from dmoe_jax.routing.base import (
+    Router,
+    RouterError,
+    as_scores,
+    cell_numbers,
+    combine_weights,
+    gather_logits,
+    score,
+)
 
 _BATCH = 3
 
 
-def check_router(router: Any, grid_size: tuple[int, ...], d_model: int | None = None) -> None:
+def check_router(
+    router: Any, grid_size: tuple[int, ...], d_model: int | None = None, *, in_order: bool = False
+) -> None:
     """Make sure that a router routes on this grid.
 
     Args:
@@ -27,10 +37,13 @@ def check_router(router: Any, grid_size: tuple[int, ...], d_model: int | None = 
       grid_size: extents of the experts' grid.
       d_model: width of the samples; with it the router's functions are tried on a few random samples. None: only its
         type and grid are looked at.
+      in_order: whether the samples of a batch are the tokens of a text, each of which predicts the next. Then what
+        becomes of a sample may not depend on the samples behind it; needs d_model.
 
     Raises:
       RouterError: naming the router and what is wrong: another grid, a wrong shape or dtype, NaN, an expert selected
-        twice for a sample, weights that are negative or exceed 1, or what one of its functions raised.
+        twice for a sample, weights that are negative or exceed 1, a look at later samples, or what one of its functions
+        raised.
     """
     if not isinstance(router, Router):
         raise RouterError(f"expected a Router, got {type(router).__name__}: {router!r}")
@@ -43,6 +56,8 @@ def check_router(router: Any, grid_size: tuple[int, ...], d_model: int | None = 
     if d_model is not None:
         try:
             _try(router, d_model)
+            if in_order:
+                _try_order(router, d_model)
         except RouterError:
             raise
         except ValueError as error:
@@ -91,6 +106,34 @@ def _try(router: Router, d_model: int) -> None:
                 raise ValueError(f"select chose expert {twice} more than once for sample {sample}")
         for case in range(len(answers[0])):
             _check_answer(mask, *jax.tree.map(operator.itemgetter(case), answers))
+
+
+@functools.cache
+def _try_order(router: Router, d_model: int) -> None:
+    """Raise ValueError if experts or weights of a few samples change with those behind them."""
+
+    def routed(params: Any, x: Any, ids: Any, key: Any) -> tuple[Any, Any]:
+        scores = score(router, params, x, key=key, ids=ids)
+        indices, mask = router.select(scores, 1)
+        weights = combine_weights(router, scores, indices, mask)
+        return jnp.where(mask, cell_numbers(indices, router.grid_size), -1)[:_BATCH], weights[:_BATCH]
+
+    def moved(leaf: Any) -> Any:  # far from initial values such as 0, which hide what matters
+        return leaf + jax.random.normal(jax.random.key(3), leaf.shape).astype(leaf.dtype)
+
+    params = router.init(jax.random.key(0), d_model)
+    params = jax.tree.map(lambda leaf: moved(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, params)
+    x = jax.random.normal(jax.random.key(1), (2, 4 * _BATCH, d_model))
+    x = x.at[1, :_BATCH].set(x[0, :_BATCH])
+    ids = jnp.arange(4 * _BATCH, dtype=jnp.int32)
+    trial = jax.jit(routed)
+    for key in (jax.random.key(2), None):
+        before, after = (trial(params, x[case], jnp.where(ids < _BATCH, ids, ids + 99 * case), key) for case in (0, 1))
+        if not (jnp.array_equal(before[0], after[0]) and jnp.allclose(before[1], after[1], atol=1e-5, equal_nan=True)):
+            raise ValueError(
+                "who serves a sample depends on the samples behind it in the batch. Where tokens are routed, these are "
+                "the words that it is to predict: route sequences, or take a router that looks at each sample alone"
+            )
 
 
 def _trial(router: Router, k: int, params: Any, x: Any, ids: Any, key: Any, alive: Any) -> Any:
