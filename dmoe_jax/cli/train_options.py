@@ -44,15 +44,16 @@ class LanguageModelOptions:
     """Shape of one expert."""
     route: Route = "sequence"
     """What has experts of its own: a whole sequence, whose experts are layers; or each token, whose experts are the
-    feed-forward networks of layers, while attention stays here (nodes need the same --route)."""
+    feed-forward networks of layers, while attention stays here. Nodes need the same --route. Of the routers
+    expert_choice is not for tokens."""
     num_layers: int = 2
     """DMoE layers; layer i calls the experts under "layer<i>."."""
     grid_size: tuple[int, ...] = (4, 4)
     """Extents of each layer's expert grid."""
     router: str = "product_key"
-    """Chooses the experts of each sequence, or token: product_key, flat_top_k, noisy_top_k, switch, expert_choice (not
-    of tokens), hash, frozen_random, peer or uniform_random. Or my_file.py:my_router: a router of your own, or a
-    function that makes one for a grid size."""
+    """Chooses the experts of each sequence: product_key, flat_top_k, noisy_top_k, switch, expert_choice, hash,
+    frozen_random, peer or uniform_random. Or my_file.py:my_router: a router of your own, or a function that makes one
+    for a grid size."""
     cutoffs: tuple[int, ...] | Literal["none"] = (2000, 10000)
     """Adaptive softmax: ids where a new cluster of rarer words begins; none for a plain softmax."""
     embedding_dropout: float = 0.0

@@ -44,7 +44,7 @@ local_forward = jax.jit(txl.local_forward, static_argnums=(2, 3))
 def grown(tree: Any, seed: int) -> Any:
     """Parameters moved far from their small initial values, so that every influence shows."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda leaf: leaf + jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32), tree)
+    return jax.tree.map(lambda leaf: np.asarray(leaf) + 0.3 * rng.normal(size=leaf.shape).astype(np.float32), tree)
 
 
 def make_batch(seed: int = 0) -> Batch:
@@ -64,7 +64,7 @@ def test_one_expert_makes_the_dense_model() -> None:
     dense layers that they were cut from."""
     config, router = CONFIG.replace(grid_size=(1,), k_best=1), product_key((1,))
     whole = grown(dense.init(jax.random.key(0), DENSE), 0)
-    batch, memory = make_batch(), filled_memory()
+    batch, memory, trunk = make_batch(), filled_memory(), txl.init_trunk(jax.random.key(1), config, router)
 
     def cut(whole: Any) -> tuple[Any, Any]:
         layers = [
@@ -72,7 +72,6 @@ def test_one_expert_makes_the_dense_model() -> None:
             for layer in whole["layers"]
         ]
         of_expert = {"ff_in", "ff_out", "ff_norm"}
-        trunk = txl.init_trunk(jax.random.key(1), config, router)
         attention = [{name: layer[name] for name in layer if name not in of_expert} for layer in layers]
         assert jax.tree.map(jnp.shape, trunk["attention"]) == jax.tree.map(jnp.shape, attention)
         experts = [jax.tree.map(lambda leaf: leaf[None], {name: layer[name] for name in of_expert}) for layer in layers]
