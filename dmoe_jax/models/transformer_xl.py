@@ -18,10 +18,10 @@ has none. Each `key` is key data of the step (see `models.trunk`), or None in ev
 first positions: what a sequence *is* to a router that hashes.
 
 With `route="token"` the attention of each layer belongs to the trunk and the experts are feed-forward networks, as in
-GShard and Switch. A layer then begins with one more segment, and its mixture has rows, [batch * seq, d_model]:
+GShard and Switch. Hidden states are then rows, [batch * seq, d_model], and a layer begins with one more segment:
 
-        rows = attend(trunk["attention"][layer], hidden, memory[layer], key)
-        scores = gate(trunk["gates"][layer], rows, memory[layer], ids, key)      a token's own state; ids are all words
+        hidden = attend(trunk["attention"][layer], hidden, memory[layer], key)
+        scores = gate(trunk["gates"][layer], hidden, memory[layer], ids, key)    a token's own state; ids are all words
 
 What a position attends to are earlier ones, and the router sees each row by itself: nothing that comes later reaches a
 prediction. (A router that compares the samples of a batch, such as expert choice, is refused.)
@@ -119,8 +119,9 @@ def segments(config: TransformerXLConfig, router: Router) -> Segments:
 
     def embed(
         params: PyTree, tokens: Int[Array, "batch seq"], key: KeyData | None = None
-    ) -> Float[Array, "batch seq d_model"]:
-        return trunk_parts.embed(params, tokens, config, key)
+    ) -> Float[Array, "batch seq d_model"] | Float[Array, "rows d_model"]:
+        hidden = trunk_parts.embed(params, tokens, config, key)
+        return hidden.reshape(-1, config.d_model) if config.routes_tokens else hidden
 
     def gate(
         params: PyTree,
@@ -148,15 +149,15 @@ def segments(config: TransformerXLConfig, router: Router) -> Segments:
 
 @functools.cache
 def attention_segment(config: TransformerXLConfig) -> Callable[..., Float[Array, "rows d_model"]]:
-    """The segment that a layer begins with where tokens are routed: (params, hidden, memory, key) -> rows.
+    """The segment that a layer begins with where tokens are routed: (params, hidden, memory, key) -> hidden.
 
-    `hidden` is what entered the layer, [batch, seq, d_model] or its rows; `key` has key data for each sequence.
+    Hidden states are rows; `key` has key data for each sequence.
     """
     layer = TransformerXLAttention(config.layer)
 
     def attend(params: PyTree, hidden: Array, memory: LayerMemory, key: RowKeys | None = None) -> Array:
-        hidden = by_sequence(hidden, len(memory.mask))
-        attended = cast(Array, layer.apply({"params": params}, hidden, memory.states, memory.mask, key))
+        sequences = by_sequence(hidden, len(memory.mask))
+        attended = cast(Array, layer.apply({"params": params}, sequences, memory.states, memory.mask, key))
         return attended.reshape(-1, config.d_model)
 
     return attend

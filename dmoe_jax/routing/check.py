@@ -24,7 +24,7 @@ from dmoe_jax.routing.base import (
     score,
 )
 
-_BATCH = 3
+_BATCH, _FIRST = 3, 16
 
 
 def check_router(
@@ -110,13 +110,14 @@ def _try(router: Router, d_model: int) -> None:
 
 @functools.cache
 def _try_order(router: Router, d_model: int) -> None:
-    """Raise ValueError if experts or weights of a few samples change with those behind them."""
+    """Raise ValueError if scores, experts or weights of a few samples change with those behind them."""
 
-    def routed(params: Any, x: Any, ids: Any, key: Any) -> tuple[Any, Any]:
+    def routed(params: Any, x: Any, ids: Any, key: Any) -> list[Any]:
         scores = score(router, params, x, key=key, ids=ids)
         indices, mask = router.select(scores, 1)
         weights = combine_weights(router, scores, indices, mask)
-        return jnp.where(mask, cell_numbers(indices, router.grid_size), -1)[:_BATCH], weights[:_BATCH]
+        cells = jnp.where(mask, cell_numbers(indices, router.grid_size), -1)
+        return [part[:_FIRST] for part in (cells, weights, *scores.logits)]
 
     rng = np.random.default_rng(0)
 
@@ -126,14 +127,13 @@ def _try_order(router: Router, d_model: int) -> None:
         return np.asarray(leaf) + rng.normal(size=leaf.shape).astype(leaf.dtype)
 
     params = jax.tree.map(moved, router.init(jax.random.key(0), d_model))
-    x = rng.normal(size=(2, 4 * _BATCH, d_model)).astype(np.float32)
-    ids = rng.integers(0, 99, (2, 4 * _BATCH)).astype(np.int32)
-    x[1, :_BATCH], ids[1, :_BATCH] = x[0, :_BATCH], ids[0, :_BATCH]
+    x = rng.normal(size=(2, 2 * _FIRST, d_model)).astype(np.float32)
+    ids = rng.integers(0, 99, (2, 2 * _FIRST)).astype(np.int32)
+    x[1, :_FIRST], ids[1, :_FIRST] = x[0, :_FIRST], ids[0, :_FIRST]
     trial = jax.jit(routed)
     for key in (jax.random.key(2), None):
-        found = [map(np.asarray, trial(params, *case, key)) for case in zip(x, ids, strict=True)]
-        (cells, weights), (other_cells, other_weights) = found
-        if (cells != other_cells).any() or not np.allclose(weights, other_weights, atol=1e-5, equal_nan=True):
+        before, after = (trial(params, *case, key) for case in zip(x, ids, strict=True))
+        if not all(np.allclose(*parts, atol=1e-5, equal_nan=True) for parts in zip(before, after, strict=True)):
             raise ValueError(
                 "who serves a sample depends on the samples behind it in the batch. Where tokens are routed, these are "
                 "the words that it is to predict: route sequences, or take a router that looks at each sample alone"
