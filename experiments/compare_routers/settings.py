@@ -47,7 +47,8 @@ class CompareRoutersSettings(TrainingSettings):
     in one compiled program, without the network. auto: tiny is simulated, full is local."""
     routers: tuple[str, ...] = ()
     """Registered names, any of them with +balanced or +balance behind it, or your own: my_file.py:my_router. Default:
-    all that are registered, and product_key+balance; with --quick, four."""
+    all that are registered, with --route token without those that cannot, and product_key+balance; with --quick,
+    four."""
     seeds: tuple[int, ...] = ()
     """Seeds; each router is trained once with each. Default: 0 1 2, or what --budget allows; with --quick, 0 1."""
     failures: tuple[float, ...] = ()
