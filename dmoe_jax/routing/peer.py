@@ -10,8 +10,8 @@ a score from growing without bound.
 
 One head is enough for experts that are whole networks. For experts of a single neuron the paper has several, each with
 a query network of its own over the same keys: `init_heads` and `score_heads`, where every head of every sample is a row
-that is routed by itself (`dmoe_jax.mixture.neurons` is the layer). An
-expert takes as many samples of a batch as choose it: no capacity, nobody is dropped.
+that is routed by itself (`dmoe_jax.mixture.neurons` is the layer). An expert takes as many samples of a batch as choose
+it: no capacity, nobody is dropped.
 """
 
 import math
