@@ -36,9 +36,9 @@ MOST_ROWS_IN_TURNS = 128
 LARGE_COPIES = 32 << 20
 """Bytes of copies up to which all blocks are called at once."""
 
-COPIES_OVER_ROWS = 4
-"""So many times what goes in and out the copies may be for all blocks to be called at once: inside an expert, a row
-takes several times its own size."""
+COPIES_OVER_ROWS = 8
+"""All blocks are called at once, too, where the copies are at most so many times what goes in and out: inside an expert
+a row takes many times its own size, so that the copies are the smaller part."""
 
 TURN_BYTES = 8 << 20
 """Bytes of copies in one turn, unless a single one has more."""
