@@ -151,7 +151,7 @@ def update_chosen(
     numbers = jnp.where(place < jnp.sum(used), found, num_experts + place)
     before = (params, opt_state)
     own = jax.tree.map(lambda leaf: leaf.at[numbers].get(mode="clip", indices_are_sorted=True), before)
-    new = jax.vmap(functools.partial(_stepped, optimizer))(*own, grads)
+    new = jax.vmap(lambda *parts: _stepped(optimizer, *parts))(*own, grads)
 
     def put(leaf: Array, after: Array) -> Array:
         return leaf.at[numbers].set(after, mode="drop", indices_are_sorted=True, unique_indices=True)
