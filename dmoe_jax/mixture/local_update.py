@@ -6,7 +6,6 @@ optimiser that looks at all of them, though a step with few samples chooses few 
 gradients are [U, ...], and U experts take a step. Both ways give the same numbers.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
