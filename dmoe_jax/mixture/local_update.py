@@ -6,6 +6,7 @@ optimiser that looks at all of them, though a step with few samples chooses few 
 gradients are [U, ...], and U experts take a step. Both ways give the same numbers.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -149,8 +150,10 @@ def update_chosen(
     # Beyond the last expert nothing is written; numbers that grow keep the promises made to the scatter.
     numbers = jnp.where(place < jnp.sum(used), found, num_experts + place)
     before = (params, opt_state)
-    own = jax.tree.map(lambda leaf: leaf.at[numbers].get(mode="clip", indices_are_sorted=True), before)
-    new = jax.vmap(lambda *parts: _stepped(optimizer, *parts))(*own, grads)
+    own_params, own_state = jax.tree.map(
+        lambda leaf: leaf.at[numbers].get(mode="clip", indices_are_sorted=True), before
+    )
+    new = jax.vmap(functools.partial(_stepped, optimizer))(own_params, own_state, grads)
 
     def put(leaf: Array, after: Array) -> Array:
         return leaf.at[numbers].set(after, mode="drop", indices_are_sorted=True, unique_indices=True)

@@ -31,7 +31,8 @@ class ShardedExperts:
     """Stacked parameters that are spread over an axis of a mesh; stands in for them in `local_mixture`.
 
     So a model's `local_forward` takes a tuple of these, and its gradient with respect to them is of these, too;
-    `init_opt_states` and `update_experts` take one as it is. Everything of an expert stays on its device.
+    `init_opt_states` and `update_experts` take one as it is. Parameters, gradients and moments of an
+    expert stay on its device.
     """
 
     params: PyTree

@@ -61,7 +61,9 @@ optimizer, used = optax.adamw(1e-2), np.arange(16) % 5 > 0
 update = jax.jit(lambda p, g: update_experts(optimizer, p, init_opt_states(optimizer, p), g, jnp.asarray(used)))
 (after, states), (expected, _) = update(spread, found_params_grad), update(params, params_grad)
 np.testing.assert_allclose(jax.device_get(after.params), expected, atol=1e-5)
-assert {s.data.shape[0] for leaf in jax.tree.leaves((after, states)) for s in leaf.addressable_shards} == {2}
+large = [leaf for leaf in jax.tree.leaves((after, states)) if leaf.ndim > 1]  # counts of updates may be everywhere
+assert len(large) == 3
+assert {s.data.shape[0] for leaf in large for s in leaf.addressable_shards} == {2}
 print("learns")
 
 # All samples want the first two experts, both of the first device: of the two samples of each device one goes.
