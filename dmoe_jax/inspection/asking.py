@@ -1,0 +1,78 @@
+"""The same reading with the experts of a swarm that is alive: they answer, and do not learn."""
+
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+from dmoe_jax.data.batches import Batch
+from dmoe_jax.device import to_host
+from dmoe_jax.inspection.reading import LayerChoice, Notes, Reading
+from dmoe_jax.inspection.saved_model import SavedModel
+from dmoe_jax.mixture.remote import Choice, RemoteMixture, mix_segment
+from dmoe_jax.models.transformer_xl import expert_inputs, segments
+from dmoe_jax.models.trunk import empty_memory, forget, next_memory
+from dmoe_jax.routing.base import combine_weights
+from dmoe_jax.swarm import Swarm
+
+
+async def read_in_swarm(model: SavedModel, swarm: Swarm, batches: Iterable[tuple[Batch, np.ndarray]]) -> Reading:
+    """Let the trunk of a run read, with the experts that the swarm has now.
+
+    Raises:
+      NetError: a layer has no living expert. ExpertMismatch: it has experts of other shapes.
+    """
+    config, parts = model.config, segments(model.config, model.router)
+    mixtures = [
+        swarm.mixture(prefix, config.expert(), model.router, k_best=config.k_best, grace_s=10.0)
+        for prefix in model.layers
+    ]
+    for mixture in mixtures:
+        await mixture.check()
+    embed, gate, remember = jax.jit(parts.embed), jax.jit(parts.gate), jax.jit(next_memory)
+    memory, notes = empty_memory(config, 0), Notes()
+    for batch, places in batches:
+        if len(memory[0].mask) != len(places):
+            memory = empty_memory(config, len(places))
+        memory = forget(memory, batch.is_first)
+        hidden, memories, layers = embed(model.trunk["embed"], batch.tokens), [], []
+        for layer, mixture in enumerate(mixtures):
+            scores = gate(model.trunk["gates"][layer], hidden, memory[layer], batch.tokens[:, 0])
+            choice = await mixture.choose(await to_host(swarm.device, scores))
+            inputs = await to_host(swarm.device, expert_inputs(config, hidden, memory[layer]))
+            outputs, answered, _ = await mixture.forward(choice, inputs)
+            memories.append(remember(memory[layer], hidden))
+            hidden, _ = mix_segment(model.router)(scores, choice.indices, answered, outputs, hidden, choice.traffic)
+            layers.append(
+                LayerChoice(
+                    cells=np.ravel_multi_index(np.moveaxis(choice.indices, -1, 0), config.grid_size, mode="clip"),
+                    mask=_asked(choice),
+                    weights=combine_weights(model.router, scores, choice.indices, answered),
+                    inputs=inputs,
+                )
+            )
+        memory = tuple(memories)
+        notes.add(batch, places, layers)
+    responses = [await _responses(*layer) for layer in zip(mixtures, notes.inputs, strict=True)]
+    return notes.reading(responses)
+
+
+def _asked(choice: Choice) -> np.ndarray:
+    """Which slots hold an expert, bool [batch, slots]."""
+    asked = np.zeros(choice.indices.shape[:2], bool)
+    for call in choice.calls:
+        asked[call.rows, call.slots] = True
+    return asked
+
+
+async def _responses(mixture: RemoteMixture, inputs: list[np.ndarray]) -> np.ndarray:
+    """What each expert of a layer returns for the same inputs, [E, n]; NaN for those that are not alive."""
+    alive = np.asarray(await mixture.alive())
+    found = []
+    for coordinates in np.ndindex(alive.shape):
+        indices = np.tile(np.array(coordinates, np.int32), (len(inputs[0]), 1, 1))
+        mask = np.full(indices.shape[:2], alive[coordinates])
+        choice = await mixture.choose_selected(indices, mask, alive)
+        outputs, answered, _ = await mixture.forward(choice, inputs)
+        found.append(np.where(answered.all(), outputs, np.nan).reshape(-1))
+    return np.stack(found)
