@@ -15,7 +15,7 @@ from dmoe_jax.inspection.saved_model import SavedModel
 from dmoe_jax.inspection.saved_run import SavedRun
 from dmoe_jax.inspection.statistics import APART_ERRORS, turnover
 from dmoe_jax.inspection.word_classes import article_starts
-from dmoe_jax.runs.report import format_value, markdown_table
+from dmoe_jax.runs.report import markdown_table
 from dmoe_jax.runs.run_folder import REPORT, plain, replaced_file
 
 FOLDER = "inspection"

@@ -10,7 +10,7 @@ Axes: B blocks, S samples of a block, E (or F) experts of a layer, C classes, W 
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, Num
+from jaxtyping import Bool, Float, Int, Shaped
 
 APART_ERRORS = 3.0
 """Standard errors that a lift must be from 1 to be told apart from it: so few because a picture has a hundred cells."""
@@ -57,12 +57,12 @@ def one_hot(labels: Int[np.ndarray, "*shape"], size: int) -> Bool[np.ndarray, "*
     return np.asarray(labels[..., None] == np.arange(size))
 
 
-def lift(members: Num[np.ndarray, "b s e"], classes: Num[np.ndarray, "b s c"]) -> Lift:
+def lift(members: Shaped[np.ndarray, "b s e"], classes: Shaped[np.ndarray, "b s c"]) -> Lift:
     """The lift of every expert and class, over samples that may have several of each.
 
     Args:
-      members: how often each sample was sent to each expert.
-      classes: how often each sample has each class; a sample without any does not count.
+      members: how often, or whether, each sample was sent to each expert.
+      classes: how often, or whether, each sample has each class; a sample without any does not count.
     """
     members, classes = members.astype(np.float64), classes.astype(np.float64)
     counts = np.einsum("bse,bsc->bec", members, classes)
