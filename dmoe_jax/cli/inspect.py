@@ -36,7 +36,8 @@ class InspectCommand:
     """Folder of a run of dmoe train, dmoe demo, dmoe up or experiments.transformer_xl."""
     experts: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FOLDER [FOLDER ...]")] = ()
     """Where the nodes of a swarm saved its experts, each one's --checkpoint-dir. Without its experts a run shows the
-    first layer's choices only. Default: nodes/* beside the run, where experiments.transformer_xl has them."""
+    first layer's choices only. Default: where dmoe up and dmoe demo --save-experts have them, or
+    experiments.transformer_xl."""
     join: JoinTexts = ()
     """Peers of a swarm that is alive, whose experts are asked instead. They do not learn from it."""
     network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)

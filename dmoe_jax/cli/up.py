@@ -17,6 +17,7 @@ from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.local_view import LocalView, TrainerWatch
 from dmoe_jax.cli.network import ListenOptions, NetworkOptions
 from dmoe_jax.grid import expand_grid_pattern
+from dmoe_jax.inspection.saved_run import saved_experts
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.processes import (
     LocalSwarm,
@@ -76,6 +77,9 @@ class UpCommand:
     """Trunk updates of a process between two averages, if there are several."""
     seed: int = 0
     """Seed of all parameters; each trainer process reads its own text."""
+    save_experts: bool = False
+    """Have the nodes save their experts every minute and at their end, in FOLDER.nodes beside the run folder, where
+    dmoe inspect finds them."""
     node_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
     """Further flags of every node in one word: --node-flags="--warmup-steps 50 --checkpoint-period-s 30"."""
     train_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
@@ -130,7 +134,7 @@ class UpCommand:
         ):
             showing.start_soon(LocalView(console, swarm, watches, self.steps).run)
             dht = await swarm.start("dht", ["dht", *self.listen_flags()])
-            await launch_nodes(swarm, dht, self.hands(), lambda _: self.flags_of_nodes())
+            await launch_nodes(swarm, dht, self.hands(), self.flags_of_nodes)
             for index, (name, folder) in enumerate(zip(watches, folders, strict=True)):
                 words = ["--join", dht.contact, "--out", str(folder), *self.flags_of_trainer(index)]
                 await swarm.launch(name, ["train", *words])
@@ -165,7 +169,8 @@ class UpCommand:
         check_at_least(0, self, "trainers")
         if not self.grid_size or min(self.grid_size) < 1:
             raise UsageError(f"--grid-size must be positive integers, got {self.grid_size}")
-        for folder in self.folders() or [self.folder]:
+        saved = [saved_experts(self.folder)] if self.save_experts else []
+        for folder in [*(self.folders() or [self.folder]), *saved]:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UsageError(f"--out must be a new or empty folder, {folder} is not")
         hands = self.hands()
@@ -211,11 +216,12 @@ class UpCommand:
         except ValueError as error:
             raise UsageError(f"--experts: {error}") from error
 
-    def flags_of_nodes(self) -> list[str]:
-        """Flags of `dmoe node` besides the experts and whom to join."""
+    def flags_of_nodes(self, index: int = 0) -> list[str]:
+        """Flags of `dmoe node` for one node, besides the experts and whom to join."""
         kind = {"expert": self.kind} if self.kind != "transformer_xl" else {}
         optimizer = {"optimizer": self.optimizer} if self.optimizer else {}
-        node = kind | optimizer | changed(self.expert) | {"seed": self.seed, "announce_period_s": 5}
+        saved = {"checkpoint_dir": saved_experts(self.folder) / f"node{index}"} if self.save_experts else {}
+        node = kind | optimizer | saved | changed(self.expert) | {"seed": self.seed, "announce_period_s": 5}
         return [*self.listen_flags(), *as_flags(node), *shlex.split(self.node_flags)]
 
     def flags_of_trainer(self, index: int) -> list[str]:

@@ -91,8 +91,8 @@ def panels(
     for title, num_words in (("words of the segment", None), ("first word", 1)):
         lifts = [lift(members, one_hot(each.of[..., :num_words], len(each.names)).sum(axis=2)) for each in partitions]
         found.append(Panel(title=title, names=names, lift=_joined(lifts), breaks=(len(partitions[0].names),)))
-    if article_starts.size:
-        places = present(_places(reading, article_starts))
+    places = present(_places(reading, article_starts))
+    if places.names:
         found_lift = lift(members, one_hot(places.of, len(places.names)))
         found.append(Panel(title="place in the article", names=places.names, lift=found_lift))
     return found

@@ -105,6 +105,7 @@ def _draw_load(axes: Axes, load: LayerLoad, places: Sequence[str], killed_at: Se
         axes.plot(middles[windows], experts, marker, color=KILLED, markersize=4.5, markerfacecolor="none", zorder=4)
     for step in killed_at:
         axes.axvline(step, color=KILLED, linewidth=1.2, zorder=3)
+        axes.text(step, -0.6, "node lost", ha="center", va="bottom", fontsize=8, color=KILLED)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), [places[row] for row in rows])
     axes.tick_params(axis="y", length=0, labelsize=8)
@@ -116,7 +117,7 @@ def _draw_load(axes: Axes, load: LayerLoad, places: Sequence[str], killed_at: Se
         )
     born, died, in_use = int(found.born.sum()), int(found.died.sum()), int(found.in_use[-1].sum())
     text = f"in use at the end {in_use} of {load.shares.shape[1]}; ○ {born} came into use, × {died} fell idle"
-    axes.set_title(text, loc="right", fontsize=9, color=KILLED if died else GREY, pad=6)
+    axes.set_title(text, loc="right", fontsize=9, color=KILLED if died else GREY, pad=16)
 
 
 def layers_picture(
@@ -139,7 +140,7 @@ def layers_picture(
     np.fill_diagonal(drawn, np.nan)
     top = max(0.1, float(np.nanmax(drawn, initial=0.0)))
     _matrix(axes, np.clip(drawn, 0, 1), _SHARES, 0, top)
-    axes.set_xticks(range(len(layers)), layers, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+    axes.set_xticks(range(len(layers)), layers, rotation=90, fontsize=8)
     axes.set_yticks(range(len(layers)), layers, fontsize=8)
     for (row, column), value in np.ndenumerate(agreement):
         if row != column:
@@ -214,7 +215,7 @@ def _title(figure: Figure, text: str) -> None:
 
 
 def _matrix(axes: Axes, values: np.ndarray, colours: LinearSegmentedColormap, low: float, high: float) -> object:
-    axes.set_facecolor(_NOTHING)
+    axes.set_facecolor("white" if colours is _SHARES else _NOTHING)
     image = axes.imshow(
         np.ma.masked_invalid(values), aspect="auto", cmap=colours, vmin=low, vmax=high, interpolation="nearest"
     )
@@ -229,7 +230,7 @@ def _draw_lift(axes: Axes, lifted: Lift, names: Sequence[str], breaks: Sequence[
         drawn = np.clip(np.log2(lifted.value), -np.log2(_FACTOR), np.log2(_FACTOR))
     drawn = np.where(lifted.is_apart | (lifted.error <= _LARGEST_ERROR), drawn, np.nan)
     _matrix(axes, drawn, _LIFTS, -np.log2(_FACTOR), np.log2(_FACTOR))
-    axes.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
     for column in breaks:
         axes.axvline(column - 0.5, color=GREY, linewidth=1.2)
     for row, column in np.argwhere(lifted.is_apart):

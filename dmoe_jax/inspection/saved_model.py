@@ -17,7 +17,7 @@ import numpy as np
 from dmoe_jax.checkpoints import CheckpointError, names_of, read_arrays
 from dmoe_jax.data.corpora import SOURCES, Corpus, load_corpus
 from dmoe_jax.grid import all_uids, layer_prefix
-from dmoe_jax.inspection.saved_run import SavedRun
+from dmoe_jax.inspection.saved_run import SavedRun, saved_experts
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import init_experts, init_trunk
@@ -29,9 +29,6 @@ Arrays = Mapping[tuple[str, ...], np.ndarray]
 
 _TRUNKS = (("trunk", "params"), ("params",), ("trunk",))
 """Where engines keep the trunk: a simulated swarm; a swarm, or an emulated one; this device."""
-
-_NODES = "nodes/*"
-"""Where `experiments.transformer_xl --where swarm` has its nodes' checkpoints, beside the trainers' folders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,7 +108,7 @@ def load_model(run: SavedRun, vocab_size: int, nodes: Iterable[Path] = ()) -> Sa
     if all(layer is not None for layer in experts):
         known[:] = True
     else:
-        experts = _from_nodes(nodes or sorted(run.path.parent.glob(_NODES)), expert_shapes, known)
+        experts = _from_nodes(nodes or _beside(run.path), expert_shapes, known)
     return SavedModel(config=config, router=router, step=step, trunk=trunk, experts=experts, known=known)
 
 
@@ -132,6 +129,14 @@ def make_config(sizes: Mapping[str, Any], vocab_size: int) -> TransformerXLConfi
     if getattr(config, "route", "sequence") != "sequence":
         raise ValueError("the run routes every token by itself; only runs that route sequences can be inspected")
     return config
+
+
+def _beside(run: Path) -> list[Path]:
+    """The nodes' folders that `dmoe up --save-experts` has beside a run, or `experiments.transformer_xl`."""
+    folders = [saved_experts(run), run.parent / "nodes"]
+    # A node that was killed before it saved for the first time has an empty folder.
+    checkpoints = ({each.parent for each in folder.glob("node[0-9]*/[0-9]*")} for folder in folders)
+    return next((sorted(found) for found in checkpoints if found), [])
 
 
 def _expert_places(layer: int) -> tuple[tuple[str, ...], ...]:

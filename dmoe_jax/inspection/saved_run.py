@@ -92,6 +92,11 @@ def find_run(path: Path, *, data: str | None = None, unfinished: bool = False) -
     return found
 
 
+def saved_experts(run: Path) -> Path:
+    """Where `dmoe up` and `dmoe demo` have their nodes save experts, a folder for each node."""
+    return run.with_name(f"{run.name}.nodes")
+
+
 def _of_train(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str, str]:
     """(sizes, router, data) of a run of `dmoe train`."""
     if settings.get("model") is not None:

@@ -77,7 +77,7 @@ def lift(members: Shaped[np.ndarray, "b s e"], classes: Shaped[np.ndarray, "b s 
     seen_experts, seen_classes = (counts.sum(axis=axis) > 0 for axis in (2, 1))
     is_apart &= (seen_experts.sum(axis=0) >= _LEAST_BLOCKS)[:, None] & (seen_classes.sum(axis=0) >= _LEAST_BLOCKS)
     counted = (classes > 0).any(axis=2)
-    expected = members[counted].mean(axis=0)[:, None] * (classes > 0).sum(axis=(0, 1)) if counted.any() else 0.0
+    expected = np.outer(members[counted].sum(axis=0), (classes > 0).sum(axis=(0, 1))) / max(1, counted.sum())
     return Lift(value, error, is_apart & (expected >= _LEAST_EXPECTED))
 
 
@@ -92,7 +92,8 @@ def _error_by_chance(
 ) -> Float[np.ndarray, "e c"]:
     """The standard error of a lift, to first order, if each sample chose each expert by the toss of a coin."""
     weights = classes.sum(axis=2)
-    probability = members[weights > 0].mean(axis=0)
+    counted = weights > 0
+    probability = members[counted].sum(axis=0) / max(1, counted.sum())
     of_class = classes.sum(axis=(0, 1))
     # A sample counts as far as its classes differ from those of all.
     surplus = classes - weights[..., None] * (of_class / of_class.sum())

@@ -177,7 +177,7 @@ def test_load_comes_from_the_balance_records() -> None:
 def made_up_panels(num_experts: int) -> list[Panel]:
     """Three panels of experts that prefer some classes."""
     rng = np.random.default_rng(0)
-    first = rng.integers(0, num_experts, (16, 60))
+    first = rng.integers(0, num_experts, (16, 600))
     members = one_hot(first, num_experts)
 
     def panel(title: str, names: tuple[str, ...], breaks: tuple[int, ...] = ()) -> Panel:
@@ -201,8 +201,9 @@ def test_pictures_are_readable(num_experts: int) -> None:
     loads = [LayerLoad(layer=f"layer{layer}", edges=np.arange(10.0) * 100, shares=shares) for layer in range(2)]
     assert_readable(pictures.load_picture(loads, places, killed_at=[450.0]))
     agreement = rng.uniform(0, 1, (3, 3))
+    first = rng.integers(0, num_experts, (16, 600))
     pair = lift(
-        one_hot(rng.integers(0, num_experts, (8, 50)), num_experts), one_hot(np.ones((8, 50), int), num_experts)
+        one_hot(first, num_experts), one_hot((first + rng.integers(0, 2, first.shape)) % num_experts, num_experts)
     )
     layers = ["layer0", "layer1", "layer2"]
     assert_readable(pictures.layers_picture(layers, agreement, [(0, 1, pair), (1, 2, pair)], places))
