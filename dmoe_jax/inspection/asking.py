@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dmoe_jax.data.batches import Batch
@@ -34,7 +35,7 @@ async def read_in_swarm(model: SavedModel, swarm: Swarm, batches: Iterable[tuple
     for batch, places in batches:
         if len(memory[0].mask) != len(places):
             memory = empty_memory(config, len(places))
-        memory = forget(memory, batch.is_first)
+        memory = forget(memory, jnp.asarray(batch.is_first))
         hidden, memories, layers = embed(model.trunk["embed"], batch.tokens), [], []
         for layer, mixture in enumerate(mixtures):
             scores = gate(model.trunk["gates"][layer], hidden, memory[layer], batch.tokens[:, 0])
