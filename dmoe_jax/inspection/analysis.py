@@ -14,6 +14,10 @@ from dmoe_jax.inspection.statistics import Lift, centred_cosine, lift, one_hot, 
 from dmoe_jax.inspection.word_classes import Classes, bands, kinds, places_in_article, present
 from dmoe_jax.runs.style import natural_order
 
+_FIRST, _BEFORE = "first word", "the word before"
+_TITLES = {False: ("words of the segment", _FIRST), True: ("the word itself", _BEFORE)}
+"""What has classes of words, where segments are routed and where single words are."""
+
 _MAX_NAMED = 6
 """Of a panel's cells that the figures name."""
 
@@ -88,8 +92,10 @@ def panels(
     ]
     names = tuple(name for each in partitions for name in each.names)
     found = []
-    for title, num_words in (("words of the segment", None), ("first word", 1)):
-        lifts = [lift(members, one_hot(each.of[..., :num_words], len(each.names)).sum(axis=2)) for each in partitions]
+    for title in _TITLES[reading.routes_words]:
+        labels = [_part(title, each.of) for each in partitions]
+        sizes = [len(each.names) for each in partitions]
+        lifts = [lift(members, one_hot(of, size).sum(axis=2)) for of, size in zip(labels, sizes, strict=True)]
         found.append(Panel(title=title, names=names, lift=_joined(lifts), breaks=(len(partitions[0].names),)))
     places = present(_places(reading, article_starts))
     if places.names:
@@ -98,20 +104,30 @@ def panels(
     return found
 
 
+def _part(title: str, of: np.ndarray) -> np.ndarray:
+    """The classes of those words that a panel is about, [blocks, samples, words]."""
+    if title == _FIRST:
+        return of[..., :1]
+    if title == _BEFORE:
+        return np.concatenate([np.full_like(of[:, :1], -1), of[:, :-1]], axis=1)
+    return of
+
+
 def _joined(lifts: Sequence[Lift]) -> Lift:
     return Lift(*(np.concatenate(parts, axis=1) for parts in zip(*lifts, strict=True)))
 
 
 def _places(reading: Reading, article_starts: np.ndarray) -> Classes:
     places = np.where(reading.words[..., 0] >= 0, reading.places, -1)
-    return places_in_article(places, article_starts, reading.words.shape[-1])
+    return places_in_article(places, article_starts, reading.seq_len)
 
 
 def explained(reading: Reading, layer: int, *, vocabulary: Vocabulary, article_starts: np.ndarray) -> dict[str, float]:
     """What decides the expert of the highest weight: shares of its entropy, see `told`."""
     first_words = reading.words[..., 0]
     of_word = np.where(first_words >= 0, kinds(vocabulary).of[first_words], -1)
-    found = {"kind_of_first_word": told(reading.first[layer], of_word)}
+    name = "kind_of_word" if reading.routes_words else "kind_of_first_word"
+    found = {name: told(reading.first[layer], of_word)}
     if article_starts.size:
         found["place_in_article"] = told(reading.first[layer], _places(reading, article_starts).of)
     return found
@@ -123,7 +139,7 @@ def agreement(reading: Reading) -> np.ndarray:
 
 
 def pairs_of_layers(reading: Reading, left: int, right: int, num_experts: int) -> Lift:
-    """How much more often an expert of one layer and one of another have the same segment than by chance."""
+    """How much more often an expert of one layer and one of another have the same sample than by chance."""
     members = [one_hot(reading.chosen[layer], num_experts).any(axis=2) for layer in (left, right)]
     return lift(*members)
 

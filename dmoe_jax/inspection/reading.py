@@ -28,27 +28,35 @@ BLOCKS = 32
 """Places from which a text is read side by side."""
 
 OUTPUT_ROWS = 8
-"""Segments that all experts of a layer are given, to compare their outputs."""
+"""Segments, or as many words as these have, that all experts of a layer are given, to compare their outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reading:
-    """What was read and which experts were chosen. Blocks are places of the text, samples their segments, in order.
+    """What was read and which experts were chosen. Blocks are places of the text, samples what is routed, in order:
+    segments, or single words.
 
     Attributes:
-      words: int32 [blocks, samples, seq], the words; -1 beyond the end of a block.
-      places: [blocks, samples], where in the text each segment begins.
+      seq_len: words of a segment.
+      words: int32 [blocks, samples, words of a sample]; -1 beyond the end of a block.
+      places: [blocks, samples], where in the text each sample begins.
       chosen: of each layer that could be followed, int32 [blocks, samples, slots]: numbers of the experts, -1 for none.
       first: of each such layer, [blocks, samples]: the expert of the highest weight, -1 for none.
-      outputs: of each layer whose experts are at hand, [E, n], what all its experts return for the same segments,
+      outputs: of each layer whose experts are at hand, [E, n], what all its experts return for the same samples,
         flattened; NaN for an expert that is not there.
     """
 
+    seq_len: int
     words: np.ndarray
     places: np.ndarray
     chosen: tuple[np.ndarray, ...]
     first: tuple[np.ndarray, ...]
     outputs: tuple[np.ndarray, ...]
+
+    @property
+    def routes_words(self) -> bool:
+        """Whether each word has experts of its own."""
+        return self.words.shape[2] == 1 < self.seq_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,8 +64,8 @@ class LayerChoice:
     """What one layer chose for one batch.
 
     Attributes:
-      cells: int [batch, slots], numbers of the experts. mask: bool [batch, slots], which slots hold one.
-      weights: [batch, slots], of the chosen.
+      cells: int [samples, slots], numbers of the experts. mask: bool [samples, slots], which slots hold one.
+      weights: [samples, slots], of the chosen.
       inputs: the experts' inputs.
     """
 
@@ -112,25 +120,31 @@ class Notes:
         self._batches: list[tuple[np.ndarray, np.ndarray]] = []
         self._layers: list[list[tuple[np.ndarray, np.ndarray]]] = []
         self.inputs: list[list[np.ndarray]] = []
-        """Of each layer its experts' inputs, in some rows of the last batch of which no word is beyond the end."""
+        """Of each layer its experts' inputs, of some samples of the last batch of which no word is beyond the end."""
+        self._seq_len = 0
 
     def add(self, batch: Batch, places: np.ndarray, layers: Sequence[LayerChoice]) -> None:
-        """Note the choices for a batch."""
-        self._batches.append((np.where(batch.mask, batch.tokens, -1), places))
-        is_read = batch.mask.any(axis=1)
+        """Note the choices for a batch, whose samples are its rows or all words of its rows."""
+        rows, seq_len = batch.tokens.shape
+        per_row = len(layers[0].mask) // rows
+        words = np.where(batch.mask, batch.tokens, -1).reshape(rows, per_row, -1)
+        self._batches.append((words, places[:, None] + np.arange(0, seq_len, words.shape[2])))
+        is_read = words[..., 0] >= 0
         self._layers.append([_cells(layer, is_read) for layer in layers])
         if batch.mask.all() or not self.inputs:
-            rows = np.linspace(0, len(places) - 1, min(OUTPUT_ROWS, len(places))).astype(int)
-            self.inputs = [[np.asarray(array)[rows] for array in layer.inputs] for layer in layers]
+            chosen = np.linspace(0, rows * per_row - 1, min(OUTPUT_ROWS, rows) * per_row).astype(int)
+            self.inputs = [[np.asarray(array)[chosen] for array in layer.inputs] for layer in layers]
+        self._seq_len = seq_len
 
     def reading(self, outputs: Sequence[np.ndarray]) -> Reading:
         """All that was noted."""
-        words, places = (np.stack(parts, axis=1) for parts in zip(*self._batches, strict=True))
+        words, places = (np.concatenate(parts, axis=1) for parts in zip(*self._batches, strict=True))
         layers = [
-            [np.stack(parts, axis=1) for parts in zip(*batches, strict=True)]
+            [np.concatenate(parts, axis=1) for parts in zip(*batches, strict=True)]
             for batches in zip(*self._layers, strict=True)
         ]
         return Reading(
+            seq_len=self._seq_len,
             words=words,
             places=places,
             chosen=tuple(chosen for chosen, _ in layers),
@@ -140,11 +154,11 @@ class Notes:
 
 
 def _cells(layer: LayerChoice, is_read: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(chosen, first) of a batch; -1 in slots without an expert, and in rows that are not read."""
-    mask = np.asarray(layer.mask) & is_read[:, None]
-    chosen = np.where(mask, np.asarray(layer.cells), -1).astype(np.int32)
-    best = np.where(mask, np.asarray(layer.weights), -np.inf).argmax(axis=1)
-    return chosen, np.take_along_axis(chosen, best[:, None], axis=1)[:, 0]
+    """(chosen, first) of a batch, [rows, samples of a row, ...]; -1 where there is no expert, or nothing is read."""
+    mask = np.asarray(layer.mask).reshape(*is_read.shape, -1) & is_read[..., None]
+    chosen = np.where(mask, np.asarray(layer.cells).reshape(mask.shape), -1).astype(np.int32)
+    best = np.where(mask, np.asarray(layer.weights).reshape(mask.shape), -np.inf).argmax(axis=2)
+    return chosen, np.take_along_axis(chosen, best[..., None], axis=2)[..., 0]
 
 
 @functools.cache

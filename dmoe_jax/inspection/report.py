@@ -74,7 +74,8 @@ def write_inspection(
         "router": model.router.name,
         "text": f"{corpus.name}, {split}",
         "words": num_words,
-        "segments": int((reading.words[..., 0] >= 0).sum()),
+        "samples": int((reading.words[..., 0] >= 0).sum()),
+        "routed": "words" if reading.routes_words else "segments",
     }
     _show_words(made, reading, corpus, getattr(corpus, split))
     _show_load(made, run.metrics())
@@ -115,8 +116,8 @@ def _sentence_on_words(
     layer: str, strongest: Mapping[str, Sequence[Mapping[str, Any]]], explained: Mapping[str, float]
 ) -> str:
     text = (
-        "How often the experts (rows) are chosen for segments with such words, with such a first word and at such a "
-        "place in their article (columns), relative to how often they are chosen for all; a number stands where this "
+        "How often the experts (rows) are chosen for what has such words and such a place in its article (columns), "
+        "relative to how often they are chosen for all; a number stands where this "
         f"is told apart from 1, by {APART_ERRORS:g} standard errors over the places that were read."
     )
     cells = [(title, cell) for title, found in strongest.items() for cell in found[:1]]
@@ -178,9 +179,9 @@ def _show_agreement(made: _Inspection, reading: Reading) -> None:
         "layers.png",
         pictures.layers_picture(model.layers[:count], agreement, pairs, model.places),
         "Left: which share of the uncertainty about a layer's first choice (row) is gone once that of another layer "
-        "(column) is known for the same segment, corrected for what segments of other places tell; 0: nothing, 1: all, "
+        "(column) is known for the same sample, corrected for what samples of other places tell; 0: nothing, 1: all, "
         "a dash: a layer that always chooses the same one. Right: how often two experts of neighbouring layers are "
-        "chosen for the same segment, relative to chance.",
+        "chosen for the same sample, relative to chance.",
     )
 
 
@@ -209,7 +210,7 @@ def _show_likeness(made: _Inspection, reading: Reading) -> None:
         "similarity.png",
         pictures.likeness_picture(found, model.places),
         "The cosine between any two experts of a layer, of their parameters and of what they return for the same "
-        f"segments, after their mean is subtracted: unrelated experts have about {-1 / (model.num_experts - 1):.2f}. "
+        f"samples, after their mean is subtracted: unrelated experts have about {-1 / (model.num_experts - 1):.2f}. "
         "The spread is how far they are from their mean, relative to it: 0 for experts that are all the same.",
     )
 
@@ -224,8 +225,8 @@ def _report(made: _Inspection, run: SavedRun) -> str:
     figures = made.figures
     read = (
         f"The model of step {figures['step']:,} of `{run.path}` (router {figures['router']}) read "
-        f"{figures['words']:,} words of {figures['text']}, in {figures['segments']:,} segments from evenly spaced "
-        "places; nothing was trained."
+        f"{figures['words']:,} words of {figures['text']} from evenly spaced places, and routed "
+        f"{figures['samples']:,} {figures['routed']}; nothing was trained."
     )
     if not run.is_complete:
         read += " The run is unfinished."

@@ -97,7 +97,7 @@ def inspect(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]
 def test_a_local_run_is_inspected_whole(local_run: LocalRun, capsys: pytest.CaptureFixture[str]) -> None:
     """Shares are those of the model's own forward pass; only the place in the article is left out: no headings."""
     figures = inspect(capsys, local_run.folder)
-    assert (figures["step"], figures["text"], figures["segments"]) == (6, "embedded, valid", figures["words"] // 6)
+    assert (figures["step"], figures["text"], figures["samples"]) == (6, "embedded, valid", figures["words"] // 6)
     for layer, expected in enumerate(local_run.shares):
         np.testing.assert_allclose(list(figures["layers"][f"layer{layer}"]["shares"].values()), expected, atol=1e-9)
     assert [text.partition(":")[0] for text in figures["left_out"]] == ["the place in the article"]
