@@ -81,10 +81,10 @@ def write_inspection(
     _show_load(made, run.metrics())
     _show_agreement(made, reading)
     _show_likeness(made, reading)
-    made.figures |= {"pictures": made.pictures, "left_out": made.left_out}
-    figures: dict[str, Any] = plain(made.figures)
-    (folder / REPORT).write_text(_report(made, run), encoding="utf-8")
-    return figures
+    made.figures = plain({**made.figures, "pictures": made.pictures, "left_out": made.left_out})
+    with replaced_file(folder / REPORT) as temporary:
+        temporary.write_text(_report(made, run), encoding="utf-8")
+    return made.figures
 
 
 def _show_words(made: _Inspection, reading: Reading, corpus: Corpus, ids: np.ndarray) -> None:
@@ -194,11 +194,11 @@ def _show_likeness(made: _Inspection, reading: Reading) -> None:
         of_layer = [each for title, vectors in rows if (each := analysis.likeness(title, vectors)) is not None]
         if of_layer:
             found.append((name, of_layer))
-    if not model.experts:
-        made.left_out.append(f"similarity of the experts' parameters: {_ELSEWHERE}")
     if not found:
         made.left_out.append(f"similarity of the experts: {_ELSEWHERE if not model.experts else 'there is only one'}")
         return
+    if not model.experts:
+        made.left_out.append("similarity of the experts' parameters: the swarm tells what experts return, no more")
     made.figures["similarity"] = {
         name: {
             each.title: {"experts": int(each.experts.size), "spread": each.spread, **_range_of(each.cosine)}
@@ -216,9 +216,10 @@ def _show_likeness(made: _Inspection, reading: Reading) -> None:
 
 
 def _range_of(cosine: np.ndarray) -> dict[str, float]:
-    """The least and the largest cosine of two experts."""
-    off = cosine[~np.eye(len(cosine), dtype=bool)]
-    return {"least_cosine": float(np.nanmin(off)), "largest_cosine": float(np.nanmax(off))}
+    """The least and the largest cosine of two experts; NaN if all are the same."""
+    off = cosine[~np.eye(len(cosine), dtype=bool) & np.isfinite(cosine)]
+    least, largest = (off.min(), off.max()) if off.size else (np.nan, np.nan)
+    return {"least_cosine": float(least), "largest_cosine": float(largest)}
 
 
 def _report(made: _Inspection, run: SavedRun) -> str:
