@@ -20,6 +20,9 @@ from dmoe_jax.runs.run_folder import REPORT, plain, replaced_file
 
 FOLDER = "inspection"
 
+_NAMES = ("words_layer", "load.", "layers.", "similarity.")
+"""How the names of the pictures begin."""
+
 _MAX_PAIRS = 3
 """Pairs of neighbouring layers that are drawn expert by expert: those that agree most."""
 
@@ -81,6 +84,9 @@ def write_inspection(
     _show_load(made, run.metrics())
     _show_agreement(made, reading)
     _show_likeness(made, reading)
+    for old in folder.glob("*.png"):
+        if old.name not in made.pictures and old.name.startswith(_NAMES):
+            old.unlink()  # of an inspection that saw more
     made.figures = plain({**made.figures, "pictures": made.pictures, "left_out": made.left_out})
     with replaced_file(folder / REPORT) as temporary:
         temporary.write_text(_report(made, run), encoding="utf-8")

@@ -164,6 +164,9 @@ def test_the_nodes_checkpoints_complete_it(
     figures = inspect(capsys, path, "--experts", tmp_path / "one", tmp_path / "two")
     for layer, expected in enumerate(local_run.shares):
         np.testing.assert_allclose(list(figures["layers"][f"layer{layer}"]["shares"].values()), expected, atol=1e-9)
+    assert {"words_layer1.png", "layers.png", "similarity.png"} < set(figures["pictures"])
+    figures = inspect(capsys, path)
+    assert figures["pictures"] == ["words_layer0.png"]  # and `inspect` has seen that the others are gone
     figures = inspect(capsys, path, "--experts", tmp_path / "one")
     assert [figures["layers"][f"layer{layer}"]["shares"]["1.1"] for layer in range(2)] == [0, 0]
     assert figures["similarity"]["layer1"]["parameters"]["experts"] == 3
