@@ -1,7 +1,8 @@
 """`dmoe inspect`: pictures of what a run's router learnt."""
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import trio
 import tyro
 from rich.console import Console
 
-from dmoe_jax.cli.common import check_at_least, mistakes_in_one_line, set_up_jax
+from dmoe_jax.cli.common import UsageError, check_at_least, mistakes_in_one_line, one_line, set_up_jax
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, NetworkOptions, join_swarm
 from dmoe_jax.inspection.saved_run import SavedRun, find_run
@@ -68,10 +69,10 @@ class InspectCommand:
         set_up_jax()
         with mistakes_in_one_line():
             model, corpus = await _in_thread(partial(self._load, run))
-            experts = f"{int(model.known.sum())} of {model.known.size} experts"
-            console.print(f"{run.path}: step {model.step}, {experts}; reading {corpus.name}")
-            reading = await (self._ask(model, corpus) if self.join else _in_thread(partial(self._read, model, corpus)))
-            figures = await _in_thread(partial(self._write, run, model, reading, corpus))
+        experts = f"{int(model.known.sum())} of {model.known.size} experts saved"
+        console.print(f"{run.path}: step {model.step}, {experts}; reading {corpus.name}")
+        reading = await (self._ask(model, corpus) if self.join else _in_thread(partial(self._read, model, corpus)))
+        figures = await _in_thread(partial(self._write, run, model, reading, corpus))
         folder = run.path / "inspection"
         console.print(f"{folder / 'report.md'}: {', '.join(figures['pictures'])}")
         for text in figures["left_out"]:
@@ -89,7 +90,8 @@ class InspectCommand:
     def _read(self, model: "SavedModel", corpus: "Corpus") -> "Reading":
         from dmoe_jax.inspection.reading import cut, read_locally
 
-        return read_locally(model, cut(getattr(corpus, self.split), model.config.seq_len, self.tokens))
+        with _mistakes_of_others():
+            return read_locally(model, cut(getattr(corpus, self.split), model.config.seq_len, self.tokens))
 
     async def _ask(self, model: "SavedModel", corpus: "Corpus") -> "Reading":
         from dmoe_jax.inspection.asking import read_in_swarm
@@ -101,12 +103,28 @@ class InspectCommand:
             join_swarm(self.network, join=self.join) as peer,
             open_swarm(peer=peer, name=self.swarm) as swarm,
         ):
-            return await read_in_swarm(model, swarm, batches)
+            with _mistakes_of_others():
+                return await read_in_swarm(model, swarm, batches)
 
     def _write(self, run: SavedRun, model: "SavedModel", reading: "Reading", corpus: "Corpus") -> dict[str, Any]:
         from dmoe_jax.inspection.report import write_inspection  # Matplotlib takes its time
 
-        return write_inspection(run, model, reading, corpus, split=self.split)
+        try:
+            return write_inspection(run, model, reading, corpus, split=self.split)
+        except OSError as error:
+            raise UsageError(one_line(error)) from error
+
+
+@contextmanager
+def _mistakes_of_others() -> Iterator[None]:
+    """Turn what a router of the user's does wrong, and experts of another model, into a `UsageError`."""
+    from dmoe_jax.mixture.readiness import ExpertMismatch
+    from dmoe_jax.routing.base import RouterError
+
+    try:
+        yield
+    except (RouterError, ExpertMismatch) as error:
+        raise UsageError(one_line(error)) from error
 
 
 def _in_thread(function: Callable[[], T]) -> Awaitable[T]:

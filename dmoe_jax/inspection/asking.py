@@ -31,6 +31,7 @@ async def read_in_swarm(model: SavedModel, swarm: Swarm, batches: Iterable[tuple
     for mixture in mixtures:
         await mixture.check()
     embed, gate, remember = jax.jit(parts.embed), jax.jit(parts.gate), jax.jit(next_memory)
+    mix = jax.jit(mix_segment(model.router))
     memory, notes = empty_memory(config, 0), Notes()
     for batch, places in batches:
         if len(memory[0].mask) != len(places):
@@ -43,7 +44,7 @@ async def read_in_swarm(model: SavedModel, swarm: Swarm, batches: Iterable[tuple
             inputs = await to_host(swarm.device, expert_inputs(config, hidden, memory[layer]))
             outputs, answered, _ = await mixture.forward(choice, inputs)
             memories.append(remember(memory[layer], hidden))
-            hidden, _ = mix_segment(model.router)(scores, choice.indices, answered, outputs, hidden, choice.traffic)
+            hidden, _ = mix(scores, choice.indices, answered, outputs, hidden, choice.traffic)
             layers.append(
                 LayerChoice(
                     cells=np.ravel_multi_index(np.moveaxis(choice.indices, -1, 0), config.grid_size, mode="clip"),

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dmoe_jax.inspection.analysis import LayerLoad, Likeness, Panel
 from dmoe_jax.inspection.statistics import Lift, turnover
-from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress, say_empty
+from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress
 
 MAX_ROWS = 32
 """Experts that a picture names; of more, those that are asked most."""
@@ -193,14 +193,6 @@ def likeness_picture(likenesses: Sequence[tuple[str, Sequence[Likeness]]], place
     bar.ax.tick_params(labelsize=8, colors=GREY)
     bar.outline.set_visible(False)
     _title(figure, f"How alike are the experts?{_of_layers(len(shown), len(likenesses))}")
-    return figure
-
-
-def empty_picture(title: str, why: str) -> Figure:
-    """A picture that says why there is none."""
-    figure = _figure(8, 2)
-    say_empty(figure.add_subplot(), why)
-    _title(figure, title)
     return figure
 
 

@@ -72,7 +72,7 @@ def open_corpus(run: SavedRun) -> Corpus:
     Raises:
       ValueError: it cannot be had, or is another one.
     """
-    if run.data == run.corpus and run.data not in SOURCES:
+    if run.data == run.corpus and run.data not in SOURCES and not Path(run.data).exists():
         raise ValueError(f"the run was trained on a text of your own, {run.corpus!r}; say where it is with --data")
     corpus = load_corpus(source=run.data)
     if run.corpus not in (corpus.name, "auto"):
