@@ -134,7 +134,8 @@ class UpCommand:
         ):
             showing.start_soon(LocalView(console, swarm, watches, self.steps).run)
             dht = await swarm.start("dht", ["dht", *self.listen_flags()])
-            await launch_nodes(swarm, dht, self.hands(), self.flags_of_nodes)
+            nodes = self.flags_of_nodes()
+            await launch_nodes(swarm, dht, self.hands(), lambda index: [*self.saving_flags(index), *nodes])
             for index, (name, folder) in enumerate(zip(watches, folders, strict=True)):
                 words = ["--join", dht.contact, "--out", str(folder), *self.flags_of_trainer(index)]
                 await swarm.launch(name, ["train", *words])
@@ -216,12 +217,15 @@ class UpCommand:
         except ValueError as error:
             raise UsageError(f"--experts: {error}") from error
 
-    def flags_of_nodes(self, index: int = 0) -> list[str]:
-        """Flags of `dmoe node` for one node, besides the experts and whom to join."""
+    def saving_flags(self, index: int) -> list[str]:
+        """Flags of `dmoe node` for the node with this index: where it saves its experts, if it does."""
+        return ["--checkpoint-dir", str(saved_experts(self.folder) / f"node{index}")] if self.save_experts else []
+
+    def flags_of_nodes(self) -> list[str]:
+        """Flags of `dmoe node` besides the experts and whom to join."""
         kind = {"expert": self.kind} if self.kind != "transformer_xl" else {}
         optimizer = {"optimizer": self.optimizer} if self.optimizer else {}
-        saved = {"checkpoint_dir": saved_experts(self.folder) / f"node{index}"} if self.save_experts else {}
-        node = kind | optimizer | saved | changed(self.expert) | {"seed": self.seed, "announce_period_s": 5}
+        node = kind | optimizer | changed(self.expert) | {"seed": self.seed, "announce_period_s": 5}
         return [*self.listen_flags(), *as_flags(node), *shlex.split(self.node_flags)]
 
     def flags_of_trainer(self, index: int) -> list[str]:

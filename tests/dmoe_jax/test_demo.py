@@ -43,7 +43,7 @@ def test_up_gives_each_node_a_folder_for_its_experts(tmp_path: Path) -> None:
     """Beside the run folder, one for each node; what an earlier run left there would be taken up, and is refused."""
     up = UpCommand(out=tmp_path / "run", save_experts=True)
     up.check()
-    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.flags_of_nodes(1))
+    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.saving_flags(1))
     assert node.checkpoint_dir == tmp_path / "run.nodes" / "node1"
     (tmp_path / "run.nodes" / "node0").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"run\.nodes is not"):
