@@ -84,7 +84,7 @@ def load_picture(loads: Sequence[LayerLoad], places: Sequence[str], *, killed_at
     """
     shown = [loads[index] for index in shown_layers(len(loads))]
     heights = [max(1.2, 0.2 * min(MAX_ROWS, load.shares.shape[1])) for load in shown]
-    figure = _figure(10, sum(heights) + 1.15 * len(shown) + 0.6)
+    figure = _figure(10.0, sum(heights) + 1.15 * len(shown) + 0.6)
     all_axes = figure.subplots(len(shown), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axes, load in zip(all_axes, shown, strict=True):
         _draw_load(axes, load, places, killed_at)
@@ -139,7 +139,7 @@ def layers_picture(
     drawn = agreement.copy()
     np.fill_diagonal(drawn, np.nan)
     top = max(0.1, float(np.nanmax(drawn, initial=0.0)))
-    _matrix(axes, np.clip(drawn, 0, 1), _SHARES, 0, top)
+    _matrix(axes, np.clip(drawn, 0, 1), _SHARES, 0.0, top)
     axes.set_xticks(range(len(layers)), layers, rotation=90, fontsize=8)
     axes.set_yticks(range(len(layers)), layers, fontsize=8)
     for (row, column), value in np.ndenumerate(agreement):
