@@ -4,8 +4,13 @@ Declared once, for the library, the command line and the experiments. Nothing he
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dmoe_jax.checks import check_positive, check_rates
+
+Route = Literal["sequence", "token"]
+"""What is sent to experts of its own. A sequence: experts are whole layers (Learning@home). A token: experts are the
+feed-forward networks of the layers, and attention stays with the trainer (Shazeer et al. 2017, GShard, Switch)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

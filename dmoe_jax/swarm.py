@@ -235,6 +235,7 @@ class Swarm:
         k_min: int = 1,
         grace_s: float = 1.0,
         timeout_s: float = 10.0,
+        max_rows: int = 256,
         compression: Compression | str = Compression.NONE,
         on_shortfall: Literal["skip", "raise"] = "skip",
         max_skipped: float = 1.0,
@@ -243,15 +244,13 @@ class Swarm:
         """A DMoE layer over the experts `prefix.i.j` of this swarm; `await mixture.check()` says whether there are any.
 
         Args:
-          prefix: the part of the experts' uids that names the layer.
-          expert: their network, for its shapes.
-          router: chooses the experts of each sample; see `dmoe_jax.routing`.
-          k_best: experts asked for each sample.
+          prefix: the part of the experts' uids that names the layer. expert: their network, for its shapes.
+          router: chooses the experts of each sample; see `dmoe_jax.routing`. k_best: experts asked for each sample.
           k_min: answers that each sample needs before stragglers get only the grace time.
           grace_s: seconds to wait for stragglers then. timeout_s: seconds after which a call is given up.
+          max_rows: most samples of one call, at most the nodes' `max_batch_rows`; an expert with more gets several.
           compression: how activations and gradients travel: "none", "float16", "bfloat16" or "blockwise8".
-          on_shortfall: what happens to a sample with fewer than `k_min` answers: "skip" mixes what there is, "raise"
-            gives the step up.
+          on_shortfall: for a sample with fewer than `k_min` answers "skip" mixes what there is, "raise" ends the step.
           max_skipped: share of samples without any expert beyond which a call raises `TooFewExperts`; 1: never.
           seed: seed of dropout in experts that take keys; None: the swarm's.
 
@@ -269,6 +268,7 @@ class Swarm:
                 k_min=k_min,
                 grace_s=grace_s,
                 timeout_s=timeout_s,
+                max_rows=max_rows,
                 compression=Compression(compression),
                 on_shortfall=on_shortfall,
                 max_skipped=max_skipped,

@@ -18,6 +18,7 @@ from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.local_view import TrainerWatch
 from dmoe_jax.cli.up import LEAVE_TIMEOUT_S, UpCommand
 from dmoe_jax.environment import SECRET_VARIABLE
+from dmoe_jax.layer_config import Route
 from dmoe_jax.processes import LocalSwarm, SwarmProcess
 
 _QUICK_STEPS, _QUICK_MINUTES = 100, 1.0
@@ -41,6 +42,8 @@ class DemoCommand:
     """Print the headline figures as one JSON object on the last line."""
     data: str = "auto"
     """Corpus: auto, wikitext-2 or embedded."""
+    route: Route = "sequence"
+    """What has experts of its own; as for `dmoe train`, sequence or token."""
     num_nodes: int = 4
     """Expert node processes; at least three."""
     num_processes: int = 2
@@ -80,13 +83,16 @@ class DemoCommand:
     def _up(self) -> UpCommand:
         steps, max_minutes = (_QUICK_STEPS, _QUICK_MINUTES) if self.quick else (self.steps, self.max_minutes)
         # Few rows are compiled first, so that training begins soon; larger batches follow beside it.
-        node = {"warm_up_rows": 4} | ({"freeze_experts": True} if self.freeze_experts else {})
+        node = {"warm_up_rows": 4 if self.route == "sequence" else 64} | (
+            {"freeze_experts": True} if self.freeze_experts else {}
+        )
         train = {"num_trainers": self.num_trainers, "eval_every": max(20, steps // 8)}
         return UpCommand(
             nodes=self.num_nodes,
             trainers=self.num_processes,
             out=self.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"),
             data=self.data,
+            route=self.route,
             steps=steps,
             max_minutes=max_minutes,
             average_every=self.average_every,

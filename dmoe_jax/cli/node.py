@@ -24,7 +24,7 @@ from dmoe_jax.cli.dht import DhtCommand
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop
 from dmoe_jax.cli.network import join_line, join_swarm
 from dmoe_jax.grid import expand_grid_pattern
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig, Route
 from net.rpc.faults import FaultPlan
 
 if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
@@ -49,6 +49,9 @@ class NodeCommand(DhtCommand):
     function without arguments that returns one (see dmoe_jax.experts.as_expert)."""
     expert: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
     """Shape of one expert."""
+    route: Route = "sequence"
+    """What a transformer_xl expert serves: sequence, it is a whole layer; token, it is the feed-forward network of a
+    layer, whose attention stays with the trainers. They need the same --route."""
     optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
     """What experts learn with: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
     returns one. Default: Adam, with the step size and so on given here."""
@@ -128,7 +131,7 @@ class NodeCommand(DhtCommand):
     def _programs(self) -> str:
         """What is compiled, told from what other nodes compile."""
         rates = [getattr(self, name) for name in (*_OF_ADAM, "freeze_experts", "warm_up_rows")]
-        return repr((self.kind, self.expert, self.optimizer, rates))
+        return repr((self.kind, self.expert, self.route, self.optimizer, rates))
 
     def _make_optimizer(self) -> "optax.GradientTransformation | None":
         """What the experts learn with; None: nothing is learnt."""
@@ -149,7 +152,9 @@ class NodeCommand(DhtCommand):
         from dmoe_jax.user_file import load_from_file, user_expert
 
         if self.kind == "transformer_xl":
-            return layer_expert(self.expert)
+            return layer_expert(self.expert, self.route)
+        if self.route != "sequence":
+            raise UsageError(f"--route {self.route} would have no effect beside --expert {self.kind}")
         taken: set[str] = set()
         if self.kind in EXPERTS:
             taken = set(inspect.signature(EXPERTS[self.kind]).parameters)

@@ -10,7 +10,7 @@ import tyro
 from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.common import UsageError, as_flags, check_at_least, flag_of
 from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.runs.run_folder import flat, plain
 
 
@@ -42,6 +42,10 @@ class LanguageModelOptions:
 
     layer: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
     """Shape of one expert."""
+    route: Route = "sequence"
+    """What has experts of its own: a whole sequence, whose experts are layers; or each token, whose experts are the
+    feed-forward networks of layers, while attention stays here. Nodes need the same --route. Of the routers
+    expert_choice is not for tokens."""
     num_layers: int = 2
     """DMoE layers; layer i calls the experts under "layer<i>."."""
     grid_size: tuple[int, ...] = (4, 4)
@@ -69,13 +73,15 @@ class CallOptions:
     """How experts are called; with --model, only --wait-s counts."""
 
     k_best: int = 4
-    """Experts asked for each sequence."""
+    """Experts asked for each sequence, or token."""
     k_min: int = 1
-    """Answers that each sequence needs before stragglers get only the grace time."""
+    """Answers that each of them needs before stragglers get only the grace time."""
     grace_s: float = 1.0
     """Seconds to wait for stragglers then."""
     timeout_s: float = 10.0
     """Seconds after which an expert call is given up."""
+    max_rows: int = 256
+    """Most sequences, or tokens, of one call; more are sent as several. At most the nodes' --max-batch-rows."""
     compression: Literal["none", "float16", "bfloat16", "blockwise8"] = "none"
     """How activations and gradients travel to experts and back. Parameters never travel compressed."""
     max_skipped: float = 1.0
@@ -124,6 +130,7 @@ class RunOptions:
 
 _FIXED = (
     "model",
+    "language.route",
     "language.num_layers",
     "language.grid_size",
     "language.router",
@@ -183,7 +190,7 @@ class TrainOptions:
         """
         check_at_least(1, self.data, "num_trainers", "batch_size")
         check_at_least(1, self.language, "num_layers")
-        check_at_least(1, self.calls, "k_best")
+        check_at_least(1, self.calls, "k_best", "max_rows")
         check_at_least(1, self.run_length, "steps", "eval_every")
         check_at_least(0, self.run_length, "eval_tokens", "final_eval_tokens", "checkpoint_every", "max_minutes")
         check_at_least(0, self.calls, "wait_s")
@@ -227,9 +234,11 @@ def check_changes(out: Path, saved: Mapping[str, Any], settings: Mapping[str, An
     Raises:
       UsageError: naming the flag that cannot change.
     """
-    before, now = flat(saved), flat(plain(settings))
+    # A run of an older version had what is the default now.
+    before = flat(plain(TrainOptions(join=()).settings())) | flat(saved)
+    now = flat(plain(settings))
     for name in (*_FIXED, *_ON_OR_OFF):
-        was, is_now = before.get(name), now[name]
+        was, is_now = before[name], now[name]
         if was != is_now and (name in _FIXED or bool(was) != bool(is_now)):
             raise UsageError(
                 f"the run in {out} was begun with {flag_of(name)} {was!r} and cannot be resumed with {is_now!r}"

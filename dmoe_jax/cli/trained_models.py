@@ -179,8 +179,9 @@ async def check_before_joining(options: TrainOptions) -> None:
         if options.model is not None:
             user_model(options.model)
             return
-        router = make_router(options.language.router, options.language.grid_size)
-        check_router(router, options.language.grid_size, options.language.layer.d_model)
+        language = options.language
+        router = make_router(language.router, language.grid_size)
+        check_router(router, language.grid_size, language.layer.d_model, in_order=language.route == "token")
 
     with mistakes_in_one_line():
         # In a thread: a file of the user's may import anything.

@@ -18,7 +18,7 @@ from dmoe_jax.cli.local_view import LocalView, TrainerWatch
 from dmoe_jax.cli.network import ListenOptions, NetworkOptions
 from dmoe_jax.grid import expand_grid_pattern
 from dmoe_jax.inspection.saved_run import saved_experts
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.processes import (
     LocalSwarm,
     averaging_flags,
@@ -65,6 +65,8 @@ class UpCommand:
     """What to train; as for `dmoe train`, my_file.py:my_model. Default: a Transformer-XL language model."""
     expert: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
     """Shape of one expert."""
+    route: Route = "sequence"
+    """What has experts of its own; as for `dmoe train`, sequence or token."""
     data: str = "auto"
     """Corpus; as for `dmoe train`."""
     router: str = "product_key"
@@ -225,13 +227,14 @@ class UpCommand:
         """Flags of `dmoe node` besides the experts and whom to join."""
         kind = {"expert": self.kind} if self.kind != "transformer_xl" else {}
         optimizer = {"optimizer": self.optimizer} if self.optimizer else {}
-        node = kind | optimizer | changed(self.expert) | {"seed": self.seed, "announce_period_s": 5}
+        route = {"route": self.route} if self.route != "sequence" else {}
+        node = kind | optimizer | route | changed(self.expert) | {"seed": self.seed, "announce_period_s": 5}
         return [*self.listen_flags(), *as_flags(node), *shlex.split(self.node_flags)]
 
     def flags_of_trainer(self, index: int) -> list[str]:
         """Flags of `dmoe train` for one trainer process, besides the folder and whom to join."""
         train = {name: getattr(self, name) for name in ("data", "router", "steps", "max_minutes", "grid_size")}
-        train |= {"model": self.model} if self.model else {"num_layers": self.num_layers}
+        train |= {"model": self.model} if self.model else {"num_layers": self.num_layers, "route": self.route}
         return [
             *as_flags(train | changed(self.expert)),
             *averaging_flags(num_processes=self.trainers, every=self.average_every, seed=self.seed, index=index),

@@ -15,11 +15,15 @@ Dropout follows the authors' WikiText-2 recipe. Locked, one mask a sample at all
 projection of the attention, after the ReLU, and after the second matrix of the feed-forward network; on the features of
 R. Ordinary: on the attention weights. The masks come from a key that is an input of the layer, since an expert's
 backward pass, at another time and in another batch, has to drop the same.
+
+Where tokens are routed and not sequences, the layer is cut in two: the attention stays with the trainer, and an expert
+is the feed-forward network of one token, residual connection and LayerNorm included. The two have the layer's
+parameters between them.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -30,28 +34,107 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.dropout import RowKeys, dropout, dropout_factors, scale
 from dmoe_jax.experts.relative_attention import relative_attention, relative_positions, visible_keys
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.types import PyTree
 
 INIT_STDDEV = 0.02
 """Every weight starts as N(0, 0.02), LayerNorm gains as N(1, 0.02), biases at 0: the authors' WikiText recipe."""
 
 # Sites, see `dmoe_jax.experts.dropout`.
-_LOCKED, _ATTENTION = 0, 1
+_LOCKED, _ATTENTION, _FEEDFORWARD = 0, 1, 2
+
+_OF_FEEDFORWARD = ("ff_in", "ff_out")
 
 
 def _gain_init(key: PRNGKeyArray, shape: Sequence[int], dtype: Any = jnp.float32) -> Float[Array, "..."]:
     return 1 + INIT_STDDEV * jax.random.normal(key, shape, dtype)
 
 
-class TransformerXLLayer(nn.Module):
-    """Relative multi-head attention over memory and segment, then a ReLU feed-forward network; both post-LN.
+def _locked(config: LayerConfig, position_dropout: float) -> dict[str, tuple[float, tuple[int, ...]]]:
+    """What the locked masks of a layer lie on: name -> (rate, shape). The leading 1 is time."""
+    heads = (config.num_heads, config.d_model // config.num_heads)
+    per_head, per_feature = (config.dropout, (1, *heads)), (config.dropout, (1, config.d_model))
+    return {
+        "query": per_head,
+        "key": per_head,
+        "value": per_head,
+        "output": per_feature,
+        "ff_in": (config.dropout, (1, config.d_ff)),
+        "ff_out": per_feature,
+        "position": (position_dropout, (1, config.d_model)),
+    }
+
+
+class _LayerPart(nn.Module):
+    """What a layer and its two halves are made of; each has the parameters of what it uses.
 
     Attributes:
       config: its sizes and rates. Parameters, residual stream, LayerNorm and softmax are float32 whatever the type.
     """
 
     config: LayerConfig
+
+    def _attend(
+        self,
+        hidden: Float[Array, "batch seq_len d_model"],
+        memory: Float[Array, "batch mem d_model"],
+        memory_mask: Bool[Array, "batch mem"],
+        dropout_key: RowKeys | None,
+        factors: Mapping[str, Array],
+        *,
+        content_bias: Float[Array, "heads d_head"] | None = None,
+        position_bias: Float[Array, "heads d_head"] | None = None,
+        positions: Float[Array, "keys d_model"] | None = None,
+    ) -> Float[Array, "batch seq_len d_model"]:
+        """Attention with its residual connection and LayerNorm: a in the equations above."""
+        config, d_model, dtype = self.config, hidden.shape[-1], jnp.dtype(self.config.compute_dtype)
+        heads = (config.num_heads, d_model // config.num_heads)
+        normal = nn.initializers.normal(INIT_STDDEV)
+
+        def drop(name: str, x: Array) -> Array:
+            return scale(x, factors.get(name))
+
+        def project(name: str, x: Array) -> Array:
+            return cast(Array, nn.DenseGeneral(heads, use_bias=False, kernel_init=normal, dtype=dtype, name=name)(x))
+
+        context = jnp.concatenate([jax.lax.stop_gradient(memory), hidden], axis=1)
+        if positions is None:
+            encodings = jnp.asarray(relative_positions(context.shape[1], d_model, config.clamp_len))[None]
+        else:
+            encodings = positions[None]
+        attended = relative_attention(
+            drop("query", project("query", hidden)),
+            drop("key", project("key", context)),
+            drop("value", project("value", context)),
+            project("position", drop("position", encodings)),
+            self.param("content_bias", normal, heads) if content_bias is None else content_bias,
+            self.param("position_bias", normal, heads) if position_bias is None else position_bias,
+            visible_keys(memory_mask, hidden.shape[1], config.same_length),
+            lambda weights: dropout(weights, config.attention_dropout, dropout_key, site=_ATTENTION),
+        )
+        project_back = nn.DenseGeneral(
+            d_model, axis=(-2, -1), use_bias=False, kernel_init=normal, dtype=dtype, name="output"
+        )
+        # The residual stream stays float32: what is added to it is cast by the addition.
+        return self._norm("attention_norm", hidden + drop("output", project_back(attended)))
+
+    def _feed(
+        self, attention: Float[Array, "*rows d_model"], factors: Mapping[str, Array]
+    ) -> Float[Array, "*rows d_model"]:
+        """The feed-forward network with its residual connection and LayerNorm."""
+        normal, dtype = nn.initializers.normal(INIT_STDDEV), jnp.dtype(self.config.compute_dtype)
+        inner = nn.relu(nn.Dense(self.config.d_ff, kernel_init=normal, dtype=dtype, name="ff_in")(attention))
+        outer = nn.Dense(attention.shape[-1], kernel_init=normal, dtype=dtype, name="ff_out")(
+            scale(inner, factors.get("ff_in"))
+        )
+        return self._norm("ff_norm", attention + scale(outer, factors.get("ff_out")))
+
+    def _norm(self, name: str, x: Array) -> Array:
+        return cast(Array, nn.LayerNorm(scale_init=_gain_init, name=name, epsilon=1e-5, dtype=jnp.float32)(x))
+
+
+class TransformerXLLayer(_LayerPart):
+    """Relative multi-head attention over memory and segment, then a ReLU feed-forward network; both post-LN."""
 
     @nn.compact
     def __call__(
@@ -74,55 +157,51 @@ class TransformerXLLayer(nn.Module):
           content_bias: u; None: a parameter of this layer. position_bias: v, likewise.
           positions: R by distance, keys-1 first, taken as it is; None: made here, and dropped for each sample.
         """
-        config, d_model, dtype = self.config, hidden.shape[-1], jnp.dtype(self.config.compute_dtype)
-        heads = (config.num_heads, d_model // config.num_heads)
-        normal = nn.initializers.normal(INIT_STDDEV)
-
-        # What the locked masks lie on: name -> (rate, shape). The leading 1 is time.
-        per_head, per_feature = (config.dropout, (1, *heads)), (config.dropout, (1, d_model))
-        locked = {
-            "query": per_head,
-            "key": per_head,
-            "value": per_head,
-            "output": per_feature,
-            "ff_in": (config.dropout, (1, config.d_ff)),
-            "ff_out": per_feature,
-            "position": (config.position_dropout if positions is None else 0.0, (1, d_model)),
-        }
-        factors = dropout_factors(dropout_key, locked, site=_LOCKED)
-
-        def drop(name: str, x: Array) -> Array:
-            return scale(x, factors.get(name))
-
-        def project(name: str, x: Array) -> Array:
-            return cast(Array, nn.DenseGeneral(heads, use_bias=False, kernel_init=normal, dtype=dtype, name=name)(x))
-
-        def norm(name: str, x: Array) -> Array:
-            return cast(Array, nn.LayerNorm(scale_init=_gain_init, name=name, epsilon=1e-5, dtype=jnp.float32)(x))
-
-        context = jnp.concatenate([jax.lax.stop_gradient(memory), hidden], axis=1)
-        if positions is None:
-            encodings = jnp.asarray(relative_positions(context.shape[1], d_model, config.clamp_len))[None]
-        else:
-            encodings = positions[None]
-        attended = relative_attention(
-            drop("query", project("query", hidden)),
-            drop("key", project("key", context)),
-            drop("value", project("value", context)),
-            project("position", drop("position", encodings)),
-            self.param("content_bias", normal, heads) if content_bias is None else content_bias,
-            self.param("position_bias", normal, heads) if position_bias is None else position_bias,
-            visible_keys(memory_mask, hidden.shape[1], config.same_length),
-            lambda weights: dropout(weights, config.attention_dropout, dropout_key, site=_ATTENTION),
+        rate = self.config.position_dropout if positions is None else 0.0
+        factors = dropout_factors(dropout_key, _locked(self.config, rate), site=_LOCKED)
+        attention = self._attend(
+            *(hidden, memory, memory_mask, dropout_key, factors),
+            content_bias=content_bias,
+            position_bias=position_bias,
+            positions=positions,
         )
-        project_back = nn.DenseGeneral(
-            d_model, axis=(-2, -1), use_bias=False, kernel_init=normal, dtype=dtype, name="output"
-        )
-        # The residual stream stays float32: what is added to it is cast by the addition.
-        attention = norm("attention_norm", hidden + drop("output", project_back(attended)))
-        inner = nn.relu(nn.Dense(config.d_ff, kernel_init=normal, dtype=dtype, name="ff_in")(attention))
-        outer = nn.Dense(d_model, kernel_init=normal, dtype=dtype, name="ff_out")(drop("ff_in", inner))
-        return norm("ff_norm", attention + drop("ff_out", outer))
+        return self._feed(attention, factors)
+
+
+class TransformerXLAttention(_LayerPart):
+    """The first half of a layer: attention, residual connection and LayerNorm. Parameters are named as in the whole."""
+
+    @nn.compact
+    def __call__(
+        self,
+        hidden: Float[Array, "batch seq_len d_model"],
+        memory: Float[Array, "batch mem d_model"],
+        memory_mask: Bool[Array, "batch mem"],
+        dropout_key: RowKeys | None = None,
+    ) -> Float[Array, "batch seq_len d_model"]:
+        """What enters the feed-forward network. Arguments are those of the whole layer."""
+        locked = _locked(self.config, self.config.position_dropout)
+        own = {name: part for name, part in locked.items() if name not in _OF_FEEDFORWARD}
+        factors = dropout_factors(dropout_key, own, site=_LOCKED)
+        return self._attend(hidden, memory, memory_mask, dropout_key, factors)
+
+
+class TransformerXLFeedforward(_LayerPart):
+    """The second half of a layer, over tokens: feed-forward network, residual connection and LayerNorm."""
+
+    @nn.compact
+    def __call__(
+        self, hidden: Float[Array, "rows d_model"], dropout_key: RowKeys | None = None
+    ) -> Float[Array, "rows d_model"]:
+        """The layer's output for each token.
+
+        Args:
+          hidden: what left the attention.
+          dropout_key: key data of each token, zeros where it is evaluated. Tokens of one key have one mask.
+        """
+        locked = _locked(self.config, 0.0)
+        own = {name: (rate, shape[1:]) for name, (rate, shape) in locked.items() if name in _OF_FEEDFORWARD}
+        return self._feed(hidden, dropout_factors(dropout_key, own, site=_FEEDFORWARD))
 
 
 def transformer_xl_layer(**sizes_and_rates: Any) -> Expert:
@@ -142,32 +221,38 @@ def transformer_xl_layer(**sizes_and_rates: Any) -> Expert:
     return layer_expert(LayerConfig(**sizes_and_rates))
 
 
+def layer_expert(config: LayerConfig, route: Route = "sequence") -> Expert:
+    """`transformer_xl_layer` of this configuration; where tokens are routed, its second half.
+
+    The latter's inputs are hidden [rows, d_model], what left the attention, and, if the layer drops anything,
+    dropout_key [rows, 2]. Lengths and heads do not matter to it.
+    """
+    return _layer_expert(config, route)
+
+
 @functools.cache
-def layer_expert(config: LayerConfig) -> Expert:
-    """`transformer_xl_layer` of this configuration."""
-    layer, d_model, mem_len = TransformerXLLayer(config), config.d_model, config.mem_len
+def _layer_expert(config: LayerConfig, route: Route) -> Expert:
+    d_model = config.d_model
+    hidden = TensorSpec(name="hidden", shape=(d_model,), dtype="float32", differentiable=True)
+    rest: list[TensorSpec] = []
+    if route == "sequence":
+        hidden = dataclasses.replace(hidden, shape=(config.seq_len, d_model))
+        rest = [
+            TensorSpec(name="memory", shape=(config.mem_len, d_model), dtype="float32", differentiable=False),
+            TensorSpec(name="memory_mask", shape=(config.mem_len,), dtype="bool", differentiable=False),
+        ]
+    if config.drops:
+        rest.append(TensorSpec(name="dropout_key", shape=(2,), dtype="uint32", differentiable=False))
+    layer = TransformerXLLayer(config) if route == "sequence" else TransformerXLFeedforward(config)
 
     def init(key: PRNGKeyArray) -> PyTree:
         # Parameters do not depend on the lengths, so one position and one slot suffice to make them.
         sample = jnp.zeros((1, 1, d_model))
-        return layer.init(key, sample, sample, jnp.ones((1, 1), bool))["params"]
+        inputs = (sample, sample, jnp.ones((1, 1), bool)) if route == "sequence" else (sample[0],)
+        return layer.init(key, *inputs)["params"]
 
-    def apply(
-        params: PyTree,
-        hidden: Float[Array, "batch seq_len d_model"],
-        memory: Float[Array, "batch mem d_model"],
-        memory_mask: Bool[Array, "batch mem"],
-        dropout_key: RowKeys | None = None,
-    ) -> Float[Array, "batch seq_len d_model"]:
-        return cast(Array, layer.apply({"params": params}, hidden, memory, memory_mask, dropout_key))
+    def apply(params: PyTree, *inputs: Array) -> Float[Array, "batch ... d_model"]:
+        return cast(Array, layer.apply({"params": params}, *inputs))
 
-    hidden = TensorSpec(name="hidden", shape=(config.seq_len, d_model), dtype="float32", differentiable=True)
-    inputs = [
-        hidden,
-        TensorSpec(name="memory", shape=(mem_len, d_model), dtype="float32", differentiable=False),
-        TensorSpec(name="memory_mask", shape=(mem_len,), dtype="bool", differentiable=False),
-    ]
-    if config.drops:
-        inputs.append(TensorSpec(name="dropout_key", shape=(2,), dtype="uint32", differentiable=False))
-    output = dataclasses.replace(hidden, name="output")
-    return Expert("transformer_xl", jax.jit(init), apply, tuple(inputs), output)
+    name = "transformer_xl" if route == "sequence" else "transformer_xl_feedforward"
+    return Expert(name, jax.jit(init), apply, (hidden, *rest), dataclasses.replace(hidden, name="output"))

@@ -23,6 +23,9 @@ class MixtureConfig:
     """Seconds to wait for stragglers once every sample has `k_min` answers. Infinity waits for all."""
     timeout_s: float = 10.0
     """Seconds after which a call is given up."""
+    max_rows: int = 256
+    """Most samples of one call: an expert with more of them gets several calls, each of which updates it. At most the
+    nodes' `max_batch_rows`, which they refuse to exceed."""
     compression: Compression = Compression.NONE
     """How activations and gradients travel, there and back: float32 ones, with the losses that `net.wire.compression`
     states; those of other types travel as they are."""
@@ -36,6 +39,8 @@ class MixtureConfig:
     def __post_init__(self) -> None:
         if self.k_best < 1 or not 0 <= self.k_min <= self.k_best:
             raise ValueError(f"expected 1 <= k_best and 0 <= k_min <= k_best, got {self.k_best} and {self.k_min}")
+        if self.max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, got {self.max_rows}")
         if not self.grace_s >= 0 or not self.timeout_s > 0:
             raise ValueError(f"expected grace_s >= 0 and timeout_s > 0, got {self.grace_s} and {self.timeout_s}")
         if self.on_shortfall not in ("skip", "raise"):

@@ -185,16 +185,17 @@ class RemoteMixture:
         return await self._grouped(np.asarray(indices, np.int32), mask, await self.living())
 
     async def _grouped(self, indices: Array, mask: Array, contacts: Mapping[Coordinates, Contact]) -> Choice:
-        """One call for each distinct expert that has a contact."""
+        """One call for each distinct expert that has a contact; several of like size if one had too many rows."""
         places: dict[Coordinates, list[tuple[int, int]]] = {}
         for row, slot in np.argwhere(mask).tolist():
             places.setdefault(tuple(indices[row, slot].tolist()), []).append((row, slot))
         calls = []
         for coordinates, pairs in places.items():
             if coordinates in contacts:
-                rows, slots = np.array(pairs).T
                 uid = str(ExpertUid(self.config.prefix, coordinates))
-                calls.append(ExpertCall(uid=uid, contact=contacts[coordinates], rows=rows, slots=slots))
+                for part in np.array_split(np.array(pairs), -(-len(pairs) // self.config.max_rows)):
+                    rows, slots = part.T
+                    calls.append(ExpertCall(uid=uid, contact=contacts[coordinates], rows=rows, slots=slots))
         traffic = None
         if self.router.heeds_traffic:
             asked = np.zeros_like(mask)
@@ -247,7 +248,8 @@ class RemoteMixture:
                 outputs[call.rows, call.slots] = reply.tensors[0]
                 answered[call.rows, call.slots] = True
                 residual.answered.append((call, sent, _updates_of(reply)))
-        self._note_answers(answered, found=len(calls), replied=len(residual.answered))
+        found, replied = ({call.uid for call in each} for each in (calls, (call for call, _, _ in residual.answered)))
+        self._note_answers(answered, found=len(found), replied=len(replied))
         return outputs, answered, residual
 
     async def backward(self, residual: Residual, output_grads: Array) -> tuple[Array | None, ...]:

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 from dmoe_jax.checks import check_positive, check_rates
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.experts.transformer_xl import layer_expert
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.models.adaptive_softmax import check_cutoffs
 from dmoe_jax.routing.base import check_grid_size
 
@@ -21,11 +21,15 @@ class TransformerXLConfig:
     num_layers: int
     """Layers, each a mixture of experts unless the model is dense."""
     layer: LayerConfig = field(default_factory=LayerConfig)
-    """Every layer, or every expert of a mixture. Its `dropout` also acts, each element by itself, behind the last."""
+    """Every layer, or every expert of a mixture: of its feed-forward part alone where tokens are routed. Its `dropout`
+    also acts, each element by itself, behind the last."""
     grid_size: tuple[int, ...] = ()
     """Extents of each layer's grid of experts; () for a dense model."""
     k_best: int = 0
-    """Experts that each sequence goes to; 4 in the paper, 0 for a dense model."""
+    """Experts that each sequence, or token, goes to; 4 in the paper, 0 for a dense model."""
+    route: Route = "sequence"
+    """What has experts of its own in a mixture: a whole sequence, or each token. All positions are routed, also those
+    whose targets do not count; there are such only in the padding of an evaluation."""
     cutoffs: tuple[int, ...] = ()
     """First word of each tail cluster of the adaptive softmax; () for a plain softmax."""
     embedding_dropout: float = 0.0
@@ -45,6 +49,10 @@ class TransformerXLConfig:
             check_positive(k_best=self.k_best)
         if self.k_best > math.prod(self.grid_size) * self.is_mixture:
             raise ValueError(f"k_best is at most the number of cells of grid {self.grid_size}, got {self.k_best}")
+        if self.route not in get_args(Route):
+            raise ValueError(f"route must be one of {', '.join(get_args(Route))}, got {self.route!r}")
+        if self.routes_tokens and not self.is_mixture:
+            raise ValueError("route='token' needs a grid of experts, got a dense model")
         check_rates(
             embedding_dropout=self.embedding_dropout,
             input_dropout=self.input_dropout,
@@ -55,6 +63,15 @@ class TransformerXLConfig:
     def is_mixture(self) -> bool:
         """Whether its layers are mixtures of experts."""
         return bool(self.grid_size)
+
+    @property
+    def routes_tokens(self) -> bool:
+        """Whether each token has experts of its own, and not each sequence."""
+        return self.route == "token"
+
+    def samples(self, sequences: int) -> int:
+        """How many samples so many sequences of a training batch are to a mixture."""
+        return sequences * (self.seq_len if self.routes_tokens else 1)
 
     @property
     def d_model(self) -> int:
@@ -83,4 +100,4 @@ class TransformerXLConfig:
 
     def expert(self) -> Expert:
         """The network of every expert of this model."""
-        return layer_expert(self.layer)
+        return layer_expert(self.layer, self.route)

@@ -16,12 +16,21 @@ functions, the *segments*, joined by calls to experts that may live elsewhere:
 hidden [batch, seq, d_model], memory [batch, mem, d_model]. Positions are relative and live in the experts: the trunk
 has none. Each `key` is key data of the step (see `models.trunk`), or None in evaluation. `ids` are the words at the
 first positions: what a sequence *is* to a router that hashes.
+
+With `route="token"` the attention of each layer belongs to the trunk and the experts are feed-forward networks, as in
+GShard and Switch. Hidden states are then rows, [batch * seq, d_model], and a layer begins with one more segment:
+
+        hidden = attend(trunk["attention"][layer], hidden, memory[layer], key)
+        scores = gate(trunk["gates"][layer], hidden, memory[layer], ids, key)    a token's own state; ids are all words
+
+What a position attends to are earlier ones, and the router sees each row by itself: nothing that comes later reaches a
+prediction. (A router that compares the samples of a batch, such as expert choice, is refused.)
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +40,7 @@ from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.data.batches import Batch
 from dmoe_jax.experts.dropout import KeyData, RowKeys, wrap_key
+from dmoe_jax.experts.transformer_xl import TransformerXLAttention
 from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.models import trunk as trunk_parts
 from dmoe_jax.models.config import TransformerXLConfig
@@ -59,16 +69,25 @@ def init_trunk(
 ) -> dict[str, PyTree]:
     """Parameters of everything but the experts: {"embed": ..., "gates": [one for each layer], "head": ...}.
 
-    Gates are the router's business; for the others and `word_counts` see `init_embed_and_head`.
+    Where tokens are routed there is also "attention", for each layer. Gates are the router's business; for the others
+    and `word_counts` see `init_embed_and_head`.
 
     Raises:
-      ValueError: if the router is for another grid, or word_counts has not one number for each word.
+      ValueError: if the router is for another grid, or not for what is routed, or word_counts has not one number for
+        each word.
     """
-    check_router(router, config.grid_size, config.d_model)
+    check_router(router, config.grid_size, config.d_model, in_order=config.routes_tokens)
     embed_key, head_key, gate_key = jax.random.split(key, 3)
     embed_params, head_params = init_embed_and_head(embed_key, head_key, config, word_counts=word_counts)
     gates = [router.init(k, config.d_model) for k in jax.random.split(gate_key, config.num_layers)]
-    return {"embed": embed_params, "gates": gates, "head": head_params}
+    trunk = {"embed": embed_params, "gates": gates, "head": head_params}
+    if config.routes_tokens:
+        # Parameters do not depend on the lengths, so one position and one slot suffice to make them.
+        sample, filled = jnp.zeros((1, 1, config.d_model)), jnp.ones((1, 1), bool)
+        init = jax.jit(lambda own: TransformerXLAttention(config.layer).init(own, sample, sample, filled)["params"])
+        keys = jax.random.split(jax.random.fold_in(key, 3), config.num_layers)
+        trunk["attention"] = [init(own) for own in keys]
+    return trunk
 
 
 def init_experts(key: PRNGKeyArray, config: TransformerXLConfig) -> tuple[PyTree, ...]:
@@ -100,30 +119,58 @@ def segments(config: TransformerXLConfig, router: Router) -> Segments:
 
     def embed(
         params: PyTree, tokens: Int[Array, "batch seq"], key: KeyData | None = None
-    ) -> Float[Array, "batch seq d_model"]:
-        return trunk_parts.embed(params, tokens, config, key)
+    ) -> Float[Array, "batch seq d_model"] | Float[Array, "rows d_model"]:
+        hidden = trunk_parts.embed(params, tokens, config, key)
+        return hidden.reshape(-1, config.d_model) if config.routes_tokens else hidden
 
     def gate(
         params: PyTree,
-        hidden: Float[Array, "batch seq d_model"],
+        hidden: Float[Array, "batch seq d_model"] | Float[Array, "rows d_model"],
         memory: LayerMemory,
-        ids: Int[Array, " batch"] | None = None,
+        ids: Int[Array, " samples"] | None = None,
         key: KeyData | None = None,
     ) -> Scores:
-        features = routing_features(hidden, memory.states, memory.mask)
+        features = hidden if config.routes_tokens else routing_features(hidden, memory.states, memory.mask)
         return score(router, params, features, key=None if key is None else wrap_key(key), ids=ids)
 
     def loss_head(
         embed_params: PyTree,
         head_params: PyTree,
-        hidden: Float[Array, "batch seq d_model"],
+        hidden: Float[Array, "batch seq d_model"] | Float[Array, "rows d_model"],
         targets: Int[Array, "batch seq"],
         mask: Bool[Array, "batch seq"],
         key: KeyData | None = None,
     ) -> Float[Array, ""]:
+        hidden = by_sequence(hidden, len(targets))
         return masked_mean(trunk_parts.token_nll(embed_params, head_params, hidden, targets, config, key), mask)
 
     return Segments(embed, gate, loss_head)
+
+
+@functools.cache
+def attention_segment(config: TransformerXLConfig) -> Callable[..., Float[Array, "rows d_model"]]:
+    """The segment that a layer begins with where tokens are routed: (params, hidden, memory, key) -> hidden.
+
+    Hidden states are rows; `key` has key data for each sequence.
+    """
+    layer = TransformerXLAttention(config.layer)
+
+    def attend(params: PyTree, hidden: Array, memory: LayerMemory, key: RowKeys | None = None) -> Array:
+        sequences = by_sequence(hidden, len(memory.mask))
+        attended = cast(Array, layer.apply({"params": params}, sequences, memory.states, memory.mask, key))
+        return attended.reshape(-1, config.d_model)
+
+    return attend
+
+
+def by_sequence(hidden: Float[Array, "... d_model"], batch: int) -> Float[Array, "batch seq d_model"]:
+    """Hidden states by sequence, from those or from rows of all positions."""
+    return hidden.reshape(batch, -1, hidden.shape[-1])
+
+
+def router_ids(config: TransformerXLConfig, tokens: Any) -> Any:
+    """What the samples of a mixture are to a router that hashes: a token its word, a sequence its first one."""
+    return tokens.reshape(-1) if config.routes_tokens else tokens[:, 0]
 
 
 def masked_mean(nll: Float[Array, "batch seq"], mask: Bool[Array, "batch seq"]) -> Float[Array, ""]:
@@ -138,14 +185,17 @@ def expert_inputs(
 
     Args:
       config: says whether its experts drop anything, and so have a key among their inputs.
-      hidden: [batch, seq, d_model], an array or a value on the tape.
+      hidden: [batch, seq, d_model], an array or a value on the tape; rows [batch * seq, d_model] of tokens.
       memory: this layer's.
-      dropout_key: key data of each sample; None in evaluation.
+      dropout_key: key data of each sequence, which its tokens share: what is dropped of one is dropped of all, as
+        within a layer. None in evaluation.
     """
-    inputs = (hidden, memory.states, memory.mask)
+    inputs = (hidden,) if config.routes_tokens else (hidden, memory.states, memory.mask)
     if not config.layer.drops:
         return inputs
-    return (*inputs, np.zeros((hidden.shape[0], 2), np.uint32) if dropout_key is None else dropout_key)
+    if dropout_key is None:
+        return (*inputs, np.zeros((hidden.shape[0], 2), np.uint32))
+    return (*inputs, dropout_key.repeat(hidden.shape[0] // len(dropout_key), axis=0))
 
 
 def local_forward(
@@ -178,13 +228,15 @@ def local_forward(
     layers, memories = [], []
     for i in range(config.num_layers):
         gate_key, expert_keys = (None, None) if keys is None else (keys.gates[i], keys.experts[i])
-        scores = parts.gate(trunk["gates"][i], hidden, memory[i], tokens[:, 0], gate_key)
+        memories.append(_next_memory(memory[i], hidden))
+        if config.routes_tokens:
+            hidden = attention_segment(config)(trunk["attention"][i], hidden, memory[i], expert_keys)
+        scores = parts.gate(trunk["gates"][i], hidden, memory[i], router_ids(config, tokens), gate_key)
         inputs = map(jnp.asarray, expert_inputs(config, hidden, memory[i], expert_keys))
-        memories.append(next_memory(memory[i], hidden))
         layer_alive = None if alive is None else alive[i]
         hidden, aux = dmoe_layer(expert, experts[i], router, config.k_best, scores, layer_alive, *inputs)
         layers.append(aux)
-    head_key = None if keys is None else keys.head
+    head_key, hidden = None if keys is None else keys.head, by_sequence(hidden, len(tokens))
     token_nll = trunk_parts.token_nll(trunk["embed"], trunk["head"], hidden, targets, config, head_key)
     nll = masked_mean(token_nll, mask)
     aux_losses = [layer.aux_loss for layer in layers]
@@ -261,12 +313,16 @@ class TransformerXL(Model):
         embed, gate, loss_head = self._segments
         hidden = run(embed, params["embed"], batch.tokens, None if keys is None else keys.embed)
         state = trunk_parts.forget(state, jnp.asarray(batch.is_first))
+        ids = router_ids(self.config, batch.tokens)
         memories, aux_losses = [], []
         for i, mixture in enumerate(self.mixtures):
             gate_key, expert_keys = (None, None) if keys is None else (keys.gates[i], keys.experts[i])
-            scores = run(gate, params["gates"][i], hidden, state[i], batch.tokens[:, 0], gate_key)
             # Off the tape: memory is a constant to the gradient, in this segment of text and in the next.
             memories.append(_jitted_next_memory(state[i], hidden.value))
+            if self.config.routes_tokens:
+                attend = attention_segment(self.config)
+                hidden = run(attend, params["attention"][i], hidden, state[i], expert_keys)
+            scores = run(gate, params["gates"][i], hidden, state[i], ids, gate_key)
             hidden, aux_loss = await mixture(run, scores, *expert_inputs(self.config, hidden, state[i], expert_keys))
             aux_losses.append(aux_loss)
         head_key = None if keys is None else keys.head
@@ -289,4 +345,8 @@ class TransformerXL(Model):
         return dataclasses.replace(evaluation, targets=np.concatenate(targets))
 
 
-_jitted_next_memory = jax.jit(next_memory)
+def _next_memory(memory: LayerMemory, hidden: Float[Array, "... d_model"]) -> LayerMemory:
+    return next_memory(memory, by_sequence(hidden, len(memory.mask)))
+
+
+_jitted_next_memory = jax.jit(_next_memory)

@@ -14,12 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax.routing.base import Router, RouterError, as_scores, gather_logits, score
+from dmoe_jax.routing.base import (
+    Router,
+    RouterError,
+    as_scores,
+    cell_numbers,
+    combine_weights,
+    gather_logits,
+    score,
+)
 
-_BATCH = 3
+_BATCH, _FIRST = 3, 16
 
 
-def check_router(router: Any, grid_size: tuple[int, ...], d_model: int | None = None) -> None:
+def check_router(
+    router: Any, grid_size: tuple[int, ...], d_model: int | None = None, *, in_order: bool = False
+) -> None:
     """Make sure that a router routes on this grid.
 
     Args:
@@ -27,10 +37,13 @@ def check_router(router: Any, grid_size: tuple[int, ...], d_model: int | None = 
       grid_size: extents of the experts' grid.
       d_model: width of the samples; with it the router's functions are tried on a few random samples. None: only its
         type and grid are looked at.
+      in_order: whether the samples of a batch are the tokens of a text, each of which predicts the next. Then what
+        becomes of a sample may not depend on the samples behind it; needs d_model.
 
     Raises:
       RouterError: naming the router and what is wrong: another grid, a wrong shape or dtype, NaN, an expert selected
-        twice for a sample, weights that are negative or exceed 1, or what one of its functions raised.
+        twice for a sample, weights that are negative or exceed 1, a look at later samples, or what one of its functions
+        raised.
     """
     if not isinstance(router, Router):
         raise RouterError(f"expected a Router, got {type(router).__name__}: {router!r}")
@@ -43,6 +56,8 @@ def check_router(router: Any, grid_size: tuple[int, ...], d_model: int | None = 
     if d_model is not None:
         try:
             _try(router, d_model)
+            if in_order:
+                _try_order(router, d_model)
         except RouterError:
             raise
         except ValueError as error:
@@ -91,6 +106,38 @@ def _try(router: Router, d_model: int) -> None:
                 raise ValueError(f"select chose expert {twice} more than once for sample {sample}")
         for case in range(len(answers[0])):
             _check_answer(mask, *jax.tree.map(operator.itemgetter(case), answers))
+
+
+@functools.cache
+def _try_order(router: Router, d_model: int) -> None:
+    """Raise ValueError if scores, experts or weights of a few samples change with those behind them."""
+
+    def routed(params: Any, x: Any, ids: Any, key: Any) -> list[Any]:
+        scores = score(router, params, x, key=key, ids=ids)
+        indices, mask = router.select(scores, 1)
+        weights = combine_weights(router, scores, indices, mask)
+        cells = jnp.where(mask, cell_numbers(indices, router.grid_size), -1)
+        return [part[:_FIRST] for part in (cells, weights, *scores.logits)]
+
+    rng = np.random.default_rng(0)
+
+    def moved(leaf: Any) -> Any:  # far from initial values such as 0, which hide what matters
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return np.asarray(leaf) + rng.normal(size=leaf.shape).astype(leaf.dtype)
+
+    params = jax.tree.map(moved, router.init(jax.random.key(0), d_model))
+    x = rng.normal(size=(2, 2 * _FIRST, d_model)).astype(np.float32)
+    ids = rng.integers(0, 99, (2, 2 * _FIRST)).astype(np.int32)
+    x[1, :_FIRST], ids[1, :_FIRST] = x[0, :_FIRST], ids[0, :_FIRST]
+    trial = jax.jit(routed)
+    for key in (jax.random.key(2), None):
+        before, after = (trial(params, *case, key) for case in zip(x, ids, strict=True))
+        if not all(np.allclose(*parts, atol=1e-5, equal_nan=True) for parts in zip(before, after, strict=True)):
+            raise ValueError(
+                "who serves a sample depends on the samples behind it in the batch. Where tokens are routed, these are "
+                "the words that it is to predict: route sequences, or take a router that looks at each sample alone"
+            )
 
 
 def _trial(router: Router, k: int, params: Any, x: Any, ids: Any, key: Any, alive: Any) -> Any:

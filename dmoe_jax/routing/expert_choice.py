@@ -9,10 +9,12 @@ Where n k / e is no whole number (it always is in the paper), every expert takes
 left over go to the experts whose next sample scores highest, one each: always n k choices in all. So a batch of one
 sample is plain top-k, where rounding up would have every expert of the grid take it. A sample keeps the 2k best of the
 experts that took it: shapes must be static, and its number of calls bounded. (Section 3.3 caps it by a linear
-programme.)
+programme.) An expert's capacity in a batch is therefore n k / e, rounded up, and a sample that no expert has taken is
+dropped by the layer: it passes unchanged.
 
 In a language model that routes tokens, whether an expert takes a token depends on the tokens after it: training looks
-at the future, and generation, which cannot, differs from it. Routed by sequence, as in this project, it stays causal.
+at the future, and generation, which cannot, differs from it; perplexities would be better than the model is. So
+Transformer-XL with `route="token"` refuses it (`check.check_router`). Routed by sequence it stays causal.
 """
 
 import functools

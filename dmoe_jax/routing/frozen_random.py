@@ -7,7 +7,8 @@ initialisation, and only the experts learn to live with it. A comparison with it
 
 One flat score for each expert (no product keys), LayerNorm at its initial gain and bias, PyTorch's epsilon. A score
 thus has a standard deviation near sqrt(d_model / num_experts), 5.7 for 512 features and 16 experts: the best expert
-gets nearly all of the weight. No gradient reaches the parameters; it does reach x.
+gets nearly all of the weight. No gradient reaches the parameters; it does reach x. An expert takes as many samples of a
+batch as choose it: no capacity, nobody is dropped.
 """
 
 import math

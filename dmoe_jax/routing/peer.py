@@ -6,7 +6,8 @@
 Unlike `product_key`, where every dimension sees the whole input, a dimension scores its own part of the query. The
 papers normalise queries over the batch, which evens out the use of experts; trainers with batches of one sample have
 no such statistics, so each part is normalised for itself, to mean 0 and variance 1 over its features. That, too, keeps
-a score from growing without bound. One head instead of several: our experts are whole networks, not single neurons.
+a score from growing without bound. One head instead of several: our experts are whole networks, not single neurons. An
+expert takes as many samples of a batch as choose it: no capacity, nobody is dropped.
 """
 
 import math

@@ -7,9 +7,10 @@
 
 The paper has k = 1, for which renormalised weights would all be 1 and the router would learn nothing; a larger k works
 as well. What the probabilities leave over passes the sample through, as the residual connection around the paper's
-layer does. There is no expert capacity (eq. 3): experts here are machines that gather their own batches, and no sample
-is dropped. The paper's input jitter is left to `combinators.add_noise`. The gate is the one of `product_key`, LayerNorm
-included, started at the paper's smaller scale (section 2.4).
+layer does. There is no expert capacity (eq. 3): experts here are machines that gather their own batches, an expert
+takes all samples of a batch that choose it, and none is dropped. The paper's input jitter is left to
+`combinators.add_noise`. The gate is the one of `product_key`, LayerNorm included, started at the paper's smaller scale
+(section 2.4).
 """
 
 import math

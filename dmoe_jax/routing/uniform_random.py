@@ -2,7 +2,8 @@
 
 In training the k experts of a sample are drawn anew in each step. In evaluation nothing may be random: there they
 follow from a hash of the sample's own features, so that the same sample always meets the same experts. Scores are flat,
-since sums over dimensions would make experts that share a coordinate come together. Weights are uniform.
+since sums over dimensions would make experts that share a coordinate come together. Weights are uniform. An expert
+takes as many samples of a batch as are drawn for it: no capacity, nobody is dropped.
 """
 
 import math

@@ -7,6 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from dmoe_jax.cli.common import one_line
+from dmoe_jax.routing.base import RouterError
 from dmoe_jax.routing.registry import ROUTERS
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import first_leaf
@@ -33,7 +34,12 @@ def load_routers(settings: CompareRoutersSettings) -> dict[str, str]:
     routers: dict[str, str] = {}
     folders: dict[str, str] = {}
     for spec in settings.routers or (QUICK_ROUTERS if settings.quick else tuple(ROUTERS)):
-        label = checked_router(spec, settings.size).name
+        try:
+            label = checked_router(spec, settings.size, settings.route).name
+        except RouterError:
+            if settings.routers or settings.route == "sequence":
+                raise
+            continue  # of all that are registered, one that is not for tokens
         other = folders.setdefault(run_name(label, 0), spec)
         if other != spec:
             raise ValueError(f"routers {other} and {spec} are both called {label!r}: rename one of them")

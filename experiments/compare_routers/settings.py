@@ -21,7 +21,8 @@ class CompareRoutersSettings(TrainingSettings):
     may_differ: ClassVar[tuple[str, ...]] = ("routers", "seeds")
 
     routers: tuple[str, ...] = ()
-    """Registered names, or your own: my_file.py:my_router. Default: all that are registered; with --quick, three."""
+    """Registered names, or your own: my_file.py:my_router. Default: all that are registered, with
+    --route token without those that cannot; with --quick, three."""
     seeds: tuple[int, ...] = ()
     """Seeds; each router is trained once with each. Default: 0 1 2; with --quick, 0 1."""
 

@@ -69,7 +69,7 @@ class Problem:
     Attributes:
       name: what figures call it.
       make_model: (swarm, **settings of the mixtures) -> the model.
-      batch_size: samples of a step.
+      batch_size: samples of a step, as its mixtures have them.
       streams: (trainers, seed) -> the batches of each, without end.
       evaluation: batches, always the same.
       optimizers: of trunk and experts.

@@ -100,8 +100,7 @@ async def _train(problem: Problem, emulator: Emulator, data: Data, setting: _Set
     recorder = OrderRecorder(prefixes, grid_size) if record else None
     uids = [all_uids(prefix, grid_size) for prefix in prefixes]
     backends = {str(uid): _backend(emulator, expert_key, uid) for uid in itertools.chain(*uids)}
-    batch = jax.tree.leaves(data)[0].shape[2]
-    next(iter(backends.values())).warm_up(_NODE_CONFIG.max_batch_rows if not record else batch)
+    next(iter(backends.values())).warm_up(_NODE_CONFIG.max_batch_rows if not record else problem.batch_size)
     trunk = SharedTrunk(emulator.stages.model.init(trunk_key), emulator.optimizer, InlineDevice())
     records: list[StepRecord] = []
     began, first_timed = 0.0, max(1, num_updates // 10)
@@ -148,7 +147,7 @@ async def _train(problem: Problem, emulator: Emulator, data: Data, setting: _Set
         wall_s = time.perf_counter() - began
     order = None
     if recorder is not None:
-        order = recorder.order(num_trainers=emulator.num_trainers, num_pairs=batch * emulator.k_best)
+        order = recorder.order(num_trainers=emulator.num_trainers, num_pairs=problem.batch_size * emulator.k_best)
     stacked = tuple(
         jax.tree.map(lambda *leaves: np.stack(leaves), *(backends[str(uid)].params for uid in layer)) for layer in uids
     )

@@ -5,8 +5,10 @@ calls are under way while the model is evaluated and saved, and a run that is re
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -15,7 +17,7 @@ import numpy as np
 import optax
 
 from dmoe_jax.emulator import Emulator, SwarmState, draw_order, exponential_delays, take_batches
-from dmoe_jax.emulator.order import STAGE
+from dmoe_jax.emulator.order import STAGE, EventOrder
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.recipe import make_optimizer
@@ -41,16 +43,20 @@ class EmulatedDmoe(SetupEngine):
         setting, config = setup.setting or Setting(place="emulated"), setup.config
         num_trainers, optimizer = setting.num_trainers, make_optimizer(setup.recipe)
         self._emulator = _emulator(config, setup.router, optimizer, make_optimizer(setup.expert_recipe), num_trainers)
+        num_pairs, num_cells = config.samples(setup.rows) * config.k_best, math.prod(config.grid_size)
+        # Of many tokens most go to an expert that others go to as well: drawn are calls of experts, not of pairs.
         self._order = draw_order(
             num_updates=setup.steps,
             num_trainers=num_trainers,
             num_layers=config.num_layers,
-            num_pairs=setup.rows * config.k_best,
+            num_pairs=num_cells if config.routes_tokens else num_pairs,
             delay=exponential_delays(setting.delay_s),
             failure_rate=setting.failure_rate,
             concurrency=setting.concurrency,
             seed=setup.seed,
         )
+        if config.routes_tokens:
+            self._order = _by_expert(self._order, num_pairs)
         self._updates = self._order.updates
         data = take_batches(
             self._emulator.stages.model,
@@ -140,8 +146,8 @@ class EmulatedDmoe(SetupEngine):
     def totals(self) -> Totals:
         """Running totals. Calls, forward and backward, are estimated from the backward calls that were computed.
 
-        An order has events for pairs of a sequence and an expert. How many of them share a call is the router's
-        decision, so that the order only knows which share of the calls fails.
+        An order has events for pairs of a sequence and an expert, or for all experts where tokens are routed. Which of
+        them are calls is the router's decision, so that the order only knows which share of the calls fails.
         """
         counted, order = self._counted, self._order
         stop = int(self._updates[self._step - 1]) + 1 if self._step else 0
@@ -159,6 +165,12 @@ class EmulatedDmoe(SetupEngine):
             load=dict(zip(uids, np.concatenate([layer.load for layer in counted.experts]).tolist(), strict=True)),
             figures={"mean_expert_staleness": float(counted.expert_staleness)},
         )
+
+
+def _by_expert(order: EventOrder, num_pairs: int) -> EventOrder:
+    """An order that was drawn with a pair for each expert of a layer, of that expert's calls."""
+    own = np.where(order.kind < STAGE, order.layer * order.num_pairs + order.pair, -1)
+    return replace(order, expert=own.astype(np.int32), pair=np.zeros_like(order.pair), num_pairs=num_pairs)
 
 
 @functools.cache

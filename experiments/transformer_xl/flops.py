@@ -31,8 +31,12 @@ def layer_flops(*, seq_len: int, mem_len: int, d_model: int, num_heads: int, d_h
     keys, inner = mem_len + seq_len, num_heads * d_head
     projections = 2 * (seq_len + keys) * d_model * inner  # q and output, k and v
     attention = 3 * seq_len * keys * inner  # scores by content, by distance, weighted sum
-    feedforward = 2 * seq_len * d_model * d_ff
-    return 2 * (projections + attention + feedforward)
+    return 2 * (projections + attention) + feedforward_flops(seq_len=seq_len, d_model=d_model, d_ff=d_ff)
+
+
+def feedforward_flops(*, seq_len: int, d_model: int, d_ff: int) -> int:
+    """Those of the feed-forward network of a layer."""
+    return 4 * seq_len * d_model * d_ff
 
 
 def sequence_flops(layer: LayerConfig) -> int:
@@ -54,8 +58,12 @@ def softmax_flops(config: TransformerXLConfig, words: np.ndarray) -> float:
 
 def forward_flops(config: TransformerXLConfig, corpus: Corpus) -> float:
     """Those of the model's forward pass for a word of the training text."""
-    layers = config.num_layers * (config.k_best if config.is_mixture else 1)
-    return layers * sequence_flops(config.layer) / config.seq_len + softmax_flops(config, corpus.train)
+    layer, experts = config.layer, config.k_best if config.is_mixture else 1
+    of_layer = experts * sequence_flops(layer)
+    if config.routes_tokens:  # whose attention is the trunk's
+        of_expert = feedforward_flops(seq_len=layer.seq_len, d_model=layer.d_model, d_ff=layer.d_ff)
+        of_layer = sequence_flops(layer) + (experts - 1) * of_expert
+    return config.num_layers * of_layer / config.seq_len + softmax_flops(config, corpus.train)
 
 
 def training_flops(forward_per_token: float, tokens: float) -> float:

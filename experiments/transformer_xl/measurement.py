@@ -67,7 +67,7 @@ HEADLINE = (
 def check(settings: TransformerXLSettings) -> None:
     """Try the router before anything is trained or written, if one of the models has any."""
     if "dmoe" in settings.models:
-        checked_router(settings.router, settings.size)
+        checked_router(settings.router, settings.size, settings.route)
 
 
 def measure(run: Run[TransformerXLSettings]) -> None:
@@ -83,7 +83,7 @@ def measure(run: Run[TransformerXLSettings]) -> None:
         time_updates(run, corpus)
         return
     for model in settings.models:
-        config = model_config(PRESETS[model, settings.size], len(corpus.vocabulary))
+        config = model_config(PRESETS[model, settings.size], len(corpus.vocabulary), route=settings.route)
         run.log("flops", model=model, forward_per_token=forward_flops(config, corpus))
     factors = None
     if settings.search:
@@ -92,7 +92,9 @@ def measure(run: Run[TransformerXLSettings]) -> None:
             return
         run.say("best of the search: " + ", ".join(f"{model} x{factor:g}" for model, factor in factors.items()))
     _train_all(run, corpus, compared_trainings(settings, out, factors), deadline)
-    is_measured = settings.no_overhead or run.records("overhead") or deadline.is_over
+    # The dense layer that it is measured beside is as wide as several whole layers.
+    no_overhead = settings.no_overhead or settings.route == "token"
+    is_measured = no_overhead or run.records("overhead") or deadline.is_over
     if settings.place == "local" and "dmoe" in settings.models and not is_measured:
         run.say("what the mixture costs beside a dense layer of its FLOPs")
         run.log("overhead", ratio=_overhead(run))
@@ -161,7 +163,7 @@ def summarise(run: Run[TransformerXLSettings]) -> Result | None:
     finished, runs = _finished(run), _runs(run)
     models = {label: merged_headline(list(seeds.values()), HEADLINE) for label, seeds in finished.items()}
     headline: dict[str, Any] = {"size": settings.size, "where": settings.place, "corpus": corpora[-1]["name"]}
-    headline |= {"router": settings.router} if "dmoe" in settings.models else {}
+    headline |= {"router": settings.router, "route": settings.route} if "dmoe" in settings.models else {}
     headline |= {"runs": len(compared_trainings(settings, out)), "runs_finished": sum(map(len, finished.values()))}
     searched = search_results(settings, out) if settings.search else {}
     headline |= {"step_size_factors": best_factors(searched)} if searched else {}

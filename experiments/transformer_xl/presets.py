@@ -15,7 +15,7 @@ out.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.recipe import Recipe
 from experiments.transformer_xl.settings import Model, Size, TrainingSettings
@@ -155,11 +155,17 @@ def chosen_preset(settings: TrainingSettings, model: Model) -> Preset:
     return preset.scaled(factor * settings.step_size)
 
 
-def model_config(preset: Preset, vocab_size: int, *, compute_dtype: str = "float32") -> TransformerXLConfig:
-    """The configuration of the preset's model over this vocabulary, without clusters of words beyond it."""
+def model_config(
+    preset: Preset, vocab_size: int, *, compute_dtype: str = "float32", route: Route = "sequence"
+) -> TransformerXLConfig:
+    """The configuration of the preset's model over this vocabulary, without clusters of words beyond it.
+
+    A dense model routes nothing, whatever `route` says.
+    """
     return replace(
         preset.config,
         vocab_size=vocab_size,
         cutoffs=tuple(cutoff for cutoff in preset.config.cutoffs if cutoff < vocab_size),
         layer=replace(preset.config.layer, compute_dtype=compute_dtype),
+        route=route if preset.config.is_mixture else "sequence",
     )

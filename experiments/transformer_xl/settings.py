@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
+from dmoe_jax.layer_config import Route
 from experiments.bench import ResumableSettings, Settings
 
 NAME = "transformer_xl"
@@ -55,6 +56,9 @@ class TrainingSettings(ResumableSettings):
     """Updates of each model. Default: the preset's."""
     batch_size: int | None = None
     """Sequences of an update. Default: the preset's on one device, 1 for each simulated trainer."""
+    route: Route = "sequence"
+    """What has experts of its own in dmoe: a sequence, whose experts are whole layers; or each token, whose experts are
+    the feed-forward networks of layers that share one attention."""
     bf16: bool = False
     """Multiply matrices of the layers in bfloat16."""
     eval_every: int | None = None
@@ -155,7 +159,8 @@ class TransformerXLSettings(TrainingSettings, Settings):
     """Runs trained at once, each in a process with its share of the cores. Default: two where simulated and there are
     two cores, else one."""
     no_overhead: bool = False
-    """Leave out the measurement of what the mixture costs over a dense layer of its FLOPs (where dmoe is local)."""
+    """Leave out the measurement of what the mixture costs over a dense layer of its FLOPs (where dmoe is local and
+    routes sequences)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,6 +14,7 @@ from dmoe_jax.checkpoints import host_copy
 from dmoe_jax.data.batches import Batch, SegmentStream, evaluation_segments
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.grid import all_uids, layer_prefix
+from dmoe_jax.layer_config import Route
 from dmoe_jax.model import Evaluation
 from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import transformer_xl as txl
@@ -72,6 +73,8 @@ class Setup:
     """Of parameters, dropout, the router's noise and the rows' places in the text."""
     router: Router | None = None
     """Of every layer of a mixture."""
+    route: Route = "sequence"
+    """What has experts of its own in a mixture."""
     name: str = ""
     """What figures call it; empty: the model's name."""
     compute_dtype: str = "float32"
@@ -105,7 +108,8 @@ class Setup:
     @functools.cached_property
     def config(self) -> TransformerXLConfig:
         """Sizes of the model over this vocabulary."""
-        return model_config(self.preset, len(self.corpus.vocabulary), compute_dtype=self.compute_dtype)
+        vocab_size = len(self.corpus.vocabulary)
+        return model_config(self.preset, vocab_size, compute_dtype=self.compute_dtype, route=self.route)
 
     @functools.cached_property
     def layers(self) -> Mapping[str, tuple[str, ...]]:

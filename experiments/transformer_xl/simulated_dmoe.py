@@ -74,7 +74,9 @@ class SimulatedDmoe(SimulatedEngine):
         for uid in map(parse_uid, itertools.chain(*setup.layers.values())):
             params = init_by_uid(key, expert, uid.prefix, uid.coordinates)
             self._backends[str(uid)] = ExpertBackend(expert, make_optimizer(setup.expert_recipe), params)
-        next(iter(self._backends.values())).warm_up(2 * setup.rows)
+        next(iter(self._backends.values())).warm_up(
+            min(2 * setup.config.samples(setup.rows), _NODE_CONFIG.max_batch_rows)
+        )
         self._statistics = CallStatistics()
 
     async def stretch(self, last_step: int, on_step: OnStep, on_lost: OnLost) -> None:

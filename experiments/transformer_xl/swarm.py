@@ -106,6 +106,7 @@ def node_flags(settings: TransformerXLSettings, folder: Path, index: int) -> lis
     return as_flags(
         {
             **_shape_and_rates(settings, preset.config.layer, preset.expert_recipe),
+            "route": settings.route,
             "seed": settings.seed,
             "checkpoint_dir": folder / f"node{index}",
         }
@@ -124,7 +125,7 @@ def trainer_flags(settings: TransformerXLSettings, contacts: Sequence[str], out:
     num_trainers = max(1, NUM_TRAINERS // settings.processes)
     batch_size = settings.batch_size or max(1, preset.batch_size // (num_trainers * settings.processes))
     plan = make_plan(settings, preset)
-    config = asdict(preset.config)
+    config = asdict(preset.config) | {"route": settings.route}
     del config["vocab_size"], config["layer"]
     averaging = averaging_flags(
         num_processes=settings.processes, every=settings.average_every, seed=settings.seed, index=index

@@ -12,6 +12,7 @@ import jax
 from dmoe_jax.checkpoints import CheckpointError
 from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.data.corpora import Corpus, load_corpus
+from dmoe_jax.layer_config import Route
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
@@ -39,15 +40,15 @@ FAILURES = (FloatingPointError, RouterError, NetError)
 """What may go wrong with a run."""
 
 
-def checked_router(spec: str, size: Size) -> Router:
-    """The router for the mixture of this size, tried on a few samples.
+def checked_router(spec: str, size: Size, route: Route = "sequence") -> Router:
+    """The router for the mixture of this size that routes sequences or tokens, tried on a few samples.
 
     Raises:
       RouterError: naming the router.
     """
     config = PRESETS["dmoe", size].config
     router = make_router(spec, config.grid_size)
-    check_router(router, config.grid_size, config.d_model)
+    check_router(router, config.grid_size, config.d_model, in_order=route == "token")
     return router
 
 
@@ -201,6 +202,7 @@ def make_setup(
         steps=make_plan(settings, preset).steps,
         seed=seed,
         router=make_router(router, preset.config.grid_size) if preset.config.is_mixture else None,
+        route=settings.route,
         name=name,
         compute_dtype=settings.compute_dtype,
         setting=None if settings.place == "local" else setting,

@@ -257,6 +257,7 @@ def test_slips_of_the_pen_are_guessed_on_every_terminal(
         (["--expert", "convolution"], "expert 'convolution': expected one of feedforward, transformer_xl, or"),
         (["--expert", "feedforward", "--seq-len", "8"], "--seq-len would have no effect beside --expert feedforward"),
         (["--expert", "FILE:expert", "--d-model", "8"], "--d-model would have no effect beside --expert"),
+        (["--expert", "FILE:expert", "--route", "token"], "--route token would have no effect beside --expert"),
         (["--optimizer", "FILE:number"], "optimizer .*: expected an optax.GradientTransformation, got int: 3"),
         (["--optimizer", "FILE:optimizer", "--learning-rate", "3"], "--learning-rate would have no effect beside"),
         (["--optimizer", "FILE:optimizer", "--staleness-power", "0"], "--staleness-power would have no effect beside"),

@@ -19,11 +19,19 @@ from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.common import UsageError, parse_command_line
 from dmoe_jax.cli.network import NetworkOptions
 from dmoe_jax.cli.train import TrainCommand
-from dmoe_jax.cli.train_options import CallOptions, DataOptions, LanguageModelOptions, OptimizerOptions, RunOptions
+from dmoe_jax.cli.train_options import (
+    CallOptions,
+    DataOptions,
+    LanguageModelOptions,
+    OptimizerOptions,
+    RunOptions,
+    TrainOptions,
+    check_changes,
+)
 from dmoe_jax.cli.training import run_training
 from dmoe_jax.experts.transformer_xl import layer_expert
 from dmoe_jax.layer_config import LayerConfig
-from dmoe_jax.runs.run_folder import read_metrics
+from dmoe_jax.runs.run_folder import plain, read_metrics
 from dmoe_jax.security import Plain
 from dmoe_jax.swarm import Served, Swarm, open_swarm
 from dmoe_jax.training import progress
@@ -136,6 +144,7 @@ async def test_a_run_is_resumed(
     ("changes", "line"),
     [
         ({"resume": False}, "not empty"),
+        ({"route": "token"}, "begun with --route 'sequence' and cannot be resumed with 'token'"),
         ({"router": "switch"}, "begun with --router 'product_key' and cannot be resumed with 'switch'"),
         ({"average_every": 5}, "begun with --average-every 0 and cannot be resumed with 5"),
         ({"weight_decay": 0.1}, "begun with --weight-decay 0.0 and cannot be resumed with 0.1"),
@@ -151,6 +160,16 @@ def test_what_a_resumed_run_cannot_change(
     with pytest.raises(UsageError, match=line):
         command(out, text, **{"resume": True, **changes}).prepared()
     assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+
+def test_a_run_from_before_a_flag_had_its_default() -> None:
+    """A config.json without the route is of a run that routed sequences."""
+    saved = plain(TrainOptions(join=()).settings())
+    del saved["language"]["route"]
+    check_changes(Path("run"), saved, TrainOptions(join=()).settings())
+    now = TrainOptions(join=(), language=LanguageModelOptions(route="token"))
+    with pytest.raises(UsageError, match="begun with --route 'sequence' and cannot be resumed with 'token'"):
+        check_changes(Path("run"), saved, now.settings())
 
 
 def test_a_resumed_run_has_its_own_flags(tmp_path: Path) -> None:

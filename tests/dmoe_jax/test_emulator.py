@@ -15,7 +15,7 @@ from dmoe_jax.emulator import Data, Emulator, OrderRecorder, draw_order, exponen
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE
 from dmoe_jax.emulator.state import SwarmState
 from dmoe_jax.emulator.trust import keeps_what_is_infinite
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.mixture.local import init_opt_states, update_experts
 from dmoe_jax.models import mlp
 from dmoe_jax.models import transformer_xl as txl
@@ -50,17 +50,24 @@ PROBLEM = Problem(
 )
 
 
-def small_transformer() -> Problem:
+def small_transformer(route: Route) -> Problem:
     """With dropout, memory, texts that end, and an adaptive softmax."""
     layer = LayerConfig(d_model=8, num_heads=2, d_ff=12, seq_len=6, mem_len=6, dropout=0.2)
     config = TransformerXLConfig(
-        vocab_size=40, num_layers=2, grid_size=(2, 2), k_best=2, cutoffs=(20,), layer=layer, input_dropout=0.2
+        vocab_size=40,
+        num_layers=2,
+        grid_size=(2, 2),
+        k_best=2,
+        route=route,
+        cutoffs=(20,),
+        layer=layer,
+        input_dropout=0.2,
     )
     text, router = np.random.default_rng(0).integers(0, 40, 200), product_key((2, 2), init_scale=1.0)
     return Problem(
         name="Transformer-XL",
         make_model=lambda swarm, **options: txl.TransformerXL.on(swarm, config, router, **options),
-        batch_size=2,
+        batch_size=config.samples(2),
         streams=lambda num_trainers, seed: [
             SegmentStream(text, batch_size=2, seq_len=6, shard=trainer, num_shards=num_trainers, seed=seed)
             for trainer in range(num_trainers)
@@ -88,16 +95,21 @@ def three_trainers() -> Emulator:
 
 
 @pytest.mark.parametrize(
-    "is_transformer", [pytest.param(False, id="mlp"), pytest.param(True, id="transformer", marks=pytest.mark.slow)]
+    "route",
+    [
+        pytest.param(None, id="mlp"),
+        pytest.param("sequence", id="transformer", marks=pytest.mark.slow),
+        pytest.param("token", id="transformer by token", marks=pytest.mark.slow),
+    ],
 )
-def test_equals_the_swarm(is_transformer: bool) -> None:
+def test_equals_the_swarm(route: Route | None) -> None:
     """On the order that a simulated swarm took, losses, trunk and experts are the swarm's after fifty updates.
 
     One call in ten fails. Calls of the MLP compute whole batches, those of the other the rows that they serve.
     """
     problem, emulator = PROBLEM, three_trainers()
-    if is_transformer:
-        problem = small_transformer()
+    if route is not None:
+        problem = small_transformer(route)
         emulator = problem.emulator(NUM_TRAINERS, rows=True)
     data = problem.data(NUM_TRAINERS, steps=NUM_UPDATES, seed=0)
     swarm = train_swarm(problem, emulator, data, num_updates=NUM_UPDATES, failure_rate=0.1, record=True)

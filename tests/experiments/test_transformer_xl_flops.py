@@ -50,6 +50,14 @@ def test_a_mixture_has_k_layers_for_one() -> None:
     assert forward_flops(dmoe, corpus) - forward_flops(small, corpus) == pytest.approx(extra)
 
 
+def test_tokens_share_the_attention() -> None:
+    """The second expert of a token adds a feed-forward network to each of two layers: 2 x 2 x 16 x 24 a word."""
+    corpus = small_corpus()
+    small = model_config(small_preset("small"), 60)
+    dmoe = model_config(small_preset("dmoe"), 60, route="token")
+    assert forward_flops(dmoe, corpus) - forward_flops(small, corpus) == pytest.approx(2 * 4 * 16 * 24)
+
+
 def test_the_softmax_by_hand() -> None:
     """Width 16, a head of 20 words and one cluster; of four words one lies in the tail of 40: 21 + 40 / 4 outputs."""
     config = model_config(small_preset("small"), 60)

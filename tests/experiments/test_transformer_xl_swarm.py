@@ -17,6 +17,7 @@ from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.trained_models import trunk_config
 from dmoe_jax.cli.training import trunk_recipe
 from dmoe_jax.experts.transformer_xl import layer_expert
+from dmoe_jax.layer_config import Route
 from dmoe_jax.processes import deal_experts
 from dmoe_jax.runs.run_folder import read_metrics
 from experiments.transformer_xl.__main__ import main
@@ -26,27 +27,27 @@ from experiments.transformer_xl.swarm import node_flags, trainer_flags, trainer_
 
 
 @pytest.mark.parametrize("size", ["tiny", "full"])
-@pytest.mark.parametrize("bf16", [False, True])
-def test_the_trainer_gets_the_presets_model(size: Size, bf16: bool) -> None:
+@pytest.mark.parametrize(("bf16", "route"), [(False, "sequence"), (True, "token")])
+def test_the_trainer_gets_the_presets_model(size: Size, bf16: bool, route: Route) -> None:
     """`dmoe train` reads its flags as the configuration that the preset has elsewhere."""
     preset = PRESETS["dmoe", size]
-    command = TransformerXLSettings(where="swarm", size=size, bf16=bf16)
+    command = TransformerXLSettings(where="swarm", size=size, bf16=bf16, route=route)
     flags = trainer_flags(command, ["127.0.0.1:1"], Path("out"))
     train: TrainCommand = parse_command_line(TrainCommand, prog="train", args=flags)
     dtype = "bfloat16" if bf16 else "float32"
-    assert trunk_config(train, 33_278) == model_config(preset, 33_278, compute_dtype=dtype)
+    assert trunk_config(train, 33_278) == model_config(preset, 33_278, compute_dtype=dtype, route=route)
     sequences = command.processes * train.data.num_trainers * train.data.batch_size
     assert (train.run_length.steps, sequences) == (preset.steps, preset.batch_size)
     assert trunk_recipe(train) == replace(preset.recipe, total_steps=preset.steps)
 
 
-@pytest.mark.parametrize("size", ["tiny", "full"])
-def test_the_nodes_get_the_presets_expert(size: Size) -> None:
+@pytest.mark.parametrize(("size", "route"), [("tiny", "sequence"), ("full", "token")])
+def test_the_nodes_get_the_presets_expert(size: Size, route: Route) -> None:
     """`dmoe node` reads its flags as the expert that the trainer's model has, with the preset's rates."""
     preset = PRESETS["dmoe", size]
-    flags = node_flags(TransformerXLSettings(where="swarm", size=size), Path("nodes"), 3)
+    flags = node_flags(TransformerXLSettings(where="swarm", size=size, route=route), Path("nodes"), 3)
     node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=flags)
-    assert layer_expert(node.expert) == model_config(preset, 33_278).expert()
+    assert layer_expert(node.expert, node.route) == model_config(preset, 33_278, route=route).expert()
     rates = (node.learning_rate, node.warmup_steps, node.weight_decay, node.grad_clip, node.staleness_power)
     recipe = preset.expert_recipe
     assert rates[:4] == (recipe.learning_rate, recipe.warmup_steps, recipe.weight_decay, recipe.grad_clip)
