@@ -11,7 +11,7 @@ from dmoe_jax.device import to_host
 from dmoe_jax.inspection.reading import LayerChoice, Notes, Reading
 from dmoe_jax.inspection.saved_model import SavedModel
 from dmoe_jax.mixture.remote import Choice, RemoteMixture, mix_segment
-from dmoe_jax.models.transformer_xl import expert_inputs, segments
+from dmoe_jax.models.transformer_xl import attention_segment, by_sequence, expert_inputs, router_ids, segments
 from dmoe_jax.models.trunk import empty_memory, forget, next_memory
 from dmoe_jax.routing.base import combine_weights
 from dmoe_jax.swarm import Swarm
@@ -31,7 +31,7 @@ async def read_in_swarm(model: SavedModel, swarm: Swarm, batches: Iterable[tuple
     for mixture in mixtures:
         await mixture.check()
     embed, gate, remember = jax.jit(parts.embed), jax.jit(parts.gate), jax.jit(next_memory)
-    mix = jax.jit(mix_segment(model.router))
+    attend, mix = jax.jit(attention_segment(config)), jax.jit(mix_segment(model.router))
     memory, notes = empty_memory(config, 0), Notes()
     for batch, places in batches:
         if len(memory[0].mask) != len(places):
@@ -39,11 +39,13 @@ async def read_in_swarm(model: SavedModel, swarm: Swarm, batches: Iterable[tuple
         memory = forget(memory, jnp.asarray(batch.is_first))
         hidden, memories, layers = embed(model.trunk["embed"], batch.tokens), [], []
         for layer, mixture in enumerate(mixtures):
-            scores = gate(model.trunk["gates"][layer], hidden, memory[layer], batch.tokens[:, 0])
+            memories.append(remember(memory[layer], by_sequence(hidden, len(places))))
+            if config.routes_tokens:
+                hidden = attend(model.trunk["attention"][layer], hidden, memory[layer])
+            scores = gate(model.trunk["gates"][layer], hidden, memory[layer], router_ids(config, batch.tokens))
             choice = await mixture.choose(await to_host(swarm.device, scores))
             inputs = await to_host(swarm.device, expert_inputs(config, hidden, memory[layer]))
             outputs, answered, _ = await mixture.forward(choice, inputs)
-            memories.append(remember(memory[layer], hidden))
             hidden, _ = mix(scores, choice.indices, answered, outputs, hidden, choice.traffic)
             layers.append(
                 LayerChoice(

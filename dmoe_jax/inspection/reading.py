@@ -19,7 +19,7 @@ from dmoe_jax.data.batches import Batch, evaluation_segments
 from dmoe_jax.inspection.saved_model import SavedModel
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.layers import dmoe_layer
-from dmoe_jax.models.transformer_xl import expert_inputs, segments
+from dmoe_jax.models.transformer_xl import attention_segment, by_sequence, expert_inputs, router_ids, segments
 from dmoe_jax.models.trunk import Memory, empty_memory, forget, next_memory
 from dmoe_jax.routing.base import Router, cell_numbers, combine_weights
 from dmoe_jax.types import PyTree
@@ -174,9 +174,11 @@ def _read_program(config: TransformerXLConfig, router: Router, depth: int) -> Ca
         memory = forget(memory, jnp.asarray(batch.is_first))
         hidden, layers, memories = parts.embed(trunk["embed"], tokens), [], []
         for layer in range(depth):
-            scores = parts.gate(trunk["gates"][layer], hidden, memory[layer], tokens[:, 0])
+            memories.append(next_memory(memory[layer], by_sequence(hidden, len(tokens))))
+            if config.routes_tokens:
+                hidden = attention_segment(config)(trunk["attention"][layer], hidden, memory[layer])
+            scores = parts.gate(trunk["gates"][layer], hidden, memory[layer], router_ids(config, tokens))
             inputs = tuple(map(jnp.asarray, expert_inputs(config, hidden, memory[layer])))
-            memories.append(next_memory(memory[layer], hidden))
             living = None if alive is None else alive[layer]
             if experts:
                 hidden, aux = dmoe_layer(expert, experts[layer], router, config.k_best, scores, living, *inputs)

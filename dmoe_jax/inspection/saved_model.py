@@ -123,12 +123,9 @@ def make_config(sizes: Mapping[str, Any], vocab_size: int) -> TransformerXLConfi
     cutoffs = tuple(cutoff for cutoff in sizes["cutoffs"] if cutoff < vocab_size)
     changes = {"vocab_size": vocab_size, "cutoffs": cutoffs, "grid_size": tuple(sizes["grid_size"])}
     try:
-        config = TransformerXLConfig(**{**sizes, **changes, "layer": LayerConfig(**sizes["layer"])})
+        return TransformerXLConfig(**{**sizes, **changes, "layer": LayerConfig(**sizes["layer"])})
     except TypeError as error:
         raise ValueError(f"the run was made by another version: {error}") from error
-    if getattr(config, "route", "sequence") != "sequence":
-        raise ValueError("the run routes every token by itself; only runs that route sequences can be inspected")
-    return config
 
 
 def _beside(run: Path) -> list[Path]:

@@ -18,8 +18,11 @@ from dmoe_jax.data.corpora import Corpus, load_corpus
 from dmoe_jax.inspection.asking import read_in_swarm
 from dmoe_jax.inspection.reading import cut, read_locally
 from dmoe_jax.inspection.saved_model import SavedModel
+from dmoe_jax.layer_config import Route
 from dmoe_jax.models import transformer_xl as txl
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import empty_memory
+from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.plan import Plan
@@ -47,17 +50,22 @@ class LocalRun:
 
     @functools.cached_property
     def shares(self) -> list[np.ndarray]:
-        """Of each layer, its experts' shares of the calls, by the model's own forward pass over the same words."""
-        config, router = self.setup.config, self.setup.router
-        assert router is not None
-        forward = jax.jit(txl.local_forward, static_argnums=(2, 3))
-        memory, load = empty_memory(config, 32), [np.zeros(4), np.zeros(4)]
-        for batch, _ in cut(self.corpus.valid, config.seq_len, WORDS):
-            _, aux = forward(self.trunk, self.experts, config, router, batch, memory)
-            memory = aux.memory
-            assert batch.mask.all()
-            load = [counts + layer.load for counts, layer in zip(load, aux.layers, strict=True)]
-        return [counts / counts.sum() for counts in load]
+        """Of each layer, its experts' shares of the calls."""
+        assert self.setup.router is not None
+        found = loads(self.trunk, self.experts, self.setup.config, self.setup.router, self.corpus.valid)
+        return [counts / counts.sum() for counts in found]
+
+
+def loads(trunk: Any, experts: Any, config: TransformerXLConfig, router: Router, text: np.ndarray) -> list[np.ndarray]:
+    """Of each layer, the samples that each of its experts had, by the model's own forward pass."""
+    forward = jax.jit(txl.local_forward, static_argnums=(2, 3))
+    memory, load = empty_memory(config, 32), [np.zeros(4), np.zeros(4)]
+    for batch, _ in cut(text, config.seq_len, WORDS):
+        _, aux = forward(trunk, experts, config, router, batch, memory)
+        memory = aux.memory
+        assert batch.mask.all()
+        load = [counts + layer.load for counts, layer in zip(load, aux.layers, strict=True)]
+    return load
 
 
 @pytest.fixture(scope="module")
@@ -173,10 +181,11 @@ def test_the_nodes_checkpoints_complete_it(
 
 
 @pytest.mark.slow
-async def test_a_living_swarm_chooses_alike(autojump_clock: trio.testing.MockClock) -> None:
+@pytest.mark.parametrize("route", ["sequence", "token"])
+async def test_a_living_swarm_chooses_alike(autojump_clock: trio.testing.MockClock, route: Route) -> None:
     """The same trunk with experts that are asked and with copies of them here: the same choices and outputs."""
-    text = np.random.default_rng(0).integers(0, 60, 400).astype(np.int32)
-    config, router = replace(small_preset("dmoe").config, vocab_size=60), product_key(GRID, init_scale=1.0)
+    text = np.random.default_rng(0).integers(0, 60, 1 + 2 * 32 * 6).astype(np.int32)
+    config, router = replace(small_preset("dmoe").config, vocab_size=60, route=route), product_key(GRID, init_scale=1.0)
     async with open_small_swarm(
         direct_callers(DirectNetwork(), 3), config.expert(), None, prefixes=["layer0", "layer1"], grid_size=GRID
     ) as small:
@@ -192,6 +201,9 @@ async def test_a_living_swarm_chooses_alike(autojump_clock: trio.testing.MockClo
         )
         asked = await read_in_swarm(model, small.swarm, cut(text, config.seq_len, 0))
     here = read_locally(model, cut(text, config.seq_len, 0))
+    assert here.routes_words == (route == "token")
+    for chosen, expected in zip(here.chosen, loads(trunk, model.experts, config, router, text), strict=True):
+        np.testing.assert_array_equal(np.bincount(chosen[chosen >= 0], minlength=4), expected)
     for ours, theirs in zip(here.chosen, asked.chosen, strict=True):
         np.testing.assert_array_equal(np.sort(ours), np.sort(theirs))
         assert len(np.unique(ours)) > 2
