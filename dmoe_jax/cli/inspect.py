@@ -73,8 +73,7 @@ class InspectCommand:
         console.print(f"{run.path}: step {model.step}, {experts}; reading {corpus.name}")
         reading = await (self._ask(model, corpus) if self.join else _in_thread(partial(self._read, model, corpus)))
         figures = await _in_thread(partial(self._write, run, model, reading, corpus))
-        folder = run.path / "inspection"
-        console.print(f"{folder / 'report.md'}: {', '.join(figures['pictures'])}")
+        console.print(f"{run.inspection / 'report.md'}: {', '.join(figures['pictures'])}")
         for text in figures["left_out"]:
             console.print(f"left out: {text}")
         if self.json:

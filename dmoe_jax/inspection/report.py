@@ -18,8 +18,6 @@ from dmoe_jax.inspection.word_classes import article_starts
 from dmoe_jax.runs.report import markdown_table
 from dmoe_jax.runs.run_folder import REPORT, plain, replaced_file
 
-FOLDER = "inspection"
-
 _NAMES = ("words_layer", "load.", "layers.", "similarity.")
 """How the names of the pictures begin."""
 
@@ -67,7 +65,7 @@ def write_inspection(
     Raises:
       OSError: the folder cannot be written.
     """
-    folder = run.path / FOLDER
+    folder = run.inspection
     folder.mkdir(exist_ok=True)
     made = _Inspection(folder=folder, model=model)
     num_words = int((reading.words >= 0).sum())
@@ -111,16 +109,14 @@ def _show_words(made: _Inspection, reading: Reading, corpus: Corpus, ids: np.nda
         }
         if layer in pictures.shown_layers(len(reading.chosen)):
             figure = pictures.words_picture(name, found, model.places, shares)
-            made.show(f"words_{name}.png", figure, _sentence_on_words(name, strongest, layers[name]["explained"]))
+            made.show(f"words_{name}.png", figure, _sentence_on_words(strongest, layers[name]["explained"]))
     made.figures["layers"] = layers
     if missing := model.layers[len(reading.chosen) :]:
         names = missing[0] if len(missing) == 1 else f"{missing[0]} to {missing[-1]}"
         made.left_out.append(f"the choices in {names}, which depend on what earlier experts return: {_ELSEWHERE}")
 
 
-def _sentence_on_words(
-    layer: str, strongest: Mapping[str, Sequence[Mapping[str, Any]]], explained: Mapping[str, float]
-) -> str:
+def _sentence_on_words(strongest: Mapping[str, Sequence[Mapping[str, Any]]], explained: Mapping[str, float]) -> str:
     text = (
         "How often the experts (rows) are chosen for what has such words and such a place in its article (columns), "
         "relative to how often they are chosen for all; a number stands where this "

@@ -40,6 +40,11 @@ class SavedRun:
         """Where its checkpoints are."""
         return self.path / CHECKPOINT_FOLDER
 
+    @property
+    def inspection(self) -> Path:
+        """Where its pictures go."""
+        return self.path / "inspection"
+
     def metrics(self) -> list[dict[str, Any]]:
         """Its records."""
         return RunFolder(self.path).metrics()
