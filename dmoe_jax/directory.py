@@ -195,13 +195,13 @@ class ExpertDirectory:
         return {path: who for path, who in sorted(paths.items()) if who is not None}
 
     async def beam_search(
-        self, prefix: str, scores: Sequence[np.ndarray], k: int
+        self, prefix: str, scores: Sequence[np.ndarray], k: int, *, bias: np.ndarray | None = None
     ) -> tuple[np.ndarray, dict[Coordinates, Contact]]:
         """The best k living experts for each sample.
 
         Args:
           prefix: the grid's name, without a dot.
-          scores: for each grid dimension [batch, grid_i]; see `search_beams`.
+          scores, k, bias: see `search_beams`.
 
         Returns:
           int64 [batch, k, dims], best first, -1 where fewer are alive; and who serves the experts that were seen.
@@ -213,7 +213,7 @@ class ExpertDirectory:
         known: dict[Coordinates, list[int]] = {}
         contacts: dict[Coordinates, Contact] = {}
         while True:
-            chosen, missing = search_beams(scores, known, k=k)
+            chosen, missing = search_beams(scores, known, k=k, bias=bias)
             if not missing:
                 return chosen, contacts
             # Paths that are missing together are all of one length.

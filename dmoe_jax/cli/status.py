@@ -23,6 +23,10 @@ from net.identity import Contact, PeerId
 
 _STATUS_TIMEOUT_S = 2.0
 
+_TRAINER_FACTS = ("step", "loss", "items_per_s", "failed_calls", "load_entropy", "bias_range", "state")
+"""What a trainer tells of itself, in the order of its row. The entropy of its load is 1 where all experts share it
+alike; biases are those of a balanced router."""
+
 _ONCE_INTERVAL_S = 0.5
 """Between the two readings of `--once`: rates need two, and this is enough to see whether anything moves."""
 
@@ -108,8 +112,8 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
     rows = [_node_row(node, before.get(node.peer_id), now.get(node.peer_id)) for node in nodes]
     tables = [_table(title, ("node", "address", "experts", "calls/s", "queue", "busy", "updates", "state"), rows)]
     if trainers:
-        rows = [_row(each, "step", "loss", "items_per_s", "failed_calls", "state") for each in trainers]
-        columns = ("trainer", "address", "step", "loss", "items/s", "failed calls", "state")
+        rows = [_row(each, *_TRAINER_FACTS) for each in trainers]
+        columns = ("trainer", "address", "step", "loss", "items/s", "failed calls", "balance", "bias", "state")
         tables.append(_table("trainers", columns, rows))
     if averagers:
         rows = [_row(each, "group", "averages") for each in averagers]

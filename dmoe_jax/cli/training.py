@@ -23,6 +23,8 @@ from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.swarm import Swarm
 from dmoe_jax.trainer import Trainers, first_leaf
+from dmoe_jax.training.balance import balance, mean_balance, trunk_bias_range
+from dmoe_jax.training.engine import Totals
 from dmoe_jax.training.plan import Plan
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.run import train
@@ -159,10 +161,10 @@ class _Facts:
     def __init__(self) -> None:
         self.engine: SwarmEngine | None = None
         """What trains; None until there are experts."""
-        self._before: tuple[float, int] | None = None
+        self._before: tuple[float, Totals] | None = None
 
     def now(self) -> dict[str, Any]:
-        """State, step, loss, items a second since the last time, and failed calls."""
+        """State, step, loss, items a second and balance of the load since the last time, and failed calls."""
         if self.engine is None:
             return {"state": "waiting", "step": 0}
         totals, loss = self.engine.totals(), self.engine.last_loss
@@ -172,6 +174,12 @@ class _Facts:
             facts["loss"] = loss
         now = time.monotonic()
         if self._before is not None and now > self._before[0]:
-            facts["items_per_s"] = (totals.items - self._before[1]) / (now - self._before[0])
-        self._before = now, totals.items
+            before = self._before[1]
+            facts["items_per_s"] = (totals.items - before.items) / (now - self._before[0])
+            windows = [balance(uids, totals, before) for uids in self.engine.layers.values()]
+            entropy = mean_balance(windows)["load_entropy"] if windows else None
+            largest = trunk_bias_range(self.engine.state())
+            facts |= {} if entropy is None else {"load_entropy": entropy}
+            facts |= {} if largest is None else {"bias_range": largest}
+        self._before = now, totals
         return facts

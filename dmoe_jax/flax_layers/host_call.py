@@ -39,8 +39,7 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from dmoe_jax.mixture.remote import RemoteMixture, Residual, mix_segment
-from dmoe_jax.routing.base import Features, Ids, Scores, Traffic, score, selection_logits
-from dmoe_jax.routing.check import check_finite
+from dmoe_jax.routing.base import Features, Ids, Traffic, score
 from dmoe_jax.types import PyTree
 
 T = TypeVar("T")
@@ -178,7 +177,7 @@ class HostCall:
         if router.whole_grid:
             alive = self._on_host(self.mixture.alive, jax.ShapeDtypeStruct(router.grid_size, np.bool_))
             selected = (*router.select(scores, self.mixture.config.k_best, alive), alive)
-        outputs, answered, indices, *told = self._remote(anchor, (selection_logits(scores), selected), inputs)
+        outputs, answered, indices, *told = self._remote(anchor, (scores._replace(extras=()), selected), inputs)
         return mix_segment(router)(scores, indices, answered, outputs, inputs[0], Traffic(*told) if told else None)
 
     def without_network(self, *inputs: Array) -> Array:
@@ -210,9 +209,9 @@ class HostCall:
         return None, None, tuple(next(found) if spec.differentiable else None for spec in specs)
 
     def _ask(self, keep: bool, chosen: Any, inputs: Any) -> Any:
-        logits, selected = chosen
+        scores, selected = chosen
         expert, dims = self.mixture.expert, len(self.mixture.router.grid_size)
-        batch = logits[0].shape[0]
+        batch = scores.logits[0].shape[0]
         slots = selected[0].shape[1] if selected else self.mixture.config.k_best
         router = self.mixture.router
         shapes: tuple[jax.ShapeDtypeStruct, ...] = (
@@ -250,12 +249,12 @@ class HostCall:
 
     async def _forward(self, keep: bool, chosen: Any, inputs: Any) -> tuple[Any, ...]:
         mixture = self.mixture
-        logits, selected = chosen
+        scores, selected = chosen
         if selected:
-            check_finite(mixture.router, logits, mixture.config.prefix)
+            mixture.check_scores(scores)
             choice = await mixture.choose_selected(*selected)
         else:
-            choice = await mixture.choose(Scores(logits))
+            choice = await mixture.choose(scores)
         seed = mixture.dropout_seed() if keep else None
         outputs, answered, residual = await mixture.forward(choice, inputs, seed)
         told: tuple[Any, ...] = ()

@@ -1,13 +1,15 @@
 """How much each expert can do: what a balanced router's fair shares are in proportion to (`Traffic.capacity`).
 
-An expert shares its machine with others, and machines differ. How long a node takes is known in two ways, and the one
-that says "slower" counts: from the trainer's own calls, whose time includes the way there and back, and from what the
-node publishes beside its announcement, the seconds that a call has lately spent with it, whoever's call it was. So a
-node that others overload loses our traffic before we have waited for it ourselves. An expert on a node that takes
-twice as long as the median one of its layer has half the capacity, which halves its fair share of the calls. A node of
-which nothing is known counts as the median: newcomers find work.
+An expert shares its machine with others, and machines differ. How long a node takes is known in two ways: from the
+trainer's own calls, whose time includes the way there and back, and from what the node publishes beside its
+announcement, the seconds that a call has lately spent with it, whoever's call it was. Our own calls count where there
+were any of late, since what is published is up to twenty seconds old; of the nodes that we have not called, we know
+from others whether they are overloaded. An expert on a node that takes twice as long as the median one of its layer has
+half the capacity, which halves its fair share of the calls. A node of which nothing is known counts as the median:
+newcomers find work.
 """
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,47 +20,53 @@ from dmoe_jax.routing.beam_search import Coordinates
 from net.identity import Contact, PeerId
 from net.types import Array
 
-LEAST_CAPACITY = 0.02
+LEAST_CAPACITY = 0.1
 """Of a living expert, however slow: without any call nobody would see that it has recovered."""
-MEMORY_S = 60.0
+MEMORY_S = 30.0
 """For how long a host's last call says something about it, seconds."""
-_WEIGHT = 0.1
-"""Of the newest call in a host's moving mean."""
+_WEIGHT = 0.4
+"""Of the newest call in a host's moving mean: a host that has lost its calls must not need many to get them back."""
+_COMMON_WEIGHT = 0.02
+"""Of the newest call in what a method takes at all hosts."""
+_SHORTEST_S = 1e-6
+"""What a shorter call counts as: in virtual time a call may take none."""
 MAX_HOSTS = 4096
 """Most hosts whose times are remembered."""
 
 
 class CallTimes:
-    """How long one process's calls to each host take, by method: moving means, forgotten after `MEMORY_S`."""
+    """How long one process's calls to each host take, beside others of the same method: moving means of ratios.
+
+    The means are geometric. After arithmetic ones a host that has recovered from being ten times slower would look slow
+    for many more calls than it took to notice, and it is asked seldom then.
+    """
 
     def __init__(self) -> None:
-        self._means: dict[
-            tuple[str, PeerId], tuple[float, float]
-        ] = {}  # -> (mean, when it was noted last), oldest first
+        self._methods: dict[str, float] = {}
+        """Method -> mean of the logarithm of seconds, at all hosts."""
+        self._hosts: dict[PeerId, tuple[float, float]] = {}
+        """Host -> mean of the logarithm of its ratio to that, and when it was noted last; oldest first."""
 
     def note(self, method: str, host: PeerId, seconds: float) -> None:
         """A call took so long, or was given up after so long."""
-        key, now = (method, host), trio.current_time()
-        before = self._means.pop(key, None)
-        known = before is not None and now - before[1] <= MEMORY_S
-        mean = before[0] + _WEIGHT * (seconds - before[0]) if before is not None and known else seconds
-        self._means[key] = (mean, now)
-        if len(self._means) > MAX_HOSTS:
-            del self._means[next(iter(self._means))]
+        now, logarithm = trio.current_time(), math.log(max(seconds, _SHORTEST_S))
+        common = self._methods.setdefault(method, logarithm)
+        ratio = logarithm - common
+        self._methods[method] = common + _COMMON_WEIGHT * ratio
+        before, noted_at = self._hosts.pop(host, (ratio, now))
+        if now - noted_at <= MEMORY_S:
+            ratio = before + _WEIGHT * (ratio - before)
+        self._hosts[host] = (ratio, now)
+        if len(self._hosts) > MAX_HOSTS:
+            del self._hosts[next(iter(self._hosts))]
 
     def slowness(self, hosts: Iterable[PeerId]) -> dict[PeerId, float]:
         """How many times as long as the median of these hosts each takes; without those of which nothing is known."""
-        hosts, now = tuple(dict.fromkeys(hosts)), trio.current_time()
-        found: dict[PeerId, list[float]] = {}
-        for method in sorted({method for method, _ in self._means}):
-            means = {}
-            for host in hosts:
-                mean, noted_at = self._means.get((method, host), (0.0, -np.inf))
-                if now - noted_at <= MEMORY_S:
-                    means[host] = mean
-            for host, ratio in relative_to_median(means).items():
-                found.setdefault(host, []).append(ratio)
-        return {host: statistics.fmean(ratios) for host, ratios in found.items()}
+        oldest = trio.current_time() - MEMORY_S
+        known = {host: self._hosts[host] for host in hosts if host in self._hosts}
+        return relative_to_median(
+            {host: math.exp(ratio) for host, (ratio, noted_at) in known.items() if noted_at >= oldest}
+        )
 
 
 def relative_to_median(values: Mapping[PeerId, float]) -> dict[PeerId, float]:
@@ -68,17 +76,16 @@ def relative_to_median(values: Mapping[PeerId, float]) -> dict[PeerId, float]:
 
 
 def grid_capacity(
-    living: Mapping[Coordinates, Contact], grid_size: Sequence[int], *ratios: Mapping[PeerId, float]
+    living: Mapping[Coordinates, Contact], grid_size: Sequence[int], slowness: Mapping[PeerId, float]
 ) -> Array:
     """float32 of the grid's shape: 1 for an expert on a host that is as fast as the median, less for slower ones.
 
     Args:
       living: the experts that are alive, and who serves them; the others have 0.
       grid_size: extents of the grid.
-      ratios: how many times as long as the median a host takes; where several know a host, the largest counts.
+      slowness: how many times as long as the median a host takes; 1 for those that are not in it.
     """
     capacity = np.zeros(tuple(grid_size), np.float32)
     for coordinates, contact in living.items():
-        slowness = max((known.get(contact.peer_id, 1.0) for known in ratios), default=1.0)
-        capacity[coordinates] = max(LEAST_CAPACITY, 1 / max(1.0, slowness))
+        capacity[coordinates] = max(LEAST_CAPACITY, 1 / max(1.0, slowness.get(contact.peer_id, 1.0)))
     return capacity

@@ -44,7 +44,6 @@ from dmoe_jax.routing.base import (
     Traffic,
     combine_weights,
     router_loss,
-    selection_logits,
 )
 from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_jax.routing.check import check_finite
@@ -162,15 +161,23 @@ class RemoteMixture:
           RouterError: as `__call__`.
         """
         prefix, k_best = self.config.prefix, self.config.k_best
-        logits = cast(tuple[np.ndarray, ...], selection_logits(scores))
-        check_finite(self.router, logits, prefix)
+        self.check_scores(scores)
         if self.router.whole_grid:
             alive = await self.alive()
             chosen = await self._device.run(select_program(self.router, k_best), scores, alive)
             indices, mask = await to_host(self._device, chosen)
             return await self.choose_selected(indices, mask, alive)
-        indices, contacts = await self._caller.directory.beam_search(prefix, logits, k_best)
+        logits, _, bias = cast(tuple[list[Array], Any, list[Array]], scores)
+        if len(bias) == len(logits):  # additive as the scores are
+            logits, bias = [part + own for part, own in zip(logits, bias, strict=True)], []
+        indices, contacts = await self._caller.directory.beam_search(
+            prefix, logits, k_best, bias=bias[0] if bias else None
+        )
         return await self._grouped(np.maximum(indices, 0).astype(np.int32), indices[..., 0] >= 0, contacts)
+
+    def check_scores(self, scores: Scores) -> None:
+        """Raise RouterError unless the scores and their bias are numbers; see `check_finite`."""
+        check_finite(self.router, cast(tuple[np.ndarray, ...], (*scores.logits, *scores.bias)), self.config.prefix)
 
     async def choose_selected(self, indices: Array, mask: Array, alive: Array) -> Choice:
         """The experts that `router.select` chose among those of `alive`; who has died since is left out.
@@ -212,7 +219,8 @@ class RemoteMixture:
         living, directory = await self.living(), self._caller.directory
         hosts = {contact.peer_id for contact in living.values()}
         published = {host: seconds for host, seconds in directory.call_seconds().items() if host in hosts}
-        return grid_capacity(living, grid_size, self._caller.times.slowness(hosts), relative_to_median(published))
+        slowness = {**relative_to_median(published), **self._caller.times.slowness(hosts)}
+        return grid_capacity(living, grid_size, slowness)
 
     async def forward(
         self, choice: Choice, inputs: Sequence[Array], dropout_seed: int | None = None
@@ -228,7 +236,9 @@ class RemoteMixture:
         Raises:
           NoQuorum, TooFewExperts: as `__call__`.
         """
-        spec, calls = self.expert.output, choice.calls
+        spec, calls, asked = self.expert.output, choice.calls, self.statistics.asked
+        for call in calls:
+            asked[call.uid] = asked.get(call.uid, 0) + len(call.rows)
         tensors = [[array[call.rows] for array in inputs] for call in calls]
         body = {} if dropout_seed is None else {"dropout_seed": dropout_seed}
         replies = await self._caller.fan_out(

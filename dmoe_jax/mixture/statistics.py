@@ -61,6 +61,8 @@ class CallStatistics:
     """Backward calls in `staleness_total`."""
     load: dict[str, int] = field(default_factory=dict)
     """Samples sent through each expert in training, by uid."""
+    asked: dict[str, int] = field(default_factory=dict, repr=False)
+    """Samples for which an expert was asked forward, answered or not, since this process began; by uid."""
     host: dict[str, Contact] = field(default_factory=dict, repr=False)
     """The node that last answered for each expert. Bounded by the grid, like `load`."""
 

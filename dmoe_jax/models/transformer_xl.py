@@ -168,7 +168,9 @@ def by_sequence(hidden: Float[Array, "... d_model"], batch: int) -> Float[Array,
     return hidden.reshape(batch, -1, hidden.shape[-1])
 
 
-def router_ids(config: TransformerXLConfig, tokens: Any) -> Any:
+def router_ids(
+    config: TransformerXLConfig, tokens: Int[Array, "batch seq"] | Int[np.ndarray, "batch seq"]
+) -> Int[Array, " samples"] | Int[np.ndarray, " samples"]:
     """What the samples of a mixture are to a router that hashes: a token its word, a sequence its first one."""
     return tokens.reshape(-1) if config.routes_tokens else tokens[:, 0]
 

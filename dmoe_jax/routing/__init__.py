@@ -8,7 +8,7 @@ from_linen(lambda: nn.Dense(32), (16, 16))                             from any 
 Factories and combinators give the same object for equal arguments, so that compiled code is shared.
 """
 
-from dmoe_jax.routing.balancing import balanced, steer_biases
+from dmoe_jax.routing.balancing import balanced, balanced_product_key, steer_biases
 from dmoe_jax.routing.base import (
     Router,
     RouterError,
@@ -51,6 +51,7 @@ __all__ = [
     "Traffic",
     "add_noise",
     "balanced",
+    "balanced_product_key",
     "chain",
     "check_router",
     "combine_weights",

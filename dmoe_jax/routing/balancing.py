@@ -1,16 +1,20 @@
 """Balance without a loss: a bias for each expert that selection adds to its score, and the weights never see.
 
     choose the top k of g(x, f) + b_f; weigh what they answer by g(x, f) alone
-    b_f <- b_f - speed * (calls of f - its fair share of the calls) / max(1, its fair share)
+    b_f <- b_f - speed * spread * (calls of f - its fair share of the calls) / max(1, its fair share)
 
 This is the auxiliary-loss-free balancing of Wang, Gao, Zhao, Sun, Dai 2024 (section 3, algorithm 1; DeepSeek-V3,
 section 2.1.2), made for a swarm:
 
-- where scores are additive over the grid, so is the bias, one number for each coordinate: beam search finds the experts
-  as before. Where they are flat, it is one number for each expert.
+- beam search still finds the experts of additive scores: prefixes are ranked by the best of the cells behind them, for
+  which the biases suffice that the trainer has anyway (`search_beams`). On grids of more than `MAX_BIASED_CELLS` there
+  is a bias for each coordinate instead. That evens out rows and columns, and not the cells: where samples are alike,
+  the diagonal of a grid can have all the load.
 - the step is proportional to the excess, not its sign. A trainer's batch may have one sample, whose calls leave nearly
   all experts without any: by their sign all of these would be called too rarely, an expert of half the fair load as
   much as an idle one. Proportional steps are right on average whatever the batch, and several trainers' add up.
+- it is measured in the spread of the scores, their standard deviation over the experts: scores of a linear map grow in
+  training by orders of magnitude, where the paper's sigmoids stay between 0 and 1.
 - the fair share of an expert is in proportion to its `Traffic.capacity`: none for the dead, less for those that are
   slow. Calls count when they are made, not when they are answered: else those that fail would be asked ever more often.
 
@@ -24,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -31,6 +36,7 @@ from dmoe_jax.routing.base import (
     Features,
     Ids,
     Indices,
+    Logits,
     Loss,
     Mask,
     Router,
@@ -42,51 +48,71 @@ from dmoe_jax.routing.base import (
     score,
 )
 from dmoe_jax.routing.losses import sum_by_expert
+from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.types import PyTree
 
 BIAS = "balance_bias"
 """Key of the biases in a balanced router's parameters."""
 
+DEFAULT_SPEED = 0.1
+"""See `balanced`."""
+
+MAX_BIASED_CELLS = 4096
+"""The most cells of a grid whose experts have a bias each."""
+
 
 @router_factory
-def balanced(router: Router, speed: float = 0.02) -> Router:
-    """The router with a bias for each coordinate, or each expert, that evens out the load; see `balancing`.
+def balanced(router: Router, speed: float = DEFAULT_SPEED) -> Router:
+    """The router with a bias for each expert that evens out the load; see `balancing`.
 
     Args:
-      router: whose scores are kept, as weights.
-      speed: what one call too many takes from a bias, in units of a score.
+      router: whose scores are kept, for the weights.
+      speed: what one call too many takes from a bias, in standard deviations of a sample's scores. A slow one lets the
+        load run away while scores grow; a fast one makes the choice of experts noisier.
 
     Raises:
-      ValueError: if the speed is not positive.
+      ValueError: if the speed is not positive, or the router has biases already.
     """
     if not (speed > 0 and math.isfinite(speed)):
         raise ValueError(f"speed must be positive and finite, got {speed!r}")
+    if router.heeds_traffic:
+        raise ValueError(f"router {router.name!r} balances its load already")
+    num_experts = math.prod(router.grid_size)
+    by_coordinate = num_experts > MAX_BIASED_CELLS and not router.whole_grid
+    sizes = router.grid_size if by_coordinate else (num_experts,)
 
     def init(key: PRNGKeyArray, d_model: int) -> PyTree:
-        params = router.init(key, d_model)
-        sample = jax.ShapeDtypeStruct((1, d_model), jnp.float32)
-        ids = jax.ShapeDtypeStruct((1,), jnp.int32)
-        shapes = jax.eval_shape(lambda params, x, ids: score(router, params, x, ids=ids), params, sample, ids)
-        return {"router": params, BIAS: tuple(jnp.zeros(part.shape[1:]) for part in shapes.logits)}
+        return {"router": router.init(key, d_model), BIAS: tuple(jnp.zeros(size) for size in sizes)}
 
     def scores(params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None) -> Scores:
         before = score(router, params["router"], x, key=key, ids=ids)
-        bias = params[BIAS]
-        if before.bias:
-            bias = tuple(own + inner for own, inner in zip(bias, before.bias, strict=True))
-        return Scores(before.logits, extras=(before, params[BIAS]), bias=bias)
+        return Scores(before.logits, extras=before, bias=params[BIAS])
 
     def aux_loss(scores: Scores, indices: Indices, mask: Mask, traffic: Traffic | None = None) -> Loss:
-        before, bias = scores.extras
         asked, capacity = (mask, None) if traffic is None else traffic
-        excess = excess_load(indices, asked, capacity, router.grid_size, is_flat=len(bias) != len(router.grid_size))
-        push = sum(jnp.sum(jax.lax.stop_gradient(over) * part) for over, part in zip(excess, bias, strict=True))
+        excess = excess_load(indices, asked, capacity, router.grid_size, by_coordinate=by_coordinate)
+        step = speed * score_spread(scores.logits)
+        push = sum(
+            jnp.sum(jax.lax.stop_gradient(step * over) * part) for over, part in zip(excess, scores.bias, strict=True)
+        )
         # Zero, with a gradient.
-        return router_loss(router, before, indices, mask, traffic) + speed * (push - jax.lax.stop_gradient(push))
+        return router_loss(router, scores.extras, indices, mask, traffic) + push - jax.lax.stop_gradient(push)
 
     return router._replace(
         name=f"{router.name}+balanced", init=init, scores=scores, aux_loss=aux_loss, heeds_traffic=True
     )
+
+
+@router_factory
+def balanced_product_key(grid_size: tuple[int, ...], *, speed: float = DEFAULT_SPEED) -> Router:
+    """Product keys with an even load. Errors are those of `product_key` and `balanced`."""
+    return balanced(product_key(grid_size), speed)._replace(name="balanced")
+
+
+def score_spread(logits: Logits) -> Float[Array, ""]:
+    """Standard deviation of g(x, f) over the experts f, its square averaged over the samples; -inf takes no part."""
+    squares = [jnp.nanvar(jnp.where(jnp.isinf(part), jnp.nan, part), axis=1) for part in logits]
+    return jnp.sqrt(jnp.mean(jnp.nan_to_num(sum(squares[1:], start=squares[0]))))
 
 
 def excess_load(
@@ -95,9 +121,9 @@ def excess_load(
     capacity: Float[Array, "..."] | None,
     grid_size: tuple[int, ...],
     *,
-    is_flat: bool,
+    by_coordinate: bool = False,
 ) -> tuple[Float[Array, " _"], ...]:
-    """How many calls too many each coordinate, or each expert, has had in this batch.
+    """How many calls too many each expert, or each coordinate, has had in this batch.
 
     (calls - fair) / max(1, fair): a number of calls where there are few, a share of the fair load where there are many.
 
@@ -106,15 +132,14 @@ def excess_load(
       asked: which slots count.
       capacity: of the grid's shape: fair shares are in proportion to it; where it is 0, there is no excess. None: even.
       grid_size: extents of the grid.
-      is_flat: whether experts count, and not coordinates.
+      by_coordinate: whether coordinates count, and not experts.
 
-    Returns: an array for each dimension of the grid, or one over its cells, row-major.
+    Returns: an array over the cells, row-major, or one for each dimension of the grid.
     """
     room = jnp.ones(grid_size) if capacity is None else jnp.asarray(capacity, jnp.float32)
     counted = asked.astype(jnp.float32)
-    if is_flat:
-        numbers, rooms = [cell_numbers(indices, grid_size)], [room.reshape(-1)]
-    else:
+    numbers, rooms = [cell_numbers(indices, grid_size)], [room.reshape(-1)]
+    if by_coordinate:
         dims = range(len(grid_size))
         numbers = [indices[..., dim] for dim in dims]
         rooms = [jnp.sum(room, axis=tuple(other for other in dims if other != dim)) for dim in dims]
@@ -136,7 +161,7 @@ def steer_biases(optimizer: optax.GradientTransformation) -> optax.GradientTrans
     inner = optax.with_extra_args_support(optimizer)
 
     def is_like(value: PyTree, updates: PyTree) -> bool:
-        return jax.tree.structure(value) == jax.tree.structure(updates)
+        return bool(jax.tree.structure(value) == jax.tree.structure(updates))  # type: ignore[operator]
 
     def init(params: PyTree) -> PyTree:
         return inner.init(_without_biases(params))
@@ -154,6 +179,17 @@ def steer_biases(optimizer: optax.GradientTransformation) -> optax.GradientTrans
         return merged, state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def bias_range(params: PyTree) -> float | None:
+    """The largest difference between two biases of one layer, in units of a score; None where there are no biases.
+
+    Args:
+      params: a trunk's, or any tree with those of routers in it.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    found = [np.ptp(np.asarray(leaf)) for path, leaf in leaves if _is_bias(path)]
+    return float(max(found)) if found else None
 
 
 def _without_biases(tree: PyTree) -> PyTree:

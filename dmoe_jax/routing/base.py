@@ -21,8 +21,7 @@ through nothing else.
 import functools
 import inspect
 import math
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec
 
 import jax
@@ -61,7 +60,7 @@ class Scores(NamedTuple):
         its cells, row-major (flat). On a grid of one dimension both are the same.
       extras: whatever the router's own `aux_loss` wants to see beside them, a pytree of arrays.
       bias: what selection adds to the logits and the weights do not see, the same for all samples: one [grid_i] for
-        each dimension, a single [num_experts] where the logits are flat, or () for none. See `balanced`.
+        each dimension, a single [num_experts] over the cells, or () for none. See `balancing`.
     """
 
     logits: Logits
@@ -165,10 +164,11 @@ def as_scores(raw: Any, grid_size: tuple[int, ...], batch: int) -> Scores:
     for part in scores.logits:
         if not jnp.issubdtype(part.dtype, jnp.floating):
             raise ValueError(f"scores must be floating numbers, got {part.dtype}")
-    expected = tuple(part.shape[1:] for part in scores.logits)
-    if scores.bias and tuple(part.shape for part in scores.bias) != expected:
+    biases = tuple(part.shape for part in scores.bias)
+    by_coordinate, by_expert = tuple((size,) for size in grid_size), ((math.prod(grid_size),),)
+    if biases not in ((), by_coordinate, by_expert):
         raise ValueError(
-            f"the bias of such scores has the shapes {expected}, got {tuple(part.shape for part in scores.bias)}"
+            f"the bias of scores on grid {grid_size} has the shapes {by_coordinate} or {by_expert}, got {biases}"
         )
     return scores
 
@@ -188,9 +188,15 @@ def score(
         raise RouterError(f"router {router.name!r}: {error}") from error
 
 
-def selection_logits(scores: Scores) -> Logits:
-    """What selection goes by: the logits, and the bias where there is one. Arrays of JAX or NumPy alike."""
-    return tuple(map(operator.add, scores.logits, scores.bias)) if scores.bias else scores.logits
+def dense_bias(bias: Sequence[Float[Array, " _"]]) -> Float[Array, " num_experts"]:
+    """A bias for every cell of the grid, row-major, from one for each dimension or for each cell."""
+    return dense_logits(Scores(tuple(part[None] for part in bias)))[0]
+
+
+def selection_logits(scores: Scores) -> Float[Array, "batch num_experts"]:
+    """What selection goes by: g(x, f) for every cell, and the bias where there is one."""
+    logits = dense_logits(scores)
+    return logits + dense_bias(scores.bias) if scores.bias else logits
 
 
 def combine_weights(router: Router, scores: Scores, indices: Indices, mask: Mask) -> Float[Array, "batch slots"]:
@@ -235,7 +241,7 @@ def living_logits(scores: Scores, k: int, alive: Alive | None, grid_size: tuple[
         raise ValueError(f"k must be between 1 and the {num_experts} cells of grid {grid_size}, got {k}")
     if alive is not None and alive.shape != grid_size:
         raise ValueError(f"alive must have the grid's shape {grid_size}, got {alive.shape}")
-    logits = jax.lax.stop_gradient(dense_logits(Scores(selection_logits(scores))))
+    logits = jax.lax.stop_gradient(selection_logits(scores))
     return logits if alive is None else jnp.where(alive.reshape(1, -1), logits, -jnp.inf)
 
 

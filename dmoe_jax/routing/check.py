@@ -127,13 +127,14 @@ def _try_order(router: Router, d_model: int) -> None:
         return np.asarray(leaf) + rng.normal(size=leaf.shape).astype(leaf.dtype)
 
     params = jax.tree.map(moved, router.init(jax.random.key(0), d_model))
-    x = rng.normal(size=(2, 2 * _FIRST, d_model)).astype(np.float32)
-    ids = rng.integers(0, 99, (2, 2 * _FIRST)).astype(np.int32)
-    x[1, :_FIRST], ids[1, :_FIRST] = x[0, :_FIRST], ids[0, :_FIRST]
+    x = rng.normal(size=(8, 2 * _FIRST, d_model)).astype(np.float32)
+    ids = rng.integers(0, 99, (8, 2 * _FIRST)).astype(np.int32)
+    x[:, :_FIRST], ids[:, :_FIRST] = x[0, :_FIRST], ids[0, :_FIRST]
     trial = jax.jit(routed)
     for key in (jax.random.key(2), None):
-        before, after = (trial(params, *case, key) for case in zip(x, ids, strict=True))
-        if not all(np.allclose(*parts, atol=1e-5, equal_nan=True) for parts in zip(before, after, strict=True)):
+        expected, *others = (trial(params, *case, key) for case in zip(x, ids, strict=True))
+        found = [parts for other in others for parts in zip(expected, other, strict=True)]
+        if not all(np.allclose(*parts, atol=1e-5, equal_nan=True) for parts in found):
             raise ValueError(
                 "who serves a sample depends on the samples behind it in the batch. Where tokens are routed, these are "
                 "the words that it is to predict: route sequences, or take a router that looks at each sample alone"

@@ -176,10 +176,7 @@ def _change_scores(router: Router, suffix: str, change: Callable[[Logits, PRNGKe
         if router.combine is probability_weights:
             # Parts that are each normalised make a sum that is.
             logits = tuple(log_probabilities(part) for part in logits)
-        bias = before.bias
-        if len(logits) != len(bias) > 1:  # the change has made the logits flat
-            bias = tuple(dense_logits(Scores(tuple(part[None] for part in bias))))
-        return Scores(logits, extras=before, bias=bias)
+        return Scores(logits, extras=before, bias=before.bias)
 
     def aux_loss(scores: Scores, indices: Indices, mask: Mask, traffic: Traffic | None = None) -> Loss:
         return router_loss(router, scores.extras, indices, mask, traffic)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from dmoe_jax.routing.balancing import balanced_product_key
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.expert_choice import expert_choice
@@ -17,6 +18,7 @@ from dmoe_jax.user_file import UserFileError, call_user, load_from_file
 
 ROUTERS: dict[str, Callable[[tuple[int, ...]], Router]] = {
     "product_key": product_key,
+    "balanced": balanced_product_key,
     "flat_top_k": flat_top_k,
     "noisy_top_k": noisy_top_k,
     "switch": switch,

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from dmoe_jax.routing.balancing import bias_range
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.engine import Totals
+from dmoe_jax.types import PyTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,13 @@ def mean_balance(layers: Iterable[Balance]) -> dict[str, Any]:
     }
 
 
+def trunk_bias_range(state: PyTree) -> float | None:
+    """`bias_range` of the trunk in an engine's state; its optimiser's may have been given away to the next update."""
+    names = ("params", "trunk")
+    values = [state.get(name) if isinstance(state, Mapping) else getattr(state, name, None) for name in names]
+    return bias_range(values)
+
+
 class BalanceLog:
     """Writes "experts" records of the cumulative load, and "balance" records over the samples since the last ones.
 
@@ -97,11 +106,19 @@ class BalanceLog:
             self._folder.log("balance", **place, layer=layer, **asdict(found))
         self._before = totals
 
-    def headline(self, totals: Totals) -> dict[str, Any]:
-        """`load_cv`, `load_entropy`, `dead_experts` and `share_lost` of the last window, where a collapse shows."""
+    def headline(self, totals: Totals, state: PyTree) -> dict[str, Any]:
+        """`load_cv`, `load_entropy`, `dead_experts` and `share_lost` of the last window, where a collapse shows.
+
+        With them `bias_range`, what the biases of balanced routers have come to.
+
+        Args:
+          totals: now. state: the engine's.
+        """
         if not self._layers:
             return {}
-        return mean_balance(self._last or [balance(uids, totals, Totals()) for uids in self._layers.values()])
+        found = mean_balance(self._last or [balance(uids, totals, Totals()) for uids in self._layers.values()])
+        largest = trunk_bias_range(state)
+        return found if largest is None else {**found, "bias_range": largest}
 
 
 def _normalised_entropy(histogram: np.ndarray) -> float:

@@ -287,7 +287,7 @@ class Ledger:
             "failures": dict(totals.failures),
             "failed_call_share": totals.calls_failed / calls if calls else None,
             "steps_lost": totals.steps_lost,
-            **self._balance.headline(totals),
+            **self._balance.headline(totals, self.engine.state()),
             **totals.figures,
             "complete": is_complete,
         }

@@ -22,6 +22,7 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.optim.staleness import compensate_delay, scale_by_stale_adam, scale_by_staleness
 from dmoe_jax.recipe import Recipe, learning_rate_schedule
+from dmoe_jax.routing.balancing import steer_biases
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.product_key import product_key
 
@@ -205,13 +206,15 @@ def with_remedy(
         adam = functools.partial(scale_by_stale_adam, amsgrad=amsgrad)
 
     def made(rate: optax.ScalarOrSchedule, power: float) -> optax.GradientTransformation:
-        return optax.flatten(
-            optax.chain(
-                optax.identity() if math.isinf(clip) else optax.clip_by_global_norm(clip),
-                adam(b1=remedy.momentum),
-                optax.scale_by_learning_rate(rate),
-                optax.scale(remedy.step_size),
-                scale_by_staleness(power) if power else optax.identity(),
+        return steer_biases(
+            optax.flatten(
+                optax.chain(
+                    optax.identity() if math.isinf(clip) else optax.clip_by_global_norm(clip),
+                    adam(b1=remedy.momentum),
+                    optax.scale_by_learning_rate(rate),
+                    optax.scale(remedy.step_size),
+                    scale_by_staleness(power) if power else optax.identity(),
+                )
             )
         )
 

@@ -5,6 +5,8 @@ import threading
 import time
 from typing import Any
 
+import trio
+
 from dmoe_jax.cli.common import set_up_jax
 from experiments.processes import orders, run_helper, say
 
@@ -29,7 +31,10 @@ async def work(number: int, jobs: int) -> None:
     say(ready=True)
     async for order in orders():
         timed = order.pop("speed", None)
-        answer: dict[str, Any] = {"rate": updates_per_s(**timed)} if timed else run_trial(Trial(**order))
+        # In a thread: a trial of the simulated swarm is a run of trio of its own.
+        answer: dict[str, Any] = await trio.to_thread.run_sync(
+            lambda order=order, timed=timed: {"rate": updates_per_s(**timed)} if timed else run_trial(Trial(**order))
+        )
         say(**answer)
 
 

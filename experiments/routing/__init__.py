@@ -1,0 +1,1 @@
+"""What balance is worth to a mixture of experts, and what it costs."""
