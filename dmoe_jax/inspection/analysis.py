@@ -85,7 +85,7 @@ def panels(
     Args:
       article_starts: where in the text articles begin; without any there is no panel of the place in the article.
     """
-    members = one_hot(reading.chosen[layer], num_experts).any(axis=2)
+    members = _members(reading, layer, num_experts)
     partitions = [
         present(Classes(each.names, np.where(reading.words >= 0, each.of[reading.words], -1)))
         for each in (kinds(vocabulary), bands(len(vocabulary)))
@@ -140,8 +140,12 @@ def agreement(reading: Reading) -> np.ndarray:
 
 def pairs_of_layers(reading: Reading, left: int, right: int, num_experts: int) -> Lift:
     """How much more often an expert of one layer and one of another have the same sample than by chance."""
-    members = [one_hot(reading.chosen[layer], num_experts).any(axis=2) for layer in (left, right)]
-    return lift(*members)
+    return lift(_members(reading, left, num_experts), _members(reading, right, num_experts))
+
+
+def _members(reading: Reading, layer: int, num_experts: int) -> np.ndarray:
+    """Whether each sample was sent to each expert of a layer, [blocks, samples, E]."""
+    return np.asarray(one_hot(reading.chosen[layer], num_experts).any(axis=2))
 
 
 def likeness(title: str, vectors: np.ndarray) -> Likeness | None:

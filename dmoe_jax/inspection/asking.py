@@ -47,11 +47,12 @@ async def read_in_swarm(model: SavedModel, swarm: Swarm, batches: Iterable[tuple
             inputs = await to_host(swarm.device, expert_inputs(config, hidden, memory[layer]))
             outputs, answered, _ = await mixture.forward(choice, inputs)
             hidden, _ = mix(scores, choice.indices, answered, outputs, hidden, choice.traffic)
+            where = jnp.asarray(choice.indices), jnp.asarray(answered)
             layers.append(
                 LayerChoice(
                     cells=np.ravel_multi_index(np.moveaxis(choice.indices, -1, 0), config.grid_size, mode="clip"),
                     mask=_asked(choice),
-                    weights=combine_weights(model.router, scores, choice.indices, answered),
+                    weights=combine_weights(model.router, scores, *where),
                     inputs=inputs,
                 )
             )

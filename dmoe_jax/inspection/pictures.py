@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
 
 from dmoe_jax.inspection.analysis import LayerLoad, Likeness, Panel
@@ -206,7 +207,7 @@ def _title(figure: Figure, text: str) -> None:
     figure.suptitle(text, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
 
 
-def _matrix(axes: Axes, values: np.ndarray, colours: LinearSegmentedColormap, low: float, high: float) -> object:
+def _matrix(axes: Axes, values: np.ndarray, colours: LinearSegmentedColormap, low: float, high: float) -> AxesImage:
     axes.set_facecolor("white" if colours is _SHARES else _NOTHING)
     image = axes.imshow(
         np.ma.masked_invalid(values), aspect="auto", cmap=colours, vmin=low, vmax=high, interpolation="nearest"

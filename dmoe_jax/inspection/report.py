@@ -92,20 +92,21 @@ def write_inspection(
 
 
 def _show_words(made: _Inspection, reading: Reading, corpus: Corpus, ids: np.ndarray) -> None:
-    model, starts = made.model, article_starts(ids, corpus.vocabulary)
+    model, vocabulary, starts = made.model, corpus.vocabulary, article_starts(ids, corpus.vocabulary)
     if not starts.size:
         made.left_out.append("the place in the article: the text has no headings in WikiText's form, `= Title =`")
-    known = {"vocabulary": corpus.vocabulary, "article_starts": starts}
     layers: dict[str, Any] = {}
     for layer, chosen in enumerate(reading.chosen):
         name, shares = model.layers[layer], analysis.call_shares(chosen, model.num_experts)
-        found = analysis.panels(reading, layer, num_experts=model.num_experts, **known)
+        found = analysis.panels(
+            reading, layer, num_experts=model.num_experts, vocabulary=vocabulary, article_starts=starts
+        )
         strongest = {panel.title: analysis.strongest(panel, model.places) for panel in found}
         layers[name] = {
             "shares": dict(zip(model.places, shares.tolist(), strict=True)),
             "told_apart": {panel.title: int(panel.lift.is_apart.sum()) for panel in found},
             "strongest": strongest,
-            "explained": analysis.explained(reading, layer, **known),
+            "explained": analysis.explained(reading, layer, vocabulary=vocabulary, article_starts=starts),
         }
         if layer in pictures.shown_layers(len(reading.chosen)):
             figure = pictures.words_picture(name, found, model.places, shares)
