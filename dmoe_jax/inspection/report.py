@@ -165,7 +165,7 @@ def _show_load(made: _Inspection, metrics: Sequence[Mapping[str, Any]]) -> None:
 def _show_agreement(made: _Inspection, reading: Reading) -> None:
     count, model = len(reading.chosen), made.model
     if count < 2:
-        why = "the model has one layer" if model.config.num_layers == 1 else _ELSEWHERE
+        why = "the model has one layer" if model.config.num_layers == 1 else "only one layer's choices are known"
         made.left_out.append(f"agreement between layers: {why}")
         return
     agreement = analysis.agreement(reading)
@@ -198,7 +198,8 @@ def _show_likeness(made: _Inspection, reading: Reading) -> None:
         if of_layer:
             found.append((name, of_layer))
     if not found:
-        made.left_out.append(f"similarity of the experts: {_ELSEWHERE if not model.experts else 'there is only one'}")
+        why = "there are no two of them" if model.experts else "the run folder has none"
+        made.left_out.append(f"similarity of the experts: {why}")
         return
     if not model.experts:
         made.left_out.append("similarity of the experts' parameters: the swarm tells what experts return, no more")
