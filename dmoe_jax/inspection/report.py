@@ -241,7 +241,8 @@ def _report(made: _Inspection, run: SavedRun) -> str:
     read = (
         f"The model of step {figures['step']:,} of `{run.path}` (router {figures['router']}) read "
         f"{figures['words']:,} words of {figures['text']} from evenly spaced places, and routed "
-        f"{figures['samples']:,} {figures['routed']}; nothing was trained. The experts that could be chosen: {figures['experts']}."
+        f"{figures['samples']:,} {figures['routed']}; nothing was trained. "
+        f"The experts that could be chosen: {figures['experts']}."
     )
     if not run.is_complete:
         read += " The run is unfinished."
