@@ -1,5 +1,6 @@
 """The same reading with the experts of a swarm that is alive: they answer, and do not learn."""
 
+import math
 from collections.abc import Iterable
 
 import jax
@@ -73,11 +74,14 @@ def _asked(choice: Choice) -> np.ndarray:
 async def _responses(mixture: RemoteMixture, inputs: list[np.ndarray]) -> np.ndarray:
     """What each expert of a layer returns for the same inputs, [E, n]; NaN for those that are not alive."""
     alive = np.asarray(await mixture.alive())
-    found = []
-    for coordinates in np.ndindex(alive.shape):
-        indices = np.tile(np.array(coordinates, np.int32), (len(inputs[0]), 1, 1))
-        mask = np.full(indices.shape[:2], alive[coordinates])
-        choice = await mixture.choose_selected(indices, mask, alive)
+    rows = len(inputs[0])
+    found = np.full((alive.size, rows * math.prod(mixture.expert.output.shape)), np.nan, np.float32)
+    for number, coordinates in enumerate(np.ndindex(alive.shape)):
+        if not alive[coordinates]:
+            continue
+        indices = np.tile(np.array(coordinates, np.int32), (rows, 1, 1))
+        choice = await mixture.choose_selected(indices, np.ones((rows, 1), bool), alive)
         outputs, answered, _ = await mixture.forward(choice, inputs)
-        found.append(np.where(answered.all(), outputs, np.nan).reshape(-1))
-    return np.stack(found)
+        if answered.all():
+            found[number] = outputs.reshape(-1)
+    return found

@@ -78,6 +78,7 @@ def write_inspection(
         "samples": int((reading.words[..., 0] >= 0).sum()),
         "routed": "words" if reading.routes_words else "segments",
     }
+    made.figures["experts"] = _who_there_is(model, reading)
     _show_words(made, reading, corpus, getattr(corpus, split))
     _show_load(made, run.metrics())
     _show_agreement(made, reading)
@@ -165,7 +166,7 @@ def _show_load(made: _Inspection, metrics: Sequence[Mapping[str, Any]]) -> None:
 def _show_agreement(made: _Inspection, reading: Reading) -> None:
     count, model = len(reading.chosen), made.model
     if count < 2:
-        why = "the model has one layer" if model.config.num_layers == 1 else _ELSEWHERE
+        why = "the model has one layer" if model.config.num_layers == 1 else "only one layer's choices are known"
         made.left_out.append(f"agreement between layers: {why}")
         return
     agreement = analysis.agreement(reading)
@@ -198,7 +199,8 @@ def _show_likeness(made: _Inspection, reading: Reading) -> None:
         if of_layer:
             found.append((name, of_layer))
     if not found:
-        made.left_out.append(f"similarity of the experts: {_ELSEWHERE if not model.experts else 'there is only one'}")
+        why = "there are no two of them" if model.experts else "the run folder has none"
+        made.left_out.append(f"similarity of the experts: {why}")
         return
     if not model.experts:
         made.left_out.append("similarity of the experts' parameters: the swarm tells what experts return, no more")
@@ -218,6 +220,15 @@ def _show_likeness(made: _Inspection, reading: Reading) -> None:
     )
 
 
+def _who_there_is(model: SavedModel, reading: Reading) -> str:
+    """Which experts a layer could choose from."""
+    if not model.experts and reading.outputs:
+        return "those of a swarm that is alive"
+    if not model.experts or model.known.all():
+        return "all, as if none had ever been lost"
+    return f"the {int(model.known.sum())} of {model.known.size} that were saved"
+
+
 def _range_of(cosine: np.ndarray) -> dict[str, float]:
     """The least and the largest cosine of two experts; NaN if all are the same."""
     off = cosine[~np.eye(len(cosine), dtype=bool) & np.isfinite(cosine)]
@@ -230,7 +241,8 @@ def _report(made: _Inspection, run: SavedRun) -> str:
     read = (
         f"The model of step {figures['step']:,} of `{run.path}` (router {figures['router']}) read "
         f"{figures['words']:,} words of {figures['text']} from evenly spaced places, and routed "
-        f"{figures['samples']:,} {figures['routed']}; nothing was trained."
+        f"{figures['samples']:,} {figures['routed']}; nothing was trained. "
+        f"The experts that could be chosen: {figures['experts']}."
     )
     if not run.is_complete:
         read += " The run is unfinished."
