@@ -16,7 +16,7 @@ APART_ERRORS = 3.0
 """Standard errors that a lift must be from 1 to be told apart from it: so few because a picture has a hundred cells."""
 
 _LEAST_EXPECTED = 5.0
-"""Samples that a cell would have by chance, at least, for its lift to be told apart from 1."""
+"""Samples that a cell would have by chance, at least, for its lift to have an error that can be relied upon."""
 
 _LEAST_BLOCKS = 4
 """Blocks in which an expert and a class must occur for the same; with fewer there is no error to speak of."""
@@ -31,6 +31,7 @@ class Lift(NamedTuple):
     Attributes:
       value: [E, C], P(expert, class) / (P(expert) P(class)); NaN where one of them never occurs.
       error: its standard error: the jackknife's, or that of choices made by the toss of a coin if that is larger.
+        Infinite where there would be fewer than five samples by chance.
       is_apart: where the lift is told apart from 1.
     """
 
@@ -78,7 +79,8 @@ def lift(members: Shaped[np.ndarray, "b s e"], classes: Shaped[np.ndarray, "b s 
     is_apart &= (seen_experts.sum(axis=0) >= _LEAST_BLOCKS)[:, None] & (seen_classes.sum(axis=0) >= _LEAST_BLOCKS)
     counted = (classes > 0).any(axis=2)
     expected = np.outer(members[counted].sum(axis=0), (classes > 0).sum(axis=(0, 1))) / max(1, counted.sum())
-    return Lift(value, error, is_apart & (expected >= _LEAST_EXPECTED))
+    is_known = expected >= _LEAST_EXPECTED
+    return Lift(value, np.where(is_known, error, np.inf), is_apart & is_known)
 
 
 def _lift(counts: Float[np.ndarray, "... e c"]) -> Float[np.ndarray, "... e c"]:
