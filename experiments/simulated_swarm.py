@@ -29,7 +29,7 @@ async def start_simulated_nodes(
     num_nodes: int,
     seed: int,
     device: Callable[[str], Device] | None = None,
-    faults: FaultPlan | None = None,
+    faults: FaultPlan | Callable[[str], FaultPlan] | None = None,
     config: NodeConfig | None = None,
     through: Callable[[Caller], Caller] = lambda caller: caller,
 ) -> Address:
@@ -44,7 +44,7 @@ async def start_simulated_nodes(
       num_nodes: at most one for each expert.
       seed: of the nodes' identities and choices.
       device: the device of a host, asked for at each of its starts; None: work takes no virtual time.
-      faults: what goes wrong with their calls.
+      faults: what goes wrong with their calls; perhaps by host.
       config: of all nodes.
       through: what a node serves through, made of its peer's caller.
 
@@ -66,10 +66,11 @@ async def start_simulated_nodes(
         others = [address for address in addresses if address.host != host]
         join = others if host in have_served else [first] if host != first.host else []
         own_device = InlineDevice() if device is None else device(host)
+        own_faults = faults(host) if callable(faults) else faults
         while True:
             try:
                 async with (
-                    open_peer(join, network=network, host=host, seed=seed, faults=faults) as peer,
+                    open_peer(join, network=network, host=host, seed=seed, faults=own_faults) as peer,
                     open_expert_node(
                         through(peer.rpc), peer.dht, own, device=own_device, config=config or NodeConfig()
                     ),

@@ -8,6 +8,7 @@ from dmoe_jax.experts.adapters import as_expert, expert_from_functions, expert_f
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.check import ExpertError, check_expert
 from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.experts.neuron import neuron
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
 from dmoe_jax.layer_config import LayerConfig
 
@@ -23,11 +24,13 @@ __all__ = [
     "expert_from_nnx",
     "feedforward",
     "make_expert",
+    "neuron",
     "transformer_xl_layer",
 ]
 
 EXPERTS: dict[str, Callable[..., Expert]] = {
     "feedforward": feedforward,
+    "neuron": neuron,
     "transformer_xl": transformer_xl_layer,
 }
 """Kind -> factory with keyword-only arguments. The kinds are part of what nodes and trainers agree on."""

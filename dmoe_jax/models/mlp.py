@@ -27,6 +27,7 @@ from dmoe_jax.checks import check_positive
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.experts.dropout import KeyData, wrap_key
 from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.mixture.soft import init_soft_gate, slot_router, soft_segments
 from dmoe_jax.model import Model, Outcome
 from dmoe_jax.models.layers import (
     ForwardAux,
@@ -61,6 +62,9 @@ class MLPConfig:
     """Experts that each sample goes to; 4 in the paper."""
     expansion: int = 4
     """Hidden width of an expert as a multiple of d_model."""
+    slots_per_expert: int = 0
+    """0: samples are routed. Else the layers are Soft MoE, whose router is `soft_router` and which mixes the samples of
+    a batch; see `dmoe_jax.mixture.soft`, also for when not to use it."""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -72,7 +76,28 @@ class MLPConfig:
         object.__setattr__(self, "grid_size", check_grid_size(self.grid_size))
         if self.k_best > math.prod(self.grid_size):
             raise ValueError(f"k_best is at most the number of cells of grid {self.grid_size}, got {self.k_best}")
+        if self.slots_per_expert < 0 or (self.slots_per_expert and self.k_best != 1):
+            raise ValueError(
+                "slots_per_expert is at least 0, and k_best is 1 where there are slots, since a slot has one expert; "
+                f"got {self.slots_per_expert} and {self.k_best}"
+            )
         self.expert()
+
+    def soft_router(self) -> Router:
+        """The router of a model with slots, which takes each to its expert."""
+        return slot_router(self.grid_size, slots_per_expert=self.slots_per_expert)
+
+    def check(self, router: Router) -> None:
+        """Raise ValueError unless this router fits the model."""
+        check_router(router, self.grid_size)
+        if (router.name == "slots") != bool(self.slots_per_expert) or (
+            self.slots_per_expert and router is not self.soft_router()
+        ):
+            raise ValueError(
+                f"a model with slots_per_expert {self.slots_per_expert} needs "
+                f"{'the router config.soft_router()' if self.slots_per_expert else 'a router that chooses'}, "
+                f"got {router.name!r}"
+            )
 
     def expert(self) -> Expert:
         """The network of every expert of this model."""
@@ -101,12 +126,18 @@ class _Head(nn.Module):
 
 def init_trunk(key: PRNGKeyArray, config: MLPConfig, router: Router) -> dict[str, PyTree]:
     """Parameters of everything but the experts: {"embed": ..., "gates": [one for each layer], "head": ...}."""
-    check_router(router, config.grid_size)
+    config.check(router)
     embed_key, head_key, gate_key = jax.random.split(key, 3)
     embed_module, head_module = nn.Dense(config.d_model), _Head(config.num_classes)
+
+    def init_gate(key: PRNGKeyArray) -> PyTree:
+        if config.slots_per_expert:
+            return init_soft_gate(key, config.d_model, config.slots_per_expert * math.prod(config.grid_size))
+        return router.init(key, config.d_model)
+
     return {
         "embed": embed_module.init(embed_key, jnp.zeros((1, config.input_dim)))["params"],
-        "gates": [router.init(k, config.d_model) for k in jax.random.split(gate_key, config.num_layers)],
+        "gates": [init_gate(k) for k in jax.random.split(gate_key, config.num_layers)],
         "head": head_module.init(head_key, jnp.zeros((1, config.d_model)))["params"],
     }
 
@@ -161,10 +192,16 @@ def local_forward(
     expert = config.expert()
     hidden = parts.embed(trunk["embed"], batch.x)
     layers = []
+    soft = soft_segments(expert, router)
     for i in range(config.num_layers):
-        scores = parts.gate(trunk["gates"][i], hidden)
         layer_alive = None if alive is None else alive[i]
-        hidden, aux = dmoe_layer(expert, experts[i], router, config.k_best, scores, layer_alive, hidden)
+        mix = functools.partial(dmoe_layer, expert, experts[i], router, config.k_best)
+        if config.slots_per_expert:
+            slots = soft.dispatch(trunk["gates"][i], hidden)
+            outputs, aux = mix(slots.scores, layer_alive, slots.inputs)
+            hidden = soft.spread(hidden, slots, outputs)
+        else:
+            hidden, aux = mix(parts.gate(trunk["gates"][i], hidden), layer_alive, hidden)
         layers.append(aux)
     nll, _ = parts.loss_head(trunk["head"], hidden, batch.labels)
     return total_loss(nll, [layer.aux_loss for layer in layers]), ForwardAux(nll, tuple(layers))
@@ -187,11 +224,12 @@ class MLP(Model):
     def __init__(self, config: MLPConfig, router: Router, mixtures: Sequence[Mixture]) -> None:
         if len(mixtures) != config.num_layers:
             raise ValueError(f"expected {config.num_layers} mixtures, one a layer, got {len(mixtures)}")
-        check_router(router, config.grid_size)
+        config.check(router)
         self.config = config
         self.router = router
         self.mixtures = tuple(mixtures)
         self._segments = segments(config, router)
+        self._soft = soft_segments(config.expert(), router)
 
     @classmethod
     def on(cls, swarm: MixtureMaker, config: MLPConfig, router: Router, **options: Any) -> "MLP":
@@ -219,8 +257,13 @@ class MLP(Model):
         hidden = run(embed, params["embed"], batch.x)
         aux_losses = []
         for layer, mixture in enumerate(self.mixtures):
-            scores = run(gate, params["gates"][layer], hidden, None if keys is None else keys[layer])
-            hidden, aux_loss = await mixture(run, scores, hidden)
+            if self.config.slots_per_expert:
+                slots = run(self._soft.dispatch, params["gates"][layer], hidden)
+                outputs, aux_loss = await mixture(run, slots.scores, slots.inputs)
+                hidden = run(self._soft.spread, hidden, slots, outputs)
+            else:
+                scores = run(gate, params["gates"][layer], hidden, None if keys is None else keys[layer])
+                hidden, aux_loss = await mixture(run, scores, hidden)
             aux_losses.append(aux_loss)
         nll, accuracy = run(loss_head, params["head"], hidden, batch.labels)
         return Outcome(

@@ -31,6 +31,7 @@ from dmoe_jax.routing.combinators import (
     with_balancing_loss,
     with_z_loss,
 )
+from dmoe_jax.routing.deepseek_v3 import deepseek_v3
 from dmoe_jax.routing.expert_choice import expert_choice
 from dmoe_jax.routing.flax_modules import from_linen, from_nnx
 from dmoe_jax.routing.frozen_random import frozen_random
@@ -41,7 +42,7 @@ from dmoe_jax.routing.product_key import flat_top_k, product_key
 from dmoe_jax.routing.registry import ROUTERS, make_router
 from dmoe_jax.routing.switch import switch
 from dmoe_jax.routing.uniform_random import uniform_random
-from dmoe_jax.routing.weights import probability_weights, uniform_weights
+from dmoe_jax.routing.weights import normalised_weights, probability_weights, uniform_weights
 
 __all__ = [
     "ROUTERS",
@@ -55,6 +56,7 @@ __all__ = [
     "chain",
     "check_router",
     "combine_weights",
+    "deepseek_v3",
     "drop_experts",
     "expert_choice",
     "flat_top_k",
@@ -67,6 +69,7 @@ __all__ = [
     "make_router",
     "masked_softmax",
     "noisy_top_k",
+    "normalised_weights",
     "peer",
     "probability_weights",
     "product_key",

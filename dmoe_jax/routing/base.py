@@ -48,6 +48,10 @@ Loss = Float[Array, ""]
 """A scalar."""
 
 
+_SUMS_ARE_WORTH = 16
+"""How many times fewer sums than cells a product search must have: it makes more passes over what it has."""
+
+
 class RouterError(ValueError):
     """A router that does not keep to its contract; the message names the router."""
 
@@ -224,6 +228,15 @@ def dense_logits(scores: Scores) -> Float[Array, "batch num_experts"]:
     return total
 
 
+def _check_choice(k: int, alive: Alive | None, grid_size: tuple[int, ...]) -> None:
+    """Raise ValueError unless k experts can be chosen from such a grid; see `living_logits`."""
+    num_experts = math.prod(grid_size)
+    if not 1 <= k <= num_experts:
+        raise ValueError(f"k must be between 1 and the {num_experts} cells of grid {grid_size}, got {k}")
+    if alive is not None and alive.shape != grid_size:
+        raise ValueError(f"alive must have the grid's shape {grid_size}, got {alive.shape}")
+
+
 def living_logits(scores: Scores, k: int, alive: Alive | None, grid_size: tuple[int, ...]) -> Float[Array, "batch _"]:
     """What `select` chooses from: g(x, f) and its bias for every cell, -inf for the dead, without a gradient.
 
@@ -236,11 +249,7 @@ def living_logits(scores: Scores, k: int, alive: Alive | None, grid_size: tuple[
     Raises:
       ValueError: if k is not between 1 and the number of cells, or alive has another shape than the grid.
     """
-    num_experts = math.prod(grid_size)
-    if not 1 <= k <= num_experts:
-        raise ValueError(f"k must be between 1 and the {num_experts} cells of grid {grid_size}, got {k}")
-    if alive is not None and alive.shape != grid_size:
-        raise ValueError(f"alive must have the grid's shape {grid_size}, got {alive.shape}")
+    _check_choice(k, alive, grid_size)
     logits = jax.lax.stop_gradient(selection_logits(scores))
     return logits if alive is None else jnp.where(alive.reshape(1, -1), logits, -jnp.inf)
 
@@ -251,12 +260,44 @@ def best_cells(logits: Float[Array, "batch _"], k: int, grid_size: tuple[int, ..
     return jnp.stack(jnp.unravel_index(flat, grid_size), axis=-1).astype(jnp.int32), ~jnp.isneginf(best)
 
 
+def best_sums(logits: Logits, k: int, grid_size: tuple[int, ...]) -> tuple[Indices, Mask]:
+    """What `best_cells` gives for the sums of additive logits, without a sum for every cell of the grid.
+
+    Whoever is among the k best has coordinates among the k best of their dimensions, and a prefix among the k best
+    prefixes: so k^2 sums for each dimension but the first will do (product keys, Lample et al. 2019, section 3.1). For
+    320 x 320 experts and k of 16 these are 256 sums a sample instead of 102,400. Equal sums are ordered by coordinates,
+    the lower first, unless only rounding makes them equal.
+    """
+    totals, cells = jnp.zeros((logits[0].shape[0], 1), logits[0].dtype), jnp.zeros((logits[0].shape[0], 1), jnp.int32)
+    for part, size in zip(logits, grid_size, strict=True):
+        # Prefixes and coordinates in ascending order: of equal sums `top_k` takes the first.
+        totals, cells = _by_number(totals, cells, k)
+        values, own = _by_number(part, jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), part.shape), k)
+        totals = (totals[:, :, None] + values[:, None, :]).reshape(part.shape[0], -1)
+        cells = (size * cells[:, :, None] + own[:, None, :]).reshape(part.shape[0], -1)
+    best, places = jax.lax.top_k(totals, k)
+    chosen = jnp.take_along_axis(cells, places, axis=-1)
+    return jnp.stack(jnp.unravel_index(chosen, grid_size), axis=-1).astype(jnp.int32), ~jnp.isneginf(best)
+
+
+def _by_number(
+    values: Float[Array, "batch _"], numbers: Int32[Array, "batch _"], k: int
+) -> tuple[Float[Array, "batch kept"], Int32[Array, "batch kept"]]:
+    """The k highest values of each row, or all if there are no more, and their numbers, as they stood."""
+    if values.shape[1] <= k:
+        return values, numbers
+    places = jnp.sort(jax.lax.top_k(values, k)[1], axis=-1)
+    return jnp.take_along_axis(values, places, axis=-1), jnp.take_along_axis(numbers, places, axis=-1)
+
+
 def select_top_k(
     scores: Scores, k: int, alive: Alive | None = None, *, grid_size: tuple[int, ...]
 ) -> tuple[Indices, Mask]:
-    """The k live experts of highest g(x, f), its bias included, by exhaustive search over the dense grid.
+    """The k live experts of highest g(x, f), its bias included.
 
-    Ties go to the lower coordinates. The result is a choice, not a function to differentiate: no gradient flows.
+    By exhaustive search over the dense grid, or where scores and bias are additive and nobody is dead by `best_sums`,
+    once that is less work. Ties go to the lower coordinates. The result is a choice, not a function to differentiate:
+    no gradient flows.
 
     Args:
       scores, k, alive, grid_size: see `living_logits`.
@@ -268,6 +309,13 @@ def select_top_k(
     Raises:
       ValueError: see `living_logits`.
     """
+    logits, bias = scores.logits, scores.bias
+    sums = math.prod(min(k, size) for size in grid_size[:2])
+    is_additive = len(logits) > 1 and len(bias) in (0, len(logits))
+    if alive is None and is_additive and _SUMS_ARE_WORTH * sums <= math.prod(grid_size):
+        _check_choice(k, alive, grid_size)
+        parts = tuple(part + own for part, own in zip(logits, bias, strict=True)) if bias else logits
+        return best_sums(jax.lax.stop_gradient(parts), k, grid_size)
     return best_cells(living_logits(scores, k, alive, grid_size), k, grid_size)
 
 

@@ -6,8 +6,12 @@
 Unlike `product_key`, where every dimension sees the whole input, a dimension scores its own part of the query. The
 papers normalise queries over the batch, which evens out the use of experts; trainers with batches of one sample have
 no such statistics, so each part is normalised for itself, to mean 0 and variance 1 over its features. That, too, keeps
-a score from growing without bound. One head instead of several: our experts are whole networks, not single neurons. An
-expert takes as many samples of a batch as choose it: no capacity, nobody is dropped.
+a score from growing without bound.
+
+One head is enough for experts that are whole networks. For experts of a single neuron the paper has several, each with
+a query network of its own over the same keys: `init_heads` and `score_heads`, where every head of every sample is a row
+that is routed by itself (`dmoe_jax.mixture.neurons` is the layer). An expert takes as many samples of a batch as choose
+it: no capacity, nobody is dropped.
 """
 
 import math
@@ -15,7 +19,8 @@ import math
 import jax
 from jaxtyping import PRNGKeyArray
 
-from dmoe_jax.routing.base import Features, Ids, Router, Scores, layer_norm, router_factory, top_k_router
+from dmoe_jax.checks import check_positive
+from dmoe_jax.routing.base import Features, Ids, Router, Scores, layer_norm, router_factory, score, top_k_router
 from dmoe_jax.types import PyTree
 
 
@@ -51,3 +56,30 @@ def peer(grid_size: tuple[int, ...], *, part_dim: int = 64) -> Router:
         return Scores(tuple(query[:, dim] @ keys.T for dim, keys in enumerate(params["sub_keys"])))
 
     return top_k_router("peer", grid_size, init, scores)
+
+
+def init_heads(router: Router, key: PRNGKeyArray, d_model: int, *, heads: int) -> PyTree:
+    """Parameters of a `peer` router with several heads: a query network for each, and the sub-keys that they share.
+
+    Raises:
+      ValueError: if heads is not a positive integer, or the router is another one.
+    """
+    check_positive(heads=heads)
+    if router.name != "peer":
+        raise ValueError(f"heads share the sub-keys of a router of `peer`, got {router.name!r}")
+    own = jax.vmap(lambda key: router.init(key, d_model))(jax.random.split(key, heads))
+    return {"query": own["query"], "sub_keys": [keys[0] for keys in own["sub_keys"]]}
+
+
+def score_heads(router: Router, params: PyTree, x: Features) -> Scores:
+    """The scores of each head and sample: [heads * batch, grid_i] for each dimension, head by head.
+
+    What serves such a row is a mixture like any other: give it `jnp.tile(x, (heads, 1))`, and add up over the heads
+    what it has added to x.
+    """
+
+    def one(query: PyTree) -> Scores:
+        return score(router, {"query": query, "sub_keys": params["sub_keys"]}, x)
+
+    by_head = jax.vmap(one)(params["query"])
+    return jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), by_head)

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from dmoe_jax.routing.balancing import balanced_product_key
+from dmoe_jax.routing.balancing import balanced, balanced_product_key
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.routing.check import check_router
+from dmoe_jax.routing.combinators import chain, with_balancing_loss
+from dmoe_jax.routing.deepseek_v3 import deepseek_v3
 from dmoe_jax.routing.expert_choice import expert_choice
 from dmoe_jax.routing.frozen_random import frozen_random
 from dmoe_jax.routing.hash_router import hash_router
@@ -26,9 +28,14 @@ ROUTERS: dict[str, Callable[[tuple[int, ...]], Router]] = {
     "hash": hash_router,
     "frozen_random": frozen_random,
     "peer": peer,
+    "deepseek_v3": deepseek_v3,
     "uniform_random": uniform_random,
 }
 """Name -> factory, called with the grid size alone."""
+
+BALANCERS: dict[str, Callable[[Router], Router]] = {"balanced": balanced, "balance": with_balancing_loss}
+"""Suffix -> combinator, at its defaults: "product_key+balanced" is `balanced(product_key(grid_size))`. The names are
+those that the combinators give the router."""
 
 _UNNAMED = {"linen", "nnx"}
 """What the Flax adapters call a router that its author did not name."""
@@ -38,19 +45,28 @@ def make_router(spec: str, grid_size: tuple[int, ...]) -> Router:
     """The router of this name, or out of this file; equal arguments return the same object.
 
     Args:
-      spec: a name in `ROUTERS`, or "path/to/file.py:attribute" (see `dmoe_jax.user_file`), the attribute a
-        Router, or a function from grid_size to a Router.
+      spec: a name in `ROUTERS`, perhaps with suffixes of `BALANCERS` ("product_key+balanced"); or
+        "path/to/file.py:attribute" (see `dmoe_jax.user_file`), the attribute a Router, or a function from grid_size to
+        a Router.
       grid_size: extent of each dimension of the expert grid.
 
     Raises:
       RouterError: naming the spec, if there is no such router.
       ValueError: if grid_size is not one or more positive integers.
     """
-    if spec in ROUTERS:
-        return ROUTERS[spec](grid_size)
+    name, *suffixes = spec.split("+")
+    if name in ROUTERS and BALANCERS.keys() >= set(suffixes):
+        return chain(ROUTERS[name](grid_size), *(BALANCERS[suffix] for suffix in suffixes))
+    if spec == "soft_moe":
+        raise RouterError(
+            "soft_moe chooses no experts for a sample, it mixes samples into slots: no routing function, and none for "
+            "language models, where words would see those after them; MLPConfig.slots_per_expert has it "
+            "(dmoe_jax/mixture/soft.py)"
+        )
     if ":" not in spec and not spec.endswith(".py"):
         raise RouterError(
-            f"unknown router {spec!r}; expected one of {', '.join(ROUTERS)}, or a file: 'path/to/file.py:attribute'"
+            f"unknown router {spec!r}; expected one of {', '.join(ROUTERS)}, perhaps with +{' or +'.join(BALANCERS)}, "
+            "or a file: 'path/to/file.py:attribute'"
         )
     try:
         found = load_from_file(spec, kind="router")

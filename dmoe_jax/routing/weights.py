@@ -1,4 +1,4 @@
-"""How outputs are weighed, beside `base.masked_softmax`: by the router's probabilities, or all alike."""
+"""How outputs are weighed, beside `base.masked_softmax`: by the router's probabilities, by affinities, or all alike."""
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,16 @@ def probability_weights(logits: Slots, mask: Answered) -> Slots:
     normalise them again.
     """
     return jnp.exp(jnp.where(mask, logits, -jnp.inf))
+
+
+def normalised_weights(logits: Slots, mask: Answered) -> Slots:
+    """Each score over the sum of the scores that the mask leaves: for routers whose scores are affinities, not logits.
+
+    Scores below 0, which noise may make of affinities, count as 0. A row without any score above 0 gives zeros.
+    """
+    affinities = jnp.where(mask, jnp.maximum(logits, 0), 0)
+    total = jnp.sum(affinities, axis=-1, keepdims=True)
+    return affinities / jnp.where(total > 0, total, 1)
 
 
 def uniform_weights(logits: Slots, mask: Answered) -> Slots:

@@ -1,19 +1,26 @@
-"""A run for each router and seed, in a folder each, then one table, figure and report of all."""
+"""A run for each router, condition and seed, in a folder each, then tables, figure and report of all."""
 
 import math
-import re
+import time
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from dmoe_jax.cli.common import one_line
+from dmoe_jax.cli.common import mistakes_in_one_line, one_line
+from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.routing.registry import ROUTERS
+from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import first_leaf
 from dmoe_jax.training.saving import finished_headline
 from experiments.bench import Experiment, Run
-from experiments.compare_routers.settings import QUICK_ROUTERS, CompareRoutersSettings
+from experiments.compare_routers.budget import BudgetPlan, plan_runs, time_piece
+from experiments.compare_routers.pairs import all_pairs, pairs_headline, pairs_table, ranking_table, sentences
+from experiments.compare_routers.settings import NAME, QUICK_ROUTERS, WITH_LOSS, CompareRoutersSettings
+from experiments.compare_routers.trainings import RouterRun, router_runs, run_name
 from experiments.comparison import (
     FIGURE_TEXT,
     comparison_headline,
@@ -21,8 +28,17 @@ from experiments.comparison import (
     draw_comparison,
     terminal_table,
 )
+from experiments.exits import run_until_signal
 from experiments.results import Result
-from experiments.transformer_xl.training import FAILURES, checked_router, open_corpus, open_folder, train_model
+from experiments.run_summary import summarise_run
+from experiments.transformer_xl.presets import PRESETS
+from experiments.transformer_xl.settings import QUICK_PAUSES
+from experiments.transformer_xl.side_by_side import train_side_by_side
+from experiments.transformer_xl.training import FAILURES, carry_out, checked_router, make_plan, open_corpus, open_folder
+from experiments.transformer_xl.trainings import Deadline
+
+Seeds = dict[int, list[dict[str, Any]]]
+"""Seed -> metrics of a run that was trained to its end."""
 
 
 def load_routers(settings: CompareRoutersSettings) -> dict[str, str]:
@@ -33,7 +49,7 @@ def load_routers(settings: CompareRoutersSettings) -> dict[str, str]:
     """
     routers: dict[str, str] = {}
     folders: dict[str, str] = {}
-    for spec in settings.routers or (QUICK_ROUTERS if settings.quick else tuple(ROUTERS)):
+    for spec in settings.routers or (QUICK_ROUTERS if settings.quick else (*ROUTERS, WITH_LOSS)):
         try:
             label = checked_router(spec, settings.size, settings.route).name
         except RouterError:
@@ -47,13 +63,8 @@ def load_routers(settings: CompareRoutersSettings) -> dict[str, str]:
     return routers
 
 
-def run_name(label: str, seed: int) -> str:
-    """Folder of a run; what may not stand in a path is replaced, a router's name being anybody's choice."""
-    return f"{re.sub(r'[^A-Za-z0-9_.+-]', '_', label)}-seed{seed}"
-
-
 def measure(run: Run[CompareRoutersSettings]) -> None:
-    """Train every router with every seed, in a run folder each.
+    """Train every router under every condition with every seed, in a run folder each.
 
     All routers are trained with the first seed before the second one begins, so that a comparison that was interrupted
     has something to compare. A run that fails is written down and does not stop the others.
@@ -63,33 +74,107 @@ def measure(run: Run[CompareRoutersSettings]) -> None:
     """
     settings = run.settings
     routers, corpus = load_routers(settings), open_corpus(run)
+    if settings.budget is not None and not run.records("plan"):
+        run.log("plan", **_plan(run, routers, corpus).record())
     run.log("routers", labels=list(routers))
-    runs = [(label, seed) for seed in settings.chosen_seeds for label in routers]
-    for number, (label, seed) in enumerate(runs, start=1):
-        run.say(f"run {number} of {len(runs)}: {label}, seed {seed}")
-        name = run_name(label, seed)
+    runs = _runs(run, routers)
+    if settings.budget is not None:
+        plan = BudgetPlan.of_record(run.records("plan")[-1])
+        run.say(f"the budget's plan: seeds {' '.join(map(str, plan.seeds))}, {plan.steps} updates of each run")
+    num_jobs = min(settings.num_jobs, len(runs))
+    if num_jobs > 1:
+        _train_side_by_side(run, runs, corpus, num_jobs)
+        return
+    for number, each in enumerate(runs, start=1):
+        training = each.training
+        run.say(f"run {number} of {len(runs)}: {training.label}, seed {training.settings.seed}")
         try:
-            train_model(
-                *(settings, corpus, run.folder.path / name), model="dmoe", seed=seed, router=routers[label], name=label
-            )
+            carry_out(replace(training, may_fail=False), corpus)
         except Exception as error:
             expected, others = BaseExceptionGroup("", [error]).split(FAILURES)
             if expected is None or others is not None:
                 raise
-            detail = one_line(first_leaf(expected))
-            run.log("event", name="run_failed", run=name, detail=f"{name}: {detail}")
-            run.say(f"{name} failed: {detail}")
+            _note_failure(run, each, one_line(first_leaf(expected)))
 
 
-def _finished(run: Run[CompareRoutersSettings]) -> dict[str, list[list[dict[str, Any]]]]:
-    """Label -> metrics of the router's runs that were trained to their end, without labels that have none."""
-    begun = run.records("routers")
-    found = {}
-    for label in begun[-1]["labels"] if begun else ():
-        folders = [RunFolder(run.folder.path / run_name(label, seed)) for seed in run.settings.chosen_seeds]
-        if metrics := [folder.metrics() for folder in folders if finished_headline(folder) is not None]:
-            found[label] = metrics
-    return found
+def _train_side_by_side(run: Run[CompareRoutersSettings], runs: list[RouterRun], corpus: Corpus, num_jobs: int) -> None:
+    """Train in several processes at once, those that are to be trained still."""
+    waiting = [each for each in runs if finished_headline(_folder(each)) is None]
+    for each in runs:
+        if each not in waiting:
+            carry_out(each.training, corpus)  # sees that it was trained under these settings, and leaves it as it is
+    trainings = [each.training for each in waiting]
+    run.say(f"{len(trainings)} of {len(runs)} runs are to be trained, {num_jobs} at a time")
+    side_by_side = partial(train_side_by_side, trainings, Deadline(None), run.console, num_jobs=num_jobs)
+    run_until_signal(side_by_side, prog=NAME)
+    for each in waiting:
+        if finished_headline(_folder(each)) is None:
+            events = [record for record in _folder(each).metrics() if record.get("name") == "failed"]
+            _note_failure(run, each, events[-1]["detail"] if events else "it ended early")
+
+
+def _note_failure(run: Run[CompareRoutersSettings], each: RouterRun, detail: str) -> None:
+    name = _folder(each).path.name
+    run.log("event", name="run_failed", run=name, detail=f"{name}: {detail}")
+    run.say(f"{name} failed: {detail}")
+
+
+def _plan(run: Run[CompareRoutersSettings], routers: dict[str, str], corpus: Corpus) -> BudgetPlan:
+    """Time a piece of each router, and choose seeds and updates.
+
+    Raises:
+      UsageError: too little fits.
+    """
+    settings, began = run.settings, time.monotonic()
+    costs = {}
+    # Under the settings as they are: calls that fail are computed all the same, and nodes wait in virtual time.
+    for each in router_runs(replace(settings, failures=(), slow_nodes=()), routers, run.folder.path, seeds=(0,)):
+        with mistakes_in_one_line():
+            costs[each.router] = cost = time_piece(each.training, corpus)
+        run.say(f"{each.router}: {cost.start_s:.1f} s to compile, {1e3 * cost.update_s:.0f} ms an update")
+    preset = PRESETS["dmoe", settings.size]
+    whole = make_plan(router_runs(settings, routers, run.folder.path, seeds=(0,))[0].training.settings, preset)
+    num_pauses = math.ceil(whole.steps / whole.eval_every) if settings.eval_every else preset.pauses
+    sizes = [corpus.valid.size, corpus.test.size]
+    num_words = sum(min(whole.final_eval_items or size, size) for size in sizes)
+    num_words += (QUICK_PAUSES if settings.quick else num_pauses) * min(whole.eval_items or sizes[0], sizes[0])
+    with mistakes_in_one_line():
+        return plan_runs(
+            list(costs.values()) * len(settings.conditions),
+            budget_s=settings.budget_s,
+            spent_s=time.monotonic() - began,
+            num_words=num_words,
+            num_jobs=settings.num_jobs,
+            most_steps=whole.steps,
+            seeds=settings.seeds,
+            steps=settings.steps,
+        )
+
+
+def _runs(run: Run[CompareRoutersSettings], routers: dict[str, str]) -> list[RouterRun]:
+    """All runs, as the plan has them if there is one."""
+    settings, plans = run.settings, run.records("plan")
+    plan = BudgetPlan.of_record(plans[-1]) if plans and settings.budget is not None else None
+    seeds, steps = (settings.chosen_seeds, None) if plan is None else (plan.seeds, plan.steps)
+    return router_runs(settings, routers, run.folder.path, seeds=seeds, steps=steps)
+
+
+def _folder(each: RouterRun) -> RunFolder:
+    assert each.training.settings.out is not None
+    return RunFolder(each.training.settings.out)
+
+
+def _finished(run: Run[CompareRoutersSettings]) -> dict[str, dict[str, Seeds]]:
+    """Condition -> label -> its runs that were trained to their end, without those that have none."""
+    begun, found = run.records("routers"), dict[str, dict[str, Seeds]]()
+    labels = begun[-1]["labels"] if begun else []
+    for each in _runs(run, dict.fromkeys(labels, "product_key")):
+        if finished_headline(_folder(each)) is not None:
+            rows = found.setdefault(each.condition.name, {})
+            rows.setdefault(each.training.label, {})[each.training.settings.seed] = _folder(each).metrics()
+    # In the order of the command line, whatever the seeds that are finished.
+    order = [condition.label(label) for condition in run.settings.conditions for label in labels]
+    return {name: {label: rows[label] for label in order if label in rows} for name, rows in found.items()}
 
 
 def _failed(run: Run[CompareRoutersSettings]) -> list[str]:
@@ -99,41 +184,78 @@ def _failed(run: Run[CompareRoutersSettings]) -> list[str]:
     return [record["run"] for record in records[begun:] if record.get("name") == "run_failed"]
 
 
+def _compare(name: str, rows: dict[str, Seeds]) -> tuple[dict[str, Any], list[ReportTable]]:
+    """(figures, tables) of one condition."""
+    perplexities: dict[str, dict[int, float]] = {}
+    entropies = {}
+    for label, seeds in rows.items():
+        summaries = {seed: summarise_run(metrics) for seed, metrics in seeds.items()}
+        perplexities[label] = {
+            seed: summary.perplexity for seed, summary in summaries.items() if summary.perplexity is not None
+        }
+        known = [each.final_load_entropy for each in summaries.values() if each.final_load_entropy is not None]
+        entropies[label] = sum(known) / len(known) if known else None
+    pairs, at = all_pairs(perplexities), f": {name}" if name else ""
+    figures: dict[str, Any] = {
+        "routers": comparison_headline({label: list(seeds.values()) for label, seeds in rows.items()}),
+        "pairs": pairs_headline(pairs),
+        "pairs_told_apart": sum(pair.is_told_apart for pair in pairs),
+        "says": sentences(perplexities, entropies),
+    }
+    tables = [ranking_table(perplexities, pairs, f"In order{at}")]
+    tables += [pairs_table(pairs, f"Every pair{at}")] if pairs else []
+    return figures, tables
+
+
 def summarise(run: Run[CompareRoutersSettings]) -> Result | None:
     """Compare the runs that are finished."""
     settings, corpora, begun = run.settings, run.records("corpus"), run.records("routers")
     if not begun:
         return None
-    runs, failed = _finished(run), _failed(run)
-    figures = comparison_headline(runs) if runs else {}
-    tables = [comparison_table(runs)] if runs else []
+    finished, failed = _finished(run), _failed(run)
+    all_runs = _runs(run, dict.fromkeys(begun[-1]["labels"], "product_key"))
     headline: dict[str, Any] = {
         "corpus": corpora[-1]["name"],
         "size": settings.size,
         "where": settings.place,
-        "runs": len(begun[-1]["labels"]) * len(settings.chosen_seeds),
-        "runs_finished": sum(map(len, runs.values())),
+        "runs": len(all_runs),
+        "runs_finished": sum(len(seeds) for rows in finished.values() for seeds in rows.values()),
         "failed": failed,
     }
-    if runs:
-        # A perplexity beyond what a float holds is not in the metrics.
-        best = min(figures, key=lambda label: figures[label]["perplexity"] or math.inf)
-        headline |= {"best_router": best, "best_validation_perplexity": figures[best]["perplexity"]}
+    if plans := run.records("plan"):
+        headline |= {"planned_seeds": len(plans[-1]["seeds"]), "planned_steps": plans[-1]["steps"]}
+    conditions: dict[str, dict[str, Any]] = {}
+    tables: list[ReportTable] = []
+    says: list[str] = []
+    for name, rows in finished.items():
+        conditions[name], own = _compare(name, rows)
+        tables, said = [*tables, *own], conditions[name]["says"]
+        says += [f"Under {name}: {said[0]}", *said[1:]] if name and said else said
+    merged = {label: list(seeds.values()) for rows in finished.values() for label, seeds in rows.items()}
+    if merged:
+        tables.insert(0, comparison_table(merged))
+    base = conditions.pop("", {"routers": {}, "pairs": [], "pairs_told_apart": 0, "says": []})
+    if known := {label: value for label, row in base["routers"].items() if (value := row["perplexity"]) is not None}:
+        best = min(known, key=known.__getitem__)
+        headline |= {"best_router": best, "best_validation_perplexity": known[best]}
+    headline["pairs_told_apart"] = base["pairs_told_apart"]
     return Result(
         title=f"Routers of a DMoE Transformer-XL on {corpora[-1]['name']}, {settings.size}, {settings.place}",
-        figures={**headline, "routers": figures},
+        figures={**headline, **base, "conditions": conditions},
         shown=headline,
-        printed=[*map(terminal_table, tables)],
-        summary=f"Corpus: {corpora[-1]['description']}.",
+        printed=[*([terminal_table(tables[0])] if merged else []), *says],
+        summary=" ".join([f"Corpus: {corpora[-1]['description']}.", *says]),
         tables=tables,
         failure=f"{len(failed)} runs failed: {', '.join(failed)}" if failed else "",
     )
 
 
 def draw(run: Run[CompareRoutersSettings], result: Result) -> Figure | None:
-    """Draw the finished runs."""
-    runs = _finished(run)
-    return draw_comparison(runs, result.title) if runs else None
+    """Draw the finished runs under the settings as they are."""
+    rows = _finished(run).get("")
+    return (
+        draw_comparison({label: list(seeds.values()) for label, seeds in rows.items()}, result.title) if rows else None
+    )
 
 
 EXPERIMENT = Experiment[CompareRoutersSettings](

@@ -11,7 +11,8 @@ import numpy as np
 import optax
 
 from dmoe_jax.emulator import draw_order, exponential_delays
-from dmoe_jax.mixture.local import init_experts, init_opt_states, update_experts
+from dmoe_jax.mixture.local import init_experts
+from dmoe_jax.mixture.local_update import chosen_value_and_grad, init_opt_states, update_chosen
 from dmoe_jax.models.layers import LayerAux
 from experiments.emulation.problems import Problem, keys_of, mnist, transformer_xl
 
@@ -74,16 +75,16 @@ def _one_jit(problem: Problem, seed: int, *, steps: int = 128) -> Callable[[], f
         outcome, routed = stages.routed(params, experts, batch, state)
         return outcome.loss, (outcome.state, routed)
 
+    gradient = chosen_value_and_grad(loss, layers_of=lambda aux: aux[1])
+
     @jax.jit
     def run(carry: Any) -> Any:
         def one(carry: Any, batch: Any) -> tuple[Any, Any]:
             params, opt_state, experts, expert_states, state = carry
-            (value, (state, routed)), (grads, expert_grads) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
-                params, experts, batch, state
-            )
+            (value, (state, routed)), (grads, expert_grads) = gradient(params, experts, batch, state)
             updates, opt_state = trunk_optimizer.update(grads, opt_state, params)
             new = [
-                update_experts(expert_optimizer, own, own_state, own_grads, aux.load > 0)
+                update_chosen(expert_optimizer, own, own_state, own_grads, aux.load > 0)
                 for own, own_state, own_grads, aux in zip(experts, expert_states, expert_grads, routed, strict=True)
             ]
             experts, expert_states = [each[0] for each in new], [each[1] for each in new]

@@ -5,9 +5,10 @@ optimiser. Dropout is left out on both sides: what is measured is the mixture.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from statistics import median
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -19,9 +20,10 @@ from dmoe_jax.data.wikitext2 import VOCAB_SIZE
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.training.run import train_without_waiting
 from experiments.bench import Experiment, Run
+from experiments.moe_overhead.one_layer import GRIDS, TOKENS, grid_training, peak_bytes
 from experiments.moe_overhead.settings import OverheadSettings
 from experiments.moe_overhead.wide_layer import wide_training
-from experiments.panels import draw_rounds
+from experiments.panels import ratio_figure
 from experiments.results import Bar, Result
 from experiments.transformer_xl.flops import layer_flops
 from experiments.transformer_xl.local import LocalEngine
@@ -29,36 +31,57 @@ from experiments.transformer_xl.presets import PRESETS
 from experiments.transformer_xl.setup import Setup
 from experiments.transformer_xl.training import checked_router
 
-BAR = Bar(name="moe_overhead", bound=1.3)
-"""A dense layer of equal FLOPs may be this much faster."""
+Name = TypeVar("Name", bound=Hashable)
 
+BAR = Bar(name="moe_overhead", bound=1.2)
+"""A dense layer of equal FLOPs may be this much faster."""
+GRID_BAR = Bar(name="local_grid_cost", bound=1.3)
+"""A training step with 64 experts may take this much longer than one with 16, of equal rows."""
+MEMORY_BAR = Bar(name="token_memory", bound=2.0)
+"""2,048 rows may take this much more memory than 512."""
+
+_GRID_STEPS = 10
+"""Steps of one layer for each step of a whole model: they take a millisecond."""
 _STEPS_OF_A_RUN = 10_000
 """For the schedules of the optimisers alone."""
 
 
 def measure(run: Run[OverheadSettings]) -> None:
-    """Time both models, and log each round: the median seconds of a step of each, and their ratio."""
+    """Time the models and the layers, and log each round: the median seconds of a step of each, and their ratio."""
     settings = run.settings
     rounds, steps = (3, 5) if settings.quick else (settings.rounds, settings.steps_per_round)
+    memory = [peak_bytes(tokens) for tokens in TOKENS]
+    run.log("memory", tokens=TOKENS, bytes=memory, ratio=memory[1] / memory[0])
     run.say("compiling")
     setup = overhead_setup(settings)
     models = {"moe": _mixture(setup), "dense": _dense(setup)}
-    for step in (*models.values(), *models.values()):  # the first compiles
+    few, many = sorted(GRIDS)
+    layers = {number: grid_training(number, settings.seed) for number in (many, few)}
+    for step in 2 * (*models.values(), *layers.values()):  # the first compiles
         step()
     sizes = _sizes(setup)
     for number in range(1, rounds + 1):
-        seconds: dict[str, list[float]] = {name: [] for name in models}
-        for turn in range(steps):
-            for name in ("dense", "moe") if turn % 2 else ("moe", "dense"):
-                started = time.perf_counter()
-                models[name]()
-                seconds[name].append(time.perf_counter() - started)
-        dense_s, moe_s = median(seconds["dense"]), median(seconds["moe"])
+        seconds = _in_turns(models, steps)
+        dense_s, moe_s = seconds["dense"], seconds["moe"]
         run.log("round", step=number, dense_s=dense_s, moe_s=moe_s, ratio=moe_s / dense_s, **sizes)
+        of_layers = _in_turns(layers, _GRID_STEPS * steps)
+        grid_ratio = of_layers[many] / of_layers[few]
+        run.log("grid", step=number, few_s=of_layers[few], many_s=of_layers[many], ratio=grid_ratio)
         run.say(
             f"round {number}/{rounds}: {1e3 * moe_s:.1f} ms with mixtures, {1e3 * dense_s:.1f} ms with dense layers, "
-            f"ratio {moe_s / dense_s:.2f}"
+            f"ratio {moe_s / dense_s:.2f}; {many} experts over {few}: {grid_ratio:.2f}"
         )
+
+
+def _in_turns(ways: Mapping[Name, Callable[[], None]], steps: int) -> dict[Name, float]:
+    """Median seconds of a step of each way. They take turns at every step, and in turns who goes first."""
+    seconds: dict[Name, list[float]] = {name: [] for name in ways}
+    for turn in range(steps):
+        for name in list(ways) if turn % 2 else reversed(list(ways)):
+            started = time.perf_counter()
+            ways[name]()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: median(each) for name, each in seconds.items()}
 
 
 def overhead_setup(settings: OverheadSettings) -> Setup:
@@ -133,13 +156,16 @@ def summarise(run: Run[OverheadSettings]) -> Result | None:
     if not rounds:
         return None
     medians = {name: median(each[name] for each in rounds) for name in ("ratio", "moe_s", "dense_s")}
+    grids, memory = run.records("grid"), run.records("memory")
     last = rounds[-1]
     return Result(
         title="What a mixture costs on one device",
-        summary="Tokens a second in training: the same model with a dense layer of equal FLOPs, over the mixture.",
+        summary="Time of a training step with mixtures over one with dense layers of equal FLOPs (moe_overhead), of a "
+        "layer with 64 experts over one with 16 (local_grid_cost); memory of 2,048 rows over 512 (token_memory).",
         figures={
             "moe_overhead": medians["ratio"],
-            "bar": BAR.bound,
+            "local_grid_cost": median(each["ratio"] for each in grids) if grids else None,
+            "token_memory": memory[-1]["ratio"] if memory else None,
             "moe_tokens_per_s": last["tokens_per_step"] / medians["moe_s"],
             "dense_tokens_per_s": last["tokens_per_step"] / medians["dense_s"],
             "moe_layer_flops_per_sequence": last["moe_flops"],
@@ -147,28 +173,30 @@ def summarise(run: Run[OverheadSettings]) -> Result | None:
             "size": run.settings.size,
             "rounds": len(rounds),
         },
-        bars=(BAR,),
+        bars=(BAR, GRID_BAR, MEMORY_BAR),
     )
 
 
 def draw(run: Run[OverheadSettings], result: Result) -> Figure:
-    """Draw the ratio of each round."""
+    """Draw each ratio with its bar, and its rounds as dots."""
     del result
-    figure = Figure(figsize=(7.5, 3.6), layout="constrained")
-    draw_rounds(
-        figure.add_subplot(),
-        "Tokens a second: a dense layer of equal FLOPs over the mixture",
-        [record["ratio"] for record in run.records("round")],
-        reference=(1.0, "as fast"),
-        bar=(BAR.bound, f"bar {BAR.bound}"),
-    )
-    return figure
+    few, many = sorted(GRIDS)
+
+    def ratios(kind: str) -> list[float]:
+        return [record["ratio"] for record in run.records(kind)]
+
+    panels = [
+        ("mixture over dense", {"time of a step": ratios("round")}, BAR),
+        (f"{many} over {few} experts", {"time of a step": ratios("grid")}, GRID_BAR),
+        (f"{TOKENS[1]:,} over {TOKENS[0]} rows", {"peak memory": ratios("memory")}, MEMORY_BAR),
+    ]
+    return ratio_figure([panel for panel in panels if all(panel[1].values())], first_label="ratio", last_label="")
 
 
 EXPERIMENT = Experiment[OverheadSettings](
     measure=measure,
     summarise=summarise,
     draw=draw,
-    figure_text="Ratio of tokens a second, dense over mixture, in each round",
+    figure_text="Ratios of time and memory, each beside its bar, with their rounds",
     check=lambda settings: checked_router(settings.router, settings.size),
 )

@@ -3,6 +3,7 @@
 The fast mode for research on one machine, and the bound on what the swarm can reach: no delay, no failures, no
 staleness. The experts learn as they would on their nodes, each with an optimiser and a count of updates of its own,
 from the gradient of the same backward pass; one update takes in all sequences of the batch that went to the expert.
+Experts that no sequence went to cost nothing.
 
 The device is never idle: the figures of a step are fetched when the next one is under way.
 """
@@ -18,7 +19,7 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from dmoe_jax.data.batches import Batch
-from dmoe_jax.mixture.local import init_opt_states, update_experts
+from dmoe_jax.mixture.local_update import chosen_value_and_grad, init_opt_states, update_chosen
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.layers import ForwardAux
@@ -156,12 +157,12 @@ def train_step(
         return txl.local_forward(trunk, experts, config, watched, batch, memory, keys=keys)
 
     def step(state: State, batch: Batch, keys: StepKeys) -> tuple[State, StepReport]:
-        gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        gradient = chosen_value_and_grad(loss)
         trunk, experts = state["trunk"], state["experts"]
         (total, aux), (grads, expert_grads) = gradient(trunk, experts, batch, state["memory"], keys)
         updates, trunk_opt_state = optimizer.update(grads, state["trunk_opt_state"], trunk)
         updated = [
-            update_experts(expert_optimizer, params, opt_state, own, layer.load > 0)
+            update_chosen(expert_optimizer, params, opt_state, own, layer.load > 0)
             for params, opt_state, own, layer in zip(
                 experts, state["expert_opt_states"], expert_grads, aux.layers, strict=True
             )

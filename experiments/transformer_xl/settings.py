@@ -75,6 +75,8 @@ class TrainingSettings(ResumableSettings):
     staleness_power: float = 0.5
     """An update of trunk or experts is divided by (1 + its staleness) to this power, and stale ones get no
     momentum; 0: plain Adam."""
+    slow_node: float = 1.0
+    """How many times longer the calls of the first of the nodes take. Only dmoe, and only where simulated."""
     concurrency: int | None = None
     """Simulated trainers at work at once; the others wait for their turn. Default: all. With 1 nothing is stale."""
     step_size: float = 1.0
@@ -85,11 +87,13 @@ class TrainingSettings(ResumableSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "steps", "batch_size", "eval_every", "trainers", "concurrency")
+        self.require_at_least(1, "steps", "batch_size", "eval_every", "trainers", "concurrency", "slow_node")
         self.require_above(0, "step_size")
         self.require_at_least(0, "eval_tokens", "delay_s", "staleness_power")
         if not 0 <= self.failure_rate < 1:
             raise ValueError(f"--failure-rate must be from 0 to below 1, got {self.failure_rate}")
+        if self.slow_node != 1 and self.place != "simulated":
+            raise ValueError(f"--slow-node needs --where simulated, where there are nodes; got {self.place}")
 
     @property
     def place(self) -> Place:
@@ -176,6 +180,8 @@ class TransformerXLSettings(TrainingSettings, Settings):
                 name = (*asked, "step_size")[0]
                 flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} is not for --where swarm, got {getattr(self, name)}")
+        if self.slow_node != 1 and self.models != ("dmoe",):
+            raise ValueError(f"--slow-node is for --model dmoe alone, got {' '.join(self.models)}")
         if self.search_steps and not self.search:
             raise ValueError(f"--search-steps needs --search, got {self.search_steps}")
         if self.ingredients and not (self.is_asynchronous and "dmoe" in self.models):

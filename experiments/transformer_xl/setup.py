@@ -47,16 +47,19 @@ class Setting:
     """Share of expert calls that are never answered."""
     num_nodes: int = 8
     """Hosts that share the experts."""
+    slow_node: float = 1.0
+    """How many times longer the calls of the first of them take."""
     grace_s: float = 5.0
     """How long a trainer waits for the other experts after the first has answered, virtual seconds: so long that hardly
     a call is lost but those that fail (1 in 150)."""
     timeout_s: float = 30.0
     """After which a call is given up, virtual seconds."""
 
-    def faults(self, seed: int) -> FaultPlan:
-        """What happens to the expert calls."""
+    def faults(self, seed: int, host: str) -> FaultPlan:
+        """What happens to the expert calls to a host: node0, node1 and so on."""
         rates = {Fault.LATE: 1 - self.failure_rate, Fault.HANG: self.failure_rate}
-        return FaultPlan(rates=rates, late_mean_s=self.delay_s, methods=("expert.",), seed=seed)
+        delay_s = self.delay_s * (self.slow_node if host == "node0" else 1.0)
+        return FaultPlan(rates=rates, late_mean_s=delay_s, methods=("expert.",), seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ The code is that of a real swarm on a simulated network: expert nodes, DHT, dire
 is answered after an exponential delay, or never. See `simulated` for how a run pauses.
 """
 
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
@@ -115,7 +116,7 @@ class SimulatedDmoe(SimulatedEngine):
                 self._backends,
                 num_nodes=min(setting.num_nodes, len(self._backends)),
                 seed=seed,
-                faults=setting.faults(seed),
+                faults=functools.partial(setting.faults, seed),
                 config=_NODE_CONFIG,
             )
             started = trio.current_time()

@@ -195,6 +195,7 @@ def make_setup(
         concurrency=settings.concurrency,
         delay_s=settings.delay_s,
         failure_rate=settings.failure_rate,
+        slow_node=settings.slow_node,
     )
     return Setup(
         preset=preset,

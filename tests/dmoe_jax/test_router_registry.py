@@ -4,7 +4,16 @@ import sys
 
 import pytest
 
-from dmoe_jax.routing import ROUTERS, Router, RouterError, make_router, product_key
+from dmoe_jax.routing import (
+    ROUTERS,
+    Router,
+    RouterError,
+    balanced,
+    make_router,
+    product_key,
+    switch,
+    with_balancing_loss,
+)
 
 GOOD = """
 from __future__ import annotations
@@ -46,6 +55,18 @@ def test_names_are_the_routers_names(name):
     router = make_router(name, (2, 3))
     assert router.name == name
     assert router.grid_size == (2, 3)
+
+
+def test_balance_is_a_suffix():
+    """The names that the combinators give, over any router; a second bias or an unknown suffix is refused."""
+    assert make_router("product_key+balanced", (2, 3)) is balanced(product_key((2, 3)))
+    both = make_router("switch+balance+balanced", (2, 3))
+    assert both is balanced(with_balancing_loss(switch((2, 3))))
+    assert both.name == "switch+balance+balanced"
+    with pytest.raises(ValueError, match="router 'deepseek_v3' balances its load already"):
+        make_router("deepseek_v3+balanced", (2, 3))
+    with pytest.raises(RouterError, match=r"unknown router 'switch\+even'.*\+balanced or \+balance"):
+        make_router("switch+even", (2, 3))
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():

@@ -1,19 +1,25 @@
 """Routers put side by side: which runs are made, what becomes of them, and that nothing is trained twice."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dmoe_jax.cli.common import UsageError
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.routing.registry import ROUTERS
 from dmoe_jax.runs.run_folder import RunFolder, read_metrics
 from dmoe_jax.training.plan import Plan
 from dmoe_jax.training.saving import finished_headline, prepare_run
+from experiments.compare_routers import measurement
 from experiments.compare_routers.__main__ import main
-from experiments.compare_routers.measurement import load_routers, run_name
-from experiments.compare_routers.settings import CompareRoutersSettings
+from experiments.compare_routers.budget import Cost, plan_runs
+from experiments.compare_routers.measurement import load_routers
+from experiments.compare_routers.pairs import all_pairs, means, ranking_table, sentences
+from experiments.compare_routers.settings import WITH_LOSS, CompareRoutersSettings
+from experiments.compare_routers.trainings import router_runs, run_name
 from experiments.transformer_xl import training
 from experiments.transformer_xl.presets import PRESETS
 from experiments.transformer_xl.setup import Setup
@@ -86,7 +92,8 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> Trainings:
 
 
 def arguments(out: Path, *more: str) -> list[str]:
-    return ["--data", "embedded", "--out", str(out), "--routers", "product_key", "hash", "--seeds", "3", "5", *more]
+    own = ["--routers", "product_key", "hash", "--seeds", "3", "5", "--jobs", "1"]
+    return ["--data", "embedded", "--out", str(out), *own, *more]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +107,16 @@ def arguments(out: Path, *more: str) -> list[str]:
         ({"seeds": (1, 2, 1)}, "--seeds.*1 2 1"),
         ({"seeds": (-1,)}, "--seeds.*-1"),
         ({"resume": True}, "--resume needs --out"),
+        ({"failures": (0.3, 1.0)}, "--failures must be from 0 to below 1, got 0.3 1.0"),
+        ({"failures": (0.1,)}, "--failures has 0.1, which is --failure-rate already"),
+        ({"failures": (0.3,), "where": "local"}, "--failures needs .*where it is local"),
+        ({"slow_nodes": (10.0, 10.0)}, "--slow-nodes names one twice"),
+        ({"slow_nodes": (1.0,)}, "--slow-nodes must be above 1"),
+        ({"slow_nodes": (10.0,), "where": "emulated"}, "--slow-nodes needs --where simulated.*emulated"),
+        ({"slow_node": 2.0, "where": "local"}, "--slow-node needs --where simulated.*local"),
+        ({"budget": "soon"}, "--budget must be a time such as .*got soon"),
+        ({"budget": "0m"}, "--budget must be a time"),
+        ({"budget": "5m", "seeds": (1,), "steps": 9}, "--budget has nothing to choose"),
     ],
 )
 def test_settings_are_checked(wrong: dict[str, Any], message: str) -> None:
@@ -112,8 +129,8 @@ def test_what_is_compared_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every registered router on three seeds; quick: some on two; a tiny model in a simulated swarm."""
     monkeypatch.setattr(training, "check_router", lambda *_: None)  # its own tests try every registered router
     command, quick = CompareRoutersSettings(), CompareRoutersSettings(quick=True)
-    assert list(load_routers(command)) == [ROUTERS[name](GRID).name for name in ROUTERS]
-    assert len(load_routers(quick)) == 3
+    assert list(load_routers(command)) == [*(ROUTERS[name](GRID).name for name in ROUTERS), WITH_LOSS]
+    assert len(load_routers(quick)) == 4
     assert (command.chosen_seeds, quick.chosen_seeds) == ((0, 1, 2), (0, 1))
     assert CompareRoutersSettings(quick=True, seeds=(7,), routers=("peer",)).chosen_seeds == (7,)
     assert [command.place, CompareRoutersSettings(size="full").place] == ["simulated", "local"]
@@ -263,12 +280,127 @@ def test_quick_shortens_every_run(tmp_path: Path, trainings: Trainings) -> None:
     assert (short.steps, short.eval_items, short.final_eval_items) == (5, 100, 100)
 
 
+def test_every_router_under_every_condition() -> None:
+    """Failing calls and a slow node are rows of their own, with the text and the seeds of the others."""
+    settings = CompareRoutersSettings(quick=True, failures=(0.0, 0.3), slow_nodes=(10.0,), eval_tokens=50)
+    runs = router_runs(settings, {"a": "product_key", "b": "hash"}, Path("out"), seeds=(0, 1), steps=100)
+    assert [each.training.label for each in runs[:8]] == [
+        *("a", "b", "a, failures 0", "b, failures 0", "a, failures 0.3", "b, failures 0.3"),
+        *("a, slow node 10x", "b, slow node 10x"),
+    ]
+    found = [each.training.settings for each in runs]
+    assert [own.seed for own in found] == [0] * 8 + [1] * 8
+    assert [(own.failure_rate, own.slow_node) for own in found[:8:2]] == [(0.1, 1), (0.0, 1), (0.3, 1), (0.1, 10)]
+    assert {(own.steps, own.eval_tokens, own.model, own.where) for own in found} == {(32, 50, ("dmoe",), "simulated")}
+    assert [own.router for own in found[:2]] == ["product_key", "hash"]
+    assert len({own.out for own in found}) == 16
+    assert str(found[4].out) == "out/a__failures_0.3-seed0"
+
+
+def test_who_is_told_apart() -> None:
+    """By hand: differences of -10, -12 and -11 are told apart; -1, 3 and -2 are not; a seed alone says nothing."""
+    perplexities = {
+        "worst": {0: 110.0, 1: 113.0, 2: 111.0},
+        "best": {0: 100.0, 1: 101.0, 2: 100.0},
+        "close": {0: 101.0, 1: 98.0, 2: 102.0, 9: 0.0},
+    }
+    # Over the seeds that all have: 301 / 3 for both, told from each other by nobody.
+    assert means(perplexities) == pytest.approx({"best": 301 / 3, "close": 301 / 3, "worst": 334 / 3})
+    pairs = {(pair.lower, pair.higher): pair for pair in all_pairs(perplexities)}
+    assert {names: pair.is_told_apart for names, pair in pairs.items()} == {
+        ("best", "close"): False,
+        ("best", "worst"): True,
+        ("close", "worst"): True,
+    }
+    far = pairs["best", "worst"].difference
+    # Mean -11, deviation 1, 4.303 / sqrt(3) of it to either side.
+    assert (far.mean, far.low, far.high) == pytest.approx((-11, -11 - 2.484, -11 + 2.484), abs=1e-3)
+    rows = {row[1]: row for row in ranking_table(perplexities, list(pairs.values()), "In order").rows}
+    assert (rows["best"][0], rows["best"][4], rows["best"][5]) == (1, None, "3")
+    assert rows["worst"][4:] == ["11 (8.516 to 13.48)", "1, 2"]
+    said = sentences(perplexities, {"best": 0.9, "worst": 0.5, "close": None})
+    assert len(said) == 3
+    assert said[0].startswith(
+        "best has the lowest mean validation perplexity, 100.3, and worst the highest, 111.3, 11 %"
+    )
+    assert "Of 3 pairs 2 are told apart by 3 seeds, where about 0.15 would be by chance" in said[1]
+    assert "best ends below worst by 11 (8.516 to 13.48)" in said[1]
+    assert "most even with best (entropy 0.90; 1 of 3" in said[2]
+    alike = {"a": {0: 1.0, 1: 2.0}, "b": {0: 2.0, 1: 1.0}}
+    assert sentences(alike, {})[1].startswith("None of 1 pairs is told apart by 2 seeds")
+    assert sentences({"a": {0: 1.0}, "b": {0: 2.0}}, {})[1].startswith("With one seed")
+    assert sentences({"a": {0: 1.0}, "b": {}}, {}) == []
+
+
+COST = Cost(start_s=10.0, update_s=0.1, word_s=0.001)
+
+
+def test_what_fits_into_a_budget() -> None:
+    """Two rows; 85 % of the time; ten seconds and a thousand words' second for each run, then updates of 0.1 s."""
+    fixed = {"spent_s": 20.0, "num_words": 1000, "num_jobs": 1}
+    # 0.85 * 400 - 20 = 320 s for 2 * 3 runs: 53.3 each, 11 of them fixed, 42.3 for 423 updates.
+    plan = plan_runs([COST] * 2, budget_s=400.0, most_steps=1000, **fixed)
+    assert (plan.seeds, plan.steps) == ((0, 1, 2), 423)
+    assert plan.expected_s == pytest.approx(20 + 6 * (11 + 42.3))
+    # Two at once: 640 s.
+    assert plan_runs([COST] * 2, budget_s=400.0, most_steps=10_000, **fixed | {"num_jobs": 2}).steps == 956
+    # Whole runs take 31 s: 5 seeds of both are 310 s, 6 would be 372.
+    assert plan_runs([COST] * 2, budget_s=400.0, most_steps=200, **fixed).seeds == (0, 1, 2, 3, 4)
+    assert plan_runs([COST] * 2, budget_s=4e4, most_steps=200, **fixed).seeds == tuple(range(10))
+    # What is given is kept, and the other chosen.
+    assert plan_runs([COST] * 2, budget_s=400.0, most_steps=200, seeds=(7,), **fixed).steps == 200
+    assert plan_runs([COST] * 2, budget_s=400.0, most_steps=80, steps=80, **fixed).seeds == tuple(range(8))
+    for steps, least in ((None, 20), (5000, 5000)):
+        with pytest.raises(
+            UsageError, match=rf"too short for 2 rows: with 3 seeds and {least} updates .*fewer --routers"
+        ):
+            plan_runs([COST] * 2, budget_s=60.0, most_steps=steps or 1000, steps=steps, **fixed)
+
+
+def test_a_budget_is_planned_once(
+    tmp_path: Path, trainings: Trainings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each router is timed; the plan stays in the folder, so that a resumed comparison goes on with the same."""
+    timed = []
+
+    def time_piece(training: Any, corpus: Any) -> Cost:
+        timed.append(training.label)
+        return COST
+
+    monkeypatch.setattr(measurement, "time_piece", time_piece)
+    out = tmp_path / "out"
+    flags = ["--data", "embedded", "--out", str(out), "--routers", "product_key", "hash", "--jobs", "1", "--json"]
+    trainings.errors["hash-seed1"] = KeyboardInterrupt()
+    with pytest.raises(SystemExit):
+        main([*flags, "--budget", "2h", "--eval-tokens", "100", "--failures", "0.5"])
+    assert timed == ["product_key", "hash"]
+    (record,) = [each for each in read_metrics(out / "metrics.jsonl") if each["kind"] == "plan"]
+    main([*flags, "--budget", "2h", "--eval-tokens", "100", "--failures", "0.5", "--resume"])
+    headline = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert timed == ["product_key", "hash"]
+    assert {plan.steps for plan in trainings.plans} == {record["steps"]} == {headline["planned_steps"]}
+    assert 20 <= record["steps"] <= 8000
+    assert headline["runs_finished"] == 4 * len(record["seeds"]) == 4 * headline["planned_seeds"] >= 12
+    assert set(headline["conditions"]) == {"failures 0.5"}
+    assert set(headline["conditions"]["failures 0.5"]["routers"]) == {"product_key, failures 0.5", "hash, failures 0.5"}
+    # The stand-in's perplexities differ by the length of the label, equally for all seeds.
+    (pair,) = headline["pairs"]
+    assert (pair["lower"], pair["higher"], pair["told_apart"]) == ("hash", "product_key", True)
+    assert pair["difference"] == pytest.approx(-700)
+    assert math.isclose(pair["interval"][0], pair["interval"][1])
+    assert headline["pairs_told_apart"] == 1
+    report = (out / "report.md").read_text()
+    assert headline["says"][0] in report
+    assert "Under failures 0.5: hash, failures 0.5 has the lowest" in report
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_real_comparison(my_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A registered and an own router, trained for a few steps in a small simulated swarm, end in figures of each."""
     flags = ["--routers", "product_key", f"{my_file}:mine", "--seeds", "0", "--trainers", "4", "--steps", "8"]
     flags += ["--eval-every", "4", "--quick", "--data", "embedded", "--out", str(tmp_path / "out"), "--json"]
+    flags += ["--jobs", "1"]
     main(flags)
     captured = capsys.readouterr()
     headline = json.loads(captured.out.splitlines()[-1])

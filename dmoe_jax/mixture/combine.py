@@ -1,0 +1,47 @@
+"""What becomes of the experts' outputs: the weighted sum, and what the weights leave over of the input.
+
+Axes: B batch, K experts a sample.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+ROUNDING = 1e-5
+"""Weights that sum to 1 within this leave nothing over."""
+
+
+def combine_outputs(
+    weights: Float[Array, "batch k"], mask: Bool[Array, "batch k"], outputs: Array, x: Array
+) -> Float[Array, "batch ..."]:
+    """sum_k weights_k outputs_k + (1 - sum_k weights_k) x, where outputs have the shape and dtype of x.
+
+    Experts whose output is like their first input carry their own residual connection: what the weights leave over
+    passes x through, which is what an expert with nothing to add would return, and a sample without any expert passes
+    unchanged. Where an expert returns something else, what the weights leave over adds nothing: such a sample gives
+    zeros. It is the last step of the mixture, of `local_mixture` and of the remote one.
+
+    Args:
+      weights: combine weights, 0 where the mask is False; at most 1 in sum.
+      mask: which outputs there are. What stands in the others has no influence.
+      outputs: [batch, k, ...], of the experts.
+      x: [batch, ...], their first input.
+    """
+    return add_rest(weights, weighted_sum(weights, mask, outputs), x)
+
+
+def weighted_sum(
+    weights: Float[Array, "batch k"], mask: Bool[Array, "batch k"], outputs: Array
+) -> Float[Array, "batch ..."]:
+    """sum_k weights_k outputs_k over the slots of the mask, in the type of the outputs."""
+    cell = (...,) + (None,) * (outputs.ndim - 2)
+    return jnp.sum(weights[cell].astype(outputs.dtype) * jnp.where(mask[cell], outputs, 0), axis=1)
+
+
+def add_rest(weights: Float[Array, "batch k"], mixed: Array, x: Array) -> Float[Array, "batch ..."]:
+    """The mixture and what its weights leave over of x, where both have the same shape and type."""
+    if mixed.shape[1:] != x.shape[1:] or mixed.dtype != x.dtype:
+        return mixed
+    # Weights that sum to 1 up to rounding leave nothing over: an exact 0 keeps x (and its gradient) out of the mixture.
+    left = 1 - jnp.sum(weights, axis=1)
+    left = jnp.where(left > ROUNDING, left, 0)[(...,) + (None,) * (mixed.ndim - 1)]
+    return mixed + left.astype(mixed.dtype) * x
