@@ -4,7 +4,7 @@ Orbax writes into a temporary folder and renames it, so that a process killed in
 checkpoint as the latest. The newest few are kept.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,52 @@ class Checkpoints:
     def close(self) -> None:
         """Free Orbax's threads."""
         self._manager.close()
+
+
+def read_arrays(
+    folder: Path, is_wanted: Callable[[tuple[str, ...]], bool]
+) -> tuple[int, dict[tuple[str, ...], np.ndarray]]:
+    """Some arrays of the newest checkpoint, for readers that do not know all of its structure. Writes nothing.
+
+    Args:
+      folder: where the checkpoints are.
+      is_wanted: told the names on the way to an array, such as ("params", "gates", "0", "kernel"); what it does not
+        want is not read from the disk.
+
+    Returns: (its number, the arrays by those names); arrays without elements are left out.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    import orbax.checkpoint as ocp
+
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no checkpoint in {folder}")
+    handlers = {_STATE: ocp.PyTreeCheckpointHandler(), _FACTS: ocp.JsonCheckpointHandler()}
+    options = ocp.CheckpointManagerOptions(create=False)
+    manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
+    try:
+        step = manager.latest_step()
+        if step is None:
+            raise CheckpointError(f"there is no checkpoint in {folder}")
+        held = manager.item_metadata(step)[_STATE]
+        # An empty array of the right type stands for one that is read.
+        wanted = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: np.zeros((), leaf.dtype) if is_wanted(names_of(path)) else ocp.PLACEHOLDER,
+            getattr(held, "tree", held),
+        )
+        as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+        args = ocp.args.Composite(**{_STATE: ocp.args.PyTreeRestore(wanted, restore_args=as_numpy)})
+        state = manager.restore(step, args=args)[_STATE]
+    finally:
+        manager.close()
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return int(step), {names_of(path): leaf for path, leaf in leaves if leaf is not ocp.PLACEHOLDER}
+
+
+def names_of(path: Any) -> tuple[str, ...]:
+    """The names on the way to a leaf, whether its tree is of dicts, sequences or named tuples."""
+    return tuple(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
 def host_copy(tree: PyTree) -> PyTree:

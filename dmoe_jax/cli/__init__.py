@@ -1,4 +1,5 @@
-"""The `dmoe` command: run a DHT peer or an expert node, train over a swarm, look at one, name a key; or all at once.
+"""The `dmoe` command: run a DHT peer or an expert node, train over a swarm, look at one or at what was learnt,
+name a key; or all at once.
 
 Each subcommand is a frozen dataclass whose fields are its flags; `tyro` reads them from the command line. Modules that
 need JAX are imported by the command that uses them, so that `dmoe --help` answers at once.
@@ -15,6 +16,7 @@ from dmoe_jax.cli.common import UsageError, fail, parse_command_line
 from dmoe_jax.cli.demo import DemoCommand
 from dmoe_jax.cli.dht import DhtCommand
 from dmoe_jax.cli.identity import IdentityCommand
+from dmoe_jax.cli.inspect import InspectCommand
 from dmoe_jax.cli.network import check_names
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.status import StatusCommand
@@ -30,11 +32,12 @@ Command = (
     | Annotated[NodeCommand, tyro.conf.subcommand("node")]
     | Annotated[TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[StatusCommand, tyro.conf.subcommand("status")]
+    | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
     | Annotated[IdentityCommand, tyro.conf.subcommand("identity")]
 )
 
 _JOINING = ("dht", "node", "train", "status")
-"""Commands that have `--join`."""
+"""Commands that join whom the environment names. `inspect` asks a swarm only if it is told to."""
 
 
 def main(args: Sequence[str] | None = None) -> None:

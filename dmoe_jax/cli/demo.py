@@ -60,6 +60,8 @@ class DemoCommand:
     """Kill the second trainer process too, with SIGKILL, after half of the training."""
     spare_nodes: bool = False
     """Let every node live, instead of killing one with SIGKILL after half of the training."""
+    save_experts: bool = False
+    """Have the nodes save their experts, so that dmoe inspect sees more than the first layer."""
     freeze_experts: bool = False
     """Control run: experts answer but do not learn."""
     insecure_loopback: bool = False
@@ -95,6 +97,7 @@ class DemoCommand:
             max_minutes=max_minutes,
             average_every=self.average_every,
             seed=self.seed,
+            save_experts=self.save_experts,
             node_flags=shlex.join(as_flags(node)),
             train_flags=shlex.join(as_flags(train | (_QUICK_EVALUATIONS if self.quick else {}))),
             insecure_loopback=self.insecure_loopback,

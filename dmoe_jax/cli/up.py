@@ -17,6 +17,7 @@ from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.local_view import LocalView, TrainerWatch
 from dmoe_jax.cli.network import ListenOptions, NetworkOptions
 from dmoe_jax.grid import expand_grid_pattern
+from dmoe_jax.inspection.saved_run import saved_experts
 from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.processes import (
     LocalSwarm,
@@ -78,6 +79,9 @@ class UpCommand:
     """Trunk updates of a process between two averages, if there are several."""
     seed: int = 0
     """Seed of all parameters; each trainer process reads its own text."""
+    save_experts: bool = False
+    """Have the nodes save their experts every minute and at their end, in FOLDER.nodes beside the run folder, where
+    dmoe inspect finds them."""
     node_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
     """Further flags of every node in one word: --node-flags="--warmup-steps 50 --checkpoint-period-s 30"."""
     train_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
@@ -132,7 +136,8 @@ class UpCommand:
         ):
             showing.start_soon(LocalView(console, swarm, watches, self.steps).run)
             dht = await swarm.start("dht", ["dht", *self.listen_flags()])
-            await launch_nodes(swarm, dht, self.hands(), lambda _: self.flags_of_nodes())
+            nodes = self.flags_of_nodes()
+            await launch_nodes(swarm, dht, self.hands(), lambda index: [*self.saving_flags(index), *nodes])
             for index, (name, folder) in enumerate(zip(watches, folders, strict=True)):
                 words = ["--join", dht.contact, "--out", str(folder), *self.flags_of_trainer(index)]
                 await swarm.launch(name, ["train", *words])
@@ -167,7 +172,8 @@ class UpCommand:
         check_at_least(0, self, "trainers")
         if not self.grid_size or min(self.grid_size) < 1:
             raise UsageError(f"--grid-size must be positive integers, got {self.grid_size}")
-        for folder in self.folders() or [self.folder]:
+        saved = [saved_experts(self.folder)] if self.save_experts else []
+        for folder in [*(self.folders() or [self.folder]), *saved]:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UsageError(f"--out must be a new or empty folder, {folder} is not")
         hands = self.hands()
@@ -212,6 +218,10 @@ class UpCommand:
             return deal(dict.fromkeys(uid for each in self.experts for uid in expand_grid_pattern(each)), self.nodes)
         except ValueError as error:
             raise UsageError(f"--experts: {error}") from error
+
+    def saving_flags(self, index: int) -> list[str]:
+        """Flags of `dmoe node` for the node with this index: where it saves its experts, if it does."""
+        return ["--checkpoint-dir", str(saved_experts(self.folder) / f"node{index}")] if self.save_experts else []
 
     def flags_of_nodes(self) -> list[str]:
         """Flags of `dmoe node` besides the experts and whom to join."""

@@ -32,7 +32,7 @@ def outcome(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
 @pytest.mark.parametrize(
     ("args", "status", "line"),
     [
-        ([], 2, "Expected one of {demo, up, dht, node, train, status, identity}"),
+        ([], 2, "Expected one of {demo, up, dht, node, train, status, inspect, identity}"),
         (["dht", "--bogus", "3"], 2, "Unrecognized options: --bogus, 3"),
         (["node", "--d-model", "x"], 2, "Error parsing --d-model: .*'x'"),
         (["train"], 2, "Missing from dmoe train: --join"),
@@ -77,6 +77,8 @@ def outcome(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
         (["dht", "--listen", "0.0.0.0:0"], 2, "--listen 0.0.0.0:0 .*--announce must say"),
         (["node", "--listen", "[::]:0"], 2, r"--listen \[::\]:0 .*--announce must say"),
         (["dht", "--announce", "host:4000"], 2, "--announce must be .* without a port, got 'host:4000'"),
+        (["inspect"], 2, "Missing from dmoe inspect: RUN"),
+        (["inspect", "/nowhere", "--tokens", "-1"], 1, "--tokens must be at least 0, got -1"),
         (["identity"], 2, "Missing from dmoe identity: FILE"),
         (["identity", "/nowhere/key"], 1, "cannot write the identity /nowhere/key: No such file or directory"),
     ],
@@ -182,7 +184,7 @@ def test_an_identity_is_made_once_and_named(tmp_path: Path, capsys: pytest.Captu
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("command", ["demo", "up", "dht", "node", "train", "status"])
+@pytest.mark.parametrize("command", ["demo", "up", "dht", "node", "train", "status", "inspect"])
 def test_help_describes_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`--help` succeeds and no flag is without a sentence."""
     with pytest.raises(SystemExit) as exit_:
@@ -198,7 +200,7 @@ def test_help_describes_every_flag(command: str, capsys: pytest.CaptureFixture[s
 def test_the_environment_names_whom_to_join(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DMOE_JOIN stands for --join in every command that has it, and only where it is not given."""
+    """DMOE_JOIN stands for --join in every command that needs it, and only where it is not given."""
     monkeypatch.setenv(JOIN_VARIABLE, "127.0.0.1:1 nowhere")
     for command in ("dht", "node", "train", "status"):
         assert outcome([command], capsys)[1] == "dmoe: error: --join: expected an address as HOST:PORT, got 'nowhere'\n"

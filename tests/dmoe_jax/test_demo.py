@@ -39,6 +39,17 @@ def test_failures_are_counted_from_the_kill_on() -> None:
     assert headline["failed_share_after_kill"] == 0.25
 
 
+def test_up_gives_each_node_a_folder_for_its_experts(tmp_path: Path) -> None:
+    """Beside the run folder, one for each node; what an earlier run left there would be taken up, and is refused."""
+    up = UpCommand(out=tmp_path / "run", save_experts=True)
+    up.check()
+    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.saving_flags(1))
+    assert node.checkpoint_dir == tmp_path / "run.nodes" / "node1"
+    (tmp_path / "run.nodes" / "node0").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"run\.nodes is not"):
+        up.check()
+
+
 def test_up_hands_its_flags_to_nodes_and_trainers(tmp_path: Path) -> None:
     """Every expert has one home; shapes, kinds, seeds and further flags arrive; several trainers average."""
     up: UpCommand = parse_command_line(

@@ -1,0 +1,131 @@
+"""`dmoe inspect`: pictures of what a run's router learnt."""
+
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import trio
+import tyro
+from rich.console import Console
+
+from dmoe_jax.cli.common import UsageError, check_at_least, mistakes_in_one_line, one_line, set_up_jax
+from dmoe_jax.cli.lifecycle import Stop, run_until_done
+from dmoe_jax.cli.network import JoinTexts, NetworkOptions, join_swarm
+from dmoe_jax.inspection.saved_run import SavedRun, find_run
+
+if TYPE_CHECKING:
+    from dmoe_jax.data.corpora import Corpus
+    from dmoe_jax.inspection.reading import Reading
+    from dmoe_jax.inspection.saved_model import SavedModel
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectCommand:
+    """Draw what the router of a finished run learnt, into RUN/inspection with a report.md.
+
+    Which experts are chosen for which words and places, how the load moved while it was learnt, whether layers agree,
+    and how alike the experts are.
+    """
+
+    run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run", metavar="RUN")]
+    """Folder of a run of dmoe train, dmoe demo, dmoe up or experiments.transformer_xl."""
+    experts: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FOLDER [FOLDER ...]")] = ()
+    """Where the nodes of a swarm saved its experts, each one's --checkpoint-dir. Without its experts a run shows the
+    first layer's choices only. Default: where dmoe up and dmoe demo --save-experts have them, or
+    experiments.transformer_xl."""
+    join: JoinTexts = ()
+    """Peers of a swarm that is alive, whose experts are asked instead. They do not learn from it."""
+    network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
+    """Who this process is in that swarm."""
+    swarm: str = "dmoe"
+    """Name of that swarm."""
+    data: str | None = None
+    """The text that the run was trained on, as for dmoe train. Default: as the run had it."""
+    split: Literal["valid", "test", "train"] = "valid"
+    """Part of the text that the model reads."""
+    tokens: int = 65_536
+    """Words that it reads, from evenly spaced places; 0 for all."""
+    unfinished: bool = False
+    """Inspect the last checkpoint of a run that was not trained to its end."""
+    json: bool = False
+    """Print the figures as one JSON object."""
+
+    def run(self) -> int:
+        """Inspect the run; the exit status."""
+        return run_until_done(self._inspect)
+
+    async def _inspect(self, stop: Stop) -> int:
+        del stop  # cancelled as a whole: pictures are written at once or not at all
+        check_at_least(0, self, "tokens")
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        with mistakes_in_one_line():
+            run = find_run(self.run_folder, data=self.data, unfinished=self.unfinished)
+        set_up_jax()
+        with mistakes_in_one_line():
+            model, corpus = await _in_thread(partial(self._load, run))
+        experts = f"{int(model.known.sum())} of {model.known.size} experts saved"
+        console.print(f"{run.path}: step {model.step}, {experts}; reading {corpus.name}")
+        reading = await (self._ask(model, corpus) if self.join else _in_thread(partial(self._read, model, corpus)))
+        figures = await _in_thread(partial(self._write, run, model, reading, corpus))
+        console.print(f"{run.inspection / 'report.md'}: {', '.join(figures['pictures'])}")
+        for text in figures["left_out"]:
+            console.print(f"left out: {text}")
+        if self.json:
+            print(json.dumps(figures))
+        return 0
+
+    def _load(self, run: SavedRun) -> "tuple[SavedModel, Corpus]":
+        from dmoe_jax.inspection.saved_model import load_model, open_corpus
+
+        corpus = open_corpus(run)
+        return load_model(run, len(corpus.vocabulary), self.experts), corpus
+
+    def _read(self, model: "SavedModel", corpus: "Corpus") -> "Reading":
+        from dmoe_jax.inspection.reading import cut, read_locally
+
+        with _mistakes_of_others():
+            return read_locally(model, cut(getattr(corpus, self.split), model.config.seq_len, self.tokens))
+
+    async def _ask(self, model: "SavedModel", corpus: "Corpus") -> "Reading":
+        from dmoe_jax.inspection.asking import read_in_swarm
+        from dmoe_jax.inspection.reading import cut
+        from dmoe_jax.swarm import open_swarm
+
+        batches = cut(getattr(corpus, self.split), model.config.seq_len, self.tokens)
+        async with (
+            join_swarm(self.network, join=self.join) as peer,
+            open_swarm(peer=peer, name=self.swarm) as swarm,
+        ):
+            with _mistakes_of_others():
+                return await read_in_swarm(model, swarm, batches)
+
+    def _write(self, run: SavedRun, model: "SavedModel", reading: "Reading", corpus: "Corpus") -> dict[str, Any]:
+        from dmoe_jax.inspection.report import write_inspection  # Matplotlib takes its time
+
+        try:
+            return write_inspection(run, model, reading, corpus, split=self.split)
+        except OSError as error:
+            raise UsageError(one_line(error)) from error
+
+
+@contextmanager
+def _mistakes_of_others() -> Iterator[None]:
+    """Turn what a router of the user's does wrong, and experts of another model, into a `UsageError`."""
+    from dmoe_jax.mixture.readiness import ExpertMismatch
+    from dmoe_jax.routing.base import RouterError
+
+    try:
+        yield
+    except (RouterError, ExpertMismatch) as error:
+        raise UsageError(one_line(error)) from error
+
+
+def _in_thread(function: Callable[[], T]) -> Awaitable[T]:
+    """The function in a thread, so that Ctrl-C is heard."""
+    return trio.to_thread.run_sync(function, abandon_on_cancel=True)

@@ -1,0 +1,180 @@
+"""The model of a run out of its checkpoints: the trunk, and the experts where they were saved.
+
+A trainer's checkpoint over a swarm has the trunk alone, and each node saves its own experts; models that were trained
+on one device, simulated or emulated have all in one place, each engine in its own structure.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dmoe_jax.checkpoints import CheckpointError, names_of, read_arrays
+from dmoe_jax.data.corpora import SOURCES, Corpus, load_corpus
+from dmoe_jax.grid import all_uids, layer_prefix
+from dmoe_jax.inspection.saved_run import SavedRun, saved_experts
+from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.models.transformer_xl import init_experts, init_trunk
+from dmoe_jax.routing.base import Router
+from dmoe_jax.routing.registry import make_router
+from dmoe_jax.types import PyTree
+
+Arrays = Mapping[tuple[str, ...], np.ndarray]
+
+_TRUNKS = (("trunk", "params"), ("params",), ("trunk",))
+"""Where engines keep the trunk: a simulated swarm; a swarm, or an emulated one; this device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SavedModel:
+    """A model as a run left it.
+
+    Attributes:
+      config, router: what it is.
+      step: trunk updates that it has taken.
+      trunk: parameters of everything but the experts.
+      experts: of each layer, stacked; zeros for experts that were not saved. () if none was.
+      known: bool [layers, *grid], which experts were saved.
+    """
+
+    config: TransformerXLConfig
+    router: Router
+    step: int
+    trunk: PyTree
+    experts: tuple[PyTree, ...]
+    known: np.ndarray
+
+    @property
+    def num_experts(self) -> int:
+        """Of a layer."""
+        return math.prod(self.config.grid_size)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers."""
+        return tuple(map(layer_prefix, range(self.config.num_layers)))
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Of each expert of a layer its place in the grid: "0.3"."""
+        return tuple(str(uid).partition(".")[2] for uid in all_uids("layer", self.config.grid_size))
+
+
+def open_corpus(run: SavedRun) -> Corpus:
+    """The text that a run was trained on.
+
+    Raises:
+      ValueError: it cannot be had, or is another one.
+    """
+    if run.data == run.corpus and run.data not in SOURCES and not Path(run.data).exists():
+        raise ValueError(f"the run was trained on a text of your own, {run.corpus!r}; say where it is with --data")
+    corpus = load_corpus(source=run.data)
+    if run.corpus not in (corpus.name, "auto"):
+        raise ValueError(f"the run was trained on {run.corpus!r}; --data {run.data} is {corpus.name!r}")
+    return corpus
+
+
+def load_model(run: SavedRun, vocab_size: int, nodes: Iterable[Path] = ()) -> SavedModel:
+    """The model as the run's last checkpoint has it.
+
+    Args:
+      vocab_size: words of the text that it was trained on.
+      nodes: checkpoint folders of the nodes that served its experts; none: those that lie beside the run.
+
+    Raises:
+      ValueError: the checkpoint is of another model, or the settings do not fit each other.
+    """
+    config = make_config(run.sizes, vocab_size)
+    router = make_router(run.router, config.grid_size)
+    step, arrays = read_arrays(
+        run.checkpoints, lambda names: names[0] in ("trunk", "params", "experts") and "opt_state" not in names
+    )
+    like = init_trunk(jax.random.key(0), config, router)
+    trunk = next((found for place in _TRUNKS if (found := _tree(arrays, place, like)) is not None), None)
+    if trunk is None:
+        raise CheckpointError(f"checkpoint {step} in {run.checkpoints} is not of the model that config.json describes")
+    known = np.zeros((config.num_layers, *config.grid_size), bool)
+    expert_shapes = jax.eval_shape(partial(init_experts, config=config), jax.random.key(0))
+    experts = tuple(
+        next((tree for place in _expert_places(layer) if (tree := _tree(arrays, place, like)) is not None), None)
+        for layer, like in enumerate(expert_shapes)
+    )
+    if all(layer is not None for layer in experts):
+        known[:] = True
+    else:
+        experts = _from_nodes(nodes or _beside(run.path), expert_shapes, known)
+    return SavedModel(config=config, router=router, step=step, trunk=trunk, experts=experts, known=known)
+
+
+def make_config(sizes: Mapping[str, Any], vocab_size: int) -> TransformerXLConfig:
+    """The model's configuration.
+
+    Raises:
+      ValueError: the sizes do not fit the vocabulary or each other, or are those of another version.
+    """
+    if sizes.get("vocab_size", vocab_size) != vocab_size:
+        raise ValueError(f"the run's vocabulary has {sizes['vocab_size']} words, that of the text {vocab_size}")
+    cutoffs = tuple(cutoff for cutoff in sizes["cutoffs"] if cutoff < vocab_size)
+    changes = {"vocab_size": vocab_size, "cutoffs": cutoffs, "grid_size": tuple(sizes["grid_size"])}
+    try:
+        return TransformerXLConfig(**{**sizes, **changes, "layer": LayerConfig(**sizes["layer"])})
+    except TypeError as error:
+        raise ValueError(f"the run was made by another version: {error}") from error
+
+
+def _beside(run: Path) -> list[Path]:
+    """The nodes' folders that `dmoe up --save-experts` has beside a run, or `experiments.transformer_xl`."""
+    folders = [saved_experts(run), run.parent / "nodes"]
+    # A node that was killed before it saved for the first time has an empty folder.
+    checkpoints = ({each.parent for each in folder.glob("node[0-9]*/[0-9]*")} for folder in folders)
+    return next((sorted(found) for found in checkpoints if found), [])
+
+
+def _expert_places(layer: int) -> tuple[tuple[str, ...], ...]:
+    return ("experts", str(layer), "params"), ("experts", str(layer))
+
+
+def _tree(arrays: Arrays, place: tuple[str, ...], like: PyTree) -> PyTree | None:
+    """The tree of these shapes that lies at a place; None if there is no such tree."""
+
+    def find(path: Any, leaf: Any) -> np.ndarray | None:
+        empty = np.zeros(leaf.shape, leaf.dtype) if 0 in leaf.shape else None
+        found = arrays.get((*place, *names_of(path)), empty)
+        return found if found is not None and found.shape == leaf.shape else None
+
+    tree = jax.tree_util.tree_map_with_path(find, like)
+    is_whole = len(jax.tree.leaves(tree)) == len(jax.tree.leaves(like))
+    return tree if is_whole else None
+
+
+def _from_nodes(folders: Iterable[Path], shapes: tuple[PyTree, ...], known: np.ndarray) -> tuple[PyTree, ...]:
+    """The experts that nodes saved, stacked; notes in `known` which they are. () if there are none.
+
+    Raises:
+      ValueError: a folder has no checkpoint, or its experts have other shapes.
+    """
+    stacked = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    grid_size = known.shape[1:]
+    for folder in folders:
+        step, arrays = read_arrays(folder, lambda names: names[1:2] == ("params",))
+        held = {names[0] for names in arrays}
+        for layer, params in enumerate(stacked):
+            for number, uid in enumerate(all_uids(layer_prefix(layer), grid_size)):
+                if str(uid) not in held:
+                    continue
+                one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
+                own = _tree(arrays, (str(uid), "params"), one)
+                if own is None:
+                    raise CheckpointError(
+                        f"checkpoint {step} in {folder}: {uid} has other shapes than the run's experts"
+                    )
+                for whole, part in zip(jax.tree.leaves(params), jax.tree.leaves(own), strict=True):
+                    whole[number] = part
+                known[(layer, *uid.coordinates)] = True
+    return tuple(stacked) if known.any() else ()

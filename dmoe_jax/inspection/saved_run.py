@@ -1,0 +1,135 @@
+"""What a run folder holds, as far as its records tell: which model, trained on what, and whether to the end.
+
+Imports no JAX: what cannot be inspected is refused at once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dmoe_jax.runs.run_folder import CONFIG, RunFolder
+from dmoe_jax.training.saving import CHECKPOINT_FOLDER, finished_headline
+
+_DEPTH = 3
+"""Folders between that of an experiment and those of its runs, at most."""
+
+_MAX_NAMED = 4
+"""Runs that a message names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRun:
+    """A run of a Transformer-XL with a mixture of experts, with a checkpoint. Made by `find_run`."""
+
+    path: Path
+    """Its folder."""
+    sizes: Mapping[str, Any]
+    """Fields of `TransformerXLConfig`, those of the layer nested; without the vocabulary's size where words decide."""
+    router: str
+    """How its router was asked for."""
+    corpus: str
+    """Name of the text that it was trained on."""
+    data: str
+    """Where that text comes from, as for `load_corpus`."""
+    is_complete: bool
+    """Whether it was trained to its end."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints are."""
+        return self.path / CHECKPOINT_FOLDER
+
+    @property
+    def inspection(self) -> Path:
+        """Where its pictures go."""
+        return self.path / "inspection"
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Its records."""
+        return RunFolder(self.path).metrics()
+
+
+def find_run(path: Path, *, data: str | None = None, unfinished: bool = False) -> SavedRun:
+    """The run in a folder of `dmoe train`, `dmoe demo`, `dmoe up` or `experiments.transformer_xl`.
+
+    Args:
+      path: the folder.
+      data: where the text comes from; None: as the run had it.
+      unfinished: whether a run that was not trained to its end will do.
+
+    Raises:
+      ValueError: there is none, or it cannot be inspected; the message says why.
+      OSError: its files cannot be read.
+    """
+    if not path.is_dir():
+        raise ValueError(f"there is no run folder {path}")
+    try:
+        settings = RunFolder(path).config()["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no run folder: it has no readable {CONFIG}{_runs_below(path)}") from error
+    if "experiment" in settings:
+        raise ValueError(f"{path} is the folder of an experiment, not of one run{_runs_below(path)}")
+    records = RunFolder(path).metrics()
+    corpus = next((str(record.get("name")) for record in records if record["kind"] == "task"), "")
+    if isinstance(settings.get("language"), dict):
+        sizes, router, source = _of_train(path, settings)
+    elif isinstance(settings.get("config"), dict):
+        sizes, router, source = _of_experiment(path, settings)
+    else:
+        raise ValueError(
+            f"{path} is no run of a language model; expected a folder of dmoe train, dmoe demo, dmoe up or "
+            "experiments.transformer_xl"
+        )
+    found = SavedRun(
+        path=path,
+        sizes=sizes,
+        router=router,
+        corpus=corpus or source,
+        data=data or source,
+        is_complete=finished_headline(RunFolder(path)) is not None,
+    )
+    if not found.checkpoints.is_dir() or not any(found.checkpoints.iterdir()):
+        raise ValueError(f"there is no checkpoint in {found.checkpoints}: the run has not come so far")
+    if not found.is_complete and not unfinished:
+        steps = max((record.get("step") or 0 for record in records if record["kind"] == "train"), default=0)
+        raise ValueError(f"the run in {path} is unfinished, at step {steps}; --unfinished inspects its last checkpoint")
+    return found
+
+
+def saved_experts(run: Path) -> Path:
+    """Where `dmoe up` and `dmoe demo` have their nodes save experts, a folder for each node."""
+    return run.with_name(f"{run.name}.nodes")
+
+
+def _of_train(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str, str]:
+    """(sizes, router, data) of a run of `dmoe train`."""
+    if settings.get("model") is not None:
+        raise ValueError(
+            f"{path} is a run of a model of your own, {settings['model']}; only the Transformer-XL can be inspected"
+        )
+    sizes = dict(settings["language"])
+    router = str(sizes.pop("router"))
+    cutoffs = sizes.pop("cutoffs")
+    sizes["cutoffs"] = () if cutoffs == "none" else tuple(cutoffs)
+    return {**sizes, "k_best": settings["calls"]["k_best"]}, router, str(settings["data"]["data"])
+
+
+def _of_experiment(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str, str]:
+    """(sizes, router, data) of a run of `experiments.transformer_xl`."""
+    sizes = dict(settings["config"])
+    if not sizes.get("grid_size"):
+        raise ValueError(
+            f"{path} is a run of a dense model, {settings.get('model')!r}: it has no experts to choose from"
+        )
+    return sizes, str(settings["router"]), str(settings["corpus"])
+
+
+def _runs_below(path: Path) -> str:
+    """The end of a message: which runs there are below a folder."""
+    patterns = ["/".join(["*"] * depth) for depth in range(1, _DEPTH + 1)]
+    found = [below.parent for each in patterns for below in sorted(path.glob(f"{each}/{CHECKPOINT_FOLDER}"))]
+    if not found:
+        return ""
+    names = ", ".join(map(str, found[:_MAX_NAMED]))
+    return f"; it holds {len(found)} runs: {names}{', ...' if len(found) > _MAX_NAMED else ''}"

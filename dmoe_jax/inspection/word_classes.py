@@ -1,0 +1,119 @@
+"""Classes of words that the vocabulary alone decides, and where the articles of a text begin."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from dmoe_jax.data.vocabulary import EOS, UNK, Vocabulary
+
+FREQUENT = 100
+"""Lower-case words among so many most frequent ones are a kind of their own: mostly articles, prepositions, and the
+like."""
+
+_HEADING = "="
+"""What WikiText sets around a heading: one for an article's title, more for its sections."""
+
+_KINDS = (
+    "end of line",
+    UNK,
+    "heading sign =",
+    "punctuation",
+    "number",
+    "Capitalised",
+    f"frequent word (of {FREQUENT})",
+    "word in -ing",
+    "word in -ed",
+    "word in -ly",
+    "word in -s",
+    "other word",
+)
+_BANDS = (10, 100, 1000, 10_000)
+_PLACES = (1, 2, 4, 8, 16)
+
+
+class Classes(NamedTuple):
+    """A partition of the words, or of the places in a text.
+
+    Attributes:
+      names: of the classes, in the order of their numbers.
+      of: number of the class of each word by its id, or of each place; -1 for none.
+    """
+
+    names: tuple[str, ...]
+    of: Int[np.ndarray, "..."]
+
+
+def kinds(vocabulary: Vocabulary) -> Classes:
+    """What kind of word each is, by its letters: punctuation, numbers, capitalised words, endings."""
+    numbers = {name: number for number, name in enumerate(_KINDS)}
+    found = [numbers[_kind(word, index)] for index, word in enumerate(vocabulary.words)]
+    return Classes(_KINDS, np.array(found, np.int32))
+
+
+def _kind(word: str, index: int) -> str:
+    if word in (EOS, UNK, _HEADING):
+        return {EOS: _KINDS[0], UNK: UNK, _HEADING: _KINDS[2]}[word]
+    if not any(letter.isalnum() for letter in word):
+        return "punctuation"
+    if any(letter.isdigit() for letter in word):
+        return "number"
+    if word[0].isupper():
+        return "Capitalised"
+    if index < FREQUENT:
+        return _KINDS[6]
+    ending = next((ending for ending in ("ing", "ed", "ly", "s") if word.endswith(ending)), None)
+    return "other word" if ending is None or len(word) < len(ending) + 3 else f"word in -{ending}"
+
+
+def bands(vocab_size: int) -> Classes:
+    """How frequent each word is: its rank among all, in powers of ten."""
+    return _ranges(np.arange(1, vocab_size + 1), _BANDS, "rank ")
+
+
+def places_in_article(places: Int[np.ndarray, "..."], starts: Int[np.ndarray, " articles"], seq_len: int) -> Classes:
+    """Which segment of its article each segment is.
+
+    Args:
+      places: where in the text the segments begin.
+      starts: where the articles begin, see `article_starts`.
+      seq_len: words of a segment.
+
+    Returns: the first, the second, the third to fourth ...; -1 before the first article.
+    """
+    before = np.searchsorted(starts, places, side="right") - 1
+    distance = places - starts[np.maximum(before, 0)] if starts.size else np.zeros_like(places)
+    names, of = _ranges(distance // seq_len + 1, _PLACES, "segment ")
+    return Classes(names, np.where(before >= 0, of, -1))
+
+
+def article_starts(ids: Int[np.ndarray, " tokens"], vocabulary: Vocabulary) -> Int[np.ndarray, " articles"]:
+    """Where the articles of a text in WikiText's form begin: at lines `= Title =`. Empty for texts of another form."""
+    words = vocabulary.words
+    if _HEADING not in vocabulary or EOS not in vocabulary:
+        return np.zeros(0, np.int64)
+    heading, end = words.index(_HEADING), words.index(EOS)
+    ends = np.flatnonzero(ids == end)
+    first, last = np.concatenate([[0], ends[:-1] + 1]), ends - 1
+    # Four words at least: sign, word, sign; and one sign only, since two open a section's heading.
+    is_long = last - first >= 2
+    first, last = first[is_long], last[is_long]
+    is_title = (ids[first] == heading) & (ids[last] == heading)
+    is_title &= (ids[first + 1] != heading) & (ids[last - 1] != heading)
+    return np.asarray(first[is_title])
+
+
+def present(classes: Classes) -> Classes:
+    """The classes that occur, renumbered."""
+    used = np.unique(classes.of[classes.of >= 0])
+    numbers = np.full(len(classes.names) + 1, -1, np.int32)  # one more, for -1
+    numbers[used] = np.arange(used.size)
+    return Classes(tuple(classes.names[number] for number in used), numbers[classes.of])
+
+
+def _ranges(values: Int[np.ndarray, "..."], bounds: tuple[int, ...], prefix: str) -> Classes:
+    """Values from 1 on in ranges that end with each bound, and what is beyond the last."""
+    lows = [1, *(bound + 1 for bound in bounds)]
+    names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high in zip(lows, bounds, strict=False)]
+    named = tuple(prefix + name for name in (*names, f"{lows[-1]:,}+"))
+    return Classes(named, np.searchsorted(np.array(bounds), values, side="left").astype(np.int32))

@@ -1,0 +1,270 @@
+"""The figures behind `dmoe inspect` against cases made by hand, its pictures, and what it refuses."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dmoe_jax.cli import main
+from dmoe_jax.cli.train_options import TrainOptions
+from dmoe_jax.data.vocabulary import EOS, UNK, Vocabulary
+from dmoe_jax.inspection import pictures
+from dmoe_jax.inspection.analysis import LayerLoad, Panel, likeness, load_over_training
+from dmoe_jax.inspection.statistics import centred_cosine, lift, one_hot, spread, told, turnover
+from dmoe_jax.inspection.word_classes import Classes, article_starts, bands, kinds, places_in_article, present
+from dmoe_jax.runs.run_folder import RunFolder
+from tests.dmoe_jax.figure_texts import assert_readable, words_of
+
+
+def test_lift_is_the_ratio_of_the_shares() -> None:
+    """Expert 0 has 3 of 4 calls, and all 2 of class 0: 1 / (3/4). Expert 1 has 1 of 4 and none of class 0."""
+    members = one_hot(np.array([[0, 0], [0, 1]]), 2)
+    classes = one_hot(np.array([[0, 1], [0, 1]]), 2)
+    found = lift(members, classes)
+    np.testing.assert_allclose(found.value, [[4 / 3, 2 / 3], [0, 2]])
+    assert not found.is_apart.any()  # four samples tell nothing
+
+
+def test_a_sample_may_have_several_experts_and_words() -> None:
+    """Sample 0 goes to both experts, sample 1 to the second alone; they have 3 and 1 words of class 0, 1 and 3 of the
+    other. Pairs of a call and a word: expert 0 has (3, 1), expert 1 (4, 4) of 12. 3 * 12 / (4 * 7) = 9 / 7."""
+    found = lift(np.array([[[1, 1], [0, 1]]]), np.array([[[3, 1], [1, 3]]]))
+    np.testing.assert_allclose(found.value, [[9 / 7, 3 / 5], [6 / 7, 6 / 5]])
+
+
+def test_only_what_is_no_chance_is_told_apart() -> None:
+    """Of 640 samples expert 0 takes nearly all of class 0; expert and class are independent in the other half."""
+    rng = np.random.default_rng(0)
+    classes = rng.integers(0, 2, (16, 40))
+    skewed = np.where(rng.random((16, 40)) < 0.95, classes, 1 - classes)
+    assert lift(one_hot(skewed, 2), one_hot(classes, 2)).is_apart.all()
+    independent = rng.integers(0, 2, (16, 40))
+    assert not lift(one_hot(independent, 2), one_hot(classes, 2)).is_apart.any()
+
+
+def test_the_error_is_that_of_independent_choices_where_they_are() -> None:
+    """By the toss of a coin with p = 1/2 a class of n samples out of 2 n has a lift of standard error sqrt(1 / (2 n)):
+    the share of n tosses has sqrt(1 / (4 n)), which counts twice, and half of it is in the overall share."""
+    rng = np.random.default_rng(1)
+    classes = np.tile(np.arange(2), (32, 50))
+    found = lift(one_hot(rng.integers(0, 2, (32, 100)), 2), one_hot(classes, 2))
+    np.testing.assert_allclose(found.error, math.sqrt(1 / 3200), rtol=0.5)
+
+
+def test_blocks_that_are_alike_inside_count_once() -> None:
+    """Half of the blocks choose expert 0 and have class 0 by chance: samples are many, but places are four."""
+    block = np.array([0, 0, 1, 1])[:, None].repeat(100, axis=1)
+    classes = np.array([0, 1, 1, 1])[:, None].repeat(100, axis=1)
+    found = lift(one_hot(block, 2), one_hot(classes, 2))
+    np.testing.assert_allclose(found.value[0, 0], 2)
+    assert not found.is_apart.any()
+
+
+def test_a_copy_tells_everything_and_a_stranger_nothing() -> None:
+    """A renamed copy takes all uncertainty away; independent labels none, although the plain mutual information of
+    finitely many samples is above 0; a label that is always the same has none to take."""
+    rng = np.random.default_rng(2)
+    labels = rng.integers(0, 4, (8, 200))
+    np.testing.assert_allclose(told(labels, 3 - labels), 1.0)
+    assert abs(told(labels, rng.integers(0, 4, (8, 200)))) < 0.02
+    assert math.isnan(told(np.zeros((8, 200), int), labels))
+    coarse = told(labels, labels // 2)  # knows which half: one of two bits
+    np.testing.assert_allclose(coarse, 0.5, atol=0.02)
+
+
+def test_samples_without_an_expert_do_not_count() -> None:
+    """-1 in either makes no difference to what the others tell."""
+    labels = np.random.default_rng(3).integers(0, 3, (4, 90))
+    holes = labels.copy()
+    holes[:, ::2] = -1
+    np.testing.assert_allclose(told(holes, labels), 1.0)
+
+
+def test_experts_of_one_origin_are_unlike_after_it_is_subtracted() -> None:
+    """Three corners of a triangle around any point have cosines of -1/2; two equal ones of a kind have 1."""
+    corners = np.array([[math.cos(angle), math.sin(angle)] for angle in (0, 2 * math.pi / 3, 4 * math.pi / 3)])
+    np.testing.assert_allclose(centred_cosine(100 + corners), np.where(np.eye(3, dtype=bool), 1, -0.5), atol=1e-6)
+    np.testing.assert_allclose(centred_cosine(np.array([[1.0, 0], [1, 0], [-2, 0]]))[0], [1, 1, -1])
+    np.testing.assert_allclose(spread(100 + corners), 1 / math.hypot(100, 100))
+    assert spread(np.ones((3, 2))) == 0
+    assert np.isnan(centred_cosine(np.ones((3, 2)))).all()
+
+
+def test_births_and_deaths_are_changes_of_use() -> None:
+    """With two experts an even share is 1/2 and a tenth of it 1/20."""
+    found = turnover(np.array([[1.0, 0.0], [0.97, 0.03], [0.5, 0.5], [0.0, 1.0]]))
+    np.testing.assert_array_equal(found.born, [[0, 0], [0, 0], [0, 1], [0, 0]])
+    np.testing.assert_array_equal(found.died, [[0, 0], [0, 0], [0, 0], [1, 0]])
+
+
+def test_words_have_a_kind_and_a_band() -> None:
+    """By letters alone, but for the frequent lower-case ones."""
+    fillers = tuple(f"X{index}" for index in range(100))
+    vocabulary = Vocabulary(
+        ("the", EOS, UNK, "=", "@-@", "3rd", "London", *fillers, "walking", "sing", "walked", "cats")
+    )
+    found = kinds(vocabulary)
+    names = [found.names[found.of[vocabulary.encode([word])[0]]] for word in vocabulary.words[:7]]
+    assert names == [
+        "frequent word (of 100)",
+        "end of line",
+        UNK,
+        "heading sign =",
+        "punctuation",
+        "number",
+        "Capitalised",
+    ]
+    assert [found.names[number] for number in found.of[-4:]] == [
+        "word in -ing",
+        "other word",
+        "word in -ed",
+        "word in -s",
+    ]
+    ranks = bands(1001)
+    assert [ranks.names[ranks.of[index]] for index in (0, 9, 10, 999, 1000)] == [
+        "rank 1–10",
+        "rank 1–10",
+        "rank 11–100",
+        "rank 101–1,000",
+        "rank 1,001–10,000",
+    ]
+
+
+def test_articles_begin_at_their_titles() -> None:
+    """`= Title =` opens an article, `= = Section = =` and a lone sign do not."""
+    text = f"{EOS} = A b = {EOS} {EOS} = = c = = {EOS} x = y {EOS} = d = {EOS} z {EOS}".split()
+    vocabulary = Vocabulary.build(text)
+    starts = article_starts(vocabulary.encode(text), vocabulary)
+    assert [text[start : start + 3] for start in starts] == [["=", "A", "b"], ["=", "d", "="]]
+    assert not article_starts(np.array([0, 1, 0]), Vocabulary(("a", "b"))).size
+
+
+def test_places_are_counted_in_segments_from_the_title() -> None:
+    """Of articles at 3 and 20, segments of 4 words: 3..6 is the first, 7 the second, 11 the third."""
+    found = places_in_article(np.array([0, 3, 6, 7, 11, 20]), np.array([3, 20]), 4)
+    assert [number if number < 0 else found.names[number] for number in found.of] == [
+        -1,
+        "segment 1",
+        "segment 1",
+        "segment 2",
+        "segment 3–4",
+        "segment 1",
+    ]
+    kept = present(Classes(found.names, np.array([-1, 2, 0])))
+    assert kept.names == ("segment 1", "segment 3–4")
+    np.testing.assert_array_equal(kept.of, [-1, 1, 0])
+
+
+def test_load_comes_from_the_balance_records() -> None:
+    """Shares of each window; one without any sample is left out, and of two for a step the last counts."""
+    records: list[dict[str, Any]] = [
+        {"kind": "balance", "layer": "layer10", "step": 5, "histogram": [1, 1]},
+        {"kind": "balance", "layer": "layer9", "step": 5, "histogram": [9, 9]},
+        {"kind": "balance", "layer": "layer9", "step": 5, "histogram": [1, 3]},
+        {"kind": "balance", "layer": "layer9", "step": 7, "histogram": [0, 0]},
+        {"kind": "balance", "layer": "layer9", "step": 9, "histogram": [2, 0]},
+        {"kind": "train", "step": 9},
+    ]
+    first, second = load_over_training(records)
+    assert (first.layer, second.layer) == ("layer9", "layer10")
+    np.testing.assert_array_equal(first.edges, [0, 5, 9])
+    np.testing.assert_allclose(first.shares, [[0.25, 0.75], [1, 0]])
+
+
+def made_up_panels(num_experts: int) -> list[Panel]:
+    """Three panels of experts that prefer some classes."""
+    rng = np.random.default_rng(0)
+    first = rng.integers(0, num_experts, (16, 600))
+    members = one_hot(first, num_experts)
+
+    def panel(title: str, names: tuple[str, ...], breaks: tuple[int, ...] = ()) -> Panel:
+        classes = np.where(rng.random(first.shape) < 0.5, first % len(names), rng.integers(0, len(names), first.shape))
+        return Panel(title=title, names=names, lift=lift(members, one_hot(classes, len(names))), breaks=breaks)
+
+    words = (*kinds(Vocabulary(("a",))).names, *bands(1).names)
+    places = tuple(f"segment {number}" for number in ("1", "2", "3–4", "5–8", "9–16", "17+"))
+    return [panel("words of the segment", words, (12,)), panel("first word", words, (12,)), panel("place", places)]
+
+
+@pytest.mark.parametrize("num_experts", [4, 16, 64])
+def test_pictures_are_readable(num_experts: int) -> None:
+    """No text overlaps another or leaves the picture, with few experts and with more than are named."""
+    side = math.isqrt(num_experts)
+    places = [f"{row}.{column}" for row in range(side) for column in range(side)]
+    rng = np.random.default_rng(0)
+    shares = rng.dirichlet(np.ones(num_experts), 9)
+    words = pictures.words_picture("layer0", made_up_panels(num_experts), places, shares[0])
+    assert_readable(words)
+    loads = [LayerLoad(layer=f"layer{layer}", edges=np.arange(10.0) * 100, shares=shares) for layer in range(2)]
+    assert_readable(pictures.load_picture(loads, places, killed_at=[450.0]))
+    agreement = rng.uniform(0, 1, (3, 3))
+    first = rng.integers(0, num_experts, (16, 600))
+    pair = lift(
+        one_hot(first, num_experts), one_hot((first + rng.integers(0, 2, first.shape)) % num_experts, num_experts)
+    )
+    layers = ["layer0", "layer1", "layer2"]
+    assert_readable(pictures.layers_picture(layers, agreement, [(0, 1, pair), (1, 2, pair)], places))
+    alike = likeness("parameters", rng.normal(size=(num_experts, 50)))
+    assert alike is not None
+    assert_readable(pictures.likeness_picture([("layer0", [alike, alike]), ("layer1", [alike])], places))
+    assert {"layer0: which experts are chosen for what"} & {text.partition(" (")[0] for text in words_of(words)}
+
+
+def test_an_expert_that_is_not_there_is_like_nobody() -> None:
+    """Rows without numbers are left out, and a lone expert has nobody to be compared with."""
+    vectors = np.array([[1.0, 2.0], [np.nan, np.nan], [3.0, 1.0]])
+    found = likeness("outputs", vectors)
+    assert found is not None
+    np.testing.assert_array_equal(found.experts, [0, 2])
+    assert likeness("outputs", vectors[:2]) is None
+
+
+TRAIN = TrainOptions(join=()).settings()
+DENSE = {"model": "small", "corpus": "wikitext-2", "config": {"grid_size": [], "num_layers": 2}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_checkpoint", "line"),
+    [
+        (None, False, "is no run folder: it has no readable config.json"),
+        ({"experiment": "transformer_xl"}, False, "is the folder of an experiment, not of one run"),
+        ({"trials": 3}, False, "is no run of a language model"),
+        (DENSE, True, "is a run of a dense model, 'small': it has no experts"),
+        (TRAIN | {"model": "mine.py:make"}, True, "is a run of a model of your own, mine.py:make"),
+        (TRAIN, False, "there is no checkpoint in .*checkpoints"),
+        (TRAIN, True, "is unfinished, at step 7; --unfinished inspects"),
+    ],
+)
+def test_what_cannot_be_inspected_is_refused(
+    settings: dict[str, Any] | None, has_checkpoint: bool, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says why, and nothing is written."""
+    if settings is not None:
+        RunFolder.create(tmp_path / "run", settings).log("train", step=7)
+    else:
+        (tmp_path / "run").mkdir()
+    if has_checkpoint:
+        (tmp_path / "run" / "checkpoints" / "7").mkdir(parents=True)
+    with pytest.raises(SystemExit) as exit_:
+        main(["inspect", str(tmp_path / "run")])
+    error = capsys.readouterr().err
+    assert exit_.value.code == 1
+    assert len(error.splitlines()) == 1
+    assert re.search(line, error)
+    assert not (tmp_path / "run" / "inspection").exists()
+
+
+def test_the_runs_of_an_experiment_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who gives the folder above hears which runs it holds; who gives none that there is, that there is none."""
+    RunFolder.create(tmp_path / "all", {"experiment": "transformer_xl"})
+    (tmp_path / "all" / "dmoe" / "seed0" / "checkpoints").mkdir(parents=True)
+    for path, line in (
+        (tmp_path / "all", "it holds 1 runs: .*all/dmoe/seed0"),
+        (tmp_path / "x", "there is no run folder"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["inspect", str(path)])
+        assert re.search(line, capsys.readouterr().err)
