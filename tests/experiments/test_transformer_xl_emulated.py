@@ -123,7 +123,9 @@ def test_one_trainer_without_failures_is_the_step_on_this_device(route: Route) -
     losses = [record.loss for record in train(swarm, 5)]
     np.testing.assert_allclose(losses, [record.loss for record in train(device, 5)], rtol=1e-4)
     assert evaluate(swarm) == pytest.approx(evaluate(device), rel=1e-4)
-    assert swarm.totals().load == device.totals().load
+    # Among 120 choices of tokens one may be so close that rounding decides it: a row more here, a row less there.
+    moved = sum(abs(rows - device.totals().load[uid]) for uid, rows in swarm.totals().load.items())
+    assert moved <= (0 if route == "sequence" else 2)
     # 5 steps x 2 layers x 2 experts x (forward, backward); six tokens may choose all four.
     assert swarm.totals().calls_ok == 40 if route == "sequence" else 40 < swarm.totals().calls_ok <= 80
     assert sum(swarm.totals().load.values()) == 5 * 2 * 2 * (1 if route == "sequence" else 6)
