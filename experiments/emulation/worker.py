@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from typing import Any
+from functools import partial
 
 import trio
 
@@ -32,10 +32,10 @@ async def work(number: int, jobs: int) -> None:
     async for order in orders():
         timed = order.pop("speed", None)
         # In a thread: a trial of the simulated swarm is a run of trio of its own.
-        answer: dict[str, Any] = await trio.to_thread.run_sync(
-            lambda order=order, timed=timed: {"rate": updates_per_s(**timed)} if timed else run_trial(Trial(**order))
-        )
-        say(**answer)
+        if timed:
+            say(rate=await trio.to_thread.run_sync(partial(updates_per_s, **timed)))
+        else:
+            say(**await trio.to_thread.run_sync(run_trial, Trial(**order)))
 
 
 if __name__ == "__main__":
