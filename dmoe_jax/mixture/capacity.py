@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import trio
 
 from dmoe_jax.routing.beam_search import Coordinates
 from net.identity import Contact, PeerId
@@ -47,9 +46,9 @@ class CallTimes:
         self._hosts: dict[PeerId, tuple[float, float]] = {}
         """Host -> mean of the logarithm of its ratio to that, and when it was noted last; oldest first."""
 
-    def note(self, method: str, host: PeerId, seconds: float) -> None:
-        """A call took so long, or was given up after so long."""
-        now, logarithm = trio.current_time(), math.log(max(seconds, _SHORTEST_S))
+    def note(self, method: str, host: PeerId, seconds: float, now: float) -> None:
+        """A call that has ended `now` took so long, or was given up after so long."""
+        logarithm = math.log(max(seconds, _SHORTEST_S))
         common = self._methods.setdefault(method, logarithm)
         ratio = logarithm - common
         self._methods[method] = common + _COMMON_WEIGHT * ratio
@@ -60,9 +59,9 @@ class CallTimes:
         if len(self._hosts) > MAX_HOSTS:
             del self._hosts[next(iter(self._hosts))]
 
-    def slowness(self, hosts: Iterable[PeerId]) -> dict[PeerId, float]:
+    def slowness(self, hosts: Iterable[PeerId], now: float) -> dict[PeerId, float]:
         """How many times as long as the median of these hosts each takes; without those of which nothing is known."""
-        oldest = trio.current_time() - MEMORY_S
+        oldest = now - MEMORY_S
         known = {host: self._hosts[host] for host in hosts if host in self._hosts}
         return relative_to_median(
             {host: math.exp(ratio) for host, (ratio, noted_at) in known.items() if noted_at >= oldest}

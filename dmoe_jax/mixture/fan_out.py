@@ -6,7 +6,7 @@ them under one deadline and one quorum and returns the answers by call, None for
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.quorum import Quorum
 from dmoe_jax.mixture.statistics import BAD_ANSWER, LATE, NOT_FINITE, CallStatistics, reason_of
 from net.errors import CallFailed, ConnectionLost, NetError, PeerBusy
-from net.identity import Contact
+from net.identity import Contact, PeerId
 from net.rpc.base import Body, Caller, Reply
 from net.types import Array
 from net.wire.compression import Compression
@@ -60,8 +60,7 @@ class ExpertCaller:
         self.rpc = rpc
         self.directory = directory
         self.statistics = statistics
-        self.times = CallTimes()
-        """How long the calls to each host take."""
+        self._times = CallTimes()
 
     async def fan_out(
         self,
@@ -104,7 +103,7 @@ class ExpertCaller:
             )
             finished[index] = True
             answers[index] = reply
-            self.times.note(method, calls[index].contact.peer_id, trio.current_time() - started)
+            self._note_time(method, calls[index], started)
             quorum.note(index, answered=reply is not None)
             if quorum.reached and scope.deadline == math.inf:
                 scope.deadline = trio.current_time() + config.grace_s
@@ -117,9 +116,17 @@ class ExpertCaller:
             if not done:
                 text = f"expert {call.uid} at {call.contact} was given up {config.grace_s:g} s after the others"
                 self.statistics.note_failure(LATE, text)
-                self.times.note(method, call.contact.peer_id, trio.current_time() - started)
+                self._note_time(method, call, started)
                 self.directory.health.late(host_target(call.contact), trio.current_time())
         return answers
+
+    def slowness(self, hosts: Iterable[PeerId]) -> dict[PeerId, float]:
+        """How many times as long as the median of these hosts each takes for our calls, of those called of late."""
+        return self._times.slowness(hosts, trio.current_time())
+
+    def _note_time(self, method: str, call: ExpertCall, started: float) -> None:
+        now = trio.current_time()
+        self._times.note(method, call.contact.peer_id, now - started, now)
 
     async def _call(
         self,

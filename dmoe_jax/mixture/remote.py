@@ -219,7 +219,7 @@ class RemoteMixture:
         living, directory = await self.living(), self._caller.directory
         hosts = {contact.peer_id for contact in living.values()}
         published = {host: seconds for host, seconds in directory.call_seconds().items() if host in hosts}
-        slowness = {**relative_to_median(published), **self._caller.times.slowness(hosts)}
+        slowness = {**relative_to_median(published), **self._caller.slowness(hosts)}
         return grid_capacity(living, grid_size, slowness)
 
     async def forward(

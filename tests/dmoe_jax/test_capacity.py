@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import trio
 
 from dmoe_jax.mixture.capacity import LEAST_CAPACITY, MAX_HOSTS, MEMORY_S, CallTimes, grid_capacity, relative_to_median
 from net.identity import Address, Contact, PeerId
@@ -14,46 +13,46 @@ def _contact(host):
     return Contact(host, Address("127.0.0.1", 1000))
 
 
-async def _note(times, seconds, *, count, methods=("forward", "backward")):
+def _note(times, seconds, *, count, methods=("forward", "backward")):
     for _ in range(count):
         for host, value in zip(HOSTS, seconds, strict=True):
             for factor, method in enumerate(methods, start=1):
-                times.note(method, host, factor * value)
+                times.note(method, host, factor * value, now=0.0)
 
 
-async def test_a_host_is_as_slow_as_its_calls_beside_those_of_the_same_method(autojump_clock):
+def test_a_host_is_as_slow_as_its_calls_beside_those_of_the_same_method():
     times = CallTimes()
-    await _note(times, [1.0, 1.0, 1.0, 1.0, 8.0], count=20)
-    slowness = times.slowness(HOSTS)
+    _note(times, [1.0, 1.0, 1.0, 1.0, 8.0], count=20)
+    slowness = times.slowness(HOSTS, now=0.0)
     np.testing.assert_allclose([slowness[host] for host in HOSTS], [1, 1, 1, 1, 8], rtol=0.05)
 
 
-async def test_it_is_noticed_in_few_calls_that_a_host_is_slow_and_that_it_has_recovered(autojump_clock):
+def test_it_is_noticed_in_few_calls_that_a_host_is_slow_and_that_it_has_recovered():
     times = CallTimes()
-    await _note(times, [1.0] * 5, count=20)
-    await _note(times, [1.0] * 4 + [10.0], count=3)
-    assert times.slowness(HOSTS)[HOSTS[4]] > 5
-    await _note(times, [1.0] * 5, count=3)
-    assert times.slowness(HOSTS)[HOSTS[4]] < 1.6
+    _note(times, [1.0] * 5, count=20)
+    _note(times, [1.0] * 4 + [10.0], count=3)
+    assert times.slowness(HOSTS, now=0.0)[HOSTS[4]] > 5
+    _note(times, [1.0] * 5, count=3)
+    assert times.slowness(HOSTS, now=0.0)[HOSTS[4]] < 1.6
 
 
-async def test_what_was_long_ago_says_nothing(autojump_clock):
+def test_what_was_long_ago_says_nothing():
     times = CallTimes()
-    await _note(times, [1.0] * 4 + [10.0], count=5)
-    await trio.sleep(MEMORY_S + 1)
-    assert times.slowness(HOSTS) == {}
-    times.note("forward", HOSTS[4], 1.0)
-    times.note("forward", HOSTS[0], 1.0)
-    assert times.slowness(HOSTS)[HOSTS[4]] == pytest.approx(1.0, rel=0.2)
+    _note(times, [1.0] * 4 + [10.0], count=5)
+    now = MEMORY_S + 1
+    assert times.slowness(HOSTS, now) == {}
+    times.note("forward", HOSTS[4], 1.0, now)
+    times.note("forward", HOSTS[0], 1.0, now)
+    assert times.slowness(HOSTS, now)[HOSTS[4]] == pytest.approx(1.0, rel=0.2)
 
 
-async def test_calls_that_take_no_time_are_all_alike_and_memory_is_bounded(autojump_clock):
+def test_calls_that_take_no_time_are_all_alike_and_memory_is_bounded():
     times = CallTimes()
-    await _note(times, [0.0] * 5, count=2)
-    assert set(times.slowness(HOSTS).values()) == {1.0}
+    _note(times, [0.0] * 5, count=2)
+    assert set(times.slowness(HOSTS, now=0.0).values()) == {1.0}
     for number in range(MAX_HOSTS + 10):
-        times.note("forward", PeerId(number.to_bytes(32, "big")), 1.0)
-    assert times.slowness([HOSTS[1]]) == {}
+        times.note("forward", PeerId(number.to_bytes(32, "big")), 1.0, now=0.0)
+    assert times.slowness([HOSTS[1]], now=0.0) == {}
 
 
 def test_median_is_the_measure():
