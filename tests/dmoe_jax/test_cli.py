@@ -254,7 +254,7 @@ def test_slips_of_the_pen_are_guessed_on_every_terminal(
         (["--expert", "FILE:number"], "expert .*: expected an Expert .*got int: 3"),
         (["--expert", "FILE:nothing"], "expert .* defines no 'nothing'; it defines Block"),
         (["--expert", "/nowhere/e.py:expert"], "expert .*: there is no file /nowhere/e.py"),
-        (["--expert", "convolution"], "expert 'convolution': expected one of feedforward, transformer_xl, or"),
+        (["--expert", "convolution"], "expert 'convolution': expected one of feedforward, neuron, transformer_xl, or"),
         (["--expert", "feedforward", "--seq-len", "8"], "--seq-len would have no effect beside --expert feedforward"),
         (["--expert", "FILE:expert", "--d-model", "8"], "--d-model would have no effect beside --expert"),
         (["--expert", "FILE:expert", "--route", "token"], "--route token would have no effect beside --expert"),

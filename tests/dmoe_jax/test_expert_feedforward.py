@@ -60,7 +60,7 @@ def test_every_kind_keeps_to_the_contract(kind, config):
 
 def test_mistakes_are_named():
     """Unknown kinds, unknown and missing fields and wrong values are ValueErrors that say which."""
-    with pytest.raises(ValueError, match=r"'convolution'; there are feedforward, transformer_xl"):
+    with pytest.raises(ValueError, match=r"'convolution'; there are feedforward, neuron, transformer_xl"):
         make_expert("convolution")
     with pytest.raises(ValueError, match="unexpected keyword argument 'width'; its fields are d_model, expansion"):
         make_expert("feedforward", d_model=8, width=3)

@@ -127,7 +127,7 @@ def test_settings_are_checked(wrong: dict[str, Any], message: str) -> None:
 
 def test_what_is_compared_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every registered router on three seeds; quick: some on two; a tiny model in a simulated swarm."""
-    monkeypatch.setattr(training, "check_router", lambda *_: None)  # its own tests try every registered router
+    monkeypatch.setattr(training, "check_router", lambda *_, **__: None)  # its own tests try every registered router
     command, quick = CompareRoutersSettings(), CompareRoutersSettings(quick=True)
     assert list(load_routers(command)) == [*(ROUTERS[name](GRID).name for name in ROUTERS), WITH_LOSS]
     assert len(load_routers(quick)) == 4
