@@ -1,0 +1,60 @@
+"""The slow node: what is counted, what is refused, and one small swarm from its beginning to its end."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from dmoe_jax.routing import balanced, product_key
+from dmoe_jax.runs.run_folder import RunFolder
+from experiments.bench import Run
+from experiments.routing import measurement
+from experiments.routing.settings import RoutingSettings
+from experiments.routing.slow_node import Scene, slow_node_shares
+
+
+def test_shares_are_taken_where_the_bars_say(tmp_path: Path) -> None:
+    """Windows of 25 updates, slow from 200 to 400: the fourth window after that, and the last four of the run."""
+    run = Run(settings=RoutingSettings(), folder=RunFolder.create(tmp_path, {}), console=Console(quiet=True))
+    assert measurement.summarise(run) is None
+    shares = np.ones(24)
+    shares[8:16], shares[11] = 0.7, 0.2
+    shares[16:20], shares[20:] = 0.6, 0.9
+    for seed, factor in enumerate((1.0, 0.5)):
+        run.log("slow_node", router="balanced", seed=seed, shares=(factor * shares).tolist())
+    run.log("slow_node", router="product_key", seed=0, shares=np.full(24, 0.8).tolist())
+    result = measurement.summarise(run)
+    assert result is not None
+    figures = result.figures
+    assert figures["before_share"] == pytest.approx(0.75)
+    assert (figures["slow_share"], figures["slow_share_min"]) == (pytest.approx(0.15), pytest.approx(0.1))
+    assert figures["recovered_share"] == pytest.approx(0.675)
+    assert figures["slow_share_product_key"] == pytest.approx(0.8)
+    assert result.missed_bars == ["recovered_share"]
+    assert len(measurement.draw(run, result).axes) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speed": 0.0}, "--speed must be above 0"),
+        ({"seeds": 0}, "--seeds must be at least 1, got 0"),
+        ({"slowdown": 0.5}, r"--slowdown must be at least 1, got 0\.5"),
+    ],
+)
+def test_settings_that_will_not_do_are_refused(changes: dict[str, float], message: str) -> None:
+    """With the flag and its value."""
+    with pytest.raises(ValueError, match=message):
+        RoutingSettings(**changes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_slow_node_loses_calls_and_gets_them_back() -> None:
+    """The code of a real swarm in virtual time; a seed repeats."""
+    scene = Scene(num_updates=300, slow_from=100, slow_until=200, num_trainers=4)
+    shares = slow_node_shares(balanced(product_key(scene.grid_size)), scene, seed=1)
+    assert shares.shape == (12,)
+    assert shares[6:8].mean() < 0.5 < 0.75 < shares[2:4].mean()
+    assert shares[10:].mean() > 0.6
