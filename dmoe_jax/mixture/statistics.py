@@ -62,7 +62,7 @@ class CallStatistics:
     load: dict[str, int] = field(default_factory=dict)
     """Samples sent through each expert in training, by uid."""
     asked: dict[str, int] = field(default_factory=dict, repr=False)
-    """Samples for which an expert was asked forward, answered or not, since this process began; by uid."""
+    """Samples for which an expert was asked in forward calls, answered or not; by uid."""
     host: dict[str, Contact] = field(default_factory=dict, repr=False)
     """The node that last answered for each expert. Bounded by the grid, like `load`."""
 
