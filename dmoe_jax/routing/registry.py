@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dmoe_jax.routing.balancing import balanced, balanced_product_key
-from dmoe_jax.routing.base import Router, RouterError
+from dmoe_jax.routing.base import Router, RouterError, router_factory
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.combinators import chain, with_balancing_loss
 from dmoe_jax.routing.deepseek_v3 import deepseek_v3
@@ -33,9 +33,10 @@ ROUTERS: dict[str, Callable[[tuple[int, ...]], Router]] = {
 }
 """Name -> factory, called with the grid size alone."""
 
-BALANCERS: dict[str, Callable[[Router], Router]] = {"balanced": balanced, "balance": with_balancing_loss}
-"""Suffix -> combinator, at its defaults: "product_key+balanced" is `balanced(product_key(grid_size))`. The names are
-those that the combinators give the router."""
+BALANCERS: dict[str, Callable[..., Router]] = {"balanced": balanced, "balance": with_balancing_loss}
+"""Suffix -> combinator, called with the router and the number behind the suffix, or at its defaults:
+"product_key+balanced" is `balanced(product_key(grid_size))`, "switch+balance=0.1" is
+`with_balancing_loss(switch(grid_size), 0.1)`. The names are those that the combinators give the router."""
 
 _UNNAMED = {"linen", "nnx"}
 """What the Flax adapters call a router that its author did not name."""
@@ -45,7 +46,8 @@ def make_router(spec: str, grid_size: tuple[int, ...]) -> Router:
     """The router of this name, or out of this file; equal arguments return the same object.
 
     Args:
-      spec: a name in `ROUTERS`, perhaps with suffixes of `BALANCERS` ("product_key+balanced"); or
+      spec: a name in `ROUTERS`, perhaps with suffixes of `BALANCERS` ("product_key+balanced", "peer+balance=0.1": the
+        bias's speed, the loss's weight), which then are part of the router's name; or
         "path/to/file.py:attribute" (see `dmoe_jax.user_file`), the attribute a Router, or a function from grid_size to
         a Router.
       grid_size: extent of each dimension of the expert grid.
@@ -55,8 +57,8 @@ def make_router(spec: str, grid_size: tuple[int, ...]) -> Router:
       ValueError: if grid_size is not one or more positive integers.
     """
     name, *suffixes = spec.split("+")
-    if name in ROUTERS and BALANCERS.keys() >= set(suffixes):
-        return chain(ROUTERS[name](grid_size), *(BALANCERS[suffix] for suffix in suffixes))
+    if name in ROUTERS and BALANCERS.keys() >= {suffix.partition("=")[0] for suffix in suffixes}:
+        return chain(ROUTERS[name](grid_size), *map(_balancer, suffixes))
     if spec == "soft_moe":
         raise RouterError(
             "soft_moe chooses no experts for a sample, it mixes samples into slots: no routing function, and none for "
@@ -65,8 +67,8 @@ def make_router(spec: str, grid_size: tuple[int, ...]) -> Router:
         )
     if ":" not in spec and not spec.endswith(".py"):
         raise RouterError(
-            f"unknown router {spec!r}; expected one of {', '.join(ROUTERS)}, perhaps with +{' or +'.join(BALANCERS)}, "
-            "or a file: 'path/to/file.py:attribute'"
+            f"unknown router {spec!r}; expected one of {', '.join(ROUTERS)}, perhaps with +{' or +'.join(BALANCERS)} "
+            "and =NUMBER, or a file: 'path/to/file.py:attribute'"
         )
     try:
         found = load_from_file(spec, kind="router")
@@ -79,3 +81,28 @@ def make_router(spec: str, grid_size: tuple[int, ...]) -> Router:
         raise RouterError(f"router {spec!r}: {error}") from error
     path, _, attribute = spec.rpartition(":")
     return found._replace(name=f"{Path(path).name}:{attribute}") if found.name in _UNNAMED else found
+
+
+def _balancer(suffix: str) -> Callable[[Router], Router]:
+    """The combinator of a suffix.
+
+    Raises:
+      RouterError: what stands behind its = is no number that the combinator takes.
+    """
+    name, equals, number = suffix.partition("=")
+    if not equals:
+        return BALANCERS[name]
+    try:
+        value = float(number)
+    except ValueError:
+        raise RouterError(f"+{suffix}: expected a number behind the =, got {number!r}") from None
+    return lambda router: _with_number(router, name, value)
+
+
+@router_factory
+def _with_number(router: Router, name: str, value: float) -> Router:
+    try:
+        made = BALANCERS[name](router, value)
+    except ValueError as error:
+        raise RouterError(f"+{name}={value:g}: {error}") from None
+    return made._replace(name=f"{made.name}={value:g}")

@@ -13,7 +13,6 @@ from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.routing.registry import ROUTERS
 from dmoe_jax.runs.report import ReportTable
-from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import first_leaf
 from dmoe_jax.training.saving import finished_headline
 from experiments.bench import Experiment, Run
@@ -31,9 +30,9 @@ from experiments.comparison import (
 from experiments.exits import run_until_signal
 from experiments.results import Result
 from experiments.run_summary import summarise_run
-from experiments.transformer_xl.presets import PRESETS
+from experiments.transformer_xl.presets import sized_preset
 from experiments.transformer_xl.settings import QUICK_PAUSES
-from experiments.transformer_xl.side_by_side import train_side_by_side
+from experiments.transformer_xl.side_by_side import run_folder, train_side_by_side
 from experiments.transformer_xl.training import FAILURES, carry_out, checked_router, make_plan, open_corpus, open_folder
 from experiments.transformer_xl.trainings import Deadline
 
@@ -47,11 +46,12 @@ def load_routers(settings: CompareRoutersSettings) -> dict[str, str]:
     Raises:
       RouterError: naming the router. ValueError: two of them would share a label or a folder.
     """
+    config = sized_preset(settings, "dmoe").config
     routers: dict[str, str] = {}
     folders: dict[str, str] = {}
     for spec in settings.routers or (QUICK_ROUTERS if settings.quick else (*ROUTERS, WITH_LOSS)):
         try:
-            label = checked_router(spec, settings.size, settings.route).name
+            label = checked_router(spec, config, settings.route).name
         except RouterError:
             if settings.routers or settings.route == "sequence":
                 raise
@@ -99,7 +99,7 @@ def measure(run: Run[CompareRoutersSettings]) -> None:
 
 def _train_side_by_side(run: Run[CompareRoutersSettings], runs: list[RouterRun], corpus: Corpus, num_jobs: int) -> None:
     """Train in several processes at once, those that are to be trained still."""
-    waiting = [each for each in runs if finished_headline(_folder(each)) is None]
+    waiting = [each for each in runs if finished_headline(run_folder(each.training)) is None]
     for each in runs:
         if each not in waiting:
             carry_out(each.training, corpus)  # sees that it was trained under these settings, and leaves it as it is
@@ -108,13 +108,13 @@ def _train_side_by_side(run: Run[CompareRoutersSettings], runs: list[RouterRun],
     side_by_side = partial(train_side_by_side, trainings, Deadline(None), run.console, num_jobs=num_jobs)
     run_until_signal(side_by_side, prog=NAME)
     for each in waiting:
-        if finished_headline(_folder(each)) is None:
-            events = [record for record in _folder(each).metrics() if record.get("name") == "failed"]
+        if finished_headline(run_folder(each.training)) is None:
+            events = [record for record in run_folder(each.training).metrics() if record.get("name") == "failed"]
             _note_failure(run, each, events[-1]["detail"] if events else "it ended early")
 
 
 def _note_failure(run: Run[CompareRoutersSettings], each: RouterRun, detail: str) -> None:
-    name = _folder(each).path.name
+    name = run_folder(each.training).path.name
     run.log("event", name="run_failed", run=name, detail=f"{name}: {detail}")
     run.say(f"{name} failed: {detail}")
 
@@ -132,7 +132,7 @@ def _plan(run: Run[CompareRoutersSettings], routers: dict[str, str], corpus: Cor
         with mistakes_in_one_line():
             costs[each.router] = cost = time_piece(each.training, corpus)
         run.say(f"{each.router}: {cost.start_s:.1f} s to compile, {1e3 * cost.update_s:.0f} ms an update")
-    preset = PRESETS["dmoe", settings.size]
+    preset = sized_preset(settings, "dmoe")
     whole = make_plan(router_runs(settings, routers, run.folder.path, seeds=(0,))[0].training.settings, preset)
     num_pauses = math.ceil(whole.steps / whole.eval_every) if settings.eval_every else preset.pauses
     sizes = [corpus.valid.size, corpus.test.size]
@@ -159,19 +159,14 @@ def _runs(run: Run[CompareRoutersSettings], routers: dict[str, str]) -> list[Rou
     return router_runs(settings, routers, run.folder.path, seeds=seeds, steps=steps)
 
 
-def _folder(each: RouterRun) -> RunFolder:
-    assert each.training.settings.out is not None
-    return RunFolder(each.training.settings.out)
-
-
 def _finished(run: Run[CompareRoutersSettings]) -> dict[str, dict[str, Seeds]]:
     """Condition -> label -> its runs that were trained to their end, without those that have none."""
     begun, found = run.records("routers"), dict[str, dict[str, Seeds]]()
     labels = begun[-1]["labels"] if begun else []
     for each in _runs(run, dict.fromkeys(labels, "product_key")):
-        if finished_headline(_folder(each)) is not None:
+        if finished_headline(run_folder(each.training)) is not None:
             rows = found.setdefault(each.condition.name, {})
-            rows.setdefault(each.training.label, {})[each.training.settings.seed] = _folder(each).metrics()
+            rows.setdefault(each.training.label, {})[each.training.settings.seed] = run_folder(each.training).metrics()
     # In the order of the command line, whatever the seeds that are finished.
     order = [condition.label(label) for condition in run.settings.conditions for label in labels]
     return {name: {label: rows[label] for label in order if label in rows} for name, rows in found.items()}

@@ -198,5 +198,5 @@ EXPERIMENT = Experiment[OverheadSettings](
     summarise=summarise,
     draw=draw,
     figure_text="Ratios of time and memory, each beside its bar, with their rounds",
-    check=lambda settings: checked_router(settings.router, settings.size),
+    check=lambda settings: checked_router(settings.router, PRESETS["dmoe", settings.size].config),
 )

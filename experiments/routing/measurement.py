@@ -1,99 +1,88 @@
-"""The slow node's share of the calls, window by window, with product keys as they are and balanced."""
+"""Both parts of the experiment in one report: the slow node, and what balance costs."""
 
-import numpy as np
+from collections.abc import Callable
+from typing import Any
+
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dmoe_jax.routing import Router, balanced, product_key
-from dmoe_jax.runs.style import GREY, KILLED, TRAIN, VALID, dress
 from experiments.bench import Experiment, Run
 from experiments.results import Bar, Result
+from experiments.routing import balance, slow_share
+from experiments.routing.balance import (
+    LONG,
+    balance_figures,
+    balance_table,
+    draw_cases,
+    draw_length,
+    measure_balance,
+    outcomes,
+)
 from experiments.routing.settings import RoutingSettings
-from experiments.routing.slow_node import Scene, slow_node_shares
-
-BARS = (Bar(name="slow_share", bound=0.5), Bar(name="recovered_share", bound=0.75, comparison=">="))
-"""The slow node's calls over those of the mean of the others: in the last quarter of the first hundred updates after it
-became slow, and in the last hundred of the run."""
-
-
-def scene_of(settings: RoutingSettings) -> Scene:
-    """The scene that the settings ask for."""
-    return Scene(slowdown=settings.slowdown, num_trainers=settings.trainers)
+from experiments.routing.slow_share import draw_slow_node, measure_slow_node, scene_of, slow_figures, slow_shares
 
 
 def measure(run: Run[RoutingSettings]) -> None:
-    """Train the swarm with each router and seed; a resumed run does what is missing."""
-    settings, scene = run.settings, scene_of(run.settings)
-    routers: dict[str, Router] = {
-        "product_key": product_key(scene.grid_size),
-        "balanced": balanced(product_key(scene.grid_size), settings.speed),
-    }
-    done = {(record["router"], record["seed"]) for record in run.records("slow_node")}
-    for seed in settings.chosen_seeds:
-        for name, router in routers.items():
-            if (name, seed) in done:
-                continue
-            run.say(f"{name}, seed {seed}: {scene.num_updates} updates, one node slow from {scene.slow_from} on")
-            shares = slow_node_shares(router, scene, seed=seed)
-            run.log("slow_node", router=name, seed=seed, shares=shares.tolist())
+    """Measure the parts that are asked for; a resumed run does what is missing. Raises as `measure_balance`."""
+    if "slow-node" in run.settings.part:
+        measure_slow_node(run)
+    if "balance" in run.settings.part:
+        measure_balance(run)
 
 
 def summarise(run: Run[RoutingSettings]) -> Result | None:
-    """The shares while the node is slow, and after; None before the first seed is done."""
-    scene, found = scene_of(run.settings), _shares(run)
-    if "balanced" not in found:
+    """What both parts came to; None before either has anything to tell."""
+    scene, shares, found = scene_of(run.settings), slow_shares(run), outcomes(run)
+    figures: dict[str, Any] = {}
+    bars: list[Bar] = []
+    says: list[str] = []
+    if "balanced" in shares:
+        figures |= slow_figures(shares, scene)
+        bars += slow_share.BARS
+        says.append(
+            f"Calls to a node that is {scene.slowdown:g} times slower from update {scene.slow_from} to "
+            f"{scene.slow_until}, over those of the mean of the other {scene.num_nodes - 1}."
+        )
+    if found:
+        figures |= balance_figures(found)
+        bars += balance.BARS
+        says.append("What the balanced router costs in perplexity, and how even its load is, case by case.")
+    if not figures:
         return None
-    window = scene.window
-    parts = {
-        "before": slice(scene.slow_from // window // 2, scene.slow_from // window),
-        "slow": slice((scene.slow_from + 75) // window, (scene.slow_from + 100) // window),
-        "recovered": slice((scene.num_updates - 100) // window, scene.num_updates // window),
-    }
-    figures: dict[str, float] = {}
-    for name, shares in found.items():
-        suffix = "" if name == "balanced" else f"_{name}"
-        for part, windows in parts.items():
-            means = shares[:, windows].mean(axis=1)
-            figures[f"{part}_share{suffix}"] = float(means.mean())
-            figures[f"{part}_share{suffix}_min"], figures[f"{part}_share{suffix}_max"] = means.min(), means.max()
     return Result(
-        title="A node that is slow for a while",
-        summary=f"Calls to a node that is {scene.slowdown:g} times slower from update {scene.slow_from} to "
-        f"{scene.slow_until}, over those of the mean of the other {scene.num_nodes - 1}.",
-        figures={"seeds": len(found["balanced"]), **figures},
-        bars=BARS,
+        title="What balance does, and what it costs",
+        summary=" ".join(says),
+        figures=figures,
+        shown={name: value for name, value in figures.items() if name != "cases"},
+        bars=bars,
+        tables=[balance_table(found)] if found else [],
     )
 
 
 def draw(run: Run[RoutingSettings], result: Result) -> Figure:
-    """Draw the share over the updates, a line for each seed."""
+    """Draw what there is: the slow node's share, the cases, and the long runs."""
     del result
-    scene = scene_of(run.settings)
-    figure = Figure(figsize=(7.5, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    axes.axvspan(scene.slow_from, scene.slow_until, color=KILLED, alpha=0.1, linewidth=0)
-    axes.axhline(1.0, color=GREY, linewidth=0.8)
-    for (name, shares), colour in zip(sorted(_shares(run).items()), (TRAIN, VALID), strict=False):
-        ends = scene.window * (1 + np.arange(shares.shape[1]))
-        for number, line in enumerate(shares):
-            axes.plot(ends, line, color=colour, linewidth=1.3, label=None if number else name)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("calls, over the mean of the other nodes", fontsize=9, color=GREY)
-    axes.legend(frameon=False, fontsize=8)
-    dress(axes, f"Calls to a node {scene.slowdown:g} times slower in the shaded part", "updates of the trunk")
+    shares, found = slow_shares(run), outcomes(run)
+    rows: list[tuple[float, Callable[..., None], tuple[Any, ...], int]] = []
+    if "balanced" in shares:
+        rows.append((3.0, draw_slow_node, (shares, scene_of(run.settings)), 1))
+    if found:
+        rows.append((1.2 + 0.3 * len(found), draw_cases, (found,), 2))
+    if LONG in found:
+        rows.append((2.6, draw_length, (found[LONG],), 2))
+    figure = Figure(figsize=(10, 0.4 + sum(height for height, *_ in rows)), layout="constrained")
+    grid = figure.add_gridspec(len(rows), 1, height_ratios=[height for height, *_ in rows])
+    for place, (_, draw_row, given, columns) in enumerate(rows):
+        cells = grid[place].subgridspec(1, columns)
+        axes: list[Axes] = [figure.add_subplot(cells[column]) for column in range(columns)]
+        draw_row(*axes, *given)
     return figure
-
-
-def _shares(run: Run[RoutingSettings]) -> dict[str, np.ndarray]:
-    """Router -> [seeds, windows]."""
-    found: dict[str, list[list[float]]] = {}
-    for record in run.records("slow_node"):
-        found.setdefault(record["router"], []).append(record["shares"])
-    return {name: np.array(shares) for name, shares in found.items()}
 
 
 EXPERIMENT = Experiment[RoutingSettings](
     measure=measure,
     summarise=summarise,
     draw=draw,
-    figure_text="Calls to the slow node over the mean of the others, over the updates",
+    figure_text="Calls to the slow node over the mean of the others, over the updates; what the balanced router costs "
+    "in perplexity and how even its load is, case by case; and both over the words of long runs",
 )

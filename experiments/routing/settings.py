@@ -1,36 +1,85 @@
 """What the command line of this experiment can ask for. Imports no JAX."""
 
+import os
 from dataclasses import dataclass
+from typing import Literal
 
 from experiments.bench import ResumableSettings
+from experiments.routing.cases import CASES, FIRST
 
 NAME = "routing"
+
+Part = Literal["slow-node", "balance"]
+"""A swarm one of whose nodes becomes slow; or what balance costs, under one case after the other."""
+
+QUICK_SEEDS = 3
+"""Seeds of the quick run's one case: fewer have no spread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingSettings(ResumableSettings):
-    """Show what balance does in a swarm one of whose nodes becomes slow for a while, and recovers."""
+    """Show what balance does in a swarm one of whose nodes becomes slow, and what it costs in perplexity."""
 
     quick: bool = False
-    """One seed."""
+    """The slow node with one seed, and the first case of what balance costs with three and 131,072 words."""
+    part: tuple[Part, ...] = ("slow-node", "balance")
+    """slow-node: one node becomes slow for a while. balance: what balance costs in perplexity, and what it does to the
+    load."""
     seed: int = 0
     """The first seed."""
     seeds: int = 3
     """How many."""
     speed: float = 0.1
-    """How fast biases move; see `dmoe_jax.routing.balanced`."""
+    """How fast biases move where a node is slow; see `dmoe_jax.routing.balanced`."""
     slowdown: float = 10.0
     """How many times as long the slow node takes."""
     trainers: int = 8
-    """Trainers, each a process of its own but for the trunk."""
+    """Trainers beside the slow node, each a process of its own but for the trunk."""
+    case: tuple[str, ...] = ()
+    """Of what balance costs: 16, 64, 256 (experts), k1, k2 (experts for a sequence), token, token64 (experts for each
+    token), swarm (32 stale trainers, a tenth of the calls lost), long (ten times the words, one seed). Default: all,
+    with --quick the first."""
+    words: int = 524_288
+    """Of training, of each run; the swarm has half as many and the long case ten times as many."""
+    data: str = "auto"
+    """Corpus of what balance costs; see experiments.transformer_xl."""
+    jobs: int | None = None
+    """Runs trained at once, each in a process with its share of the cores. Default: two where there are two cores."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_at_least(0, "seed")
-        self.require_at_least(1, "seeds", "trainers", "slowdown")
+        self.require_at_least(1, "seeds", "trainers", "slowdown", "words", "jobs")
         self.require_above(0, "speed")
+        for name, known in (("part", ("slow-node", "balance")), ("case", tuple(CASES))):
+            chosen = getattr(self, name)
+            if len(set(chosen)) < len(chosen):
+                raise ValueError(f"--{name} names one twice: {' '.join(chosen)}")
+            if unknown := [each for each in chosen if each not in known]:
+                raise ValueError(f"--{name} must be of {', '.join(known)}; got {unknown[0]}")
 
     @property
-    def chosen_seeds(self) -> tuple[int, ...]:
-        """The seeds that are meant."""
+    def slow_node_seeds(self) -> tuple[int, ...]:
+        """Of the slow node."""
         return tuple(range(self.seed, self.seed + (1 if self.quick else self.seeds)))
+
+    @property
+    def balance_seeds(self) -> tuple[int, ...]:
+        """Of what balance costs."""
+        return tuple(range(self.seed, self.seed + (QUICK_SEEDS if self.quick else self.seeds)))
+
+    @property
+    def chosen_cases(self) -> tuple[str, ...]:
+        """In the order in which they are trained."""
+        return self.case or ((FIRST,) if self.quick else tuple(CASES))
+
+    @property
+    def chosen_words(self) -> int:
+        """Of training, of each run, before a case's own factor."""
+        return min(self.words, 131_072) if self.quick else self.words
+
+    @property
+    def num_jobs(self) -> int:
+        """How many runs are trained at once."""
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self.jobs or min(2, num_cores)

@@ -3,31 +3,25 @@
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.data.corpora import Corpus
-from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.saving import finished_headline
 from experiments.bench import Experiment, Run
 from experiments.comparison import FIGURE_TEXT, comparison_table, draw_comparison, terminal_table
-from experiments.exits import run_until_signal
 from experiments.results import Result
 from experiments.transformer_xl.flops import forward_flops
-from experiments.transformer_xl.presets import PRESETS, model_config
+from experiments.transformer_xl.presets import model_config, sized_preset
 from experiments.transformer_xl.search import best_factors, has_ended, search_results, step_size_table, tried
-from experiments.transformer_xl.settings import NAME, TransformerXLSettings, as_flags
-from experiments.transformer_xl.side_by_side import train_side_by_side
+from experiments.transformer_xl.settings import TransformerXLSettings, as_flags
+from experiments.transformer_xl.side_by_side import run_folder, train_all
 from experiments.transformer_xl.timing import time_updates, timing_result
-from experiments.transformer_xl.training import FAILURES, carry_out, checked_router, open_corpus, open_folder
+from experiments.transformer_xl.training import FAILURES, checked_router, open_corpus, open_folder
 from experiments.transformer_xl.trainings import (
     Deadline,
-    Training,
     compared_trainings,
     labels,
     search_trainings,
@@ -67,7 +61,7 @@ HEADLINE = (
 def check(settings: TransformerXLSettings) -> None:
     """Try the router before anything is trained or written, if one of the models has any."""
     if "dmoe" in settings.models:
-        checked_router(settings.router, settings.size, settings.route)
+        checked_router(settings.router, sized_preset(settings, "dmoe").config, settings.route)
 
 
 def measure(run: Run[TransformerXLSettings]) -> None:
@@ -83,7 +77,7 @@ def measure(run: Run[TransformerXLSettings]) -> None:
         time_updates(run, corpus)
         return
     for model in settings.models:
-        config = model_config(PRESETS[model, settings.size], len(corpus.vocabulary), route=settings.route)
+        config = model_config(sized_preset(settings, model), len(corpus.vocabulary), route=settings.route)
         run.log("flops", model=model, forward_per_token=forward_flops(config, corpus))
     factors = None
     if settings.search:
@@ -91,7 +85,7 @@ def measure(run: Run[TransformerXLSettings]) -> None:
         if factors is None:
             return
         run.say("best of the search: " + ", ".join(f"{model} x{factor:g}" for model, factor in factors.items()))
-    _train_all(run, corpus, compared_trainings(settings, out, factors), deadline)
+    train_all(run, corpus, compared_trainings(settings, out, factors), deadline, num_jobs=settings.num_jobs)
     # The dense layer that it is measured beside is as wide as several whole layers.
     no_overhead = settings.no_overhead or settings.route == "token"
     is_measured = no_overhead or run.records("overhead") or deadline.is_over
@@ -106,37 +100,12 @@ def _search(run: Run[TransformerXLSettings], corpus: Corpus, deadline: Deadline)
     searched = search_results(settings, out)
     while not has_ended(searched):
         before = tried(searched)
-        _train_all(run, corpus, list(search_trainings(settings, out, before).values()), deadline)
+        trainings = list(search_trainings(settings, out, before).values())
+        train_all(run, corpus, trainings, deadline, num_jobs=settings.num_jobs)
         searched = search_results(settings, out)
         if not has_ended(searched) and tried(searched) == before:
             return None
     return best_factors(searched)
-
-
-def _train_all(
-    run: Run[TransformerXLSettings], corpus: Corpus, trainings: Sequence[Training], deadline: Deadline
-) -> None:
-    """Train these, several at a time if the settings say so, until all are done or the time is up."""
-    waiting = []
-    for training in trainings:
-        if finished_headline(_folder(training)) is None:
-            waiting.append(training)
-        else:
-            carry_out(training, corpus)  # sees that it was trained under these settings, and leaves it as it is
-    num_jobs = min(run.settings.num_jobs, len(waiting))
-    if num_jobs > 1:
-        side_by_side = partial(train_side_by_side, waiting, deadline, run.console, num_jobs=num_jobs)
-        run_until_signal(side_by_side, prog=NAME)
-        return
-    for training in waiting:
-        if not deadline.is_over:
-            carry_out(replace(training, settings=deadline.within(training.settings)), corpus)
-
-
-def _folder(training: Training) -> RunFolder:
-    """The run folder of a training."""
-    assert training.settings.out is not None
-    return RunFolder(training.settings.out)
 
 
 def _overhead(run: Run[TransformerXLSettings]) -> float | None:
@@ -198,7 +167,7 @@ def _finished(run: Run[TransformerXLSettings]) -> dict[str, dict[int, dict[str, 
     """Label -> seed -> the headline of its run, of those that were trained to their end."""
     finished: dict[str, dict[int, dict[str, Any]]] = {}
     for training in compared_trainings(run.settings, run.folder.path):
-        if (headline := finished_headline(_folder(training))) is not None:
+        if (headline := finished_headline(run_folder(training))) is not None:
             finished.setdefault(training.label, {})[training.settings.seed] = headline
     return finished
 
@@ -213,7 +182,7 @@ def _runs(run: Run[TransformerXLSettings]) -> dict[str, list[list[dict[str, Any]
     """Label -> the metrics of its runs, of those that have begun."""
     found: dict[str, list[list[dict[str, Any]]]] = {}
     for training in compared_trainings(run.settings, run.folder.path):
-        if metrics := _folder(training).metrics():
+        if metrics := run_folder(training).metrics():
             found.setdefault(training.label, []).append(metrics)
     return {label: found[label] for label in labels(run.settings) if label in found}
 

@@ -144,9 +144,21 @@ PRESETS: dict[tuple[Model, Size], Preset] = {
 """(model, size) -> preset. Change one with `dataclasses.replace`."""
 
 
-def chosen_preset(settings: TrainingSettings, model: Model) -> Preset:
-    """The preset of a model, with step sizes for who trains it, times what the settings say."""
+def sized_preset(settings: TrainingSettings, model: Model) -> Preset:
+    """The preset of a model, with as many experts in a mixture as the settings say.
+
+    Raises:
+      ValueError: more experts are asked for than there are.
+    """
     preset = PRESETS[model, settings.size]
+    changes: dict[str, Any] = {"grid_size": settings.grid_size or None, "k_best": settings.k_best}
+    changes = {name: value for name, value in changes.items() if value is not None and preset.config.is_mixture}
+    return replace(preset, config=replace(preset.config, **changes)) if changes else preset
+
+
+def chosen_preset(settings: TrainingSettings, model: Model) -> Preset:
+    """The same with step sizes for who trains it, times what the settings say. Raises as `sized_preset`."""
+    preset = sized_preset(settings, model)
     is_stale = settings.is_asynchronous and settings.staleness_power > 0 and settings.concurrency != 1
     factor = preset.stale_factor if is_stale else 1.0
     if factor != 1:

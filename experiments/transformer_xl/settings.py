@@ -59,6 +59,10 @@ class TrainingSettings(ResumableSettings):
     route: Route = "sequence"
     """What has experts of its own in dmoe: a sequence, whose experts are whole layers; or each token, whose experts are
     the feed-forward networks of layers that share one attention."""
+    grid_size: tuple[int, ...] = ()
+    """Experts of each layer of dmoe, as the extents of their grid: 8 8 are 64. Default: the preset's."""
+    k_best: int | None = None
+    """Experts that each sequence, or token, goes to in dmoe. Default: the preset's."""
     bf16: bool = False
     """Multiply matrices of the layers in bfloat16."""
     eval_every: int | None = None
@@ -66,6 +70,8 @@ class TrainingSettings(ResumableSettings):
     eval_tokens: int = 16_384
     """Validation words of an evaluation in a pause, 0 for all; the same words at every point of a curve, the last one
     too. After the end all are read, and all of the test text, for the final figures."""
+    final_eval_tokens: int = 0
+    """Words of both texts that are read after the end, 0 for all."""
     trainers: int = 32
     """Trainers, where simulated."""
     delay_s: float = 1.0
@@ -87,9 +93,11 @@ class TrainingSettings(ResumableSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "steps", "batch_size", "eval_every", "trainers", "concurrency", "slow_node")
+        self.require_at_least(1, "steps", "batch_size", "eval_every", "trainers", "concurrency", "slow_node", "k_best")
+        if any(extent < 1 for extent in self.grid_size):
+            raise ValueError(f"--grid-size must be extents of at least 1, got {' '.join(map(str, self.grid_size))}")
         self.require_above(0, "step_size")
-        self.require_at_least(0, "eval_tokens", "delay_s", "staleness_power")
+        self.require_at_least(0, "eval_tokens", "final_eval_tokens", "delay_s", "staleness_power")
         if not 0 <= self.failure_rate < 1:
             raise ValueError(f"--failure-rate must be from 0 to below 1, got {self.failure_rate}")
         if self.slow_node != 1 and self.place != "simulated":

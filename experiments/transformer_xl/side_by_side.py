@@ -14,21 +14,56 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import trio
 from rich.console import Console
 
 from dmoe_jax.cli.common import UsageError, parse_command_line, set_up_jax
-from dmoe_jax.data.corpora import load_corpus
-from experiments.exits import EXIT_INTERRUPTED, one_line_errors
+from dmoe_jax.data.corpora import Corpus, load_corpus
+from dmoe_jax.runs.run_folder import RunFolder
+from dmoe_jax.training.saving import finished_headline
+from experiments.bench import Run
+from experiments.exits import EXIT_INTERRUPTED, one_line_errors, run_until_signal
 from experiments.transformer_xl.settings import NAME, TransformerXLSettings
 from experiments.transformer_xl.training import FAILURES, carry_out
 from experiments.transformer_xl.trainings import Deadline, Training
 
 _ENDING_S = 120.0
 """How long an interrupted child may take for its report; a stretch cannot be left before its current step."""
+
+
+def run_folder(training: Training) -> RunFolder:
+    """The run folder of a training."""
+    assert training.settings.out is not None
+    return RunFolder(training.settings.out)
+
+
+def train_all(
+    run: Run[Any], corpus: Corpus, trainings: Sequence[Training], deadline: Deadline, *, num_jobs: int
+) -> None:
+    """Train these, several at a time if there are so many jobs, until all are done or the time is up.
+
+    Raises:
+      UsageError: for a folder, checkpoint or setting that will not do. KeyboardInterrupt.
+    """
+    waiting = []
+    for training in trainings:
+        if finished_headline(run_folder(training)) is None:
+            waiting.append(training)
+        else:
+            carry_out(training, corpus)  # sees that it was trained under these settings, and leaves it as it is
+    num_jobs = min(num_jobs, len(waiting))
+    if num_jobs > 1:
+        side_by_side = partial(train_side_by_side, waiting, deadline, run.console, num_jobs=num_jobs)
+        run_until_signal(side_by_side, prog=NAME)
+        return
+    for training in waiting:
+        if not deadline.is_over:
+            carry_out(replace(training, settings=deadline.within(training.settings)), corpus)
 
 
 async def train_side_by_side(

@@ -33,7 +33,7 @@ from dmoe_jax.training.saving import CHECKPOINT_FOLDER
 from experiments.bench import Experiment, Run
 from experiments.results import Result
 from experiments.transformer_xl.measurement import HEADLINE, check
-from experiments.transformer_xl.presets import PRESETS
+from experiments.transformer_xl.presets import sized_preset
 from experiments.transformer_xl.settings import TransformerXLSettings, as_flags
 from experiments.transformer_xl.training import make_plan, open_folder
 
@@ -86,7 +86,7 @@ def trainer_folder(out: Path, index: int) -> Path:
 async def _start_nodes(swarm: LocalSwarm, run: Run[TransformerXLSettings]) -> list[str]:
     """Start the nodes; whom to join them through."""
     settings, folder = run.settings, run.folder.path / "nodes"
-    config = PRESETS["dmoe", settings.size].config
+    config = sized_preset(settings, "dmoe").config
     run.say(f"starting one DHT peer and {settings.nodes} expert nodes; they compile before they announce")
     dealt = deal_experts(settings.nodes, num_layers=config.num_layers, grid_size=config.grid_size)
     hands = [hand for hand in dealt if hand]  # of very many nodes some get none
@@ -102,7 +102,7 @@ def node_flags(settings: TransformerXLSettings, folder: Path, index: int) -> lis
       folder: for the experts' checkpoints of all nodes.
       index: of this node.
     """
-    preset = PRESETS["dmoe", settings.size]
+    preset = sized_preset(settings, "dmoe")
     return as_flags(
         {
             **_shape_and_rates(settings, preset.config.layer, preset.expert_recipe),
@@ -121,7 +121,7 @@ def trainer_flags(settings: TransformerXLSettings, contacts: Sequence[str], out:
       out: this process's run folder.
       index: of the trainer process.
     """
-    preset = PRESETS["dmoe", settings.size]
+    preset = sized_preset(settings, "dmoe")
     num_trainers = max(1, NUM_TRAINERS // settings.processes)
     batch_size = settings.batch_size or max(1, preset.batch_size // (num_trainers * settings.processes))
     plan = make_plan(settings, preset)

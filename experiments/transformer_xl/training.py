@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import jax
 
@@ -13,6 +13,7 @@ from dmoe_jax.checkpoints import CheckpointError
 from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.data.corpora import Corpus, load_corpus
 from dmoe_jax.layer_config import Route
+from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
@@ -26,27 +27,24 @@ from dmoe_jax.training.task import language_task
 from experiments.bench import Run
 from experiments.transformer_xl.emulated import EmulatedDmoe
 from experiments.transformer_xl.local import LocalEngine
-from experiments.transformer_xl.presets import PRESETS, Preset, chosen_preset
-from experiments.transformer_xl.settings import QUICK_PAUSES, Model, Place, Size, TrainingSettings
+from experiments.transformer_xl.presets import Preset, chosen_preset
+from experiments.transformer_xl.settings import QUICK_PAUSES, Model, Place, TrainingSettings
 from experiments.transformer_xl.setup import Setting, Setup
 from experiments.transformer_xl.simulated import SimulatedDense, SimulatedEngine
 from experiments.transformer_xl.simulated_dmoe import SimulatedDmoe
 from experiments.transformer_xl.trainings import Training
 from net.errors import NetError
 
-S = TypeVar("S", bound=TrainingSettings)
-
 FAILURES = (FloatingPointError, RouterError, NetError)
 """What may go wrong with a run."""
 
 
-def checked_router(spec: str, size: Size, route: Route = "sequence") -> Router:
-    """The router for the mixture of this size that routes sequences or tokens, tried on a few samples.
+def checked_router(spec: str, config: TransformerXLConfig, route: Route = "sequence") -> Router:
+    """The router for a mixture of these sizes that routes sequences or tokens, tried on a few samples.
 
     Raises:
       RouterError: naming the router.
     """
-    config = PRESETS["dmoe", size].config
     router = make_router(spec, config.grid_size)
     check_router(router, config.grid_size, config.d_model, in_order=route == "token")
     return router
@@ -65,8 +63,8 @@ def open_folder(settings: TrainingSettings, name: str) -> RunFolder:
     return prepare_run(settings.out, fields, name=name, resume=settings.resume, may_differ=may_differ).begin()
 
 
-def open_corpus(run: Run[S]) -> Corpus:
-    """Load the text that the settings ask for, and say so.
+def open_corpus(run: Run[Any]) -> Corpus:
+    """Load the text that the settings ask for by `data`, and say so.
 
     Raises:
       UsageError: it cannot be had.
@@ -109,7 +107,7 @@ def make_plan(settings: TrainingSettings, preset: Preset) -> Plan:
     Every point of its curve is over the same `eval_items` words; the final figures are over both whole texts.
     """
     steps = settings.steps or (preset.simulated_steps if settings.is_asynchronous else preset.steps)
-    pauses, eval_tokens, final_eval_tokens = preset.pauses, settings.eval_tokens, 0
+    pauses, eval_tokens, final_eval_tokens = preset.pauses, settings.eval_tokens, settings.final_eval_tokens
     if settings.quick:
         steps, pauses = min(steps, settings.quick_steps[settings.place]), QUICK_PAUSES
         eval_tokens = min(eval_tokens or settings.quick_eval_tokens, settings.quick_eval_tokens)

@@ -2,6 +2,8 @@
 
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from dmoe_jax.routing import (
@@ -14,6 +16,7 @@ from dmoe_jax.routing import (
     switch,
     with_balancing_loss,
 )
+from dmoe_jax.routing.base import router_loss, score
 
 GOOD = """
 from __future__ import annotations
@@ -67,6 +70,25 @@ def test_balance_is_a_suffix():
         make_router("deepseek_v3+balanced", (2, 3))
     with pytest.raises(RouterError, match=r"unknown router 'switch\+even'.*\+balanced or \+balance"):
         make_router("switch+even", (2, 3))
+
+
+def test_a_suffix_takes_a_number():
+    """The bias's speed or the loss's weight, which then is part of the name; a number that will not do is named."""
+    router = make_router("switch+balance=0.5", (2, 3))
+    assert router is make_router("switch+balance=0.50", (2, 3))
+    assert router.name == "switch+balance=0.5"
+    params = router.init(jax.random.key(0), 4)
+    x = jnp.ones((5, 4))
+    given = jnp.zeros((5, 1, 2), jnp.int32), jnp.ones((5, 1), bool)
+    loss, wanted = (
+        router_loss(each, score(each, params, x), *given) for each in (router, with_balancing_loss(switch((2, 3)), 0.5))
+    )
+    assert loss == wanted != router_loss(switch((2, 3)), score(switch((2, 3)), params, x), *given)
+    assert make_router("product_key+balanced=0.02", (2, 3)).name == "product_key+balanced=0.02"
+    with pytest.raises(RouterError, match=r"\+balance=much: expected a number behind the =, got 'much'"):
+        make_router("switch+balance=much", (2, 3))
+    with pytest.raises(RouterError, match=r"\+balanced=-1: speed must be positive"):
+        make_router("product_key+balanced=-1", (2, 3))
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
