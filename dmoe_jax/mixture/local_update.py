@@ -3,7 +3,7 @@
 The gradient of a loss with respect to stacked parameters [E, ...] is as large as they are, and so is the work of an
 optimiser that looks at all of them, though a step with few samples chooses few experts. `chosen_value_and_grad` and
 `update_chosen` do only what the step needs: where at most U = min(E, samples * experts a sample) experts can be chosen,
-gradients are [U, ...], and U experts take a step. Both ways give the same numbers.
+gradients are [U, ...], and the chosen ones take a step. Both ways give the same numbers.
 """
 
 import functools
@@ -16,6 +16,11 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from dmoe_jax.types import PyTree
+
+TURN_BYTES = 64 << 10
+"""On a CPU, experts whose parameters have as much take their steps one after the other, which keeps each in the cache:
+one with Adam, of 128, 512 and 2,048 KB, took 0.44, 0.21 and 0.18 of the time of all at once; of 8 KB four times as
+long. A GPU is kept busy by all at once."""
 
 
 class WithDeltas(NamedTuple):
@@ -142,18 +147,54 @@ def update_chosen(
 
     Returns: (params, opt_state).
     """
-    num_experts, num_deltas = num_stacked(params), num_stacked(grads)
+    in_turns, at_once = (functools.partial(way, optimizer) for way in (_in_turns, _at_once))
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) // num_stacked(params)
+    if num_bytes < TURN_BYTES:
+        return at_once((params, opt_state), grads, used)
+    updated = jax.lax.platform_dependent((params, opt_state), grads, used, cpu=in_turns, default=at_once)
+    return cast(tuple[PyTree, PyTree], updated)
+
+
+def _in_turns(
+    optimizer: optax.GradientTransformation,
+    before: tuple[PyTree, PyTree],
+    grads: PyTree,
+    used: Bool[Array, " num_experts"],
+) -> tuple[PyTree, PyTree]:
+    """The chosen experts' steps one after the other, each in place."""
+    num_deltas = num_stacked(grads)
+    (numbers,) = jnp.nonzero(used, size=num_deltas)
+
+    def step(turn: Int[Array, ""], everyone: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        number = numbers[turn]
+        place = number if num_deltas >= used.size else turn
+        own = jax.tree.map(lambda leaf: leaf[number], everyone)
+        own_grads = jax.tree.map(lambda leaf: leaf[place], grads)
+        # Always true, which the compiler does not know: so it cannot mix reading and writing, and need not copy all
+        # experts in every turn.
+        new = jax.lax.cond(number >= 0, functools.partial(_stepped, optimizer), lambda *own: own[:2], *own, own_grads)
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
+        return cast(tuple[PyTree, PyTree], jax.tree.map(put, everyone, new))
+
+    return jax.lax.fori_loop(0, jnp.sum(used), step, before)
+
+
+def _at_once(
+    optimizer: optax.GradientTransformation,
+    before: tuple[PyTree, PyTree],
+    grads: PyTree,
+    used: Bool[Array, " num_experts"],
+) -> tuple[PyTree, PyTree]:
+    """The chosen experts' steps side by side, on copies that are written back; without copies if all may be chosen."""
+    num_experts, num_deltas = used.size, num_stacked(grads)
     if num_deltas >= num_experts:
-        return update_experts(optimizer, params, opt_state, grads, used)
+        return update_experts(optimizer, *before, grads, used)
     (found,) = jnp.nonzero(used, size=num_deltas)
     place = jnp.arange(num_deltas)
     # Beyond the last expert nothing is written; numbers that grow keep the promises made to the scatter.
     numbers = jnp.where(place < jnp.sum(used), found, num_experts + place)
-    before = (params, opt_state)
-    own_params, own_state = jax.tree.map(
-        lambda leaf: leaf.at[numbers].get(mode="clip", indices_are_sorted=True), before
-    )
-    new = jax.vmap(functools.partial(_stepped, optimizer))(own_params, own_state, grads)
+    params, state = jax.tree.map(lambda leaf: leaf.at[numbers].get(mode="clip", indices_are_sorted=True), before)
+    new = jax.vmap(functools.partial(_stepped, optimizer))(params, state, grads)
 
     def put(leaf: Array, after: Array) -> Array:
         return leaf.at[numbers].set(after, mode="drop", indices_are_sorted=True, unique_indices=True)
