@@ -114,21 +114,23 @@ def test_trainers_that_take_turns_are_not_stale() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", ["sequence", "token"])
-def test_one_trainer_without_failures_is_the_step_on_this_device(route: Route) -> None:
-    """The model, the text and the batches are those of the mixture in one jit."""
+@pytest.mark.parametrize(("route", "steps"), [("sequence", 5), ("token", 2)])
+def test_one_trainer_without_failures_is_the_step_on_this_device(route: Route, steps: int) -> None:
+    """The model, the text and the batches are those of the mixture in one jit.
+
+    Of tokens only until a choice between two experts is so close that rounding decides it, which is in the third step.
+    """
     setup = make_setup(product_key((2, 2)), Setting(place="emulated", num_trainers=1, failure_rate=0.0), num_layers=2)
     setup = replace(setup, route=route)
     swarm, device = EmulatedDmoe(setup), LocalEngine(replace(setup, setting=None))
-    losses = [record.loss for record in train(swarm, 5)]
-    np.testing.assert_allclose(losses, [record.loss for record in train(device, 5)], rtol=1e-4)
+    losses = [record.loss for record in train(swarm, steps)]
+    np.testing.assert_allclose(losses, [record.loss for record in train(device, steps)], rtol=1e-4)
     assert evaluate(swarm) == pytest.approx(evaluate(device), rel=1e-4)
-    # Among 120 choices of tokens one may be so close that rounding decides it: a row more here, a row less there.
-    moved = sum(abs(rows - device.totals().load[uid]) for uid, rows in swarm.totals().load.items())
-    assert moved <= (0 if route == "sequence" else 2)
-    # 5 steps x 2 layers x 2 experts x (forward, backward); six tokens may choose all four.
-    assert swarm.totals().calls_ok == 40 if route == "sequence" else 40 < swarm.totals().calls_ok <= 80
-    assert sum(swarm.totals().load.values()) == 5 * 2 * 2 * (1 if route == "sequence" else 6)
+    assert swarm.totals().load == device.totals().load
+    # 2 layers x 2 experts x (forward, backward) a step; six tokens may choose all four.
+    calls = 8 * steps
+    assert swarm.totals().calls_ok == calls if route == "sequence" else calls < swarm.totals().calls_ok <= 2 * calls
+    assert sum(swarm.totals().load.values()) == steps * 2 * 2 * (1 if route == "sequence" else 6)
     assert not swarm.totals().failures
 
 
