@@ -34,7 +34,9 @@ def _draw_ratios(axes: Axes, columns: Mapping[str, Sequence[float]], bar: Bar) -
     for place, ratios in enumerate(columns.values()):
         axes.bar(place, median(ratios), color=VALID, width=0.6)
         axes.plot([place] * len(ratios), ratios, "o", color=INK, markersize=2.5, alpha=0.6)
-        axes.text(place, median(ratios), f" {median(ratios):.2f}", fontsize=9, color=INK, va="bottom")
+        axes.text(
+            place, median(ratios) / 2, f"{median(ratios):.2f}", fontsize=9, color="white", ha="center", va="center"
+        )
     axes.axhline(bar.bound, color=KILLED, linestyle="--", linewidth=1.2)
     axes.annotate(
         f"{'at most' if bar.comparison == '<=' else 'at least'} {bar.bound:g}",

@@ -51,9 +51,10 @@ class LanguageModelOptions:
     grid_size: tuple[int, ...] = (4, 4)
     """Extents of each layer's expert grid."""
     router: str = "product_key"
-    """Chooses the experts of each sequence: product_key, balanced, flat_top_k, noisy_top_k, switch, expert_choice,
-    hash, frozen_random, peer, deepseek_v3 or uniform_random. Any with +balanced or +balance behind it: with a balancing
-    bias, or loss. Or my_file.py:my_router: a router of your own, or a function that makes one for a grid size."""
+    """Chooses the experts of each sequence or token: product_key, balanced, flat_top_k, noisy_top_k, switch,
+    expert_choice, hash, frozen_random, peer, deepseek_v3 or uniform_random. Any with +balanced or +balance behind it:
+    with a balancing bias, or loss; +balance=0.1 sets its weight. Or my_file.py:my_router: a router of your own, or a
+    function that makes one for a grid size."""
     cutoffs: tuple[int, ...] | Literal["none"] = (2000, 10000)
     """Adaptive softmax: ids where a new cluster of rarer words begins; none for a plain softmax."""
     embedding_dropout: float = 0.0
