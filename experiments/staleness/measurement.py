@@ -13,7 +13,18 @@ from experiments.emulation.trials import Trial, run_trials
 from experiments.intervals import t_interval
 from experiments.processes import HelperFailed
 from experiments.results import Bar, Result
-from experiments.staleness.rows import DEFAULT, ONE, ONE_DEFAULT, PLAIN, SWARM_DEFAULT, SWARM_PLAIN, all_trials
+from experiments.staleness.rows import (
+    DEFAULT,
+    MANY_ONE,
+    ONE,
+    ONE_DEFAULT,
+    PLAIN,
+    SWARM_DEFAULT,
+    SWARM_PLAIN,
+    all_trials,
+    many_default,
+    many_plain,
+)
 from experiments.staleness.settings import StalenessSettings
 
 BARS = (
@@ -54,9 +65,9 @@ def last_losses(run: Run[StalenessSettings]) -> Values:
     return values
 
 
-def lost_shares(values: Values, problem: str, label: str, plain: str = PLAIN) -> list[float]:
+def lost_shares(values: Values, problem: str, label: str, plain: str = PLAIN, one: str = ONE) -> list[float]:
     """What a row loses against one trainer, over what plain asynchrony loses; of each seed that all three have."""
-    rows = [values.get((problem, name), {}) for name in (label, ONE, plain)]
+    rows = [values.get((problem, name), {}) for name in (label, one, plain)]
     seeds = sorted(rows[0].keys() & rows[1].keys() & rows[2].keys())
     return [(rows[0][s] - rows[1][s]) / (rows[2][s] - rows[1][s]) for s in seeds]
 
@@ -75,13 +86,18 @@ def summarise(run: Run[StalenessSettings]) -> Result | None:
             figures[f"{name}_default_lost_share_interval"] = share.ends
         if shares := lost_shares(values, problem, SWARM_DEFAULT, SWARM_PLAIN):
             figures[f"{name}_swarm_lost_share"] = t_interval(shares).mean
+        many = many_plain(run.settings), MANY_ONE
+        if shares := lost_shares(values, problem, many_default(run.settings), *many):
+            figures[f"{name}_many_lost_share"] = (share := t_interval(shares)).mean
+            figures[f"{name}_many_lost_share_interval"] = share.ends
         ones = [values.get((problem, label), {}) for label in (ONE, ONE_DEFAULT)]
         if both := ones[0].keys() & ones[1].keys():
             figures[f"{name}_one_trainer_difference"] = max(abs(ones[0][s] - ones[1][s]) for s in both)
         tables.append(_table(run, values, problem))
-    bars = BARS if any(problem == "mnist" for problem, _ in values) else ()
-    if run.settings.swarm:
-        bars = (*bars, _SWARM_BAR)
+    bars: list[Bar] = []
+    if not run.settings.only:
+        bars += BARS if any(problem == "mnist" for problem, _ in values) else ()
+        bars += [_SWARM_BAR] if run.settings.swarm else []
     return Result(
         title="What asynchrony costs a mixture of experts, and what wins it back",
         summary=f"Training loss over the last eighth of the run, {run.settings.trainers} trainers unless the row says "
@@ -102,7 +118,11 @@ def _table(run: Run[StalenessSettings], values: Values, problem: str) -> ReportT
     for (own, label), by_seed in values.items():
         if own != problem:
             continue
-        loss, shares = t_interval(list(by_seed.values())), lost_shares(values, problem, label)
+        loss = t_interval(list(by_seed.values()))
+        # As many updates as one trainer with as many.
+        is_many = label in (many_plain(run.settings), many_default(run.settings))
+        beside = (many_plain(run.settings), MANY_ONE) if is_many else ()
+        shares = lost_shares(values, problem, label, *beside)
         share = t_interval(shares) if shares else None
         rows.append(
             (
@@ -151,5 +171,6 @@ EXPERIMENT = Experiment(
     summarise=summarise,
     draw=draw,
     figure_text="Training loss at the end of each row, one dot for each seed",
+    check=all_trials,
     expected=(HelperFailed, DataError),
 )

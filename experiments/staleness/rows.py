@@ -14,6 +14,7 @@ ONE, ONE_DEFAULT, TRUNK, PLAIN, DEFAULT = (
     "default: scaled by (1 + s)^-1/2, stale gradients without first moment",
 )
 FAILING, FAILING_DEFAULT = "10 % failures", "10 % failures, default"
+MANY_ONE = "one trainer, as many updates"
 SWARM_PLAIN, SWARM_DEFAULT = "simulated swarm", "simulated swarm, default"
 
 _NOTHING: dict[str, float] = {"trunk_power": 0.0, "expert_power": 0.0, "yields": False}
@@ -39,14 +40,35 @@ _BEST_REMEDIES = (
 """Tried for Transformer-XL, too: the three that lose less than half on MNIST, and smaller steps by themselves."""
 
 
+def many_plain(settings: StalenessSettings) -> str:
+    """The row of many trainers without a remedy."""
+    return f"{settings.many_trainers} trainers"
+
+
+def many_default(settings: StalenessSettings) -> str:
+    """The row of many trainers with the default."""
+    return f"{many_plain(settings)}, default"
+
+
 def all_trials(settings: StalenessSettings) -> list[Trial]:
-    """What the settings ask for; the seeds of a row stand together."""
+    """What the settings ask for; the seeds of a row stand together.
+
+    Raises:
+      ValueError: no row has a text in its name that the settings ask for.
+    """
     problems = ("mnist", "transformer-xl") if settings.problem == "both" else (settings.problem,)
     if settings.quick and settings.problem == "both":
         problems = ("mnist",)
     count = min(settings.seeds, 2) if settings.quick else settings.seeds
     seeds = range(settings.seed, settings.seed + count)
     rows = [row for problem in problems for row in _rows(problem, settings)]
+    for text in settings.only:
+        if not any(text in row.label for row in rows):
+            raise ValueError(
+                f"--only: no row has {text!r} in its name; there are {', '.join(dict.fromkeys(r.label for r in rows))}"
+            )
+    if settings.only:
+        rows = [row for row in rows if any(text in row.label for text in settings.only)]
     return [dataclasses.replace(row, seed=seed) for row in rows for seed in seeds]
 
 
@@ -90,9 +112,9 @@ def _rows(problem: str, settings: StalenessSettings) -> list[Trial]:
     if settings.many_trainers:
         many = {"num_trainers": settings.many_trainers, "num_updates": 2 * updates}
         rows += [
-            row(f"{settings.many_trainers} trainers", **many),
-            row(f"{settings.many_trainers} trainers, default", **many, remedy={}),
-            row("one trainer, as many updates", num_trainers=1, num_updates=2 * updates),
+            row(many_plain(settings), **many),
+            row(many_default(settings), **many, remedy={}),
+            row(MANY_ONE, num_trainers=1, num_updates=2 * updates),
         ]
     if settings.swarm and is_mnist:
         rows += [row(SWARM_PLAIN, in_swarm=True), row(SWARM_DEFAULT, in_swarm=True, remedy={})]

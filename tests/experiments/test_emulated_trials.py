@@ -29,7 +29,7 @@ from experiments.mnist_convergence.curves import all_trials as all_curves
 from experiments.mnist_convergence.settings import MnistSettings
 from experiments.staleness import measurement as staleness
 from experiments.staleness.__main__ import main as staleness_main
-from experiments.staleness.rows import DEFAULT, ONE, ONE_DEFAULT, PLAIN, all_trials
+from experiments.staleness.rows import DEFAULT, MANY_ONE, ONE, ONE_DEFAULT, PLAIN, all_trials
 from experiments.staleness.settings import StalenessSettings
 
 needs_mnist = pytest.mark.skipif(not os.environ.get("DMOE_DATA"), reason="MNIST is not at hand: DMOE_DATA is not set")
@@ -138,6 +138,12 @@ def test_rows_of_the_staleness_table() -> None:
     assert next(trial for trial in mnist if trial.label == "256 trainers").num_updates == 2 * plain.num_updates
     assert {trial.problem for trial in all_trials(StalenessSettings(quick=True))} == {"mnist"}
     assert [trial.in_swarm for trial in all_trials(StalenessSettings(swarm=True, seeds=1))].count(True) == 2
+    chosen = all_trials(StalenessSettings(problem="mnist", seeds=1, only=("256", "as many")))
+    assert [trial.label for trial in chosen] == ["256 trainers", "256 trainers, default", MANY_ONE]
+    with pytest.raises(
+        ValueError, match=r"--only: no row has '512' in its name; there are one trainer, .*256 trainers"
+    ):
+        all_trials(StalenessSettings(only=("256", "512")))
     # JSON carries a trial, and seeds of a row share their compiled program.
     assert Trial(**json.loads(json.dumps(dataclasses.asdict(plain)))).setting() == plain.setting()
 
@@ -155,7 +161,8 @@ def test_what_a_row_loses(tmp_path: Path) -> None:
 
     records = [record(ONE, 0, 0.4), record(ONE, 1, 0.5), record(ONE_DEFAULT, 0, 0.4), record(ONE_DEFAULT, 1, 0.5)]
     records += [record(PLAIN, 0, 1.0), record(PLAIN, 1, 1.1), record(DEFAULT, 0, 0.7), record(DEFAULT, 1, 0.68)]
-    records += [record(DEFAULT, 2, 9.0)]
+    records += [record(DEFAULT, 2, 9.0), record(MANY_ONE, 0, 0.3)]
+    records += [record("256 trainers", 0, 1.3), record("256 trainers, default", 0, 0.5)]
     run = run_of(StalenessSettings(), tmp_path / "run", records)
     values = staleness.last_losses(run)
     np.testing.assert_allclose(staleness.lost_shares(values, "mnist", DEFAULT), [0.5, 0.3])
@@ -163,6 +170,9 @@ def test_what_a_row_loses(tmp_path: Path) -> None:
     assert result is not None
     assert result.figures["mnist_default_lost_share"] == pytest.approx(0.4)
     assert result.figures["mnist_one_trainer_difference"] == 0
+    assert result.figures["mnist_many_lost_share"] == pytest.approx(0.2)
+    lost = {row[0]: row[-1] for row in result.tables[0].rows}
+    assert (lost[DEFAULT], lost["256 trainers, default"], lost["256 trainers"]) == ("0.40", "0.20", "1.00")
     assert result.missed_bars == []
     assert len(staleness.draw(run, result).axes) == 1
     assert staleness.summarise(run_of(StalenessSettings(), tmp_path / "empty", [])) is None
