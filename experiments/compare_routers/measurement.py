@@ -16,8 +16,9 @@ from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.trainer import first_leaf
 from dmoe_jax.training.saving import finished_headline
 from experiments.bench import Experiment, Run
-from experiments.compare_routers.budget import BudgetPlan, plan_runs, time_piece
+from experiments.compare_routers.budget import BudgetPlan, Cost, plan_runs
 from experiments.compare_routers.pairs import all_pairs, pairs_headline, pairs_table, ranking_table, sentences
+from experiments.compare_routers.pieces import time_pieces
 from experiments.compare_routers.settings import NAME, QUICK_ROUTERS, WITH_LOSS, CompareRoutersSettings
 from experiments.compare_routers.trainings import RouterRun, router_runs, run_name
 from experiments.comparison import (
@@ -126,12 +127,14 @@ def _plan(run: Run[CompareRoutersSettings], routers: dict[str, str], corpus: Cor
       UsageError: too little fits.
     """
     settings, began = run.settings, time.monotonic()
-    costs = {}
     # Under the settings as they are: calls that fail are computed all the same, and nodes wait in virtual time.
-    for each in router_runs(replace(settings, failures=(), slow_nodes=()), routers, run.folder.path, seeds=(0,)):
-        with mistakes_in_one_line():
-            costs[each.router] = cost = time_piece(each.training, corpus)
-        run.say(f"{each.router}: {cost.start_s:.1f} s to compile, {1e3 * cost.update_s:.0f} ms an update")
+    alone = router_runs(replace(settings, failures=(), slow_nodes=()), routers, run.folder.path, seeds=(0,))
+
+    def note(router: str, cost: Cost) -> None:
+        run.say(f"{router}: {cost.start_s:.1f} s to compile, {1e3 * cost.update_s:.0f} ms an update")
+
+    pieces = {each.router: each.training for each in alone}
+    costs = time_pieces(pieces, data=settings.data, num_jobs=settings.num_jobs, note=note)
     preset = sized_preset(settings, "dmoe")
     whole = make_plan(router_runs(settings, routers, run.folder.path, seeds=(0,))[0].training.settings, preset)
     num_pauses = math.ceil(whole.steps / whole.eval_every) if settings.eval_every else preset.pauses

@@ -83,11 +83,11 @@ async def train_side_by_side(
             await _train(waiting.pop(0), deadline, cores, console)
 
     async with trio.open_nursery() as nursery:
-        for cores in _shares(num_jobs):
+        for cores in shares_of_cores(num_jobs):
             nursery.start_soon(work, cores)
 
 
-def _shares(jobs: int) -> list[tuple[int, ...]]:
+def shares_of_cores(jobs: int) -> list[tuple[int, ...]]:
     """The cores that this process may use, dealt out; nothing where the system does not tell."""
     if not hasattr(os, "sched_getaffinity"):
         return [()] * jobs

@@ -18,6 +18,7 @@ from experiments.compare_routers.__main__ import main
 from experiments.compare_routers.budget import Cost, plan_runs
 from experiments.compare_routers.measurement import load_routers
 from experiments.compare_routers.pairs import all_pairs, means, ranking_table, sentences
+from experiments.compare_routers.pieces import time_pieces
 from experiments.compare_routers.settings import WITH_LOSS, CompareRoutersSettings
 from experiments.compare_routers.trainings import router_runs, run_name
 from experiments.transformer_xl import training
@@ -363,11 +364,11 @@ def test_a_budget_is_planned_once(
     """Each router is timed; the plan stays in the folder, so that a resumed comparison goes on with the same."""
     timed = []
 
-    def time_piece(training: Any, corpus: Any) -> Cost:
-        timed.append(training.label)
-        return COST
+    def time_pieces(pieces: Any, **_: Any) -> dict[str, Cost]:
+        timed.extend(pieces)
+        return dict.fromkeys(pieces, COST)
 
-    monkeypatch.setattr(measurement, "time_piece", time_piece)
+    monkeypatch.setattr(measurement, "time_pieces", time_pieces)
     out = tmp_path / "out"
     flags = ["--data", "embedded", "--out", str(out), "--routers", "product_key", "hash", "--jobs", "1", "--json"]
     trainings.errors["hash-seed1"] = KeyboardInterrupt()
@@ -414,3 +415,20 @@ def test_a_real_comparison(my_file: Path, tmp_path: Path, capsys: pytest.Capture
     assert "run 2 of 2: my/router, seed 0" in captured.err
     main([*flags, "--resume"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == headline
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_pieces_are_timed_in_processes_of_their_own(my_file: Path, tmp_path: Path) -> None:
+    """Two at once on their shares of the cores; a router that breaks its contract is one line that names it."""
+    flags: dict[str, Any] = {"data": "embedded", "out": tmp_path, "batch_size": 1}
+    settings = CompareRoutersSettings(**flags, where="local")
+    routers = {"product_key": "product_key", "mine": f"{my_file}:mine", "hash": "hash"}
+    runs = {run.router: run.training for run in router_runs(settings, routers, tmp_path, seeds=(0,))}
+    noted: list[str] = []
+    costs = time_pieces(runs, data="embedded", num_jobs=2, note=lambda router, cost: noted.append(router))
+    assert list(costs) == noted == list(routers)
+    assert all(min(cost.start_s, cost.update_s, cost.word_s) > 0 for cost in costs.values())
+    broken = router_runs(settings, {"broken": f"{my_file}:broken"}, tmp_path, seeds=(0,))[0].training
+    with pytest.raises(UsageError, match="broken: "):
+        time_pieces({"broken": broken}, data="embedded", num_jobs=1, note=lambda router, cost: None)
