@@ -44,6 +44,8 @@ class DemoCommand:
     """Corpus: auto, wikitext-2 or embedded."""
     route: Route = "sequence"
     """What has experts of its own; as for `dmoe train`, sequence or token."""
+    router: str = "product_key"
+    """Chooses the experts; as for `dmoe train`, such as balanced, switch or my_file.py:my_router."""
     num_nodes: int = 4
     """Expert node processes; at least three."""
     num_processes: int = 2
@@ -93,6 +95,7 @@ class DemoCommand:
             out=self.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"),
             data=self.data,
             route=self.route,
+            router=self.router,
             steps=steps,
             max_minutes=max_minutes,
             average_every=self.average_every,

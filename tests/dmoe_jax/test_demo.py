@@ -84,12 +84,13 @@ def test_up_hands_its_flags_to_nodes_and_trainers(tmp_path: Path) -> None:
 
 def test_nodes_and_trainers_route_the_same(tmp_path: Path) -> None:
     """The demonstration's wish reaches both; the experts of tokens are compiled for many rows."""
-    up = DemoCommand(route="token", out=tmp_path)._up()
+    up = DemoCommand(route="token", router="switch+balanced", out=tmp_path)._up()
     node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.flags_of_nodes())
     train: TrainCommand = parse_command_line(
         TrainCommand, prog="train", args=["--join", "127.0.0.1:1", *up.flags_of_trainer(0)]
     )
     assert (node.route, node.warm_up_rows, train.language.route) == ("token", 64, "token")
+    assert train.language.router == "switch+balanced"
     assert [spec.shape for spec in node._make_expert().inputs] == [(node.expert.d_model,)]
 
 
