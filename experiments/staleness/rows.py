@@ -1,6 +1,7 @@
 """The rows of the table, as trials."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from experiments.emulation.trials import Trial
@@ -62,14 +63,23 @@ def all_trials(settings: StalenessSettings) -> list[Trial]:
     count = min(settings.seeds, 2) if settings.quick else settings.seeds
     seeds = range(settings.seed, settings.seed + count)
     rows = [row for problem in problems for row in _rows(problem, settings)]
-    for text in settings.only:
-        if not any(text in row.label for row in rows):
-            raise ValueError(
-                f"--only: no row has {text!r} in its name; there are {', '.join(dict.fromkeys(r.label for r in rows))}"
-            )
     if settings.only:
-        rows = [row for row in rows if any(text in row.label for text in settings.only)]
+        labels = list(dict.fromkeys(row.label for row in rows))
+        chosen = {label for text in settings.only for label in _named(text, labels)}
+        rows = [row for row in rows if row.label in chosen]
     return [dataclasses.replace(row, seed=seed) for row in rows for seed in seeds]
+
+
+def _named(text: str, labels: Sequence[str]) -> Sequence[str]:
+    """The row of this name, or those that have the text in theirs.
+
+    Raises:
+      ValueError: there are none.
+    """
+    found = [label for label in labels if label == text] or [label for label in labels if text in label]
+    if not found:
+        raise ValueError(f"--only: no row has {text!r} in its name; there are {'; '.join(labels)}")
+    return found
 
 
 def _rows(problem: str, settings: StalenessSettings) -> list[Trial]:

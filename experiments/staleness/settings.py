@@ -25,7 +25,7 @@ class StalenessSettings(ResumableSettings):
     many_trainers: int = 256
     """Of two further rows, with twice the updates; 0: none."""
     only: tuple[str, ...] = ()
-    """Only rows whose names have one of these texts in them, such as "256 trainers". Default: all."""
+    """Only rows of these names, or that have one of these texts in their names, such as 256. Default: all."""
     swarm: bool = False
     """Also train the simulated swarm itself, without and with the default remedy: MNIST, some minutes a seed."""
     jobs: int = 2

@@ -140,6 +140,8 @@ def test_rows_of_the_staleness_table() -> None:
     assert [trial.in_swarm for trial in all_trials(StalenessSettings(swarm=True, seeds=1))].count(True) == 2
     chosen = all_trials(StalenessSettings(problem="mnist", seeds=1, only=("256", "as many")))
     assert [trial.label for trial in chosen] == ["256 trainers", "256 trainers, default", MANY_ONE]
+    exact = all_trials(StalenessSettings(problem="mnist", seeds=1, only=("one trainer",)))
+    assert [trial.label for trial in exact] == [ONE]
     with pytest.raises(
         ValueError, match=r"--only: no row has '512' in its name; there are one trainer, .*256 trainers"
     ):
