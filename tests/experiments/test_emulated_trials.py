@@ -143,7 +143,7 @@ def test_rows_of_the_staleness_table() -> None:
     exact = all_trials(StalenessSettings(problem="mnist", seeds=1, only=("one trainer",)))
     assert [trial.label for trial in exact] == [ONE]
     with pytest.raises(
-        ValueError, match=r"--only: no row has '512' in its name; there are one trainer, .*256 trainers"
+        ValueError, match=r"--only: no row has '512' in its name; there are one trainer; .*256 trainers"
     ):
         all_trials(StalenessSettings(only=("256", "512")))
     # JSON carries a trial, and seeds of a row share their compiled program.
