@@ -7,13 +7,13 @@ default:
 demo *ARGS:
     python -m dmoe_jax.cli demo {{ARGS}}
 
-# the quick tests, a process for each core
+# the quick tests, a process for each core; those of a file share one, and with it what they compile
 test *ARGS:
-    python -m pytest -n auto --maxprocesses 8 {{ARGS}}
+    python -m pytest -n auto --maxprocesses 8 --dist loadfile {{ARGS}}
 
 # every test, the slow ones too
 test-all *ARGS:
-    python -m pytest -n auto --maxprocesses 8 -m '' {{ARGS}}
+    python -m pytest -n auto --maxprocesses 8 --dist loadfile -m '' {{ARGS}}
 
 # style and types
 lint:

@@ -166,7 +166,7 @@ def test_help_names_every_router(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     words = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
-    listed = re.search(r"Chooses the experts of each sequence: ([^.]+)\.", words)
+    listed = re.search(r"Chooses the experts of each sequence or token: ([^.]+)\.", words)
     assert listed is not None
     assert re.split(r", | or ", listed[1]) == list(ROUTERS)
 

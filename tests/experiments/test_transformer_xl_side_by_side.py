@@ -17,9 +17,9 @@ FLAGS = ["--model", "small", "base", "--quick", "--steps", "2", "--trainers", "2
 def test_cores_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every core goes to one job; where the system does not tell, nothing is asked of it."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 1, 3}, raising=False)
-    assert side_by_side._shares(2) == [(1, 5), (3,)]
+    assert side_by_side.shares_of_cores(2) == [(1, 5), (3,)]
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert side_by_side._shares(2) == [(), ()]
+    assert side_by_side.shares_of_cores(2) == [(), ()]
 
 
 def test_how_many_train_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
