@@ -109,10 +109,14 @@ def summarise(run: Run[StalenessSettings]) -> Result | None:
 
 
 def _table(run: Run[StalenessSettings], values: Values, problem: str) -> ReportTable:
-    staleness = {(each["problem"], each["label"]): each.get("expert_staleness") for each in run.records("trial")}
+    staleness: dict[str, list[float]] = {}
     accuracy: dict[str, list[float]] = {}
     for each in run.records("trial"):
-        if each["problem"] == problem and "accuracy" in each["points"][-1]:
+        if each["problem"] != problem:
+            continue
+        if each.get("expert_staleness") is not None:
+            staleness.setdefault(each["label"], []).append(each["expert_staleness"])
+        if "accuracy" in each["points"][-1]:
             accuracy.setdefault(each["label"], []).append(each["points"][-1]["accuracy"])
     rows = []
     for (own, label), by_seed in values.items():
@@ -131,7 +135,7 @@ def _table(run: Run[StalenessSettings], values: Values, problem: str) -> ReportT
                 loss.mean,
                 "" if loss.ends is None else f"{loss.ends[0]:.3f} to {loss.ends[1]:.3f}",
                 t_interval(accuracy[label]).mean if label in accuracy else "",
-                "" if staleness[own, label] is None else staleness[own, label],
+                t_interval(staleness[label]).mean if label in staleness else "",
                 "" if share is None else f"{share.mean:.2f}",
             )
         )

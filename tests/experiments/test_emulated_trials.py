@@ -155,6 +155,7 @@ def test_what_a_row_loses(tmp_path: Path) -> None:
 
     def record(label: str, seed: int, loss: float) -> dict[str, Any]:
         return {
+            **({"expert_staleness": 2.0 + seed} if label == DEFAULT else {}),
             "problem": "mnist",
             "label": label,
             "seed": seed,
@@ -173,7 +174,8 @@ def test_what_a_row_loses(tmp_path: Path) -> None:
     assert result.figures["mnist_default_lost_share"] == pytest.approx(0.4)
     assert result.figures["mnist_one_trainer_difference"] == 0
     assert result.figures["mnist_many_lost_share"] == pytest.approx(0.2)
-    lost = {row[0]: row[-1] for row in result.tables[0].rows}
+    lost, stale = ({row[0]: row[column] for row in result.tables[0].rows} for column in (-1, -2))
+    assert (stale[DEFAULT], stale[ONE]) == (3.0, "")
     assert (lost[DEFAULT], lost["256 trainers, default"], lost["256 trainers"]) == ("0.40", "0.20", "1.00")
     assert result.missed_bars == []
     assert len(staleness.draw(run, result).axes) == 1
