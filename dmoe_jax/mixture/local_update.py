@@ -162,7 +162,7 @@ def _in_turns(
     used: Bool[Array, " num_experts"],
 ) -> tuple[PyTree, PyTree]:
     """The chosen experts' steps one after the other, each in place."""
-    num_deltas = num_stacked(grads)
+    num_deltas, count = num_stacked(grads), jnp.sum(used)
     (numbers,) = jnp.nonzero(used, size=num_deltas)
 
     def step(turn: Int[Array, ""], everyone: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
@@ -170,13 +170,14 @@ def _in_turns(
         place = number if num_deltas >= used.size else turn
         own = jax.tree.map(lambda leaf: leaf[number], everyone)
         own_grads = jax.tree.map(lambda leaf: leaf[place], grads)
-        # Always true, which the compiler does not know: so it cannot mix reading and writing, and need not copy all
-        # experts in every turn.
-        new = jax.lax.cond(number >= 0, functools.partial(_stepped, optimizer), lambda *own: own[:2], *own, own_grads)
+
+        # Behind the last of the chosen, expert 0 stays as it is. The condition also keeps the compiler from mixing
+        # what reads with what writes: it would copy all experts in every turn.
+        new = jax.lax.cond(turn < count, functools.partial(_stepped, optimizer), lambda *own: own[:2], *own, own_grads)
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
         return cast(tuple[PyTree, PyTree], jax.tree.map(put, everyone, new))
 
-    return jax.lax.fori_loop(0, jnp.sum(used), step, before)
+    return jax.lax.fori_loop(0, num_deltas, step, before)
 
 
 def _at_once(
@@ -205,5 +206,7 @@ def _at_once(
 def _stepped(
     optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree, grads: PyTree
 ) -> tuple[PyTree, PyTree]:
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+    """One expert's step; what the optimiser makes wider than it was is narrowed again."""
+    updates, new_state = optimizer.update(grads, opt_state, params)
+    new_state = jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, opt_state)
+    return optax.apply_updates(params, updates), new_state

@@ -1,5 +1,7 @@
 """Gradients and updates of the chosen experts alone, against those of all."""
 
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -109,3 +111,24 @@ def test_large_experts_take_their_steps_in_place(num_grads: int) -> None:
     assert analysis.temp_size_in_bytes < params["in"].nbytes
     found = step(params, states, grads, used)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("turn_bytes", [0, TURN_BYTES])
+def test_updates_can_be_transformed(turn_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side by side for several seeds, and differentiated by the gradients, as meta-learning does; bfloat16 stays so."""
+    monkeypatch.setattr(local_update, "TURN_BYTES", turn_bytes)
+    rng = np.random.default_rng(0)
+    params = jnp.asarray(rng.normal(size=(2, 5, 3)), jnp.bfloat16)
+    grads = jnp.asarray(rng.normal(size=(2, 2, 3)), jnp.float32)  # wider than the parameters
+    used = jnp.asarray([[True, False, False, True, False], [False, True, False, False, False]])
+    optimizer = optax.sgd(0.5, momentum=0.9)
+    update = partial(update_chosen, optimizer)
+    both = jax.vmap(update)(params, jax.vmap(partial(init_opt_states, optimizer))(params), grads, used)
+    assert both[0].dtype == jnp.bfloat16
+    for seed in range(2):
+        one = update(params[seed], init_opt_states(optimizer, params[seed]), grads[seed], used[seed])
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(itemgetter(seed), both), one)
+        np.testing.assert_array_equal(np.flatnonzero((one[0] != params[seed]).any(axis=1)), np.flatnonzero(used[seed]))
+    start = jnp.zeros((5, 3))
+    sums = jax.grad(lambda own: jnp.sum(update(start, init_opt_states(optimizer, start), own, used[0])[0]))(grads[0])
+    np.testing.assert_allclose(sums, np.full((2, 3), -0.5))
