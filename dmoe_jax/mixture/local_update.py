@@ -208,5 +208,8 @@ def _stepped(
 ) -> tuple[PyTree, PyTree]:
     """One expert's step; what the optimiser makes wider than it was is narrowed again."""
     updates, new_state = optimizer.update(grads, opt_state, params)
-    new_state = jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, opt_state)
-    return optax.apply_updates(params, updates), new_state
+
+    def as_before(new: Array, old: Array) -> Array:
+        return new if new.dtype == old.dtype else new.astype(old.dtype)  # random keys know no `astype`
+
+    return optax.apply_updates(params, updates), jax.tree.map(as_before, new_state, opt_state)
