@@ -125,6 +125,7 @@ def _rows(problem: str, settings: StalenessSettings) -> list[Trial]:
     tried = _REMEDIES if is_mnist else _BEST_REMEDIES
     rows += [row(label, remedy=_REMEDIES[label]) for label in tried]
     if not is_mnist:
+        rows += [row(f"{ONE}, step sizes times 4", num_trainers=1, remedy=_LARGER_STEPS["step sizes times 4"])]
         rows += [row(label, remedy=remedy) for label, remedy in _LARGER_STEPS.items()]
     if settings.many_trainers:
         many = {"num_trainers": settings.many_trainers, "num_updates": 2 * updates}
