@@ -65,7 +65,8 @@ class NodeCommand(DhtCommand):
     """Bound on the norm of an expert's gradient in one update."""
     staleness_power: float = 0.5
     """An update is divided by (1 + s) to this power, s being the expert's updates since the forward pass that it
-    belongs to, and stale ones get no momentum; 0: plain Adam."""
+    belongs to, and stale ones get no momentum; 0: plain Adam. With many trainers it wants a larger
+    --learning-rate."""
     freeze_experts: bool = False
     """Answer backward requests without learning from them: the control run that shows what experts contribute."""
     seed: int = 0

@@ -107,7 +107,8 @@ class OptimizerOptions:
     """L2 penalty on the trunk's parameters, added to their gradients before Adam."""
     staleness_power: float = 0.5
     """An update is divided by (1 + s) to this power, s being the trunk's updates since its parameters were read,
-    and stale ones get no momentum; 0: plain Adam. That of the experts is their nodes' own."""
+    and stale ones get no momentum; 0: plain Adam. That of the experts is their nodes' own. With many trainers it wants
+    a larger --learning-rate, of nodes too: four times that of one trainer is a good guess for 32."""
 
 
 @dataclass(frozen=True, kw_only=True)
