@@ -36,8 +36,8 @@ ROUTERS: dict[str, Callable[[tuple[int, ...]], Router]] = {
 BALANCERS: dict[str, Callable[..., Router]] = {"balanced": balanced, "balance": with_balancing_loss}
 """Suffix -> combinator, called with the router and the number behind the suffix, or at its defaults:
 "product_key+balanced" is `balanced(product_key(grid_size))`, "switch+balance=0.1" is
-`with_balancing_loss(switch(grid_size), 0.1)`. The names are those that the combinators give the router, with the number behind
-them."""
+`with_balancing_loss(switch(grid_size), 0.1)`. The names are those that the combinators give the router,
+with the number behind them."""
 
 _UNNAMED = {"linen", "nnx"}
 """What the Flax adapters call a router that its author did not name."""
