@@ -23,7 +23,7 @@ from net.averaging.grouping.join_messages import (
     refusal_body,
     request_body,
 )
-from net.averaging.grouping.matchmaking import Answer, AssemblyConfig, Matchmaking
+from net.averaging.grouping.matchmaking import MAX_WINDOW_S, Answer, AssemblyConfig, Matchmaking
 from net.dht.calls import PEER_ERRORS
 from net.dht.node import DhtNode
 from net.errors import CallFailed, CallRefused, PeerBusy, PeerUnavailable, RemoteProtocolError
@@ -89,7 +89,16 @@ class Matchmaker:
         self._caller.remove_handler(self.ask_method)
         self._caller.remove_handler(self.join_method)
 
-    async def find_group(self, me: Member, *, cell: int, round_number: int, deadline: float) -> Group | None:
+    async def find_group(
+        self,
+        me: Member,
+        *,
+        cell: int,
+        round_number: int,
+        deadline: float,
+        begins_at: float | None = None,
+        schema: bytes | None = None,
+    ) -> Group | None:
         """Assemble a group with other peers of our cell's group in this round. One search at a time.
 
         What was declared in the DHT stands until its window ends, and costs others a question each; call `withdraw`
@@ -100,6 +109,9 @@ class Matchmaker:
           me: what the group is to know of us; a client if the caller listens nowhere.
           cell, round_number: our place on the grid, and which of its axes; see `MoshpitGrid`.
           deadline: swarm time, later than now.
+          begins_at: swarm time at which the group is to begin, at most an hour ahead; None: once it is full, or after
+            `window_s`.
+          schema: what the vector means this time; None: as ever.
 
         Returns: the group, the same for all of its members; or None, by the deadline, if there were too few others.
         """
@@ -107,12 +119,13 @@ class Matchmaker:
         core = Matchmaking(
             me,
             key=group_key(self._prefix, self._grid, cell, round_number),
-            schema=self._schema,
+            schema=self._schema if schema is None else schema,
             side=self._grid.side,
             deadline=deadline,
             config=self._config,
             rng=self._rng,
             now=now,
+            begins_at=begins_at,
         )
         self._ends = {key: end for key, end in self._ends.items() if end > now}
         search = self._search = _Search(self, core)
@@ -303,7 +316,8 @@ class _Search:
         self.core.follow(leader)
         self._settle()
         # Not until the leader's expiration: its clock may differ from ours. One that has died is noticed by `_watch`.
-        timeout_s = self._config.window_s + self._config.request_timeout_s
+        window_s = max(self._config.window_s, leader.expiration - self._dht.clock.now())
+        timeout_s = min(window_s, MAX_WINDOW_S) + self._config.request_timeout_s
         answer: Answer | None = None
         try:
             async with background_nursery() as nursery:

@@ -7,7 +7,8 @@ peers never wait for each other and there is nothing to lock. The first of a gro
 A search is in one of these states:
 
 - *leading*: it has followers or would have them. Once its group is full it begins; when its window ends it begins
-  with what there is, if that is enough, and else sends its followers away and opens the next window;
+  with what there is, if that is enough, and else sends its followers away and opens the next window. A search that was
+  told when to begin (`begins_at`) has a first window until then, and its group waits for that time even if it is full;
 - *following*: a leader has its request. Its own followers were sent there, and whoever asks it is sent there too. Its
   window stands still; if the leader fails or refuses, it leads again where it left off;
 - *ended*: it has its group, or its time is over.
@@ -92,6 +93,7 @@ class Matchmaking:
       deadline: swarm time at which the search ends.
       rng: draws the group's id.
       now: swarm time.
+      begins_at: swarm time at which a group is to begin, and not before; None: as soon as it is full.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Matchmaking:
         config: AssemblyConfig,
         rng: random.Random,
         now: float,
+        begins_at: float | None = None,
     ) -> None:
         self.me = me
         self.key = key
@@ -121,6 +124,7 @@ class Matchmaking:
         self._deadline = deadline
         self._config = config
         self._rng = rng
+        self._begins_at = begins_at
         # Full groups begin at once, so this holds at most the two bounds of `_has_room`.
         self._followers: dict[PeerId, Member] = {}
         # At most one entry for each question of this search; the deadline bounds them.
@@ -216,7 +220,7 @@ class Matchmaking:
         if request.window != self.expiration:  # it was meant for our last window
             return Refusal(reason=Reason.LATER)
         self._followers[request.member.peer_id] = request.member
-        if self._is_full():
+        if self._is_full() and self._begins_at is None:
             self._begin()
         return None
 
@@ -240,6 +244,7 @@ class Matchmaking:
         if self.is_client or self._deadline - now <= self._config.margin_s:
             self.is_over = True
         else:
+            self._begins_at = None  # late already
             self._open_window(now)
 
     def stop(self) -> None:
@@ -255,7 +260,8 @@ class Matchmaking:
     def _open_window(self, now: float) -> None:
         # Half of a time shorter than two margins: there is no use in a window without a length.
         latest = self._deadline - min(self._config.margin_s, (self._deadline - now) / 2)
-        self.expiration = latest if self.is_client else min(latest, now + self._config.window_s)
+        end = now + self._config.window_s if self._begins_at is None else max(now, self._begins_at)
+        self.expiration = latest if self.is_client else min(latest, end)
 
     def _may_ask(self, candidate: Candidate, now: float) -> bool:
         peer_id = candidate.contact.peer_id

@@ -84,6 +84,7 @@ class AllReduce:
         self._config = config
         self._method = f"averaging.{prefix}.reduce"
         self._running: dict[bytes, ChunkReducer] = {}
+        self._sending: dict[bytes, tuple[ChunkSender, ...]] = {}
         self._past: deque[bytes] = deque(maxlen=_MAX_PAST_GROUPS)
         self._num_early: Counter[PeerId] = Counter()
         self._arrival = trio.Event()  # of the next group
@@ -100,6 +101,14 @@ class AllReduce:
     def knows(self, group_id: bytes) -> bool:
         """Whether such a group is or was at work here: a sound leader draws a new id for each."""
         return group_id in self._running or group_id in self._past
+
+    def lose(self, group_id: bytes, peer_id: PeerId) -> None:
+        """A member is known to be gone: what is not averaged yet goes on without waiting for it."""
+        if (reducer := self._running.get(group_id)) is not None:
+            reducer.lose(peer_id)
+        for sender in self._sending.get(group_id, ()):
+            if sender.reducer.peer_id == peer_id:
+                sender.stop()
 
     async def run(
         self, group: Group, vector: Array | None, *, size: int, timeout_s: float = math.inf
@@ -134,6 +143,7 @@ class AllReduce:
                     config=config,
                 )
         self._running[group.group_id] = reducer
+        self._sending[group.group_id] = tuple(senders.values())
         self._arrival.set()
         self._arrival = trio.Event()
         try:
@@ -144,7 +154,7 @@ class AllReduce:
                         nursery.start_soon(sender.run)
         finally:
             reducer.close()
-            del self._running[group.group_id]
+            del self._running[group.group_id], self._sending[group.group_id]
             self._past.append(group.group_id)
         reduction = reducer.reduction
         counts = {index: sender.num_senders for index, sender in senders.items()}

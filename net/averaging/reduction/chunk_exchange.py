@@ -11,6 +11,7 @@ from net.averaging.reduction.partition import AllReduceConfig, ChunkName, Part
 from net.averaging.reduction.reducer import Array, PartReduction, values_untrusted
 from net.dht.calls import PEER_ERRORS
 from net.errors import CallRefused, DialFailed, PeerBusy, RemoteProtocolError
+from net.identity import PeerId
 from net.rpc.base import Caller, Reply, Request
 from net.wire.compression import Compression
 from net.wire.fields import FLAG, integer
@@ -68,6 +69,13 @@ class ChunkReducer:
         """Refuse what is not finished."""
         self._is_closed = True
         self._wake()
+
+    def lose(self, peer_id: PeerId) -> None:
+        """A member is gone: nothing more is expected from it."""
+        if (place := self._places.get(peer_id)) is not None:
+            self.reduction.drop(place, trio.current_time())
+            self._tell()
+            self._wake()
 
     async def serve_untrusted(self, request: Request, name: ChunkName) -> Reply:
         """A peer brings a chunk: answer with the mean, when there is one.
@@ -151,6 +159,8 @@ class ChunkSender:
         config: AllReduceConfig,
     ) -> None:
         self._group_id = group.group_id
+        self.reducer = reducer
+        """Whom it calls."""
         self._part = part
         self._vector = vector
         self._average = average
@@ -171,6 +181,10 @@ class ChunkSender:
                 for _ in range(min(self._window, self._part.num_chunks)):
                     nursery.start_soon(self._bring, chunks)
 
+    def stop(self) -> None:
+        """The reducer is lost: what has not come back does not come."""
+        self._patience.cancel()
+
     def _be_patient(self) -> None:
         self._patience.deadline = trio.current_time() + self._patience_s
 
@@ -180,7 +194,7 @@ class ChunkSender:
             try:
                 await self._average_untrusted(chunk)
             except PEER_ERRORS:
-                self._patience.cancel()  # for all that is under way: the reducer is lost
+                self.stop()  # all that is under way
                 return
             self._be_patient()
 

@@ -1,0 +1,197 @@
+"""Telling the swarm how far this peer is, and reading how far the others are: `progress` over the DHT.
+
+Reports are written and read more often as the batch fills: a tenth of the time that is left, between two bounds. When
+somebody sees first that the batch is about to be full, it tells all others that can be called (`begin`), so that nobody
+misses the step because its own reading of the DHT was a little older; clients see it by themselves.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import trio
+
+from net.averaging.collaboration.progress import (
+    CHAIN_BYTES,
+    MAX_STEP,
+    Forecast,
+    Report,
+    forecast,
+    progress_key,
+    report_to_wire,
+    reports_in_untrusted,
+)
+from net.dht.calls import PEER_ERRORS
+from net.dht.node import DhtNode
+from net.errors import CallRefused, NetError, RemoteProtocolError
+from net.identity import Contact, PeerId
+from net.rpc.base import Caller, Reply, Request, handlers
+from net.wire.fields import integer, octets, real
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoardConfig:
+    """Periods of reporting."""
+
+    min_period_s: float = 0.5
+    """Seconds between two reports when the batch is nearly full."""
+    max_period_s: float = 5.0
+    """Seconds between two reports at most."""
+    lifetime_s: float = 15.0
+    """How long a report stands. One that has died is counted on for so long, unless its group notices."""
+    nudge_timeout_s: float = 2.0
+    """How long a peer that is told to begin may take to say that it has heard."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_period_s <= self.max_period_s:
+            raise ValueError(f"expected 0 < min_period_s <= max_period_s, got {self.min_period_s}, {self.max_period_s}")
+        if not 2 * self.max_period_s <= self.lifetime_s < math.inf:
+            raise ValueError(f"lifetime_s must be at least twice max_period_s, got {self.lifetime_s}")
+        if not 0 < self.nudge_timeout_s < math.inf:
+            raise ValueError(f"nudge_timeout_s must be positive, got {self.nudge_timeout_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Somebody says when a step begins."""
+
+    step: int
+    """Which, from 0."""
+    chain: bytes
+    """Of which chain."""
+    at: float
+    """Swarm time at which groups begin to average."""
+
+
+class ProgressBoard:
+    """This peer's view of a collaboration.
+
+    Args:
+      caller: serves and places the calls. dht: where reports are.
+      prefix: names the collaboration.
+      own: this peer's report, of now.
+      target: samples of a whole batch.
+      on_begin: somebody says that a step is about to begin.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        dht: DhtNode,
+        *,
+        prefix: str,
+        own: Callable[[], Report],
+        target: float,
+        config: BoardConfig,
+        on_begin: Callable[[Beginning], None],
+    ) -> None:
+        self._caller = caller
+        self._dht = dht
+        self._key = progress_key(prefix)
+        self._method = f"averaging.{prefix}.begin"
+        self._own = own
+        self._target = target
+        self._config = config
+        self._on_begin = on_begin
+        self._others: tuple[Report, ...] = ()
+        self._gone: dict[PeerId, float] = {}
+        self._changed = trio.Event()
+        self._wanted = trio.Event()
+        self._expiration = 0.0
+
+    @property
+    def view(self) -> Forecast:
+        """The swarm as of the last reading, extrapolated to now."""
+        now = self._dht.clock.now()
+        return forecast(self._own(), self._known(now), target=self._target, now=now)
+
+    async def wait_for_news(self) -> None:
+        """Wait until the DHT was read again."""
+        await self._changed.wait()
+
+    def refresh(self) -> None:
+        """Report and read at once: something has changed."""
+        self._wanted.set()
+
+    def forget(self, peer_id: PeerId) -> None:
+        """Count no more on a peer that did not answer, unless it reports again."""
+        self._gone[peer_id] = self._dht.clock.now()
+
+    async def run(self) -> None:
+        """Report and read until cancelled, then take the report back."""
+        with handlers(self._caller, {self._method: self._serve_begin}):
+            try:
+                while True:
+                    wanted = self._wanted = trio.Event()
+                    await self._report()
+                    await self._read()
+                    with trio.move_on_after(self._period()):
+                        await wanted.wait()
+            finally:
+                with trio.move_on_after(1.0, shield=True):
+                    await self._store(None)
+
+    async def tell(self, beginning: Beginning) -> None:
+        """Tell everybody at this step who can be called. Returns when all have heard, or their time is over."""
+        body = {"step": beginning.step, "chain": beginning.chain, "at": float(beginning.at)}
+
+        async def call(contact: Contact) -> None:
+            try:
+                await self._caller.call(contact, self._method, body, timeout_s=self._config.nudge_timeout_s)
+            except PEER_ERRORS:
+                self.forget(contact.peer_id)
+
+        async with trio.open_nursery() as nursery:
+            for peer in self.view.others:
+                if peer.address is not None:
+                    nursery.start_soon(call, Contact(peer.peer_id, peer.address))
+
+    def _known(self, now: float) -> list[Report]:
+        oldest = now - self._config.lifetime_s
+        return [each for each in self._others if each.at > max(oldest, self._gone.get(each.peer_id, oldest))]
+
+    def _period(self) -> float:
+        left = max(0.0, self.view.ends_at - self._dht.clock.now())
+        return min(max(left / 10, self._config.min_period_s), self._config.max_period_s)
+
+    async def _report(self) -> None:
+        await self._store(self._own())
+
+    async def _store(self, report: Report | None) -> None:
+        value = None if report is None else report_to_wire(replace(report, at=self._dht.clock.now()))
+        # The DHT takes an entry only if it ends later than the one before it.
+        later = math.nextafter(self._expiration, math.inf)
+        self._expiration = max(self._dht.clock.now() + self._config.lifetime_s, later) if value else later
+        try:
+            await self._dht.store(self._key, value, subkey=str(self._caller.peer_id), expiration=self._expiration)
+        except NetError:
+            return  # the next one comes soon
+
+    async def _read(self) -> None:
+        try:
+            record = await self._dht.get(self._key)
+        except NetError:
+            return
+        now = self._dht.clock.now()
+        self._others = tuple(
+            each for each in reports_in_untrusted(record, now=now) if each.peer_id != self._caller.peer_id
+        )
+        alive = {each.peer_id for each in self._others}
+        self._gone = {peer_id: at for peer_id, at in self._gone.items() if peer_id in alive}
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def _serve_begin(self, request: Request) -> Reply:
+        try:
+            beginning = Beginning(
+                step=_STEP.of_untrusted(request.body, "step"),
+                chain=_CHAIN.of_untrusted(request.body, "chain"),
+                at=_TIME.of_untrusted(request.body, "at"),
+            )
+        except RemoteProtocolError as error:
+            raise CallRefused(str(error)) from error
+        self._on_begin(beginning)
+        return Reply()
+
+
+_STEP, _CHAIN, _TIME = integer(0, MAX_STEP), octets(CHAIN_BYTES, CHAIN_BYTES), real()

@@ -1,0 +1,255 @@
+"""How far a swarm is with the batch that it gathers together, and when that batch will be full. Without I/O.
+
+Every peer says how many samples it has gathered for the current step, at what rate it gathers more, and when it said
+so. Between two reports its samples are taken to grow at that rate. So anybody can tell when all of them together will
+reach the target (DeDLOC: Diskin et al., NeurIPS 2021, section 3.1; hivemind's `ProgressTracker` does alike):
+
+    sum over peers of  samples_i + rate_i (T - at_i)  =  target
+
+Steps have a *chain*, a digest of the groups by which they were made. Peers of one step and one chain have the same
+parameters; peers of one step and several chains are a swarm that fell apart, and only one of the chains can go on.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from net.averaging.grouping.group import Role
+from net.dht.records import Dictionary, Record, Value
+from net.errors import RemoteProtocolError
+from net.identity import Address, PeerId
+from net.wire.fields import HOST, PORT, Field, choice, integer, octets, optional, real, row_untrusted
+
+CHAIN_BYTES = 8
+NO_CHAIN = bytes(CHAIN_BYTES)
+"""The chain before the first step."""
+
+MAX_STEP = 2**62
+MAX_SAMPLES = 1e12
+MAX_RATE = 1e9
+"""What a report may claim: samples, and samples a second. A peer that claims more is not believed at all."""
+
+MAX_PEERS = 1024
+"""Reports that are taken into account, those that are furthest first."""
+
+_MAX_AGE_S = 3600.0
+"""A sample count is extrapolated over no longer time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a peer says of its part in the current step."""
+
+    peer_id: PeerId
+    """Who it is."""
+    address: Address | None
+    """Where it can be called; None for a client."""
+    role: Role
+    """What it does."""
+    step: int
+    """Steps that the swarm had made with it: the one that it gathers for, counted from 0."""
+    chain: bytes
+    """`CHAIN_BYTES` that name the steps made so far, see the head of this file."""
+    samples: float
+    """Gathered for this step by then."""
+    rate: float
+    """Samples a second while it gathers."""
+    at: float
+    """Swarm time of the report."""
+    trained: float
+    """Samples in all steps of its chain: of two chains, the one with more goes on."""
+
+    def samples_at(self, now: float) -> float:
+        """How many it has gathered by then, if it goes on as it said."""
+        return self.samples + self.rate * min(max(0.0, now - self.at), _MAX_AGE_S)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it has gradients of its own."""
+        return self.role is not Role.AUXILIARY
+
+    @property
+    def standing(self) -> tuple[int, float, bytes]:
+        """The order of chains: more steps, then more samples, then the larger digest."""
+        return self.step, self.trained, self.chain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The state of the swarm, as one peer sees it."""
+
+    peers: tuple[Report, ...]
+    """Everybody at this step, this peer first. Without those that are behind or in another chain."""
+    samples: float
+    """Gathered by now by all of them together."""
+    rate: float
+    """Samples a second of all of them."""
+    ends_at: float
+    """Swarm time at which the batch is full; in the past if it is, infinite if nobody gathers."""
+    leader: Report | None
+    """Somebody that is further, or in a chain that goes on where this peer's does not; None: nobody is."""
+
+    @property
+    def others(self) -> tuple[Report, ...]:
+        """Everybody else at this step."""
+        return self.peers[1:]
+
+    def count(self, role: Role) -> int:
+        """How many peers of a role take part."""
+        return sum(peer.role is role for peer in self.peers)
+
+
+def forecast(own: Report, others: Iterable[Report], *, target: float, now: float) -> Forecast:
+    """What the reports come to.
+
+    Args:
+      own: this peer's report, of now.
+      others: everybody's else; of two of one peer the later counts.
+      target: samples of a whole batch.
+      now: swarm time.
+
+    Raises:
+      ValueError: the target is not positive.
+    """
+    if not target > 0:
+        raise ValueError(f"the target must be a positive number of samples, got {target}")
+    latest: dict[PeerId, Report] = {}
+    for report in others:
+        known = latest.get(report.peer_id)
+        if report.peer_id != own.peer_id and (known is None or known.at < report.at):
+            latest[report.peer_id] = report
+    same = [each for each in latest.values() if (each.step, each.chain) == (own.step, own.chain)]
+    ahead = [each for each in latest.values() if each.standing > own.standing and each.chain != own.chain]
+    peers = (own, *sorted(same, key=lambda each: each.peer_id))
+    gathering = [each for each in peers if each.gathers]
+    samples = math.fsum(each.samples_at(now) for each in gathering)
+    rate = math.fsum(each.rate for each in gathering)
+    return Forecast(
+        peers=peers,
+        samples=samples,
+        rate=rate,
+        ends_at=now + (target - samples) / rate if rate > 0 else (math.inf if samples < target else now),
+        leader=max(ahead, key=lambda each: each.standing, default=None),
+    )
+
+
+def next_chain(chain: bytes, group_id: bytes) -> bytes:
+    """The chain after a step that this group made together."""
+    return hashlib.blake2b(chain + group_id, digest_size=CHAIN_BYTES).digest()
+
+
+_ROW: dict[str, Field[Any]] = {
+    "host": optional(HOST),
+    "port": optional(PORT),
+    "role": choice(Role),
+    "step": integer(0, MAX_STEP),
+    "chain": octets(CHAIN_BYTES, CHAIN_BYTES),
+    "samples": real(0.0, MAX_SAMPLES),
+    "rate": real(0.0, MAX_RATE),
+    "at": real(),
+    "trained": real(0.0),
+}
+
+
+def progress_key(prefix: str) -> str:
+    """The DHT key under which the peers of a collaboration report."""
+    return f"{prefix}.progress"
+
+
+def report_to_wire(report: Report) -> Value:
+    """The DHT value that `reports_in_untrusted` reads."""
+    host, port = (None, None) if report.address is None else (report.address.host, report.address.port)
+    numbers = (float(report.samples), float(report.rate), float(report.at), float(report.trained))
+    return [host, port, report.role.value, report.step, report.chain, *numbers]
+
+
+def reports_in_untrusted(record: Record | None, *, now: float) -> tuple[Report, ...]:
+    """Whoever reports under a key. Entries that cannot be read, or are of the future, are passed over.
+
+    Args:
+      now: swarm time; clocks may differ by a few seconds.
+    """
+    found: list[Report] = []
+    for subkey, entry in record.entries.items() if isinstance(record, Dictionary) else ():
+        try:
+            report = parse_report_untrusted(entry.value, PeerId.parse(subkey))
+        except (RemoteProtocolError, ValueError):
+            continue
+        if report.at <= now + _MAX_SKEW_S:
+            found.append(report)
+    return tuple(sorted(found, key=lambda each: each.standing, reverse=True)[:MAX_PEERS])
+
+
+_MAX_SKEW_S = 30.0
+
+
+def parse_report_untrusted(value: object, peer_id: PeerId) -> Report:
+    """Read what `report_to_wire` made of a report of this peer.
+
+    Raises:
+      RemoteProtocolError: it did not make this.
+    """
+    row = row_untrusted(value, "a report", **_ROW)
+    host, port, role, step, chain, samples, rate, at, trained = row
+    if (host is None) != (port is None):
+        raise RemoteProtocolError(f"a peer has both host and port or neither, got {host!r:.80} and {port}")
+    if (host is None) != (role is Role.CLIENT):
+        raise RemoteProtocolError(f"a client has no address and others have one, got {role} at {host!r:.80}")
+    return Report(
+        peer_id=peer_id,
+        address=None if host is None else Address(host, port),
+        role=role,
+        step=step,
+        chain=chain,
+        samples=samples,
+        rate=rate,
+        at=at,
+        trained=trained,
+    )
+
+
+class Pace:
+    """How fast this peer gathers: samples a second of the time in which it computes.
+
+    Args:
+      smoothing: what a new measurement weighs against all before it, 0 to 1 (hivemind's is 0.1).
+    """
+
+    def __init__(self, smoothing: float = 0.2) -> None:
+        if not 0 < smoothing <= 1:
+            raise ValueError(f"smoothing must be above 0 and at most 1, got {smoothing}")
+        self._smoothing = smoothing
+        self._samples = self._seconds = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Samples a second; 0 before the first measurement."""
+        return self._samples / self._seconds if self._seconds > 0 else 0.0
+
+    def measured(self, samples: float, seconds: float) -> None:
+        """So many samples took so many seconds of computing."""
+        if not (samples >= 0 and seconds >= 0):
+            raise ValueError(f"samples and seconds must not be negative, got {samples} and {seconds}")
+        keep = 1 - self._smoothing if self._seconds else 0.0
+        # Sums, not a mean of rates: two micro-batches of other sizes count by the time that they took.
+        self._samples = keep * self._samples + (1 - keep) * samples
+        self._seconds = keep * self._seconds + (1 - keep) * max(seconds, 1e-9)
+
+    def seconds_for(self, samples: float) -> float:
+        """How long so many samples will take; 0 before the first measurement."""
+        return samples / self.rate if self.rate > 0 else 0.0
+
+
+def facts(view: Forecast, target: float) -> Mapping[str, Value]:
+    """What `dmoe status` shows of a collaboration."""
+    return {
+        "step": view.peers[0].step,
+        "gathered": round(view.samples),
+        "target": round(target),
+        "samples_per_s": float(view.rate),
+        "trainers": view.count(Role.NODE),
+        "clients": view.count(Role.CLIENT),
+        "auxiliaries": view.count(Role.AUXILIARY),
+    }

@@ -1,0 +1,233 @@
+"""One step's averaging: a group that begins at a time agreed on, an exact mean, and the certainty that all have it.
+
+Theory of operation. Groups form while their members still compute, and begin at the time that the batch was foretold to
+be full. How many samples each will bring by then nobody knows while a group forms; so the weight of a vector comes with
+the vector: what is averaged is vector times weight, with the weight as one number more. What a group has settled on (`settlement`) is the mean over all of its members, for all of them or for
+nobody; where somebody died, those that are left average once more.
+"""
+
+import hashlib
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import trio
+
+from net.averaging.collaboration.settlement import DIGEST_BYTES, Outcome, Settlement, SettlementConfig, Vote
+from net.averaging.grouping.group import Group, Member, Role
+from net.averaging.grouping.group_key import MoshpitGrid
+from net.averaging.grouping.matchmaker import Matchmaker
+from net.averaging.grouping.matchmaking import AssemblyConfig
+from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
+from net.averaging.reduction.partition import AllReduceConfig
+from net.dht.node import DhtNode
+from net.errors import CallFailed, PeerUnavailable, RemoteProtocolError
+from net.identity import PeerId
+from net.nursery import background_nursery
+from net.rpc.base import Caller
+from net.rpc.service import PING
+from net.types import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundConfig:
+    """How a group averages exactly."""
+
+    side: int = 256
+    """Most members that have gradients."""
+    patience_s: float = 5.0
+    """How long a peer that found no group by the time agreed on looks on."""
+    max_attempts: int = 4
+    """All-reduces of one step at most: one more for each time that members die in it."""
+    poll_s: float = 0.5
+    """How often members are asked whether they live while a group averages."""
+    silence_s: float = 2.0
+    """A member that leaves this unanswered for so long is gone."""
+    assembly: AssemblyConfig = field(default_factory=AssemblyConfig)
+    """How groups are found."""
+    all_reduce: AllReduceConfig = field(default_factory=AllReduceConfig)
+    """How a group averages."""
+    settlement: SettlementConfig = field(default_factory=SettlementConfig)
+    """How a group settles."""
+
+    def __post_init__(self) -> None:
+        if self.side < 2:
+            raise ValueError(f"side must be at least 2, got {self.side}")
+        if self.max_attempts < 1:
+            raise ValueError(f"max_attempts must be at least 1, got {self.max_attempts}")
+        for name in ("patience_s", "poll_s", "silence_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Averaged:
+    """What a group has settled on."""
+
+    mean: Array
+    """float32 [size]: of what the members brought, weighted. Zeros if nobody brought any weight, and of no meaning for
+    an auxiliary member, which has its part alone."""
+    weight: float
+    """Sum of the members' weights."""
+    notes: float
+    """Sum of their notes."""
+    group: Group
+    """Whose."""
+    attempts: int
+    """All-reduces that it took."""
+
+
+class StepAveraging:
+    """Finds groups and averages in them, one step at a time.
+
+    Args:
+      caller: places and serves the calls. dht: where groups are found.
+      prefix: names the collaboration.
+      size: numbers in the vector.
+      schema: what they mean: peers of another schema are refused.
+      role: what this peer does. bandwidth: bytes a second, for its share; None: unknown.
+      rng: draws what is drawn.
+      on_lost: somebody does not answer any more.
+
+    Raises:
+      ValueError: an argument is out of range, or the caller serves the prefix already.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        dht: DhtNode,
+        *,
+        prefix: str,
+        size: int,
+        schema: str,
+        role: Role,
+        bandwidth: Callable[[], float | None],
+        rng: random.Random,
+        config: RoundConfig,
+        on_lost: Callable[[PeerId], None] = lambda peer_id: None,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"a vector has at least one number, got size {size}")
+        self._caller = caller
+        self._dht = dht
+        self._size = size + 1
+        self._agreed = hashlib.sha256(f"{size} float32 weighted {config.side}\n{schema}".encode()).digest()
+        self._role = role
+        self._bandwidth = bandwidth
+        self._config = config
+        self._on_lost = on_lost
+        grid = MoshpitGrid(side=config.side, dims=1)
+        self._cell = rng.randrange(grid.num_cells)
+        self._matchmaker = Matchmaker(
+            caller, dht, prefix=prefix, grid=grid, schema=self._agreed, rng=rng, config=config.assembly
+        )
+        self._all_reduce = AllReduce(caller, prefix=prefix, config=config.all_reduce)
+        self._settlement = Settlement(caller, prefix=prefix, rng=rng, config=config.settlement)
+
+    def close(self) -> None:
+        """Serve no more calls."""
+        for part in (self._matchmaker, self._all_reduce, self._settlement):
+            part.close()
+
+    async def find_group(self, *, step: int, chain: bytes, begins_at: float) -> Group | None:
+        """The group that makes this step with us, at about `begins_at`, swarm time. None: nobody was found.
+
+        If cancelled, the others go on without us.
+        """
+        me = Member(
+            peer_id=self._caller.peer_id,
+            address=None if self._role is Role.CLIENT else self._caller.address,
+            role=self._role,
+            wanted_slot=self._cell,
+            bandwidth=self._bandwidth(),
+        )
+        return await self._matchmaker.find_group(
+            me,
+            cell=self._cell,
+            round_number=0,
+            deadline=max(begins_at, self._dht.clock.now()) + self._config.patience_s,
+            begins_at=begins_at,
+            schema=hashlib.sha256(self._agreed + step.to_bytes(8, "big") + chain).digest(),
+        )
+
+    async def average(
+        self, group: Group, vector: Array | None, *, weight: float = 0.0, note: float = 0.0
+    ) -> Averaged | None:
+        """Average exactly. Returns the same in all members, or None: then this peer does not know what became of it.
+
+        Args:
+          group: from `find_group`.
+          vector: float32 [size], finite. None for an auxiliary peer.
+          weight: of the vector, such as its samples; with 0 it takes no part, whatever it is.
+          note: a number whose sum over the members all are told.
+        """
+        brought = None if vector is None else np.append(vector * np.float32(weight), np.float32(weight))
+        for attempt in range(1, self._config.max_attempts + 1):
+            self._settlement.open(group)
+            try:
+                result = await self._reduce(group, brought)
+                outcome = await self._settlement.settle(group, _vote_of(result, brought, note))
+            except BaseException:
+                self._settlement.give_up(group)
+                raise
+            if outcome is None:
+                return None
+            if outcome.committed:
+                if not result.complete:  # settled without us
+                    return None
+                num_vectors = sum(member.sends for member in group.members)
+                return _averaged(result.average, num_vectors, outcome.notes, group, attempt)
+            following = self._after(group, outcome)
+            if following is None:
+                return None
+            group = following
+            if len(group.members) == 1:
+                alone = np.zeros(self._size, np.float32) if brought is None else brought
+                return _averaged(alone, 1, note, group, attempt)
+        return None
+
+    def _after(self, group: Group, outcome: Outcome) -> Group | None:
+        """The group that averages once more; None if this peer is not in it."""
+        following = outcome.group_after(group)
+        there = {member.peer_id for member in following.members}
+        for member in group.members:
+            if member.peer_id not in there:
+                self._on_lost(member.peer_id)
+        return following if self._caller.peer_id in there else None
+
+    async def _reduce(self, group: Group, vector: Array | None) -> AllReduceResult:
+        async with background_nursery() as nursery:
+            for member in group.members:
+                if member.address is not None and member.peer_id != self._caller.peer_id:
+                    nursery.start_soon(self._watch, group, member)
+            return await self._all_reduce.run(group, vector, size=self._size)
+
+    async def _watch(self, group: Group, member: Member) -> None:
+        """Go on without a member that falls silent: one that is killed brings nothing, and says nothing."""
+        while True:
+            await trio.sleep(self._config.poll_s)
+            try:
+                await self._caller.call(member.contact, PING, {}, timeout_s=self._config.silence_s)
+            except PeerUnavailable:
+                self._all_reduce.lose(group.group_id, member.peer_id)
+                return
+            except (CallFailed, RemoteProtocolError):
+                continue  # it lives
+
+
+def _vote_of(result: AllReduceResult, vector: Array | None, note: float) -> Vote:
+    if vector is None:
+        return Vote(complete=result.complete, digest=b"", note=note)
+    average = memoryview(result.average)
+    digest = hashlib.blake2b(average, digest_size=DIGEST_BYTES).digest() if result.complete else b""
+    return Vote(complete=result.complete, digest=digest, note=note)
+
+
+def _averaged(average: Array, num_vectors: int, notes: float, group: Group, attempts: int) -> Averaged:
+    """Of the mean of vectors times weights, and of the weights: the weighted mean, and the sum of the weights."""
+    mean_weight = average[-1]
+    mean = average[:-1] / mean_weight if mean_weight > 0 else np.zeros(average.size - 1, np.float32)
+    return Averaged(mean=mean, weight=float(mean_weight) * num_vectors, notes=notes, group=group, attempts=attempts)

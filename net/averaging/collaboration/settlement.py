@@ -1,0 +1,335 @@
+"""Whether all members of a group have the same average: either everybody uses it, or nobody does.
+
+Theory of operation. An all-reduce may end otherwise for each of its members: whoever dies in it leaves one part without
+a mean, or some parts with its vector in them and others without. A step that some made and others did not would part
+their parameters for good. So after an all-reduce every member *votes* (is its average whole, and what is its digest)
+at the first member, in the order of the group, that it can reach, and gets the *outcome* from there:
+
+- all that are there have the same whole average: it is used (`committed`), whoever died since;
+- else those that have voted average once more, as a new group, from the vectors that they had.
+
+The first member decides when all others have voted or are gone. Should it go, the votes come to the second, which asks
+all others whether they know an outcome already before it decides by itself. An outcome that is known is never decided
+anew. If those who cannot reach each other decide differently nevertheless, the chains of their steps tell (`progress`).
+
+This is two-phase commit whose coordinator is replaced by asking around (Skeen 1981, cooperative termination): with
+crashes alone the living agree; with a network that falls apart the smaller chain is given up later.
+"""
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import trio
+
+from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group, Role
+from net.dht.calls import PEER_ERRORS
+from net.errors import CallFailed, CallRefused, PeerUnavailable, RemoteProtocolError
+from net.nursery import background_nursery
+from net.rpc.base import Body, Caller, Reply, Request
+from net.rpc.service import PING
+from net.wire.fields import FLAG, integer, octets, optional, real, several
+
+DIGEST_BYTES = 16
+_MAX_PAST = 64
+"""Outcomes that are remembered for members that ask late."""
+
+_GROUP_ID, _DIGEST = octets(GROUP_ID_BYTES, GROUP_ID_BYTES), octets(0, DIGEST_BYTES)
+_NOTE = real(-1e15, 1e15)
+_PLACES = several(integer(0, MAX_GROUP_SIZE - 1), MAX_GROUP_SIZE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettlementConfig:
+    """How long a group waits for its members."""
+
+    timeout_s: float = 60.0
+    """Longest that a settlement takes; after it a member does not know the outcome."""
+    poll_s: float = 0.5
+    """How often whoever decides asks members that have not voted whether they live."""
+    silence_s: float = 2.0
+    """A member that leaves such a question unanswered for so long is gone."""
+    client_s: float = 3.0
+    """A client that has not voted so long after the first vote is gone: nobody can ask it."""
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """What a member says of its all-reduce."""
+
+    complete: bool
+    """Whether its average is whole."""
+    digest: bytes
+    """Of the average; empty for an auxiliary member, which has only its part."""
+    note: float = 0.0
+    """Something to be added up over the members that are there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What becomes of a group's average."""
+
+    committed: bool
+    """Whether it is used."""
+    survivors: tuple[int, ...] = ()
+    """Else: the members, by their places, that average once more."""
+    next_id: bytes = b""
+    """Their new group's id."""
+    notes: float = 0.0
+    """Sum of the members' notes, where it is used."""
+
+    def group_after(self, group: Group) -> Group:
+        """The group that averages once more."""
+        members = tuple(group.members[place] for place in self.survivors)
+        return Group(group_id=self.next_id, members=members, side=group.side)
+
+
+@dataclass(slots=True, eq=False)
+class Case:
+    """One group's votes, and the rule by which they are decided."""
+
+    group: Group
+    """Whose."""
+    votes: dict[int, Vote] = field(default_factory=dict)
+    """By the member's place in the group."""
+    gone: set[int] = field(default_factory=set)
+    """Members that are not waited for."""
+    outcome: Outcome | None = None
+    """Once it is known."""
+    first_vote_at: float = math.inf
+    """When waiting began."""
+    changed: trio.Event = field(default_factory=trio.Event)
+    """Set, and replaced, after each vote and with the outcome."""
+
+    @property
+    def missing(self) -> list[int]:
+        """Members that have neither voted nor gone."""
+        places = range(len(self.group.members))
+        return [place for place in places if place not in self.votes and place not in self.gone]
+
+    @property
+    def decider(self) -> int | None:
+        """Who decides: the first member that can be called and is not gone."""
+        members = enumerate(self.group.members)
+        return next((n for n, each in members if each.role is not Role.CLIENT and n not in self.gone), None)
+
+    def count(self, place: int, vote: Vote, now: float) -> None:
+        """A member has voted, though it may have seemed gone. Its first vote counts."""
+        if self.outcome is None:
+            self.votes.setdefault(place, vote)
+            self.gone.discard(place)
+            self.first_vote_at = min(self.first_vote_at, now)
+            self._tell()
+
+    def lose(self, place: int) -> None:
+        """A member does not answer. What it has voted stays: its vector is in the average or is not."""
+        self.gone.add(place)
+        self._tell()
+
+    def decide(self, rng: random.Random) -> None:
+        """Settle it, if nobody is missing any more."""
+        if self.missing or self.outcome is not None:
+            return
+        digests = {vote.digest for vote in self.votes.values() if vote.digest}
+        if all(vote.complete for vote in self.votes.values()) and len(digests) <= 1:
+            self.settle(Outcome(committed=True, notes=math.fsum(vote.note for vote in self.votes.values())))
+        else:
+            there = tuple(place for place in sorted(self.votes) if place not in self.gone)
+            self.settle(Outcome(committed=False, survivors=there, next_id=rng.randbytes(GROUP_ID_BYTES)))
+
+    def settle(self, outcome: Outcome) -> None:
+        """Make an outcome known; the first one stands."""
+        if self.outcome is None:
+            self.outcome = outcome
+            self._tell()
+
+    def _tell(self) -> None:
+        self.changed.set()
+        self.changed = trio.Event()
+
+
+class Settlement:
+    """Votes and outcomes of all groups of a process under one name.
+
+    Args:
+      caller: serves `averaging.PREFIX.settle`.
+      rng: draws ids of groups.
+
+    Raises:
+      ValueError: the caller serves the prefix already.
+    """
+
+    def __init__(self, caller: Caller, *, prefix: str, rng: random.Random, config: SettlementConfig) -> None:
+        self._caller = caller
+        self._rng = rng
+        self._config = config
+        self._method = f"averaging.{prefix}.settle"
+        self._cases: dict[bytes, Case] = {}
+        self._arrival = trio.Event()
+        caller.add_handler(self._method, self._serve, max_concurrent=2 * MAX_GROUP_SIZE)
+
+    def close(self) -> None:
+        """Serve no more calls."""
+        self._caller.remove_handler(self._method)
+
+    def open(self, group: Group) -> None:
+        """This peer averages with the group: it will vote. Before the all-reduce, so that others can ask for it."""
+        self._cases[group.group_id] = Case(group)
+        for group_id in list(self._cases)[:-_MAX_PAST]:
+            del self._cases[group_id]
+        self._arrival.set()
+        self._arrival = trio.Event()
+
+    def give_up(self, group: Group) -> None:
+        """This peer will not vote any more, if it has not; others are told when they ask."""
+        case = self._cases.get(group.group_id)
+        if case is not None and case.outcome is None:
+            del self._cases[group.group_id]
+
+    async def settle(self, group: Group, vote: Vote) -> Outcome | None:
+        """Vote, and wait for the outcome; None if it cannot be known in time. The group was opened before."""
+        own, case = group.index(self._caller.peer_id), self._cases[group.group_id]
+        case.count(own, vote, trio.current_time())
+        with trio.move_on_after(self._config.timeout_s):
+            while case.outcome is None and case.decider is not None:
+                if case.decider == own:
+                    await self._decide(case)
+                else:
+                    await self._ask(case, case.decider, vote)
+        if case.outcome is None:
+            self.give_up(group)
+        return case.outcome
+
+    async def _ask(self, case: Case, place: int, vote: Vote) -> None:
+        """Bring our vote to whoever decides, and wait for what it says as long as it lives."""
+        body = {"group": case.group.group_id, "complete": vote.complete, "digest": vote.digest, "note": vote.note}
+        contact = case.group.members[place].contact
+        try:
+            async with background_nursery() as nursery:
+                nursery.start_soon(self._watch, case, place, nursery.cancel_scope)
+                reply = await self._caller.call(contact, self._method, body, timeout_s=self._config.timeout_s)
+                outcome = _parse_outcome_untrusted(reply.body, case.group)
+        except PEER_ERRORS:
+            case.lose(place)
+            return
+        if place not in case.gone and outcome is not None:
+            case.settle(outcome)
+        else:
+            case.lose(place)
+
+    async def _watch(self, case: Case, place: int, scope: trio.CancelScope) -> None:
+        """Cancel `scope` once another knows the outcome, or the member falls silent."""
+        while case.outcome is None and place not in case.gone:
+            changed = case.changed
+            with trio.move_on_after(self._config.poll_s):
+                await changed.wait()
+                continue
+            try:
+                await self._caller.call(case.group.members[place].contact, PING, {}, timeout_s=self._config.silence_s)
+            except PeerUnavailable:
+                case.lose(place)
+            except (CallFailed, RemoteProtocolError):
+                pass  # it lives
+        scope.cancel()
+
+    async def _decide(self, case: Case) -> None:
+        """Wait for all votes, and decide; ends early if somebody knows an outcome."""
+        while case.outcome is None:
+            case.decide(self._rng)
+            if case.outcome is not None:
+                return
+            changed = case.changed
+            with trio.move_on_after(self._config.poll_s):
+                await changed.wait()
+                continue
+            async with trio.open_nursery() as nursery:
+                for place in case.missing:
+                    nursery.start_soon(self._find, case, place)
+
+    async def _find(self, case: Case, place: int) -> None:
+        """Ask a member that has not voted whether it lives, and what it knows."""
+        member = case.group.members[place]
+        if member.role is Role.CLIENT:
+            if trio.current_time() - case.first_vote_at >= self._config.client_s:
+                case.lose(place)
+            return
+        body = {"group": case.group.group_id}
+        try:
+            reply = await self._caller.call(member.contact, self._method, body, timeout_s=self._config.silence_s)
+            outcome = _parse_outcome_untrusted(reply.body, case.group)
+        except PEER_ERRORS:
+            if place in case.missing:
+                case.lose(place)
+            return
+        if outcome is not None:
+            case.settle(outcome)
+
+    async def _serve(self, request: Request) -> Reply:
+        try:
+            group_id = _GROUP_ID.of_untrusted(request.body, "group")
+            complete = optional(FLAG).of_untrusted(request.body, "complete")
+            digest = optional(_DIGEST).of_untrusted(request.body, "digest")
+            note = optional(_NOTE).of_untrusted(request.body, "note")
+        except RemoteProtocolError as error:
+            raise CallRefused(str(error)) from error
+        case = await self._known(group_id)
+        try:
+            place = case.group.index(request.peer_id)
+        except ValueError:
+            raise CallRefused("you are not in this group") from None
+        if complete is not None:
+            vote = Vote(complete=complete, digest=digest or b"", note=note or 0.0)
+            case.count(place, vote, trio.current_time())
+            while case.outcome is None:
+                await case.changed.wait()
+        return Reply(body=_outcome_body(case.outcome))
+
+    async def _known(self, group_id: bytes) -> Case:
+        """The case, for which a vote may come before this peer has heard of the group."""
+        with trio.move_on_after(self._config.silence_s / 2):
+            while group_id not in self._cases:
+                await self._arrival.wait()
+        case = self._cases.get(group_id)
+        if case is None:
+            raise CallRefused(f"this peer has no part in group {group_id.hex()}")
+        return case
+
+
+def _outcome_body(outcome: Outcome | None) -> Body:
+    if outcome is None:
+        return {}
+    return {
+        "committed": outcome.committed,
+        "survivors": list(outcome.survivors),
+        "next": outcome.next_id,
+        "notes": outcome.notes,
+    }
+
+
+def _parse_outcome_untrusted(body: Body, group: Group) -> Outcome | None:
+    """Read what `_outcome_body` made.
+
+    Raises:
+      RemoteProtocolError: it did not make this, or the survivors make no group.
+    """
+    if "committed" not in body:
+        return None
+    outcome = Outcome(
+        committed=FLAG.of_untrusted(body, "committed"),
+        survivors=_PLACES.of_untrusted(body, "survivors"),
+        next_id=octets(0, GROUP_ID_BYTES).of_untrusted(body, "next"),
+        notes=_NOTE.of_untrusted(body, "notes"),
+    )
+    if not outcome.committed:
+        if max(outcome.survivors, default=0) >= len(group.members):
+            raise RemoteProtocolError(f"a group of {len(group.members)} has no member {max(outcome.survivors)}")
+        try:
+            outcome.group_after(group)
+        except ValueError as error:
+            raise RemoteProtocolError(f"the survivors make no group: {error}") from error
+    return outcome
