@@ -6,7 +6,7 @@ misses the step because its own reading of the DHT was a little older; clients s
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import trio
@@ -117,6 +117,14 @@ class ProgressBoard:
         """Count no more on a peer that did not answer, unless it reports again."""
         self._gone[peer_id] = self._dht.clock.now()
 
+    def advanced(self, members: Iterable[PeerId], step: int, chain: bytes) -> None:
+        """These peers have made a step with us: they begin the next batch now, whatever they reported before."""
+        now, moved = self._dht.clock.now(), set(members)
+        self._others = tuple(
+            replace(each, step=step, chain=chain, samples=0.0, at=now) if each.peer_id in moved else each
+            for each in self._others
+        )
+
     async def run(self) -> None:
         """Report and read until cancelled, then take the report back."""
         with handlers(self._caller, {self._method: self._serve_begin}):
@@ -151,7 +159,10 @@ class ProgressBoard:
         return [each for each in self._others if each.at > max(oldest, self._gone.get(each.peer_id, oldest))]
 
     def _period(self) -> float:
-        left = max(0.0, self.view.ends_at - self._dht.clock.now())
+        view = self.view
+        left = max(0.0, view.ends_at - self._dht.clock.now())
+        if not view.rate:  # those who have just begun have to see each other before they see an end
+            left = 0.0
         return min(max(left / 10, self._config.min_period_s), self._config.max_period_s)
 
     async def _report(self) -> None:
@@ -173,9 +184,10 @@ class ProgressBoard:
         except NetError:
             return
         now = self._dht.clock.now()
-        self._others = tuple(
-            each for each in reports_in_untrusted(record, now=now) if each.peer_id != self._caller.peer_id
-        )
+        known = {each.peer_id: each for each in self._others}
+        read = [each for each in reports_in_untrusted(record, now=now) if each.peer_id != self._caller.peer_id]
+        # What we know of a peer may be newer than what it last reported: see `advanced`.
+        self._others = tuple(max(each, known.get(each.peer_id, each), key=lambda report: report.at) for each in read)
         alive = {each.peer_id for each in self._others}
         self._gone = {peer_id: at for peer_id, at in self._gone.items() if peer_id in alive}
         self._changed.set()

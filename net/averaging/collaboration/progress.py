@@ -228,7 +228,7 @@ class Pace:
         """Samples a second; 0 before the first measurement."""
         return self._samples / self._seconds if self._seconds > 0 else 0.0
 
-    def measured(self, samples: float, seconds: float) -> None:
+    def measured(self, samples: int, seconds: float) -> None:
         """So many samples took so many seconds of computing."""
         if not (samples >= 0 and seconds >= 0):
             raise ValueError(f"samples and seconds must not be negative, got {samples} and {seconds}")
@@ -237,7 +237,7 @@ class Pace:
         self._samples = keep * self._samples + (1 - keep) * samples
         self._seconds = keep * self._seconds + (1 - keep) * max(seconds, 1e-9)
 
-    def seconds_for(self, samples: float) -> float:
+    def seconds_for(self, samples: int) -> float:
         """How long so many samples will take; 0 before the first measurement."""
         return samples / self.rate if self.rate > 0 else 0.0
 

@@ -2,8 +2,9 @@
 
 Theory of operation. Groups form while their members still compute, and begin at the time that the batch was foretold to
 be full. How many samples each will bring by then nobody knows while a group forms; so the weight of a vector comes with
-the vector: what is averaged is vector times weight, with the weight as one number more. What a group has settled on (`settlement`) is the mean over all of its members, for all of them or for
-nobody; where somebody died, those that are left average once more.
+the vector: what is averaged is vector times weight, with the weight as one number more. What a group has settled on
+(`settlement`) is the mean over all of its members, for all of them or for nobody; where somebody died, those that are
+left average once more.
 """
 
 import hashlib
@@ -221,8 +222,7 @@ class StepAveraging:
 def _vote_of(result: AllReduceResult, vector: Array | None, note: float) -> Vote:
     if vector is None:
         return Vote(complete=result.complete, digest=b"", note=note)
-    average = memoryview(result.average)
-    digest = hashlib.blake2b(average, digest_size=DIGEST_BYTES).digest() if result.complete else b""
+    digest = hashlib.blake2b(result.average.data, digest_size=DIGEST_BYTES).digest() if result.complete else b""
     return Vote(complete=result.complete, digest=digest, note=note)
 
 

@@ -1,0 +1,454 @@
+"""A peer's part in training with one large batch; see `dmoe_jax.collaboration`."""
+
+import math
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import trio
+
+from dmoe_jax.averaging.donor import is_finite_state, table_of
+from dmoe_jax.collaboration.peer_state import PeerState
+from dmoe_jax.collaboration.settings import CollaborationConfig, CollaborationTotals, GlobalStep
+from dmoe_jax.device import Device, ThreadDevice
+from dmoe_jax.optim.collaborative import Collaborative, CollaborativeState
+from dmoe_jax.types import PyTree
+from net.averaging.collaboration.board import Beginning, ProgressBoard
+from net.averaging.collaboration.progress import Forecast, Pace, Report, next_chain
+from net.averaging.collaboration.rounds import Averaged, StepAveraging
+from net.averaging.grouping.group import Group, Role
+from net.averaging.state.download import download_state
+from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
+from net.dht.node import DhtNode
+from net.errors import NetError
+from net.nursery import background_nursery
+from net.rpc.base import Caller
+
+_CATCH_UP_TIMEOUT_S = 600.0
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """A step about to be made."""
+
+    step: int
+    chain: bytes
+    begins_at: float
+    """Swarm time."""
+    group: Group | None = None
+    found: trio.Event = field(default_factory=trio.Event)
+    """Set when `group` is what it will be."""
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+
+class Collaboration:
+    """This peer among those that make one large batch together. Made by `open_collaboration`."""
+
+    def __init__(
+        self,
+        state: PeerState,
+        rounds: StepAveraging,
+        *,
+        caller: Caller,
+        dht: DhtNode,
+        role: Role,
+        config: CollaborationConfig,
+        nursery: trio.Nursery,
+        download: Callable[..., Any],
+        on_step: Callable[[GlobalStep], None],
+    ) -> None:
+        self._state = state
+        self._rounds = rounds
+        self._caller = caller
+        self._dht = dht
+        self._role = role
+        self._config = config
+        self._nursery = nursery
+        self._download = download
+        self._on_step = on_step
+        self._chain = state.digest()
+        self._trained = self._gathered = 0.0
+        self._micro_batch = 1
+        self._pace = Pace()
+        self._last_step_at = trio.current_time()
+        self._gathering_since: float | None = trio.current_time()
+        """When this peer began to compute its next micro-batch; None while it waits for others."""
+        self._round: _Round | None = None
+        self._changed = trio.Event()
+        self.board: ProgressBoard
+        """Who is how far."""
+        self.step = 0
+        """Global steps of the swarm that this peer has made or taken over."""
+        self.totals = CollaborationTotals()
+        """What has become of this peer's work."""
+
+    @property
+    def params(self) -> PyTree:
+        """The parameters now. The next gradient's work donates them: copy what is to be kept."""
+        return self._state.now.params
+
+    @property
+    def scale(self) -> Any:
+        """What the loss is to be multiplied by; None without a `LossScale`."""
+        return self._state.now.scale
+
+    @property
+    def chain(self) -> bytes:
+        """Names the steps that led here: peers with the same have the same parameters."""
+        return self._chain
+
+    @property
+    def samples_trained(self) -> float:
+        """Samples in all steps so far, of all peers: the swarm's place in the data."""
+        return self._trained
+
+    @property
+    def view(self) -> Forecast:
+        """The whole swarm, as this peer sees it."""
+        return self.board.view
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether somebody is further, or in a chain that goes on where this one does not."""
+        return self._round is None and self.view.leader is not None
+
+    def report(self) -> Report:
+        """What this peer says of itself."""
+        now = self._dht.clock.now()
+        return Report(
+            peer_id=self._caller.peer_id,
+            address=None if self._role is Role.CLIENT else self._caller.address,
+            role=self._role,
+            step=self.step,
+            chain=self._chain,
+            samples=self._gathered + self._in_progress(),
+            rate=self._pace.rate,
+            at=now,
+            trained=self._trained,
+        )
+
+    def _in_progress(self) -> float:
+        """Samples' worth of work in the micro-batch that is being computed: without it every peer would be taken to
+        have half a micro-batch less than it has."""
+        if self._gathering_since is None:
+            return 0.0
+        return min(self._pace.rate * (trio.current_time() - self._gathering_since), float(self._micro_batch))
+
+    async def add(self, grads: PyTree, *, samples: int, took_s: float | None = None) -> bool:
+        """Take in the mean gradient of a micro-batch; make the global step if it is due.
+
+        Args:
+          grads: of `params`; times `scale` if there is one.
+          samples: how many it is a mean of.
+          took_s: seconds of computing them; None: since the last call returned.
+
+        Returns: whether the parameters have changed.
+        """
+        self._check_samples(samples)
+        await self._state.gather(grads, samples)
+        return await self._gathered_more(samples, took_s)
+
+    async def work(self, function: Callable[..., tuple[Any, CollaborativeState]], samples: int, *args: Any) -> Any:
+        """Run a compiled `gathering_gradient` on the device, and make the global step if it is due.
+
+        Args:
+          function: (state, samples, *args) -> (value, state), the state donated.
+          samples: of this micro-batch.
+
+        Returns: the value.
+        """
+        self._check_samples(samples)
+        began = trio.current_time()
+        value = await self._state.change(function, np.float32(samples), *args)
+        await self._gathered_more(samples, trio.current_time() - began)
+        return value
+
+    def _check_samples(self, samples: int) -> None:
+        if not (samples > 0):
+            raise ValueError(f"a micro-batch has a positive number of samples, got {samples}")
+
+    async def _gathered_more(self, samples: int, took_s: float | None) -> bool:
+        if took_s is None:
+            assert self._gathering_since is not None
+            took_s = trio.current_time() - self._gathering_since
+        self._gathering_since = None
+        self._pace.measured(samples, took_s)
+        self._gathered += samples
+        self._micro_batch = samples
+        changed = False
+        while not self._has_time_for_more():
+            changed |= await self._global_step()
+        if changed or self._round is None:
+            changed |= await self._keep_up()
+        self._gathering_since = trio.current_time()
+        return changed
+
+    def _has_time_for_more(self) -> bool:
+        """Whether another micro-batch would end before the step begins, or not further after it than before."""
+        ends_at = self.view.ends_at if self._round is None else self._round.begins_at
+        return self._dht.clock.now() + self._pace.seconds_for(self._micro_batch) / 2 <= ends_at
+
+    async def catch_up(self) -> bool:
+        """Take the state of somebody that is further, if there is anybody; whether that was done."""
+        return await self._keep_up()
+
+    async def run(self) -> None:
+        """Form groups when steps are near, until cancelled."""
+        while True:
+            if self._round is None:
+                now, view = self._dht.clock.now(), self.view
+                if view.ends_at - now <= self._config.lead_s and view.leader is None and self._gathered:
+                    self._begin(max(view.ends_at, now + self._config.lead_s / 3), tell=True)
+            await self._news()
+
+    async def _news(self) -> None:
+        """Wait for a change, or until it is time to look again."""
+        left = self.view.ends_at - self._dht.clock.now() - self._config.lead_s
+        with trio.move_on_after(min(max(left, 0.05), 0.5)):
+            await self._changed.wait()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def heard(self, beginning: Beginning) -> None:
+        """Another peer says that the step is near."""
+        now = self._dht.clock.now()
+        is_ours = (beginning.step, beginning.chain) == (self.step, self._chain)
+        # Whoever says so cannot make a batch of nothing: it must be as good as full by what everybody reports.
+        is_near = self.view.ends_at - now <= 4 * self._config.lead_s
+        if self._round is None and is_ours and is_near and beginning.at <= now + 2 * self._config.lead_s:
+            self._begin(max(now, beginning.at), tell=False)
+
+    def _begin(self, at: float, *, tell: bool) -> None:
+        """Look for the group of the step at hand, beside the computing."""
+        self._round = coming = _Round(self.step, self._chain, at)
+        self._nursery.start_soon(self._form, coming)
+        if tell:
+            self._nursery.start_soon(self.board.tell, Beginning(step=coming.step, chain=coming.chain, at=at))
+        self._tell()
+
+    async def _form(self, coming: _Round) -> None:
+        with coming.scope:
+            if self.view.others:
+                coming.group = await self._rounds.find_group(
+                    step=coming.step, chain=coming.chain, begins_at=coming.begins_at
+                )
+            else:
+                await trio.sleep(coming.begins_at - self._dht.clock.now())
+        coming.found.set()
+
+    async def _global_step(self) -> bool:
+        """Bring what is gathered, and step with what all brought. Returns whether the parameters have changed."""
+        stopped_at = trio.current_time()
+        while self._round is None:
+            if self.view.leader is not None:
+                return await self._keep_up()
+            if self._has_time_for_more():
+                return False
+            await self._news()
+        coming = self._round
+        await coming.found.wait()
+        try:
+            if coming.group is None:
+                if self.view.others or self.view.leader is not None:
+                    self.totals.reasons["no group found"] += 1
+                    return False
+                await self._alone(stopped_at)
+                return True
+            vector, samples, overflows = await self._state.contribution()
+            averaged = await self._rounds.average(coming.group, vector, weight=samples, note=overflows)
+            if averaged is None:
+                self.totals.reasons["the group did not settle"] += 1
+                return False
+            await self._apply(averaged, samples, stopped_at)
+            return True
+        finally:
+            self._round = None
+            self.board.refresh()
+            self._tell()
+
+    async def _alone(self, stopped_at: float) -> None:
+        vector, samples, overflows = await self._state.contribution()
+        await self._state.step(vector, samples, overflows)
+        self.totals.alone += 1
+        self._stepped(self._caller.peer_id.raw, samples, samples, 1, 0, stopped_at)
+
+    async def _apply(self, averaged: Averaged, own_samples: float, stopped_at: float) -> None:
+        await self._state.step(averaged.mean, averaged.weight, averaged.notes)
+        group = averaged.group
+        self._stepped(group.group_id, averaged.weight, own_samples, len(group.members), averaged.attempts, stopped_at)
+
+    def _stepped(
+        self, group_id: bytes, samples: float, own: float, peers: int, attempts: int, stopped_at: float
+    ) -> None:
+        now = trio.current_time()
+        self.step += 1
+        self._chain = next_chain(self._chain, group_id)
+        self._trained += samples
+        self._gathered = 0.0
+        self.totals.steps += 1
+        self.totals.samples += own
+        self.totals.whole += samples
+        done = GlobalStep(
+            number=self.step,
+            peers=peers,
+            samples=samples,
+            own_samples=own,
+            gathered_s=now - self._last_step_at,
+            averaged_s=now - stopped_at,
+            attempts=attempts,
+        )
+        self._last_step_at = now
+        self._on_step(done)
+
+    async def _keep_up(self) -> bool:
+        """Take the state of whoever is further, if somebody is; whether that was done."""
+        leader = self.view.leader
+        if leader is None or self._round is not None:
+            return False
+        table = table_of(self._state.shared)
+        try:
+            taken = await self._download(
+                min_version=leader.step,
+                timeout_s=_CATCH_UP_TIMEOUT_S,
+                attempts=3,
+                expects=lambda version, offered: version >= self.step and offered == table,
+                accepts=lambda state: is_finite_state(state) and _is_chain(state.facts),
+            )
+        except NetError as error:
+            self.totals.reasons[f"no state: {type(error).__name__}"] += 1
+            taken = None
+        if taken is None or (taken.version, taken.facts["trained"]) <= (self.step, self._trained):
+            self.board.refresh()
+            await self.board.wait_for_news()
+            return False
+        await self._take(taken)
+        return True
+
+    async def _take(self, taken: SharedState) -> None:
+        await self._state.take(taken.tensors)
+        self.step, self._chain, self._trained = taken.version, taken.facts["chain"], taken.facts["trained"]
+        self.totals.samples_lost += self._gathered
+        self.totals.states_taken += 1
+        self._gathered = 0.0
+        self._last_step_at = trio.current_time()
+        self.board.refresh()
+        self._tell()
+
+    async def shared_state(self) -> SharedState:
+        """What a newcomer takes: consistent, since no step is made while it is copied."""
+        while True:
+            before = self.step, self._chain, self._trained
+            tree = await self._state.snapshot()
+            if before == (self.step, self._chain, self._trained):
+                import jax
+
+                return SharedState(
+                    version=before[0],
+                    tensors=tuple(jax.tree.leaves(tree)),
+                    facts={"chain": before[1], "trained": float(before[2])},
+                )
+
+    async def snapshot(self) -> tuple[int, PyTree, Mapping[str, Any]]:
+        """(step, state on the host, facts that JSON can hold) for a checkpoint."""
+        shared = await self.shared_state()
+        facts = {"chain": shared.facts["chain"].hex(), "trained": shared.facts["trained"]}
+        return shared.version, list(shared.tensors), facts
+
+    async def restore(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
+        """Go on from a `snapshot`. A swarm that was stopped as a whole goes on where its furthest peer was."""
+        await self._state.restore(state)
+        self.step, self._chain, self._trained = step, bytes.fromhex(facts["chain"]), float(facts["trained"])
+        self._gathered = 0.0
+        self.board.refresh()
+
+
+def _is_chain(facts: Mapping[str, Any]) -> bool:
+    chain, trained = facts.get("chain"), facts.get("trained")
+    return isinstance(chain, bytes) and isinstance(trained, float) and math.isfinite(trained)
+
+
+@asynccontextmanager
+async def open_collaboration(
+    caller: Caller,
+    dht: DhtNode,
+    params: PyTree,
+    *,
+    together: Collaborative,
+    name: str,
+    config: CollaborationConfig = CollaborationConfig(),  # noqa: B008 (frozen)
+    device: Device | None = None,
+    rng: random.Random | None = None,
+    on_step: Callable[[GlobalStep], None] = lambda done: None,
+) -> AsyncIterator[Collaboration]:
+    """This peer's part in a collaboration, as long as the block lasts.
+
+    It has taken the swarm's state when the block begins, if there is a swarm that has made a step.
+
+    Args:
+      caller: places and serves the calls. dht: where peers report and groups form.
+      params: of the model. Peers with others of these shapes join all the same: the swarm's are taken.
+      together: the optimiser; see `dmoe_jax.optim.collaborative`.
+      name: peers that give the same name train together; 1 to 64 letters, digits, '_' or '-'.
+      device: runs what changes the state; None: a worker thread of its own. In virtual time, an `InlineDevice`.
+      rng: draws what is drawn; None: the system's.
+      on_step: called after each global step, in the event loop.
+
+    Raises:
+      ValueError: an argument is out of range, or a parameter is not of floating-point numbers.
+    """
+    device, rng = device or ThreadDevice(), rng or random.SystemRandom()
+    role = Role(config.role) if config.role != "auto" else (Role.CLIENT if caller.address is None else Role.NODE)
+    state = PeerState(together, params, device)
+
+    async def download(**wanted: Any) -> SharedState | None:
+        return await download_state(caller, dht, prefix=name, rng=rng, config=sharing, **wanted)
+
+    sharing = StateSharingConfig(announce_period_s=10.0, max_lag=0)
+    rounds = StepAveraging(
+        caller,
+        dht,
+        prefix=name,
+        size=state.layout.size,
+        schema=f"{together.shared} {config.target_batch_size}\n{state.layout.schema}",
+        role=role,
+        bandwidth=lambda: config.bandwidth_bps,
+        rng=rng,
+        config=config.rounds(),
+        on_lost=lambda peer_id: peer.board.forget(peer_id),
+    )
+    try:
+        async with background_nursery() as nursery:
+            peer = Collaboration(
+                state,
+                rounds,
+                caller=caller,
+                dht=dht,
+                role=role,
+                config=config,
+                nursery=nursery,
+                download=download,
+                on_step=on_step,
+            )
+            peer.board = ProgressBoard(
+                caller,
+                dht,
+                prefix=name,
+                own=peer.report,
+                target=config.target_batch_size,
+                config=config.board(),
+                on_begin=peer.heard,
+            )
+            nursery.start_soon(peer.board.run)
+            await peer.board.wait_for_news()
+            await peer.catch_up()
+            source = StateSource(lambda: peer.step, peer.shared_state)
+            nursery.start_soon(StateSharing(caller, dht, prefix=name, source=source, config=sharing).run)
+            nursery.start_soon(peer.run)
+            yield peer
+    finally:
+        rounds.close()

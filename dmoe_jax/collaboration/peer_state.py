@@ -1,0 +1,117 @@
+"""A peer's training state, who may touch it when, and the form in which it travels to a newcomer."""
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import trio
+
+from dmoe_jax.averaging.donor import tree_like
+from dmoe_jax.checkpoints import host_copy
+from dmoe_jax.device import Device
+from dmoe_jax.optim.collaborative import Collaborative, CollaborativeState, Contribution, emptied
+from dmoe_jax.optim.tree_vectors import TreeLayout
+from dmoe_jax.types import PyTree
+from net.averaging.collaboration.progress import CHAIN_BYTES
+from net.types import Array
+
+
+class PeerState:
+    """The state, changed by one task at a time and never while it is donated.
+
+    Args:
+      together: the optimiser. params: to begin with. device: runs what changes it.
+    """
+
+    def __init__(self, together: Collaborative, params: PyTree, device: Device) -> None:
+        self.together = together
+        self.device = device
+        self.now: CollaborativeState = together.init(params)
+        """As it is after the last change. Its arrays are donated to the next one."""
+        self.layout = TreeLayout(params)
+        self._turn = trio.Lock()
+        self._gather = jax.jit(together.gather, donate_argnums=0)
+        self._contribution = jax.jit(together.contribution)
+        self._step = jax.jit(together.step, donate_argnums=0)
+        self._emptied = jax.jit(emptied, donate_argnums=0)
+
+    def digest(self) -> bytes:
+        """Names the parameters, `CHAIN_BYTES` long: peers that begin with the same ones have the same."""
+        found = hashlib.blake2b(digest_size=CHAIN_BYTES)
+        for leaf in jax.tree.leaves(self.now.params):
+            found.update(np.ascontiguousarray(leaf).data)
+        return found.digest()
+
+    async def change(self, work: Callable[..., tuple[Any, CollaborativeState]], *args: Any) -> Any:
+        """Run `work(state, *args)` on the device, where the state is donated; keep the new state, return the rest."""
+        async with self._turn:
+            # Shielded: a cancelled change would leave a donated, dead state behind.
+            with trio.CancelScope(shield=True):
+                value, self.now = await self.device.run(work, self.now, *args)
+            return value
+
+    async def gather(self, grads: PyTree, samples: int) -> None:
+        """Take in a micro-batch's mean gradient."""
+        await self.change(lambda state: (None, self._gather(state, grads, np.float32(samples))))
+
+    async def contribution(self) -> tuple[Array, float, float]:
+        """(float32 [size], samples, overflows): what this peer brings, on the host."""
+
+        def work(state: CollaborativeState) -> tuple[Array, float, float]:
+            own = self._contribution(state)
+            return self.layout.to_vector(own.mean), float(own.samples), float(own.overflows)
+
+        async with self._turn:
+            return await self.device.run(work, self.now)
+
+    async def step(self, mean: Array, samples: float, overflows: float) -> None:
+        """The global step with what all peers brought."""
+
+        def work(state: CollaborativeState) -> tuple[None, CollaborativeState]:
+            whole = Contribution(self.layout.to_tree(mean), np.float32(samples), np.float32(overflows))
+            return None, self._step(state, whole)
+
+        await self.change(work)
+
+    async def empty(self) -> None:
+        """Drop what is gathered."""
+        await self.change(lambda state: (None, self._emptied(state)))
+
+    @property
+    def shared(self) -> PyTree:
+        """What a newcomer needs: everything that is not this peer's own contribution."""
+        return _shared(self.now)
+
+    async def snapshot(self) -> PyTree:
+        """A copy of it on the host, taken between two changes."""
+        async with self._turn:
+            return await self.device.run(host_copy, _shared(self.now))
+
+    async def take(self, tensors: Sequence[Array]) -> None:
+        """Take another peer's state, as the arrays of `shared` in their order."""
+
+        def work(state: CollaborativeState) -> tuple[None, CollaborativeState]:
+            theirs = tree_like(_shared(state), tensors)
+            return None, emptied(state._replace(**theirs))
+
+        await self.change(work)
+
+    async def restore(self, tree: PyTree) -> None:
+        """Go on from a `snapshot`."""
+        await self.take(jax.tree.leaves(tree))
+
+
+_SHARED = ("params", "inner", "steps", "anchor", "outer", "scale", "good_steps")
+
+
+def _shared(state: CollaborativeState) -> dict[str, PyTree]:
+    return {name: getattr(state, name) for name in _SHARED}
+
+
+@functools.cache
+def jitted_gathering(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """`optim.collaborative.gathering_gradient` compiled, the state donated."""
+    return jax.jit(gradient, donate_argnums=0)

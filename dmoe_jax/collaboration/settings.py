@@ -1,0 +1,118 @@
+"""How a peer takes part in one large batch, and what its steps came to."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from dmoe_jax.averaging.settings import RoleName
+from net.averaging.collaboration.board import BoardConfig
+from net.averaging.collaboration.rounds import RoundConfig
+from net.averaging.collaboration.settlement import SettlementConfig
+from net.averaging.grouping.group import BANDWIDTHS_BPS
+from net.averaging.grouping.matchmaking import AssemblyConfig
+from net.averaging.reduction.partition import AllReduceConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollaborationConfig:
+    """How a peer takes part. Target, side and compression are the same for all peers."""
+
+    target_batch_size: int = 4096
+    """Samples of all peers together that make a step (DeDLOC's and hivemind's default)."""
+    side: int = 256
+    """Most peers with gradients."""
+    lead_s: float = 3.0
+    """Groups form so many seconds before the batch is full: what finding each other takes, over the slowest line."""
+    timeout_s: float = 60.0
+    """Longest that an all-reduce takes, seconds."""
+    silence_s: float = 2.0
+    """A peer that does not answer for so long while its group waits is gone, seconds."""
+    late_s: float = 15.0
+    """A peer that lives and brings nothing for so long after its group began is left out, seconds."""
+    role: RoleName = "auto"
+    """A "client" is never called by others and reduces nothing; an "auxiliary" peer reduces and has no gradients.
+    "auto": a client where nobody can call, else a node."""
+    bandwidth_bps: float | None = None
+    """Bytes a second that this machine's connection carries, for the share that it reduces; None: unknown."""
+    delayed: bool = False
+    """Whether averaging overlaps with the next batch: each step is then made with gradients of the parameters before
+    the last one (delayed parameter updates, Ren et al. 2021)."""
+
+    def __post_init__(self) -> None:
+        if self.target_batch_size < 1:
+            raise ValueError(f"target_batch_size must be at least 1, got {self.target_batch_size}")
+        for name in ("lead_s", "timeout_s", "silence_s", "late_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
+        least, most = BANDWIDTHS_BPS
+        if self.bandwidth_bps is not None and not least <= self.bandwidth_bps <= most:
+            raise ValueError(f"a bandwidth is from {least:g} to {most:g} bytes a second, got {self.bandwidth_bps:g}")
+        self.rounds()
+
+    def rounds(self) -> RoundConfig:
+        """Settings of the averaging."""
+        return RoundConfig(
+            side=self.side,
+            patience_s=max(self.lead_s, 2.0),
+            silence_s=self.silence_s,
+            assembly=AssemblyConfig(window_s=max(self.lead_s, 1.0), request_timeout_s=max(self.lead_s, 1.0) / 2),
+            all_reduce=AllReduceConfig(sender_timeout_s=self.late_s, timeout_s=self.timeout_s),
+            settlement=SettlementConfig(timeout_s=self.timeout_s, silence_s=self.silence_s),
+        )
+
+    def board(self) -> BoardConfig:
+        """Settings of the reports."""
+        return BoardConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalStep:
+    """One step of the whole swarm, as this peer saw it."""
+
+    number: int
+    """Steps of the swarm, this one included."""
+    peers: int
+    """Members of the group, this peer included."""
+    samples: float
+    """Of all of them together."""
+    own_samples: float
+    """Of this peer."""
+    gathered_s: float
+    """Seconds since the step before."""
+    averaged_s: float
+    """Seconds from this peer's last micro-batch until the step was made."""
+    attempts: int
+    """All-reduces that it took; 0 for a step alone."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CollaborationTotals:
+    """What has become of this peer's work."""
+
+    steps: int = 0
+    """Global steps that it made with the others, or alone."""
+    alone: int = 0
+    """Of these, with nobody else there."""
+    samples: float = 0.0
+    """Its samples that are in a step."""
+    samples_lost: float = 0.0
+    """Its samples that are in none: it was left behind, or left."""
+    whole: float = 0.0
+    """Samples of everybody in these steps."""
+    states_taken: int = 0
+    """Whole states taken from others."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """How many attempts came to nothing for which reason."""
+
+    def headline(self) -> dict[str, Any]:
+        """The totals by the names that reports give them."""
+        return {
+            "global_steps": self.steps,
+            "steps_alone": self.alone,
+            "samples_used": self.samples,
+            "samples_lost": self.samples_lost,
+            "mean_batch": self.whole / self.steps if self.steps else None,
+            "states_taken": self.states_taken,
+            **{f"failed: {reason}": count for reason, count in self.reasons.items()},
+        }

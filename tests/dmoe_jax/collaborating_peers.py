@@ -1,0 +1,143 @@
+"""Peers that make one large batch together, in the simulated swarm of the tests of averaging."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import trio
+
+from dmoe_jax.collaboration import Collaboration, CollaborationConfig, GlobalStep, open_collaboration
+from dmoe_jax.device import InlineDevice
+from dmoe_jax.optim.collaborative import Collaborative, collaborative
+from tests.net.averaging_swarm import Swarm, open_place
+
+PARAMS = {"w": jnp.linspace(-1.0, 1.0, 12).reshape(3, 4), "b": jnp.zeros(4)}
+CONFIG = CollaborationConfig(target_batch_size=256, lead_s=2.0)
+
+
+def loss(params: Any, x: Any, y: Any) -> Any:
+    """A small regression."""
+    return jnp.mean(jnp.sum((jnp.tanh(x @ params["w"]) + params["b"] - y) ** 2, -1))
+
+
+gradient = jax.jit(jax.grad(loss))
+
+
+def samples_of(name: str, number: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Micro-batch `number` of a peer: x [count, 3], y [count, 4]."""
+    rng = np.random.default_rng([number, *name.encode()])
+    x = rng.normal(size=(count, 3)).astype(np.float32)
+    return x, np.sin(2 * x @ np.arange(12).reshape(3, 4)).astype(np.float32)
+
+
+@dataclass(slots=True, eq=False)
+class PeerLog:
+    """What a peer did, kept beyond its end."""
+
+    peer: Collaboration | None = None
+    steps: list[GlobalStep] = field(default_factory=list)
+    params: dict[int, Any] = field(default_factory=dict)
+    """Step -> parameters after it."""
+    chains: dict[int, bytes] = field(default_factory=dict)
+    """Step -> chain after it."""
+    batches: dict[int, list[int]] = field(default_factory=dict)
+    """Step (from 0) -> micro-batches that were gathered for it."""
+    busy_s: float = 0.0
+    began: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A peer that computes micro-batches of `count` samples, each in `seconds`."""
+
+    name: str
+    seconds: float
+    count: int = 4
+    log: PeerLog = field(default_factory=PeerLog)
+
+    async def live(self, peer: Collaboration) -> None:
+        """Train for ever."""
+        self.log.peer, self.log.began = peer, trio.current_time()
+        number = 0
+        while True:
+            step = peer.step
+            x, y = samples_of(self.name, number, self.count)
+            grads = gradient(peer.params, x, y)
+            await trio.sleep(self.seconds)
+            self.log.busy_s += self.seconds
+            self.log.batches.setdefault(step, []).append(number)
+            number += 1
+            await peer.add(grads, samples=self.count, took_s=self.seconds)
+            self.log.params[peer.step] = jax.tree.map(np.array, peer.params)
+            self.log.chains[peer.step] = peer.chain
+
+
+def optimizer() -> Collaborative:
+    """Adam with a schedule, so that a wrong count of steps shows."""
+    return collaborative(optax.adam(optax.linear_schedule(0.05, 0.01, 20)))
+
+
+def start(
+    swarm: Swarm,
+    worker: Worker,
+    *,
+    config: CollaborationConfig = CONFIG,
+    together: Callable[[], Collaborative] = optimizer,
+    client: bool = False,
+    params: Any = PARAMS,
+) -> None:
+    """Start a peer on the host of its name."""
+
+    async def main() -> None:
+        async with (
+            open_place(swarm, worker.name, client_mode=client) as place,
+            open_collaboration(
+                place.rpc,
+                place.dht,
+                params,
+                together=together(),
+                name="run",
+                config=config,
+                device=InlineDevice(),
+                rng=place.rng,
+                on_step=worker.log.steps.append,
+            ) as peer,
+        ):
+            await worker.live(peer)
+
+    swarm.network.start(worker.name, main)
+
+
+def one_machine(workers: list[Worker], steps: int) -> list[Any]:
+    """Parameters after each step of one process with the same samples in one batch.
+
+    What a peer gathered counts if its own log has the step, made by all of its group.
+    """
+    inner = optax.adam(optax.linear_schedule(0.05, 0.01, 20))
+    params, state, found = PARAMS, inner.init(PARAMS), []
+    for step in range(steps):
+        x, y = zip(
+            *(
+                samples_of(worker.name, number, worker.count)
+                for worker in workers
+                if step + 1 in worker.log.params
+                for number in worker.log.batches.get(step, [])
+            ),
+            strict=True,
+        )
+        grads = gradient(params, np.concatenate(x), np.concatenate(y))
+        updates, state = inner.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        found.append(params)
+    return found
+
+
+def largest_difference(a: Any, b: Any) -> float:
+    """Largest difference relative to the largest parameter."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    scale = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(b))
+    return max(float(np.abs(np.asarray(one) - np.asarray(other)).max()) for one, other in pairs) / scale
