@@ -115,6 +115,11 @@ class Collaboration:
         """Whether somebody is further, or in a chain that goes on where this one does not."""
         return self._round is None and self.view.leader is not None
 
+    @property
+    def is_averaging(self) -> bool:
+        """Whether it averages with a group now, and waits for that."""
+        return self._round is not None and self._gathering_since is None and self._round.group is not None
+
     def report(self) -> Report:
         """What this peer says of itself."""
         now = self._dht.clock.now()
@@ -200,8 +205,8 @@ class Collaboration:
         while True:
             if self._round is None:
                 now, view = self._dht.clock.now(), self.view
-                if view.ends_at - now <= self._config.lead_s and view.leader is None and self._gathered:
-                    self._begin(max(view.ends_at, now + self._config.lead_s / 3), tell=True)
+                if view.ends_at - now <= self._config.lead_s and view.leader is None and view.samples > 0:
+                    self._begin(max(view.ends_at, now + self._config.lead_s / 2), tell=True)
             await self._news()
 
     async def _news(self) -> None:
@@ -214,14 +219,26 @@ class Collaboration:
         self._changed.set()
         self._changed = trio.Event()
 
-    def heard(self, beginning: Beginning) -> None:
-        """Another peer says that the step is near."""
-        now = self._dht.clock.now()
-        is_ours = (beginning.step, beginning.chain) == (self.step, self._chain)
-        # Whoever says so cannot make a batch of nothing: it must be as good as full by what everybody reports.
-        is_near = self.view.ends_at - now <= 4 * self._config.lead_s
-        if self._round is None and is_ours and is_near and beginning.at <= now + 2 * self._config.lead_s:
+    def heard(self, beginning: Beginning) -> float | None:
+        """Another peer says when the step begins; returns when it begins here, if it does.
+
+        Of several times the latest stands, for everybody hears of it.
+        """
+        if (beginning.step, beginning.chain) != (self.step, self._chain):
+            return None
+        now, coming = self._dht.clock.now(), self._round
+        if beginning.at > now + 2 * self._config.lead_s:
+            return None if coming is None else coming.begins_at
+        if coming is None:
+            # Whoever says so cannot make a batch of nothing: it must be nearly full by what everybody reports.
+            if self.view.ends_at - now > 4 * self._config.lead_s:
+                return None
             self._begin(max(now, beginning.at), tell=False)
+        elif beginning.at > coming.begins_at and not coming.found.is_set():
+            coming.begins_at = beginning.at
+            coming.scope.cancel()  # and look again
+        assert self._round is not None
+        return self._round.begins_at
 
     def _begin(self, at: float, *, tell: bool) -> None:
         """Look for the group of the step at hand, beside the computing."""
@@ -232,13 +249,16 @@ class Collaboration:
         self._tell()
 
     async def _form(self, coming: _Round) -> None:
-        with coming.scope:
-            if self.view.others:
-                coming.group = await self._rounds.find_group(
-                    step=coming.step, chain=coming.chain, begins_at=coming.begins_at
-                )
-            else:
-                await trio.sleep(coming.begins_at - self._dht.clock.now())
+        begins_at = math.nan
+        while begins_at != coming.begins_at:  # another peer may say a later time
+            begins_at = coming.begins_at
+            with trio.CancelScope() as coming.scope:
+                if self.view.others:
+                    coming.group = await self._rounds.find_group(
+                        step=coming.step, chain=coming.chain, begins_at=begins_at, others=self.board.contacts
+                    )
+                else:
+                    await trio.sleep(begins_at - self._dht.clock.now())
         coming.found.set()
 
     async def _global_step(self) -> bool:
@@ -281,6 +301,7 @@ class Collaboration:
         await self._state.step(averaged.mean, averaged.weight, averaged.notes)
         group = averaged.group
         self._stepped(group.group_id, averaged.weight, own_samples, len(group.members), averaged.attempts, stopped_at)
+        self.board.advanced((member.peer_id for member in group.members), self.step, self._chain)
 
     def _stepped(
         self, group_id: bytes, samples: float, own: float, peers: int, attempts: int, stopped_at: float

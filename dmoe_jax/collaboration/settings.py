@@ -56,7 +56,12 @@ class CollaborationConfig:
             side=self.side,
             patience_s=max(self.lead_s, 2.0),
             silence_s=self.silence_s,
-            assembly=AssemblyConfig(window_s=max(self.lead_s, 1.0), request_timeout_s=max(self.lead_s, 1.0) / 2),
+            assembly=AssemblyConfig(
+                window_s=max(self.lead_s, 1.0),
+                request_timeout_s=max(self.lead_s, 1.0) / 2,
+                poll_s=max(self.lead_s / 8, 0.1),
+                silence_s=self.silence_s,
+            ),
             all_reduce=AllReduceConfig(sender_timeout_s=self.late_s, timeout_s=self.timeout_s),
             settlement=SettlementConfig(timeout_s=self.timeout_s, silence_s=self.silence_s),
         )

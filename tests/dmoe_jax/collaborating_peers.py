@@ -1,5 +1,6 @@
 """Peers that make one large batch together, in the simulated swarm of the tests of averaging."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,8 +47,11 @@ class PeerLog:
     """Step -> chain after it."""
     batches: dict[int, list[int]] = field(default_factory=dict)
     """Step (from 0) -> micro-batches that were gathered for it."""
-    busy_s: float = 0.0
-    began: float = 0.0
+
+    @property
+    def stepped(self) -> set[int]:
+        """Steps that it made itself."""
+        return {each.number for each in self.steps}
 
 
 @dataclass(slots=True, eq=False)
@@ -59,16 +63,19 @@ class Worker:
     count: int = 4
     log: PeerLog = field(default_factory=PeerLog)
 
+    def gathered(self, number: int) -> int:
+        """Samples that it gathered for step `number`, from 1."""
+        return self.count * len(self.log.batches.get(number - 1, []))
+
     async def live(self, peer: Collaboration) -> None:
         """Train for ever."""
-        self.log.peer, self.log.began = peer, trio.current_time()
+        self.log.peer = peer
         number = 0
         while True:
             step = peer.step
             x, y = samples_of(self.name, number, self.count)
             grads = gradient(peer.params, x, y)
             await trio.sleep(self.seconds)
-            self.log.busy_s += self.seconds
             self.log.batches.setdefault(step, []).append(number)
             number += 1
             await peer.add(grads, samples=self.count, took_s=self.seconds)
@@ -112,28 +119,37 @@ def start(
     swarm.network.start(worker.name, main)
 
 
-def one_machine(workers: list[Worker], steps: int) -> list[Any]:
-    """Parameters after each step of one process with the same samples in one batch.
+def check_one_machine(workers: list[Worker], survivors: list[Worker] | None = None) -> int:
+    """Compare the survivors' parameters after each step with those of one process with the same samples in one batch.
 
-    What a peer gathered counts if its own log has the step, made by all of its group.
+    A step holds what its members gathered for it. Of one that died in it that is told by the number of samples.
+
+    Returns: how many steps there were.
     """
     inner = optax.adam(optax.linear_schedule(0.05, 0.01, 20))
-    params, state, found = PARAMS, inner.init(PARAMS), []
-    for step in range(steps):
-        x, y = zip(
-            *(
-                samples_of(worker.name, number, worker.count)
-                for worker in workers
-                if step + 1 in worker.log.params
-                for number in worker.log.batches.get(step, [])
-            ),
-            strict=True,
+    params, state = PARAMS, inner.init(PARAMS)
+    survivors = workers if survivors is None else survivors
+    whole = {each.number: round(each.samples) for worker in survivors for each in worker.log.steps}
+    for number in range(1, max(whole) + 1):
+        sure = [worker for worker in workers if number in worker.log.stepped]
+        others = [worker for worker in workers if worker not in sure and worker.gathered(number)]
+        there = next(
+            [*sure, *some]
+            for count in range(len(others) + 1)
+            for some in itertools.combinations(others, count)
+            if sum(worker.gathered(number) for worker in (*sure, *some)) == whole[number]
         )
-        grads = gradient(params, np.concatenate(x), np.concatenate(y))
-        updates, state = inner.update(grads, state, params)
+        micro_batches = [
+            samples_of(worker.name, each, worker.count) for worker in there for each in worker.log.batches[number - 1]
+        ]
+        x, y = (np.concatenate(each) for each in zip(*micro_batches, strict=True))
+        updates, state = inner.update(gradient(params, x, y), state, params)
         params = optax.apply_updates(params, updates)
-        found.append(params)
-    return found
+        for worker in workers:
+            if number in worker.log.params:
+                assert largest_difference(worker.log.params[number], params) <= 1e-5, (worker.name, number)
+        assert len({worker.log.chains[number] for worker in workers if number in worker.log.chains}) == 1
+    return max(whole)
 
 
 def largest_difference(a: Any, b: Any) -> float:

@@ -20,13 +20,14 @@ from net.averaging.collaboration.progress import (
     progress_key,
     report_to_wire,
     reports_in_untrusted,
+    withdrawn_in_untrusted,
 )
 from net.dht.calls import PEER_ERRORS
 from net.dht.node import DhtNode
 from net.errors import CallRefused, NetError, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.rpc.base import Caller, Reply, Request, handlers
-from net.wire.fields import integer, octets, real
+from net.wire.fields import integer, octets, optional, real
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class ProgressBoard:
       prefix: names the collaboration.
       own: this peer's report, of now.
       target: samples of a whole batch.
-      on_begin: somebody says that a step is about to begin.
+      on_begin: somebody says that a step is about to begin; returns when it begins here, None: it does not.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ProgressBoard:
         own: Callable[[], Report],
         target: float,
         config: BoardConfig,
-        on_begin: Callable[[Beginning], None],
+        on_begin: Callable[[Beginning], float | None],
     ) -> None:
         self._caller = caller
         self._dht = dht
@@ -98,6 +99,11 @@ class ProgressBoard:
         self._changed = trio.Event()
         self._wanted = trio.Event()
         self._expiration = 0.0
+
+    @property
+    def contacts(self) -> tuple[Contact, ...]:
+        """Where the others at this step can be called."""
+        return tuple(Contact(each.peer_id, each.address) for each in self.view.others if each.address is not None)
 
     @property
     def view(self) -> Forecast:
@@ -140,19 +146,25 @@ class ProgressBoard:
                     await self._store(None)
 
     async def tell(self, beginning: Beginning) -> None:
-        """Tell everybody at this step who can be called. Returns when all have heard, or their time is over."""
+        """Tell everybody at this step who can be called. Returns when all have heard, or their time is over.
+
+        One that begins at another time says so, which is as if it had told us.
+        """
         body = {"step": beginning.step, "chain": beginning.chain, "at": float(beginning.at)}
 
         async def call(contact: Contact) -> None:
             try:
-                await self._caller.call(contact, self._method, body, timeout_s=self._config.nudge_timeout_s)
+                reply = await self._caller.call(contact, self._method, body, timeout_s=self._config.nudge_timeout_s)
+                at = optional(_TIME).of_untrusted(reply.body, "at")
             except PEER_ERRORS:
                 self.forget(contact.peer_id)
+                return
+            if at is not None and at != beginning.at:
+                self._on_begin(replace(beginning, at=at))
 
         async with trio.open_nursery() as nursery:
-            for peer in self.view.others:
-                if peer.address is not None:
-                    nursery.start_soon(call, Contact(peer.peer_id, peer.address))
+            for contact in self.contacts:
+                nursery.start_soon(call, contact)
 
     def _known(self, now: float) -> list[Report]:
         oldest = now - self._config.lifetime_s
@@ -184,10 +196,16 @@ class ProgressBoard:
         except NetError:
             return
         now = self._dht.clock.now()
-        known = {each.peer_id: each for each in self._others}
-        read = [each for each in reports_in_untrusted(record, now=now) if each.peer_id != self._caller.peer_id]
-        # What we know of a peer may be newer than what it last reported: see `advanced`.
-        self._others = tuple(max(each, known.get(each.peer_id, each), key=lambda report: report.at) for each in read)
+        found = {each.peer_id: each for each in self._known(now)}
+        for report in reports_in_untrusted(record, now=now):
+            known = found.get(report.peer_id)
+            # What we know of a peer may be newer than what it last reported, see `advanced`; and a lookup may miss one.
+            is_news = known is None or (known.step, known.at) < (report.step, report.at)
+            if report.peer_id != self._caller.peer_id and is_news:
+                found[report.peer_id] = report
+        for peer_id in withdrawn_in_untrusted(record):
+            found.pop(peer_id, None)
+        self._others = tuple(found.values())
         alive = {each.peer_id for each in self._others}
         self._gone = {peer_id: at for peer_id, at in self._gone.items() if peer_id in alive}
         self._changed.set()
@@ -202,8 +220,7 @@ class ProgressBoard:
             )
         except RemoteProtocolError as error:
             raise CallRefused(str(error)) from error
-        self._on_begin(beginning)
-        return Reply()
+        return Reply(body={"at": self._on_begin(beginning)})
 
 
 _STEP, _CHAIN, _TIME = integer(0, MAX_STEP), octets(CHAIN_BYTES, CHAIN_BYTES), real()

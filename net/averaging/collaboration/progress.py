@@ -10,6 +10,7 @@ Steps have a *chain*, a digest of the groups by which they were made. Peers of o
 parameters; peers of one step and several chains are a swarm that fell apart, and only one of the chains can go on.
 """
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
@@ -180,6 +181,16 @@ def reports_in_untrusted(record: Record | None, *, now: float) -> tuple[Report, 
         if report.at <= now + _MAX_SKEW_S:
             found.append(report)
     return tuple(sorted(found, key=lambda each: each.standing, reverse=True)[:MAX_PEERS])
+
+
+def withdrawn_in_untrusted(record: Record | None) -> tuple[PeerId, ...]:
+    """Whoever has said that it leaves, by a report that is None."""
+    found: list[PeerId] = []
+    for subkey, entry in record.entries.items() if isinstance(record, Dictionary) else ():
+        with contextlib.suppress(ValueError):
+            if entry.value is None:
+                found.append(PeerId.parse(subkey))
+    return tuple(found)
 
 
 _MAX_SKEW_S = 30.0

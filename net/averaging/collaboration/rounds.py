@@ -10,7 +10,7 @@ left average once more.
 import hashlib
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,13 +19,14 @@ import trio
 from net.averaging.collaboration.settlement import DIGEST_BYTES, Outcome, Settlement, SettlementConfig, Vote
 from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.grouping.group_key import MoshpitGrid
+from net.averaging.grouping.join_messages import Candidate
 from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from net.averaging.reduction.partition import AllReduceConfig
 from net.dht.node import DhtNode
 from net.errors import CallFailed, PeerUnavailable, RemoteProtocolError
-from net.identity import PeerId
+from net.identity import Contact, PeerId
 from net.nursery import background_nursery
 from net.rpc.base import Caller
 from net.rpc.service import PING
@@ -133,10 +134,15 @@ class StepAveraging:
         for part in (self._matchmaker, self._all_reduce, self._settlement):
             part.close()
 
-    async def find_group(self, *, step: int, chain: bytes, begins_at: float) -> Group | None:
+    async def find_group(
+        self, *, step: int, chain: bytes, begins_at: float, others: Sequence[Contact] = ()
+    ) -> Group | None:
         """The group that makes this step with us, at about `begins_at`, swarm time. None: nobody was found.
 
         If cancelled, the others go on without us.
+
+        Args:
+          others: peers that begin at that time, too.
         """
         me = Member(
             peer_id=self._caller.peer_id,
@@ -145,14 +151,19 @@ class StepAveraging:
             wanted_slot=self._cell,
             bandwidth=self._bandwidth(),
         )
-        return await self._matchmaker.find_group(
+        group = await self._matchmaker.find_group(
             me,
             cell=self._cell,
             round_number=0,
             deadline=max(begins_at, self._dht.clock.now()) + self._config.patience_s,
             begins_at=begins_at,
             schema=hashlib.sha256(self._agreed + step.to_bytes(8, "big") + chain).digest(),
+            hints=[Candidate(contact=other, expiration=begins_at) for other in others],
         )
+        if group is not None:
+            # From now on, though we may compute for a while: others who ask are told that we shall vote.
+            self._settlement.open(group)
+        return group
 
     async def average(
         self, group: Group, vector: Array | None, *, weight: float = 0.0, note: float = 0.0
@@ -160,14 +171,13 @@ class StepAveraging:
         """Average exactly. Returns the same in all members, or None: then this peer does not know what became of it.
 
         Args:
-          group: from `find_group`.
+          group: from the last `find_group`.
           vector: float32 [size], finite. None for an auxiliary peer.
           weight: of the vector, such as its samples; with 0 it takes no part, whatever it is.
           note: a number whose sum over the members all are told.
         """
         brought = None if vector is None else np.append(vector * np.float32(weight), np.float32(weight))
         for attempt in range(1, self._config.max_attempts + 1):
-            self._settlement.open(group)
             try:
                 result = await self._reduce(group, brought)
                 outcome = await self._settlement.settle(group, _vote_of(result, brought, note))
@@ -185,6 +195,7 @@ class StepAveraging:
             if following is None:
                 return None
             group = following
+            self._settlement.open(group)
             if len(group.members) == 1:
                 alone = np.zeros(self._size, np.float32) if brought is None else brought
                 return _averaged(alone, 1, note, group, attempt)

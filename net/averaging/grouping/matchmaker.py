@@ -98,6 +98,7 @@ class Matchmaker:
         deadline: float,
         begins_at: float | None = None,
         schema: bytes | None = None,
+        hints: Sequence[Candidate] = (),
     ) -> Group | None:
         """Assemble a group with other peers of our cell's group in this round. One search at a time.
 
@@ -112,6 +113,7 @@ class Matchmaker:
           begins_at: swarm time at which the group is to begin, at most an hour ahead; None: once it is full, or after
             `window_s`.
           schema: what the vector means this time; None: as ever.
+          hints: peers that are known to look for this group, and until when: they are asked before the DHT is read.
 
         Returns: the group, the same for all of its members; or None, by the deadline, if there were too few others.
         """
@@ -128,7 +130,7 @@ class Matchmaker:
             begins_at=begins_at,
         )
         self._ends = {key: end for key, end in self._ends.items() if end > now}
-        search = self._search = _Search(self, core)
+        search = self._search = _Search(self, core, hints)
         try:
             await search.run(deadline)
         except BaseException:
@@ -174,8 +176,9 @@ class Matchmaker:
 class _Search:
     """One search: runs a `Matchmaking`."""
 
-    def __init__(self, matchmaker: Matchmaker, core: Matchmaking) -> None:
+    def __init__(self, matchmaker: Matchmaker, core: Matchmaking, hints: Sequence[Candidate]) -> None:
         self._matchmaker = matchmaker
+        self._hints = tuple(hints)
         self.core = core
         self._caller, self._dht, self._config = matchmaker._caller, matchmaker._dht, matchmaker._config
         self._scope = trio.CancelScope()
@@ -251,20 +254,26 @@ class _Search:
     async def _look(self) -> None:
         """Read the key, and ask who precedes us, until cancelled."""
         # Of two peers one must see the other, so be seen before looking. But a store waits for the slowest replica.
+        await self._follow_one_of(self._hints, trio.current_time() + self._config.poll_s)
         if not self.core.is_client:
             with trio.move_on_after(self._config.poll_s):
                 await self._is_declared.wait()
         while True:
             read_again_at = trio.current_time() + self._config.poll_s
             declared = candidates_in_untrusted(await self._dht.get(self.core.key))
-            while batch := self.core.candidates(declared, self._dht.clock.now())[: self._config.max_questions]:
-                leader = await self._ask(batch)
-                if leader is not None:
-                    # When it has failed us, what we know comes first: the DHT may be slow now, if peers have died.
-                    await self._join(leader)
-                elif trio.current_time() >= read_again_at:
-                    break
+            await self._follow_one_of((*self._hints, *declared), read_again_at)
             await trio.sleep_until(read_again_at)
+
+    async def _follow_one_of(self, known: Sequence[Candidate], until: float) -> None:
+        """Ask whoever of these precedes us, and follow the first that is willing; till there is nobody to ask, or
+        nobody was willing by `until`."""
+        while batch := self.core.candidates(known, self._dht.clock.now())[: self._config.max_questions]:
+            leader = await self._ask(batch)
+            if leader is not None:
+                # When it has failed us, what we know comes first: the DHT may be slow now, if peers have died.
+                await self._join(leader)
+            elif trio.current_time() >= until:
+                break
 
     async def _ask(self, batch: Sequence[Candidate]) -> Candidate | None:
         """Ask several candidates at once; the first in rank that is willing, without waiting long for silent ones.
