@@ -41,7 +41,6 @@ class _Round:
     group: Group | None = None
     found: trio.Event = field(default_factory=trio.Event)
     """Set when `group` is what it will be."""
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
 
 class Collaboration:
@@ -236,7 +235,7 @@ class Collaboration:
             self._begin(max(now, beginning.at), tell=False)
         elif beginning.at > coming.begins_at and not coming.found.is_set():
             coming.begins_at = beginning.at
-            coming.scope.cancel()  # and look again
+            self._rounds.postpone(beginning.at)
         assert self._round is not None
         return self._round.begins_at
 
@@ -249,16 +248,16 @@ class Collaboration:
         self._tell()
 
     async def _form(self, coming: _Round) -> None:
-        begins_at = math.nan
-        while begins_at != coming.begins_at:  # another peer may say a later time
-            begins_at = coming.begins_at
-            with trio.CancelScope() as coming.scope:
-                if self.view.others:
-                    coming.group = await self._rounds.find_group(
-                        step=coming.step, chain=coming.chain, begins_at=begins_at, others=self.board.contacts
-                    )
-                else:
-                    await trio.sleep(begins_at - self._dht.clock.now())
+        if self.view.others:
+            coming.group = await self._rounds.find_group(
+                step=coming.step,
+                chain=coming.chain,
+                begins_at=coming.begins_at,
+                others=self.board.contacts,
+                fewest=lambda: self.view.quorum,
+            )
+        else:
+            await trio.sleep(coming.begins_at - self._dht.clock.now())
         coming.found.set()
 
     async def _global_step(self) -> bool:

@@ -133,12 +133,17 @@ def check_one_machine(workers: list[Worker], survivors: list[Worker] | None = No
     for number in range(1, max(whole) + 1):
         sure = [worker for worker in workers if number in worker.log.stepped]
         others = [worker for worker in workers if worker not in sure and worker.gathered(number)]
+        gathered = {worker.name: worker.gathered(number) for worker in (*sure, *others)}
         there = next(
-            [*sure, *some]
-            for count in range(len(others) + 1)
-            for some in itertools.combinations(others, count)
-            if sum(worker.gathered(number) for worker in (*sure, *some)) == whole[number]
+            (
+                [*sure, *some]
+                for count in range(len(others) + 1)
+                for some in itertools.combinations(others, count)
+                if sum(gathered[worker.name] for worker in (*sure, *some)) == whole[number]
+            ),
+            None,
         )
+        assert there is not None, f"step {number} has {whole[number]} samples, not of {gathered}"
         micro_batches = [
             samples_of(worker.name, each, worker.count) for worker in there for each in worker.log.batches[number - 1]
         ]

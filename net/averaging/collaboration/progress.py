@@ -97,6 +97,11 @@ class Forecast:
         """Everybody else at this step."""
         return self.peers[1:]
 
+    @property
+    def quorum(self) -> int:
+        """How many of those that gather may make a step: more than half, so that no two groups make the same one."""
+        return sum(peer.gathers for peer in self.peers) // 2 + 1
+
     def count(self, role: Role) -> int:
         """How many peers of a role take part."""
         return sum(peer.role is role for peer in self.peers)

@@ -135,7 +135,13 @@ class StepAveraging:
             part.close()
 
     async def find_group(
-        self, *, step: int, chain: bytes, begins_at: float, others: Sequence[Contact] = ()
+        self,
+        *,
+        step: int,
+        chain: bytes,
+        begins_at: float,
+        others: Sequence[Contact] = (),
+        fewest: Callable[[], int] = lambda: 2,
     ) -> Group | None:
         """The group that makes this step with us, at about `begins_at`, swarm time. None: nobody was found.
 
@@ -143,6 +149,7 @@ class StepAveraging:
 
         Args:
           others: peers that begin at that time, too.
+          fewest: how few members with gradients make a group, asked when it is to begin.
         """
         me = Member(
             peer_id=self._caller.peer_id,
@@ -159,11 +166,16 @@ class StepAveraging:
             begins_at=begins_at,
             schema=hashlib.sha256(self._agreed + step.to_bytes(8, "big") + chain).digest(),
             hints=[Candidate(contact=other, expiration=begins_at) for other in others],
+            fewest=fewest,
         )
         if group is not None:
             # From now on, though we may compute for a while: others who ask are told that we shall vote.
             self._settlement.open(group)
         return group
+
+    def postpone(self, begins_at: float) -> None:
+        """The group that is looked for begins later."""
+        self._matchmaker.postpone(begins_at)
 
     async def average(
         self, group: Group, vector: Array | None, *, weight: float = 0.0, note: float = 0.0

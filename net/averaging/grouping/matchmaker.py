@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import trio
@@ -99,6 +99,7 @@ class Matchmaker:
         begins_at: float | None = None,
         schema: bytes | None = None,
         hints: Sequence[Candidate] = (),
+        fewest: Callable[[], int] = lambda: 2,
     ) -> Group | None:
         """Assemble a group with other peers of our cell's group in this round. One search at a time.
 
@@ -113,7 +114,8 @@ class Matchmaker:
           begins_at: swarm time at which the group is to begin, at most an hour ahead; None: once it is full, or after
             `window_s`.
           schema: what the vector means this time; None: as ever.
-          hints: peers that are known to look for this group, and until when: they are asked before the DHT is read.
+          hints: peers that are known to look for this group, and until when: they are asked beside those in the DHT.
+          fewest: how few members with a vector make a group, asked when it is to begin.
 
         Returns: the group, the same for all of its members; or None, by the deadline, if there were too few others.
         """
@@ -128,6 +130,7 @@ class Matchmaker:
             rng=self._rng,
             now=now,
             begins_at=begins_at,
+            fewest=fewest,
         )
         self._ends = {key: end for key, end in self._ends.items() if end > now}
         search = self._search = _Search(self, core, hints)
@@ -140,6 +143,12 @@ class Matchmaker:
             raise
         self._search = None
         return core.group
+
+    def postpone(self, begins_at: float) -> None:
+        """The search that is under way, if it was told when to begin, is to begin later."""
+        if self._search is not None:
+            self._search.core.postpone(begins_at)
+            self._search.told()
 
     async def withdraw(self) -> None:
         """Take back what the last search declared, if others can still see it; nothing while there is a next one."""
@@ -179,6 +188,7 @@ class _Search:
     def __init__(self, matchmaker: Matchmaker, core: Matchmaking, hints: Sequence[Candidate]) -> None:
         self._matchmaker = matchmaker
         self._hints = tuple(hints)
+        self._asking = trio.Lock()  # one leader at a time is followed
         self.core = core
         self._caller, self._dht, self._config = matchmaker._caller, matchmaker._dht, matchmaker._config
         self._scope = trio.CancelScope()
@@ -194,12 +204,14 @@ class _Search:
             with self._scope:
                 async with background_nursery() as nursery:
                     nursery.start_soon(self._keep_time)
+                    if self._hints:
+                        nursery.start_soon(self._look_at_hints)
                     if not self.core.is_client:
                         nursery.start_soon(self._stay_declared)
                     await self._look()
         finally:
             self.core.stop()
-            self._settle()
+            self.told()
 
     async def lead(self, request: JoinRequest) -> Answer:
         """Take a follower; returns when it is none any more. If cancelled, it has gone."""
@@ -212,7 +224,7 @@ class _Search:
             return refusal
         answers, answered = trio.open_memory_channel[Answer](1)
         self._waiting[peer_id] = answers
-        self._settle()
+        self.told()
         try:
             return await answered.receive()
         finally:
@@ -220,7 +232,7 @@ class _Search:
                 del self._waiting[peer_id]
                 self.core.leave(peer_id)
 
-    def _settle(self) -> None:
+    def told(self) -> None:
         """Carry out what the core wants done, after whatever it was told."""
         for peer_id, answer in self.core.take_answers().items():
             if (waiting := self._waiting.pop(peer_id, None)) is not None:
@@ -238,7 +250,7 @@ class _Search:
             if due is not None and scope.cancelled_caught:
                 # Not simply the swarm's time, which rounding may put a little before.
                 self.core.tick(max(due, self._dht.clock.now()))
-                self._settle()
+                self.told()
 
     async def _stay_declared(self) -> None:
         while True:
@@ -254,15 +266,23 @@ class _Search:
     async def _look(self) -> None:
         """Read the key, and ask who precedes us, until cancelled."""
         # Of two peers one must see the other, so be seen before looking. But a store waits for the slowest replica.
-        await self._follow_one_of(self._hints, trio.current_time() + self._config.poll_s)
         if not self.core.is_client:
             with trio.move_on_after(self._config.poll_s):
                 await self._is_declared.wait()
         while True:
             read_again_at = trio.current_time() + self._config.poll_s
             declared = candidates_in_untrusted(await self._dht.get(self.core.key))
-            await self._follow_one_of((*self._hints, *declared), read_again_at)
+            async with self._asking:
+                await self._follow_one_of(declared, read_again_at)
             await trio.sleep_until(read_again_at)
+
+    async def _look_at_hints(self) -> None:
+        """Ask those of whom we know without the DHT, until cancelled: it may be slow where peers have died."""
+        while True:
+            again_at = trio.current_time() + self._config.poll_s
+            async with self._asking:
+                await self._follow_one_of(self._hints, again_at)
+            await trio.sleep_until(again_at)
 
     async def _follow_one_of(self, known: Sequence[Candidate], until: float) -> None:
         """Ask whoever of these precedes us, and follow the first that is willing; till there is nobody to ask, or
@@ -323,7 +343,7 @@ class _Search:
         """Wait for this leader to begin, or to send us away."""
         body = request_body(replace(self.core.request, window=leader.expiration))
         self.core.follow(leader)
-        self._settle()
+        self.told()
         # Not until the leader's expiration: its clock may differ from ours. One that has died is noticed by `_watch`.
         window_s = max(self._config.window_s, leader.expiration - self._dht.clock.now())
         timeout_s = min(window_s, MAX_WINDOW_S) + self._config.request_timeout_s
@@ -343,7 +363,7 @@ class _Search:
             self.core.on_group(answer)
         else:
             self.core.on_refused(leader, answer, self._dht.clock.now())
-        self._settle()
+        self.told()
 
     async def _watch(self, leader: Candidate, scope: trio.CancelScope) -> None:
         """Cancel `scope` when a leader that we follow falls silent: else it would cost us its whole window."""

@@ -23,7 +23,7 @@ and time (`tick`, when `deadline` has come), and tells followers what `take_answ
 
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group, Member, Role
@@ -94,6 +94,7 @@ class Matchmaking:
       rng: draws the group's id.
       now: swarm time.
       begins_at: swarm time at which a group is to begin, and not before; None: as soon as it is full.
+      fewest: how few members with a vector make a group, asked when it is to begin; at least 2.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Matchmaking:
         rng: random.Random,
         now: float,
         begins_at: float | None = None,
+        fewest: Callable[[], int] = lambda: 2,
     ) -> None:
         self.me = me
         self.key = key
@@ -125,6 +127,7 @@ class Matchmaking:
         self._config = config
         self._rng = rng
         self._begins_at = begins_at
+        self._fewest = fewest
         # Full groups begin at once, so this holds at most the two bounds of `_has_room`.
         self._followers: dict[PeerId, Member] = {}
         # At most one entry for each question of this search; the deadline bounds them.
@@ -237,7 +240,7 @@ class Matchmaking:
         due = self.deadline()
         if due is None or now < due:
             return
-        if not self.is_client and self._num_senders() >= 2:
+        if not self.is_client and self._num_senders() >= max(2, self._fewest()):
             self._begin()
             return
         self._send_away(Refusal(reason=Reason.DISBANDED))
@@ -246,6 +249,12 @@ class Matchmaking:
         else:
             self._begins_at = None  # late already
             self._open_window(now)
+
+    def postpone(self, begins_at: float) -> None:
+        """The group is to begin later than was said. Of no effect where another leads, or the time has passed."""
+        if self._begins_at is not None and self.leader is None and not self.is_over and not self.is_client:
+            self._begins_at = max(self._begins_at, begins_at)
+            self.expiration = max(self.expiration, min(self._begins_at, self._deadline))
 
     def stop(self) -> None:
         """End the search; followers are sent away."""
