@@ -59,13 +59,6 @@ def test_one_joins_and_one_is_killed_while_it_averages(victim: int, silent: bool
     survivors = [worker for worker in workers if worker is not workers[victim]]
     assert check_one_machine(workers, survivors) >= 9
     newcomer = workers[4].log
-    print(
-        newcomer.peer.totals,
-        newcomer.steps[:2],
-        [(s.number, s.peers, s.attempts) for s in workers[2].log.steps],
-        took_s,
-    )
     assert newcomer.peer is not None and newcomer.peer.totals.states_taken == 1
     assert newcomer.steps[0].number <= 2 + max(step.number for step in workers[2].log.steps if step.number < 9)
     assert took_s < 10
-    assert max(step.attempts for step in workers[2].log.steps) == 2
