@@ -83,6 +83,12 @@ class Worker:
             self.log.chains[peer.step] = peer.chain
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait, in virtual time, for something that has no event."""
+    while not condition():  # noqa: ASYNC110
+        await trio.sleep(0.01)
+
+
 def optimizer() -> Collaborative:
     """Adam with a schedule, so that a wrong count of steps shows."""
     return collaborative(optax.adam(optax.linear_schedule(0.05, 0.01, 20)))

@@ -1,0 +1,148 @@
+"""One large batch as pure functions: micro-batches add up, every way of sharing, loss scaling."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dmoe_jax.optim.collaborative import (
+    Collaborative,
+    CollaborativeState,
+    Contribution,
+    LossScale,
+    collaborative,
+    gathering_gradient,
+)
+
+PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.25)}
+
+
+def loss(params: Any, x: Any, y: Any) -> Any:
+    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+
+def data(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(count, 3)).astype(np.float32), rng.normal(size=count).astype(np.float32)
+
+
+def whole_of(parts: list[Contribution]) -> Contribution:
+    """What the network makes of several peers' contributions."""
+    samples = sum(float(part.samples) for part in parts)
+    mean = jax.tree.map(
+        lambda *leaves: sum(leaf * part.samples for leaf, part in zip(leaves, parts, strict=True)) / samples,
+        *(part.mean for part in parts),
+    )
+    return Contribution(mean, samples, sum(float(part.overflows) for part in parts))
+
+
+def gathered(together: Collaborative, state: CollaborativeState, sizes: list[int], x: Any, y: Any) -> Any:
+    """The state after micro-batches of these sizes."""
+    step = jax.jit(gathering_gradient(together, loss))
+    start = 0
+    for size in sizes:
+        _, state = step(state, size, x[start : start + size], y[start : start + size])
+        start += size
+    return state
+
+
+def test_unequal_micro_batches_of_two_peers_make_the_step_of_one_batch() -> None:
+    x, y = data(32)
+    schedule = optax.linear_schedule(0.1, 0.0, 4)
+    together, oracle = collaborative(optax.adam(schedule)), optax.adam(schedule)
+    states = [together.init(PARAMS), together.init(PARAMS)]
+    params, inner = PARAMS, oracle.init(PARAMS)
+    for _ in range(4):
+        states[0] = gathered(together, states[0], [3, 5, 8], x[:16], y[:16])
+        states[1] = gathered(together, states[1], [15, 1], x[16:], y[16:])
+        whole = whole_of([together.contribution(state) for state in states])
+        states = [together.step(state, whole) for state in states]
+        updates, inner = oracle.update(jax.grad(loss)(params, x, y), inner, params)
+        params = optax.apply_updates(params, updates)
+        for state in states:
+            jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), state.params, params)
+    assert int(states[0].steps) == 4
+    assert float(states[0].samples) == 0
+
+
+def test_parameters_are_averaged_by_samples() -> None:
+    together = collaborative(optax.sgd(0.1), shared="parameters")
+    x, y = data(12)
+    one = gathered(together, together.init(PARAMS), [4], x[:4], y[:4])
+    two = gathered(together, together.init(PARAMS), [4, 4], x[4:], y[4:])
+    by_hand = jax.tree.map(lambda a, b: (4 * a + 8 * b) / 12, one.params, two.params)
+    whole = whole_of([together.contribution(one), together.contribution(two)])
+    for state in (together.step(one, whole), together.step(two, whole)):
+        jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6), state.params, by_hand)
+
+
+def test_pseudo_gradients_are_diloco() -> None:
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    together = collaborative(optax.adam(0.01), shared="pseudo_gradients")
+    x, y = data(16)
+    state, anchor, outer_state = together.init(PARAMS), PARAMS, outer.init(PARAMS)
+    inner, inner_state, params = optax.adam(0.01), optax.adam(0.01).init(PARAMS), PARAMS
+    for _ in range(3):
+        state = gathered(together, state, [8, 8], x, y)
+        for start in (0, 8):
+            grads = jax.grad(loss)(params, x[start : start + 8], y[start : start + 8])
+            updates, inner_state = inner.update(grads, inner_state, params)
+            params = optax.apply_updates(params, updates)
+        way = jax.tree.map(jnp.subtract, anchor, params)
+        updates, outer_state = outer.update(way, outer_state, anchor)
+        params = anchor = optax.apply_updates(anchor, updates)
+        state = together.step(state, together.contribution(state))
+        jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), state.params, params)
+
+
+def test_an_overflow_anywhere_halves_the_scale_everywhere_and_costs_one_micro_batch() -> None:
+    together = collaborative(optax.sgd(0.1), loss_scale=LossScale(initial=4.0, grow_every=2))
+    x, y = data(8)
+    good, bad = together.init(PARAMS), together.init(PARAMS)
+    good = gathered(together, good, [4], x[:4], y[:4])
+    assert float(good.scale) == 4.0
+    bad = gathered(together, bad, [4], np.full_like(x[:4], 3e38), y[:4])
+    bad = gathered(together, bad, [4], x[4:], y[4:])
+    assert (float(bad.samples), float(bad.overflows)) == (4, 1)
+    whole = whole_of([together.contribution(good), together.contribution(bad)])
+    states = [together.step(good, whole), together.step(bad, whole)]
+    by_hand = jax.tree.map(lambda own, grad: own - 0.1 * grad, PARAMS, jax.grad(loss)(PARAMS, x, y))
+    for state in states:
+        assert float(state.scale) == 2.0
+        jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), state.params, by_hand)
+    for expected in (2.0, 4.0):  # it grows after two good steps
+        states = [gathered(together, state, [4], x[:4], y[:4]) for state in states]
+        whole = whole_of([together.contribution(state) for state in states])
+        states = [together.step(state, whole) for state in states]
+        assert float(states[0].scale) == expected
+
+
+def test_a_step_of_nothing_changes_nothing_and_counts() -> None:
+    together = collaborative(optax.adam(0.1))
+    state = together.init(PARAMS)
+    stepped = together.step(state, together.contribution(state))
+    assert int(stepped.steps) == 1
+    jax.tree.map(np.testing.assert_array_equal, stepped.params, PARAMS)
+    poisoned = Contribution(jax.tree.map(lambda leaf: leaf * np.nan, PARAMS), 4.0, 0.0)
+    jax.tree.map(np.testing.assert_array_equal, together.step(state, poisoned).params, PARAMS)
+
+
+def test_bfloat16_parameters_keep_their_type_and_sums_are_float32() -> None:
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
+    for shared in ("gradients", "parameters", "pseudo_gradients"):
+        together = collaborative(optax.adam(0.1), shared=shared)  # type: ignore[arg-type]
+        x, y = data(8)
+        state = gathered(together, together.init(params), [4, 4], x, y)
+        assert state.total is None or state.total["w"].dtype == jnp.float32
+        state = together.step(state, together.contribution(state))
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.bfloat16.dtype}
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ValueError, match="an outer optimiser is for pseudo_gradients, not for gradients"):
+        collaborative(optax.sgd(0.1), outer=optax.sgd(1.0))
+    with pytest.raises(ValueError, match="expected 1 <= initial <= largest"):
+        LossScale(initial=0.5)
