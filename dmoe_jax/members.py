@@ -20,7 +20,7 @@ from net.errors import NetError, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
 
-ROLES = ("node", "trainer", "averager")
+ROLES = ("node", "trainer", "averager", "collaborator", "auxiliary")
 """What a member may be. One peer may have several roles at once."""
 
 MAX_FACTS = 32

@@ -17,7 +17,7 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ import optax
 import trio
 
 from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tree_averager
+from dmoe_jax.collaboration import CollaborationConfig, GlobalStep, open_collaboration
+from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.device import Device, InlineDevice, ThreadDevice
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
 from dmoe_jax.experts.base import Expert
@@ -36,12 +38,14 @@ from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.model import Model
-from dmoe_jax.node.backend import ExpertBackend, make_backends
+from dmoe_jax.node.backend import make_backends
 from dmoe_jax.node.saving import ExpertSaver
-from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
+from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.optim.collaborative import Shared, collaborative
 from dmoe_jax.peer import SwarmPeer, open_peer
 from dmoe_jax.routing.base import Router
 from dmoe_jax.security import Security, Tls
+from dmoe_jax.serving import Served, ServedExpert, serve_until_left
 from dmoe_jax.trainer import Trainer, Trainers
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
@@ -59,37 +63,6 @@ from net.wire.compression import Compression
 _log = logging.getLogger(__name__)
 
 _STATUS_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedExpert:
-    """An expert that somebody serves now."""
-
-    contact: Contact
-    """The node that serves it."""
-    updates: int
-    """Optimiser steps that it has taken."""
-
-
-class Served:
-    """Experts that this process serves. Made by `Swarm.serve`; they are served until `close` or the swarm's end."""
-
-    def __init__(self, node: ExpertNode, backends: Mapping[str, ExpertBackend]) -> None:
-        self.node = node
-        self.backends = dict(backends)
-        """By uid: parameters and optimiser states, as they are now."""
-        self._leave = trio.Event()
-        self._gone = trio.Event()
-
-    @property
-    def uids(self) -> tuple[str, ...]:
-        """Which experts."""
-        return tuple(self.backends)
-
-    async def close(self) -> None:
-        """Withdraw the experts from the swarm, answer no more calls, and save once more if they are saved."""
-        self._leave.set()
-        await self._gone.wait()
 
 
 class Swarm:
@@ -176,7 +149,7 @@ class Swarm:
         """
         if self.rpc.address is None:
             raise ValueError("experts cannot be served by a client; give open_swarm(listen='HOST:PORT')")
-        if self._served is not None:
+        if self._served is not None and not self._served.is_closed:
             raise ValueError(
                 f"this process serves {len(self._served.uids)} experts already, among them {self._served.uids[0]}; "
                 "close these first, or name the experts of all layers in one call: "
@@ -190,40 +163,10 @@ class Swarm:
         saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, self.device)
         if saver is not None and (restored := saver.restore()) is not None:
             on_progress(f"going on from a checkpoint in {checkpoint_dir} ({restored} updates)")
-        served: Served = await self._nursery.start(
-            self._serve, backends, config, saver, checkpoint_period_s, on_progress
-        )
+        serving = functools.partial(serve_until_left, period_s=checkpoint_period_s, on_progress=on_progress)
+        served: Served = await self._nursery.start(serving, self.peer, self.device, backends, config, saver)
+        self._served = served
         return served
-
-    async def _serve(
-        self,
-        backends: dict[str, ExpertBackend],
-        config: NodeConfig,
-        saver: ExpertSaver | None,
-        period_s: float,
-        on_progress: Callable[[str], None],
-        task_status: trio.TaskStatus[Served] = trio.TASK_STATUS_IGNORED,
-    ) -> None:
-        served: Served | None = None
-        try:
-            async with open_expert_node(
-                self.rpc, self.dht, backends, device=self.device, config=config, on_progress=on_progress
-            ) as node:
-                served = self._served = Served(node, backends)
-                task_status.started(served)
-                async with trio.open_nursery() as nursery:
-                    if saver is not None:
-                        nursery.start_soon(saver.run, period_s)
-                    await served._leave.wait()
-                    nursery.cancel_scope.cancel()
-        finally:
-            if served is not None:
-                self._served = None
-                # After the withdrawal: nobody sends gradients any more.
-                with trio.CancelScope(shield=True):
-                    if saver is not None:
-                        await saver.save()
-                served._gone.set()
 
     def mixture(
         self,
@@ -341,6 +284,56 @@ class Swarm:
             self.announced("averager", lambda: {"group": name, "averages": averager.totals.done}),
         ):
             yield averager
+
+    @asynccontextmanager
+    async def collaborate(
+        self,
+        model: Model,
+        optimizer: optax.GradientTransformation,
+        batches: Iterator[Any] | Sequence[Iterator[Any]],
+        *,
+        target_batch_size: int = 4096,
+        average: Shared = "gradients",
+        outer: optax.GradientTransformation | None = None,
+        name: str = "collaboration",
+        params: PyTree | None = None,
+        seed: int | None = None,
+        config: CollaborationConfig = CollaborationConfig(),  # noqa: B008 (frozen)
+        on_step: Callable[[GlobalStep], None] = lambda done: None,
+    ) -> AsyncIterator[CollaborativeTrainers]:
+        """Train one model with all who give the same name, as one machine with a large batch (DeDLOC).
+
+        Args:
+          model: what is trained. optimizer: of its own parameters, the same for all; schedules count global steps.
+          batches: one iterator for each trainer of this process, other data than the other processes'.
+          target_batch_size: samples (for a language model: tokens) of all processes that make a step.
+          average: what is shared: gradients; or parameters, or DiLoCo's pseudo-gradients, of processes that step by
+            themselves in between. outer: optimiser of the pseudo-gradients.
+          name: whose batch it is.
+          params: parameters to begin with, if nobody else has begun; None: `model.init`, from the seed.
+          seed: of initial parameters and of all chance in training; None: the swarm's.
+          config: role, times and bandwidth; `target_batch_size` here stands.
+          on_step: called after each global step.
+
+        Raises:
+          ValueError: an argument is out of range.
+        """
+        seed = self.seed if seed is None else seed
+        params = model.init(jax.random.key(seed)) if params is None else params
+        async with open_collaboration(
+            self.rpc,
+            self.dht,
+            params,
+            together=collaborative(optimizer, shared=average, outer=outer),
+            name=name,
+            config=replace(config, target_batch_size=target_batch_size),
+            device=self.device,
+            rng=self.peer.rng,
+            on_step=on_step,
+        ) as peer:
+            several = list(batches) if isinstance(batches, Sequence) else [batches]
+            async with self.announced("collaborator", lambda: {"group": name, **peer.facts()}):
+                yield CollaborativeTrainers(model, peer, several, seed=seed)
 
     @asynccontextmanager
     async def announced(self, role: str, facts: Callable[[], Mapping[str, Value]]) -> AsyncIterator[None]:

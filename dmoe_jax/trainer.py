@@ -50,6 +50,27 @@ class Resumable(Protocol):
         ...
 
 
+@runtime_checkable
+class Trunk(Protocol):
+    """Where a trainer reads parameters and brings gradients, such as a `SharedTrunk`."""
+
+    @property
+    def step(self) -> int:
+        """Updates so far."""
+        ...
+
+    @property
+    def params(self) -> PyTree:
+        """As they are now."""
+        ...
+
+    async def apply(
+        self, grads: PyTree, *, samples: int, read_at: int, read_params: PyTree, check: Callable[[], None]
+    ) -> int:
+        """Take a gradient; returns the number of the update that it is in. See `SharedTrunk.apply`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """What one training step did.
@@ -80,7 +101,7 @@ class Trainer:
       seed: the run's. All chance of a step follows from it, the trainer's number and its place in the data.
     """
 
-    def __init__(self, index: int, model: Model, trunk: SharedTrunk, batches: Iterator[Any], *, seed: int = 0) -> None:
+    def __init__(self, index: int, model: Model, trunk: Trunk, batches: Iterator[Any], *, seed: int = 0) -> None:
         self._index = index
         self._model = model
         self._trunk = trunk
@@ -154,8 +175,10 @@ class Trainer:
           FloatingPointError: so many steps in a row were not finite that the model is beyond help.
           RouterError: the router's scores are not numbers.
         """
+        trunk = self._trunk
+        assert isinstance(trunk, SharedTrunk), "updates are claimed of a trunk of this process"
         lost_in_a_row = not_finite_in_a_row = 0
-        while self._trunk.claim(num_steps):
+        while trunk.claim(num_steps):
             try:
                 record = await self.step()
             except EndOfData:
@@ -170,7 +193,7 @@ class Trainer:
                 on_step(record)
                 lost_in_a_row = not_finite_in_a_row = 0
             finally:
-                self._trunk.release()
+                trunk.release()
             if lost_in_a_row:
                 await trio.sleep(min(5.0, 0.1 * lost_in_a_row))
 

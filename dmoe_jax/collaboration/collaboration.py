@@ -17,7 +17,7 @@ from dmoe_jax.device import Device, ThreadDevice
 from dmoe_jax.optim.collaborative import Collaborative, CollaborativeState
 from dmoe_jax.types import PyTree
 from net.averaging.collaboration.board import Beginning, ProgressBoard
-from net.averaging.collaboration.progress import Forecast, Pace, Report, next_chain
+from net.averaging.collaboration.progress import Forecast, Pace, Report, facts, next_chain
 from net.averaging.collaboration.rounds import Averaged, StepAveraging
 from net.averaging.grouping.group import Group, Role
 from net.averaging.state.download import download_state
@@ -86,7 +86,7 @@ class Collaboration:
 
     @property
     def params(self) -> PyTree:
-        """The parameters now. The next gradient's work donates them: copy what is to be kept."""
+        """The parameters now; they are never donated."""
         return self._state.now.params
 
     @property
@@ -108,6 +108,10 @@ class Collaboration:
     def view(self) -> Forecast:
         """The whole swarm, as this peer sees it."""
         return self.board.view
+
+    def facts(self) -> Mapping[str, Any]:
+        """What `dmoe status` shows of it: the whole swarm as this peer sees it."""
+        return facts(self.view, self._config.target_batch_size)
 
     @property
     def is_left_behind(self) -> bool:
@@ -151,15 +155,23 @@ class Collaboration:
 
         Returns: whether the parameters have changed.
         """
+        await self.gather(grads, samples=samples)
+        return await self.gathered(samples, took_s)
+
+    async def gather(self, grads: PyTree, *, samples: int) -> None:
+        """Take in a gradient, of several that are computed side by side; then call `gathered` once for all."""
         self._check_samples(samples)
         await self._state.gather(grads, samples)
-        return await self._gathered_more(samples, took_s)
+
+    async def on_device(self, function: Callable[[], None]) -> None:
+        """Run something where the gradients are."""
+        await self._state.device.run(function)
 
     async def work(self, function: Callable[..., tuple[Any, CollaborativeState]], samples: int, *args: Any) -> Any:
-        """Run a compiled `gathering_gradient` on the device, and make the global step if it is due.
+        """Run a `gathering_gradient` on the device, and make the global step if it is due.
 
         Args:
-          function: (state, samples, *args) -> (value, state), the state donated.
+          function: (state, samples, *args) -> (value, state), compiled by `keeping_params`.
           samples: of this micro-batch.
 
         Returns: the value.
@@ -167,14 +179,21 @@ class Collaboration:
         self._check_samples(samples)
         began = trio.current_time()
         value = await self._state.change(function, np.float32(samples), *args)
-        await self._gathered_more(samples, trio.current_time() - began)
+        await self.gathered(samples, trio.current_time() - began)
         return value
 
     def _check_samples(self, samples: int) -> None:
         if not (samples > 0):
             raise ValueError(f"a micro-batch has a positive number of samples, got {samples}")
 
-    async def _gathered_more(self, samples: int, took_s: float | None) -> bool:
+    async def gathered(self, samples: int, took_s: float | None = None) -> bool:
+        """So many samples were gathered: make the global step if it is due, and take the swarm's state if it is ahead.
+
+        Args:
+          took_s: seconds of computing them; None: since the last call returned.
+
+        Returns: whether the parameters have changed.
+        """
         if took_s is None:
             assert self._gathering_since is not None
             took_s = trio.current_time() - self._gathering_since

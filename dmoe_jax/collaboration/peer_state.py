@@ -1,6 +1,5 @@
 """A peer's training state, who may touch it when, and the form in which it travels to a newcomer."""
 
-import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,13 +29,13 @@ class PeerState:
         self.together = together
         self.device = device
         self.now: CollaborativeState = together.init(params)
-        """As it is after the last change. Its arrays are donated to the next one."""
+        """As it is after the last change. All but its parameters are donated to the next one."""
         self.layout = TreeLayout(params)
         self._turn = trio.Lock()
-        self._gather = jax.jit(together.gather, donate_argnums=0)
+        self._gather = keeping_params(together.gather)
         self._contribution = jax.jit(together.contribution)
-        self._step = jax.jit(together.step, donate_argnums=0)
-        self._emptied = jax.jit(emptied, donate_argnums=0)
+        self._step = keeping_params(together.step)
+        self._emptied = keeping_params(emptied)
 
     def digest(self) -> bytes:
         """Names the parameters, `CHAIN_BYTES` long: peers that begin with the same ones have the same."""
@@ -46,7 +45,8 @@ class PeerState:
         return found.digest()
 
     async def change(self, work: Callable[..., tuple[Any, CollaborativeState]], *args: Any) -> Any:
-        """Run `work(state, *args)` on the device, where the state is donated; keep the new state, return the rest."""
+        """Run `work(state, *args)` on the device, which donates the state or does not; keep the new state, return the
+        rest."""
         async with self._turn:
             # Shielded: a cancelled change would leave a donated, dead state behind.
             with trio.CancelScope(shield=True):
@@ -111,7 +111,11 @@ def _shared(state: CollaborativeState) -> dict[str, PyTree]:
     return {name: getattr(state, name) for name in _SHARED}
 
 
-@functools.cache
-def jitted_gathering(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """`optim.collaborative.gathering_gradient` compiled, the state donated."""
-    return jax.jit(gradient, donate_argnums=0)
+def keeping_params(work: Callable[..., Any]) -> Callable[..., Any]:
+    """`work(state, *args)` compiled, with everything donated but the parameters, which others may still be reading."""
+
+    def split(params: PyTree, rest: CollaborativeState, *args: Any) -> Any:
+        return work(rest._replace(params=params), *args)
+
+    compiled = jax.jit(split, donate_argnums=1)
+    return lambda state, *args: compiled(state.params, state._replace(params=None), *args)

@@ -1,63 +1,96 @@
 """One large batch by many peers, in virtual time: the result is one machine's, whoever joins, leaves or is slow."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 import trio
 
-from net.transport.sim.events import HostDown
-from tests.dmoe_jax.collaborating_peers import CONFIG, Worker, check_one_machine, start, until
-from tests.net.averaging_swarm import Swarm, in_swarm
+from dmoe_jax.collaboration import CollaborationConfig
+from experiments.collaborative.regression import regression
+from experiments.collaborative.world import Life, PeerSpec, World, compare_with_one_machine
+from net.transport.sim import run, simulate
+from net.transport.sim.links import Constant
 
-SECONDS = (0.1, 0.2, 0.35, 0.5, 1.0)
-"""What a micro-batch takes each peer."""
+CONFIG = CollaborationConfig(target_batch_size=256, lead_s=2.0)
+PROBLEM = regression()
 
 
-def unequal_workers(seconds: Sequence[float] = SECONDS) -> list[Worker]:
-    return [Worker(f"peer{number}", each) for number, each in enumerate(seconds)]
+def machines(sample_s: Sequence[float] = (0.025, 0.05, 0.09, 0.125, 0.25)) -> list[PeerSpec]:
+    """Peers with these seconds a sample."""
+    return [PeerSpec(name=f"peer{number}", sample_s=each) for number, each in enumerate(sample_s)]
+
+
+def in_world(
+    body: Callable[[World], Awaitable[None]], *, latency_s: float = 0.02, config: CollaborationConfig = CONFIG
+) -> list[Life]:
+    """Run a test's body in virtual time; what the machines did."""
+    lives: list[Life] = []
+
+    async def main() -> None:
+        async with simulate(latency=Constant(latency_s)) as network:
+            world = World(network, PROBLEM, config=config)
+            await world.open()
+            await body(world)
+            lives.extend(world.lives)
+
+    run(main)
+    return lives
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait, in virtual time, for something that has no event."""
+    while not condition():  # noqa: ASYNC110
+        await trio.sleep(0.01)
+
+
+def check_one_machine(lives: list[Life], steps: int) -> None:
+    found = compare_with_one_machine(PROBLEM, lives, steps)
+    assert not found.unexplained
+    assert not found.chains_apart
+    assert found.difference <= 1e-5
 
 
 def test_unequal_peers_make_the_steps_of_one_machine() -> None:
-    workers = unequal_workers()
+    async def body(world: World) -> None:
+        for spec in machines():
+            world.start(spec)
+        await world.wait_for_step(10)
+        await trio.sleep(1)
 
-    async def body(swarm: Swarm) -> None:
-        for worker in workers:
-            start(swarm, worker)
-        await trio.sleep(40)
-
-    in_swarm(body)
-    assert check_one_machine(workers) >= 10
-    batches = [each.samples for each in workers[0].log.steps]
+    lives = in_world(body)
+    check_one_machine(lives, 10)
+    batches = [each.samples for each in lives[0].steps]
     assert all(abs(batch - CONFIG.target_batch_size) <= 0.05 * CONFIG.target_batch_size for batch in batches[1:])
 
 
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("victim", [0, 3])
 def test_one_joins_and_one_is_killed_while_it_averages(victim: int, silent: bool) -> None:
-    workers = unequal_workers()
-    took_s = 0.0
+    specs, took_s, joined_at = machines(), 0.0, 0
 
-    async def body(swarm: Swarm) -> None:
-        nonlocal took_s
-        for worker in workers[:4]:
-            start(swarm, worker)
-        await trio.sleep(14)
-        start(swarm, workers[4])
-        await trio.sleep(10)
-        log = workers[victim].log
-        await until(lambda: log.peer is not None and log.peer.is_averaging)
+    async def body(world: World) -> None:
+        nonlocal took_s, joined_at
+        for spec in specs[:4]:
+            world.start(spec)
+        await world.wait_for_step(3)
+        joined_at = world.step
+        world.start(specs[4])
+        await world.wait_for_step(6)
+        peer = world.lives[victim].peer
+        assert peer is not None
+        await until(lambda: peer.is_averaging)
         await trio.sleep(0.03)
-        swarm.network.apply(HostDown(workers[victim].name, silent=silent))
-        before, killed_at = workers[2].log.steps[-1].number, trio.current_time()
-        await until(lambda: workers[2].log.steps[-1].number > before)
+        world.kill(specs[victim].name, silent=silent)
+        killed_at = trio.current_time()
+        await world.wait_for_step(7)
         took_s = trio.current_time() - killed_at
-        await trio.sleep(20)
+        await world.wait_for_step(9)
+        await trio.sleep(1)
 
-    in_swarm(body, latency_s=0.05)
-    survivors = [worker for worker in workers if worker is not workers[victim]]
-    assert check_one_machine(workers, survivors) >= 9
-    newcomer = workers[4].log
+    lives = in_world(body, latency_s=0.05)
+    check_one_machine(lives, 9)
+    newcomer = lives[4]
     assert newcomer.peer is not None
     assert newcomer.peer.totals.states_taken == 1
-    assert newcomer.steps[0].number <= 2 + max(step.number for step in workers[2].log.steps if step.number < 9)
+    assert newcomer.steps[0].number <= joined_at + 2
     assert took_s < 10

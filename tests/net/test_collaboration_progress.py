@@ -73,7 +73,7 @@ def test_a_report_comes_back_as_it_was_and_strangers_are_passed_over() -> None:
     assert parse_report_untrusted(report_to_wire(sent), IDS[1]) == sent
     wire = report_to_wire(sent)
     record = Dictionary(
-        {
+        entries={
             str(IDS[1]): make_entry(wire, 200.0),
             str(IDS[2]): make_entry([*wire[:-1], math.inf], 200.0),
             str(IDS[3]): make_entry(None, 200.0),

@@ -1,0 +1,293 @@
+"""Peers of unequal speed and lines that train together in virtual time, with the code that real ones run.
+
+What a micro-batch costs is a number of the world; its gradient is really computed. Every peer writes down what it did,
+so that one machine can be given the same samples afterwards (`one_machine`).
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import numpy as np
+import optax
+import trio
+
+from dmoe_jax.collaboration import Collaboration, CollaborationConfig, GlobalStep, open_collaboration
+from dmoe_jax.device import InlineDevice
+from dmoe_jax.optim.collaborative import Collaborative
+from dmoe_jax.peer import SIM_PORT, open_peer
+from dmoe_jax.types import PyTree
+from net.errors import NetError
+from net.identity import Address
+from net.transport.sim.events import HostDown, HostUp
+from net.transport.sim.links import HostOptions
+from net.transport.sim.network import SimNetwork
+
+ROOT = "root"
+"""The host through which everybody joins; it trains nothing and never fails."""
+
+_AGAIN_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is trained."""
+
+    params: PyTree
+    """To begin with."""
+    gradient: Callable[[PyTree, str, int, int], PyTree]
+    """(params, peer, number, count) -> mean gradient of micro-batch `number` of a peer, of `count` samples."""
+    batch_gradient: Callable[[PyTree, Sequence[tuple[str, int, int]]], PyTree]
+    """(params, [(peer, number, count)]) -> mean gradient of all these micro-batches in one batch."""
+    together: Callable[[], Collaborative]
+    """A fresh optimiser of the swarm."""
+    optimizer: optax.GradientTransformation
+    """The one inside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSpec:
+    """A machine."""
+
+    name: str
+    """Its host."""
+    sample_s: float
+    """Seconds of computing a sample."""
+    micro_batch: int = 4
+    """Samples of a micro-batch."""
+    client: bool = False
+    """Whether nobody can call it."""
+    line: HostOptions = field(default_factory=HostOptions)
+    """Its connection."""
+
+    @property
+    def micro_batch_s(self) -> float:
+        """Seconds of a micro-batch."""
+        return self.sample_s * self.micro_batch
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """What one process of a machine did, kept beyond its end."""
+
+    name: str
+    """Of its peer: the machine's, and which of its processes this is."""
+    spec: PeerSpec
+    began: float
+    peer: Collaboration | None = None
+    steps: list[GlobalStep] = field(default_factory=list)
+    stepped_at: list[float] = field(default_factory=list)
+    """Virtual time of each of `steps`."""
+    params: dict[int, PyTree] = field(default_factory=dict)
+    """Step -> parameters after it, if they are kept."""
+    chains: dict[int, bytes] = field(default_factory=dict)
+    """Step -> chain after it."""
+    batches: dict[int, list[int]] = field(default_factory=dict)
+    """Step, from 1 -> micro-batches that were gathered for it."""
+    computed: int = 0
+    """Samples, whatever became of them."""
+    ended: float | None = None
+    """When it was killed."""
+
+    @property
+    def stepped(self) -> set[int]:
+        """Steps that it made itself."""
+        return {each.number for each in self.steps}
+
+    def gathered(self, number: int) -> int:
+        """Samples that it gathered for step `number`."""
+        return self.spec.micro_batch * len(self.batches.get(number, []))
+
+    def idle_share(self, now: float) -> float:
+        """Share of its time since its first micro-batch in which it computed nothing."""
+        lived = (now if self.ended is None else self.ended) - self.began
+        return 1 - self.computed * self.spec.sample_s / lived if lived > 0 else 0.0
+
+
+class World:
+    """Machines on a simulated network.
+
+    Args:
+      network: whose hosts the machines are; see `host_lines`.
+      keep: whether parameters are kept after each step.
+    """
+
+    def __init__(
+        self,
+        network: SimNetwork,
+        problem: Problem,
+        *,
+        config: CollaborationConfig,
+        seed: int = 0,
+        keep: bool = True,
+        last_step: int | None = None,
+    ) -> None:
+        self.network = network
+        self.problem = problem
+        self.config = config
+        self.lives: list[Life] = []
+        """Of all machines, in the order in which they began."""
+        self._seed = seed
+        self._keep = keep
+        self._last_step = last_step
+        self._stepped = trio.Event()
+
+    async def open(self) -> None:
+        """Start the host through which machines join."""
+        ready = trio.Event()
+
+        async def root() -> None:
+            async with open_peer((), network=self.network, host=ROOT, seed=self._seed):
+                ready.set()
+                await trio.sleep_forever()
+
+        self.network.start(ROOT, root)
+        await ready.wait()
+
+    def start(self, spec: PeerSpec) -> None:
+        """Start a machine; it starts again whenever it comes up again."""
+        self.network.start(spec.name, self._live, spec)
+
+    def kill(self, name: str, *, silent: bool = False) -> None:
+        """A machine goes down in the middle of whatever it does."""
+        for life in self.lives:
+            if life.spec.name == name and life.ended is None:
+                life.ended = trio.current_time()
+        self.network.apply(HostDown(name, silent=silent))
+
+    def revive(self, name: str) -> None:
+        """It comes up again, as a peer that knows nothing."""
+        self.network.apply(HostUp(name))
+
+    @property
+    def living(self) -> list[Life]:
+        """Of machines that are up."""
+        return [life for life in self.lives if life.ended is None]
+
+    @property
+    def step(self) -> int:
+        """The furthest step that somebody has made."""
+        return max((life.peer.step for life in self.lives if life.peer is not None), default=0)
+
+    async def wait_for_step(self, number: int) -> None:
+        """Wait until somebody has made it."""
+        while self.step < number:
+            await self._stepped.wait()
+
+    async def _live(self, spec: PeerSpec) -> None:
+        number = sum(life.spec.name == spec.name for life in self.lives)
+        life = Life(f"{spec.name}.{number}", spec, trio.current_time())
+        self.lives.append(life)
+        rng = random.Random(f"{self._seed}/{life.name}")
+        while True:
+            try:
+                async with (
+                    open_peer(
+                        [Address(ROOT, SIM_PORT)],
+                        network=self.network,
+                        host=spec.name,
+                        listen=None if spec.client else "auto",
+                        seed=rng.getrandbits(30),
+                    ) as place,
+                    open_collaboration(
+                        place.rpc,
+                        place.dht,
+                        self.problem.params,
+                        together=self.problem.together(),
+                        name="run",
+                        config=self.config,
+                        device=InlineDevice(),
+                        rng=rng,
+                        on_step=partial(self._on_step, life),
+                    ) as peer,
+                ):
+                    await self._train(peer, life)
+                    return
+            except NetError:
+                await trio.sleep(_AGAIN_S)
+
+    def _on_step(self, life: Life, done: GlobalStep) -> None:
+        life.steps.append(done)
+        life.stepped_at.append(trio.current_time())
+        self._stepped.set()
+        self._stepped = trio.Event()
+
+    async def _train(self, peer: Collaboration, life: Life) -> None:
+        life.peer, life.began = peer, trio.current_time()
+        spec, number = life.spec, 0
+        while self._last_step is None or peer.step < self._last_step:
+            step = peer.step + 1
+            grads = self.problem.gradient(peer.params, life.name, number, spec.micro_batch)
+            await trio.sleep(spec.micro_batch_s)
+            life.computed += spec.micro_batch
+            life.batches.setdefault(step, []).append(number)
+            number += 1
+            if await peer.add(grads, samples=spec.micro_batch, took_s=spec.micro_batch_s):
+                life.chains[peer.step] = peer.chain
+                if self._keep:
+                    life.params[peer.step] = jax.tree.map(np.asarray, peer.params)
+        await trio.sleep_forever()  # a donor still
+
+
+def host_lines(specs: Sequence[PeerSpec]) -> Callable[[str], HostOptions]:
+    """The connections of these machines, for `simulate(hosts=...)`."""
+    lines = {spec.name: spec.line for spec in specs}
+    return lambda name: lines.get(name, HostOptions())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A swarm beside one machine with the same samples."""
+
+    steps: int
+    """How many there were."""
+    difference: float
+    """Largest difference of any peer's parameters after any step, relative to the largest parameter."""
+    chains_apart: int
+    """Steps after which peers were in several chains."""
+    unexplained: tuple[int, ...]
+    """Steps whose number of samples is not that of the members' micro-batches."""
+
+
+def compare_with_one_machine(problem: Problem, lives: Sequence[Life], last_step: int) -> Comparison:
+    """Give one process the samples of every step in one batch, and compare.
+
+    A step holds what its members gathered for it. Of one that died in it that is told by the number of samples.
+    """
+    params, state = problem.params, problem.optimizer.init(problem.params)
+    apart, largest, unexplained = 0, 0.0, []
+    for number in range(1, last_step + 1):
+        there = members_of(lives, number)
+        if there is None:
+            unexplained.append(number)
+            break
+        micro_batches = [(life.name, each, life.spec.micro_batch) for life in there for each in life.batches[number]]
+        grads = problem.batch_gradient(params, micro_batches)
+        updates, state = problem.optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        for life in lives:
+            if number in life.params:
+                largest = max(largest, relative_difference(life.params[number], params))
+        apart += len({life.chains[number] for life in lives if number in life.chains}) > 1
+    return Comparison(steps=last_step, difference=largest, chains_apart=apart, unexplained=tuple(unexplained))
+
+
+def members_of(lives: Sequence[Life], number: int) -> list[Life] | None:
+    """Whose samples are in a step: of those who made it, and of as many that died in it as its sum tells."""
+    sure = [life for life in lives if number in life.stepped]
+    whole = {round(each.samples) for life in sure for each in life.steps if each.number == number}
+    maybe = [life for life in lives if life not in sure and life.ended is not None and life.gathered(number)]
+    for chosen in range(2 ** len(maybe)):
+        there = sure + [life for place, life in enumerate(maybe) if chosen >> place & 1]
+        if {sum(life.gathered(number) for life in there)} == whole:
+            return there
+    return None
+
+
+def relative_difference(one: PyTree, other: PyTree) -> float:
+    """The largest difference of two trees, relative to the largest number of the second."""
+    pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+    scale = max(float(np.abs(right).max()) for _, right in pairs)
+    return max(float(np.abs(np.asarray(left) - np.asarray(right)).max()) for left, right in pairs) / scale
