@@ -319,7 +319,7 @@ class Swarm:
           optimizer: an optimiser with one `moshpit_average` in it.
           name: peers that give the same name average with each other.
           state: (how far this peer is, its whole state), which newcomers may take; None: it is no donor.
-          config: groups, windows, compression, role and bandwidth.
+          config: groups, windows, compression, role and speeds.
           on_round: called after each round.
 
         Raises:

@@ -307,7 +307,7 @@ async def open_tree_averager(
             rng=random.SystemRandom() if rng is None else rng,
             schema=f"{what}\n{layout.schema}",
             role=None if config.role == "auto" else Role(config.role),
-            bandwidth=config.bandwidth_bps,
+            speeds=config.speeds,
             state=state if state is None or isinstance(state, StateSource) else donor_source(state, device),
             config=config.averager(),
         ) as averager,

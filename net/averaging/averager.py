@@ -28,6 +28,7 @@ from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.reduction.all_reduce import AllReduce
 from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.reduction.reducer import is_finite
+from net.averaging.speeds import UNKNOWN, Speeds
 from net.averaging.state.download import download_state
 from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
 from net.dht.node import DhtNode
@@ -82,7 +83,7 @@ class Averager:
     size: int
     grid: MoshpitGrid
     role: Role
-    bandwidth: float | None
+    speeds: Speeds
     matchmaker: Matchmaker
     all_reduce: AllReduce
     nursery: trio.Nursery
@@ -107,7 +108,7 @@ class Averager:
           weight: of the vector, such as the samples behind it; see `group.WEIGHTS` for what it may be.
 
         Raises:
-          ValueError: the vector is not what was announced or not finite, or weight or bandwidth are out of range.
+          ValueError: the vector is not what was announced or not finite, or the weight is out of range.
           RuntimeError: another step is under way.
         """
         self._check(vector)
@@ -119,7 +120,7 @@ class Averager:
             role=self.role,
             wanted_slot=self.grid.slot(self.cell, self.round_number),
             weight=weight,
-            bandwidth=self.bandwidth,
+            speeds=self.speeds,
         )
         self._is_stepping = True
         try:
@@ -185,7 +186,7 @@ async def open_averager(
     schema: str = "",
     cell: int | None = None,
     role: Role | None = None,
-    bandwidth: float | None = None,
+    speeds: Speeds = UNKNOWN,
     state: StateSource | None = None,
     config: AveragerConfig = AveragerConfig(),
 ) -> AsyncIterator[Averager]:
@@ -200,7 +201,7 @@ async def open_averager(
       schema: what the numbers mean (names and shapes of the parameters): peers of another schema are refused.
       cell: where on the grid to begin, 0 to `grid.num_cells` - 1; None: anywhere.
       role: None: a client if the caller cannot be called, else a node.
-      bandwidth: of this machine, bytes a second, for the share that it reduces; None: unknown.
+      speeds: of this machine, for the share that it reduces.
       state: this peer's whole state, for newcomers; None: it is no donor.
 
     Raises:
@@ -235,7 +236,7 @@ async def open_averager(
             grid=grid,
             cell=rng.randrange(grid.num_cells) if cell is None else cell,
             role=role,
-            bandwidth=bandwidth,
+            speeds=speeds,
             matchmaker=matchmaker,
             all_reduce=all_reduce,
             download_state=functools.partial(download_state, caller, dht, prefix=prefix, rng=rng, config=config.state),
