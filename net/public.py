@@ -65,7 +65,7 @@ __all__ = [
     "Partition", "Pause", "PeerBusy", "PeerHealth", "PeerId", "PeerTimeout", "PeerUnavailable", "RemoteFailure",
     "RemoteProtocolError", "Reply", "Request", "Role", "RpcPeer", "SharedState", "SimNetwork", "Speeds",
     "StateSharingConfig", "StateSource", "StateUnavailable", "StoreItem", "SwarmClock", "TcpTransport", "TlsTransport",
-    "Transport", "create_identity", "handlers", "load_identity", "load_or_create_identity", "open_averager", "open_dht_node",
-    "open_rpc_peer", "run", "simulate",
+    "Transport", "create_identity", "handlers", "load_identity", "load_or_create_identity", "open_averager",
+    "open_dht_node", "open_rpc_peer", "run", "simulate",
 ]
 # fmt: on
