@@ -358,7 +358,7 @@ class Swarm:
             yield
 
     async def members(self) -> tuple[Member, ...]:
-        """Who takes part: nodes, those that still compile too, trainers and averagers, as they announced themselves."""
+        """Who takes part: nodes, those that still compile too, trainers, averagers and auxiliary peers, as they say."""
         return await list_members(self.dht, self.name)
 
     async def experts(self) -> dict[str, ServedExpert]:

@@ -7,8 +7,6 @@ from typing import Any, Literal, get_args
 
 from net.averaging.averager import AveragerConfig
 from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.grouping.matchmaking import AssemblyConfig
-from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import UNKNOWN, Speeds
 from net.wire.compression import Compression
 
@@ -55,14 +53,8 @@ class TreeAveragerConfig:
 
     def averager(self) -> AveragerConfig:
         """Settings of the averager of vectors."""
-        return AveragerConfig(
-            step_timeout_s=self.timeout_s,
-            assembly=AssemblyConfig(window_s=self.window_s, request_timeout_s=min(3.0, self.window_s / 2)),
-            all_reduce=AllReduceConfig(
-                sender_timeout_s=self.timeout_s / 3,
-                timeout_s=self.timeout_s,
-                compression=Compression(self.compression),
-            ),
+        return AveragerConfig.of(
+            window_s=self.window_s, timeout_s=self.timeout_s, compression=Compression(self.compression)
         )
 
 

@@ -11,7 +11,6 @@ together.
 """
 
 import functools
-import hashlib
 import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,12 +20,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import trio
 
-from net.averaging.grouping.group import Member, Role
+from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.grouping.group_key import MoshpitGrid, check_prefix
 from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.grouping.matchmaking import AssemblyConfig
+from net.averaging.plan import AveragingPlan, announce_plan
 from net.averaging.reduction.all_reduce import AllReduce
-from net.averaging.reduction.partition import AllReduceConfig
+from net.averaging.reduction.load_balance import bytes_each_way
+from net.averaging.reduction.partition import AllReduceConfig, parts_of
 from net.averaging.reduction.reducer import is_finite
 from net.averaging.speeds import UNKNOWN, Speeds
 from net.averaging.state.download import download_state
@@ -36,6 +37,7 @@ from net.identity import PeerId
 from net.nursery import background_nursery
 from net.rpc.base import Caller
 from net.types import Array
+from net.wire.compression import Compression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,24 @@ class AveragerConfig:
         if not 0 < self.step_timeout_s < math.inf:
             raise ValueError(f"step_timeout_s must be a positive number of seconds, got {self.step_timeout_s}")
 
+    @classmethod
+    def of(cls, *, window_s: float, timeout_s: float, compression: Compression) -> "AveragerConfig":
+        """Settings from the few that a user gives; all peers that average together should have the same.
+
+        Args:
+          window_s: how long a group waits for more members.
+          timeout_s: longest that a round takes.
+          compression: how numbers travel.
+
+        Raises:
+          ValueError: a setting is out of range.
+        """
+        return cls(
+            step_timeout_s=timeout_s,
+            assembly=AssemblyConfig(window_s=window_s, request_timeout_s=min(3.0, window_s / 2)),
+            all_reduce=AllReduceConfig(sender_timeout_s=timeout_s / 3, timeout_s=timeout_s, compression=compression),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AveragingStep:
@@ -72,6 +92,8 @@ class AveragingStep:
     """What the average stands for: the mean weight of the vectors in it, as far as this peer knows; its own when nobody
     was met. Given to the next step of the same vector, several rounds come to the weighted mean of all: with the first
     weights in every round, those who met a heavy one would count for too much."""
+    moved_bytes: float = 0.0
+    """What this peer sent in the all-reduce, and received as many, in bytes of float32: less if compressed."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -158,12 +180,14 @@ class Averager:
                 continue  # nobody else did its part, as far as this peer can tell
             self.cell = self.grid.move(self.cell, self.round_number, group.slots[group.index(me.peer_id)])
             weights = [each.weight for each in group.members if each.sends and each.peer_id not in result.lost_senders]
+            moved_bytes = traffic_of(group, group.index(me.peer_id), self.size)
             return AveragingStep(
                 average=result.average,
                 received=result.received,
                 peers=tuple(each.peer_id for each in group.members),
                 round_number=self.round_number,
                 weight=math.fsum(weights) / len(weights) if weights else me.weight,
+                moved_bytes=moved_bytes,
             )
         return AveragingStep(
             average=np.zeros(self.size, np.float32) if vector is None else vector,
@@ -172,6 +196,14 @@ class Averager:
             round_number=self.round_number,
             weight=me.weight,
         )
+
+
+def traffic_of(group: Group, index: int, size: int) -> float:
+    """Bytes of float32 that a member sends in the group's all-reduce of `size` numbers; it receives as many."""
+    part = parts_of(group, size, chunk_size=size)[index]
+    num_vectors = sum(member.sends for member in group.members)
+    share = (part.end - part.start) / size
+    return 4 * size * bytes_each_way(group.members[index].role, share, num_vectors=num_vectors)
 
 
 @asynccontextmanager
@@ -207,19 +239,40 @@ async def open_averager(
     Raises:
       ValueError: an argument is out of range.
     """
+    plan = AveragingPlan.of(size=size, grid=grid, schema=schema)
+    async with open_planned_averager(
+        caller, dht, plan, prefix=prefix, rng=rng, cell=cell, role=role, speeds=speeds, state=state, config=config
+    ) as averager:
+        yield averager
+
+
+@asynccontextmanager
+async def open_planned_averager(
+    caller: Caller,
+    dht: DhtNode,
+    plan: AveragingPlan,
+    *,
+    prefix: str,
+    rng: random.Random,
+    cell: int | None = None,
+    role: Role | None = None,
+    speeds: Speeds = UNKNOWN,
+    state: StateSource | None = None,
+    config: AveragerConfig = AveragerConfig(),
+) -> AsyncIterator[Averager]:
+    """Do as `open_averager` does, with a plan that was made already, or that other peers have announced.
+
+    Args:
+      plan: size, grid and schema in one. Whoever has a vector announces it, for auxiliary peers.
+    """
     check_prefix(prefix)
-    if grid.side < 2:
-        raise ValueError(f"a grid of side {grid.side} has no groups of two")
+    size, grid, agreed = plan.size, plan.grid, plan.schema
     if cell is not None and not 0 <= cell < grid.num_cells:
         raise ValueError(f"cells go from 0 to {grid.num_cells - 1}, got {cell}")
-    if size < 1:
-        raise ValueError(f"a vector has at least one number, got size {size}")
     if role is None:
         role = Role.CLIENT if caller.address is None else Role.NODE
     if caller.address is None and role is not Role.CLIENT:
         raise ValueError(f"a peer that listens nowhere can only be a client, got role {role}")
-    # What peers must agree on to average: the vector's size, the grid, and what its numbers mean.
-    agreed = hashlib.sha256(f"{size} float32 {grid.side} {grid.dims}\n{schema}".encode()).digest()
     async with AsyncExitStack() as stack:
         # Each serves calls from its making on, until it is closed; then the prefix is free again.
         matchmaker = Matchmaker(caller, dht, prefix=prefix, grid=grid, schema=agreed, rng=rng, config=config.assembly)
@@ -227,6 +280,8 @@ async def open_averager(
         all_reduce = AllReduce(caller, prefix=prefix, config=config.all_reduce)
         stack.callback(all_reduce.close)
         nursery = await stack.enter_async_context(background_nursery())
+        if role is not Role.AUXILIARY:
+            nursery.start_soon(announce_plan, dht, prefix, caller.peer_id, plan)
         if state is not None:
             nursery.start_soon(StateSharing(caller, dht, prefix=prefix, source=state, config=config.state).run)
         yield Averager(
