@@ -39,6 +39,7 @@ SHELLS = {
     "net.averaging.grouping.matchmaker",
     "net.averaging.assisting",
     "net.averaging.averager",
+    "net.averaging.line.monitor",
     "net.averaging.plan",
     "net.averaging.reduction.chunk_exchange",
     "net.averaging.state.download",

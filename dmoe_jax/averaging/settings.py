@@ -34,6 +34,9 @@ class TreeAveragerConfig:
     reduces for others (see `TreeAverager.assist`). "auto": a client where nobody can call, else a node."""
     speeds: Speeds = UNKNOWN
     """Bytes a second that this machine sends, receives and adds up, for the share that it reduces."""
+    measures_line: bool = True
+    """Whether to find out what `speeds` does not say of the line: from what passes it, and every five minutes by some
+    megabytes exchanged with others of the group."""
 
     def __post_init__(self) -> None:
         if self.role not in get_args(RoleName):

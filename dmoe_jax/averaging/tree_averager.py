@@ -308,6 +308,7 @@ async def open_tree_averager(
             schema=f"{what}\n{layout.schema}",
             role=None if config.role == "auto" else Role(config.role),
             speeds=config.speeds,
+            measures_line=config.measures_line,
             state=state if state is None or isinstance(state, StateSource) else donor_source(state, device),
             config=config.averager(),
         ) as averager,

@@ -43,9 +43,9 @@ class AssistCommand:
     name: str = "trunk"
     """What is averaged: as --average-name of the trainers."""
     up: float = 0.0
-    """Megabits a second that this machine can send, for its share of the work; 0: unknown."""
+    """Megabits a second that this machine can send, for its share of the work; 0: it is measured."""
     down: float = 0.0
-    """Megabits a second that it can receive; 0: unknown."""
+    """Megabits a second that it can receive; 0: it is measured."""
     window_s: float = 5.0
     """How long a group waits for more members, seconds; as --average-window-s of the trainers."""
     timeout_s: float = 30.0
@@ -107,6 +107,7 @@ class AssistCommand:
                         prefix=self.name,
                         rng=random.SystemRandom(),
                         speeds=self.speeds(),
+                        measures_line=True,
                         config=self.config(),
                         on_plan=totals.begin,
                         on_round=totals.count,

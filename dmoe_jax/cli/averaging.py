@@ -47,9 +47,9 @@ class AveragingOptions:
     average_client: bool = False
     """Average without being called by others: for a machine that cannot be reached. Others must do the work."""
     average_up: float = 0.0
-    """Megabits a second that this machine can send, for its share of the work; 0: unknown."""
+    """Megabits a second that this machine can send, for its share of the work; 0: it is measured."""
     average_down: float = 0.0
-    """Megabits a second that it can receive; 0: unknown."""
+    """Megabits a second that it can receive; 0: it is measured."""
     average_compression: Literal["none", "float16", "bfloat16", "blockwise8"] = "none"
     """How numbers travel."""
     outer_learning_rate: float = 0.7

@@ -32,6 +32,7 @@ async def assist(
     prefix: str,
     rng: random.Random,
     speeds: Speeds = UNKNOWN,
+    measures_line: bool = False,
     config: AveragerConfig = AveragerConfig(),  # noqa: B008 (frozen)
     on_plan: Callable[[AveragingPlan], None] = lambda plan: None,
     on_round: Callable[[AveragingStep], None] = lambda done: None,
@@ -43,6 +44,7 @@ async def assist(
       prefix: what is averaged.
       rng: draws the place on the grid and the ids of groups.
       speeds: of this machine, for the share that it reduces.
+      measures_line: whether to find out what `speeds` does not say of the line.
       config: timeouts as the others have them.
       on_plan: told what is averaged, once that is known and whenever it has changed.
       on_round: told of each round in which this peer reduced something.
@@ -56,7 +58,15 @@ async def assist(
         plan = await wait_for_plan(dht, prefix, max_size=MAX_VECTOR_SIZE)
         on_plan(plan)
         async with open_planned_averager(
-            caller, dht, plan, prefix=prefix, rng=rng, role=Role.AUXILIARY, speeds=speeds, config=config
+            caller,
+            dht,
+            plan,
+            prefix=prefix,
+            rng=rng,
+            role=Role.AUXILIARY,
+            speeds=speeds,
+            measures_line=measures_line,
+            config=config,
         ) as averager:
             await _assist_with(averager, dht, prefix, plan, on_round)
 

@@ -16,6 +16,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import trio
@@ -24,6 +25,7 @@ from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.grouping.group_key import MoshpitGrid, check_prefix
 from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.grouping.matchmaking import AssemblyConfig
+from net.averaging.line.monitor import LineMonitor
 from net.averaging.plan import AveragingPlan, announce_plan
 from net.averaging.reduction.all_reduce import AllReduce
 from net.averaging.reduction.load_balance import bytes_each_way
@@ -106,6 +108,11 @@ class Averager:
     grid: MoshpitGrid
     role: Role
     speeds: Speeds
+    """What is known of this machine from the beginning."""
+    monitor: LineMonitor | None
+    """Finds out what is not."""
+    is_compressed: bool
+    """Whether numbers travel in fewer bytes than float32 has."""
     matchmaker: Matchmaker
     all_reduce: AllReduce
     nursery: trio.Nursery
@@ -142,7 +149,7 @@ class Averager:
             role=self.role,
             wanted_slot=self.grid.slot(self.cell, self.round_number),
             weight=weight,
-            speeds=self.speeds,
+            speeds=self.speeds if self.monitor is None else self.monitor.speeds(),
         )
         self._is_stepping = True
         try:
@@ -174,13 +181,15 @@ class Averager:
             self.nursery.start_soon(self.matchmaker.withdraw)
             if self.all_reduce.knows(group.group_id):
                 continue  # its leader makes one group of two
+            began = trio.current_time()
             result = await self.all_reduce.run(group, vector, size=self.size, timeout_s=deadline - self.dht.clock.now())
+            moved_bytes = traffic_of(group, group.index(me.peer_id), self.size)
+            self._learn(group, moved_bytes if result.complete else 0.0, trio.current_time() - began)
             lost = {*result.lost_reducers, *result.lost_senders, me.peer_id}
             if result.received == 0 or all(each.peer_id in lost for each in group.members):
                 continue  # nobody else did its part, as far as this peer can tell
             self.cell = self.grid.move(self.cell, self.round_number, group.slots[group.index(me.peer_id)])
             weights = [each.weight for each in group.members if each.sends and each.peer_id not in result.lost_senders]
-            moved_bytes = traffic_of(group, group.index(me.peer_id), self.size)
             return AveragingStep(
                 average=result.average,
                 received=result.received,
@@ -197,6 +206,17 @@ class Averager:
             weight=me.weight,
         )
 
+    def _learn(self, group: Group, moved_bytes: float, seconds: float) -> None:
+        """What an all-reduce tells of this peer's line, and whether to ask the group for more."""
+        if self.monitor is None:
+            return
+        if not self.is_compressed:
+            self.monitor.carried(up_bytes=moved_bytes, down_bytes=moved_bytes, seconds=seconds)
+        others = [each for each in group.members if each.peer_id != self.caller.peer_id]
+        contacts = [each.contact for each in others if each.role is not Role.CLIENT]
+        if contacts and self.monitor.is_due():
+            self.nursery.start_soon(self.monitor.measure_soon, contacts)
+
 
 def traffic_of(group: Group, index: int, size: int) -> float:
     """Bytes of float32 that a member sends in the group's all-reduce of `size` numbers; it receives as many."""
@@ -204,6 +224,16 @@ def traffic_of(group: Group, index: int, size: int) -> float:
     num_vectors = sum(member.sends for member in group.members)
     share = (part.end - part.start) / size
     return 4 * size * bytes_each_way(group.members[index].role, share, num_vectors=num_vectors)
+
+
+async def _download(monitor: LineMonitor | None, *args: Any, **settings: Any) -> SharedState | None:
+    """A whole state, by `download_state`; what it tells of this peer's line is noted."""
+    began = trio.current_time()
+    state = await download_state(*args, **settings)
+    if monitor is not None and state is not None:
+        nbytes = sum(tensor.nbytes for tensor in state.tensors)
+        monitor.carried(down_bytes=nbytes, seconds=trio.current_time() - began)
+    return state
 
 
 @asynccontextmanager
@@ -219,6 +249,7 @@ async def open_averager(
     cell: int | None = None,
     role: Role | None = None,
     speeds: Speeds = UNKNOWN,
+    measures_line: bool = False,
     state: StateSource | None = None,
     config: AveragerConfig = AveragerConfig(),
 ) -> AsyncIterator[Averager]:
@@ -234,6 +265,7 @@ async def open_averager(
       cell: where on the grid to begin, 0 to `grid.num_cells` - 1; None: anywhere.
       role: None: a client if the caller cannot be called, else a node.
       speeds: of this machine, for the share that it reduces.
+      measures_line: whether to find out what `speeds` does not say of the line; see `net.averaging.line.monitor`.
       state: this peer's whole state, for newcomers; None: it is no donor.
 
     Raises:
@@ -241,7 +273,17 @@ async def open_averager(
     """
     plan = AveragingPlan.of(size=size, grid=grid, schema=schema)
     async with open_planned_averager(
-        caller, dht, plan, prefix=prefix, rng=rng, cell=cell, role=role, speeds=speeds, state=state, config=config
+        caller,
+        dht,
+        plan,
+        prefix=prefix,
+        rng=rng,
+        cell=cell,
+        role=role,
+        speeds=speeds,
+        measures_line=measures_line,
+        state=state,
+        config=config,
     ) as averager:
         yield averager
 
@@ -257,6 +299,7 @@ async def open_planned_averager(
     cell: int | None = None,
     role: Role | None = None,
     speeds: Speeds = UNKNOWN,
+    measures_line: bool = False,
     state: StateSource | None = None,
     config: AveragerConfig = AveragerConfig(),
 ) -> AsyncIterator[Averager]:
@@ -279,6 +322,11 @@ async def open_planned_averager(
         stack.callback(matchmaker.close)
         all_reduce = AllReduce(caller, prefix=prefix, config=config.all_reduce)
         stack.callback(all_reduce.close)
+        monitor = None
+        if measures_line:
+            # Chance of its own, but not of another kind than all of this peer's: simulations repeat.
+            monitor = LineMonitor(caller, prefix=prefix, known=speeds, rng=random.Random(caller.peer_id.raw))
+            stack.callback(monitor.close)
         nursery = await stack.enter_async_context(background_nursery())
         if role is not Role.AUXILIARY:
             nursery.start_soon(announce_plan, dht, prefix, caller.peer_id, plan)
@@ -292,9 +340,13 @@ async def open_planned_averager(
             cell=rng.randrange(grid.num_cells) if cell is None else cell,
             role=role,
             speeds=speeds,
+            monitor=monitor,
+            is_compressed=config.all_reduce.compression is not Compression.NONE,
             matchmaker=matchmaker,
             all_reduce=all_reduce,
-            download_state=functools.partial(download_state, caller, dht, prefix=prefix, rng=rng, config=config.state),
+            download_state=functools.partial(
+                _download, monitor, caller, dht, prefix=prefix, rng=rng, config=config.state
+            ),
             nursery=nursery,
             step_timeout_s=config.step_timeout_s,
         )
