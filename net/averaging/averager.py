@@ -226,6 +226,19 @@ def traffic_of(group: Group, index: int, size: int) -> float:
     return 4 * size * bytes_each_way(group.members[index].role, share, num_vectors=num_vectors)
 
 
+def _role_of(caller: Caller, role: Role | None) -> Role:
+    """The role that was asked for, or the one that suits the caller.
+
+    Raises:
+      ValueError: others would have to call one who listens nowhere.
+    """
+    if role is None:
+        return Role.CLIENT if caller.address is None else Role.NODE
+    if caller.address is None and role is not Role.CLIENT:
+        raise ValueError(f"a peer that listens nowhere can only be a client, got role {role}")
+    return role
+
+
 async def _download(monitor: LineMonitor | None, *args: Any, **settings: Any) -> SharedState | None:
     """A whole state, by `download_state`; what it tells of this peer's line is noted."""
     began = trio.current_time()
@@ -312,10 +325,7 @@ async def open_planned_averager(
     size, grid, agreed = plan.size, plan.grid, plan.schema
     if cell is not None and not 0 <= cell < grid.num_cells:
         raise ValueError(f"cells go from 0 to {grid.num_cells - 1}, got {cell}")
-    if role is None:
-        role = Role.CLIENT if caller.address is None else Role.NODE
-    if caller.address is None and role is not Role.CLIENT:
-        raise ValueError(f"a peer that listens nowhere can only be a client, got role {role}")
+    role = _role_of(caller, role)
     async with AsyncExitStack() as stack:
         # Each serves calls from its making on, until it is closed; then the prefix is free again.
         matchmaker = Matchmaker(caller, dht, prefix=prefix, grid=grid, schema=agreed, rng=rng, config=config.assembly)

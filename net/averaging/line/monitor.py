@@ -31,9 +31,10 @@ MAX_PEERS = 8
 """Peers asked at once: together they should be as fast as this one."""
 
 PERIOD_S = 300.0
-"""Seconds from one measurement to the next. Several fall into the meter's memory, and all together are about a
-thousandth of what the line carries in that time."""
+"""Seconds from one measurement to the next. Several fall into the meter's memory; each keeps the line busy for two or
+three seconds, a hundredth of that time, and a fast one for less."""
 
+# A direction comes to a third more than the last step.
 _FIRST_BYTES, _MOST_BYTES, _PIECE_BYTES = 2**18, 2**24, 2**16
 _MAX_CALLS = 256
 """Served at once: all pieces of one who measures against this peer alone. None of them takes time here."""
