@@ -1,4 +1,4 @@
-"""Who takes part in a swarm: expert nodes, trainers and averagers say so in the DHT, and `dmoe status` reads it.
+"""Who takes part in a swarm: nodes, trainers, averagers and auxiliary peers tell the DHT, and `dmoe status` reads it.
 
 Each member has one entry for each of its roles under the key `members:SWARM`, with the contact that it listens at (none
 in client mode) and a small dictionary of facts. Entries live until their expiration: members announce again and again,
@@ -20,7 +20,7 @@ from net.errors import NetError, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
 
-ROLES = ("node", "trainer", "averager", "collaborator", "auxiliary")
+ROLES = ("node", "trainer", "averager", "auxiliary", "collaborator")
 """What a member may be. One peer may have several roles at once."""
 
 MAX_FACTS = 32

@@ -4,7 +4,7 @@ Not imported by any other module of the package: those import one another, and `
 """
 
 from dmoe_jax.autodiff import Recording, value_and_grad
-from dmoe_jax.averaging import TreeAverager, TreeAveragerConfig, open_tree_averager
+from dmoe_jax.averaging import Speeds, TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.blocking import BlockingSwarm, connect
 from dmoe_jax.data.mnist import load_mnist, read_mnist
 from dmoe_jax.device import CostModel, InlineDevice, ThreadDevice
@@ -71,6 +71,7 @@ __all__ = [
     "Served",
     "ServedExpert",
     "SharedTrunk",
+    "Speeds",
     "StepRecord",
     "Swarm",
     "TensorSpec",

@@ -262,7 +262,7 @@ class Swarm:
           optimizer: an optimiser with one `moshpit_average` in it.
           name: peers that give the same name average with each other.
           state: (how far this peer is, its whole state), which newcomers may take; None: it is no donor.
-          config: groups, windows, compression, role and bandwidth.
+          config: groups, windows, compression, role and speeds.
           on_round: called after each round.
 
         Raises:
@@ -351,7 +351,7 @@ class Swarm:
             yield
 
     async def members(self) -> tuple[Member, ...]:
-        """Who takes part: nodes, those that still compile too, trainers and averagers, as they announced themselves."""
+        """Who takes part: nodes, those that still compile too, trainers, averagers and auxiliary peers, as they say."""
         return await list_members(self.dht, self.name)
 
     async def experts(self) -> dict[str, ServedExpert]:

@@ -8,6 +8,7 @@ from net.averaging.grouping.group import Role
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.reduction.partition import AllReduceConfig
+from net.averaging.speeds import Speeds
 from net.averaging.state.download import StateUnavailable
 from net.averaging.state.sharing import SharedState, StateSharingConfig, StateSource
 from net.clock import SwarmClock
@@ -62,9 +63,9 @@ __all__ = [
     "FaultPlan", "Handler", "HandshakeFailed", "Heal", "HostDown", "HostOptions", "HostUp", "Identity",
     "ListenFailed", "LocalProtocolError", "LogNormal", "Membership", "MoshpitGrid", "NetError", "NoQuorum",
     "Partition", "Pause", "PeerBusy", "PeerHealth", "PeerId", "PeerTimeout", "PeerUnavailable", "RemoteFailure",
-    "RemoteProtocolError", "Reply", "Request", "Role", "RpcPeer", "SharedState", "SimNetwork", "StateSharingConfig",
-    "StateSource", "StateUnavailable", "StoreItem", "SwarmClock", "TcpTransport", "TlsTransport", "Transport",
-    "create_identity", "handlers", "load_identity", "load_or_create_identity", "open_averager", "open_dht_node",
-    "open_rpc_peer", "run", "simulate",
+    "RemoteProtocolError", "Reply", "Request", "Role", "RpcPeer", "SharedState", "SimNetwork", "Speeds",
+    "StateSharingConfig", "StateSource", "StateUnavailable", "StoreItem", "SwarmClock", "TcpTransport", "TlsTransport",
+    "Transport", "create_identity", "handlers", "load_identity", "load_or_create_identity", "open_averager",
+    "open_dht_node", "open_rpc_peer", "run", "simulate",
 ]
 # fmt: on

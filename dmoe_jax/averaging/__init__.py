@@ -29,11 +29,13 @@ have seen so many samples. Here each peer counts its own updates.
 
 from dmoe_jax.averaging.settings import AveragingTotals, Round, TreeAveragerConfig
 from dmoe_jax.averaging.tree_averager import MISSED_BEFORE_CATCHING_UP, TreeAverager, open_tree_averager
+from net.averaging.speeds import Speeds
 
 __all__ = [
     "MISSED_BEFORE_CATCHING_UP",
     "AveragingTotals",
     "Round",
+    "Speeds",
     "TreeAverager",
     "TreeAveragerConfig",
     "open_tree_averager",

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from net.averaging.averager import AveragerConfig
-from net.averaging.grouping.group import BANDWIDTHS_BPS
 from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.grouping.matchmaking import AssemblyConfig
-from net.averaging.reduction.partition import AllReduceConfig
+from net.averaging.speeds import UNKNOWN, Speeds
 from net.wire.compression import Compression
 
 RoleName = Literal["auto", "node", "client", "auxiliary"]
@@ -34,8 +32,11 @@ class TreeAveragerConfig:
     role: RoleName = "auto"
     """A "client" is never called by others, who reduce its part, too; an "auxiliary" peer has nothing to average and
     reduces for others (see `TreeAverager.assist`). "auto": a client where nobody can call, else a node."""
-    bandwidth_bps: float | None = None
-    """Bytes a second that this machine's connection carries, for the share that it reduces; None: unknown."""
+    speeds: Speeds = UNKNOWN
+    """Bytes a second that this machine sends, receives and adds up, for the share that it reduces."""
+    measures_line: bool = True
+    """Whether to find out what `speeds` does not say of the line: from what passes it, and every five minutes by some
+    megabytes exchanged with others of the group."""
 
     def __post_init__(self) -> None:
         if self.role not in get_args(RoleName):
@@ -45,9 +46,6 @@ class TreeAveragerConfig:
         for name in ("window_s", "timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
-        least, most = BANDWIDTHS_BPS
-        if self.bandwidth_bps is not None and not least <= self.bandwidth_bps <= most:
-            raise ValueError(f"a bandwidth is from {least:g} to {most:g} bytes a second, got {self.bandwidth_bps:g}")
         # The parts check the rest: a wrong value is refused here, and not when it is used.
         self.grid()
         self.averager()
@@ -58,14 +56,8 @@ class TreeAveragerConfig:
 
     def averager(self) -> AveragerConfig:
         """Settings of the averager of vectors."""
-        return AveragerConfig(
-            step_timeout_s=self.timeout_s,
-            assembly=AssemblyConfig(window_s=self.window_s, request_timeout_s=min(3.0, self.window_s / 2)),
-            all_reduce=AllReduceConfig(
-                sender_timeout_s=self.timeout_s / 3,
-                timeout_s=self.timeout_s,
-                compression=Compression(self.compression),
-            ),
+        return AveragerConfig.of(
+            window_s=self.window_s, timeout_s=self.timeout_s, compression=Compression(self.compression)
         )
 
 

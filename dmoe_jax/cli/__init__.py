@@ -1,5 +1,5 @@
-"""The `dmoe` command: run a DHT peer or an expert node, train over a swarm, look at one or at what was learnt,
-name a key; or all at once.
+"""The `dmoe` command: run a DHT peer or an expert node, train over a swarm, reduce averages for others, look at
+a swarm or at what was learnt, name a key; or all at once.
 
 Each subcommand is a frozen dataclass whose fields are its flags; `tyro` reads them from the command line. Modules that
 need JAX are imported by the command that uses them, so that `dmoe --help` answers at once.
@@ -12,6 +12,7 @@ from typing import Annotated
 
 import tyro
 
+from dmoe_jax.cli.assist import AssistCommand
 from dmoe_jax.cli.common import UsageError, fail, parse_command_line
 from dmoe_jax.cli.demo import DemoCommand
 from dmoe_jax.cli.dht import DhtCommand
@@ -31,12 +32,13 @@ Command = (
     | Annotated[DhtCommand, tyro.conf.subcommand("dht")]
     | Annotated[NodeCommand, tyro.conf.subcommand("node")]
     | Annotated[TrainCommand, tyro.conf.subcommand("train")]
+    | Annotated[AssistCommand, tyro.conf.subcommand("assist")]
     | Annotated[StatusCommand, tyro.conf.subcommand("status")]
     | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
     | Annotated[IdentityCommand, tyro.conf.subcommand("identity")]
 )
 
-_JOINING = ("dht", "node", "train", "status")
+_JOINING = ("dht", "node", "train", "assist", "status")
 """Commands that join whom the environment names. `inspect` asks a swarm only if it is told to."""
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig
     from dmoe_jax.device import Device
     from dmoe_jax.trunk import SharedTrunk
+    from net.averaging.speeds import Speeds
     from net.dht.node import DhtNode
     from net.rpc.base import Caller
 
@@ -45,8 +46,10 @@ class AveragingOptions:
     """Longest that a round takes, seconds; training goes on meanwhile."""
     average_client: bool = False
     """Average without being called by others: for a machine that cannot be reached. Others must do the work."""
-    average_bandwidth: float = 0.0
-    """Megabits a second that this machine can send and receive, for its share of the work; 0: unknown."""
+    average_up: float = 0.0
+    """Megabits a second that this machine can send, for its share of the work; 0: it is measured."""
+    average_down: float = 0.0
+    """Megabits a second that it can receive; 0: it is measured."""
     average_compression: Literal["none", "float16", "bfloat16", "blockwise8"] = "none"
     """How numbers travel."""
     outer_learning_rate: float = 0.7
@@ -87,7 +90,7 @@ class AveragingOptions:
             timeout_s=self.average_timeout_s,
             compression=self.average_compression,
             role="client" if self.average_client else "auto",
-            bandwidth_bps=self.average_bandwidth * _BYTES_IN_A_MEGABIT if self.average_bandwidth else None,
+            speeds=speeds_of(self.average_up, self.average_down),
         )
 
     def wrap(self, inner: "optax.GradientTransformation") -> "optax.GradientTransformation":
@@ -106,6 +109,17 @@ class AveragingOptions:
             outer=outer if self.average == "pseudo-gradients" else None,
             weighted=self.average_by_samples,
         )
+
+
+def speeds_of(up: float, down: float) -> "Speeds":
+    """What the flags say of this machine's line, in megabits a second; 0: unknown.
+
+    Raises:
+      ValueError: one of them is out of range.
+    """
+    from net.averaging.speeds import Speeds
+
+    return Speeds(up=up * _BYTES_IN_A_MEGABIT if up else None, down=down * _BYTES_IN_A_MEGABIT if down else None)
 
 
 @asynccontextmanager

@@ -23,6 +23,7 @@ from net.identity import Contact, PeerId
 
 _STATUS_TIMEOUT_S = 2.0
 
+_COLLABORATION_FACTS = ("group", "step", "gathered", "target", "samples_per_s", "peers", "averaged_s")
 _TRAINER_FACTS = ("step", "loss", "items_per_s", "failed_calls", "load_entropy", "bias_range", "state")
 """What a trainer tells of itself, in the order of its row. The entropy of its load is 1 where all experts share it
 alike; biases are those of a balanced router."""
@@ -37,7 +38,8 @@ Statuses = Mapping[PeerId, Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class StatusCommand:
-    """Show who takes part in a swarm: nodes (those that still compile, too), trainers and averagers.
+    """Show who takes part in a swarm: nodes (those that still compile, too), trainers,
+    averagers and auxiliary peers.
 
     Refreshes until interrupted.
     """
@@ -105,7 +107,7 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
             f"Nobody is listed under the name {swarm!r}. Names cannot be looked up here: "
             "is --swarm the same as on the nodes and trainers?"
         )
-    nodes, trainers, averagers = (_of_role(members, role) for role in ROLES)
+    nodes, trainers, averagers, auxiliaries, collaborators = (_of_role(members, role) for role in ROLES)
     num_experts = sum(_num_experts(node, now.get(node.peer_id)) for node in nodes)
     title = f"swarm {swarm!r}: {len(nodes)} node{'' if len(nodes) == 1 else 's'}, {num_experts} experts"
     title += _staleness(now)
@@ -118,6 +120,14 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
     if averagers:
         rows = [_row(each, "group", "averages") for each in averagers]
         tables.append(_table("averagers", ("averager", "address", "group", "averages"), rows))
+    if auxiliaries:
+        rows = [_row(each, "group", "averages", "moved_mb", "state") for each in auxiliaries]
+        of_auxiliary = ("auxiliary", "address", "group", "averages", "MB each way", "state")
+        tables.append(_table("auxiliaries", of_auxiliary, rows))
+    if collaborators:
+        rows = [_row(each, *_COLLABORATION_FACTS) for each in collaborators]
+        columns = ("collaborator", "address", "group", "step", "gathered", "of", "samples/s", "peers", "averaged in s")
+        tables.append(_table("collaborations, as each of their peers sees them", columns, rows))
     return Group(*tables)
 
 
@@ -143,7 +153,7 @@ def _node_row(node: Member, before: Mapping[str, Any] | None, now: Mapping[str, 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for column in columns:
-        is_text = column in ("node", "trainer", "averager", "group", "address", "state")
+        is_text = column in (*ROLES, "group", "address", "state")
         table.add_column(column, no_wrap=True, justify="left" if is_text else "right")
     for row in rows:
         table.add_row(*row, style="red" if row[-1] == "no answer" else "")
@@ -184,11 +194,15 @@ def _growth(before: Mapping[str, Any] | None, now: Mapping[str, Any], counter: s
 
 def _as_json(members: Sequence[Member], statuses: Statuses) -> dict[str, list[dict[str, Any]]]:
     """What is known of the members, under the plural of each role."""
-    found: dict[str, list[dict[str, Any]]] = {f"{role}s": [] for role in ROLES}
+    found: dict[str, list[dict[str, Any]]] = {_plural(role): [] for role in ROLES}
     for member in members:
         address = None if member.contact is None else str(member.contact.address)
         known: dict[str, Any] = {"peer_id": str(member.peer_id), "address": address, "info": dict(member.info)}
         if member.role == "node":
             known["status"] = statuses.get(member.peer_id)
-        found[f"{member.role}s"].append(known)
+        found[_plural(member.role)].append(known)
     return found
+
+
+def _plural(role: str) -> str:
+    return "auxiliaries" if role == "auxiliary" else f"{role}s"

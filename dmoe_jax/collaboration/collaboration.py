@@ -71,6 +71,7 @@ class Collaboration:
         self._chain = state.digest()
         self._trained = self._gathered = 0.0
         self._micro_batch = 1
+        self._averaged_s = 0.0
         self._pace = Pace()
         self._last_step_at = trio.current_time()
         self._gathering_since: float | None = trio.current_time()
@@ -111,7 +112,7 @@ class Collaboration:
 
     def facts(self) -> Mapping[str, Any]:
         """What `dmoe status` shows of it: the whole swarm as this peer sees it."""
-        return facts(self.view, self._config.target_batch_size)
+        return {**facts(self.view, self._config.target_batch_size), "averaged_s": self._averaged_s}
 
     @property
     def is_left_behind(self) -> bool:
@@ -341,7 +342,7 @@ class Collaboration:
             averaged_s=now - stopped_at,
             attempts=attempts,
         )
-        self._last_step_at = now
+        self._last_step_at, self._averaged_s = now, done.averaged_s
         self._on_step(done)
 
     async def _keep_up(self) -> bool:
@@ -455,7 +456,7 @@ async def open_collaboration(
         size=state.layout.size,
         schema=f"{together.shared} {config.target_batch_size}\n{state.layout.schema}",
         role=role,
-        bandwidth=lambda: config.bandwidth_bps,
+        speeds=lambda: config.speeds,
         rng=rng,
         config=config.rounds(),
         on_lost=lambda peer_id: peer.board.forget(peer_id),

@@ -9,9 +9,9 @@ from dmoe_jax.averaging.settings import RoleName
 from net.averaging.collaboration.board import BoardConfig
 from net.averaging.collaboration.rounds import RoundConfig
 from net.averaging.collaboration.settlement import SettlementConfig
-from net.averaging.grouping.group import BANDWIDTHS_BPS
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.reduction.partition import AllReduceConfig
+from net.averaging.speeds import UNKNOWN, Speeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,8 @@ class CollaborationConfig:
     role: RoleName = "auto"
     """A "client" is never called by others and reduces nothing; an "auxiliary" peer reduces and has no gradients.
     "auto": a client where nobody can call, else a node."""
-    bandwidth_bps: float | None = None
-    """Bytes a second that this machine's connection carries, for the share that it reduces; None: unknown."""
+    speeds: Speeds = UNKNOWN
+    """What this machine's line carries, for the share that it reduces."""
     delayed: bool = False
     """Whether averaging overlaps with the next batch: each step is then made with gradients of the parameters before
     the last one (delayed parameter updates, Ren et al. 2021)."""
@@ -45,9 +45,6 @@ class CollaborationConfig:
         for name in ("lead_s", "timeout_s", "silence_s", "late_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
-        least, most = BANDWIDTHS_BPS
-        if self.bandwidth_bps is not None and not least <= self.bandwidth_bps <= most:
-            raise ValueError(f"a bandwidth is from {least:g} to {most:g} bytes a second, got {self.bandwidth_bps:g}")
         self.rounds()
 
     def rounds(self) -> RoundConfig:

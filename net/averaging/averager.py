@@ -11,23 +11,27 @@ together.
 """
 
 import functools
-import hashlib
 import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import trio
 
-from net.averaging.grouping.group import Member, Role
+from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.grouping.group_key import MoshpitGrid, check_prefix
 from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.grouping.matchmaking import AssemblyConfig
+from net.averaging.line.monitor import LineMonitor
+from net.averaging.plan import AveragingPlan, announce_plan
 from net.averaging.reduction.all_reduce import AllReduce
-from net.averaging.reduction.partition import AllReduceConfig
+from net.averaging.reduction.load_balance import bytes_each_way
+from net.averaging.reduction.partition import AllReduceConfig, parts_of
 from net.averaging.reduction.reducer import is_finite
+from net.averaging.speeds import UNKNOWN, Speeds
 from net.averaging.state.download import download_state
 from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
 from net.dht.node import DhtNode
@@ -35,6 +39,7 @@ from net.identity import PeerId
 from net.nursery import background_nursery
 from net.rpc.base import Caller
 from net.types import Array
+from net.wire.compression import Compression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,24 @@ class AveragerConfig:
         if not 0 < self.step_timeout_s < math.inf:
             raise ValueError(f"step_timeout_s must be a positive number of seconds, got {self.step_timeout_s}")
 
+    @classmethod
+    def of(cls, *, window_s: float, timeout_s: float, compression: Compression) -> "AveragerConfig":
+        """Settings from the few that a user gives; all peers that average together should have the same.
+
+        Args:
+          window_s: how long a group waits for more members.
+          timeout_s: longest that a round takes.
+          compression: how numbers travel.
+
+        Raises:
+          ValueError: a setting is out of range.
+        """
+        return cls(
+            step_timeout_s=timeout_s,
+            assembly=AssemblyConfig(window_s=window_s, request_timeout_s=min(3.0, window_s / 2)),
+            all_reduce=AllReduceConfig(sender_timeout_s=timeout_s / 3, timeout_s=timeout_s, compression=compression),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AveragingStep:
@@ -71,6 +94,8 @@ class AveragingStep:
     """What the average stands for: the mean weight of the vectors in it, as far as this peer knows; its own when nobody
     was met. Given to the next step of the same vector, several rounds come to the weighted mean of all: with the first
     weights in every round, those who met a heavy one would count for too much."""
+    moved_bytes: float = 0.0
+    """What this peer sent in the all-reduce, and received as many, in bytes of float32: less if compressed."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,7 +107,12 @@ class Averager:
     size: int
     grid: MoshpitGrid
     role: Role
-    bandwidth: float | None
+    speeds: Speeds
+    """What is known of this machine from the beginning."""
+    monitor: LineMonitor | None
+    """Finds out what is not."""
+    is_compressed: bool
+    """Whether numbers travel in fewer bytes than float32 has."""
     matchmaker: Matchmaker
     all_reduce: AllReduce
     nursery: trio.Nursery
@@ -107,7 +137,7 @@ class Averager:
           weight: of the vector, such as the samples behind it; see `group.WEIGHTS` for what it may be.
 
         Raises:
-          ValueError: the vector is not what was announced or not finite, or weight or bandwidth are out of range.
+          ValueError: the vector is not what was announced or not finite, or the weight is out of range.
           RuntimeError: another step is under way.
         """
         self._check(vector)
@@ -119,7 +149,7 @@ class Averager:
             role=self.role,
             wanted_slot=self.grid.slot(self.cell, self.round_number),
             weight=weight,
-            bandwidth=self.bandwidth,
+            speeds=self.speeds if self.monitor is None else self.monitor.speeds(),
         )
         self._is_stepping = True
         try:
@@ -151,7 +181,10 @@ class Averager:
             self.nursery.start_soon(self.matchmaker.withdraw)
             if self.all_reduce.knows(group.group_id):
                 continue  # its leader makes one group of two
+            began = trio.current_time()
             result = await self.all_reduce.run(group, vector, size=self.size, timeout_s=deadline - self.dht.clock.now())
+            moved_bytes = traffic_of(group, group.index(me.peer_id), self.size)
+            self._learn(group, moved_bytes if result.complete else 0.0, trio.current_time() - began)
             lost = {*result.lost_reducers, *result.lost_senders, me.peer_id}
             if result.received == 0 or all(each.peer_id in lost for each in group.members):
                 continue  # nobody else did its part, as far as this peer can tell
@@ -163,6 +196,7 @@ class Averager:
                 peers=tuple(each.peer_id for each in group.members),
                 round_number=self.round_number,
                 weight=math.fsum(weights) / len(weights) if weights else me.weight,
+                moved_bytes=moved_bytes,
             )
         return AveragingStep(
             average=np.zeros(self.size, np.float32) if vector is None else vector,
@@ -171,6 +205,48 @@ class Averager:
             round_number=self.round_number,
             weight=me.weight,
         )
+
+    def _learn(self, group: Group, moved_bytes: float, seconds: float) -> None:
+        """What an all-reduce tells of this peer's line, and whether to ask the group for more."""
+        if self.monitor is None:
+            return
+        if not self.is_compressed:
+            self.monitor.carried(up_bytes=moved_bytes, down_bytes=moved_bytes, seconds=seconds)
+        others = [each for each in group.members if each.peer_id != self.caller.peer_id]
+        contacts = [each.contact for each in others if each.role is not Role.CLIENT]
+        if contacts and self.monitor.is_due():
+            self.nursery.start_soon(self.monitor.measure_soon, contacts)
+
+
+def traffic_of(group: Group, index: int, size: int) -> float:
+    """Bytes of float32 that a member sends in the group's all-reduce of `size` numbers; it receives as many."""
+    part = parts_of(group, size, chunk_size=size)[index]
+    num_vectors = sum(member.sends for member in group.members)
+    share = (part.end - part.start) / size
+    return 4 * size * bytes_each_way(group.members[index].role, share, num_vectors=num_vectors)
+
+
+def _role_of(caller: Caller, role: Role | None) -> Role:
+    """The role that was asked for, or the one that suits the caller.
+
+    Raises:
+      ValueError: others would have to call one who listens nowhere.
+    """
+    if role is None:
+        return Role.CLIENT if caller.address is None else Role.NODE
+    if caller.address is None and role is not Role.CLIENT:
+        raise ValueError(f"a peer that listens nowhere can only be a client, got role {role}")
+    return role
+
+
+async def _download(monitor: LineMonitor | None, *args: Any, **settings: Any) -> SharedState | None:
+    """A whole state, by `download_state`; what it tells of this peer's line is noted."""
+    began = trio.current_time()
+    state = await download_state(*args, **settings)
+    if monitor is not None and state is not None:
+        nbytes = sum(tensor.nbytes for tensor in state.tensors)
+        monitor.carried(down_bytes=nbytes, seconds=trio.current_time() - began)
+    return state
 
 
 @asynccontextmanager
@@ -185,7 +261,8 @@ async def open_averager(
     schema: str = "",
     cell: int | None = None,
     role: Role | None = None,
-    bandwidth: float | None = None,
+    speeds: Speeds = UNKNOWN,
+    measures_line: bool = False,
     state: StateSource | None = None,
     config: AveragerConfig = AveragerConfig(),
 ) -> AsyncIterator[Averager]:
@@ -200,32 +277,69 @@ async def open_averager(
       schema: what the numbers mean (names and shapes of the parameters): peers of another schema are refused.
       cell: where on the grid to begin, 0 to `grid.num_cells` - 1; None: anywhere.
       role: None: a client if the caller cannot be called, else a node.
-      bandwidth: of this machine, bytes a second, for the share that it reduces; None: unknown.
+      speeds: of this machine, for the share that it reduces.
+      measures_line: whether to find out what `speeds` does not say of the line; see `net.averaging.line.monitor`.
       state: this peer's whole state, for newcomers; None: it is no donor.
 
     Raises:
       ValueError: an argument is out of range.
     """
+    plan = AveragingPlan.of(size=size, grid=grid, schema=schema)
+    async with open_planned_averager(
+        caller,
+        dht,
+        plan,
+        prefix=prefix,
+        rng=rng,
+        cell=cell,
+        role=role,
+        speeds=speeds,
+        measures_line=measures_line,
+        state=state,
+        config=config,
+    ) as averager:
+        yield averager
+
+
+@asynccontextmanager
+async def open_planned_averager(
+    caller: Caller,
+    dht: DhtNode,
+    plan: AveragingPlan,
+    *,
+    prefix: str,
+    rng: random.Random,
+    cell: int | None = None,
+    role: Role | None = None,
+    speeds: Speeds = UNKNOWN,
+    measures_line: bool = False,
+    state: StateSource | None = None,
+    config: AveragerConfig = AveragerConfig(),
+) -> AsyncIterator[Averager]:
+    """Do as `open_averager` does, with a plan that was made already, or that other peers have announced.
+
+    Args:
+      plan: size, grid and schema in one. Whoever has a vector announces it, for auxiliary peers.
+    """
     check_prefix(prefix)
-    if grid.side < 2:
-        raise ValueError(f"a grid of side {grid.side} has no groups of two")
+    size, grid, agreed = plan.size, plan.grid, plan.schema
     if cell is not None and not 0 <= cell < grid.num_cells:
         raise ValueError(f"cells go from 0 to {grid.num_cells - 1}, got {cell}")
-    if size < 1:
-        raise ValueError(f"a vector has at least one number, got size {size}")
-    if role is None:
-        role = Role.CLIENT if caller.address is None else Role.NODE
-    if caller.address is None and role is not Role.CLIENT:
-        raise ValueError(f"a peer that listens nowhere can only be a client, got role {role}")
-    # What peers must agree on to average: the vector's size, the grid, and what its numbers mean.
-    agreed = hashlib.sha256(f"{size} float32 {grid.side} {grid.dims}\n{schema}".encode()).digest()
+    role = _role_of(caller, role)
     async with AsyncExitStack() as stack:
         # Each serves calls from its making on, until it is closed; then the prefix is free again.
         matchmaker = Matchmaker(caller, dht, prefix=prefix, grid=grid, schema=agreed, rng=rng, config=config.assembly)
         stack.callback(matchmaker.close)
         all_reduce = AllReduce(caller, prefix=prefix, config=config.all_reduce)
         stack.callback(all_reduce.close)
+        monitor = None
+        if measures_line:
+            # Chance of its own, but not of another kind than all of this peer's: simulations repeat.
+            monitor = LineMonitor(caller, prefix=prefix, known=speeds, rng=random.Random(caller.peer_id.raw))
+            stack.callback(monitor.close)
         nursery = await stack.enter_async_context(background_nursery())
+        if role is not Role.AUXILIARY:
+            nursery.start_soon(announce_plan, dht, prefix, caller.peer_id, plan)
         if state is not None:
             nursery.start_soon(StateSharing(caller, dht, prefix=prefix, source=state, config=config.state).run)
         yield Averager(
@@ -235,10 +349,14 @@ async def open_averager(
             grid=grid,
             cell=rng.randrange(grid.num_cells) if cell is None else cell,
             role=role,
-            bandwidth=bandwidth,
+            speeds=speeds,
+            monitor=monitor,
+            is_compressed=config.all_reduce.compression is not Compression.NONE,
             matchmaker=matchmaker,
             all_reduce=all_reduce,
-            download_state=functools.partial(download_state, caller, dht, prefix=prefix, rng=rng, config=config.state),
+            download_state=functools.partial(
+                _download, monitor, caller, dht, prefix=prefix, rng=rng, config=config.state
+            ),
             nursery=nursery,
             step_timeout_s=config.step_timeout_s,
         )

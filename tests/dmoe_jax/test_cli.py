@@ -32,7 +32,7 @@ def outcome(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
 @pytest.mark.parametrize(
     ("args", "status", "line"),
     [
-        ([], 2, "Expected one of {demo, up, dht, node, train, status, inspect, identity}"),
+        ([], 2, "Expected one of {demo, up, dht, node, train, assist, status, inspect, identity}"),
         (["dht", "--bogus", "3"], 2, "Unrecognized options: --bogus, 3"),
         (["node", "--d-model", "x"], 2, "Error parsing --d-model: .*'x'"),
         (["train"], 2, "Missing from dmoe train: --join"),
@@ -184,7 +184,7 @@ def test_an_identity_is_made_once_and_named(tmp_path: Path, capsys: pytest.Captu
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("command", ["demo", "up", "dht", "node", "train", "status", "inspect"])
+@pytest.mark.parametrize("command", ["demo", "up", "dht", "node", "train", "assist", "status", "inspect"])
 def test_help_describes_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`--help` succeeds and no flag is without a sentence."""
     with pytest.raises(SystemExit) as exit_:
@@ -202,7 +202,7 @@ def test_the_environment_names_whom_to_join(
 ) -> None:
     """DMOE_JOIN stands for --join in every command that needs it, and only where it is not given."""
     monkeypatch.setenv(JOIN_VARIABLE, "127.0.0.1:1 nowhere")
-    for command in ("dht", "node", "train", "status"):
+    for command in ("dht", "node", "train", "assist", "status"):
         assert outcome([command], capsys)[1] == "dmoe: error: --join: expected an address as HOST:PORT, got 'nowhere'\n"
     assert "127.0.0.1:2: Connection refused" in outcome(["status", "--join", "127.0.0.1:2"], capsys)[1]
     assert outcome(["identity"], capsys)[0] == 2

@@ -10,6 +10,7 @@ import tyro
 from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.optim import apply_average, averaged_kind, what_to_send, with_average
+from net.averaging.speeds import Speeds
 
 
 def test_averaging_options_that_pass_the_check_can_be_used() -> None:
@@ -23,7 +24,8 @@ def test_averaging_options_that_pass_the_check_can_be_used() -> None:
         {"average_timeout_s": 1e9},
         {"average_side": 1},
         {"average_name": "a.b"},
-        {"average_bandwidth": -1.0},
+        {"average_up": -1.0},
+        {"average_down": 1e9},
         {"outer_momentum": 1.0},
         {"outer_learning_rate": 0.0},
     ):
@@ -34,9 +36,9 @@ def test_averaging_options_that_pass_the_check_can_be_used() -> None:
 @pytest.mark.parametrize("what", ["parameters", "gradients", "pseudo-gradients"])
 def test_the_optimiser_averages_what_the_flags_say(what: Any) -> None:
     """Weighted by samples unless told otherwise; 0 updates between averages: the optimiser as it was."""
-    options = tyro.cli(AveragingOptions, args=["--average-every", "5", "--average", what, "--average-bandwidth", "100"])
+    options = tyro.cli(AveragingOptions, args=["--average-every", "5", "--average", what, "--average-up", "100"])
     options.check()
-    assert options.config().bandwidth_bps == 12.5e6
+    assert options.config().speeds == Speeds(up=12.5e6)
     state = options.wrap(optax.sgd(1.0)).init(jnp.zeros(2))
     assert averaged_kind(state) == what.replace("-", "_")
     assert state.samples is not None

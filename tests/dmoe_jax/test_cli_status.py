@@ -51,17 +51,19 @@ def test_status_shows_rates_silence_and_who_compiles() -> None:
     assert re.search(r"03030303 +127\.0\.0\.1:1003 +4 +compiling 3 of 8", text)
 
 
-def test_status_shows_trainers_and_averagers() -> None:
+def test_status_shows_trainers_averagers_and_auxiliaries() -> None:
     """Those that listen nowhere, too, and those that leave a figure out because they still wait."""
     trainer = member(1, "trainer", listens=False, state="training", step=40, loss=6.0625, items_per_s=1234.5)
     balanced = member(3, "trainer", state="training", step=9, failed_calls=2, load_entropy=0.98765, bias_range=1.25)
     beginner = member(2, "trainer", state="waiting", step=0, failed_calls=0)
     averager = member(1, "averager", group="trunk", averages=4)
-    text = tables([trainer, beginner, balanced, averager], {}, {})
+    auxiliary = member(4, "auxiliary", group="trunk", averages=7, moved_mb=1234.5, state="assisting")
+    text = tables([trainer, beginner, balanced, averager, auxiliary], {}, {})
     assert re.search(r"01010101 +- +40 +6\.062 +1,23[45] +training", text)
     assert re.search(r"02020202 +127\.0\.0\.1:1002 +0 +0 +waiting", text)
     assert re.search(r"03030303 +127\.0\.0\.1:1003 +9 +2 +0\.9877 +1\.25 +training", text)
     assert re.search(r"01010101 +127\.0\.0\.1:1001 +trunk +4", text)
+    assert re.search(r"04040404 +127\.0\.0\.1:1004 +trunk +7 +1,23[45] +assisting", text)
 
 
 def test_status_says_that_nobody_is_listed() -> None:

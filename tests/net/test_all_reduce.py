@@ -10,6 +10,7 @@ import trio
 
 from net.averaging.grouping.group import Member, Role
 from net.averaging.reduction.partition import AllReduceConfig
+from net.averaging.speeds import Speeds
 from net.identity import Address, PeerId
 from net.rpc.peer import open_rpc_peer
 from net.transport.sim.links import HostOptions
@@ -34,7 +35,8 @@ async def test_unequal_weights() -> None:
 @in_simulation
 async def test_unequal_bandwidths() -> None:
     """Parts of unequal length; everybody has the mean."""
-    facts: dict[int, dict[str, Any]] = {0: {"bandwidth": 2e6}, 1: {"bandwidth": 3e6}, 2: {"bandwidth": 2.5e6}}
+    lines = [(2e6, 9e9), (3e6, 3e6), (9e9, 2.5e6), (2.5e6, None)]
+    facts = {index: {"speeds": Speeds(up=up, down=down)} for index, (up, down) in enumerate(lines)}
     async with swarm(4, facts=facts) as peers:
         assert len({end - start for start, end in map(peers.part, range(4))}) > 2
         values = vectors(4)

@@ -6,6 +6,7 @@ import pytest
 
 from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.reduction.partition import parts_of
+from net.averaging.speeds import Speeds
 from net.identity import Address, PeerId
 
 RNG = random.Random(0)
@@ -53,14 +54,23 @@ def test_a_vector_shorter_than_the_group() -> None:
         ({"weight": 0.0}, "weight of a vector is from 1e-09"),
         ({"weight": float("nan")}, "got nan"),
         ({"weight": 1.7e308}, "got 1.7e"),
-        ({"bandwidth": 1e-300}, "bandwidth is from 1000"),
     ],
 )
 def test_impossible_members_are_refused(facts: dict[str, object], message: str) -> None:
-    """Weights that cannot be added up, bandwidths that would spoil the shares; only clients are without an address."""
+    """Weights that cannot be added up; only clients are without an address."""
     with pytest.raises(ValueError, match=message):
         member(**facts)
     assert member(role=Role.AUXILIARY, weight=0.0).weight == 0.0
+
+
+def test_impossible_speeds_are_refused() -> None:
+    """Numbers that would spoil the shares of the whole group; the message says which, and what is allowed."""
+    for name in ("up", "down"):
+        with pytest.raises(ValueError, match=f"bandwidth {name} is from 1000 to 1e\\+11 bytes a second, got 1e-300"):
+            Speeds(**{name: 1e-300})
+    with pytest.raises(ValueError, match=r"reducing is from 1000 to .*, got nan"):
+        Speeds(reducing=float("nan"))
+    assert Speeds(up=1e6).or_else(Speeds(up=2e6, down=3e6)) == Speeds(up=1e6, down=3e6)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from net.averaging.grouping.group import BANDWIDTHS_BPS, Group, Member, Role
+from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.grouping.join_messages import (
     MAX_MEMBER_BYTES,
     Reason,
@@ -25,11 +25,15 @@ from net.averaging.grouping.join_messages import (
     request_body,
 )
 from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
+from net.averaging.speeds import BANDWIDTHS_BPS, Speeds
 from net.dht.records import Dictionary, Entry, make_entry
 from net.errors import RemoteProtocolError
-from net.identity import Address
+from net.identity import Address, PeerId
 from net.wire.codec import decode_untrusted, encode
 from tests.net.test_matchmaking import candidate, member, peer, request
+
+FULL = Speeds(up=1.1e6, down=2.3e7, reducing=3.1e9)
+"""All facts, none of which a shorter float would hold."""
 
 
 def travelled(body: Any) -> dict[str, Any]:
@@ -40,13 +44,19 @@ def travelled(body: Any) -> dict[str, Any]:
 
 
 members = st.builds(
-    lambda number, role, slot, weight, bandwidth: member(
-        number, role=role, wanted_slot=slot, weight=weight, bandwidth=bandwidth
+    lambda number, role, slot, weight, up, down, reducing: member(
+        number,
+        role=role,
+        wanted_slot=slot,
+        weight=weight,
+        speeds=Speeds(up=up, down=down, reducing=reducing),
     ),
     st.integers(0, 2**256 - 1),
     st.sampled_from(Role),
     st.integers(0, 2),
     st.floats(1e-6, 1e6),
+    st.none() | st.floats(*BANDWIDTHS_BPS),
+    st.none() | st.floats(*BANDWIDTHS_BPS),
     st.none() | st.floats(*BANDWIDTHS_BPS),
 )
 
@@ -62,7 +72,7 @@ def test_requests_arrive_as_they_were(who: Member, expiration: float, window: fl
 def test_answers_arrive_as_they_were() -> None:
     """Willingness, refusals with and without a leader, groups."""
     assert parse_asked_untrusted(travelled({"expiration": 5.5})) == 5.5
-    sent = request(2, bandwidth=1e6)
+    sent = request(2, speeds=Speeds(up=1e6, reducing=2e9))
     for refusal in (
         Refusal(reason=Reason.FULL),
         Refusal(reason=Reason.FOLLOWING, leader=candidate(1, 4.0)),
@@ -71,6 +81,22 @@ def test_answers_arrive_as_they_were() -> None:
         assert parse_asked_untrusted(body) == parse_joined_untrusted(body, sent, peer(1)) == refusal
     group = Group(group_id=bytes(16), members=(member(1, role=Role.AUXILIARY), sent.member), side=3)
     assert parse_joined_untrusted(travelled(group_body(group)), sent, peer(1)) == group
+
+
+def test_a_member_travels_as_it_always_did() -> None:
+    """Byte by byte: [id, "peer7", 1, "node", 2, 1.5, up 1e6, down unknown, reducing 2.5e9]."""
+    who = Member(
+        peer_id=PeerId(bytes(31) + b"\7"),
+        address=Address("peer7", 1),
+        wanted_slot=2,
+        weight=1.5,
+        speeds=Speeds(up=1e6, reducing=2.5e9),
+    )
+    # RFC 8949: an array of 9; 32 bytes; a text of 5 and one of 4; floats in the shortest form that holds them, 1.5 as a
+    # half (f9), 1e6 = 1.9073... * 2**19 and 2.5e9 as singles (fa); null is f6.
+    expected = f"89 5820 {'00' * 31}07 65{b'peer7'.hex()} 01 64{b'node'.hex()} 02 f93e00 fa49742400 f6 fa4f1502f9"
+    row = request_body(replace(request(1), member=who))["member"]
+    assert encode(row) == bytes.fromhex(expected)
 
 
 @pytest.mark.parametrize(
@@ -94,13 +120,19 @@ def test_groups_are_checked(members: tuple[Member, ...], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("place", "value", "message"),
-    [(5, -1.0, "weight"), (5, 1.7e308, "weight"), (6, 0.0, "bandwidth"), (1, None, "both host and port")],
+    [
+        (5, -1.0, "weight"),
+        (5, 1.7e308, "weight"),
+        (6, 0.0, "bandwidth up is from"),
+        (7, 1e300, "bandwidth down is from"),
+        (8, -1.0, "reducing is from"),
+        (8, "fast", "reducing"),
+        (1, None, "both host and port"),
+    ],
 )
 def test_members_that_would_spoil_the_plan_are_refused(place: int, value: object, message: str) -> None:
     """Weights that cannot be added up, bandwidths that shares cannot be solved for, half an address."""
-    facts = [
-        list(request_body(replace(request(1), member=member(number, bandwidth=1e6)))["member"]) for number in (1, 2)
-    ]
+    facts = [list(request_body(replace(request(1), member=member(number, speeds=FULL)))["member"]) for number in (1, 2)]
     facts[0][place] = value
     with pytest.raises(RemoteProtocolError, match=message):
         parse_joined_untrusted(travelled({"group_id": bytes(16), "members": facts}), request(2), peer(1))
@@ -115,7 +147,7 @@ values = st.recursive(scalars | st.just(bytes(32)), lambda inner: st.lists(inner
 def test_garbage_is_only_ever_a_protocol_error(data: st.DataObject) -> None:
     """Whatever replaces a field of a good body, in a request or an answer, or an item of a member."""
     who = list(request_body(request(2))["member"])
-    who[data.draw(st.integers(0, 6))] = data.draw(values)
+    who[data.draw(st.integers(0, 8))] = data.draw(values)
     group = {"group_id": bytes(16), "members": [who, request_body(request(1))["member"]]}
     for good in (
         dict(request_body(request(2))),
@@ -157,7 +189,7 @@ def test_declarations_are_read_past_rubbish() -> None:
 def test_the_largest_group_fits_a_message(host_length: int) -> None:
     """With a side of 1024 it begins when no further member is sure to fit: with at least 150 of the longest names."""
     leader = Matchmaking(
-        member(0, address=Address("h" * host_length, 1), bandwidth=1.5e6),
+        member(0, address=Address("h" * host_length, 1), speeds=FULL),
         key="key",
         schema=b"schema",
         side=1024,
@@ -169,9 +201,9 @@ def test_the_largest_group_fits_a_message(host_length: int) -> None:
     number = 0
     while leader.group is None:
         number += 1
-        who = {"address": Address("h" * host_length, 65535), "bandwidth": 1.1e6, "weight": 1.1, "wanted_slot": 1023}
+        who = {"address": Address("h" * host_length, 65535), "speeds": FULL, "weight": 1.1, "wanted_slot": 1023}
         assert leader.receive(replace(request(number, **who), side=1024)) is None
-    assert len(leader.group.members) >= (150 if host_length == 255 else 600)
+    assert len(leader.group.members) >= (150 if host_length == 255 else 550)
     assert len(encode(dict(group_body(leader.group)))) < 60 * 1024
 
 

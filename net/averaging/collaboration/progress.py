@@ -265,7 +265,5 @@ def facts(view: Forecast, target: float) -> Mapping[str, Value]:
         "gathered": round(view.samples),
         "target": round(target),
         "samples_per_s": float(view.rate),
-        "trainers": view.count(Role.NODE),
-        "clients": view.count(Role.CLIENT),
-        "auxiliaries": view.count(Role.AUXILIARY),
+        "peers": " + ".join(f"{view.count(role)} {role.value}" for role in Role if view.count(role)),
     }

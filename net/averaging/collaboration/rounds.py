@@ -24,6 +24,7 @@ from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from net.averaging.reduction.partition import AllReduceConfig
+from net.averaging.speeds import Speeds
 from net.dht.node import DhtNode
 from net.errors import CallFailed, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact, PeerId
@@ -89,7 +90,7 @@ class StepAveraging:
       prefix: names the collaboration.
       size: numbers in the vector.
       schema: what they mean: peers of another schema are refused.
-      role: what this peer does. bandwidth: bytes a second, for its share; None: unknown.
+      role: what this peer does. speeds: of its line, for its share.
       rng: draws what is drawn.
       on_lost: somebody does not answer any more.
 
@@ -106,7 +107,7 @@ class StepAveraging:
         size: int,
         schema: str,
         role: Role,
-        bandwidth: Callable[[], float | None],
+        speeds: Callable[[], Speeds],
         rng: random.Random,
         config: RoundConfig,
         on_lost: Callable[[PeerId], None] = lambda peer_id: None,
@@ -118,7 +119,7 @@ class StepAveraging:
         self._size = size + 1
         self._agreed = hashlib.sha256(f"{size} float32 weighted {config.side}\n{schema}".encode()).digest()
         self._role = role
-        self._bandwidth = bandwidth
+        self._speeds = speeds
         self._config = config
         self._on_lost = on_lost
         grid = MoshpitGrid(side=config.side, dims=1)
@@ -156,7 +157,7 @@ class StepAveraging:
             address=None if self._role is Role.CLIENT else self._caller.address,
             role=self._role,
             wanted_slot=self._cell,
-            bandwidth=self._bandwidth(),
+            speeds=self._speeds(),
         )
         group = await self._matchmaker.find_group(
             me,

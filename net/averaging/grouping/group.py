@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from net.averaging.grouping.group_key import assign_slots
+from net.averaging.speeds import UNKNOWN, Speeds
 from net.identity import Address, Contact, PeerId
 
 GROUP_ID_BYTES = 16
@@ -14,10 +15,6 @@ MAX_GROUP_SIZE = 1024
 
 WEIGHTS = (1e-9, 1e12)
 """What a member's vector may count, such as samples: all weights can be added up, and the lightest still counts."""
-
-BANDWIDTHS_BPS = (1e3, 1e11)
-"""Least and most bytes a second that a member may claim. Shares are solved for in floating point: one member that
-claimed 1e-300 would spoil them for its whole group."""
 
 
 class Role(enum.StrEnum):
@@ -33,7 +30,7 @@ class Member:
     """A peer as its group sees it.
 
     Raises:
-      ValueError: weight or bandwidth is out of range, a client has an address, or another peer has none.
+      ValueError: the weight is out of range, a client has an address, or another peer has none.
     """
 
     peer_id: PeerId
@@ -46,8 +43,8 @@ class Member:
     """Its place along the axis of the round, see `group_key`."""
     weight: float = 1.0
     """How much its vector counts in the mean, within `WEIGHTS`; of no meaning for an auxiliary peer."""
-    bandwidth: float | None = None
-    """Bytes a second, within `BANDWIDTHS_BPS`, which decide the size of its part; None: unknown."""
+    speeds: Speeds = UNKNOWN
+    """What it can carry and compute, which decides the size of its part."""
 
     def __post_init__(self) -> None:
         if (self.address is None) != (self.role is Role.CLIENT):
@@ -55,9 +52,6 @@ class Member:
         lightest, heaviest = WEIGHTS
         if self.sends and not lightest <= self.weight <= heaviest:
             raise ValueError(f"the weight of a vector is from {lightest:g} to {heaviest:g}, got {self.weight:g}")
-        least, most = BANDWIDTHS_BPS
-        if self.bandwidth is not None and not least <= self.bandwidth <= most:
-            raise ValueError(f"a bandwidth is from {least:g} to {most:g} bytes a second, got {self.bandwidth:g}")
 
     @property
     def contact(self) -> Contact:

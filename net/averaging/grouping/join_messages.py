@@ -8,18 +8,19 @@
 `ask` is answered at once and binds nobody: it tells whether `join` would have a chance now, and that the leader lives.
 `join` is answered when the leader begins, or when it has to send its followers away; `window` is what it told as its
 expiration, so that a call that crosses the end of that window does not wait through the next. A member travels as
-`[id, host, port, role, slot, weight, bandwidth]`, host and port None for a client; a leader as `[id, host, port,
-expiration]`.
+`[id, host, port, role, slot, weight, up, down, reducing]`, host and port None for a client, and what is not known of
+its `Speeds`; a leader as `[id, host, port, expiration]`.
 
 The order of leaders goes by *declared* expirations, which stand in the values of DHT entries. The entries themselves
 may end later: a key's next entry must expire later than its last one, or the DHT would not take it.
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group, Member, Role
+from net.averaging.speeds import Speeds
 from net.dht.records import MAX_KEY_BYTES, Dictionary, Record, Value
 from net.errors import RemoteProtocolError
 from net.identity import Address, Contact, PeerId
@@ -42,11 +43,11 @@ from net.wire.fields import (
 MAX_SCHEMA_BYTES = 64
 """A schema is a hash of what the vector means."""
 
-MAX_MEMBER_BYTES = 336
-"""Upper bound of an encoded member: 255 of host name, 34 of id, 11 of role, 36 of numbers and framing."""
+MAX_MEMBER_BYTES = 354
+"""Upper bound of an encoded member: 255 of host name, 34 of id, 11 of role, 54 of numbers and framing."""
 
 MAX_MEMBERS_BYTES = 56 * 1024
-"""Most bytes of a group's members: with them a header stays below 64 KiB. Some 650 members with short host names."""
+"""Most bytes of a group's members: with them a header stays below 64 KiB. Some 550 members with short host names."""
 
 _MAX_SIDE = 2**31
 _FINITE = real()
@@ -59,7 +60,9 @@ _MEMBER: dict[str, Field[Any]] = {
     "role": choice(Role),
     "slot": integer(0, _MAX_SIDE - 1),
     "weight": _FINITE,
-    "bandwidth": optional(_FINITE),
+    "up": optional(_FINITE),
+    "down": optional(_FINITE),
+    "reducing": optional(_FINITE),
 }
 _GROUP_ID = octets(GROUP_ID_BYTES, GROUP_ID_BYTES)
 _MEMBERS = rows(MAX_GROUP_SIZE)
@@ -231,7 +234,7 @@ def _parse_refusal_untrusted(body: Body) -> Refusal:
 
 
 def _parse_member_untrusted(raw: object, side: int) -> Member:
-    peer_id, host, port, role, slot, weight, bandwidth = row_untrusted(raw, "a member", **_MEMBER)
+    peer_id, host, port, role, slot, weight, up, down, reducing = row_untrusted(raw, "a member", **_MEMBER)
     if slot >= side:
         raise RemoteProtocolError(f"the slot of a member must be from 0 to {side - 1}, got {slot}")
     if (host is None) != (port is None):
@@ -243,7 +246,7 @@ def _parse_member_untrusted(raw: object, side: int) -> Member:
             role=role,
             wanted_slot=slot,
             weight=weight,
-            bandwidth=bandwidth,
+            speeds=Speeds(up=up, down=down, reducing=reducing),
         )
     except ValueError as exc:
         raise RemoteProtocolError(f"bad member: {exc}") from exc
@@ -251,5 +254,5 @@ def _parse_member_untrusted(raw: object, side: int) -> Member:
 
 def _member_to_wire(member: Member) -> list[object]:
     host, port = (None, None) if member.address is None else (member.address.host, member.address.port)
-    bandwidth = None if member.bandwidth is None else float(member.bandwidth)
-    return [member.peer_id.raw, host, port, member.role.value, member.wanted_slot, float(member.weight), bandwidth]
+    speeds = [None if each is None else float(each) for each in astuple(member.speeds)]
+    return [member.peer_id.raw, host, port, member.role.value, member.wanted_slot, float(member.weight), *speeds]

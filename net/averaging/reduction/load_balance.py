@@ -1,65 +1,98 @@
 """Who reduces how much: shares of the vector by bandwidth (DeDLOC: Diskin et al., NeurIPS 2021, section 3.2).
 
-In a butterfly all-reduce among n peers, peer i, reducing the share f_i, sends and receives the rest of its own vector
-once, 1 - f_i, and its part of the n - 1 others', (n - 1) f_i: in each direction
+The programme. In a butterfly all-reduce of a vector of one byte, among members of which s have a vector of their own,
+the member that reduces the share f sends
 
-    t_i = (1 + (n - 2) f_i) / b_i
+    a node            1 - f of its own vector and s - 1 answers of f:    1 + (s - 2) f
+    an auxiliary      s answers of f:                                    s f
+    a client          its own vector:                                    1
 
-seconds for a vector of one byte over b_i bytes a second. DeDLOC minimises the largest t_i by a linear programme. A
-member that cannot even send its own vector in the time that the others need decides that largest t_i whatever it
-reduces, and then the programme has many solutions, some of them absurd for everybody else. Here all who reduce anything
-end at one moment T, as early as can be, and who would take longer with nothing to reduce (1 / b_i >= T) reduces
-nothing: a solution of the programme, and the only one that is earliest for the others, too. With sum f_i = 1 over k
-reducers
+bytes, and receives as many, for an answer is as long as what it answers. So of an uneven line the slower direction
+alone counts, b = min(up, down). Beside it, a member that adds up r bytes a second needs s f / r seconds for that, at
+the same time. A node ends after t = max((1 + (s - 2) f) / b, s f / r) seconds, and DeDLOC minimises the largest t by a
+linear programme over f >= 0, sum f = 1.
 
-    T = (n - 2 + k) / sum b_i,    f_i = (b_i T - 1) / (n - 2).
+The solution. What a member can reduce within T seconds is
+
+    a node            max(0, min((b T - 1) / (s - 2), r T / s))
+    an auxiliary      min(b, r) T / s
+
+and T, the end of all who reduce, is the first moment at which these add up to 1. A member that cannot even send its own
+vector by then decides the largest t whatever it reduces, and the programme has many solutions, some of them absurd for
+everybody else. Here it reduces nothing, and all others end at T: a solution of the programme, and the only one that is
+earliest for the others, too. Capacities are straight lines between the moments at which a member begins to have time
+left, and at which its adding up becomes its limit; so T is exact. Without limits of adding up and without auxiliaries,
+k members reduce, and
+
+    T = (s - 2 + k) / sum b,    f = (b T - 1) / (s - 2).
+
+With two vectors a node's line carries the same whatever it reduces, so the nodes alone reduce, alike if nothing else
+limits them. A single vector is its own mean: a node keeps it.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-MIN_SHARE = 1e-3
-"""Shares below it are not worth a connection: their owners reduce nothing."""
+from net.averaging.grouping.group import Role
+from net.averaging.speeds import Speeds
+
+MIN_SHARE = 0.01
+"""Shares below this part of an equal one are not worth a connection: their owners reduce nothing. All of them together
+are less than a hundredth of the vector, by which the others end later."""
+
+_Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def peer_fractions(bandwidths: Sequence[float | None]) -> tuple[float, ...]:
+def peer_fractions(roles: Sequence[Role], speeds: Sequence[Speeds]) -> tuple[float, ...]:
     """The share of the vector that each member reduces, for the earliest end.
 
     Args:
-      bandwidths: bytes a second of each member, in the order of the group; 0 for one that cannot be called and reduces
-        nothing (client mode), None for one that does not know: it counts as the mean of those that do.
+      roles: of each member, in the order of the group.
+      speeds: of each. An unknown bandwidth counts as the mean of those that are known in its direction, of all who
+        can reduce; unknown reducing as no limit.
 
-    Returns: shares that add up to 1. With two members, or one that reduces, nothing is to be won by unequal ones.
+    Returns: shares that add up to 1; 0 for clients.
 
     Raises:
-      ValueError: nobody can reduce.
+      ValueError: nobody can reduce, or there are not as many speeds as roles.
     """
-    known = [bandwidth for bandwidth in bandwidths if bandwidth]
-    assumed = sum(known) / len(known) if known else 1.0
-    speeds = np.array([assumed if bandwidth is None else bandwidth for bandwidth in bandwidths])
-    if not speeds.any():
-        raise ValueError(f"nobody in a group of {len(bandwidths)} can reduce")
-    speeds /= speeds.max()
-    if len(speeds) <= 2:
-        shares = (speeds > 0).astype(float)
-    else:
-        shares = np.maximum(speeds * _end(np.sort(speeds)[::-1]) - 1, 0) / (len(speeds) - 2)
-        shares[shares < min(MIN_SHARE, shares.max())] = 0.0
+    capacity = _capacity(roles, speeds)
+    # Whoever is not limited at all (inf) leaves nothing to the others.
+    shares = np.isinf(capacity.slopes()).astype(float)
+    if not shares.any():
+        shares = capacity.at(capacity.end())
+        shares[shares < min(MIN_SHARE / len(shares), shares.max())] = 0.0
     return tuple((shares / shares.sum()).tolist())
 
 
-def _end(speeds: np.ndarray[Any, np.dtype[Any]]) -> float:
-    """When those who reduce are done: T of the fastest k, the largest k all of whom have something to reduce.
+def seconds_needed(roles: Sequence[Role], speeds: Sequence[Speeds], shares: Sequence[float]) -> tuple[float, ...]:
+    """How long each member takes for a vector of one byte, by the model at the head of this file; the last one ends it.
 
     Args:
-      speeds: of three members or more, the fastest first.
+      roles, speeds: of each member, as of `peer_fractions`. Lines must be known.
+      shares: of the vector that each reduces.
+
+    Raises:
+      ValueError: a bandwidth is unknown.
     """
-    counts = np.arange(1, len(speeds) + 1)
-    ends = (len(speeds) - 2 + counts) / np.cumsum(speeds)
-    return float(ends[np.flatnonzero(speeds * ends > 1)[-1]])
+    num_vectors = sum(role is not Role.AUXILIARY for role in roles)
+    needed = []
+    for role, speed, share in zip(roles, speeds, shares, strict=True):
+        if speed.up is None or speed.down is None:
+            raise ValueError(f"the time that an unknown line takes is unknown, got {speed}")
+        nbytes = bytes_each_way(role, share, num_vectors=num_vectors)
+        reducing_s = 0.0 if speed.reducing is None or num_vectors < 2 else num_vectors * share / speed.reducing
+        needed.append(max(nbytes / min(speed.up, speed.down), reducing_s))
+    return tuple(needed)
+
+
+def bytes_each_way(role: Role, share: float, *, num_vectors: int) -> float:
+    """What a member sends, and receives as much, in an all-reduce of `num_vectors` vectors of one byte."""
+    answers = num_vectors * share
+    return answers if role is Role.AUXILIARY else 1 + answers - 2 * share
 
 
 def split_by_shares(size: int, shares: Sequence[float]) -> tuple[int, ...]:
@@ -74,3 +107,63 @@ def split_by_shares(size: int, shares: Sequence[float]) -> tuple[int, ...]:
     for member in [each for each in by_remainder if shares[each] > 0][: size - sum(counts)]:
         counts[member] += 1
     return tuple(counts)
+
+
+class _Capacity(NamedTuple):
+    """What each member can reduce by the time T: max(0, min(line T - spent, adding T))."""
+
+    line: _Floats
+    spent: _Floats
+    adding: _Floats
+
+    def slopes(self) -> _Floats:
+        """How fast they grow in the end."""
+        return np.minimum(self.line, self.adding)
+
+    def at(self, time: float) -> _Floats:
+        """At this time."""
+        return np.maximum(np.minimum(self.line * time - self.spent, self.adding * time), 0.0)
+
+    def end(self) -> float:
+        """The first time at which they add up to 1. No slope is infinite, and one at least is above 0."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            begins = self.spent / self.line
+            bends = self.spent / (self.line - self.adding)
+        times = np.unique(np.concatenate(([0.0], *(each[np.isfinite(each) & (each > 0)] for each in (begins, bends)))))
+        # By halving: the sum does not fall. Between two of these times it is a straight line.
+        before, after = 0, len(times)
+        while after - before > 1:
+            middle = (before + after) // 2
+            before, after = (before, middle) if self.at(times[middle]).sum() >= 1 else (middle, after)
+        between = (times[before] + times[after]) / 2 if after < len(times) else 2 * times[before] + 1
+        of_line = self.line * between - self.spent
+        by_line, by_adding = (of_line > 0) & (of_line <= self.adding * between), of_line > self.adding * between
+        slope = self.line[by_line].sum() + self.adding[by_adding].sum()
+        return float((1 + self.spent[by_line].sum()) / slope)
+
+
+def _capacity(roles: Sequence[Role], speeds: Sequence[Speeds]) -> _Capacity:
+    """Of each member, with the fastest line as the unit of speed: it must not matter how large the numbers are."""
+    is_client = np.array([role is Role.CLIENT for role in roles], bool)
+    if is_client.all():
+        raise ValueError(f"nobody in a group of {len(roles)} can reduce")
+    reducers = [speed for role, speed in zip(roles, speeds, strict=True) if role is not Role.CLIENT]
+    up, down = _assumed([each.up for each in reducers]), _assumed([each.down for each in reducers])
+    lines = np.array([min(each.up or up, each.down or down) for each in speeds])
+    lines = np.where(is_client, 0.0, np.where(np.isinf(lines), 1.0, lines))  # if nobody knows anything, all are alike
+    adding = np.array([each.reducing or math.inf for each in speeds])
+    lines, adding = lines / lines.max(), adding / lines.max()
+    num_vectors = sum(role is not Role.AUXILIARY for role in roles)
+    # One alone is not added to anything.
+    adding = np.where(is_client, 0.0, adding / num_vectors if num_vectors > 1 else math.inf)
+    is_node = np.array([role is Role.NODE for role in roles])
+    spent = np.where(is_node & (num_vectors > 2), 1 / max(1, num_vectors - 2), 0.0)
+    of_node = lines / (num_vectors - 2) if num_vectors > 2 else math.inf
+    line = np.where(is_node, of_node, lines / max(1, num_vectors))
+    return _Capacity(line=np.where(spent > 0, line, np.minimum(line, adding)), spent=spent, adding=adding)
+
+
+def _assumed(values: Sequence[float | None]) -> float:
+    """What an unknown bandwidth counts as: the mean of the known ones, no limit if there are none."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else math.inf

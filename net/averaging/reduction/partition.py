@@ -12,7 +12,7 @@ is refused and not averaged.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from net.averaging.grouping.group import GROUP_ID_BYTES, Group, Role
+from net.averaging.grouping.group import GROUP_ID_BYTES, Group
 from net.averaging.reduction.load_balance import peer_fractions, split_by_shares
 from net.errors import RemoteProtocolError
 from net.rpc.base import Body
@@ -106,8 +106,9 @@ def parts_of(group: Group, size: int, *, chunk_size: int) -> tuple[Part, ...]:
     Parts lie in the vector in the order of their owners' slots, and are as long as `load_balance` makes them: nothing
     for a client.
     """
-    rates = [0.0 if member.role is Role.CLIENT else member.bandwidth for member in group.members]
-    lengths = split_by_shares(size, peer_fractions(rates))
+    members = group.members
+    shares = peer_fractions([member.role for member in members], [member.speeds for member in members])
+    lengths = split_by_shares(size, shares)
     parts, start = {}, 0
     for index in sorted(range(len(lengths)), key=group.slots.__getitem__):
         parts[index] = Part(start=start, end=start + lengths[index], chunk_size=chunk_size)

@@ -1,0 +1,147 @@
+"""`dmoe assist`: an auxiliary peer, which reduces averages for others and trains nothing."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+from dmoe_jax.cli.averaging import speeds_of
+from dmoe_jax.cli.common import UsageError, check_positive
+from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
+from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions, join_line, join_swarm
+from dmoe_jax.members import listed_member
+from net.averaging.assisting import assist
+from net.averaging.averager import AveragerConfig, AveragingStep
+from net.averaging.grouping.group_key import check_prefix
+from net.averaging.plan import AveragingPlan
+from net.averaging.speeds import Speeds
+from net.dht.records import Value
+from net.identity import Contact
+from net.wire.compression import Compression
+
+_ANNOUNCE_PERIOD_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistCommand:
+    """Reduce averages for the trainers of a swarm, until interrupted: for a machine with a good line and no GPU.
+
+    It needs no model and no data: it learns from the swarm what is averaged. It must be reachable, and helps groups in
+    which three processes or more have something to average, or in which those that have cannot be called.
+    """
+
+    join: JoinTexts = ()
+    """Peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there."""
+    listen: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
+    """Where it is called."""
+    network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
+    """Who this process is and which swarm it belongs to."""
+    swarm: str = "dmoe"
+    """Name under which it is listed."""
+    name: str = "trunk"
+    """What is averaged: as --average-name of the trainers."""
+    up: float = 0.0
+    """Megabits a second that this machine can send, for its share of the work; 0: it is measured."""
+    down: float = 0.0
+    """Megabits a second that it can receive; 0: it is measured."""
+    window_s: float = 5.0
+    """How long a group waits for more members, seconds; as --average-window-s of the trainers."""
+    timeout_s: float = 30.0
+    """Longest that a round takes, seconds; as --average-timeout-s of the trainers."""
+    compression: Literal["none", "float16", "bfloat16", "blockwise8"] = "none"
+    """How answers travel; as --average-compression of the trainers."""
+    exit_on_stdin_eof: bool = False
+    """End when standard input closes (set by a process that starts this one and may be killed)."""
+
+    def run(self) -> int:
+        """Assist until interrupted; the exit status."""
+        self.check()
+        return run_until_done(self._assist, exit_on_stdin_eof=self.exit_on_stdin_eof)
+
+    def check(self) -> None:
+        """Refuse flags that cannot be meant.
+
+        Raises:
+          UsageError: naming the flag.
+        """
+        if not self.join:
+            raise UsageError("--join needs at least one HOST:PORT: there is nobody to assist")
+        check_positive(self, "window_s", "timeout_s")
+        for flag, checked in (("--name", lambda: check_prefix(self.name)), ("--up, --down", self.speeds)):
+            try:
+                checked()
+            except ValueError as error:
+                raise UsageError(f"{flag}: {error}") from error
+        try:
+            self.config()
+        except ValueError as error:
+            raise UsageError(f"--window-s, --timeout-s: {error}") from error
+
+    def speeds(self) -> Speeds:
+        """What is known of this machine's line."""
+        return speeds_of(self.up, self.down)
+
+    def config(self) -> AveragerConfig:
+        """Settings of the averager of vectors."""
+        return AveragerConfig.of(
+            window_s=self.window_s, timeout_s=self.timeout_s, compression=Compression(self.compression)
+        )
+
+    async def _assist(self, stop: Stop) -> int:
+        totals = _Totals(self.name)
+        async with join_swarm(self.network, join=self.join, listen=self.listen) as peer:
+            rpc = peer.rpc
+            assert rpc.address is not None
+            contact = Contact(rpc.peer_id, rpc.address)
+            print(f"auxiliary peer {rpc.peer_id.short} listens on {rpc.address}")
+            print(join_line("train", self.network, peer), flush=True)
+            async with listed_member(
+                peer.dht, self.swarm, rpc.peer_id, contact, totals.facts, period_s=_ANNOUNCE_PERIOD_S
+            ):
+                with stop.body():
+                    await assist(
+                        rpc,
+                        peer.dht,
+                        prefix=self.name,
+                        rng=random.SystemRandom(),
+                        speeds=self.speeds(),
+                        measures_line=True,
+                        config=self.config(),
+                        on_plan=totals.begin,
+                        on_round=totals.count,
+                    )
+        print(f"assisted in {totals.rounds} rounds, {_megabytes(totals.moved_bytes)} each way", flush=True)
+        return EXIT_INTERRUPTED
+
+
+class _Totals:
+    """What came of it so far: for the terminal, and for `dmoe status`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._state = "waiting"
+        self.rounds = 0
+        self.moved_bytes = 0.0
+
+    def begin(self, plan: AveragingPlan) -> None:
+        """It is known what is averaged."""
+        self._state = "assisting"
+        print(f"{self._name}: averages of {plan.size:,} numbers in groups of {plan.grid.side}", flush=True)
+
+    def count(self, done: AveragingStep) -> None:
+        """A round is over."""
+        self.rounds += 1
+        self.moved_bytes += done.moved_bytes
+        moved = f"{_megabytes(done.moved_bytes)} each way, {_megabytes(self.moved_bytes)} in all"
+        print(f"round {self.rounds}: {len(done.peers)} peers, {moved}", flush=True)
+
+    def facts(self) -> Mapping[str, Value]:
+        """What the swarm is told."""
+        facts: dict[str, Value] = {"role": "auxiliary", "state": self._state, "group": self._name}
+        return facts | {"averages": self.rounds, "moved_mb": self.moved_bytes / 1e6}
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.1f} MB"

@@ -1,0 +1,86 @@
+"""An auxiliary peer: it has no vector and no model, and reduces for those who do (DeDLOC's CPU averagers).
+
+What they average it learns from the DHT (`net.averaging.plan`). When it has met nobody for a while it looks whether
+that has changed: a swarm may have begun again with another model.
+"""
+
+import random
+from collections.abc import Callable
+
+import trio
+
+from net.averaging.averager import Averager, AveragerConfig, AveragingStep, open_planned_averager
+from net.averaging.grouping.group import Role
+from net.averaging.plan import AveragingPlan, find_plan, wait_for_plan
+from net.averaging.speeds import UNKNOWN, Speeds
+from net.dht.node import DhtNode
+from net.errors import NetError
+from net.rpc.base import Caller
+
+MAX_VECTOR_SIZE = 2**32
+"""Numbers in the largest vector that is assisted with, 16 GiB: an auxiliary peer believes strangers what there is to be
+averaged, and takes memory for its own part of it."""
+
+_PAUSE_S = 1.0
+"""After a failure of the network."""
+
+
+async def assist(
+    caller: Caller,
+    dht: DhtNode,
+    *,
+    prefix: str,
+    rng: random.Random,
+    speeds: Speeds = UNKNOWN,
+    measures_line: bool = False,
+    config: AveragerConfig = AveragerConfig(),  # noqa: B008 (frozen)
+    on_plan: Callable[[AveragingPlan], None] = lambda plan: None,
+    on_round: Callable[[AveragingStep], None] = lambda done: None,
+) -> None:
+    """Reduce for the peers of one name, round after round, until cancelled.
+
+    Args:
+      caller: places and serves the calls; it must listen. dht: where groups are found.
+      prefix: what is averaged.
+      rng: draws the place on the grid and the ids of groups.
+      speeds: of this machine, for the share that it reduces.
+      measures_line: whether to find out what `speeds` does not say of the line.
+      config: timeouts as the others have them.
+      on_plan: told what is averaged, once that is known and whenever it has changed.
+      on_round: told of each round in which this peer reduced something.
+
+    Raises:
+      ValueError: the caller listens nowhere, or the prefix is malformed.
+    """
+    if caller.address is None:
+        raise ValueError("an auxiliary peer must listen somewhere: others bring it what it is to reduce")
+    while True:
+        plan = await wait_for_plan(dht, prefix, max_size=MAX_VECTOR_SIZE)
+        on_plan(plan)
+        async with open_planned_averager(
+            caller,
+            dht,
+            plan,
+            prefix=prefix,
+            rng=rng,
+            role=Role.AUXILIARY,
+            speeds=speeds,
+            measures_line=measures_line,
+            config=config,
+        ) as averager:
+            await _assist_with(averager, dht, prefix, plan, on_round)
+
+
+async def _assist_with(
+    averager: Averager, dht: DhtNode, prefix: str, plan: AveragingPlan, on_round: Callable[[AveragingStep], None]
+) -> None:
+    """Reduce until those who announce a plan have another one."""
+    while True:
+        try:
+            done = await averager.step(None)
+            if done.received:
+                on_round(done)
+            elif await find_plan(dht, prefix, max_size=MAX_VECTOR_SIZE) not in (None, plan):
+                return
+        except NetError:
+            await trio.sleep(_PAUSE_S)

@@ -1,0 +1,164 @@
+"""How a peer finds out what its line carries, without being told.
+
+    averaging.PREFIX.line   {wanted} and any tensors    -> {} and so many bytes
+
+Theory of operation. An all-reduce and the download of a state tell something by the way: the line has carried their
+bytes in their time. But in a group with equal shares all members move as much in the same time, that of the slowest:
+whoever waits for others looks as slow as they are, and would for ever, since shares follow what is known. So a peer
+also asks a few of those whom it has met to take and to give some bytes, all at once and for nothing else: first a few,
+then four times as many, until they take a third of a second or come to 16 MiB. It does so after a round, at a moment of
+its own, and again every five minutes; what it finds is the least that its line carries between it and them together.
+"""
+
+import math
+import random
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+import trio
+
+from net.averaging.line.meter import Answer, LineMeter, rate_of
+from net.averaging.speeds import Speeds
+from net.dht.calls import PEER_ERRORS
+from net.errors import CallRefused, RemoteProtocolError
+from net.identity import Contact
+from net.rpc.base import Caller, Reply, Request
+from net.types import Array
+from net.wire.fields import integer
+from net.wire.tensors import plain
+
+MAX_PEERS = 8
+"""Peers asked at once: together they should be as fast as this one."""
+
+PERIOD_S = 300.0
+"""Seconds from one measurement to the next. Several fall into the meter's memory; each keeps the line busy for two or
+three seconds, a hundredth of that time, and a fast one for less."""
+
+# A direction comes to a third more than the last step.
+_FIRST_BYTES, _MOST_BYTES, _PIECE_BYTES = 2**18, 2**24, 2**16
+_MAX_CALLS = 256
+"""Served at once: all pieces of one who measures against this peer alone. None of them takes time here."""
+
+_LONG_ENOUGH_S = 1 / 3
+_TIMEOUT_S = 10.0
+_SPREAD_S = 20.0
+"""Members of a group end a round together, and measure one after the other rather than all at once."""
+
+_WANTED = integer(0, _PIECE_BYTES)
+
+
+class LineMonitor:
+    """Measures this peer's line, and lets others measure theirs against it. Make one for each caller and prefix.
+
+    Args:
+      caller: places and serves the calls.
+      prefix: what is averaged.
+      known: what need not be measured.
+      rng: chooses whom to ask, and when.
+
+    Raises:
+      ValueError: the caller has such a method already.
+    """
+
+    def __init__(self, caller: Caller, *, prefix: str, known: Speeds, rng: random.Random) -> None:
+        self._caller = caller
+        self._method = f"averaging.{prefix}.line"
+        self._known = known
+        self._rng = rng
+        self._meter = LineMeter()
+        self._due = -math.inf
+        self._bytes = np.zeros(_PIECE_BYTES, np.uint8)
+        caller.add_handler(self._method, self._serve, max_concurrent=_MAX_CALLS)
+
+    def close(self) -> None:
+        """Serve no more calls."""
+        self._caller.remove_handler(self._method)
+
+    def speeds(self) -> Speeds:
+        """What is known, and what was found out of the rest."""
+        return self._known.or_else(self._meter.speeds(trio.current_time()))
+
+    def carried(self, *, up_bytes: float = 0.0, down_bytes: float = 0.0, seconds: float) -> None:
+        """So much has passed the line in this time, which may have been spent on other things, too."""
+        if seconds > 0:
+            self._meter.carried(up=up_bytes / seconds, down=down_bytes / seconds, now=trio.current_time())
+
+    def is_due(self) -> bool:
+        """Whether it is time for a measurement. Whoever is told so makes it: the next is due later."""
+        now = trio.current_time()
+        is_known = self._known.up is not None and self._known.down is not None
+        if is_known or now < self._due:
+            return False
+        self._due = now + PERIOD_S
+        return True
+
+    async def measure_soon(self, peers: Sequence[Contact]) -> None:
+        """Measure in a moment, which differs from peer to peer."""
+        await trio.sleep(self._rng.uniform(0.0, _SPREAD_S))
+        await self.measure(peers)
+
+    async def measure(self, peers: Sequence[Contact]) -> None:
+        """Exchange some bytes with a few of these peers. If nobody answers nothing is learnt."""
+        chosen = self._rng.sample(list(peers), min(MAX_PEERS, len(peers)))
+        found = await self._all(chosen, self._ask_for_nothing)
+        # Once more: the first calls may have had to dial.
+        found = await self._all([peer for peer, _ in found], self._ask_for_nothing)
+        if found:
+            up, down = await self._rate(found, is_up=True), await self._rate(found, is_up=False)
+            self._meter.carried(up=up, down=down, now=trio.current_time())
+
+    async def _ask_for_nothing(self, peer: Contact) -> None:
+        """A round trip without any load; it fails where the peer averages something else."""
+        await self._caller.call(peer, self._method, {"wanted": 0}, timeout_s=_TIMEOUT_S)
+
+    async def _rate(self, found: Sequence[tuple[Contact, float]], *, is_up: bool) -> float | None:
+        """Bytes a second in one direction, to or from peers whose round trips are known."""
+        round_trips = {peer.peer_id: seconds for peer, seconds in found}
+        nbytes, rate = _FIRST_BYTES, None
+        while True:
+            num_pieces = -(-nbytes // (_PIECE_BYTES * len(found)))
+            piece = self._bytes[: nbytes // (num_pieces * len(found))]
+            body, tensors = ({"wanted": 0}, (piece,)) if is_up else ({"wanted": piece.size}, ())
+
+            async def exchange(
+                peer: Contact, body: dict[str, int] = body, tensors: tuple[Array, ...] = tensors, size: int = piece.size
+            ) -> None:
+                reply = await self._caller.call(peer, self._method, body, tensors, timeout_s=_TIMEOUT_S)
+                if not is_up and [plain(tensor).nbytes for tensor in reply.tensors] != [size]:
+                    raise RemoteProtocolError(f"expected {size} bytes")
+
+            placed = [peer for peer, _ in found for _ in range(num_pieces)]
+            answered = await self._all(placed, exchange)
+            answers = [Answer(after_s, piece.size, round_trips[peer.peer_id]) for peer, after_s in answered]
+            newest = rate_of(answers, num_placed=len(placed))
+            if newest is None:
+                return rate
+            rate, longest = newest, max(answer.after_s - answer.round_trip_s for answer in answers)
+            if longest >= _LONG_ENOUGH_S or nbytes >= _MOST_BYTES:
+                return rate
+            nbytes *= 4
+
+    async def _all(
+        self, peers: Sequence[Contact], call: Callable[[Contact], Awaitable[object]]
+    ) -> list[tuple[Contact, float]]:
+        """Make all calls at once: those that were answered, and after how many seconds."""
+        began, answered = trio.current_time(), list[tuple[Contact, float]]()
+
+        async def one(peer: Contact) -> None:
+            try:
+                await call(peer)
+            except PEER_ERRORS:
+                return
+            answered.append((peer, trio.current_time() - began))
+
+        async with trio.open_nursery() as nursery:
+            for peer in peers:
+                nursery.start_soon(one, peer)
+        return answered
+
+    async def _serve(self, request: Request) -> Reply:
+        try:
+            wanted = _WANTED.of_untrusted(request.body, "wanted")
+        except RemoteProtocolError as error:
+            raise CallRefused(str(error)) from error
+        return Reply(tensors=(self._bytes[:wanted],) if wanted else ())
