@@ -1,5 +1,6 @@
 """A peer's training state, who may touch it when, and the form in which it travels to a newcomer."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,10 +33,7 @@ class PeerState:
         """As it is after the last change. All but its parameters are donated to the next one."""
         self.layout = TreeLayout(params)
         self._turn = trio.Lock()
-        self._gather = keeping_params(together.gather)
-        self._contribution = jax.jit(together.contribution)
-        self._step = keeping_params(together.step)
-        self._emptied = keeping_params(emptied)
+        self._gather, self._contribution, self._step = _compiled(together)
 
     def digest(self) -> bytes:
         """Names the parameters, `CHAIN_BYTES` long: peers that begin with the same ones have the same."""
@@ -78,7 +76,7 @@ class PeerState:
 
     async def empty(self) -> None:
         """Drop what is gathered."""
-        await self.change(lambda state: (None, self._emptied(state)))
+        await self.change(lambda state: (None, emptied(state)))
 
     @property
     def shared(self) -> PyTree:
@@ -109,6 +107,12 @@ _SHARED = ("params", "inner", "steps", "anchor", "outer", "scale", "good_steps")
 
 def _shared(state: CollaborativeState) -> dict[str, PyTree]:
     return {name: getattr(state, name) for name in _SHARED}
+
+
+@functools.cache
+def _compiled(together: Collaborative) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """Once for all peers of a process, of which a simulation has many."""
+    return keeping_params(together.gather), jax.jit(together.contribution), keeping_params(together.step)
 
 
 def keeping_params(work: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,8 +41,8 @@ class Problem:
     """(params, peer, number, count) -> mean gradient of micro-batch `number` of a peer, of `count` samples."""
     batch_gradient: Callable[[PyTree, Sequence[tuple[str, int, int]]], PyTree]
     """(params, [(peer, number, count)]) -> mean gradient of all these micro-batches in one batch."""
-    together: Callable[[], Collaborative]
-    """A fresh optimiser of the swarm."""
+    together: Collaborative
+    """The optimiser of the swarm."""
     optimizer: optax.GradientTransformation
     """The one inside."""
 
@@ -195,7 +195,7 @@ class World:
                         place.rpc,
                         place.dht,
                         self.problem.params,
-                        together=self.problem.together(),
+                        together=self.problem.together,
                         name="run",
                         config=self.config,
                         device=InlineDevice(),

@@ -1,6 +1,6 @@
 """Telling the swarm how far this peer is, and reading how far the others are: `progress` over the DHT.
 
-Reports are written and read more often as the batch fills: a tenth of the time that is left, between two bounds. When
+Reports are written and read more often as the batch fills: a quarter of the time that is left, between two bounds. When
 somebody sees first that the batch is about to be full, it tells all others that can be called (`begin`), so that nobody
 misses the step because its own reading of the DHT was a little older; clients see it by themselves.
 """
@@ -34,7 +34,7 @@ from net.wire.fields import integer, octets, optional, real
 class BoardConfig:
     """Periods of reporting."""
 
-    min_period_s: float = 0.5
+    min_period_s: float = 1.0
     """Seconds between two reports when the batch is nearly full."""
     max_period_s: float = 5.0
     """Seconds between two reports at most."""
@@ -175,7 +175,7 @@ class ProgressBoard:
         left = max(0.0, view.ends_at - self._dht.clock.now())
         if not view.rate:  # those who have just begun have to see each other before they see an end
             left = 0.0
-        return min(max(left / 10, self._config.min_period_s), self._config.max_period_s)
+        return min(max(left / 4, self._config.min_period_s), self._config.max_period_s)
 
     async def _report(self) -> None:
         await self._store(self._own())

@@ -38,6 +38,10 @@ _PLACES_TO_SPARE = 16
 """Calls of `join` beyond a group's members: of followers whose earlier call, on a lost connection, has not ended."""
 
 
+_RARELY = 4
+"""Times as long between two readings of the DHT where those to ask are known without it."""
+
+
 class Matchmaker:
     """Finds a peer's groups, one after the other; in between it tells others that it does not look for one.
 
@@ -269,8 +273,11 @@ class _Search:
         if not self.core.is_client:
             with trio.move_on_after(self._config.poll_s):
                 await self._is_declared.wait()
+        period_s = self._config.poll_s * (_RARELY if self._hints else 1)
+        if self._hints:
+            await trio.sleep(self._config.poll_s)
         while True:
-            read_again_at = trio.current_time() + self._config.poll_s
+            read_again_at = trio.current_time() + period_s
             declared = candidates_in_untrusted(await self._dht.get(self.core.key))
             async with self._asking:
                 await self._follow_one_of(declared, read_again_at)
