@@ -18,8 +18,9 @@ from dmoe_jax.optim.collaborative import Collaborative, CollaborativeState
 from dmoe_jax.types import PyTree
 from net.averaging.collaboration.board import Beginning, ProgressBoard
 from net.averaging.collaboration.progress import Forecast, Pace, Report, facts, next_chain
-from net.averaging.collaboration.rounds import Averaged, StepAveraging
+from net.averaging.collaboration.rounds import Averaged, StepAveraging, plan_of
 from net.averaging.grouping.group import Group, Role
+from net.averaging.plan import announce_plan
 from net.averaging.state.download import download_state
 from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
 from net.dht.node import DhtNode
@@ -448,13 +449,14 @@ async def open_collaboration(
     async def download(**wanted: Any) -> SharedState | None:
         return await download_state(caller, dht, prefix=name, rng=rng, config=sharing, **wanted)
 
+    schema = f"{together.shared} {config.target_batch_size}\n{state.layout.schema}"
+    plan = plan_of(size=state.layout.size, side=config.side, schema=schema)
     sharing = StateSharingConfig(announce_period_s=10.0, max_lag=0)
     rounds = StepAveraging(
         caller,
         dht,
         prefix=name,
-        size=state.layout.size,
-        schema=f"{together.shared} {config.target_batch_size}\n{state.layout.schema}",
+        plan=plan,
         role=role,
         speeds=lambda: config.speeds,
         rng=rng,
@@ -488,6 +490,7 @@ async def open_collaboration(
             await peer.catch_up()
             source = StateSource(lambda: peer.step, peer.shared_state)
             nursery.start_soon(StateSharing(caller, dht, prefix=name, source=source, config=sharing).run)
+            nursery.start_soon(announce_plan, dht, name, caller.peer_id, plan)
             nursery.start_soon(peer.run)
             yield peer
     finally:

@@ -50,7 +50,6 @@ class CollaborationConfig:
     def rounds(self) -> RoundConfig:
         """Settings of the averaging."""
         return RoundConfig(
-            side=self.side,
             patience_s=max(self.lead_s, 2.0),
             silence_s=self.silence_s,
             assembly=AssemblyConfig(

@@ -1,13 +1,18 @@
 """One large batch by many peers, in virtual time: the result is one machine's, whoever joins, leaves or is slow."""
 
+import random
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import trio
 
 from dmoe_jax.collaboration import CollaborationConfig
+from dmoe_jax.peer import SIM_PORT, open_peer
 from experiments.collaborative.regression import regression
-from experiments.collaborative.world import Life, PeerSpec, World, compare_with_one_machine
+from experiments.collaborative.world import ROOT, Life, PeerSpec, World, compare_with_one_machine
+from net.averaging.collaboration.assisting import assist_collaboration
+from net.identity import Address
 from net.transport.sim import run, simulate
 from net.transport.sim.links import Constant
 
@@ -94,3 +99,32 @@ def test_one_joins_and_one_is_killed_while_it_averages(victim: int, silent: bool
     assert newcomer.peer.totals.states_taken == 1
     assert newcomer.steps[0].number <= joined_at + 2
     assert took_s < 10
+
+
+def test_clients_bring_and_auxiliaries_only_reduce() -> None:
+    specs = [replace(spec, client=number in (1, 2)) for number, spec in enumerate(machines()[:4])]
+    assisted: list[int] = []
+
+    async def body(world: World) -> None:
+        async def assistant() -> None:
+            async with open_peer([Address(ROOT, SIM_PORT)], network=world.network, host="helper", seed=9) as place:
+                await assist_collaboration(
+                    place.rpc,
+                    place.dht,
+                    prefix="run",
+                    rng=random.Random(9),
+                    config=CONFIG.rounds(),
+                    on_step=lambda done: assisted.append(len(done.group.members)),
+                )
+
+        for spec in specs:
+            world.start(spec)
+        world.network.start("helper", assistant)
+        await world.wait_for_step(8)
+        await trio.sleep(1)
+
+    lives = in_world(body)
+    check_one_machine(lives, 8)
+    assert {len(life.steps) for life in lives} == {8}
+    assert max(assisted) == 5
+    assert len(assisted) >= 6

@@ -22,6 +22,7 @@ from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.join_messages import Candidate
 from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.grouping.matchmaking import AssemblyConfig
+from net.averaging.plan import AveragingPlan
 from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import Speeds
@@ -38,8 +39,6 @@ from net.types import Array
 class RoundConfig:
     """How a group averages exactly."""
 
-    side: int = 256
-    """Most members that have gradients."""
     patience_s: float = 5.0
     """How long a peer that found no group by the time agreed on looks on."""
     max_attempts: int = 4
@@ -56,8 +55,6 @@ class RoundConfig:
     """How a group settles."""
 
     def __post_init__(self) -> None:
-        if self.side < 2:
-            raise ValueError(f"side must be at least 2, got {self.side}")
         if self.max_attempts < 1:
             raise ValueError(f"max_attempts must be at least 1, got {self.max_attempts}")
         for name in ("patience_s", "poll_s", "silence_s"):
@@ -82,14 +79,29 @@ class Averaged:
     """All-reduces that it took."""
 
 
+def plan_of(*, size: int, side: int, schema: str) -> AveragingPlan:
+    """What the peers of a collaboration agree on.
+
+    Args:
+      size: numbers in the vector, without the weight that travels with it.
+      side: most members that have a vector.
+      schema: what the numbers mean.
+
+    Raises:
+      ValueError: size or side is out of range.
+    """
+    if size < 1:
+        raise ValueError(f"a vector has at least one number, got size {size}")
+    return AveragingPlan.of(size=size + 1, grid=MoshpitGrid(side=side, dims=1), schema=f"weighted\n{schema}")
+
+
 class StepAveraging:
     """Finds groups and averages in them, one step at a time.
 
     Args:
       caller: places and serves the calls. dht: where groups are found.
       prefix: names the collaboration.
-      size: numbers in the vector.
-      schema: what they mean: peers of another schema are refused.
+      plan: of the peers' vectors; see `plan_of`.
       role: what this peer does. speeds: of its line, for its share.
       rng: draws what is drawn.
       on_lost: somebody does not answer any more.
@@ -104,28 +116,24 @@ class StepAveraging:
         dht: DhtNode,
         *,
         prefix: str,
-        size: int,
-        schema: str,
+        plan: AveragingPlan,
         role: Role,
         speeds: Callable[[], Speeds],
         rng: random.Random,
         config: RoundConfig,
         on_lost: Callable[[PeerId], None] = lambda peer_id: None,
     ) -> None:
-        if size < 1:
-            raise ValueError(f"a vector has at least one number, got size {size}")
         self._caller = caller
         self._dht = dht
-        self._size = size + 1
-        self._agreed = hashlib.sha256(f"{size} float32 weighted {config.side}\n{schema}".encode()).digest()
+        self._size = plan.size
+        self._agreed = plan.schema
         self._role = role
         self._speeds = speeds
         self._config = config
         self._on_lost = on_lost
-        grid = MoshpitGrid(side=config.side, dims=1)
-        self._cell = rng.randrange(grid.num_cells)
+        self._cell = rng.randrange(plan.grid.num_cells)
         self._matchmaker = Matchmaker(
-            caller, dht, prefix=prefix, grid=grid, schema=self._agreed, rng=rng, config=config.assembly
+            caller, dht, prefix=prefix, grid=plan.grid, schema=self._agreed, rng=rng, config=config.assembly
         )
         self._all_reduce = AllReduce(caller, prefix=prefix, config=config.all_reduce)
         self._settlement = Settlement(caller, prefix=prefix, rng=rng, config=config.settlement)

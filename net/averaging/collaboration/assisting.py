@@ -1,0 +1,157 @@
+"""An auxiliary peer of a collaboration: no model and no gradients; it reduces for those who have them (DeDLOC).
+
+It learns from the DHT what is averaged and which step is at hand, and from the others when a group begins.
+"""
+
+import math
+import random
+from collections.abc import Callable
+
+import trio
+
+from net.averaging.collaboration.board import Beginning, BoardConfig, ProgressBoard
+from net.averaging.collaboration.progress import NO_CHAIN, Report, next_chain
+from net.averaging.collaboration.rounds import Averaged, RoundConfig, StepAveraging
+from net.averaging.grouping.group import Role
+from net.averaging.plan import AveragingPlan, wait_for_plan
+from net.averaging.speeds import UNKNOWN, Speeds
+from net.dht.node import DhtNode
+from net.nursery import background_nursery
+from net.rpc.base import Caller
+
+
+async def assist_collaboration(
+    caller: Caller,
+    dht: DhtNode,
+    *,
+    prefix: str,
+    rng: random.Random,
+    speeds: Speeds = UNKNOWN,
+    config: RoundConfig = RoundConfig(),  # noqa: B008 (frozen)
+    max_size: int = 2**32,
+    on_plan: Callable[[AveragingPlan], None] = lambda plan: None,
+    on_step: Callable[[Averaged], None] = lambda done: None,
+) -> None:
+    """Reduce for a collaboration, step after step, until cancelled.
+
+    Args:
+      caller: places and serves the calls; it must listen. dht: where the others report.
+      prefix: names the collaboration.
+      rng: draws what is drawn.
+      speeds: of this machine, for the share that it reduces.
+      config: timeouts as the others have them.
+      max_size: numbers in the largest vector that is assisted with.
+      on_plan: told what is averaged, once that is known.
+      on_step: told of each step in which this peer took part.
+
+    Raises:
+      ValueError: the caller listens nowhere.
+    """
+    if caller.address is None:
+        raise ValueError("an auxiliary peer must listen somewhere: others bring it what it is to reduce")
+    plan = await wait_for_plan(dht, prefix, max_size=max_size)
+    on_plan(plan)
+    averaging = StepAveraging(
+        caller,
+        dht,
+        prefix=prefix,
+        plan=plan,
+        role=Role.AUXILIARY,
+        speeds=lambda: speeds,
+        rng=rng,
+        config=config,
+        on_lost=lambda peer_id: assistant.board.forget(peer_id),
+    )
+    try:
+        async with background_nursery() as nursery:
+            assistant = _Assistant(caller, dht, prefix, averaging, nursery, on_step)
+            await assistant.board.run()
+    finally:
+        averaging.close()
+
+
+class _Assistant:
+    """Where the collaboration is, and the group that is under way."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        dht: DhtNode,
+        prefix: str,
+        averaging: StepAveraging,
+        nursery: trio.Nursery,
+        on_step: Callable[[Averaged], None],
+    ) -> None:
+        self._caller = caller
+        self._dht = dht
+        self._averaging = averaging
+        self._nursery = nursery
+        self._on_step = on_step
+        self._step, self._chain, self._trained = 0, NO_CHAIN, 0.0
+        self._begins_at: float | None = None
+        self.board = ProgressBoard(
+            caller,
+            dht,
+            prefix=prefix,
+            own=self._report,
+            target=math.inf,  # others tell when a step is near
+            config=BoardConfig(),
+            on_begin=self._heard,
+        )
+        nursery.start_soon(self._follow)
+
+    def _report(self) -> Report:
+        return Report(
+            peer_id=self._caller.peer_id,
+            address=self._caller.address,
+            role=Role.AUXILIARY,
+            step=self._step,
+            chain=self._chain,
+            samples=0.0,
+            rate=0.0,
+            at=self._dht.clock.now(),
+            trained=self._trained,
+        )
+
+    async def _follow(self) -> None:
+        """Go where whoever is furthest is, after each reading of the DHT."""
+        while True:
+            await self.board.wait_for_news()
+            leader = self.board.view.leader
+            if leader is not None and self._begins_at is None:
+                self._step, self._chain, self._trained = leader.step, leader.chain, leader.trained
+                self.board.refresh()
+
+    def _heard(self, beginning: Beginning) -> float | None:
+        if beginning.at > self._dht.clock.now() + 60:
+            return None
+        if self._begins_at is None and beginning.step >= self._step:
+            self._step, self._chain, self._begins_at = beginning.step, beginning.chain, beginning.at
+            self._nursery.start_soon(self._assist)
+            return self._begins_at
+        is_ours = (beginning.step, beginning.chain) == (self._step, self._chain)
+        if is_ours and self._begins_at is not None and beginning.at > self._begins_at:
+            self._begins_at = beginning.at
+            self._averaging.postpone(beginning.at)
+        return self._begins_at
+
+    async def _assist(self) -> None:
+        assert self._begins_at is not None
+        try:
+            group = await self._averaging.find_group(
+                step=self._step,
+                chain=self._chain,
+                begins_at=self._begins_at,
+                others=self.board.contacts,
+                fewest=lambda: self.board.view.quorum,
+            )
+            done = None if group is None else await self._averaging.average(group, None)
+            if done is not None:
+                self._step, self._chain = self._step + 1, next_chain(self._chain, done.group.group_id)
+                self._trained += done.weight
+                members = (member.peer_id for member in done.group.members)
+                self.board.advanced(members, self._step, self._chain)
+                self._on_step(done)
+        finally:
+            self._begins_at = None
+            self.board.refresh()
