@@ -226,7 +226,8 @@ class SampleStream:
     def __init__(
         self, text: MaskedText, *, batch_size: int, shard: int = 0, num_shards: int = 1, position: int = 0
     ) -> None:
-        """
+        """Take a share of the samples; nothing is read before a batch is.
+
         Args:
           text: whose samples these are.
           batch_size: samples of each batch.

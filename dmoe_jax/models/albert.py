@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -187,6 +188,7 @@ def _embed(name: str, rows: int, width: int) -> nn.Embed:
     return nn.Embed(rows, width, embedding_init=_INIT, name=name)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def init_albert(key: PRNGKeyArray, config: AlbertConfig) -> dict[str, PyTree]:
     """Parameters: {"embed", "layer", "masked_head", "order_head"}; there is one layer, whatever num_layers."""
     embed_key, layer_key, masked_key, order_key = jax.random.split(key, 4)
@@ -202,7 +204,10 @@ def init_albert(key: PRNGKeyArray, config: AlbertConfig) -> dict[str, PyTree]:
 
 
 def encode(
-    params: PyTree, config: AlbertConfig, tokens: Int[Array, "batch seq"], segments: Int[Array, "batch seq"]
+    params: PyTree,
+    config: AlbertConfig,
+    tokens: Int[Array, "batch seq"] | Int[np.ndarray, "batch seq"],
+    segments: Int[Array, "batch seq"] | Int[np.ndarray, "batch seq"],
 ) -> Float[Array, "batch seq d_model"]:
     """The last hidden states. Pure, to be jitted by the caller.
 
@@ -218,7 +223,9 @@ def encode(
     if tokens.shape[1] > config.max_len:
         raise ValueError(f"a sample must have at most max_len ({config.max_len}) tokens, got {tokens.shape[1]}")
     layer = AlbertLayer(config)
-    embedded = cast(Array, _Embedding(config).apply({"params": params["embed"]}, tokens, segments))
+    # A batch comes from the host as NumPy.
+    read = jnp.asarray(tokens), jnp.asarray(segments)
+    embedded = cast(Array, _Embedding(config).apply({"params": params["embed"]}, *read))
 
     # A loop and not num_layers copies: it compiles once, and the gradients of the shared layer are summed in it.
     def apply_layer(hidden: Array, _: None) -> tuple[Array, None]:
@@ -232,9 +239,8 @@ def albert_logits(
     params: PyTree, config: AlbertConfig, batch: MaskedBatch
 ) -> tuple[Float[Array, "batch masked vocab"], Float[Array, "batch 2"]]:
     """Logits of each masked word, and of the order. Arguments and errors are those of `albert_loss`."""
-    tokens, segments, positions = map(jnp.asarray, (batch.tokens, batch.segments, batch.positions))
-    hidden = encode(params, config, tokens, segments)
-    masked = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)
+    hidden = encode(params, config, batch.tokens, batch.segments)
+    masked = jnp.take_along_axis(hidden, jnp.asarray(batch.positions)[:, :, None], axis=1)
     table = params["embed"]["words"]["embedding"]
     words = _MaskedHead(config).apply({"params": params["masked_head"]}, masked, table)
     order = _OrderHead(config).apply({"params": params["order_head"]}, hidden[:, 0])
