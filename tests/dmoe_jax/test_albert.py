@@ -93,9 +93,10 @@ def test_equals_its_equations(num_layers: int) -> None:
         order_losses.append(-numpy_albert.log_likelihood(own_order, int(swapped)))
         word_hits += list(own_words.argmax(axis=1) == targets)
         order_hits.append(own_order.argmax() == swapped)
-    expected = AlbertMetrics(*map(np.mean, (word_losses, word_hits, order_losses, order_hits)))
-    np.testing.assert_allclose(np.array(metrics), np.array(expected), rtol=1e-4)
-    np.testing.assert_allclose(loss, expected.mlm_loss + expected.sop_loss, rtol=1e-4)
+    assert AlbertMetrics._fields == ("mlm_loss", "mlm_accuracy", "sop_loss", "sop_accuracy")
+    expected = [np.mean(each) for each in (word_losses, word_hits, order_losses, order_hits)]
+    np.testing.assert_allclose(np.array(metrics), expected, rtol=1e-4)
+    np.testing.assert_allclose(loss, expected[0] + expected[2], rtol=1e-4)
 
 
 def test_shapes() -> None:
@@ -127,6 +128,19 @@ def test_number_of_parameters() -> None:
     assert encoder == 4_038_144 + 12_596_224 + 1_049_600 == 17_683_968
     assert count(large["masked_head"]) == 1024 * 128 + 128 + 256 + 30_000
     assert count(large["order_head"]["classify"]) == 2050
+
+
+def test_starts_from_word_frequencies() -> None:
+    """A model that knows nothing but its output biases predicts words as often as they were counted."""
+    counts = np.arange(23)
+    params = Albert(CONFIG, word_counts=counts).init(jax.random.key(0))
+    params["masked_head"]["norm"] = jax.tree.map(jnp.zeros_like, params["masked_head"]["norm"])
+    batch = make_batch(6)
+    _, metrics = jitted_loss(params, CONFIG, batch)
+    # Each count is raised by one: sum of 1 to 23.
+    assert float(metrics.mlm_loss) == pytest.approx(-np.mean(np.log((counts[batch.targets] + 1) / 276)), rel=1e-5)
+    with pytest.raises(ValueError, match=r"word_counts must have shape \(23,\), got \(20,\)"):
+        init_albert(jax.random.key(0), CONFIG, word_counts=np.ones(20))
 
 
 def test_layers_share_their_parameters() -> None:

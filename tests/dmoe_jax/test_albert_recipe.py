@@ -106,4 +106,4 @@ def test_recipes_that_cannot_work_are_refused() -> None:
         ({"grad_clip": 0.0}, "grad_clip must be positive, got 0.0"),
     ):
         with pytest.raises(ValueError, match=message):
-            dataclasses.replace(AlbertRecipe(), **changes)  # type: ignore[arg-type]
+            dataclasses.replace(AlbertRecipe(), **changes)

@@ -295,7 +295,7 @@ def test_wrong_arguments_are_refused() -> None:
         ({"seq_len": TEXT.size + 4}, "must have two sentences in a row with .* words together"),
     ):
         with pytest.raises(ValueError, match=message):
-            MaskedText(TEXT, PLACES, **options)  # type: ignore[arg-type]
+            MaskedText(TEXT, PLACES, **options)
     with pytest.raises(ValueError, match="ids must be from 0 to 3999, got 0 to 4000"):
         MaskedText(np.array([0, 4000]), PLACES, seq_len=5)
     text = MaskedText(TEXT, PLACES, seq_len=23)
