@@ -33,13 +33,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from jaxtyping import Array, Float, Int, Num, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.checks import check_positive
 from dmoe_jax.data.masked_text import MaskedBatch
 from dmoe_jax.model import Model, Outcome
-from dmoe_jax.models.adaptive_softmax import unigram_biases
 from dmoe_jax.types import PyTree
 
 NUM_SEGMENTS = 2
@@ -189,28 +188,9 @@ def _embed(name: str, rows: int, width: int) -> nn.Embed:
     return nn.Embed(rows, width, embedding_init=_INIT, name=name)
 
 
-def init_albert(
-    key: PRNGKeyArray, config: AlbertConfig, *, word_counts: Num[np.ndarray, " vocab"] | None = None
-) -> dict[str, PyTree]:
-    """Parameters: {"embed", "layer", "masked_head", "order_head"}; there is one layer, whatever num_layers.
-
-    Args:
-      word_counts: how often each word occurs in training, special tokens included (0). The output biases are then those
-        of a unigram model, which saves the first updates; None: they are 0, as in BERT.
-
-    Raises:
-      ValueError: if word_counts has not one number for each word.
-    """
-    params: dict[str, PyTree] = _init(key, config)
-    if word_counts is not None:
-        if word_counts.shape != (config.vocab_size,):
-            raise ValueError(f"word_counts must have shape ({config.vocab_size},), got {word_counts.shape}")
-        params["masked_head"] |= {"bias": unigram_biases(word_counts, ())[0]}
-    return params
-
-
 @functools.partial(jax.jit, static_argnums=1)
-def _init(key: PRNGKeyArray, config: AlbertConfig) -> dict[str, PyTree]:
+def init_albert(key: PRNGKeyArray, config: AlbertConfig) -> dict[str, PyTree]:
+    """Parameters: {"embed", "layer", "masked_head", "order_head"}; there is one layer, whatever num_layers."""
     embed_key, layer_key, masked_key, order_key = jax.random.split(key, 4)
     # Parameters do not depend on the lengths, so one position suffices to make them.
     token, hidden = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, config.d_model))
@@ -311,18 +291,16 @@ class Albert(Model):
 
     Args:
       config: its sizes.
-      word_counts: for the initial output biases, as of `init_albert`.
     """
 
     name = "ALBERT"
 
-    def __init__(self, config: AlbertConfig, *, word_counts: Num[np.ndarray, " vocab"] | None = None) -> None:
+    def __init__(self, config: AlbertConfig) -> None:
         self.config = config
         self._loss = loss_segment(config)
-        self._word_counts = word_counts
 
     def init(self, key: PRNGKeyArray) -> PyTree:
-        return init_albert(key, self.config, word_counts=self._word_counts)
+        return init_albert(key, self.config)
 
     async def forward(self, run: Recording, params: PyTree, batch: MaskedBatch, state: PyTree, keys: Any) -> Outcome:
         del keys  # nothing is random

@@ -130,19 +130,6 @@ def test_number_of_parameters() -> None:
     assert count(large["order_head"]["classify"]) == 2050
 
 
-def test_starts_from_word_frequencies() -> None:
-    """A model that knows nothing but its output biases predicts words as often as they were counted."""
-    counts = np.arange(23)
-    params = Albert(CONFIG, word_counts=counts).init(jax.random.key(0))
-    params["masked_head"]["norm"] = jax.tree.map(jnp.zeros_like, params["masked_head"]["norm"])
-    batch = make_batch(6)
-    _, metrics = jitted_loss(params, CONFIG, batch)
-    # Each count is raised by one: sum of 1 to 23.
-    assert float(metrics.mlm_loss) == pytest.approx(-np.mean(np.log((counts[batch.targets] + 1) / 276)), rel=1e-5)
-    with pytest.raises(ValueError, match=r"word_counts must have shape \(23,\), got \(20,\)"):
-        init_albert(jax.random.key(0), CONFIG, word_counts=np.ones(20))
-
-
 def test_layers_share_their_parameters() -> None:
     """Their number is the same for any depth; the gradient is the sum of those of untied copies."""
     params, batch = lively(init_albert(jax.random.key(0), CONFIG)), make_batch(3)
