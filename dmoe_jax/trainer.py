@@ -11,7 +11,7 @@ batch; its state is then what it was before.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -251,6 +251,23 @@ class Trainers:
     def step(self) -> int:
         """Updates so far."""
         return self.trunk.step
+
+    def state(self) -> PyTree:
+        """Parameters and optimiser state, valid until the next update."""
+        return self.trunk.state
+
+    async def snapshot(self) -> tuple[int, PyTree]:
+        """The step, and a copy of the state after it on the host."""
+        return await self.trunk.snapshot()
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the state: nothing."""
+        return {}
+
+    def restore(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        del facts
+        self.trunk.restore(step, state)
 
     async def run(
         self,

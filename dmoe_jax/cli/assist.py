@@ -14,8 +14,11 @@ from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions, join_
 from dmoe_jax.members import listed_member
 from net.averaging.assisting import assist
 from net.averaging.averager import AveragerConfig, AveragingStep
+from net.averaging.collaboration.assisting import assist_collaboration, is_collaboration
+from net.averaging.collaboration.rounds import Averaged, RoundConfig
 from net.averaging.grouping.group_key import check_prefix
 from net.averaging.plan import AveragingPlan
+from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import Speeds
 from net.dht.records import Value
 from net.identity import Contact
@@ -101,6 +104,17 @@ class AssistCommand:
                 peer.dht, self.swarm, rpc.peer_id, contact, totals.facts, period_s=_ANNOUNCE_PERIOD_S
             ):
                 with stop.body():
+                    if await is_collaboration(peer.dht, self.name):
+                        await assist_collaboration(
+                            rpc,
+                            peer.dht,
+                            prefix=self.name,
+                            rng=random.SystemRandom(),
+                            speeds=self.speeds(),
+                            config=RoundConfig(all_reduce=AllReduceConfig(timeout_s=self.timeout_s)),
+                            on_plan=totals.begin,
+                            on_step=totals.count_step,
+                        )
                     await assist(
                         rpc,
                         peer.dht,
@@ -136,6 +150,11 @@ class _Totals:
         self.moved_bytes += done.moved_bytes
         moved = f"{_megabytes(done.moved_bytes)} each way, {_megabytes(self.moved_bytes)} in all"
         print(f"round {self.rounds}: {len(done.peers)} peers, {moved}", flush=True)
+
+    def count_step(self, done: Averaged) -> None:
+        """A step of a collaboration is made."""
+        self.rounds += 1
+        print(f"step {self.rounds}: {len(done.group.members)} peers, {done.weight:,.0f} samples", flush=True)
 
     def facts(self) -> Mapping[str, Value]:
         """What the swarm is told."""

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import optax
 
     from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig
+    from dmoe_jax.collaboration import CollaborationConfig
     from dmoe_jax.device import Device
     from dmoe_jax.trunk import SharedTrunk
-    from net.averaging.speeds import Speeds
     from net.dht.node import DhtNode
     from net.rpc.base import Caller
 
@@ -28,10 +28,14 @@ class AveragingOptions:
     average_every: int = 0
     """Trunk updates between two averages with other trainer processes of the swarm; 0: never. Give each process its own
     --data-seed. One that joins late takes the state of the one that is furthest."""
-    average: Literal["parameters", "gradients", "pseudo-gradients"] = "parameters"
+    target_batch_size: int = 0
+    """Train with one large batch of this many tokens (samples of your own --model), which all processes with this flag
+    gather together; 0: each process steps by itself. Whoever joins, leaves or is slow, --steps and schedules count the
+    steps of all. With --average parameters or pseudo-gradients processes step by themselves in between."""
+    average: Literal["auto", "parameters", "gradients", "pseudo-gradients"] = "auto"
     """What is averaged, the same for all processes: parameters as they are; accumulated gradients, with one step of the
     optimiser for each average; or how far parameters came since the last average, which an outer optimiser takes as a
-    gradient (DiLoCo)."""
+    gradient (DiLoCo). auto: parameters, but with --target-batch-size gradients."""
     average_name: str = "trunk"
     """Processes that give the same name average with each other."""
     average_by_samples: bool = True
@@ -65,6 +69,12 @@ class AveragingOptions:
         """
         if self.average_every < 0:
             raise UsageError(f"--average-every must not be negative, got {self.average_every}")
+        if self.target_batch_size < 0:
+            raise UsageError(f"--target-batch-size must not be negative, got {self.target_batch_size}")
+        if self.target_batch_size and self.average_every:
+            raise UsageError("--target-batch-size says when to average: leave --average-every out")
+        if self.target_batch_size and self.average_compression != "none":
+            raise UsageError(f"--average-compression {self.average_compression} cannot be had with --target-batch-size")
         check_at_least(2, self, "average_side")
         check_positive(self, "average_window_s", "average_timeout_s", "outer_learning_rate")
         if not 0 <= self.outer_momentum < 1:
@@ -72,6 +82,8 @@ class AveragingOptions:
         try:
             check_prefix(self.average_name)
             self.config()
+            if self.target_batch_size:
+                self.collaboration()
         except ValueError as error:
             raise UsageError(f"--average-...: {error}") from error
 
@@ -93,21 +105,50 @@ class AveragingOptions:
             speeds=speeds_of(self.average_up, self.average_down),
         )
 
+    @property
+    def kind(self) -> Literal["parameters", "gradients", "pseudo_gradients"]:
+        """What is averaged."""
+        if self.average == "auto":
+            return "gradients" if self.target_batch_size else "parameters"
+        return "pseudo_gradients" if self.average == "pseudo-gradients" else self.average
+
+    @property
+    def listens(self) -> bool:
+        """Whether others call this process."""
+        return bool(self.average_every or self.target_batch_size) and not self.average_client
+
+    def outer(self) -> "optax.GradientTransformation | None":
+        """The outer optimiser, which only pseudo-gradients have."""
+        import optax
+
+        if self.kind != "pseudo_gradients":
+            return None
+        return optax.sgd(self.outer_learning_rate, momentum=self.outer_momentum, nesterov=True)
+
+    def collaboration(self) -> "CollaborationConfig":
+        """How this process takes part in one large batch.
+
+        Raises:
+          ValueError: a setting is out of range.
+        """
+        from dmoe_jax.collaboration import CollaborationConfig
+
+        return CollaborationConfig(
+            target_batch_size=self.target_batch_size,
+            lead_s=self.average_window_s,
+            timeout_s=self.average_timeout_s,
+            role="client" if self.average_client else "auto",
+            speeds=speeds_of(self.average_up, self.average_down),
+        )
+
     def wrap(self, inner: "optax.GradientTransformation") -> "optax.GradientTransformation":
         """The trunk's optimiser: `inner`, averaged with others' as these flags say; without averaging, as it is."""
         if not self.average_every:
             return inner
-        import optax
-
         from dmoe_jax.optim import moshpit_average
 
-        outer = optax.sgd(self.outer_learning_rate, momentum=self.outer_momentum, nesterov=True)
         return moshpit_average(
-            inner,
-            every=self.average_every,
-            what="pseudo_gradients" if self.average == "pseudo-gradients" else self.average,
-            outer=outer if self.average == "pseudo-gradients" else None,
-            weighted=self.average_by_samples,
+            inner, every=self.average_every, what=self.kind, outer=self.outer(), weighted=self.average_by_samples
         )
 
 

@@ -60,7 +60,7 @@ class TrainCommand(TrainOptions):
         from dmoe_jax.swarm import open_swarm
 
         await check_before_joining(self)
-        listen = self.listening if self.averaging.average_every and not self.averaging.average_client else None
+        listen = self.listening if self.averaging.listens else None
         async with (
             join_swarm(self.network, join=self.join, listen=listen) as peer,
             open_swarm(peer=peer, name=self.swarm, seed=self.data.seed) as swarm,

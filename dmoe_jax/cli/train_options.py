@@ -146,7 +146,7 @@ _FIXED = (
 )
 """Settings that decide what is trained, or on what: a resumed run must have the same."""
 
-_ON_OR_OFF = ("averaging.average_every", "optimizer.weight_decay", "optimizer.grad_clip")
+_ON_OR_OFF = ("averaging.average_every", "averaging.target_batch_size", "optimizer.weight_decay", "optimizer.grad_clip")
 """Settings that a resumed run may change, but not switch on or off: the optimiser has a state for each that is on."""
 
 _OF_THIS_PROCESS = ("join", "json", "exit_on_stdin_eof")
@@ -208,7 +208,9 @@ class TrainOptions:
 
     def settings(self) -> dict[str, Any]:
         """The flags as plain data, for config.json."""
-        return {name: value for name, value in asdict(self).items() if name not in ("resume", "out")}
+        settings = {name: value for name, value in asdict(self).items() if name not in ("resume", "out")}
+        settings["averaging"]["average"] = self.averaging.kind.replace("_", "-")  # what "auto" comes to
+        return settings
 
 
 def flags_of_run(saved: Mapping[str, Any]) -> list[str]:

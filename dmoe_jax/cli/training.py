@@ -4,10 +4,13 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+import optax
 import trio
 
 from dmoe_jax.averaging import Round
@@ -16,6 +19,8 @@ from dmoe_jax.cli.averaging import open_averaging
 from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.cli.trained_models import Training, language_training, own_training, trunk_recipe
+from dmoe_jax.collaboration import Collaboration, GlobalStep
+from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.mixture.coverage import TooFewExperts
 from dmoe_jax.mixture.readiness import ExpertMismatch
 from dmoe_jax.mixture.remote import RemoteMixture
@@ -25,11 +30,14 @@ from dmoe_jax.swarm import Swarm
 from dmoe_jax.trainer import Trainers, first_leaf
 from dmoe_jax.training.balance import balance, mean_balance, trunk_bias_range
 from dmoe_jax.training.engine import Totals
+from dmoe_jax.training.ledger import Records
 from dmoe_jax.training.plan import Plan
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.run import train
 from dmoe_jax.training.saving import PreparedRun
 from dmoe_jax.training.swarm_engine import SwarmEngine
+from dmoe_jax.types import PyTree
+from net.nursery import background_nursery
 
 
 async def run_training(options: TrainOptions, run: PreparedRun, swarm: Swarm) -> dict[str, Any]:
@@ -56,11 +64,15 @@ async def run_training(options: TrainOptions, run: PreparedRun, swarm: Swarm) ->
                 optimizer = options.averaging.wrap(make_optimizer(trunk_recipe(options)))
                 # --seed decides the parameters, which all processes share; the rest of chance is each one's own.
                 params = training.model.init(jax.random.key(options.data.seed))
-                trainers = swarm.trainer(
-                    training.model, optimizer, training.batches, params=params, seed=options.data.chance_seed
-                )
+            step = 0
+
+            def reached(now: int) -> None:
+                nonlocal step
+                step = now
+
             try:
-                return await _train(options, run, swarm, training, trainers, progress, facts)
+                async with _opened_trainers(options, swarm, training, optimizer, params, progress) as opened:
+                    return await _train(options, run, swarm, training, opened, progress, facts, reached)
             except (CheckpointError, OSError) as error:
                 raise UsageError(one_line(error)) from error
             # What stays wrong ends the run: dropping step after step would not end.
@@ -68,7 +80,76 @@ async def run_training(options: TrainOptions, run: PreparedRun, swarm: Swarm) ->
                 leaf = first_leaf(error)
                 if not isinstance(leaf, RouterError | FloatingPointError | TooFewExperts):
                     raise
-                raise UsageError(f"{one_line(leaf)}; stopped at step {trainers.step}") from error
+                raise UsageError(f"{one_line(leaf)}; stopped at step {step}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """Trainers, and what they average with other processes."""
+
+    trainers: Trainers | CollaborativeTrainers
+    records: Records
+    """What the metrics say of their averaging, since it was called last."""
+    figures: Callable[[], Mapping[str, float | int | None]] = dict
+    """What the headline does."""
+
+
+@asynccontextmanager
+async def _opened_trainers(
+    options: TrainOptions,
+    swarm: Swarm,
+    training: Training,
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    progress: TrainingProgress,
+) -> AsyncIterator[_Opened]:
+    """The trainers of this process, and their averaging with others if the flags want it."""
+    averaging, seed = options.averaging, options.data.chance_seed
+    if averaging.target_batch_size:
+        steps: deque[GlobalStep] = deque()
+
+        async with (
+            swarm.collaborate(
+                training.model,
+                optimizer,
+                training.batches,
+                target_batch_size=averaging.target_batch_size,
+                average=averaging.kind,
+                outer=averaging.outer(),
+                name=averaging.average_name,
+                params=params,
+                seed=seed,
+                config=averaging.collaboration(),
+                on_step=steps.append,
+            ) as together,
+            background_nursery() as nursery,
+        ):
+            if together.step:
+                progress.say(f"took the state of a process that was ahead: step {together.step}")
+            nursery.start_soon(_show_swarm, together.peer, averaging.target_batch_size, progress)
+            yield _Opened(
+                trainers=together,
+                records=lambda: [("global_step", asdict(steps.popleft())) for _ in range(len(steps))],
+                figures=together.peer.totals.headline,
+            )
+        return
+    rounds: deque[Round] = deque()
+    trainers = swarm.trainer(training.model, optimizer, training.batches, params=params, seed=seed)
+    async with open_averaging(
+        averaging,
+        swarm.rpc,
+        swarm.dht,
+        trainers.trunk,
+        swarm.device,
+        progress.say,
+        max_step=options.run_length.steps,
+        on_round=rounds.append,
+    ) as averager:
+        yield _Opened(
+            trainers=trainers,
+            records=lambda: [_round_record(rounds.popleft()) for _ in range(len(rounds))],
+            figures=dict if averager is None else averager.totals.headline,
+        )
 
 
 async def _train(
@@ -76,23 +157,13 @@ async def _train(
     run: PreparedRun,
     swarm: Swarm,
     training: Training,
-    trainers: Trainers,
+    opened: _Opened,
     progress: TrainingProgress,
     facts: "_Facts",
+    reached: Callable[[int], None],
 ) -> dict[str, Any]:
-    """The run loop, and averaging with other processes beside it."""
+    """The run loop; `reached` is told the last step, however it ends."""
     length = options.run_length
-    rounds: deque[Round] = deque()
-    opened = open_averaging(
-        options.averaging,
-        swarm.rpc,
-        swarm.dht,
-        trainers.trunk,
-        swarm.device,
-        progress.say,
-        max_step=length.steps,
-        on_round=rounds.append,
-    )
     plan = Plan(
         steps=length.steps,
         eval_every=length.eval_every,
@@ -101,14 +172,10 @@ async def _train(
         checkpoint_every=length.checkpoint_every,
         max_s=60 * length.max_minutes or math.inf,
     )
-    async with opened as averager:
-        engine = facts.engine = SwarmEngine(
-            trainers,
-            swarm.statistics,
-            training.evaluation,
-            layers=training.layers,
-            figures=dict if averager is None else averager.totals.headline,
-        )
+    engine = facts.engine = SwarmEngine(
+        opened.trainers, swarm.statistics, training.evaluation, layers=training.layers, figures=opened.figures
+    )
+    try:
         return await train(
             engine,
             run,
@@ -116,9 +183,24 @@ async def _train(
             training.task,
             progress,
             facts=training.facts,
-            records=lambda: [_round_record(rounds.popleft()) for _ in range(len(rounds))],
+            records=opened.records,
             on_end=lambda headline: print(json.dumps(headline)) if options.json else None,
         )
+    finally:
+        reached(engine.step)
+
+
+async def _show_swarm(peer: Collaboration, target: int, progress: TrainingProgress) -> None:
+    """Show what the whole swarm does, every second."""
+    while True:
+        progress.note(swarm_line(peer.facts(), target))
+        await trio.sleep(1)
+
+
+def swarm_line(facts: Mapping[str, Any], target: int) -> str:
+    """What a collaboration does now in a few words, for people."""
+    text = f"swarm: {facts['gathered']:,} of {target:,} from {facts['peers']}, {facts['samples_per_s']:,.0f}/s"
+    return text + (f", last averaged in {facts['averaged_s']:.1f} s" if facts["averaged_s"] else "")
 
 
 async def _wait_for_experts(mixtures: Iterable[RemoteMixture], wait_s: float, progress: TrainingProgress) -> None:

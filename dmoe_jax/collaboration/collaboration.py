@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 import trio
 
@@ -381,31 +382,40 @@ class Collaboration:
         self._tell()
 
     async def shared_state(self) -> SharedState:
-        """What a newcomer takes: consistent, since no step is made while it is copied."""
-        while True:
-            before = self.step, self._chain, self._trained
-            tree = await self._state.snapshot()
-            if before == (self.step, self._chain, self._trained):
-                import jax
+        """What a newcomer takes."""
+        step, tree = await self._consistent()
+        facts = {"chain": self._chain, "trained": float(self._trained)}
+        return SharedState(version=step, tensors=tuple(jax.tree.leaves(tree)), facts=facts)
 
-                return SharedState(
-                    version=before[0],
-                    tensors=tuple(jax.tree.leaves(tree)),
-                    facts={"chain": before[1], "trained": float(before[2])},
-                )
+    @property
+    def state(self) -> PyTree:
+        """What decides what follows, but for what this peer has gathered itself: what checkpoints and newcomers get."""
+        return self._state.shared
 
-    async def snapshot(self) -> tuple[int, PyTree, Mapping[str, Any]]:
-        """(step, state on the host, facts that JSON can hold) for a checkpoint."""
-        shared = await self.shared_state()
-        facts = {"chain": shared.facts["chain"].hex(), "trained": shared.facts["trained"]}
-        return shared.version, list(shared.tensors), facts
+    async def snapshot(self) -> tuple[int, PyTree]:
+        """The step, and a copy of `state` after it on the host."""
+        return await self._consistent()
 
-    async def restore(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
-        """Go on from a `snapshot`. A swarm that was stopped as a whole goes on where its furthest peer was."""
-        await self._state.restore(state)
-        self.step, self._chain, self._trained = step, bytes.fromhex(facts["chain"]), float(facts["trained"])
+    def saved_facts(self) -> dict[str, Any]:
+        """What JSON can hold of the rest."""
+        return {"chain": self._chain.hex(), "samples_trained": self._trained}
+
+    def restore(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
+        """Go on from `snapshot` and `saved_facts`; not while a gradient is computed.
+
+        A swarm that was stopped as a whole so goes on where the furthest of its peers was.
+        """
+        self._state.restore(state)
+        self.step, self._chain, self._trained = step, bytes.fromhex(facts["chain"]), float(facts["samples_trained"])
         self._gathered = 0.0
         self.board.refresh()
+
+    async def _consistent(self) -> tuple[int, PyTree]:
+        while True:
+            before = self.step
+            tree = await self._state.snapshot()
+            if before == self.step:
+                return before, tree
 
 
 def _is_chain(facts: Mapping[str, Any]) -> bool:

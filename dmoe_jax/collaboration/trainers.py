@@ -1,6 +1,6 @@
 """Trainers of one process that gather for the swarm's batch: a `Model` and its batches, as asynchronous ones have."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import trio
@@ -71,6 +71,22 @@ class CollaborativeTrainers:
     def step(self) -> int:
         """Steps of the whole swarm."""
         return self.peer.step
+
+    def state(self) -> PyTree:
+        """Parameters and optimiser state of the swarm."""
+        return self.peer.state
+
+    async def snapshot(self) -> tuple[int, PyTree]:
+        """The step, and a copy of the state after it on the host."""
+        return await self.peer.snapshot()
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the state."""
+        return {"collaboration": self.peer.saved_facts()}
+
+    def restore(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint. Where others are further, their state is taken soon after."""
+        self.peer.restore(step, state, facts["collaboration"])
 
     async def run(
         self,

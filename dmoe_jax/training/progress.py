@@ -38,6 +38,7 @@ class TrainingProgress:
         self.unit = "tokens"
         """What is counted in a second: tokens, samples."""
         self._smoothed_loss: float | None = None
+        self._step, self._figures, self._note = 0, "", ""
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -127,8 +128,21 @@ class TrainingProgress:
         figures = f"loss {self._smoothed_loss:.3f}  {items_per_s:.0f} {self.unit}/s"
         if failures:
             figures += f"  failed calls: {describe_failures(failures)}"
-        self._bar.update(self._training, completed=step, figures=figures, visible=True)
-        self._line(f"step {step}/{self._num_steps}  {figures}")
+        self._step, self._figures = step, figures
+        self._bar.update(self._training, completed=step, visible=True)
+        self._show()
+
+    def note(self, text: str) -> None:
+        """Show something behind the figures of the last step, until it is replaced: what the whole swarm does."""
+        self._note = text
+        self._show()
+
+    def _show(self) -> None:
+        shown = "  ".join(part for part in (self._figures, self._note) if part)
+        self._bar.update(self._training, figures=shown)
+        now = f"step {self._step}/{self._num_steps}  {shown}"
+        if now != self._now:
+            self._line(now)
 
     def _say_now_and_then(self) -> None:
         while not self._ended.wait(0.5):

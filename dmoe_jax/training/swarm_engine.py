@@ -1,9 +1,10 @@
-"""Asynchronous trainers over a swarm, as an engine for the run loop."""
+"""Trainers over a swarm, asynchronous or with one large batch, as an engine for the run loop."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.model import Evaluation
 from dmoe_jax.trainer import StepRecord, Trainers
@@ -21,7 +22,7 @@ class SwarmEngine:
     they are there; the trainers' own state, such as a memory of the text just read, begins anew.
 
     Args:
-      trainers: the trainers of this process, with the model and the trunk that they share.
+      trainers: the trainers of this process, with the model and the parameters that they share.
       statistics: totals of their expert calls.
       evaluation: batches to evaluate.
       layers: layer -> uids of its experts.
@@ -30,7 +31,7 @@ class SwarmEngine:
 
     def __init__(
         self,
-        trainers: Trainers,
+        trainers: Trainers | CollaborativeTrainers,
         statistics: CallStatistics,
         evaluation: EvaluationBatches,
         *,
@@ -83,10 +84,10 @@ class SwarmEngine:
         return await self._trainers.evaluate(batches, count_batch)
 
     def state(self) -> PyTree:
-        return self._trainers.trunk.state
+        return self._trainers.state()
 
     async def snapshot(self) -> tuple[int, PyTree]:
-        return await self._trainers.trunk.snapshot()
+        return await self._trainers.snapshot()
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -95,10 +96,11 @@ class SwarmEngine:
             "staleness": self._staleness,
             "steps_lost": self._steps_lost,
             "statistics": saved_statistics(self._statistics),
+            **self._trainers.facts(),
         }
 
     def load(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
-        self._trainers.trunk.restore(step, state)
+        self._trainers.restore(step, state, facts)
         trainers, positions = self._trainers.trainers, facts["positions"]
         # With another number of trainers the data is dealt out anew, and each starts at its own beginning.
         if len(positions) == len(trainers):

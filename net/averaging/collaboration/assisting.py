@@ -10,7 +10,7 @@ from collections.abc import Callable
 import trio
 
 from net.averaging.collaboration.board import Beginning, BoardConfig, ProgressBoard
-from net.averaging.collaboration.progress import NO_CHAIN, Report, next_chain
+from net.averaging.collaboration.progress import NO_CHAIN, Report, next_chain, progress_key
 from net.averaging.collaboration.rounds import Averaged, RoundConfig, StepAveraging
 from net.averaging.grouping.group import Role
 from net.averaging.plan import AveragingPlan, wait_for_plan
@@ -18,6 +18,16 @@ from net.averaging.speeds import UNKNOWN, Speeds
 from net.dht.node import DhtNode
 from net.nursery import background_nursery
 from net.rpc.base import Caller
+
+
+async def is_collaboration(dht: DhtNode, prefix: str) -> bool:
+    """Wait until something is averaged under this name; whether its peers gather for one large batch.
+
+    Raises:
+      NetError: the DHT cannot be asked.
+    """
+    await wait_for_plan(dht, prefix)
+    return await dht.get(progress_key(prefix)) is not None
 
 
 async def assist_collaboration(
