@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dmoe_jax.collaboration import CollaborationConfig
     from dmoe_jax.device import Device
     from dmoe_jax.trunk import SharedTrunk
+    from net.averaging.speeds import Speeds
     from net.dht.node import DhtNode
     from net.rpc.base import Caller
 

@@ -102,8 +102,10 @@ class ProgressBoard:
 
     @property
     def contacts(self) -> tuple[Contact, ...]:
-        """Where the others at this step can be called."""
-        return tuple(Contact(each.peer_id, each.address) for each in self.view.others if each.address is not None)
+        """Where the others at this step can be called, and whoever would help them."""
+        view = self.view
+        everybody = (*view.others, *view.helpers)
+        return tuple(Contact(each.peer_id, each.address) for each in everybody if each.address is not None)
 
     @property
     def view(self) -> Forecast:

@@ -83,6 +83,8 @@ class Forecast:
 
     peers: tuple[Report, ...]
     """Everybody at this step, this peer first. Without those that are behind or in another chain."""
+    helpers: tuple[Report, ...]
+    """Auxiliary peers that are behind: they have nothing to catch up with, and go on where they are needed."""
     samples: float
     """Gathered by now by all of them together."""
     rate: float
@@ -134,6 +136,7 @@ def forecast(own: Report, others: Iterable[Report], *, target: float, now: float
     rate = math.fsum(each.rate for each in gathering)
     return Forecast(
         peers=peers,
+        helpers=tuple(each for each in latest.values() if each.role is Role.AUXILIARY and each not in same),
         samples=samples,
         rate=rate,
         ends_at=now + (target - samples) / rate if rate > 0 else (math.inf if samples < target else now),
