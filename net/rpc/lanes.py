@@ -36,8 +36,9 @@ LANE_BYTES = 3 * 2**19
 connection's 4 MiB, because the calls of the other end may need as much, and because otherwise a connection that is full
 would not show that another one is wanted."""
 
-MIN_ROUND_TRIP_S = 0.002
-"""Below it there are no lanes: one connection carries 16 Gb/s there, more than Python does."""
+MIN_ROUND_TRIP_S = 0.005
+"""Below it there are no lanes: one connection carries 6.7 Gb/s there, more than one process of Python does. A busy
+process on the same machine may take some milliseconds to answer, too."""
 
 _PROBE_PERIODS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Between measurements of the round trip, while there are bulk calls: often at first, since a busy process answers late

@@ -236,6 +236,7 @@ class _Search:
         left = iter(others) if offer.hashes is not None else iter(())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, partial, nursery.cancel_scope)
+            nursery.start_soon(self._until_whole, partial, nursery.cancel_scope)
             async with trio.open_nursery() as fetching:
                 fetching.start_soon(self._fetch_from, first, partial, errors)
                 for _ in range(self.config.max_donors - 1):
@@ -268,6 +269,12 @@ class _Search:
             offer.table,
             offer.digest,
         )
+
+    async def _until_whole(self, partial: _Partial, scope: trio.CancelScope) -> None:
+        """Cancel everything once all pieces are there: some donor may never answer."""
+        while partial.pieces.num_missing:
+            await partial.change.wait()
+        scope.cancel()
 
     async def _watch(self, partial: _Partial, scope: trio.CancelScope) -> None:
         """Cancel everything once the pieces come so slowly that the last would come too late."""
@@ -329,12 +336,8 @@ class _Search:
                         nursery.start_soon(fetch, index)
                         continue
                     window.give_back(chunk_bytes)
-                    if not pieces.num_missing:
-                        break
                     with trio.move_on_after(OVERDUE_S):
                         await partial.change.wait()
-                # What is still on its way here has come from others meanwhile.
-                nursery.cancel_scope.cancel()
         finally:
             pieces.lost(donor, under_way)
             partial.tell()
