@@ -110,6 +110,30 @@ def test_hashes_that_are_a_lie_ban_those_who_vouch_for_them_and_nobody_else() ->
     with_newcomer(body)
 
 
+def test_a_donor_of_an_earlier_version_gives_its_state_alone_and_goes_on() -> None:
+    """It gives no hashes: all pieces are its own, and after a failure only those come that were missing."""
+    packed = pack(state_of(8).tensors)
+    asked: list[int] = []
+
+    async def offer(place: Any) -> Any:
+        return {"version": 8, "digest": packed.digest, "table": packed.table, "facts": dict(state_of(8).facts)}
+
+    async def piece(request: Request) -> Reply:
+        asked.append(request.body["index"])
+        if len(asked) == 6:
+            raise CallRefused("not now")
+        return Reply(tensors=(packed.chunk(request.body["index"], request.body["chunk_bytes"]),))
+
+    async def body(swarm: Swarm, download: Download) -> None:
+        start_liar(swarm, offer, piece)  # it tells the truth
+        await trio.sleep(1.0)
+        assert_same(await download(timeout_s=60.0), state_of(8))
+        assert set(asked) == set(range(9))
+        assert len(asked) <= 9 + CONFIG.window
+
+    with_newcomer(body)
+
+
 def test_pieces_are_asked_for_once_lost_ones_again_and_overdue_ones_twice() -> None:
     """10 bytes in fours are three pieces."""
     alice, bob = PeerId(b"a" * 32), PeerId(b"b" * 32)
