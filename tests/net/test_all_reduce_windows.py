@@ -29,8 +29,8 @@ async def again(peers: Swarm, number: int) -> float:
 
 @in_simulation
 async def test_windows_grow_on_long_lines_and_memory_comes_back() -> None:
-    """One chunk of 256 KiB under way to each of three others would take 16 round trips, 1.6 s; the third time it is below
-    0.6 s."""
+    """One chunk of 256 KiB under way to each of three others would take 16 round trips, 1.6 s; the third time it is
+    below 0.6 s."""
     async with swarm(4, config=CONFIG, hosts=LINE) as peers:
         times = [await again(peers, number) for number in range(3)]
         assert times[2] < 0.6
