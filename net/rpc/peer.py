@@ -254,8 +254,7 @@ class RpcPeer:
             raise
         self._note_end(peer_id, method, started, None)
         if peer_id is not None and not bulk_bytes and not dialled:
-            now = trio.current_time()
-            self.bulk.note_round_trip(peer_id, now - started, now)
+            self.bulk.note_round_trip(peer_id, trio.current_time() - started, trio.current_time())
         return reply
 
     def _note_end(self, peer_id: PeerId | None, method: str, started: float, error: NetError | None) -> None:
