@@ -181,12 +181,13 @@ class _RecordedCaller:
         tensors: Sequence[Outgoing] = (),
         *,
         timeout_s: float,
+        bulk_bytes: int = 0,
     ) -> Reply:
         """As `Caller.call`."""
         if method not in _METHODS or self._trainer is None:
-            return await self._caller.call(target, method, body, tensors, timeout_s=timeout_s)
+            return await self._caller.call(target, method, body, tensors, timeout_s=timeout_s, bulk_bytes=bulk_bytes)
         self._recorder.note_placed(self._trainer, body["request_id"])
-        reply = await self._caller.call(target, method, body, tensors, timeout_s=timeout_s)
+        reply = await self._caller.call(target, method, body, tensors, timeout_s=timeout_s, bulk_bytes=bulk_bytes)
         self._recorder.note_answered(body["request_id"])
         return reply
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from net.identity import Address, Contact, PeerId
 from net.peer_health import PeerHealth
+from net.rpc.bulk import BulkTraffic
 from net.wire.tensors import Outgoing, Tensor
 
 Body = Mapping[str, Any]
@@ -69,6 +70,11 @@ class Caller(Protocol):
         ...
 
     @property
+    def bulk(self) -> BulkTraffic:
+        """What this process knows of the ways to its peers, and the memory that bulk may take."""
+        ...
+
+    @property
     def health(self) -> PeerHealth:
         """Who does not answer, by trio's clock: what was dialled, and each peer's services, as `(peer_id, "dht")`."""
         ...
@@ -93,6 +99,7 @@ class Caller(Protocol):
         tensors: Sequence[Outgoing] = (),
         *,
         timeout_s: float,
+        bulk_bytes: int = 0,
     ) -> Reply:
         """Call `method` at `target` and wait for the answer.
 
@@ -100,6 +107,9 @@ class Caller(Protocol):
         `Address` is whoever answers there, for joining a swarm. The deadline travels with the call and the handler is
         cancelled when it passes. Cancelling this function cancels the handler too (best effort: a message is sent,
         nobody waits for it).
+
+        `bulk_bytes` above 0 marks one of many calls that carry much: the larger of what it and its answer carry. Such
+        calls may take connections of their own (`net.rpc.lanes`), and so arrive in another order than they left in.
 
         Raises:
           PeerUnavailable: `DialFailed`, `PeerTimeout` or `ConnectionLost`.

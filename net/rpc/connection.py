@@ -46,7 +46,8 @@ SILENCE_S = 30.0
 TCP alone would wait a quarter of an hour for a peer that vanished without a word."""
 
 IDLE_S = 120.0
-"""A connection without calls for so long is closed. Trainers call every few seconds, DHT peers every minute or so."""
+"""The first connection with a peer is closed after so long without calls. Trainers call every few seconds, DHT peers
+every minute or so."""
 
 LEAVE_S = 10.0
 """How long the other end's goodbye is waited for once nothing else is under way."""
@@ -81,6 +82,7 @@ class Connection:
       service: what the other end may call.
       on_hello: called once, when the other end has said who it is; may raise an error that ends the connection.
       faults: what is to go wrong with our answers; None for nothing.
+      is_lane: we dialled it as one; of one that the other end dialled the greeting says so.
     """
 
     def __init__(
@@ -92,12 +94,19 @@ class Connection:
         service: Service,
         on_hello: Callable[["Connection", Hello], None],
         faults: FaultInjector | None = None,
+        is_lane: bool = False,
     ) -> None:
         self.link = link
         self.is_outgoing = is_outgoing
         self.session = RpcSession(hello)
         self.cause: NetError | None = None
         """Why it ended; None while it lives."""
+        self.is_lane = is_lane
+        """It is a further one beside the first with this peer; see `net.rpc.lanes`."""
+        self.bulk_bytes = 0
+        """Of calls that are under way."""
+        self.idle_s = IDLE_S
+        """Without calls for so long it is closed."""
         self.last_heard = self.last_used = trio.current_time()
         """When the last frame came in, and when the last call was placed or served, seconds of trio's clock."""
         self._service = service
@@ -147,7 +156,7 @@ class Connection:
             if now - self._leaving_since >= LEAVE_S:
                 self.end(ConnectionLost("parting took too long"))
         elif self.session.is_idle:
-            if now - max(self.last_used, self.last_heard) >= IDLE_S:
+            if now - max(self.last_used, self.last_heard) >= self.idle_s:
                 self.leave()
         elif now - self.last_heard >= SILENCE_S:
             if self._pinged_at <= self.last_heard:

@@ -3,6 +3,8 @@
 One connection for each pair of peers, whoever dialled it. If both dial at the same moment there are two; both ends
 prefer the one that the smaller peer id dialled, and part from the other once it is idle. A peer that was started again
 (another `instance`) replaces its old connection at once: nobody is at the other end of that one any more.
+
+Beside it there may be *lanes* (`net.rpc.lanes`), further connections for bulk, which come and go without it.
 """
 
 from collections.abc import Iterator
@@ -10,7 +12,11 @@ from collections.abc import Iterator
 from net.errors import ConnectionLost, RemoteProtocolError
 from net.identity import Address, Contact, PeerId
 from net.rpc.connection import Connection
+from net.rpc.service import MAX_LANES
 from net.wire.messages import Hello
+
+LANE_IDLE_S = 15.0
+"""A lane without calls for so long is closed."""
 
 
 class ConnectionTable:
@@ -20,6 +26,7 @@ class ConnectionTable:
         self._peer_id = peer_id
         self._all: dict[Connection, None] = {}  # in the order in which they came; a set's order would be chance
         self._by_peer: dict[PeerId, Connection] = {}
+        self._lanes: dict[PeerId, list[Connection]] = {}
         self._peer_at: dict[Address, PeerId] = {}  # of connections that we dialled
 
     def __iter__(self) -> Iterator[Connection]:
@@ -32,6 +39,10 @@ class ConnectionTable:
         peer_id = self._peer_at.get(target) if isinstance(target, Address) else target
         connection = None if peer_id is None else self._by_peer.get(peer_id)
         return connection if connection is not None and connection.takes_calls else None
+
+    def lanes(self, peer_id: PeerId) -> list[Connection]:
+        """The lanes with this peer that take calls, whoever dialled them, in the order in which they came."""
+        return [lane for lane in self._lanes.get(peer_id, ()) if lane.takes_calls]
 
     @property
     def has_strangers(self) -> bool:
@@ -50,13 +61,17 @@ class ConnectionTable:
         """
         if remote.peer_id == self._peer_id:
             raise RemoteProtocolError("that is this peer itself")
+        if connection.is_lane or remote.lane:
+            self._add_lane(connection, remote)
+            return
         if connection.is_outgoing:
             self._peer_at[connection.link.remote_address] = remote.peer_id
         known = self.find(remote.peer_id)
         if known is not None:
             assert known.remote is not None  # it stands in the table by that
             if known.remote.instance != remote.instance:
-                known.end(ConnectionLost("the peer was started again"))
+                for old in (known, *self._lanes.get(remote.peer_id, ())):
+                    old.end(ConnectionLost("the peer was started again"))
             elif known.is_outgoing != connection.is_outgoing and self._is_preferred(known, remote.peer_id):
                 connection.leave()
                 return
@@ -64,11 +79,31 @@ class ConnectionTable:
                 known.leave()
         self._by_peer[remote.peer_id] = connection
 
+    def _add_lane(self, lane: Connection, remote: Hello) -> None:
+        lane.is_lane = True
+        lane.idle_s = LANE_IDLE_S
+        first, lanes = self._by_peer.get(remote.peer_id), self._lanes.setdefault(remote.peer_id, [])
+        num_like_it = sum(each.is_outgoing == lane.is_outgoing for each in lanes)
+        if (
+            num_like_it >= MAX_LANES
+            or first is None
+            or first.remote is None
+            or first.remote.instance != remote.instance
+        ):
+            lane.leave()  # also one with nobody we know: whoever wants to talk to us comes with a first connection
+        lanes.append(lane)
+
     def remove(self, connection: Connection) -> None:
         """Forget a connection that has ended."""
         self._all.pop(connection, None)
         remote = connection.remote
         if remote is None:
+            return
+        if connection.is_lane:
+            lanes = self._lanes[remote.peer_id]
+            lanes.remove(connection)
+            if not lanes:
+                del self._lanes[remote.peer_id]
             return
         if self._by_peer.get(remote.peer_id) is connection:
             del self._by_peer[remote.peer_id]
@@ -82,14 +117,15 @@ class ConnectionTable:
         """Whether there is room for another of at most `most` open connections that we dialled, or that others did.
 
         If not, the one without calls that was used least recently makes room; False means that all are in use.
-        Incoming ones whose other end has not said who it is go first: strangers do not take the places of peers.
+        Incoming ones whose other end has not said who it is go first: strangers do not take the places of peers. Then
+        go lanes.
         Outgoing ones of that kind stay, for somebody waits for them.
         """
         open_ones = [each for each in self._all if each.is_outgoing == outgoing and each.cause is None]
         if len(open_ones) < most:
             return True
         idle = [each for each in open_ones if each.session.is_idle and (each.remote is not None or not outgoing)]
-        longest = min(idle, key=lambda each: (each.remote is not None, each.last_used), default=None)
+        longest = min(idle, key=lambda each: (each.remote is not None, not each.is_lane, each.last_used), default=None)
         if longest is not None:
             longest.end(ConnectionLost("closed to make room for another connection"))
         return longest is not None

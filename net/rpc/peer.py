@@ -2,8 +2,10 @@
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 
 import trio
 
@@ -21,9 +23,11 @@ from net.identity import Address, Contact, PeerId, address_of
 from net.nursery import background_nursery
 from net.peer_health import Pause, PeerHealth
 from net.rpc.base import Body, Handler, Reply
+from net.rpc.bulk import BulkTraffic, MemoryBudget
 from net.rpc.connection import HELLO_TIMEOUT_S, Connection
 from net.rpc.connections import ConnectionTable
 from net.rpc.faults import FaultInjector
+from net.rpc.lanes import Lanes
 from net.rpc.service import Service
 from net.transport.base import Link, Listener, Transport
 from net.wire.compression import COMPRESSIONS
@@ -74,6 +78,7 @@ async def open_rpc_peer(
     faults: FaultInjector | None = None,
     max_outgoing_connections: int = MAX_OUTGOING_CONNECTIONS,
     max_incoming_connections: int = MAX_INCOMING_CONNECTIONS,
+    memory_budget: MemoryBudget | None = None,
 ) -> AsyncIterator["RpcPeer"]:
     """A peer that lives as long as the block.
 
@@ -88,6 +93,8 @@ async def open_rpc_peer(
       announce: the host under which others reach this peer, if it is not the one that it listens on.
       faults: what is to go wrong with this peer's answers, on purpose.
       max_outgoing_connections, max_incoming_connections: see `MAX_INCOMING_CONNECTIONS`.
+      memory_budget: what all averaging and downloads of this peer may hold; peers of one process may share one. None:
+        one of the default size for this peer.
 
     Raises:
       ListenFailed: on entry.
@@ -109,6 +116,7 @@ async def open_rpc_peer(
                 faults=faults,
                 max_outgoing_connections=max_outgoing_connections,
                 max_incoming_connections=max_incoming_connections,
+                bulk=BulkTraffic(memory_budget),
             )
             if listener is not None:
                 nursery.start_soon(peer._accept, listener)
@@ -142,6 +150,7 @@ class RpcPeer:
         faults: FaultInjector | None,
         max_outgoing_connections: int,
         max_incoming_connections: int,
+        bulk: BulkTraffic,
     ) -> None:
         if address is not None and announced_host is not None:
             address = Address(announced_host, address.port)
@@ -151,6 +160,8 @@ class RpcPeer:
         self.address = address
         self.health = PeerHealth()
         """Every dial and every call's end goes into it."""
+        self.bulk = bulk
+        """Every bulk call goes into it."""
         self._itself = () if address is None else (address, Contact(peer_id, address))
         self._faults = None if faults is None else faults.of(peer_id)
         self._max_outgoing = max_outgoing_connections
@@ -167,6 +178,9 @@ class RpcPeer:
         self._service = Service(peer_id, address)
         self._dials: dict[Contact | Address, _Dial] = {}
         self._connections = ConnectionTable(peer_id)
+        self._lanes = Lanes(
+            self._connections, bulk, nursery, open_lane=self._run_lane, may_open=self._has_room_for_a_lane
+        )
         self._news = trio.Event()
         self._is_closed = False
 
@@ -194,6 +208,7 @@ class RpcPeer:
         tensors: Sequence[Outgoing] = (),
         *,
         timeout_s: float,
+        bulk_bytes: int = 0,
     ) -> Reply:
         """Call `method` at `target`, see `Caller.call`.
 
@@ -216,6 +231,7 @@ class RpcPeer:
         is_own = target in self._itself
         peer_id = self.peer_id if is_own else target.peer_id if isinstance(target, Contact) else None
         way = None if is_own else self._way_to(target)  # whoever is not even tried has not failed again
+        dialled = isinstance(way, _Dial)
         started = trio.current_time()
         try:
             with trio.move_on_after(timeout_s) as scope:
@@ -224,7 +240,11 @@ class RpcPeer:
                 else:
                     connection = way if isinstance(way, Connection) else await self._dialled(way)
                     way, peer_id = connection, connection.remote.peer_id if connection.remote else None
-                    reply = await connection.call(method, body, tensors, deadline=scope.deadline)
+                    place = connection.call
+                    if bulk_bytes:
+                        where = address_of(target)
+                        place = partial(self._lanes.call, connection, where, bulk_bytes=bulk_bytes)
+                    reply = await place(method, body, tensors, deadline=scope.deadline)
             if scope.cancelled_caught and isinstance(way, _Dial):
                 raise DialFailed(f"cannot connect to {target} within {timeout_s:g} s")
             if scope.cancelled_caught:
@@ -233,6 +253,8 @@ class RpcPeer:
             self._note_end(peer_id, method, started, error)
             raise
         self._note_end(peer_id, method, started, None)
+        if peer_id is not None and not bulk_bytes and not dialled:
+            self.bulk.note_round_trip(peer_id, trio.current_time() - started, trio.current_time())
         return reply
 
     def _note_end(self, peer_id: PeerId | None, method: str, started: float, error: NetError | None) -> None:
@@ -351,6 +373,42 @@ class RpcPeer:
         """A connection has said who it is, or has ended."""
         self._news.set()
         self._news = trio.Event()
+
+    def _has_room_for_a_lane(self) -> bool:
+        """Half of the places are for first connections, whatever bulk would like."""
+        return 2 * sum(each.is_outgoing for each in self._connections) < self._max_outgoing
+
+    async def _run_lane(self, peer_id: PeerId, address: Address, opened: Callable[[], None]) -> None:
+        """Dial a further connection with a peer and run it for its whole life.
+
+        Raises:
+          PeerUnavailable: there is none, or the other end did not want it.
+        """
+        link: Link | None = None
+        with trio.move_on_after(HELLO_TIMEOUT_S):
+            link = await self._transport.dial(address, peer_id=peer_id)
+        if link is None:
+            raise DialFailed(f"no lane to {address} within {HELLO_TIMEOUT_S:g} s")
+
+        def on_hello(lane: Connection, remote: Hello) -> None:
+            if remote.peer_id != peer_id:
+                raise HandshakeFailed(f"{remote.peer_id.short} answers at {address}, not {peer_id}")
+            self._connections.greeted_untrusted(lane, remote)
+            opened()
+
+        lane = Connection(
+            link,
+            is_outgoing=True,
+            hello=replace(self._hello, lane=True),
+            service=self._service,
+            on_hello=on_hello,
+            faults=self._faults,
+            is_lane=True,
+        )
+        self._connections.add(lane)
+        await self._run(lane)
+        if lane.remote is None:
+            raise DialFailed(f"no lane to {address}: {lane.cause}") from lane.cause
 
     def _connection(self, link: Link, dial: _Dial | None = None) -> Connection:
         """A connection over a link that came in, or that the dial has brought."""

@@ -19,6 +19,12 @@ _log = logging.getLogger(__name__)
 PING = "rpc.ping"
 """Served by every peer: answers `{}` to anything. It tells whether a peer lives, and how far it is."""
 
+LANES = "rpc.lanes"
+"""Served by every peer: answers `{"most": number}`, how many lanes it accepts (`net.rpc.lanes`)."""
+
+MAX_LANES = 16
+"""That a peer accepts from one other: 10 Gb/s at 100 ms need about as many, of 4 MiB each way. Both ends may dial."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Method:
@@ -72,6 +78,10 @@ async def _ping(_: Request) -> Reply:
     return Reply()
 
 
+async def _lanes(_: Request) -> Reply:
+    return Reply(body={"most": MAX_LANES})
+
+
 class Service:
     """Handlers by method name, with their bounds. One for each peer, shared by all its connections.
 
@@ -82,7 +92,10 @@ class Service:
     def __init__(self, peer_id: PeerId, address: Address | None) -> None:
         self._peer_id = peer_id
         self._address = address
-        self._methods = {PING: Method(name=PING, handler=_ping)}
+        self._methods = {
+            PING: Method(name=PING, handler=_ping),
+            LANES: Method(name=LANES, handler=_lanes),
+        }
         self._own_calls: dict[trio.CancelScope, None] = {}
 
     def add(self, method: str, handler: Handler, *, max_concurrent: int) -> None:
@@ -97,7 +110,7 @@ class Service:
 
     def remove(self, method: str) -> None:
         """Serve `method` no more, see `RpcPeer.remove_handler`."""
-        if method not in self._methods or method == PING:
+        if method not in self._methods or method in (PING, LANES):
             raise ValueError(f"method {method!r} has no handler to remove")
         del self._methods[method]
 

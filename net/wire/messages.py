@@ -63,6 +63,8 @@ class Hello:
         forwards ports, or in a container's network. A claim; who dials it checks who answers.
       window_bytes: how much the other end may send ahead, see `net.rpc.outbox`.
       compressions: names of the compressions that the sender can undo.
+      lane: this connection is a further one beside the one that there is, see `net.rpc.lanes`. Said only to a peer
+        that is known to understand it.
     """
 
     peer_id: PeerId
@@ -71,6 +73,7 @@ class Hello:
     window_bytes: int
     host: str | None = None
     compressions: tuple[str, ...] = ()
+    lane: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +192,9 @@ _TYPES: dict[str, type[Message]] = {
 _NAMES = {kind: name for name, kind in _TYPES.items()}
 _KEYS = {kind: frozenset({"type", *fields}) for kind, fields in _FIELDS.items()}
 
+_LANE = "lane"
+"""A key of `Hello` alone, there with the value true or not at all: peers of earlier versions know none such."""
+
 
 def is_host(value: object) -> bool:
     """Whether this may stand for a host: what DHT records may say of one too, or an honest peer that passes it on
@@ -205,6 +211,8 @@ def encode_message(message: Message) -> EncodedFrame:
     kind = type(message)
     header = {key: field.pack(getattr(message, name)) for key, (name, field) in _FIELDS[kind].items()}
     header["type"] = _NAMES[kind]
+    if isinstance(message, Hello) and message.lane:
+        header[_LANE] = True
     if isinstance(message, CallStart) and not _METHOD.holds(message.method):
         raise LocalProtocolError(f"a method has 1 to {MAX_METHOD_CHARACTERS} characters, got {message.method!r:.200}")
     if isinstance(message, CallError):
@@ -224,11 +232,14 @@ def parse_untrusted(frame: Frame) -> Message:
     kind = _TYPES.get(name) if type(name) is str else None
     if kind is None:
         raise RemoteProtocolError(f"unknown message type {str(name)[:32]!r}")
-    if frame.header.keys() != _KEYS[kind]:
+    is_lane = kind is Hello and frame.header.get(_LANE) is True
+    if frame.header.keys() != (_KEYS[kind] | {_LANE} if is_lane else _KEYS[kind]):
         raise RemoteProtocolError(f"message {name!r} must have the fields {', '.join(sorted(_KEYS[kind]))}")
     values = {
         attribute: field.read_untrusted(frame.header[key], key) for key, (attribute, field) in _FIELDS[kind].items()
     }
+    if is_lane:
+        values["lane"] = True
     if kind in (CallStart, CallReply):
         values["tensors"] = frame.tensors
     elif frame.tensors:

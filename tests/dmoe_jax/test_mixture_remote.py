@@ -224,11 +224,14 @@ class LosesReplies:
     def __init__(self, caller: DirectCaller) -> None:
         self._caller = caller
         self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
+        self.bulk = caller.bulk
         self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
         self.lost = 0
 
-    async def call(self, address: Address, method: str, body: Any, tensors: Any = (), *, timeout_s: float) -> Reply:
-        reply = await self._caller.call(address, method, body, tensors, timeout_s=timeout_s)
+    async def call(
+        self, address: Address, method: str, body: Any, tensors: Any = (), *, timeout_s: float, bulk_bytes: int = 0
+    ) -> Reply:
+        reply = await self._caller.call(address, method, body, tensors, timeout_s=timeout_s, bulk_bytes=bulk_bytes)
         if method == "expert.backward" and not self.lost:
             self.lost += 1
             raise ConnectionLost("the connection broke")
@@ -303,12 +306,15 @@ class Eavesdropper:
     def __init__(self, caller: DirectCaller) -> None:
         self._caller = caller
         self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
+        self.bulk = caller.bulk
         self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
         self.sent: list[tuple[str, dict[str, Any], list[Outgoing]]] = []
         self.received: list[Tensor] = []
 
-    async def call(self, target: Any, method: str, body: Any, tensors: Any = (), *, timeout_s: float) -> Reply:
-        reply = await self._caller.call(target, method, body, tensors, timeout_s=timeout_s)
+    async def call(
+        self, target: Any, method: str, body: Any, tensors: Any = (), *, timeout_s: float, bulk_bytes: int = 0
+    ) -> Reply:
+        reply = await self._caller.call(target, method, body, tensors, timeout_s=timeout_s, bulk_bytes=bulk_bytes)
         if method.startswith("expert."):
             self.sent.append((method, dict(body), list(tensors)))
             self.received.extend(map(plain, reply.tensors))

@@ -224,11 +224,14 @@ class Spy:
     def __init__(self, caller: DirectCaller) -> None:
         self._caller = caller
         self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
+        self.bulk = caller.bulk
         self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
         self.said: dict[str, list[tuple[dict[str, Any], bytes, Any]]] = {"expert.forward": [], "expert.backward": []}
 
-    async def call(self, target: Any, method: str, body: Any, tensors: Any = (), *, timeout_s: float) -> Reply:
-        reply = await self._caller.call(target, method, body, tensors, timeout_s=timeout_s)
+    async def call(
+        self, target: Any, method: str, body: Any, tensors: Any = (), *, timeout_s: float, bulk_bytes: int = 0
+    ) -> Reply:
+        reply = await self._caller.call(target, method, body, tensors, timeout_s=timeout_s, bulk_bytes=bulk_bytes)
         if method in self.said:
             is_first = not self.said[method]
             self.said[method].append((dict(body), tensors[0].tobytes(), reply.body["updates"]))

@@ -34,6 +34,7 @@ class Watched:
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
         self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
+        self.bulk = caller.bulk
         self.before_call: Callable[[], Any] | None = None
         self.before_serving: Callable[[], Any] | None = None
         self.num_served = self.most_served = 0
@@ -62,10 +63,11 @@ class Watched:
         tensors: Sequence[Outgoing] = (),
         *,
         timeout_s: float,
+        bulk_bytes: int = 0,
     ) -> Reply:
         if self.before_call is not None:
             await self.before_call()
-        return await self._caller.call(target, method, body, tensors, timeout_s=timeout_s)
+        return await self._caller.call(target, method, body, tensors, timeout_s=timeout_s, bulk_bytes=bulk_bytes)
 
 
 class Swarm:

@@ -21,6 +21,7 @@ from net.errors import CallFailed, CallRefused, DialFailed, PeerBusy, PeerTimeou
 from net.identity import Address, Contact, PeerId
 from net.peer_health import PeerHealth
 from net.rpc.base import Body, Handler, Reply, Request
+from net.rpc.bulk import BulkTraffic
 from net.wire.tensors import Outgoing, Tensor, as_received, body_nbytes_untrusted, describe
 
 
@@ -94,6 +95,7 @@ class DirectCaller:
         self.peer_id = peer_id
         self.address = address
         self.health = PeerHealth()
+        self.bulk = BulkTraffic()
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Serve a method; the bound on concurrency is kept."""
@@ -126,6 +128,7 @@ class DirectCaller:
         tensors: Sequence[Outgoing] = (),
         *,
         timeout_s: float,
+        bulk_bytes: int = 0,
     ) -> Reply:
         """Sleep once, then run the target's handler: of whoever sits at a contact's address, for nothing is proven."""
         address = target.address if isinstance(target, Contact) else target

@@ -125,7 +125,7 @@ async def test_a_cancelled_member_costs_its_part_and_no_time() -> None:
         results: list[AllReduceResult] = []
 
         async def soon_over() -> None:
-            with trio.move_on_after(0.5):
+            with trio.move_on_after(0.3):  # some chunks are back then, and not all
                 await peers.all_reduces[0].run(peers.group, values[0], size=8000)
 
         async with trio.open_nursery() as nursery:
@@ -158,7 +158,7 @@ async def test_the_whole_ends_in_time() -> None:
     config = replace(CONFIG, timeout_s=3 * T)
     async with swarm(3, config=config) as peers:
         peers.callers[0].before_call = partial(trio.sleep, 0.8 * T)
-        results = await peers.run(vectors(3, 5000))
+        results = await peers.run(vectors(3, 50_000))
         assert trio.current_time() <= 3 * T + 0.1
         assert all(0 < result.received < 1 for result in results)
         assert not any(result.complete for result in results)

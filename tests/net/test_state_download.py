@@ -28,14 +28,14 @@ from tests.net.test_state_sharing import (
 )
 
 
-def start_liar(swarm: Swarm, offer: Callable[[Any], Any], chunk: Handler) -> None:
+def start_liar(swarm: Swarm, offer: Callable[[Any], Any], chunk: Handler, hashes: np.ndarray | None = None) -> None:
     """A donor, further than all others, whose answers are what the functions make of them."""
 
     async def live() -> None:
         async with open_place(swarm, "liar") as place:
 
             async def open_(request: Request) -> Reply:
-                return Reply(body=await offer(place))
+                return Reply(body=await offer(place), tensors=() if hashes is None else (hashes,))
 
             place.rpc.add_handler("averaging.trunk.state.open", open_)
             place.rpc.add_handler("averaging.trunk.state.chunk", chunk)

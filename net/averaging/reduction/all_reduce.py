@@ -12,12 +12,18 @@ Memory. The average is one array as long as the vector, into which answers are c
 chunks are sent as views of the vector, answers as views of the average. Beside the two there are the chunks that came
 to be averaged, up to `window_bytes`, and as many answers that come in.
 
+Windows. On a long line `window_bytes` would leave it idle. So the window towards each reducer follows the line
+(`net.averaging.window`, `_Pace`), as far as the reducer grants: a chunk says how many its sender would like to have
+under way, and the answer how many it may. What goes beyond `window_bytes` at either end comes out of the process's
+memory budget.
+
 Compression. A chunk travels compressed to its reducer; the answer is the compressed *difference* of the mean to what
 came of the sender's values, and is added to these values themselves; the reducer treats its own values likewise.
 Differences are smaller than values and lose less, and members that agree keep what they have, to rounding, however
 coarse the compression.
 """
 
+import functools
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -33,6 +39,7 @@ from net.averaging.reduction.reducer import Array
 from net.errors import CallRefused, PeerBusy, RemoteProtocolError
 from net.identity import PeerId
 from net.rpc.base import Caller, Reply, Request
+from net.rpc.bulk import BulkTraffic
 
 MAX_CALLS = 4096
 """Calls served at once, of all groups: a full window of 256 members. How many bytes a member may have under way is
@@ -128,7 +135,11 @@ class AllReduce:
         config, own = self._config, group.index(self._caller.peer_id)
         parts = parts_of(group, size, chunk_size=config.chunk_size(len(group.members)))
         average = np.zeros(size, np.float32) if vector is None else np.empty(size, np.float32)
-        reducer = ChunkReducer(group, own, part=parts[own], vector=vector, average=average, config=config)
+        bulk = self._caller.bulk
+        reducer = ChunkReducer(
+            group, own, part=parts[own], vector=vector, average=average, config=config, budget=bulk.budget
+        )
+        pace = _Pace(bulk, group, own, parts)
         senders: dict[int, ChunkSender] = {}
         for index, member in enumerate(group.members):
             if vector is not None and index != own and parts[index].num_chunks:
@@ -141,6 +152,7 @@ class AllReduce:
                     vector=vector,
                     average=average,
                     config=config,
+                    full_bytes=functools.partial(pace.full_bytes, index),
                 )
         self._running[group.group_id] = reducer
         self._sending[group.group_id] = tuple(senders.values())
@@ -199,6 +211,33 @@ class AllReduce:
             if not self._num_early[peer_id]:
                 del self._num_early[peer_id]
         raise CallRefused(f"this peer does not average with group {group_id.hex()}")
+
+
+class _Pace:
+    """What one member keeps under way to fill its line, for each reducer.
+
+    All parts should be done at the same time: the rate that all paths to reducers have together is shared in proportion
+    to the parts, whatever each path got. (By its own rate, a path that had got little would be asked for little.)
+
+    A chunk is averaged when the furthest sender has brought it. How far that one is from the reducer a member does not
+    know, but no further than from the member itself plus from there to the reducer: so a mean takes up to half of the
+    round trip to the furthest sender longer than the round trip to its reducer. Where the triangle inequality does not
+    hold, windows are somewhat small.
+    """
+
+    def __init__(self, bulk: BulkTraffic, group: Group, own: int, parts: Sequence[Part]) -> None:
+        self._line = bulk.line
+        self._paths = {index: bulk.path(member.peer_id) for index, member in enumerate(group.members) if index != own}
+        self._senders = [path for index, path in self._paths.items() if group.members[index].sends]
+        self._lengths = {index: parts[index].end - parts[index].start for index in self._paths}
+        self._total = max(1, sum(self._lengths.values()))
+
+    def full_bytes(self, reducer: int) -> float:
+        """What fills the line, of chunks for this reducer."""
+        rate = min(self._line.rate, math.fsum(path.rate for index, path in self._paths.items() if self._lengths[index]))
+        furthest_s = max((path.round_trip_s or 0.0 for path in self._senders), default=0.0)
+        answer_s = (self._paths[reducer].round_trip_s or 0.0) + furthest_s / 2
+        return rate * self._lengths[reducer] / self._total * answer_s
 
 
 def _keep_own(

@@ -1,18 +1,20 @@
 """The two ends of the calls that an all-reduce consists of: who brings chunks of a part, and who averages them."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 import trio
 
 from net.averaging.grouping.group import MAX_GROUP_SIZE, Group, Member
-from net.averaging.reduction.partition import AllReduceConfig, ChunkName, Part
+from net.averaging.reduction.partition import MAX_ROOM, MAX_WINDOW, ROOM, AllReduceConfig, ChunkName, Part
 from net.averaging.reduction.reducer import Array, PartReduction, values_untrusted
+from net.averaging.window import BulkWindow
 from net.dht.calls import PEER_ERRORS
 from net.errors import CallRefused, DialFailed, PeerBusy, RemoteProtocolError
 from net.identity import PeerId
 from net.rpc.base import Caller, Reply, Request
+from net.rpc.bulk import MemoryBudget
 from net.wire.compression import Compression
 from net.wire.fields import FLAG, integer
 from net.wire.tensors import as_outgoing, plain
@@ -33,10 +35,19 @@ class ChunkReducer:
       part: what is reduced here.
       vector: this member's values, if it has any.
       average: the vector into whose part the means are written. Answers are views of it.
+      budget: from which senders are granted to bring more than `MAX_WINDOW` chunks ahead of the answers.
     """
 
     def __init__(
-        self, group: Group, own: int, *, part: Part, vector: Array | None, average: Array, config: AllReduceConfig
+        self,
+        group: Group,
+        own: int,
+        *,
+        part: Part,
+        vector: Array | None,
+        average: Array,
+        config: AllReduceConfig,
+        budget: MemoryBudget,
     ) -> None:
         self._places = {member.peer_id: place for place, member in enumerate(group.members)}
         self._part = part
@@ -56,6 +67,12 @@ class ChunkReducer:
         self._change = trio.Event()  # set, and replaced, when a chunk is finished or waiting is pointless
         self._num_lost = 0
         self._is_closed = False
+        self._budget = budget
+        self._reserved_bytes = 0
+        # One sender cannot take what others need: all together half of the budget, each as much.
+        num_senders = sum(member.sends for member in group.members)
+        share_bytes = budget.max_bytes // (2 * max(1, num_senders))
+        self._max_room = min(MAX_ROOM, part.num_chunks, MAX_WINDOW + share_bytes // part.chunk_bytes)
 
     async def run(self) -> None:
         """Return when the part is reduced."""
@@ -66,8 +83,10 @@ class ChunkReducer:
             self._tell()
 
     def close(self) -> None:
-        """Refuse what is not finished."""
+        """Refuse what is not finished, and give the memory back."""
         self._is_closed = True
+        self._budget.release(self._reserved_bytes)
+        self._reserved_bytes = 0
         self._wake()
 
     def lose(self, peer_id: PeerId) -> None:
@@ -107,9 +126,23 @@ class ChunkReducer:
         is_difference = self._compression is not Compression.NONE
         answer = np.subtract(mean, values) if is_difference else mean
         return Reply(
-            body={"senders": self.reduction.num_senders[chunk], "difference": is_difference},
+            body={
+                "senders": self.reduction.num_senders[chunk],
+                "difference": is_difference,
+                "room": self._room(sender, name.wish),
+            },
             tensors=(as_outgoing(answer, self._compression),),
         )
+
+    def _room(self, sender: int, wish: int | None) -> int:
+        """How many chunks the sender may be ahead from now on: never fewer than it was told before."""
+        room = self.reduction.room.get(sender, MAX_WINDOW)
+        wanted = min(wish or 0, self._max_room)
+        nbytes = (wanted - room) * self._part.chunk_bytes
+        if nbytes > 0 and not self._is_closed and self._budget.reserve(nbytes):
+            self._reserved_bytes += nbytes
+            self.reduction.room[sender] = room = wanted
+        return room
 
     async def _mean(self, sender: int, awaited: list[Array]) -> Array:
         while not awaited:
@@ -144,6 +177,7 @@ class ChunkSender:
       part: what that one reduces.
       vector: this member's values.
       average: where the means go.
+      full_bytes: what fills the path to the reducer, for its share of the vector.
     """
 
     def __init__(
@@ -157,6 +191,7 @@ class ChunkSender:
         vector: Array,
         average: Array,
         config: AllReduceConfig,
+        full_bytes: Callable[[], float],
     ) -> None:
         self._group_id = group.group_id
         self.reducer = reducer
@@ -164,7 +199,12 @@ class ChunkSender:
         self._part = part
         self._vector = vector
         self._average = average
-        self._window = config.window(len(group.members))
+        self._window = BulkWindow(
+            caller.bulk.budget,
+            start_bytes=config.window(len(group.members)) * part.chunk_bytes,
+            full_bytes=full_bytes,
+            most_bytes=MAX_WINDOW * part.chunk_bytes,
+        )
         self._patience_s = 2 * config.sender_timeout_s
         self._compression = config.compression
         self._call = functools.partial(caller.call, reducer.contact, method, timeout_s=config.timeout_s)
@@ -177,9 +217,9 @@ class ChunkSender:
         self._be_patient()
         with self._patience:
             async with trio.open_nursery() as nursery:
-                chunks = iter(range(self._part.num_chunks))
-                for _ in range(min(self._window, self._part.num_chunks)):
-                    nursery.start_soon(self._bring, chunks)
+                for chunk in range(self._part.num_chunks):
+                    await self._window.take(self._part.chunk_bytes)
+                    nursery.start_soon(self._bring, chunk)
 
     def stop(self) -> None:
         """The reducer is lost: what has not come back does not come."""
@@ -188,20 +228,23 @@ class ChunkSender:
     def _be_patient(self) -> None:
         self._patience.deadline = trio.current_time() + self._patience_s
 
-    async def _bring(self, chunks: Iterator[int]) -> None:
-        """Bring one chunk after the other; several tasks share the iterator."""
-        for chunk in chunks:
-            try:
-                await self._average_untrusted(chunk)
-            except PEER_ERRORS:
-                self.stop()  # all that is under way
-                return
-            self._be_patient()
+    async def _bring(self, chunk: int) -> None:
+        """Bring a chunk for which there is room."""
+        try:
+            await self._average_untrusted(chunk)
+        except PEER_ERRORS:
+            self.stop()  # all that is under way
+            return
+        finally:
+            self._window.give_back(self._part.chunk_bytes)
+        self._be_patient()
 
     async def _average_untrusted(self, chunk: int) -> None:
         where = self._part.chunk(chunk)
         values = self._vector[where]
-        reply = await self._placed(ChunkName(self._group_id, self._vector.size, where.start), values)
+        # Twice of it, so that the room is there when the window has grown.
+        wish = min(MAX_ROOM, 2 * self._window.wanted_bytes // self._part.chunk_bytes)
+        reply = await self._placed(ChunkName(self._group_id, self._vector.size, where.start, wish), values)
         num_senders = _SENDERS.of_untrusted(reply.body, "senders")
         is_difference = FLAG.of_untrusted(reply.body, "difference")
         received = values_untrusted([plain(tensor) for tensor in reply.tensors], values.size)
@@ -210,12 +253,15 @@ class ChunkSender:
         else:
             self._average[where] = received
         self.num_senders[chunk] = num_senders
+        room = ROOM.of_untrusted(reply.body, "room")
+        if room is not None:
+            self._window.most_bytes = min(MAX_ROOM, room) * self._part.chunk_bytes
 
     async def _placed(self, name: ChunkName, values: Array) -> Reply:
         body, tensors = name.body(), (as_outgoing(values, self._compression),)
         for pause_s in _PAUSES_S:
             try:
-                return await self._call(body, tensors)
+                return await self._call(body, tensors, bulk_bytes=values.nbytes)
             except (DialFailed, PeerBusy):
                 await trio.sleep(pause_s)
-        return await self._call(body, tensors)
+        return await self._call(body, tensors, bulk_bytes=values.nbytes)

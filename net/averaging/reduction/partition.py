@@ -4,9 +4,12 @@ Part and chunks follow from the group, the size of the vector and the size of a 
 alike. A call says what it takes the size of the vector to be and where in it its chunk begins, so that a disagreement
 is refused and not averaged.
 
-    call    {"group": 16 bytes, "size": numbers in the vector, "start": of the chunk}   one float32 tensor: the values
-    answer  {"senders": vectors in the mean, "difference": bool}                        one float32 tensor: their mean,
-                                                                           or the mean minus the values as received
+    call    {"group": 16 bytes, "size": numbers in the vector, "start": of the chunk,   one float32 tensor: the values
+             "wish": chunks that the sender would like to have under way}
+    answer  {"senders": vectors in the mean, "difference": bool,                        one float32 tensor: their mean,
+             "room": chunks that it may have under way}                    or the mean minus the values as received
+
+Without a wish, or without room, it is `MAX_WINDOW`: peers of earlier versions say neither.
 """
 
 from dataclasses import dataclass
@@ -17,13 +20,20 @@ from net.averaging.reduction.load_balance import peer_fractions, split_by_shares
 from net.errors import RemoteProtocolError
 from net.rpc.base import Body
 from net.wire.compression import BLOCK_SIZE, Compression
-from net.wire.fields import integer, octets
+from net.wire.fields import integer, octets, optional
 from net.wire.messages import MAX_TIMEOUT_S
 
 MAX_WINDOW = 16
-"""Chunks that a sender may have brought and not been answered: what it can make a reducer hold. The largest setting."""
+"""Chunks that a sender may have brought and not been answered, unless the reducer has granted more: what it can make a
+reducer hold."""
+
+MAX_ROOM = 192
+"""The most that is ever granted. One connection serves 256 calls at once, whatever their size."""
 
 _FLOAT_BYTES = 4
+ROOM = optional(integer(0, 2**31))
+"""A wish, or the room for it."""
+
 _GROUP, _NATURAL = octets(GROUP_ID_BYTES, GROUP_ID_BYTES), integer(0, 2**63 - 1)
 
 
@@ -35,9 +45,10 @@ class AllReduceConfig:
     """Most bytes of the vector's float32 numbers in one call. Smaller chunks cost calls, larger ones memory: with half
     as much, four members on one machine took a quarter longer without encryption."""
     window_bytes: int = 8 * 2**20
-    """Bytes of chunks that wait for their means, at all reducers together; one chunk or more at each, so that those of
-    large groups are smaller. It bounds what a member holds for others, and once more the answers that come in. The
-    more, the less members wait for each other: of four on one machine, with half of it they took a fifth longer."""
+    """Bytes of chunks that wait for their means, at all reducers together, to begin with; one chunk or more at each, so
+    that those of large groups are smaller. A member holds as much for others, and once more of answers that come in.
+    The more, the less members wait for each other: of four on one machine, with half of it they took a fifth longer. On
+    longer lines windows grow as far as these carry, the memory budget allows (`net.rpc.bulk`), and reducers grant."""
     sender_timeout_s: float = 30.0
     """A member that has not brought a chunk so long after all earlier ones were averaged is left out of the rest. All
     that the window allows may share its line, and has to pass it in that time. A reducer that has not answered for
@@ -62,7 +73,7 @@ class AllReduceConfig:
         return max(1, numbers - numbers % BLOCK_SIZE if numbers > BLOCK_SIZE else numbers)
 
     def window(self, group_size: int) -> int:
-        """Chunks under way to each of the others."""
+        """Chunks under way to each of the others, to begin with."""
         in_all = self.window_bytes // (_FLOAT_BYTES * self.chunk_size(group_size))
         return max(1, min(MAX_WINDOW, in_all // max(1, group_size - 1)))
 
@@ -79,6 +90,11 @@ class Part:
     def num_chunks(self) -> int:
         """Chunks in the part, of which the last may be shorter than the others."""
         return -(-(self.end - self.start) // self.chunk_size)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of the float32 numbers in a whole chunk."""
+        return _FLOAT_BYTES * self.chunk_size
 
     def chunk(self, index: int) -> slice:
         """Where the chunk lies in the vector."""
@@ -117,15 +133,18 @@ def parts_of(group: Group, size: int, *, chunk_size: int) -> tuple[Part, ...]:
 
 
 class ChunkName(NamedTuple):
-    """Which chunk a call brings: of which group's vector of how many numbers, and where it starts."""
+    """Which chunk a call brings: of which group's vector of how many numbers, and where it starts; and how many chunks
+    its sender would like to have under way, None if it does not say."""
 
     group_id: bytes
     size: int
     start: int
+    wish: int | None = None
 
     def body(self) -> Body:
         """The body of the call."""
-        return {"group": self.group_id, "size": self.size, "start": self.start}
+        wish = {} if self.wish is None else {"wish": self.wish}
+        return {"group": self.group_id, "size": self.size, "start": self.start} | wish
 
 
 def parse_name_untrusted(body: Body) -> ChunkName:
@@ -135,4 +154,5 @@ def parse_name_untrusted(body: Body) -> ChunkName:
       RemoteProtocolError: it did not make this.
     """
     group_id = _GROUP.read_untrusted(body.get("group"), "the group id")
-    return ChunkName(group_id, _NATURAL.of_untrusted(body, "size"), _NATURAL.of_untrusted(body, "start"))
+    size, start = _NATURAL.of_untrusted(body, "size"), _NATURAL.of_untrusted(body, "start")
+    return ChunkName(group_id, size, start, ROOM.of_untrusted(body, "wish"))

@@ -116,7 +116,9 @@ class PartReduction:
         self._awaited = set(weights) - ({own[0]} if own else set())
         self.lost: list[int] = []
         """The senders that are out, in the order in which they went."""
-        # Of chunks that are not finished and for which something has come. At most MAX_WINDOW of each sender.
+        self.room: dict[int, int] = {}
+        """Chunks that a sender may be ahead of the answers, for those who may be more than `MAX_WINDOW`."""
+        # Of chunks that are not finished and for which something has come. Of each sender as many as it has room for.
         self._arrived: dict[int, dict[int, Array]] = {}
         self.num_senders: list[int | None] = [None] * part.num_chunks
         """Vectors in the mean of each chunk. None: it is not finished; 0: nobody was left, and there is no mean."""
@@ -155,8 +157,9 @@ class PartReduction:
             raise RemoteProtocolError("nothing is expected from you here, or you were too late")
         try:
             values = values_untrusted(tensors, self._average[self._part.chunk(chunk)].size)
-            if sum(sender in arrived for arrived in self._arrived.values()) >= MAX_WINDOW:
-                raise RemoteProtocolError(f"more than {MAX_WINDOW} chunks ahead of the answers")
+            room = self.room.get(sender, MAX_WINDOW)
+            if sum(sender in arrived for arrived in self._arrived.values()) >= room:
+                raise RemoteProtocolError(f"more than {room} chunks ahead of the answers")
         except RemoteProtocolError:
             self.drop(sender, now)
             raise

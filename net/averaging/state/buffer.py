@@ -22,6 +22,11 @@ MAX_ARRAYS = 1024
 _DTYPE: Field[str] = Field("the name of a dtype", lambda value: type(value) is str and value in DTYPES)
 _SHAPE, _TABLE = several(integer(0, 2**40), MAX_RANK), rows(MAX_ARRAYS)
 
+MAX_PIECES = 2**16
+"""Of a state whose pieces have hashes: 64 GiB in pieces of 1 MiB, 2 MiB of hashes."""
+
+HASH_BYTES = 32
+
 Table = list[list[Any]]
 """For each array `[dtype name, [dim, ...]]`."""
 
@@ -38,6 +43,11 @@ class StateBuffer:
     def chunk(self, index: int, chunk_bytes: int) -> np.ndarray:
         """Chunk number `index` as bytes, a view; the last one may be shorter."""
         return np.frombuffer(self.buffer[index * chunk_bytes : (index + 1) * chunk_bytes], np.uint8)
+
+
+def piece_hash(piece: np.ndarray) -> bytes:
+    """SHA-256 of one piece of a state."""
+    return hashlib.sha256(piece.data).digest()
 
 
 def pack(tensors: Sequence[Tensor]) -> StateBuffer:

@@ -1,23 +1,35 @@
 """Fetching a whole state from whichever peers have it; see `net.averaging.state.sharing`.
 
-Trust. Whoever is in the swarm may call itself a donor. All of a state comes from one donor: what does not have the
-digest in the end is thrown away, and that donor is not asked again. What the newcomer cannot use (other shapes, an
-absurd version, values that are no numbers) it says by `expects` and `accepts`, and other donors are asked. Donors that
-do not answer a ping are passed over.
+Trust. Whoever is in the swarm may call itself a donor. A state is what the furthest donor offers; others give pieces of
+it if they say that theirs has the same digest and the same hashes of pieces. A piece with another hash is thrown away,
+and its donor is not asked again. If all pieces are right and the whole does not have the digest, then the hashes were a
+lie, and none of those who vouched for them is asked again; an honest donor computes both from its own bytes, and never
+vouches for such. What the newcomer cannot use (other shapes, an absurd version, values that are no numbers) it says by
+`expects` and `accepts`, and other donors are asked. Donors that do not answer a ping are passed over.
 """
 
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import trio
 
-from net.averaging.state.buffer import Table, check_table_untrusted, receive_untrusted
+from net.averaging.state.buffer import (
+    HASH_BYTES,
+    MAX_PIECES,
+    Table,
+    check_table_untrusted,
+    piece_hash,
+    receive_untrusted,
+)
+from net.averaging.state.pieces import OVERDUE_S, Pieces, check_piece_untrusted
 from net.averaging.state.sharing import (
+    CHUNK_BYTES,
     DIGEST,
     VERSION,
     SharedState,
@@ -25,15 +37,16 @@ from net.averaging.state.sharing import (
     state_key,
     state_methods,
 )
+from net.averaging.window import BulkWindow
 from net.dht.messages import parse_contact_untrusted
 from net.dht.node import DhtNode
 from net.dht.records import Dictionary
-from net.errors import CallFailed, NetError, PeerTimeout, PeerUnavailable, RemoteProtocolError
+from net.errors import CallFailed, NetError, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.rpc.base import Caller, Reply
 from net.rpc.service import PING
 from net.wire.fields import MAPPING, integer, row_untrusted, rows
-from net.wire.tensors import aligned_buffer
+from net.wire.tensors import aligned_buffer, plain
 
 MAX_PINGED = 32
 """Donors that are looked at, the furthest first."""
@@ -45,15 +58,42 @@ class StateUnavailable(NetError):
     """Donors are announced that should have had the state, and none gave it."""
 
 
-@dataclass(slots=True, eq=False)
-class _Partial:
-    """What has come of one donor's state so far."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Offer:
+    """What a donor says that it has."""
 
-    offer: tuple[PeerId, int, Mapping[str, Any], Table, bytes]
-    """Donor, version, facts, table and digest."""
+    version: int
+    facts: Mapping[str, Any]
+    table: Table
+    nbytes: int
+    digest: bytes
+    chunk_bytes: int
+    hashes: np.ndarray | None
+    """uint8 [pieces, 32]; None: of an earlier version, it gives none."""
+
+    def is_same(self, other: "_Offer") -> bool:
+        """Whether pieces of both are pieces of one state, as far as can be told."""
+        if self.hashes is None or other.hashes is None:
+            return False
+        is_alike = (self.digest, self.table, self.chunk_bytes) == (other.digest, other.table, other.chunk_bytes)
+        return is_alike and np.array_equal(self.hashes, other.hashes)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Partial:
+    """What has come of one state so far."""
+
+    offer: _Offer
     buffer: memoryview
-    missing: set[int]
-    """Pieces that have not come."""
+    pieces: Pieces
+    donors: dict[PeerId, _Offer] = field(default_factory=dict)
+    """Those who vouch for it, the first one first."""
+    change: trio.Event = field(default_factory=trio.Event)
+
+    def tell(self) -> None:
+        """Let donors look again whether there is something to ask them for."""
+        self.change.set()
+        self.change = trio.Event()
 
 
 async def download_state(
@@ -100,9 +140,12 @@ async def download_state(
     with trio.move_on_at(search.deadline):
         pause_s = 0.1
         for _ in itertools.count() if attempts is None else range(attempts):
-            for contact in await search.donors():
+            donors = await search.donors()
+            for place, contact in enumerate(donors):
+                if contact.peer_id in search.banned:  # since they were looked up
+                    continue
                 try:
-                    state = await search.state_of(contact)
+                    state, vouching = await search.state_of(contact, donors[place + 1 :])
                 except RemoteProtocolError:
                     search.banned.add(contact.peer_id)
                     continue
@@ -110,7 +153,7 @@ async def download_state(
                     continue
                 if accepts(state):
                     return state
-                search.banned.add(contact.peer_id)
+                search.banned.update(vouching)
             # A donor may be back, or others announced, in a moment.
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, 5.0)
@@ -174,56 +217,149 @@ class _Search:
                 nursery.start_soon(ping, contact)
         return [contact for contact in contacts if contact.peer_id in living]
 
-    async def state_of(self, contact: Contact) -> SharedState:
-        """A whole state from this donor, with the pieces that it gave before.
+    async def state_of(self, first: Contact, others: Sequence[Contact]) -> tuple[SharedState, tuple[PeerId, ...]]:
+        """A whole state, the one that the first donor has, from all donors that have it; and who they were. What came
+        before of the same state need not come again.
 
         Raises:
-          NetError: it has none that will do, it broke off, or would not be done in time; what came is kept.
-          RemoteProtocolError: it does not keep to the rules.
+          NetError: the first one has none that will do, or it did not come whole, or not in time; what came is kept.
+          RemoteProtocolError: the first one does not keep to the rules.
         """
-        offered = [] if self.partial is None else [self.partial.offer[-1]]
-        body = {"min_version": self.min_version, "offered": offered}
-        reply = await self.caller.call(contact, self.open_method, body, timeout_s=self.config.call_timeout_s)
-        partial = self._parse_offer_untrusted(reply, contact.peer_id)
-        _, version, facts, table, digest = partial.offer
-        chunks = iter(sorted(partial.missing))
+        offer = await self._offer_of(first)
+        if self.partial is None or not (self.partial.offer.is_same(offer) or self._goes_on(first, offer)):
+            # One state at a time: what came of another is given up, or newcomers would hold several.
+            self.partial = None
+            self.partial = self._begun_untrusted(offer)
+        partial = self.partial
+        partial.donors[first.peer_id] = offer
         errors: list[NetError] = []
-
-        async def fetch() -> None:
-            for index in chunks:
-                try:
-                    await self._fetch(contact, partial, index)
-                except NetError as error:
-                    errors.append(error)
-                    nursery.cancel_scope.cancel()
-                    return
-            if not partial.missing:
-                nursery.cancel_scope.cancel()
-
-        async def watch() -> None:
-            await self._becomes_too_slow(partial)
-            errors.append(PeerTimeout(f"{contact} is too slow"))
-            nursery.cancel_scope.cancel()
-
+        left = iter(others) if offer.hashes is not None else iter(())
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(watch)
-            for _ in range(self.config.window):
-                nursery.start_soon(fetch)
-        if errors:
-            raise errors[0]
+            nursery.start_soon(self._watch, partial, nursery.cancel_scope)
+            nursery.start_soon(self._until_whole, partial, nursery.cancel_scope)
+            async with trio.open_nursery() as fetching:
+                fetching.start_soon(self._fetch_from, first, partial, errors)
+                for _ in range(self.config.max_donors - 1):
+                    fetching.start_soon(self._fetch_from_others, left, partial, errors)
+            nursery.cancel_scope.cancel()
+        if partial.pieces.num_missing:
+            why = f": {errors[0]}" if errors else ", or too slowly"
+            raise StateUnavailable(f"{partial.pieces.num_missing} pieces did not come{why}") from next(
+                iter(errors), None
+            )
         self.partial = None
-        return SharedState(version=version, tensors=receive_untrusted(table, partial.buffer, digest), facts=facts)
+        vouching = tuple(partial.donors)
+        try:
+            tensors = receive_untrusted(offer.table, partial.buffer, offer.digest)
+        except RemoteProtocolError as error:
+            self.banned.update(vouching)
+            raise StateUnavailable(str(error)) from error
+        # The digest does not cover version and facts: they are as somebody said who has not been caught lying.
+        said = next((each for peer_id, each in partial.donors.items() if peer_id not in self.banned), offer)
+        return SharedState(version=said.version, tensors=tensors, facts=said.facts), vouching
 
-    async def _becomes_too_slow(self, partial: _Partial) -> None:
-        """Return once the pieces come so slowly that the last would come too late."""
-        began, num_wanted = trio.current_time(), len(partial.missing)
+    def _goes_on(self, donor: Contact, offer: _Offer) -> bool:
+        """Whether a donor without hashes offers what it offered before."""
+        before = None if self.partial is None else self.partial.donors.get(donor.peer_id)
+        if before is None or before.hashes is not None or offer.hashes is not None:
+            return False
+        return (before.version, before.facts, before.table, before.digest) == (
+            offer.version,
+            offer.facts,
+            offer.table,
+            offer.digest,
+        )
+
+    async def _until_whole(self, partial: _Partial, scope: trio.CancelScope) -> None:
+        """Cancel everything once all pieces are there: some donor may never answer."""
+        while partial.pieces.num_missing:
+            await partial.change.wait()
+        scope.cancel()
+
+    async def _watch(self, partial: _Partial, scope: trio.CancelScope) -> None:
+        """Cancel everything once the pieces come so slowly that the last would come too late."""
+        began, num_wanted = trio.current_time(), partial.pieces.num_missing
         while True:
             await trio.sleep(self.config.call_timeout_s)
-            now, num_left = trio.current_time(), len(partial.missing)
+            now, num_left = trio.current_time(), partial.pieces.num_missing
             if num_left * (now - began) > (num_wanted - num_left) * (self.deadline - now):
-                return
+                scope.cancel()
 
-    def _parse_offer_untrusted(self, reply: Reply, donor: PeerId) -> _Partial:
+    async def _fetch_from_others(self, left: Iterator[Contact], partial: _Partial, errors: list[NetError]) -> None:
+        """Ask one donor after the other whether it has this very state, and fetch from those who do."""
+        for contact in left:
+            if not partial.pieces.num_missing:
+                return
+            try:
+                offer = await self._offer_of(contact, like=partial.offer)
+            except RemoteProtocolError:
+                self.banned.add(contact.peer_id)
+                continue
+            except NetError:
+                continue
+            if offer.is_same(partial.offer):
+                partial.donors[contact.peer_id] = offer
+                await self._fetch_from(contact, partial, errors)
+
+    async def _fetch_from(self, contact: Contact, partial: _Partial, errors: list[NetError]) -> None:
+        """Fetch pieces from one donor until all are there, from whomever, or until it fails."""
+        donor, pieces = contact.peer_id, partial.pieces
+        path, chunk_bytes = self.caller.bulk.path(donor), partial.offer.chunk_bytes
+        window = BulkWindow(
+            self.caller.bulk.budget,
+            start_bytes=self.config.window * chunk_bytes,
+            full_bytes=lambda: path.under_way_bytes,
+            most_bytes=sys.maxsize,
+        )
+        under_way: set[int] = set()
+
+        async def fetch(index: int) -> None:
+            try:
+                await self._fetch_untrusted(contact, partial, index)
+                under_way.discard(index)
+                partial.tell()
+            except NetError as error:
+                errors.append(error)
+                if isinstance(error, RemoteProtocolError):
+                    self.banned.add(donor)
+                nursery.cancel_scope.cancel()
+            finally:
+                window.give_back(chunk_bytes)
+
+        try:
+            async with trio.open_nursery() as nursery:
+                while pieces.num_missing:
+                    await window.take(chunk_bytes)
+                    index = pieces.next_for(donor, trio.current_time())
+                    if index is not None:
+                        under_way.add(index)
+                        nursery.start_soon(fetch, index)
+                        continue
+                    window.give_back(chunk_bytes)
+                    with trio.move_on_after(OVERDUE_S):
+                        await partial.change.wait()
+        finally:
+            pieces.lost(donor, under_way)
+            partial.tell()
+
+    async def _offer_of(self, contact: Contact, *, like: _Offer | None = None) -> _Offer:
+        """What a donor offers; with `like`, if it is of that version and perhaps the same.
+
+        Raises:
+          NetError: it has nothing that will do. RemoteProtocolError: it does not keep to the rules.
+        """
+        known = like if like is not None else None if self.partial is None else self.partial.offer
+        body: dict[str, Any] = {
+            "min_version": self.min_version,
+            "offered": [] if known is None else [known.digest],
+            "hashes": True,
+        }
+        if like is not None:
+            body["version"] = like.version
+        reply = await self.caller.call(contact, self.open_method, body, timeout_s=self.config.call_timeout_s)
+        return self._parse_offer_untrusted(reply)
+
+    def _parse_offer_untrusted(self, reply: Reply) -> _Offer:
         body, config = reply.body, self.config
         version, digest = VERSION.of_untrusted(body, "version"), DIGEST.of_untrusted(body, "digest")
         facts = MAPPING.of_untrusted(body, "facts")
@@ -233,26 +369,39 @@ class _Search:
         nbytes = check_table_untrusted(table, max_bytes=config.max_bytes)
         if not self.expects(version, table):
             raise RemoteProtocolError(f"a state of version {version} and {len(table)} arrays is of no use here")
-        offer = (donor, version, facts, table, digest)
-        if self.partial is not None and self.partial.offer == offer:
-            return self.partial
-        # One state at a time: what came of another is given up, or newcomers would hold several.
-        self.partial = None
-        try:
-            buffer = aligned_buffer(nbytes)
-        except MemoryError as error:
-            raise RemoteProtocolError(f"there is no memory for a state of {nbytes} bytes") from error
-        missing = set(range(-(-nbytes // config.chunk_bytes)))
-        self.partial = _Partial(offer, buffer, missing)
-        return self.partial
+        chunk_bytes, hashes = config.chunk_bytes, None
+        if reply.tensors:
+            chunk_bytes = CHUNK_BYTES.of_untrusted(body, "chunk_bytes")
+            hashes, num_pieces = plain(reply.tensors[0]), -(-nbytes // chunk_bytes)
+            if num_pieces > MAX_PIECES or hashes.dtype != np.uint8 or hashes.shape != (num_pieces, HASH_BYTES):
+                raise RemoteProtocolError(f"expected a hash of {HASH_BYTES} bytes for each of {num_pieces} pieces")
+        return _Offer(
+            version=version,
+            facts=facts,
+            table=table,
+            nbytes=nbytes,
+            digest=digest,
+            chunk_bytes=chunk_bytes,
+            hashes=hashes,
+        )
 
-    async def _fetch(self, contact: Contact, partial: _Partial, index: int) -> None:
-        start = index * self.config.chunk_bytes
-        target = partial.buffer[start : start + self.config.chunk_bytes]
-        body = {"digest": partial.offer[-1], "index": index, "chunk_bytes": self.config.chunk_bytes}
-        reply = await self.caller.call(contact, self.chunk_method, body, timeout_s=self.config.call_timeout_s)
+    def _begun_untrusted(self, offer: _Offer) -> _Partial:
+        try:
+            buffer = aligned_buffer(offer.nbytes)
+        except MemoryError as error:
+            raise RemoteProtocolError(f"there is no memory for a state of {offer.nbytes} bytes") from error
+        return _Partial(offer=offer, buffer=buffer, pieces=Pieces(offer.nbytes, offer.chunk_bytes))
+
+    async def _fetch_untrusted(self, contact: Contact, partial: _Partial, index: int) -> None:
+        offer, target = partial.offer, partial.buffer[partial.pieces.where(index)]
+        body = {"digest": offer.digest, "index": index, "chunk_bytes": offer.chunk_bytes}
+        reply = await self.caller.call(
+            contact, self.chunk_method, body, timeout_s=self.config.call_timeout_s, bulk_bytes=target.nbytes
+        )
         piece = reply.tensors[0] if len(reply.tensors) == 1 else None
-        if not isinstance(piece, np.ndarray) or piece.dtype != np.uint8 or piece.shape != (target.nbytes,):
-            raise RemoteProtocolError(f"expected a piece of {target.nbytes} bytes")
-        target[:] = piece.data
-        partial.missing.discard(index)
+        check_piece_untrusted(piece, target.nbytes)
+        assert isinstance(piece, np.ndarray)
+        if offer.hashes is not None and piece_hash(piece) != offer.hashes[index].tobytes():
+            raise RemoteProtocolError(f"piece {index} of the state does not have its hash")
+        if partial.pieces.came(index):
+            target[:] = piece.data

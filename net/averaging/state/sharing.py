@@ -3,8 +3,20 @@
 Theory of operation. Donors announce under the DHT key `prefix.state` how far their state is (its *version*, such as the
 number of trunk updates). Who needs one asks the donor that is furthest: `open` makes it take a snapshot (or offers the
 one that it just took for another) and answers with table and digest; `chunk` then fetches the snapshot piece by piece,
-a few at a time. A lost connection costs the pieces that were on their way: it goes on if the same donor offers
-the same state again. Another state begins anew.
+as many at a time as fill the line (`net.averaging.window`). A lost connection costs the pieces that were on their way:
+it goes on if a donor offers the same state again. Another state begins anew.
+
+Several donors. Two states with one digest are one state, whoever has it: the newcomer asks other donors for the version
+and the digest that it got from the first one, and fetches pieces from all who have just that. So that one who lies
+costs its own pieces and no more, donors also give a hash of each piece (of `chunk_bytes`, as they have it configured).
+
+    open   {"min_version": int, "offered": digests that the newcomer has begun to fetch, "hashes": true,
+            "version": a state of any other version is of no use; not there: of any version}
+           answer {"version", "digest", "table", "facts", "chunk_bytes": of the pieces that have hashes}
+                  one uint8 tensor [pieces, 32]: their SHA-256; both only if they were asked for, and are not too many
+    chunk  {"digest", "index", "chunk_bytes"}        answer: one uint8 tensor, the piece
+
+Peers of earlier versions give no hashes. Then all pieces come from one donor.
 """
 
 import math
@@ -12,20 +24,23 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import trio
 
-from net.averaging.state.buffer import StateBuffer, pack
+from net.averaging.state.buffer import HASH_BYTES, MAX_PIECES, StateBuffer, pack, piece_hash
 from net.dht.messages import contact_to_wire
 from net.dht.node import DhtNode
 from net.errors import CallRefused, PeerBusy, RemoteProtocolError
 from net.identity import Contact
 from net.rpc.base import Caller, Reply, Request, handlers
-from net.wire.fields import Field, integer, octets, several
+from net.wire.fields import FLAG, Field, integer, octets, optional, several
 from net.wire.tensors import Tensor
 
 DIGEST = octets(32, 32)
 MAX_VERSION = 2**62
 VERSION = integer(0, MAX_VERSION)
+MAX_CHUNK_BYTES = 2**24
+CHUNK_BYTES = integer(1, MAX_CHUNK_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,9 +69,12 @@ class StateSharingConfig:
     max_snapshots: int = 2
     """Kept at once: one that is being downloaded and a fresher one. Each is a whole state in memory."""
     chunk_bytes: int = 2**20
-    """Bytes in a piece: what others wait for behind it on the same connection."""
+    """Bytes in a piece: what others wait for behind it on the same connection. At most 16 MiB."""
     window: int = 4
-    """Pieces on their way to a newcomer."""
+    """Pieces on their way from each donor to a newcomer, to begin with. On longer lines the window grows as far as
+    these carry and the memory budget allows (`net.rpc.bulk`)."""
+    max_donors: int = 8
+    """From which a newcomer fetches at once."""
     snapshot_period_s: float = 2.0
     """Fewest seconds between two snapshots, whatever is asked for: each costs a copy of the state and a digest."""
     call_timeout_s: float = 30.0
@@ -71,9 +89,11 @@ class StateSharingConfig:
         for name in ("announce_period_s", "snapshot_lifetime_s", "call_timeout_s", "ping_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("max_snapshots", "chunk_bytes", "window", "max_bytes"):
+        for name in ("max_snapshots", "chunk_bytes", "window", "max_donors", "max_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.chunk_bytes > MAX_CHUNK_BYTES:
+            raise ValueError(f"chunk_bytes must be at most {MAX_CHUNK_BYTES}, got {self.chunk_bytes}")
 
 
 def state_key(prefix: str) -> str:
@@ -103,6 +123,8 @@ class _Snapshot:
     packed: StateBuffer
     used_at: float
     """When it was last asked for."""
+    hashes: np.ndarray | None = None
+    """uint8 [pieces, 32], of its pieces; None until somebody asks for them."""
 
 
 class StateSharing:
@@ -152,16 +174,39 @@ class StateSharing:
                 self._forget_old()
 
     async def _serve_open(self, request: Request) -> Reply:
-        min_version, offered = _read(request, _OPEN)
+        min_version, offered, wanted, with_hashes = _read(request, _OPEN)
         version = self._source.version()
         if version < min_version:
             raise CallRefused(f"this peer's state is of version {version}, {min_version} was asked for")
+        held = any(digest in self._snapshots for digest in offered)
+        if wanted is not None and version != wanted and not held:  # a snapshot would cost a copy, for nothing
+            raise CallRefused(f"this peer's state is of version {version}, {wanted} and no other was asked for")
         snapshot = await self._snapshot(min_version, offered)
         if snapshot.version < min_version:
             raise CallRefused(f"this peer's state is of version {snapshot.version}, {min_version} was asked for")
         packed = snapshot.packed
         body = {"version": snapshot.version, "digest": packed.digest, "table": packed.table, "facts": snapshot.facts}
-        return Reply(body=body)
+        hashes = await self._hashes(snapshot) if with_hashes else None
+        if hashes is None:
+            return Reply(body=body)
+        return Reply(body={**body, "chunk_bytes": self._config.chunk_bytes}, tensors=(hashes,))
+
+    async def _hashes(self, snapshot: _Snapshot) -> np.ndarray | None:
+        """The hashes of the snapshot's pieces, computed once; None if there would be too many."""
+        nbytes, chunk_bytes = snapshot.packed.buffer.nbytes, self._config.chunk_bytes
+        num_pieces = -(-nbytes // chunk_bytes)
+        if num_pieces > MAX_PIECES:
+            return None
+        async with self._taking:
+            if snapshot.hashes is None:
+                hashes = np.empty((num_pieces, HASH_BYTES), np.uint8)
+                for index in range(num_pieces):
+                    piece = snapshot.packed.chunk(index, chunk_bytes)
+                    hashes[index] = np.frombuffer(piece_hash(piece), np.uint8)
+                    await trio.lowlevel.checkpoint()  # a large state takes seconds, and others want to be served
+                snapshot.hashes = hashes
+            snapshot.used_at = trio.current_time()
+            return snapshot.hashes
 
     async def _snapshot(self, min_version: int, offered: Sequence[bytes]) -> _Snapshot:
         """A snapshot that the newcomer has begun to fetch, one that is fresh enough, or a new one."""
@@ -211,8 +256,13 @@ class StateSharing:
             del self._snapshots[digest]
 
 
-_OPEN: dict[str, Field[Any]] = {"min_version": integer(-(2**63), 2**63), "offered": several(octets(0, 64), 64)}
-_CHUNK: dict[str, Field[Any]] = {"digest": DIGEST, "index": integer(0, 2**63), "chunk_bytes": integer(1, 2**24)}
+_OPEN: dict[str, Field[Any]] = {
+    "min_version": integer(-(2**63), 2**63),
+    "offered": several(octets(0, 64), 64),
+    "version": optional(VERSION),
+    "hashes": optional(FLAG),
+}
+_CHUNK: dict[str, Field[Any]] = {"digest": DIGEST, "index": integer(0, 2**63), "chunk_bytes": CHUNK_BYTES}
 
 
 def _read(request: Request, fields: Mapping[str, Field[Any]]) -> list[Any]:

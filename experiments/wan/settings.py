@@ -1,0 +1,67 @@
+"""What the command line of this experiment can ask for, and which lines it measures."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from experiments.bench import Settings
+
+Part = Literal["allreduce", "state"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """What connects every two hosts."""
+
+    gbps: float
+    """Of each host, in each direction, Gb/s."""
+    round_trip_ms: float
+    """Between every two hosts."""
+
+    @property
+    def name(self) -> str:
+        """As it stands in the names of figures, such as `10g_100ms`."""
+        speed = f"{self.gbps:g}g" if self.gbps >= 1 else f"{1000 * self.gbps:g}m"
+        return f"{speed}_{self.round_trip_ms:g}ms"
+
+
+GIGABIT, TEN_GIGABIT = Line(gbps=1.0, round_trip_ms=100.0), Line(gbps=10.0, round_trip_ms=100.0)
+QUICK_LINES = (GIGABIT, TEN_GIGABIT)
+"""Those with a bar."""
+LINES = tuple(Line(gbps=gbps, round_trip_ms=ms) for gbps in (0.1, 1.0, 10.0) for ms in (10.0, 50.0, 100.0, 200.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanSettings(Settings):
+    """Measure what averaging and state downloads use of a wide-area line, in virtual time."""
+
+    quick: bool = False
+    """Only the lines that have a bar."""
+    parts: tuple[Part, ...] = ("allreduce", "state")
+    """What to measure."""
+    peers: int = 4
+    """Members of a group."""
+    mib: int = 256
+    """Length of the vector, MiB of float32."""
+    rounds: int = 4
+    """All-reduces that count on each line, after the first two, in which windows and connections grow."""
+    state_mib: int = 1024
+    """Length of the state that one donor gives, MiB."""
+    donors: int = 4
+    """Donors at once, with a quarter of the newcomer's bandwidth each."""
+    budget_mib: int = 512
+    """Memory budget of each peer, MiB."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least(1, "mib", "rounds", "state_mib", "budget_mib")
+        if not 2 <= self.peers <= 64:
+            raise ValueError(f"--peers must be 2 to 64, got {self.peers}")
+        if not 2 <= self.donors <= 8:
+            raise ValueError(f"--donors must be 2 to 8, got {self.donors}")
+        if not self.parts:
+            raise ValueError("--parts needs one at least")
+
+    @property
+    def chosen_lines(self) -> tuple[Line, ...]:
+        """The lines that are meant."""
+        return QUICK_LINES if self.quick else LINES

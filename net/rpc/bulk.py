@@ -1,0 +1,193 @@
+"""What a process knows and allows of bulk: how far peers are, how fast calls to them go, how much memory it may take.
+
+Theory of operation. Whoever keeps bytes under way towards a peer needs bandwidth times round trip of them, or the line
+stands idle until answers come back; more only wait in queues. Both factors are measured on the way, as BBR does
+(Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016): the rate is the best of recent
+*delivery rates*, each taken over the life of one call (what was answered between its placing and its answer, over that
+time: not more than the line carries, and less whenever too little was under way), the round trip is the shortest
+of recent answers to small calls. A window of `GAIN` times their product grows by that factor in each round trip as long
+as it was too small, and stops by itself when the line is full. Losses, and what is fair to others on the line, are up
+to the transports below: a window that is too large costs memory, and memory is what `MemoryBudget` bounds.
+
+One `BulkTraffic` belongs to each peer of a process, and peers may share one budget.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from net.identity import PeerId
+
+GAIN = 2 / math.log(2)
+"""The least factor by which a window doubles in each round trip while it is too small (2.89; BBR's startup gain)."""
+
+DEFAULT_BUDGET_BYTES = 512 * 2**20
+"""Carries 10 Gb/s over 100 ms, with `GAIN`, and leaves room for what others bring meanwhile."""
+
+MIN_BUDGET_BYTES = 2**20
+
+_RATE_PERIOD_S = 10.0
+"""A delivery rate counts for one to two such periods: some ten round trips of a long line, as in BBR, or more. That of
+a line that has become slower counts for too long, which costs memory and nothing else."""
+
+_ROUND_TRIP_PERIOD_S = 60.0
+"""Likewise for round trips. A route seldom changes, and a queue that makes one look long is gone by then."""
+
+_MAX_PATHS = 1024
+"""Peers whose paths are remembered. Of one that was forgotten, windows grow afresh."""
+
+
+class MemoryBudget:
+    """How many bytes may be held for bulk, by all exchanges and downloads that share it.
+
+    It bounds what goes beyond the small windows that each of them begins with, so that all go on when it is used up,
+    only slower. Nobody waits here: what is not to be had now is asked for again when something has come back.
+
+    Args:
+      max_bytes: the bound.
+
+    Raises:
+      ValueError: `max_bytes` is below 1 MiB.
+    """
+
+    def __init__(self, max_bytes: int = DEFAULT_BUDGET_BYTES) -> None:
+        if max_bytes < MIN_BUDGET_BYTES:
+            raise ValueError(f"a memory budget has at least {MIN_BUDGET_BYTES} bytes (1 MiB), got {max_bytes}")
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+        """What is reserved now."""
+        self.peak_bytes = 0
+        """The most that ever was."""
+
+    def reserve(self, nbytes: int) -> bool:
+        """Take so many bytes, all or none; False if they are not to be had. `release` gives them back."""
+        if self.used_bytes + nbytes > self.max_bytes:
+            return False
+        self.used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return True
+
+    def release(self, nbytes: int) -> None:
+        """Give bytes back."""
+        assert 0 <= nbytes <= self.used_bytes, f"{nbytes} bytes come back, {self.used_bytes} are out"
+        self.used_bytes -= nbytes
+
+
+class _Recent:
+    """The best of the samples of this period and the one before."""
+
+    __slots__ = ("_before", "_best", "_better", "_period_s", "_since")
+
+    def __init__(self, better: Callable[[float, float], float], period_s: float) -> None:
+        self._better, self._period_s = better, period_s
+        self._since = -math.inf
+        self._best: float | None = None
+        self._before: float | None = None
+
+    @property
+    def value(self) -> float | None:
+        """None before the first sample. An idle path keeps what it has: periods end with samples."""
+        if self._best is None or self._before is None:
+            return self._best
+        return self._better(self._best, self._before)
+
+    def note(self, value: float, now: float) -> None:
+        if now - self._since >= self._period_s:
+            self._before, self._best, self._since = self._best, value, now
+        else:
+            self._best = value if self._best is None else self._better(self._best, value)
+
+
+class Placed(NamedTuple):
+    """A call under way, and how things stood on its path when it was placed."""
+
+    at: float
+    answered_bytes: int
+    """Of all calls so far."""
+    answered_at: float
+    """When the last of them was answered,"""
+    answered_placed_at: float
+    """and when that one had been placed."""
+
+
+class Path:
+    """The way to one peer and back, as calls have found it. Pure bookkeeping; `now` is in seconds of any one clock."""
+
+    def __init__(self) -> None:
+        self._num_under_way = 0
+        self._answered_bytes = 0
+        self._answered_at = self._answered_placed_at = 0.0
+        self._rates = _Recent(max, _RATE_PERIOD_S)
+        self._round_trips = _Recent(min, _ROUND_TRIP_PERIOD_S)
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """The shortest of late, seconds; None: not known yet."""
+        return self._round_trips.value
+
+    @property
+    def rate(self) -> float:
+        """The best delivery rate of late, bytes a second; 0 before the first."""
+        return self._rates.value or 0.0
+
+    @property
+    def under_way_bytes(self) -> float:
+        """Rate times round trip: what fills the line."""
+        return self.rate * (self.round_trip_s or 0.0)
+
+    def placed(self, now: float) -> Placed:
+        """A bulk call leaves."""
+        if not self._num_under_way:  # what was before an idle time says nothing about the line
+            self._answered_at = self._answered_placed_at = now
+        self._num_under_way += 1
+        return Placed(now, self._answered_bytes, self._answered_at, self._answered_placed_at)
+
+    def answered(self, call: Placed, nbytes: int, now: float) -> None:
+        """It was answered; `nbytes` is the larger of what it and its answer carried.
+
+        The delivery rate is what was answered since the call was placed over the time in which that was answered, or
+        was placed, whichever is longer: answers that somebody has held back come together and faster than the line
+        carries (draft-cheng-iccrg-delivery-rate-estimation-02, section 3).
+        """
+        self._num_under_way -= 1
+        self._answered_bytes += nbytes
+        self._answered_at, self._answered_placed_at = now, call.at
+        elapsed_s = max(now - call.answered_at, call.at - call.answered_placed_at)
+        if elapsed_s > 0:
+            self._rates.note((self._answered_bytes - call.answered_bytes) / elapsed_s, now)
+
+    def failed(self) -> None:
+        """A call that was placed comes to nothing."""
+        self._num_under_way -= 1
+
+    def note_round_trip(self, seconds: float, now: float) -> None:
+        """A small call was answered after so long."""
+        self._round_trips.note(seconds, now)
+
+
+class BulkTraffic:
+    """Paths by peer, and the budget.
+
+    Args:
+      budget: None: one of the default size, shared with nobody.
+    """
+
+    def __init__(self, budget: MemoryBudget | None = None) -> None:
+        self.budget = MemoryBudget() if budget is None else budget
+        self.line = Path()
+        """All paths together. Its rate is more certain than the sum of theirs; it has no round trip."""
+        self._paths: OrderedDict[PeerId, Path] = OrderedDict()
+
+    def path(self, peer_id: PeerId) -> Path:
+        """What is known of the way to this peer."""
+        path = self._paths.pop(peer_id, None) or Path()
+        self._paths[peer_id] = path
+        if len(self._paths) > _MAX_PATHS:
+            self._paths.popitem(last=False)
+        return path
+
+    def note_round_trip(self, peer_id: PeerId, seconds: float, now: float) -> None:
+        """A small call to this peer was answered after so long; noted only if there has been bulk."""
+        if (path := self._paths.get(peer_id)) is not None:
+            path.note_round_trip(seconds, now)

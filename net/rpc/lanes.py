@@ -1,0 +1,214 @@
+"""More connections with a peer than one, for bulk over long lines.
+
+Theory of operation. The system's buffers bound what is under way on one TCP connection (Linux lets them grow to 4 to 6
+MiB), so at a round trip of 100 ms one carries 0.3 Gb/s whatever the line. Calls say how many bytes they and their
+answers carry (`bulk_bytes`); from these the path's rate and round trip are measured (`net.rpc.bulk`). Once their
+product comes near what one connection lets through, *lanes* are dialled: further connections with the same peer, about
+one for each `LANE_BYTES` of it. A short line never comes near. Each bulk call takes the lane with the fewest bytes
+under way, and where there are lanes the first connection is left to small calls, which then wait for no bulk on it.
+Either end may use the lanes that the other has dialled; a lane without calls for `LANE_IDLE_S` is closed by either.
+
+A lane is marked in the greeting of who dials it, since an unmarked second connection would replace the first. A peer of
+an earlier version would not understand the mark; therefore each peer is first asked, by the call `rpc.lanes`, how many
+it accepts: to those it is an unknown method, and there are no lanes. That call is also what measures the round trip.
+
+A lane that breaks fails the calls on it, as any connection does.
+"""
+
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import trio
+
+from net.errors import CallFailed, DialFailed, NetError
+from net.identity import Address, PeerId
+from net.rpc.base import Body, Reply
+from net.rpc.bulk import BulkTraffic
+from net.rpc.connection import Connection
+from net.rpc.connections import ConnectionTable
+from net.rpc.service import LANES, MAX_LANES
+from net.wire.fields import integer
+from net.wire.tensors import Outgoing
+
+LANE_BYTES = 3 * 2**19
+"""Under way in one direction, as measured by the calls of one end, for which there is a lane: less than half of a
+connection's 4 MiB, because the calls of the other end may need as much, and because otherwise a connection that is full
+would not show that another one is wanted."""
+
+MIN_ROUND_TRIP_S = 0.005
+"""Below it there are no lanes: one connection carries 6.7 Gb/s there, more than one process of Python does. A busy
+process on the same machine may take some milliseconds to answer, too."""
+
+_PROBE_PERIODS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Between measurements of the round trip, while there are bulk calls: often at first, since a busy process answers late
+and the shortest is what counts."""
+
+_PROBE_TIMEOUT_S = 10.0
+_FIRST_PROBE_S = 1.0
+"""How long the first bulk calls wait for the first probe. Behind them it would see their queue and not the line."""
+
+_PAUSE_S = 60.0
+"""After a lane could not be dialled: the peer may sit behind a router that lets only its own connections pass."""
+
+_DIAL_ROUND_TRIPS = 4
+"""That it takes until a lane is there at both ends: for TCP, TLS and the greeting."""
+
+_MOST = integer(0, 2**16)
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known of a peer, as long as the first connection with it lives."""
+
+    most: int = 0
+    """Lanes that it accepts."""
+    num_probes: int = 0
+    next_probe_at: float = 0.0
+    is_probed: trio.Event = field(default_factory=trio.Event)
+    """The first probe has come to an end."""
+    num_opening: int = 0
+    not_before: float = 0.0
+    """When lanes may be dialled again."""
+
+
+class Lanes:
+    """Places the bulk calls of one peer, and opens lanes.
+
+    Args:
+      connections: the peer's table.
+      bulk: where what is measured goes.
+      nursery: in which probes and lanes live.
+      open_lane: dials a lane to a peer at an address and runs it to its end; calls the function that it is given once
+        the lane is there. Raises NetError if it comes to nothing.
+      may_open: whether there are places left for another outgoing connection.
+    """
+
+    def __init__(
+        self,
+        connections: ConnectionTable,
+        bulk: BulkTraffic,
+        nursery: trio.Nursery,
+        *,
+        open_lane: Callable[[PeerId, Address, Callable[[], None]], Awaitable[None]],
+        may_open: Callable[[], bool],
+    ) -> None:
+        self._connections = connections
+        self._bulk = bulk
+        self._nursery = nursery
+        self._open_lane = open_lane
+        self._may_open = may_open
+        self._states: weakref.WeakKeyDictionary[Connection, _State] = weakref.WeakKeyDictionary()
+
+    async def call(
+        self,
+        first: Connection,
+        address: Address,
+        method: str,
+        body: Body,
+        tensors: Sequence[Outgoing],
+        *,
+        deadline: float,
+        bulk_bytes: int,
+    ) -> Reply:
+        """`Connection.call` on the best connection with the peer at the other end of `first`.
+
+        Args:
+          first: the connection that small calls take.
+          address: where the peer can be dialled.
+          bulk_bytes: the larger of what the call and its answer carry.
+        """
+        assert first.remote is not None  # it would not take calls before the greeting
+        state = self._states.setdefault(first, _State())
+        peer_id = first.remote.peer_id
+        path = self._bulk.path(peer_id)
+        if trio.current_time() >= state.next_probe_at:
+            state.next_probe_at = trio.current_time() + _PROBE_TIMEOUT_S
+            self._nursery.start_soon(self._probe, first, state)
+        if not state.is_probed.is_set():
+            with trio.move_on_after(_FIRST_PROBE_S):
+                await state.is_probed.wait()
+            # Meanwhile it may have given way to another one, as when both ends had dialled.
+            now_first = self._connections.find(peer_id)
+            if now_first is None:
+                raise DialFailed(f"the connection with {address} ended before the call was placed")
+            first, state = now_first, self._states.setdefault(now_first, state)
+        lanes = self._connections.lanes(peer_id)
+        connection = min(lanes, key=lambda lane: lane.bulk_bytes, default=first)
+        meters = (path, self._bulk.line)
+        now = trio.current_time()
+        calls = [meter.placed(now) for meter in meters]
+        connection.bulk_bytes += bulk_bytes
+        try:
+            reply = await connection.call(method, body, tensors, deadline=deadline)
+        except BaseException:
+            for meter in meters:
+                meter.failed()
+            raise
+        finally:
+            connection.bulk_bytes -= bulk_bytes
+        now = trio.current_time()
+        for meter, call in zip(meters, calls, strict=True):
+            meter.answered(call, bulk_bytes, now)
+        self._open_more(first, address, state)
+        return reply
+
+    async def _probe(self, first: Connection, state: _State) -> None:
+        """Ask how many lanes the peer accepts, and see how long that takes."""
+        assert first.remote is not None
+        began = trio.current_time()
+        try:
+            if not first.takes_calls:  # it has given way since
+                return
+            with trio.move_on_at(began + _PROBE_TIMEOUT_S) as scope:
+                reply = await first.call(LANES, {}, (), deadline=began + _PROBE_TIMEOUT_S)
+                state.most = min(MAX_LANES, _MOST.of_untrusted(reply.body, "most"))
+            if scope.cancelled_caught:
+                return
+        except CallFailed:
+            state.most = 0  # it is of an earlier version
+        except NetError:
+            return
+        finally:
+            state.is_probed.set()
+        now = trio.current_time()
+        self._bulk.path(first.remote.peer_id).note_round_trip(now - began, now)
+        period_s = _PROBE_PERIODS_S[min(state.num_probes, len(_PROBE_PERIODS_S) - 1)]
+        state.num_probes += 1
+        state.next_probe_at = now + period_s
+
+    def _open_more(self, first: Connection, address: Address, state: _State) -> None:
+        assert first.remote is not None
+        peer_id = first.remote.peer_id
+        path = self._bulk.path(peer_id)
+        if not state.most or (path.round_trip_s or 0.0) < MIN_ROUND_TRIP_S or trio.current_time() < state.not_before:
+            return
+        shares = int(path.under_way_bytes // LANE_BYTES)
+        # Powers of two: peers that are about as far then have as many, and each connection gets as much of the line.
+        wanted = min(state.most, 1 << shares.bit_length()) if shares else 0
+        missing = wanted - len(self._connections.lanes(peer_id)) - state.num_opening
+        if missing <= 0:
+            return
+        # Half of them, and then none until they are there: the other end sees the same need and dials, too.
+        state.not_before = trio.current_time() + _DIAL_ROUND_TRIPS * (path.round_trip_s or 0.0)
+        for _ in range(-(-missing // 2)):
+            if not self._may_open():
+                return
+            state.num_opening += 1
+            self._nursery.start_soon(self._open, peer_id, address, state)
+
+    async def _open(self, peer_id: PeerId, address: Address, state: _State) -> None:
+        is_open = False
+
+        def opened() -> None:
+            nonlocal is_open
+            is_open = True
+            state.num_opening -= 1
+
+        try:
+            await self._open_lane(peer_id, address, opened)
+        except NetError:
+            state.not_before = trio.current_time() + _PAUSE_S
+        finally:
+            if not is_open:
+                state.num_opening -= 1

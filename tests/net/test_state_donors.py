@@ -1,0 +1,156 @@
+"""Several donors of one state at once, good and bad."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from net.averaging.state.buffer import pack, piece_hash
+from net.averaging.state.pieces import OVERDUE_S, Pieces
+from net.averaging.state.sharing import StateSharingConfig
+from net.errors import CallRefused
+from net.identity import PeerId
+from net.rpc.base import Handler, Reply, Request
+from tests.net.averaging_swarm import Swarm
+from tests.net.test_state_download import start_liar
+from tests.net.test_state_sharing import CONFIG, Donor, Download, assert_same, start_donor, state_of, with_newcomer
+
+
+def test_several_donors_give_one_state_together() -> None:
+    """Three that have the very same: each gives some pieces, and takes one snapshot."""
+
+    async def body(swarm: Swarm, download: Download) -> None:
+        served: dict[str, int] = {}
+        donors = {f"donor{number}": Donor(8) for number in range(3)}
+
+        def counting(name: str) -> Callable[[Handler], Handler]:
+            def wrap(serve: Handler) -> Handler:
+                async def answer(request: Request) -> Reply:
+                    served[name] = served.get(name, 0) + 1
+                    await trio.sleep(0.2)  # or the first would have given all before the second is asked
+                    return await serve(request)
+
+                return answer
+
+            return wrap
+
+        for name, donor in donors.items():
+            start_donor(swarm, name, donor, counting(name))
+        await trio.sleep(1.0)
+        assert_same(await download(timeout_s=20.0), state_of(8))
+        assert served.keys() == donors.keys()
+        assert sum(served.values()) == 9  # of 8.4 kB in pieces of 1000 bytes, each once
+        assert [donor.taken for donor in donors.values()] == [1, 1, 1]
+
+    with_newcomer(body)
+
+
+@pytest.mark.parametrize("fault", ["lies", "refuses", "falls silent"])
+def test_one_bad_donor_of_three_costs_its_pieces(fault: str) -> None:
+    """Nothing is fetched anew but the pieces that were asked of it; a silent one is not waited for."""
+
+    async def body(swarm: Swarm, download: Download) -> None:
+        good: list[int] = []
+
+        def bad(serve: Handler) -> Handler:
+            async def answer(request: Request) -> Reply:
+                if fault == "falls silent":
+                    await trio.sleep_forever()
+                if fault == "refuses":
+                    raise CallRefused("not today")
+                (piece,) = (await serve(request)).tensors
+                return Reply(tensors=(np.zeros_like(piece),))
+
+            return answer
+
+        def honest(serve: Handler) -> Handler:
+            async def answer(request: Request) -> Reply:
+                good.append(request.body["index"])
+                await trio.sleep(0.2)
+                return await serve(request)
+
+            return answer
+
+        for name, wrap in (("bad", bad), ("good0", honest), ("good1", honest)):
+            start_donor(swarm, name, Donor(8), wrap)
+        await trio.sleep(1.0)
+        began = trio.current_time()
+        assert_same(await download(timeout_s=60.0), state_of(8))
+        assert trio.current_time() - began < CONFIG.call_timeout_s
+        assert sorted(good) == sorted(set(good)) == list(range(9))
+
+    with_newcomer(body)
+
+
+def test_hashes_that_are_a_lie_ban_those_who_vouch_for_them_and_nobody_else() -> None:
+    """The liar's own pieces have its hashes, but the whole does not have the digest; the honest donor of that very
+    digest is asked next."""
+    expected = pack(state_of(8).tensors)
+
+    async def offer(place: Any) -> Any:
+        return {"version": 8, "digest": expected.digest, "table": expected.table, "facts": {}, "chunk_bytes": 1000}
+
+    async def body(swarm: Swarm, download: Download) -> None:
+        donor = Donor(8)
+        start_donor(swarm, "honest", donor)
+        wrong = [piece_hash(np.zeros(len(expected.buffer[at : at + 1000]), np.uint8)) for at in range(0, 9000, 1000)]
+        hashes = np.frombuffer(b"".join(wrong[: -(-expected.buffer.nbytes // 1000)]), np.uint8).reshape(-1, 32)
+
+        async def false(request: Request) -> Reply:
+            start = 1000 * request.body["index"]
+            return Reply(tensors=(np.zeros(len(expected.buffer[start : start + 1000]), np.uint8),))
+
+        start_liar(swarm, offer, false, hashes)
+        await trio.sleep(1.0)
+        assert_same(await download(timeout_s=60.0), state_of(8))
+        assert donor.taken == 1
+
+    with_newcomer(body)
+
+
+def test_a_donor_of_an_earlier_version_gives_its_state_alone_and_goes_on() -> None:
+    """It gives no hashes: all pieces are its own, and after a failure only those come that were missing."""
+    packed = pack(state_of(8).tensors)
+    asked: list[int] = []
+
+    async def offer(place: Any) -> Any:
+        return {"version": 8, "digest": packed.digest, "table": packed.table, "facts": dict(state_of(8).facts)}
+
+    async def piece(request: Request) -> Reply:
+        asked.append(request.body["index"])
+        if len(asked) == 6:
+            raise CallRefused("not now")
+        return Reply(tensors=(packed.chunk(request.body["index"], request.body["chunk_bytes"]),))
+
+    async def body(swarm: Swarm, download: Download) -> None:
+        start_liar(swarm, offer, piece)  # it tells the truth
+        await trio.sleep(1.0)
+        assert_same(await download(timeout_s=60.0), state_of(8))
+        assert set(asked) == set(range(9))
+        assert len(asked) <= 9 + CONFIG.window
+
+    with_newcomer(body)
+
+
+def test_pieces_are_asked_for_once_lost_ones_again_and_overdue_ones_twice() -> None:
+    """10 bytes in fours are three pieces."""
+    alice, bob = PeerId(b"a" * 32), PeerId(b"b" * 32)
+    pieces = Pieces(10, 4)
+    assert [pieces.where(index) for index in range(3)] == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert [pieces.next_for(alice, 0.0), pieces.next_for(bob, 0.0), pieces.next_for(alice, 0.0)] == [0, 1, 2]
+    assert pieces.next_for(bob, OVERDUE_S / 2) is None
+    pieces.lost(alice, [2])
+    assert pieces.next_for(bob, 1.0) == 2
+    assert pieces.next_for(bob, OVERDUE_S) == 0  # which alice has not brought
+    assert pieces.next_for(bob, OVERDUE_S) is None  # nor does she get a third
+    assert [pieces.came(0), pieces.came(0), pieces.came(1), pieces.came(2)] == [True, False, True, True]
+    assert pieces.num_missing == 0
+
+
+@pytest.mark.parametrize("changes", [{"max_donors": 0}, {"chunk_bytes": 2**24 + 1}, {"window": 0}])
+def test_state_configs_that_cannot_be(changes: dict[str, int]) -> None:
+    """The message names the field."""
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        StateSharingConfig(**changes)
