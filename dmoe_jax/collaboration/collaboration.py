@@ -108,6 +108,11 @@ class Collaboration:
         return self._trained
 
     @property
+    def samples_at_hand(self) -> float:
+        """Samples that this peer has gathered for the step to come."""
+        return self._gathered
+
+    @property
     def view(self) -> Forecast:
         """The whole swarm, as this peer sees it."""
         return self.board.view

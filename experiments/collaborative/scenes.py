@@ -1,0 +1,188 @@
+"""What happens to the machines of a world: the scenes of this experiment, in virtual time."""
+
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import trio
+
+from dmoe_jax.collaboration import CollaborationConfig
+from experiments.collaborative.regression import regression
+from experiments.collaborative.settings import FRACTION
+from experiments.collaborative.world import Comparison, Life, PeerSpec, World, compare_with_one_machine
+from net.transport.sim import run, simulate
+from net.transport.sim.links import Constant
+
+LATENCY_S = 0.05
+"""One way: a round trip of 100 ms."""
+
+_DOWN_S = 30.0
+"""How long a machine that failed stays away."""
+
+
+@dataclass(slots=True, eq=False)
+class Played:
+    """A scene that is over."""
+
+    lives: list[Life] = field(default_factory=list)
+    ended_at: float = 0.0
+    recovered_s: list[float] = field(default_factory=list)
+    """From each failure to the next global step, virtual seconds."""
+
+    def steps(self) -> Iterator[tuple[int, float, float]]:
+        """(number, virtual time at which the first peer had made it, samples) of every global step."""
+        first: dict[int, tuple[float, float]] = {}
+        for life in self.lives:
+            for done, at in zip(life.steps, life.stepped_at, strict=True):
+                first[done.number] = min(first.get(done.number, (at, done.samples)), (at, done.samples))
+        for number in sorted(first):
+            yield number, *first[number]
+
+    @property
+    def chains_apart(self) -> int:
+        """Steps after which peers had several sets of parameters."""
+        numbers = {number for life in self.lives for number in life.chains}
+        return sum(len({life.chains[n] for life in self.lives if n in life.chains}) > 1 for n in numbers)
+
+
+def play(
+    body: Callable[[World, Played], Awaitable[None]],
+    *,
+    target: int,
+    seed: int,
+    keep: bool = False,
+    last_step: int | None = None,
+) -> Played:
+    """Play a scene."""
+    played = Played()
+
+    async def main() -> None:
+        async with simulate(seed=seed, latency=Constant(LATENCY_S)) as network:
+            config = CollaborationConfig(target_batch_size=target, lead_s=2.0)
+            world = World(network, regression(), config=config, seed=seed, keep=keep, last_step=last_step)
+            await world.open()
+            await body(world, played)
+            played.lives, played.ended_at = world.lives, trio.current_time()
+
+    run(main, seed=seed)
+    return played
+
+
+def unequal(count: int, *, slowest_s: float, spread: float = 10.0, clients: Sequence[int] = ()) -> list[PeerSpec]:
+    """Machines whose speeds are spread evenly on a logarithmic scale."""
+    seconds = np.geomspace(slowest_s / spread, slowest_s, count)
+    return [
+        PeerSpec(name=f"peer{index}", sample_s=float(each), client=index in clients)
+        for index, each in enumerate(seconds)
+    ]
+
+
+def play_equal(*, steps: int, seed: int) -> tuple[Comparison, Played]:
+    """Four of five machines of unequal speed begin; the fifth joins; one is killed in the middle of an averaging."""
+    specs = unequal(5, slowest_s=0.25)
+
+    async def body(world: World, played: Played) -> None:
+        for spec in specs[:4]:
+            world.start(spec)
+        await world.wait_for_step(steps // 4)
+        world.start(specs[4])
+        await world.wait_for_step(steps // 2)
+        victim = next(life.peer for life in world.lives if life.spec is specs[1])
+        assert victim is not None
+        while not victim.is_averaging:  # noqa: ASYNC110 (virtual time)
+            await trio.sleep(0.005)
+        await trio.sleep(LATENCY_S / 2)
+        await _fail(world, played, specs[1].name)
+        await world.wait_for_step(steps)
+        await trio.sleep(2)
+
+    played = play(body, target=256, seed=seed, keep=True)
+    return compare_with_one_machine(regression(), played.lives, steps), played
+
+
+def play_batches(*, virtual_s: float, seed: int) -> Played:
+    """Eight machines with a spread of speeds of 1 to 10; nothing happens."""
+    specs = unequal(8, slowest_s=0.5)
+
+    async def body(world: World, played: Played) -> None:
+        for spec in specs:
+            world.start(spec)
+        await trio.sleep(virtual_s)
+
+    return play(body, target=1024, seed=seed)
+
+
+def play_churn(*, virtual_s: float, failure_every_s: float, seed: int) -> Played:
+    """Sixteen machines, two of which cannot be called; one fails now and then, half of the times silently."""
+    specs = unequal(16, slowest_s=0.5, clients=(7, 15))
+    chance = random.Random(seed)
+
+    async def body(world: World, played: Played) -> None:
+        async def come_back(name: str) -> None:
+            await trio.sleep(_DOWN_S)
+            world.revive(name)
+
+        async def fail() -> None:
+            await trio.sleep(30)
+            while True:
+                await trio.sleep(failure_every_s * chance.uniform(0.5, 1.5))
+                name = chance.choice([life.spec.name for life in world.living if life.peer is not None])
+                await _fail(world, played, name, silent=chance.random() < 0.5, nursery=nursery)
+                nursery.start_soon(come_back, name)
+
+        for spec in specs:
+            world.start(spec)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fail)
+            await trio.sleep(virtual_s)
+            nursery.cancel_scope.cancel()
+
+    return play(body, target=2048, seed=seed)
+
+
+async def _fail(
+    world: World, played: Played, name: str, *, silent: bool = False, nursery: trio.Nursery | None = None
+) -> None:
+    """Kill a machine, and measure how long the next step takes."""
+
+    async def measure(step: int, killed_at: float) -> None:
+        await world.wait_for_step(step + 1)
+        played.recovered_s.append(trio.current_time() - killed_at)
+
+    step, at = world.step, trio.current_time()
+    world.kill(name, silent=silent)
+    if nursery is None:
+        await measure(step, at)
+    else:
+        nursery.start_soon(measure, step, at)
+
+
+def batch_figures(played: Played, target: int) -> dict[str, Any]:
+    """How near to the target batches are, and how long machines wait."""
+    # The first batch is gathered by peers that do not know of each other yet.
+    samples = np.array([samples for number, _, samples in played.steps() if number > 1])
+    idle = [life.idle_share(played.ended_at) for life in played.lives if life.peer is not None and life.ended is None]
+    return {
+        "steps": len(samples) + 1,
+        "batch_within_5_percent": float(np.mean(np.abs(samples / target - 1) <= FRACTION)),
+        "mean_batch_over_target": float(np.mean(samples) / target),
+        "most_idle": max(idle),
+        "mean_idle": float(np.mean(idle)),
+    }
+
+
+def churn_figures(played: Played) -> dict[str, Any]:
+    """What failures cost."""
+    used = sum(samples for _, _, samples in played.steps())
+    at_hand = sum(life.peer.samples_at_hand for life in played.lives if life.peer is not None and life.ended is None)
+    computed = sum(life.computed for life in played.lives)
+    times = np.diff([at for _, at, _ in played.steps()])
+    return {
+        "goodput": (used + at_hand) / computed,
+        "failures": sum(life.ended is not None for life in played.lives),
+        "chains_apart": played.chains_apart,
+        "median_step_s": float(np.median(times)),
+        "longest_step_s": float(times.max()),
+    }
