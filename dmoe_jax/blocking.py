@@ -25,6 +25,8 @@ import trio
 
 from dmoe_jax.autodiff import value_and_grad
 from dmoe_jax.averaging import AveragingTotals, TreeAverager
+from dmoe_jax.collaboration import Collaboration, CollaborationTotals
+from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.flax_layers import BlockingMixture, make_room
 from dmoe_jax.joining import Target
 from dmoe_jax.mixture.statistics import CallStatistics
@@ -246,6 +248,50 @@ class BlockingAverager(_Blocking[TreeAverager]):
         return self.inner.is_left_behind
 
 
+class BlockingCollaboration(_Blocking[Collaboration]):
+    """A part in one large batch that is waited for; see `dmoe_jax.collaboration.Collaboration`."""
+
+    add = _waiting(Collaboration.add)
+    catch_up = _waiting(Collaboration.catch_up)
+
+    @property
+    def params(self) -> PyTree:
+        """The parameters as they are now."""
+        return self.inner.params
+
+    @property
+    def scale(self) -> Any:
+        """What the loss is to be multiplied by; None without a `LossScale`."""
+        return self.inner.scale
+
+    @property
+    def step(self) -> int:
+        """Steps of the whole swarm."""
+        return self.inner.step
+
+    @property
+    def totals(self) -> CollaborationTotals:
+        """What has become of this process's work."""
+        return self.inner.totals
+
+
+class BlockingCollaborativeTrainers(_Blocking[CollaborativeTrainers]):
+    """Trainers of one large batch that are waited for; see `dmoe_jax.collaboration.trainers`."""
+
+    run = _waiting(CollaborativeTrainers.run)
+    evaluate = _waiting(CollaborativeTrainers.evaluate)
+
+    @property
+    def params(self) -> PyTree:
+        """The parameters as they are now."""
+        return self.inner.params
+
+    @property
+    def step(self) -> int:
+        """Steps of the whole swarm."""
+        return self.inner.step
+
+
 class BlockingSwarm(_Blocking[Swarm]):
     """A `dmoe_jax.swarm.Swarm` whose methods wait. Made by `connect`; a context manager that closes it.
 
@@ -257,6 +303,8 @@ class BlockingSwarm(_Blocking[Swarm]):
     mixture = _waiting(Swarm.mixture, BlockingMixture)
     trainer = _waiting(Swarm.trainer, BlockingTrainers)
     averager = _holding(Swarm.averager, BlockingAverager)
+    collaboration = _holding(Swarm.collaboration, BlockingCollaboration)
+    collaborate = _holding(Swarm.collaborate, BlockingCollaborativeTrainers)
     experts = _waiting(Swarm.experts)
     members = _waiting(Swarm.members)
 

@@ -6,6 +6,8 @@ Not imported by any other module of the package: those import one another, and `
 from dmoe_jax.autodiff import Recording, value_and_grad
 from dmoe_jax.averaging import Speeds, TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.blocking import BlockingSwarm, connect
+from dmoe_jax.collaboration import Collaboration, CollaborationConfig, GlobalStep, open_collaboration
+from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.data.mnist import load_mnist, read_mnist
 from dmoe_jax.device import CostModel, InlineDevice, ThreadDevice
 from dmoe_jax.directory import DirectoryConfig
@@ -39,6 +41,7 @@ from dmoe_jax.optim import (
     what_to_send,
     with_average,
 )
+from dmoe_jax.optim.collaborative import LossScale, collaborative
 from dmoe_jax.recipe import Recipe, make_optimizer
 from dmoe_jax.routing import Router, RouterError, Scores, chain, from_linen, from_nnx, make_router, product_key, score
 from dmoe_jax.security import Plain, Tls
@@ -50,13 +53,18 @@ __all__ = [
     "BlockingMixture",
     "BlockingSwarm",
     "CallStatistics",
+    "Collaboration",
+    "CollaborationConfig",
+    "CollaborativeTrainers",
     "CostModel",
     "DirectoryConfig",
     "Evaluation",
     "Expert",
+    "GlobalStep",
     "InlineDevice",
     "LayerConfig",
     "LinenMixture",
+    "LossScale",
     "Model",
     "NnxMixture",
     "NodeConfig",
@@ -86,6 +94,7 @@ __all__ = [
     "as_expert",
     "averaging_due",
     "chain",
+    "collaborative",
     "compensate_delay",
     "connect",
     "expert_from_functions",
@@ -101,6 +110,7 @@ __all__ = [
     "moshpit_average",
     "moshpit_round",
     "moshpit_rounds",
+    "open_collaboration",
     "open_swarm",
     "open_tree_averager",
     "product_key",

@@ -25,14 +25,11 @@ import jax
 import optax
 import trio
 
-from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tree_averager
-from dmoe_jax.collaboration import CollaborationConfig, GlobalStep, open_collaboration
-from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.device import Device, InlineDevice, ThreadDevice
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.joining import Target
-from dmoe_jax.members import Member, list_members, listed_member
+from dmoe_jax.members import Member, list_members
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.mixture.remote import RemoteMixture
@@ -41,19 +38,17 @@ from dmoe_jax.model import Model
 from dmoe_jax.node.backend import make_backends
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import NodeConfig
-from dmoe_jax.optim.collaborative import Shared, collaborative
 from dmoe_jax.peer import SwarmPeer, open_peer
 from dmoe_jax.routing.base import Router
 from dmoe_jax.security import Security, Tls
 from dmoe_jax.serving import Served, ServedExpert, serve_until_left
+from dmoe_jax.swarm_averaging import AveragingSwarm
 from dmoe_jax.trainer import Trainer, Trainers
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from net.clock import SwarmClock
-from net.dht.node import DhtNode
-from net.dht.records import Value
 from net.errors import NetError
-from net.identity import Address, Contact, PeerId
+from net.identity import Address, Contact
 from net.nursery import background_nursery
 from net.rpc.base import Caller
 from net.rpc.faults import FaultPlan
@@ -65,7 +60,7 @@ _log = logging.getLogger(__name__)
 _STATUS_TIMEOUT_S = 2.0
 
 
-class Swarm:
+class Swarm(AveragingSwarm):
     """This process's place in a swarm. Made by `open_swarm`; everything that it starts ends with it."""
 
     def __init__(
@@ -94,21 +89,6 @@ class Swarm:
         self._caller = ExpertCaller(peer.rpc, directory, statistics)
         self._nursery = nursery
         self._served: Served | None = None
-
-    @property
-    def rpc(self) -> Caller:
-        """Places and serves calls."""
-        return self.peer.rpc
-
-    @property
-    def dht(self) -> DhtNode:
-        """Finds peers and records."""
-        return self.peer.dht
-
-    @property
-    def peer_id(self) -> PeerId:
-        """Who this process is."""
-        return self.rpc.peer_id
 
     @property
     def contact(self) -> str:
@@ -243,112 +223,6 @@ class Swarm:
         several = list(batches) if isinstance(batches, Sequence) else [batches]
         trainers = [Trainer(index, model, trunk, each, seed=seed) for index, each in enumerate(several)]
         return Trainers(model, trunk, trainers)
-
-    @asynccontextmanager
-    async def averager(
-        self,
-        params: PyTree,
-        optimizer: optax.GradientTransformation,
-        *,
-        name: str,
-        state: Callable[[], tuple[int, PyTree]] | None = None,
-        config: TreeAveragerConfig = TreeAveragerConfig(),  # noqa: B008 (frozen)
-        on_round: Callable[[Round], None] = lambda done: None,
-    ) -> AsyncIterator[TreeAverager]:
-        """This process's part in averaging with others, for a training loop of one's own; see `dmoe_jax.averaging`.
-
-        Args:
-          params: the model's, for their names and shapes.
-          optimizer: an optimiser with one `moshpit_average` in it.
-          name: peers that give the same name average with each other.
-          state: (how far this peer is, its whole state), which newcomers may take; None: it is no donor.
-          config: groups, windows, compression, role and speeds.
-          on_round: called after each round.
-
-        Raises:
-          ValueError: as of `open_tree_averager`.
-        """
-        async with (
-            open_tree_averager(
-                self.rpc,
-                self.dht,
-                params,
-                optimizer=optimizer,
-                name=name,
-                state=state,
-                config=config,
-                device=self.device,
-                rng=self.peer.rng,
-                on_round=on_round,
-            ) as averager,
-            self.announced("averager", lambda: {"group": name, "averages": averager.totals.done}),
-        ):
-            yield averager
-
-    @asynccontextmanager
-    async def collaborate(
-        self,
-        model: Model,
-        optimizer: optax.GradientTransformation,
-        batches: Iterator[Any] | Sequence[Iterator[Any]],
-        *,
-        target_batch_size: int = 4096,
-        average: Shared = "gradients",
-        outer: optax.GradientTransformation | None = None,
-        name: str = "collaboration",
-        params: PyTree | None = None,
-        seed: int | None = None,
-        config: CollaborationConfig = CollaborationConfig(),  # noqa: B008 (frozen)
-        on_step: Callable[[GlobalStep], None] = lambda done: None,
-    ) -> AsyncIterator[CollaborativeTrainers]:
-        """Train one model with all who give the same name, as one machine with a large batch (DeDLOC).
-
-        Args:
-          model: what is trained. optimizer: of its own parameters, the same for all; schedules count global steps.
-          batches: one iterator for each trainer of this process, other data than the other processes'.
-          target_batch_size: samples (for a language model: tokens) of all processes that make a step.
-          average: what is shared: gradients; or parameters, or DiLoCo's pseudo-gradients, of processes that step by
-            themselves in between. outer: optimiser of the pseudo-gradients.
-          name: whose batch it is.
-          params: parameters to begin with, if nobody else has begun; None: `model.init`, from the seed.
-          seed: of initial parameters and of all chance in training; None: the swarm's.
-          config: role, times and bandwidth; `target_batch_size` here stands.
-          on_step: called after each global step.
-
-        Raises:
-          ValueError: an argument is out of range.
-        """
-        seed = self.seed if seed is None else seed
-        params = model.init(jax.random.key(seed)) if params is None else params
-        async with open_collaboration(
-            self.rpc,
-            self.dht,
-            params,
-            together=collaborative(optimizer, shared=average, outer=outer),
-            name=name,
-            config=replace(config, target_batch_size=target_batch_size),
-            device=self.device,
-            rng=self.peer.rng,
-            on_step=on_step,
-        ) as peer:
-            several = list(batches) if isinstance(batches, Sequence) else [batches]
-            async with self.announced("collaborator", lambda: {"group": name, **peer.facts()}):
-                yield CollaborativeTrainers(model, peer, several, seed=seed)
-
-    @asynccontextmanager
-    async def announced(self, role: str, facts: Callable[[], Mapping[str, Value]]) -> AsyncIterator[None]:
-        """List this process in the swarm in a role, such as "trainer", as long as the block lasts.
-
-        Args:
-          facts: what `dmoe status` shows of it, asked again every ten seconds; see `dmoe_jax.members.Member`.
-        """
-        contact = None if self.rpc.address is None else Contact(self.rpc.peer_id, self.rpc.address)
-
-        def own() -> dict[str, Value]:
-            return {"role": role, **facts()}
-
-        async with listed_member(self.dht, self.name, self.peer_id, contact, own):
-            yield
 
     async def members(self) -> tuple[Member, ...]:
         """Who takes part: nodes, those that still compile too, trainers, averagers and auxiliary peers, as they say."""

@@ -1,6 +1,7 @@
 """A swarm without `async`: the same methods, waited for, and an end to every wait."""
 
 import inspect
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import trio
 
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.blocking import BlockingSwarm, Closed, connect
+from dmoe_jax.collaboration import CollaborationConfig
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.model import Model, Outcome
 from dmoe_jax.optim.moshpit import moshpit_average
@@ -43,7 +45,7 @@ def swarm() -> Iterator[BlockingSwarm]:
 
 def test_methods_are_those_of_the_swarm(swarm: BlockingSwarm) -> None:
     """Arguments and docstrings show as they are there; what is served, trained and averaged is waited for."""
-    for name in ("serve", "mixture", "trainer", "averager", "experts", "members"):
+    for name in ("serve", "mixture", "trainer", "averager", "collaboration", "collaborate", "experts", "members"):
         assert inspect.getdoc(getattr(swarm, name)) == inspect.getdoc(getattr(Swarm, name))
         assert inspect.signature(getattr(swarm, name)).parameters.keys() >= set(
             inspect.signature(getattr(Swarm, name)).parameters
@@ -65,6 +67,23 @@ def test_methods_are_those_of_the_swarm(swarm: BlockingSwarm) -> None:
         state = averager.step(optimizer.init(trainers.params), trainers.params)
         assert averager.catch_up(0, {"params": trainers.params, "opt_state": state}) is None
         assert (averager.totals.done, averager.is_left_behind) == (0, False)
+    quick = CollaborationConfig(lead_s=0.1)
+    with swarm.collaboration(jnp.zeros(()), optax.sgd(0.25), target_batch_size=4, name="own", config=quick) as peer:
+        for expected in (0.0, 0.5):
+            peer.add(2 * (peer.params - 1.0), samples=2)
+            assert float(peer.params) == expected
+        assert (peer.step, peer.totals.alone) == (1, 1)
+    with swarm.collaborate(
+        Quadratic(),
+        optax.sgd(0.25),
+        itertools.repeat(jnp.ones(())),
+        target_batch_size=2,
+        params=jnp.zeros(()),
+        config=quick,
+    ) as together:
+        together.run(2)
+        assert (together.step, float(together.params)) == (2, 0.75)
+        assert together.evaluate([jnp.ones(())]).loss == 0.0625
 
 
 def test_gradients_are_waited_for(swarm: BlockingSwarm) -> None:
