@@ -154,7 +154,7 @@ class _Totals:
     def count_step(self, done: Averaged) -> None:
         """A step of a collaboration is made."""
         self.rounds += 1
-        print(f"step {self.rounds}: {len(done.group.members)} peers, {done.weight:,.0f} samples", flush=True)
+        print(f"step {self.rounds}: {len(done.members)} peers, {done.weight:,.0f} samples", flush=True)
 
     def facts(self) -> Mapping[str, Value]:
         """What the swarm is told."""

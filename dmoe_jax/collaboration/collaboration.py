@@ -12,12 +12,13 @@ import numpy as np
 import trio
 
 from dmoe_jax.averaging.donor import is_finite_state, table_of
+from dmoe_jax.collaboration.forming import StepForming
 from dmoe_jax.collaboration.peer_state import PeerState
 from dmoe_jax.collaboration.settings import CollaborationConfig, CollaborationTotals, GlobalStep
 from dmoe_jax.device import Device, ThreadDevice
 from dmoe_jax.optim.collaborative import Collaborative, CollaborativeState
 from dmoe_jax.types import PyTree
-from net.averaging.collaboration.board import Beginning, ProgressBoard
+from net.averaging.collaboration.board import ProgressBoard
 from net.averaging.collaboration.progress import Forecast, Pace, Report, facts, next_chain
 from net.averaging.collaboration.rounds import Averaged, StepAveraging, plan_of
 from net.averaging.grouping.group import Group, Role
@@ -28,21 +29,20 @@ from net.dht.node import DhtNode
 from net.errors import NetError
 from net.nursery import background_nursery
 from net.rpc.base import Caller
+from net.types import Array
 
 _CATCH_UP_TIMEOUT_S = 600.0
 
 
 @dataclass(slots=True, eq=False)
-class _Round:
-    """A step about to be made."""
+class _UnderWay:
+    """An averaging beside the next batch."""
 
-    step: int
-    chain: bytes
-    begins_at: float
-    """Swarm time."""
-    group: Group | None = None
-    found: trio.Event = field(default_factory=trio.Event)
-    """Set when `group` is what it will be."""
+    own_samples: float
+    stopped_at: float
+    averaged: Averaged | None = None
+    done: trio.Event = field(default_factory=trio.Event)
+    """Set when it is over; `averaged` is None if it came to nothing."""
 
 
 class Collaboration:
@@ -55,6 +55,7 @@ class Collaboration:
         *,
         caller: Caller,
         dht: DhtNode,
+        name: str,
         role: Role,
         config: CollaborationConfig,
         nursery: trio.Nursery,
@@ -78,9 +79,17 @@ class Collaboration:
         self._last_step_at = trio.current_time()
         self._gathering_since: float | None = trio.current_time()
         """When this peer began to compute its next micro-batch; None while it waits for others."""
-        self._round: _Round | None = None
-        self._changed = trio.Event()
-        self.board: ProgressBoard
+        self._under_way: _UnderWay | None = None
+        self._forming = StepForming(rounds, clock=dht.clock, lead_s=config.lead_s, nursery=nursery, where=self._where)
+        self.board = self._forming.board = ProgressBoard(
+            caller,
+            dht,
+            prefix=name,
+            own=self.report,
+            target=config.target_batch_size,
+            config=config.board(),
+            on_begin=self._forming.heard,
+        )
         """Who is how far."""
         self.step = 0
         """Global steps of the swarm that this peer has made or taken over."""
@@ -124,12 +133,13 @@ class Collaboration:
     @property
     def is_left_behind(self) -> bool:
         """Whether somebody is further, or in a chain that goes on where this one does not."""
-        return self._round is None and self.view.leader is not None
+        return self._forming.coming is None and self.view.leader is not None
 
     @property
     def is_averaging(self) -> bool:
         """Whether it averages with a group now, and waits for that."""
-        return self._round is not None and self._gathering_since is None and self._round.group is not None
+        coming = self._forming.coming
+        return coming is not None and self._gathering_since is None and coming.group is not None
 
     def report(self) -> Report:
         """What this peer says of itself."""
@@ -212,142 +222,115 @@ class Collaboration:
         changed = False
         while not self._has_time_for_more():
             changed |= await self._global_step()
-        if changed or self._round is None:
+        if changed or self._forming.coming is None:
             changed |= await self._keep_up()
         self._gathering_since = trio.current_time()
         return changed
 
     def _has_time_for_more(self) -> bool:
         """Whether another micro-batch would end before the step begins, or not further after it than before."""
-        ends_at = self.view.ends_at if self._round is None else self._round.begins_at
-        return self._dht.clock.now() + self._pace.seconds_for(self._micro_batch) / 2 <= ends_at
+        return self._dht.clock.now() + self._pace.seconds_for(self._micro_batch) / 2 <= self._forming.ends_at
 
     async def catch_up(self) -> bool:
         """Take the state of somebody that is further, if there is anybody; whether that was done."""
         return await self._keep_up()
 
+    def _where(self) -> tuple[int, bytes] | None:
+        """Step and chain of the batch that is gathered; None until it is known what became of the one before."""
+        if self._under_way is not None and not self._under_way.done.is_set():
+            return None
+        return self.step, self._chain
+
     async def run(self) -> None:
         """Form groups when steps are near, until cancelled."""
-        while True:
-            if self._round is None:
-                now, view = self._dht.clock.now(), self.view
-                if view.ends_at - now <= self._config.lead_s and view.leader is None and view.samples > 0:
-                    self._begin(max(view.ends_at, now + self._config.lead_s / 2), tell=True)
-            await self._news()
-
-    async def _news(self) -> None:
-        """Wait for a change, or until it is time to look again."""
-        left = self.view.ends_at - self._dht.clock.now() - self._config.lead_s
-        with trio.move_on_after(min(max(left, 0.05), 0.5)):
-            await self._changed.wait()
-
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
-
-    def heard(self, beginning: Beginning) -> float | None:
-        """Another peer says when the step begins; returns when it begins here, if it does.
-
-        Of several times the latest stands, for everybody hears of it.
-        """
-        if (beginning.step, beginning.chain) != (self.step, self._chain):
-            return None
-        now, coming = self._dht.clock.now(), self._round
-        if beginning.at > now + 2 * self._config.lead_s:
-            return None if coming is None else coming.begins_at
-        if coming is None:
-            # Whoever says so cannot make a batch of nothing: it must be nearly full by what everybody reports.
-            if self.view.ends_at - now > 4 * self._config.lead_s:
-                return None
-            self._begin(max(now, beginning.at), tell=False)
-        elif beginning.at > coming.begins_at and not coming.found.is_set():
-            coming.begins_at = beginning.at
-            self._rounds.postpone(beginning.at)
-        assert self._round is not None
-        return self._round.begins_at
-
-    def _begin(self, at: float, *, tell: bool) -> None:
-        """Look for the group of the step at hand, beside the computing."""
-        self._round = coming = _Round(self.step, self._chain, at)
-        self._nursery.start_soon(self._form, coming)
-        if tell:
-            self._nursery.start_soon(self.board.tell, Beginning(step=coming.step, chain=coming.chain, at=at))
-        self._tell()
-
-    async def _form(self, coming: _Round) -> None:
-        if self.view.others:
-            coming.group = await self._rounds.find_group(
-                step=coming.step,
-                chain=coming.chain,
-                begins_at=coming.begins_at,
-                others=self.board.contacts,
-                fewest=lambda: self.view.quorum,
-            )
-        else:
-            await trio.sleep(coming.begins_at - self._dht.clock.now())
-        coming.found.set()
+        await self._forming.run()
 
     async def _global_step(self) -> bool:
         """Bring what is gathered, and step with what all brought. Returns whether the parameters have changed."""
-        stopped_at = trio.current_time()
-        while self._round is None:
-            if self.view.leader is not None:
+        stopped_at, forming = trio.current_time(), self._forming
+        while forming.coming is None:
+            if self.view.leader is not None and self._where() is not None:
                 return await self._keep_up()
             if self._has_time_for_more():
                 return False
-            await self._news()
-        coming = self._round
+            await forming.news()
+        coming = forming.coming
         await coming.found.wait()
         try:
-            if coming.group is None:
-                if self.view.others or self.view.leader is not None:
-                    self.totals.reasons["no group found"] += 1
-                    return False
-                await self._alone(stopped_at)
-                return True
-            vector, samples, overflows = await self._state.contribution()
-            averaged = await self._rounds.average(coming.group, vector, weight=samples, note=overflows)
-            if averaged is None:
-                self.totals.reasons["the group did not settle"] += 1
+            if coming.group is None and (self.view.others or self.view.leader is not None):
+                self.totals.reasons["no group found"] += 1
                 return False
-            await self._apply(averaged, samples, stopped_at)
+            vector, samples, overflows = await self._state.contribution()
+            begun = _UnderWay(samples, stopped_at)
+            if self._config.delayed:
+                return await self._step_with_the_last(begun, coming.group, vector, overflows)
+            await self._average(begun, coming.group, vector, overflows)
+            if begun.averaged is None:
+                return False
+            self._gathered = 0.0
+            await self._state.step(begun.averaged.mean, begun.averaged.weight, begun.averaged.notes)
+            self.step += 1
+            self._settled(begun)
             return True
         finally:
-            self._round = None
-            self.board.refresh()
-            self._tell()
+            forming.over(found=coming.group is not None or not self.view.others)
 
-    async def _alone(self, stopped_at: float) -> None:
-        vector, samples, overflows = await self._state.contribution()
-        await self._state.step(vector, samples, overflows)
-        self.totals.alone += 1
-        self._stepped(self._caller.peer_id.raw, samples, samples, 1, 0, stopped_at)
-
-    async def _apply(self, averaged: Averaged, own_samples: float, stopped_at: float) -> None:
-        await self._state.step(averaged.mean, averaged.weight, averaged.notes)
-        group = averaged.group
-        self._stepped(group.group_id, averaged.weight, own_samples, len(group.members), averaged.attempts, stopped_at)
-        self.board.advanced((member.peer_id for member in group.members), self.step, self._chain)
-
-    def _stepped(
-        self, group_id: bytes, samples: float, own: float, peers: int, attempts: int, stopped_at: float
-    ) -> None:
-        now = trio.current_time()
-        self.step += 1
-        self._chain = next_chain(self._chain, group_id)
-        self._trained += samples
+    async def _step_with_the_last(self, begun: _UnderWay, group: Group | None, vector: Array, overflows: float) -> bool:
+        """Make the step whose averaging ran beside this batch, and leave the averaging of this batch to run beside the
+        next one. Returns whether the parameters have changed."""
+        last, self._under_way = self._under_way, begun
         self._gathered = 0.0
+        self.step += 1
+        if last is None or last.averaged is None:
+            await self._state.empty()
+        else:
+            await self._state.step(last.averaged.mean, last.averaged.weight, last.averaged.notes)
+
+        async def average() -> None:
+            await self._average(begun, group, vector, overflows)
+            if self._under_way is begun:  # else another peer's state was taken meanwhile
+                if begun.averaged is None:
+                    self.totals.samples_lost += begun.own_samples
+                else:
+                    self._settled(begun)
+            begun.done.set()
+            self._forming.changed()
+
+        self._nursery.start_soon(average)
+        return last is not None and last.averaged is not None
+
+    async def _average(self, begun: _UnderWay, group: Group | None, vector: Array, overflows: float) -> None:
+        """Average with the group, or alone; the outcome is in `begun`."""
+        samples = begun.own_samples
+        if group is None:
+            own = self._caller.peer_id
+            begun.averaged = Averaged(
+                mean=vector, weight=samples, notes=overflows, group_id=own.raw, members=(own,), attempts=0
+            )
+            return
+        begun.averaged = await self._rounds.average(group, vector, weight=samples, note=overflows)
+        if begun.averaged is None:
+            self.totals.reasons["the group did not settle"] += 1
+
+    def _settled(self, begun: _UnderWay) -> None:
+        """All members of the group have the average, and know it."""
+        averaged, now = begun.averaged, trio.current_time()
+        assert averaged is not None
+        self._chain = next_chain(self._chain, averaged.group_id)
+        self._trained += averaged.weight
         self.totals.steps += 1
-        self.totals.samples += own
-        self.totals.whole += samples
+        self.totals.alone += not averaged.attempts
+        self.totals.samples += begun.own_samples
+        self.totals.whole += averaged.weight
+        self.board.advanced(averaged.members, self.step, self._chain)
         done = GlobalStep(
             number=self.step,
-            peers=peers,
-            samples=samples,
-            own_samples=own,
+            peers=len(averaged.members),
+            samples=averaged.weight,
+            own_samples=begun.own_samples,
             gathered_s=now - self._last_step_at,
-            averaged_s=now - stopped_at,
-            attempts=attempts,
+            averaged_s=now - begun.stopped_at,
+            attempts=averaged.attempts,
         )
         self._last_step_at, self._averaged_s = now, done.averaged_s
         self._on_step(done)
@@ -355,7 +338,7 @@ class Collaboration:
     async def _keep_up(self) -> bool:
         """Take the state of whoever is further, if somebody is; whether that was done."""
         leader = self.view.leader
-        if leader is None or self._round is not None:
+        if leader is None or self._forming.coming is not None or self._where() is None:
             return False
         table = table_of(self._state.shared)
         try:
@@ -381,10 +364,9 @@ class Collaboration:
         self.step, self._chain, self._trained = taken.version, taken.facts["chain"], taken.facts["trained"]
         self.totals.samples_lost += self._gathered
         self.totals.states_taken += 1
-        self._gathered = 0.0
+        self._gathered, self._under_way = 0.0, None
         self._last_step_at = trio.current_time()
-        self.board.refresh()
-        self._tell()
+        self._forming.changed()
 
     async def shared_state(self) -> SharedState:
         """What a newcomer takes."""
@@ -412,14 +394,19 @@ class Collaboration:
         """
         self._state.restore(state)
         self.step, self._chain, self._trained = step, bytes.fromhex(facts["chain"]), float(facts["samples_trained"])
-        self._gathered = 0.0
+        self._gathered, self._under_way = 0.0, None
         self.board.refresh()
 
     async def _consistent(self) -> tuple[int, PyTree]:
         while True:
-            before = self.step
-            tree = await self._state.snapshot()
-            if before == self.step:
+            before, under_way = self.step, self._under_way
+            if under_way is not None:
+                # What is averaged is in the copy: whoever takes it has nothing under way.
+                await under_way.done.wait()
+            last = None if under_way is None else under_way.averaged
+            whole = None if last is None else (last.mean, last.weight, last.notes)
+            tree = await self._state.snapshot(whole)
+            if (before, under_way) == (self.step, self._under_way):
                 return before, tree
 
 
@@ -485,20 +472,12 @@ async def open_collaboration(
                 rounds,
                 caller=caller,
                 dht=dht,
+                name=name,
                 role=role,
                 config=config,
                 nursery=nursery,
                 download=download,
                 on_step=on_step,
-            )
-            peer.board = ProgressBoard(
-                caller,
-                dht,
-                prefix=name,
-                own=peer.report,
-                target=config.target_batch_size,
-                config=config.board(),
-                on_begin=peer.heard,
             )
             nursery.start_soon(peer.board.run)
             await peer.board.wait_for_news()

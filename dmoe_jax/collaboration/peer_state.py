@@ -34,7 +34,7 @@ class PeerState:
         """As it is after the last change. All but its parameters are donated to the next one."""
         self.layout = TreeLayout(params)
         self._turn = trio.Lock()
-        self._gather, self._contribution, self._step = _compiled(together)
+        self._gather, self._contribution, self._step, self._step_of_copy = _compiled(together)
 
     def digest(self) -> bytes:
         """Names the parameters, `CHAIN_BYTES` long: peers that begin with the same ones have the same."""
@@ -70,10 +70,12 @@ class PeerState:
         """The global step with what all peers brought."""
 
         def work(state: CollaborativeState) -> tuple[None, CollaborativeState]:
-            whole = Contribution(self.layout.to_tree(mean), np.float32(samples), np.float32(overflows))
-            return None, self._step(state, whole)
+            return None, self._step(state, self._contribution_of(mean, samples, overflows))
 
         await self.change(work)
+
+    def _contribution_of(self, mean: Array, samples: float, overflows: float) -> Contribution:
+        return Contribution(self.layout.to_tree(mean), np.float32(samples), np.float32(overflows))
 
     async def empty(self) -> None:
         """Drop what is gathered."""
@@ -84,10 +86,20 @@ class PeerState:
         """What a newcomer needs: everything that is not this peer's own contribution."""
         return _shared(self.now)
 
-    async def snapshot(self) -> PyTree:
-        """A copy of it on the host, taken between two changes."""
+    async def snapshot(self, whole: tuple[Array, float, float] | None = None) -> PyTree:
+        """A copy of it on the host, taken between two changes.
+
+        Args:
+          whole: (mean, samples, overflows) of a step that the copy is to have made already.
+        """
+
+        def work(state: CollaborativeState) -> PyTree:
+            if whole is not None:
+                state = self._step_of_copy(state, self._contribution_of(*whole))
+            return host_copy(_shared(state))
+
         async with self._turn:
-            return await self.device.run(host_copy, _shared(self.now))
+            return await self.device.run(work, self.now)
 
     async def take(self, tensors: Sequence[Array]) -> None:
         """Take another peer's state, as the arrays of `shared` in their order."""
@@ -112,9 +124,10 @@ def _shared(state: CollaborativeState) -> dict[str, PyTree]:
 
 
 @functools.cache
-def _compiled(together: Collaborative) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """Once for all peers of a process, of which a simulation has many."""
-    return keeping_params(together.gather), jax.jit(together.contribution), keeping_params(together.step)
+def _compiled(together: Collaborative) -> tuple[Callable[..., Any], ...]:
+    """Gathering, the contribution, the step, and the step of a state that stays; once for all peers of a process."""
+    step = together.step
+    return keeping_params(together.gather), jax.jit(together.contribution), keeping_params(step), jax.jit(step)
 
 
 def keeping_params(work: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,7 +37,7 @@ class CollaborationConfig:
     """What this machine's line carries, for the share that it reduces."""
     delayed: bool = False
     """Whether averaging overlaps with the next batch: each step is then made with gradients of the parameters before
-    the last one (delayed parameter updates, Ren et al. 2021)."""
+    the last one (delayed parameter updates, Ren et al. 2021). A newcomer's first gradients are of fresher ones."""
 
     def __post_init__(self) -> None:
         if self.target_batch_size < 1:

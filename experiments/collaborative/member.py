@@ -41,7 +41,7 @@ async def _live(settings: dict[str, Any]) -> None:
                 prefix="run",
                 rng=random.SystemRandom(),
                 config=config_of(settings).rounds(),
-                on_step=lambda done: log(peers=len(done.group.members), samples=done.weight),
+                on_step=lambda done: log(peers=len(done.members), samples=done.weight),
             )
         await _train(place, settings, log)
 

@@ -211,6 +211,8 @@ class World:
     def _on_step(self, life: Life, done: GlobalStep) -> None:
         life.steps.append(done)
         life.stepped_at.append(trio.current_time())
+        if life.peer is not None:
+            life.chains[done.number] = life.peer.chain
         self._stepped.set()
         self._stepped = trio.Event()
 
@@ -224,10 +226,9 @@ class World:
             life.computed += spec.micro_batch
             life.batches.setdefault(step, []).append(number)
             number += 1
-            if await peer.add(grads, samples=spec.micro_batch, took_s=spec.micro_batch_s):
-                life.chains[peer.step] = peer.chain
-                if self._keep:
-                    life.params[peer.step] = jax.tree.map(np.asarray, peer.params)
+            changed = await peer.add(grads, samples=spec.micro_batch, took_s=spec.micro_batch_s)
+            if changed and self._keep:
+                life.params[peer.step] = jax.tree.map(np.asarray, peer.params)
         await trio.sleep_forever()  # a donor still
 
 
@@ -251,25 +252,31 @@ class Comparison:
     """Steps whose number of samples is not that of the members' micro-batches."""
 
 
-def compare_with_one_machine(problem: Problem, lives: Sequence[Life], last_step: int) -> Comparison:
+def compare_with_one_machine(
+    problem: Problem, lives: Sequence[Life], last_step: int, *, delayed: bool = False
+) -> Comparison:
     """Give one process the samples of every step in one batch, and compare.
+
+    With delayed updates the gradient of a step is that of the parameters two steps before it, and a peer has made one
+    step less when its batch is complete.
 
     A step holds what its members gathered for it. Of one that died in it that is told by the number of samples.
     """
     params, state = problem.params, problem.optimizer.init(problem.params)
-    apart, largest, unexplained = 0, 0.0, []
+    before, apart, largest, unexplained = params, 0, 0.0, []
     for number in range(1, last_step + 1):
         there = members_of(lives, number)
         if there is None:
             unexplained.append(number)
             break
         micro_batches = [(life.name, each, life.spec.micro_batch) for life in there for each in life.batches[number]]
-        grads = problem.batch_gradient(params, micro_batches)
+        grads = problem.batch_gradient(before if delayed else params, micro_batches)
         updates, state = problem.optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        before, params = params, optax.apply_updates(params, updates)
         for life in lives:
             if number in life.params:
-                largest = max(largest, relative_difference(life.params[number], params))
+                expected = before if delayed else params
+                largest = max(largest, relative_difference(life.params[number], expected))
         apart += len({life.chains[number] for life in lives if number in life.chains}) > 1
     return Comparison(steps=last_step, difference=largest, chains_apart=apart, unexplained=tuple(unexplained))
 

@@ -10,7 +10,7 @@ import trio
 from dmoe_jax.collaboration import CollaborationConfig
 from dmoe_jax.peer import SIM_PORT, open_peer
 from experiments.collaborative.regression import regression
-from experiments.collaborative.world import ROOT, Life, PeerSpec, World, compare_with_one_machine
+from experiments.collaborative.world import ROOT, Life, PeerSpec, World, compare_with_one_machine, relative_difference
 from net.averaging.collaboration.assisting import assist_collaboration
 from net.identity import Address
 from net.transport.sim import run, simulate
@@ -48,8 +48,8 @@ async def until(condition: Callable[[], bool]) -> None:
         await trio.sleep(0.01)
 
 
-def check_one_machine(lives: list[Life], steps: int) -> None:
-    found = compare_with_one_machine(PROBLEM, lives, steps)
+def check_one_machine(lives: list[Life], steps: int, *, delayed: bool = False) -> None:
+    found = compare_with_one_machine(PROBLEM, lives, steps, delayed=delayed)
     assert not found.unexplained
     assert not found.chains_apart
     assert found.difference <= 1e-5
@@ -114,7 +114,7 @@ def test_clients_bring_and_auxiliaries_only_reduce() -> None:
                     prefix="run",
                     rng=random.Random(9),
                     config=CONFIG.rounds(),
-                    on_step=lambda done: assisted.append(len(done.group.members)),
+                    on_step=lambda done: assisted.append(len(done.members)),
                 )
 
         for spec in specs:
@@ -128,3 +128,29 @@ def test_clients_bring_and_auxiliaries_only_reduce() -> None:
     assert {len(life.steps) for life in lives} == {8}
     assert max(assisted) == 5
     assert len(assisted) >= 6
+
+
+def test_delayed_steps_overlap_with_the_next_batch_and_are_one_machines_too() -> None:
+    """Nobody waits for an averaging. A newcomer, whose first gradients are of fresher parameters, is in step."""
+    specs, joined_at = machines((0.05, 0.05, 0.1, 0.1)), 0
+
+    async def body(world: World) -> None:
+        nonlocal joined_at
+        for spec in specs[:3]:
+            world.start(spec)
+        await world.wait_for_step(6)
+        joined_at = world.step
+        world.start(specs[3])
+        await world.wait_for_step(10)
+        await trio.sleep(1)
+
+    lives = in_world(body, config=replace(CONFIG, delayed=True))
+    check_one_machine(lives, joined_at - 1, delayed=True)
+    newcomer = lives[3]
+    assert newcomer.peer is not None
+    assert newcomer.peer.totals.states_taken == 1
+    assert newcomer.steps[0].number <= joined_at + 2
+    for number in set(newcomer.params) & set(lives[0].params):
+        assert relative_difference(newcomer.params[number], lives[0].params[number]) == 0
+    now = max(life.stepped_at[-1] for life in lives)
+    assert max(life.idle_share(now) for life in lives[:3]) < 0.03

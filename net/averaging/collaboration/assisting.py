@@ -157,10 +157,9 @@ class _Assistant:
             )
             done = None if group is None else await self._averaging.average(group, None)
             if done is not None:
-                self._step, self._chain = self._step + 1, next_chain(self._chain, done.group.group_id)
+                self._step, self._chain = self._step + 1, next_chain(self._chain, done.group_id)
                 self._trained += done.weight
-                members = (member.peer_id for member in done.group.members)
-                self.board.advanced(members, self._step, self._chain)
+                self.board.advanced(done.members, self._step, self._chain)
                 self._on_step(done)
         finally:
             self._begins_at = None

@@ -19,7 +19,6 @@ import trio
 from net.averaging.collaboration.settlement import DIGEST_BYTES, Outcome, Settlement, SettlementConfig, Vote
 from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.grouping.join_messages import Candidate
 from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.plan import AveragingPlan
@@ -73,8 +72,10 @@ class Averaged:
     """Sum of the members' weights."""
     notes: float
     """Sum of their notes."""
-    group: Group
-    """Whose."""
+    group_id: bytes
+    """Names the group that has it."""
+    members: tuple[PeerId, ...]
+    """All of that group."""
     attempts: int
     """All-reduces that it took."""
 
@@ -174,7 +175,7 @@ class StepAveraging:
             deadline=max(begins_at, self._dht.clock.now()) + self._config.patience_s,
             begins_at=begins_at,
             schema=hashlib.sha256(self._agreed + step.to_bytes(8, "big") + chain).digest(),
-            hints=[Candidate(contact=other, expiration=begins_at) for other in others],
+            hints=others,
             fewest=fewest,
         )
         if group is not None:
@@ -262,4 +263,11 @@ def _averaged(average: Array, num_vectors: int, notes: float, group: Group, atte
     """Of the mean of vectors times weights, and of the weights: the weighted mean, and the sum of the weights."""
     mean_weight = average[-1]
     mean = average[:-1] / mean_weight if mean_weight > 0 else np.zeros(average.size - 1, np.float32)
-    return Averaged(mean=mean, weight=float(mean_weight) * num_vectors, notes=notes, group=group, attempts=attempts)
+    return Averaged(
+        mean=mean,
+        weight=float(mean_weight) * num_vectors,
+        notes=notes,
+        group_id=group.group_id,
+        members=tuple(member.peer_id for member in group.members),
+        attempts=attempts,
+    )

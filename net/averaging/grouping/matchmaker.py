@@ -27,7 +27,7 @@ from net.averaging.grouping.matchmaking import MAX_WINDOW_S, Answer, AssemblyCon
 from net.dht.calls import PEER_ERRORS
 from net.dht.node import DhtNode
 from net.errors import CallFailed, CallRefused, PeerBusy, PeerUnavailable, RemoteProtocolError
-from net.identity import PeerId
+from net.identity import Contact, PeerId
 from net.nursery import background_nursery
 from net.rpc.base import Body, Caller, Reply, Request
 from net.rpc.service import PING
@@ -102,7 +102,7 @@ class Matchmaker:
         deadline: float,
         begins_at: float | None = None,
         schema: bytes | None = None,
-        hints: Sequence[Candidate] = (),
+        hints: Sequence[Contact] = (),
         fewest: Callable[[], int] = lambda: 2,
     ) -> Group | None:
         """Assemble a group with other peers of our cell's group in this round. One search at a time.
@@ -118,7 +118,7 @@ class Matchmaker:
           begins_at: swarm time at which the group is to begin, at most an hour ahead; None: once it is full, or after
             `window_s`.
           schema: what the vector means this time; None: as ever.
-          hints: peers that are known to look for this group, and until when: they are asked beside those in the DHT.
+          hints: peers that are known to look for this group: they are asked beside those in the DHT.
           fewest: how few members with a vector make a group, asked when it is to begin.
 
         Returns: the group, the same for all of its members; or None, by the deadline, if there were too few others.
@@ -189,7 +189,7 @@ class Matchmaker:
 class _Search:
     """One search: runs a `Matchmaking`."""
 
-    def __init__(self, matchmaker: Matchmaker, core: Matchmaking, hints: Sequence[Candidate]) -> None:
+    def __init__(self, matchmaker: Matchmaker, core: Matchmaking, hints: Sequence[Contact]) -> None:
         self._matchmaker = matchmaker
         self._hints = tuple(hints)
         self._asking = trio.Lock()  # one leader at a time is followed
@@ -288,7 +288,11 @@ class _Search:
         while True:
             again_at = trio.current_time() + self._config.poll_s
             async with self._asking:
-                await self._follow_one_of(self._hints, again_at)
+                # Whether they precede us they know themselves.
+                earlier = math.nextafter(self.core.expiration, -math.inf)
+                await self._follow_one_of(
+                    [Candidate(contact=each, expiration=earlier) for each in self._hints], again_at
+                )
             await trio.sleep_until(again_at)
 
     async def _follow_one_of(self, known: Sequence[Candidate], until: float) -> None:

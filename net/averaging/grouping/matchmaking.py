@@ -136,6 +136,7 @@ class Matchmaking:
         self._num_disbanded: Counter[PeerId] = Counter()
         self._suggested: Candidate | None = None
         self._answers: dict[PeerId, Answer] = {}
+        self._told: set[float] = set()  # what this window's expiration was and is; a handful, for postponing ends
         self._open_window(now)
 
     @property
@@ -220,7 +221,7 @@ class Matchmaking:
         answer = self.consider(request)
         if isinstance(answer, Refusal):
             return answer
-        if request.window != self.expiration:  # it was meant for our last window
+        if request.window not in self._told:  # it was meant for our last window
             return Refusal(reason=Reason.LATER)
         self._followers[request.member.peer_id] = request.member
         if self._is_full() and self._begins_at is None:
@@ -255,6 +256,7 @@ class Matchmaking:
         if self._begins_at is not None and self.leader is None and not self.is_over and not self.is_client:
             self._begins_at = max(self._begins_at, begins_at)
             self.expiration = max(self.expiration, min(self._begins_at, self._deadline))
+            self._told.add(self.expiration)
 
     def stop(self) -> None:
         """End the search; followers are sent away."""
@@ -271,6 +273,7 @@ class Matchmaking:
         latest = self._deadline - min(self._config.margin_s, (self._deadline - now) / 2)
         end = now + self._config.window_s if self._begins_at is None else max(now, self._begins_at)
         self.expiration = latest if self.is_client else min(latest, end)
+        self._told = {self.expiration}
 
     def _may_ask(self, candidate: Candidate, now: float) -> bool:
         peer_id = candidate.contact.peer_id

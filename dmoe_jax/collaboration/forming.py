@@ -1,0 +1,144 @@
+"""When a collaboration's next step begins, and the group that makes it; beside the computing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from net.averaging.collaboration.board import Beginning, ProgressBoard
+from net.averaging.collaboration.progress import Forecast
+from net.averaging.collaboration.rounds import StepAveraging
+from net.averaging.grouping.group import Group
+from net.clock import SwarmClock
+
+_MOST_LEADS = 8
+"""How many times as long as it is to be the time may become in which groups form."""
+
+
+@dataclass(slots=True, eq=False)
+class ComingStep:
+    """A step about to be made."""
+
+    step: int
+    """Which, from 0."""
+    chain: bytes
+    """Of which chain."""
+    begins_at: float
+    """Swarm time."""
+    group: Group | None = None
+    """Who makes it; None while that is looked for, and if nobody was found."""
+    found: trio.Event = field(default_factory=trio.Event)
+    """Set when `group` is what it will be."""
+
+
+class StepForming:
+    """Finds out when steps begin, and looks for their groups meanwhile.
+
+    Args:
+      rounds: finds groups. board: who is how far; set before anything else is called.
+      lead_s: how long before a step groups form, at least; where no group is found in that time, it grows.
+      where: step and chain of the step at hand; None while that is not known.
+    """
+
+    def __init__(
+        self,
+        rounds: StepAveraging,
+        *,
+        clock: SwarmClock,
+        lead_s: float,
+        nursery: trio.Nursery,
+        where: Callable[[], tuple[int, bytes] | None],
+    ) -> None:
+        self._rounds = rounds
+        self._clock = clock
+        self._least_lead_s = self._lead_s = lead_s
+        self._nursery = nursery
+        self._where = where
+        self._changed = trio.Event()
+        self.board: ProgressBoard
+        """Who is how far."""
+        self.coming: ComingStep | None = None
+        """The step whose group forms, or averages."""
+
+    @property
+    def _view(self) -> Forecast:
+        return self.board.view
+
+    @property
+    def ends_at(self) -> float:
+        """Swarm time at which the step begins, as far as is known."""
+        return self._view.ends_at if self.coming is None else self.coming.begins_at
+
+    async def run(self) -> None:
+        """Form groups when steps are near, until cancelled."""
+        while True:
+            where = self._where()
+            if self.coming is None and where is not None:
+                now, view = self._clock.now(), self._view
+                if view.ends_at - now <= self._lead_s and view.leader is None and view.samples > 0:
+                    self._begin(where, max(view.ends_at, now + self._lead_s / 2), tell=True)
+            await self.news()
+
+    async def news(self) -> None:
+        """Wait for a change, or until it is time to look again."""
+        left = self._view.ends_at - self._clock.now() - self._lead_s
+        with trio.move_on_after(min(max(left, 0.05), 0.5)):
+            await self._changed.wait()
+
+    def over(self, *, found: bool) -> None:
+        """The step was made; or nobody was found for it, or nothing came of it."""
+        factor = 0.9 if found else 2.0
+        self._lead_s = min(max(factor * self._lead_s, self._least_lead_s), _MOST_LEADS * self._least_lead_s)
+        self.coming = None
+        self.changed()
+
+    def changed(self) -> None:
+        """Look again: something has changed."""
+        self.board.refresh()
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def heard(self, beginning: Beginning) -> float | None:
+        """Another peer says when the step begins; returns when it begins here, if it does.
+
+        Of several times the latest stands, for everybody hears of it.
+        """
+        where = self._where()
+        if (beginning.step, beginning.chain) != where:
+            return None
+        now, coming = self._clock.now(), self.coming
+        if beginning.at > now + 2 * _MOST_LEADS * self._least_lead_s:
+            return None if coming is None else coming.begins_at
+        if coming is None:
+            # Whoever says so cannot make a batch of nothing: it must be nearly full by what everybody reports.
+            if self._view.ends_at - now > 4 * max(self._lead_s, beginning.at - now):
+                return None
+            return self._begin(where, max(now, beginning.at), tell=False)
+        if beginning.at > coming.begins_at and not coming.found.is_set():
+            coming.begins_at = beginning.at
+            self._rounds.postpone(beginning.at)
+        return coming.begins_at
+
+    def _begin(self, where: tuple[int, bytes], at: float, *, tell: bool) -> float:
+        """Look for the group of the step at hand, beside the computing."""
+        self.coming = ComingStep(*where, at)
+        self._nursery.start_soon(self._form, self.coming)
+        if tell:
+            step, chain = where
+            self._nursery.start_soon(self.board.tell, Beginning(step=step, chain=chain, at=at))
+        self._changed.set()
+        self._changed = trio.Event()
+        return at
+
+    async def _form(self, coming: ComingStep) -> None:
+        if self._view.others:
+            coming.group = await self._rounds.find_group(
+                step=coming.step,
+                chain=coming.chain,
+                begins_at=coming.begins_at,
+                others=self.board.contacts,
+                fewest=lambda: self._view.quorum,
+            )
+        else:
+            await trio.sleep(max(0.0, coming.begins_at - self._clock.now()))
+        coming.found.set()
