@@ -30,7 +30,6 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from dmoe_jax.optim.peer_axis import wide
 from dmoe_jax.types import PyTree
 from net.wire.sparse import LEAST_LEVEL, BlockGroup, SparseBlocks, SparseCoding, SparseVector
 
@@ -106,23 +105,49 @@ def compress(tree: PyTree, residual: PyTree, feedback: ErrorFeedback) -> Compres
     leaves, structure = jax.tree.flatten(tree)
     if jax.tree.structure(residual) != structure:
         raise ValueError(f"the residual has another structure than the tree: {jax.tree.structure(residual)!r:.200}")
-    parts: list[SparseBlocks] = []
-    sent: list[Array] = []
-    kept: list[Array] = []
-    for leaf, left in zip(leaves, jax.tree.leaves(residual), strict=True):
-        total = (feedback.decay * left + jnp.asarray(leaf, jnp.float32)).reshape(-1)
-        dense = []
-        for group in feedback.coding.blocks(total.size):
-            rows = total[group.start : group.start + group.num_blocks * group.length].reshape(
-                group.num_blocks, group.length
-            )
-            part = largest_of_blocks(rows, group, feedback.coding)
-            parts.append(part)
-            dense.append(_dense(part, group).reshape(-1))
-        flat = jnp.concatenate(dense) if dense else total
+    totals = [
+        (feedback.decay * left + jnp.asarray(leaf, jnp.float32)).reshape(-1)
+        for leaf, left in zip(leaves, jax.tree.leaves(residual), strict=True)
+    ]
+    groups = [(place, group) for place, total in enumerate(totals) for group in feedback.coding.blocks(total.size)]
+    parts, dense = _compress_groups([_rows(totals[place], group) for place, group in groups], groups, feedback.coding)
+    sent, kept = [], []
+    for place, (leaf, total) in enumerate(zip(leaves, totals, strict=True)):
+        own = [rows.reshape(-1) for (of, _), rows in zip(groups, dense, strict=True) if of == place]
+        flat = jnp.concatenate(own) if own else total
         sent.append(flat.reshape(jnp.shape(leaf)))
         kept.append((total - flat).reshape(jnp.shape(leaf)))
     return Compressed(tuple(parts), jax.tree.unflatten(structure, sent), jax.tree.unflatten(structure, kept))
+
+
+def _rows(total: Array, group: BlockGroup) -> Array:
+    """[num_blocks, length]: the blocks of a group in the flat array that they are of."""
+    rows = total[group.start : group.start + group.num_blocks * group.length]
+    return rows.reshape(group.num_blocks, group.length)
+
+
+def _compress_groups(
+    rows: Sequence[Array], groups: Sequence[tuple[int, BlockGroup]], coding: SparseCoding
+) -> tuple[list[SparseBlocks], list[Array]]:
+    """What is sent of each group, sparse and dense.
+
+    Blocks of one shape go through together, from whichever array: a model has few shapes, and many arrays of each.
+    """
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, (_, group) in enumerate(groups):
+        alike.setdefault((group.length, group.kept), []).append(number)
+    parts: dict[int, SparseBlocks] = {}
+    dense: dict[int, Array] = {}
+    for (_, kept), numbers in alike.items():
+        together = jnp.concatenate([rows[number] for number in numbers])
+        blocks = largest_of_blocks(together, kept, coding)
+        values = _dense(blocks, together)
+        ends = np.cumsum([groups[number][1].num_blocks for number in numbers])[:-1].tolist()
+        split = [jnp.split(each, ends) for each in (*blocks, values)]
+        for number, *part, whole in zip(numbers, *split, strict=True):
+            parts[number], dense[number] = SparseBlocks(*part), whole
+    order = range(len(groups))
+    return [parts[number] for number in order], [dense[number] for number in order]
 
 
 def error_feedback(feedback: ErrorFeedback) -> optax.GradientTransformation:
@@ -152,13 +177,13 @@ def error_feedback(feedback: ErrorFeedback) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def largest_of_blocks(rows: Float[Array, "blocks length"], group: BlockGroup, coding: SparseCoding) -> SparseBlocks:
-    """The largest values of each block, rounded to scale * level with the least squared error that a few rounds find.
+def largest_of_blocks(rows: Float[Array, "blocks length"], kept: int, coding: SparseCoding) -> SparseBlocks:
+    """The `kept` largest values of each block, rounded to scale * level with the least squared error that is found.
 
     Levels are `LEAST_LEVEL` to `coding.greatest_level` and their negatives. Zeros are never sent, so that a block may
     have fewer values. A block that is not finite has the scale NaN.
     """
-    magnitudes, indices = jax.lax.top_k(jnp.abs(rows), group.kept)
+    magnitudes, indices = jax.lax.top_k(jnp.abs(rows), kept)
     is_there = magnitudes > 0
     least, most = LEAST_LEVEL, coding.greatest_level
     # Any start does: with all values at the middle level, the scale is right on the average.
@@ -196,8 +221,7 @@ def _nearest(magnitudes: Array, scales: Array, least: int, most: int) -> Array:
     return jnp.clip(jnp.round(magnitudes / safe), least, most)
 
 
-def _dense(part: SparseBlocks, group: BlockGroup) -> Array:
-    """[num_blocks, length]: the values at their places."""
+def _dense(part: SparseBlocks, like: Array) -> Array:
+    """[blocks, length], as `like`: the values at their places."""
     values = part.levels.astype(jnp.float32) * part.scales[:, jnp.newaxis]
-    zeros = jnp.zeros((group.num_blocks, group.length), jnp.float32)
-    return jnp.put_along_axis(zeros, part.indices, wide(values), axis=1, inplace=False)
+    return jnp.put_along_axis(jnp.zeros_like(like), part.indices, values, axis=1, inplace=False)
