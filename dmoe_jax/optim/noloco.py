@@ -54,7 +54,7 @@ def noloco(
 
     Without gradients the second moments (E phi^2, E phi delta, E delta^2) about the swarm's mean are multiplied by a
     matrix each time; its spectral radius says how fast peers draw together. In pairs that are drawn anew each time it
-    is below 1 for 0 < gamma < 1.48 where alpha = 0.5, and 0.70 with the defaults. (The matrix is in the tests.)
+    is below 1 for 0 < gamma < 2 (1 - alpha^2), and 0.70 with the defaults. (The matrix is in the tests.)
 
     An outcome that is not finite leaves the parameters where the inner steps brought them.
 
