@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from dmoe_jax.optim.moshpit import Average
@@ -41,8 +42,8 @@ def noloco(
     average: Average,
     every: int,
     momentum: float = MOMENTUM,
-    rate: float = RATE,
-    pull: float = PULL,
+    rate: ArrayLike = RATE,
+    pull: ArrayLike = PULL,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimiser with the modified Nesterov momentum of NoLoCo as its outer step.
 
@@ -65,8 +66,8 @@ def noloco(
         `over_axis(random pairs)` of `dmoe_jax.optim.averaging_methods`.
       every: updates between two outer steps.
       momentum: alpha.
-      rate: beta.
-      pull: gamma.
+      rate: beta; may be traced.
+      pull: gamma; may be traced.
 
     Raises:
       ValueError: `every` is below 1, or the momentum is not from 0 to 1.

@@ -112,7 +112,14 @@ def make_method(
     if name == "noloco":
         optimizer = noloco(inner, average=over_axis(_pairs, axis_name=AXIS), every=every, rate=outer_rate)
         both = 2 * size * FLOAT32  # the way and the slow parameters, to one other peer
-        return Method(optimizer=optimizer, rounds=outer_rounds, ends_apart=True, payload_nbytes=both, sent_nbytes=both)
+        return Method(
+            optimizer=optimizer,
+            rounds=outer_rounds,
+            ends_apart=True,
+            every=every,
+            payload_nbytes=both,
+            sent_nbytes=both,
+        )
     if name == "sparta":
         optimizer = sparta(inner, average=_mean, share=SHARE)
         return Method(

@@ -27,6 +27,7 @@ class Outcome:
       losses: validation loss in nats of the mean of all peers' parameters, at some steps and at the end.
       steps: these steps.
       own_loss: the mean over peers of the loss of each one's own parameters, at the end.
+      rounds: averagings.
       payload_nbytes: bytes of what a peer offered, all averagings together.
       sent_nbytes: bytes that left a peer.
     """
@@ -34,6 +35,7 @@ class Outcome:
     losses: tuple[float, ...]
     steps: tuple[int, ...]
     own_loss: float
+    rounds: int
     payload_nbytes: float
     sent_nbytes: float
 
@@ -107,6 +109,7 @@ def train(task: Task, make: MakeMethod, lanes: Sequence[Lane], *, batches: PyTre
             losses=tuple(float(loss[lane]) for loss in losses),
             steps=tuple(steps),
             own_loss=float(own[:, lane].mean()),
+            rounds=count,
             payload_nbytes=payload,
             sent_nbytes=leaving,
         )

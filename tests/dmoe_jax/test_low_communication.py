@@ -193,7 +193,7 @@ def test_noloco_draws_peers_together_as_derived() -> None:
         bound = 2 * (1 - alpha**2)
         assert pair_moments(alpha, bound - 1e-3) < 1 < pair_moments(alpha, bound + 1e-3)
     peers, steps = 256, 16
-    start = {"w": RNG.normal(size=(peers, 64)).astype(np.float32)}
+    start = {"w": jnp.asarray(RNG.normal(size=(peers, 64)), jnp.float32)}
     still = {"w": np.zeros((steps, peers, 64), np.float32)}
     optimizer = noloco(optax.sgd(RATE), average=over_axis(pairs, axis_name="peers"), every=1)
     early, _ = train(optimizer, start, still, steps=4)
