@@ -44,7 +44,7 @@ _LANES = 3
 def measure(run: Run[LessTrafficSettings]) -> None:
     """Train every method."""
     settings = run.settings
-    task = make_task("transformer_xl")
+    task = make_task(settings.model)
     with Progress(console=run.console, transient=True) as progress:
         bar = progress.add_task("training", total=len(settings.names))
         for name in settings.names:

@@ -24,6 +24,8 @@ from net.wire.sparse import SparseCoding, all_gather_nbytes, all_reduce_nbytes, 
 AXIS = "peers"
 FLOAT32 = 4
 
+OUTER_MOMENTUM = 0.9
+"""Of DiLoCo and Streaming DiLoCo: Nesterov momentum, the papers'."""
 FRAGMENTS, OVERLAP, MIXING = 5, 5, 0.5
 """Of Streaming DiLoCo: parts of the model, steps that an average takes to arrive, and alpha."""
 SHARE = 0.005
@@ -100,11 +102,11 @@ def make_method(
         optimizer = moshpit_average(inner, what="gradients", average=_mean)
         return Method(optimizer=optimizer, rounds=lambda steps: steps, **plain)
     if name == "diloco":
-        outer = optax.sgd(outer_rate, momentum=0.9, nesterov=True)
+        outer = optax.sgd(outer_rate, momentum=OUTER_MOMENTUM, nesterov=True)
         optimizer = moshpit_average(inner, every=every, what="pseudo_gradients", outer=outer)
         return Method(optimizer=optimizer, exchanges=True, rounds=outer_rounds, **plain)
     if name == "streaming_diloco":
-        outer = optax.sgd(outer_rate, momentum=0.9, nesterov=True)
+        outer = optax.sgd(outer_rate, momentum=OUTER_MOMENTUM, nesterov=True)
         optimizer = streaming_diloco(
             inner, average=_mean, every=every, fragments=FRAGMENTS, overlap=OVERLAP, mixing=MIXING, outer=outer
         )
