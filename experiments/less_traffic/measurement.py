@@ -107,7 +107,7 @@ def figures_of(results: Sequence[Record]) -> dict[str, float]:
     if "sparse_diloco" in by_method:
         figures["sparse_payload_ratio"] = _ratio_of_an_averaging(by_method, "payload_nbytes", "sparse_diloco")
     if "sparser_diloco" in by_method:
-        figures["sparser_sent_ratio"] = plain[0]["sent_nbytes"] / by_method["sparser_diloco"][0]["sent_nbytes"]
+        figures["sparser_sent_ratio"] = _ratio_of_an_averaging(by_method, "sent_nbytes", "sparser_diloco")
     if "diloco" in by_method:
         figures["diloco_bytes_ratio"] = plain[0]["sent_nbytes"] / by_method["diloco"][0]["sent_nbytes"]
     return figures

@@ -24,8 +24,8 @@ from net.wire.sparse import SparseCoding, all_gather_nbytes, all_reduce_nbytes, 
 AXIS = "peers"
 FLOAT32 = 4
 
-OUTER_MOMENTUM = 0.9
-"""Of DiLoCo and Streaming DiLoCo: Nesterov momentum, the papers'."""
+OUTER_MOMENTUM = 0.5
+"""Of DiLoCo and Streaming DiLoCo. The papers' 0.9 is for many more than the 40 outer steps here; see the README."""
 FRAGMENTS, OVERLAP, MIXING = 5, 5, 0.5
 """Of Streaming DiLoCo: parts of the model, steps that an average takes to arrive, and alpha."""
 SHARE = 0.005

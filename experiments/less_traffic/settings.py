@@ -18,17 +18,17 @@ MethodName = Literal[
 ]
 
 RATES: dict[MethodName, tuple[float, float]] = {
-    "every_step": (1e-2, 1.0),
-    "diloco": (1e-2, 0.7),
-    "streaming_diloco": (1e-2, 0.4),
-    "noloco": (1e-2, 0.7),
-    "sparta": (1e-2, 1.0),
-    "sparse_gradients": (1e-2, 1.0),
-    "sparse_diloco": (2e-2, 1.0),
-    "sparser_diloco": (2e-2, 1.0),
+    "every_step": (3e-3, 1.0),
+    "diloco": (3e-3, 1.0),
+    "streaming_diloco": (3e-3, 1.0),
+    "noloco": (3e-3, 0.7),
+    "sparta": (3e-3, 1.0),
+    "sparse_gradients": (3e-3, 1.0),
+    "sparse_diloco": (1e-2, 1.0),
+    "sparser_diloco": (1e-2, 1.0),
 }
 """Step sizes of Adam and of the outer step, where a method has one. Adam's are those that `--search` found best on seed
-0; those of the outer steps are the papers'."""
+0; the outer steps' are explained in the README."""
 
 INNER_RATES = (1e-3, 3e-3, 1e-2)
 """What a search tries, the same for all methods."""

@@ -144,13 +144,14 @@ def _stretch(task: Task, make: MakeMethod, rates: jax.Array, rows: PyTree, batch
     """(parameters, optimiser state, carry) of all peers of a lane after a stretch of steps."""
     optimizer = make(rates[0], rates[1]).optimizer
 
-    def one(params: PyTree, state: PyTree, carry: PyTree, batch: PyTree) -> PyTree:
+    def one(row: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        params, state, carry = row
         grads, carry = jax.grad(task.loss, has_aux=True)(params, batch, carry)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, carry
 
     step = jax.vmap(one, axis_name=AXIS)
-    rows, _ = jax.lax.scan(lambda rows, batch: (step(*rows, batch), None), rows, batches)
+    rows, _ = jax.lax.scan(lambda rows, batch: (step(rows, batch), None), rows, batches)
     return rows
 
 

@@ -137,7 +137,7 @@ def test_figures_by_hand() -> None:
     assert figures["diloco_bytes_ratio"] == 50
     assert figures["sparse_loss_ratio"] == pytest.approx(1.01)
     assert figures["sparse_payload_ratio"] == 200  # 400 an averaging to 2
-    assert figures["sparser_sent_ratio"] == 1000
+    assert figures["sparser_sent_ratio"] == 200  # 600 an averaging to 3
 
 
 def test_ratio_of_large_models() -> None:
