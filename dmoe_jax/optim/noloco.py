@@ -4,6 +4,7 @@ A peer's slow parameters follow the pair's mean pseudo-gradient with momentum, a
 the swarm stays together although nobody ever computes its mean.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -62,12 +63,9 @@ def noloco(
     Args:
       inner: any optimiser.
       average: (tree, round_number) -> the mean over the peer's group, over an axis of `vmap` or `shard_map`. It gets
-        two trees at once, theta - phi and phi. The paper's: pairs that are drawn anew each time,
-        `over_axis(random pairs)` of `dmoe_jax.optim.averaging_methods`.
+        two trees at once, theta - phi and phi. The paper's: pairs drawn anew each time; see `over_axis`.
       every: updates between two outer steps.
-      momentum: alpha.
-      rate: beta; may be traced.
-      pull: gamma; may be traced.
+      momentum, rate, pull: alpha, beta and gamma; the last two may be traced.
 
     Raises:
       ValueError: `every` is below 1, or the momentum is not from 0 to 1.
@@ -77,24 +75,11 @@ def noloco(
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum must be at least 0 and below 1, got {momentum}")
     inner = optax.with_extra_args_support(inner)
+    one_step = partial(_outer_step, average=average, every=every, momentum=momentum, rate=rate, pull=pull)
 
     def init(params: PyTree) -> NoLoCoState:
-        slow = jax.tree.map(jnp.array, params)
         still = jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), params)
-        return NoLoCoState(inner.init(params), jnp.zeros((), jnp.int32), slow, still)
-
-    def outer_step(params: PyTree, state: NoLoCoState) -> tuple[PyTree, PyTree, PyTree]:
-        """(theta, phi, delta) after it."""
-        ways = jax.tree.map(lambda own, slow: own - wide(slow), params, state.slow)
-        mean_way, mean_slow = average((ways, jax.tree.map(wide, state.slow)), state.steps // every - 1)
-        delta = jax.tree.map(
-            lambda last, way, slow, middle: momentum * last + rate * way - pull * (wide(slow) - middle),
-            state.momentum, mean_way, state.slow, mean_slow,
-        )  # fmt: skip
-        moved = jax.tree.map(lambda slow, step: wide(slow) + step, state.slow, delta)
-        is_good = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(moved)]))
-        slow = jax.tree.map(lambda new, old: jnp.where(is_good, new, wide(old)).astype(old.dtype), moved, state.slow)
-        return optax.tree.where(is_good, moved, params), slow, optax.tree.where(is_good, delta, state.momentum)
+        return NoLoCoState(inner.init(params), jnp.zeros((), jnp.int32), jax.tree.map(jnp.array, params), still)
 
     def update(
         updates: PyTree, state: NoLoCoState, params: PyTree | None = None, **extra: Any
@@ -106,9 +91,32 @@ def noloco(
         moved = jax.tree.map(lambda own, change: wide(own) + change, params, updates)
         is_due = state.steps % every == 0
         moved, slow, delta = jax.lax.cond(
-            is_due, outer_step, lambda params, state: (params, state.slow, state.momentum), moved, state
+            is_due, one_step, lambda params, state: (params, state.slow, state.momentum), moved, state
         )
         change = jax.tree.map(lambda new, own: (new - own).astype(own.dtype), moved, params)
         return change, state._replace(slow=slow, momentum=delta)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _outer_step(
+    params: PyTree,
+    state: NoLoCoState,
+    *,
+    average: Average,
+    every: int,
+    momentum: float,
+    rate: ArrayLike,
+    pull: ArrayLike,
+) -> tuple[PyTree, PyTree, PyTree]:
+    """(theta, phi, delta) after it."""
+    ways = jax.tree.map(lambda own, slow: own - wide(slow), params, state.slow)
+    mean_way, mean_slow = average((ways, jax.tree.map(wide, state.slow)), state.steps // every - 1)
+    delta = jax.tree.map(
+        lambda last, way, slow, middle: momentum * last + rate * way - pull * (wide(slow) - middle),
+        state.momentum, mean_way, state.slow, mean_slow,
+    )  # fmt: skip
+    moved = jax.tree.map(lambda slow, step: wide(slow) + step, state.slow, delta)
+    is_good = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(moved)]))
+    slow = jax.tree.map(lambda new, old: jnp.where(is_good, new, wide(old)).astype(old.dtype), moved, state.slow)
+    return optax.tree.where(is_good, moved, params), slow, optax.tree.where(is_good, delta, state.momentum)

@@ -96,17 +96,14 @@ def make_method(
     def outer_rounds(steps: int) -> int:
         return steps // every
 
-    if name in ("sparse_diloco", "sparser_diloco"):
-        every = min(every, SPARSE_EVERY)
+    outer = optax.sgd(outer_rate, momentum=OUTER_MOMENTUM, nesterov=True)
     if name == "every_step":
         optimizer = moshpit_average(inner, what="gradients", average=_mean)
         return Method(optimizer=optimizer, rounds=lambda steps: steps, **plain)
     if name == "diloco":
-        outer = optax.sgd(outer_rate, momentum=OUTER_MOMENTUM, nesterov=True)
         optimizer = moshpit_average(inner, every=every, what="pseudo_gradients", outer=outer)
         return Method(optimizer=optimizer, exchanges=True, rounds=outer_rounds, **plain)
     if name == "streaming_diloco":
-        outer = optax.sgd(outer_rate, momentum=OUTER_MOMENTUM, nesterov=True)
         optimizer = streaming_diloco(
             inner, average=_mean, every=every, fragments=FRAGMENTS, overlap=OVERLAP, mixing=MIXING, outer=outer
         )
@@ -132,7 +129,22 @@ def make_method(
             payload_nbytes=SHARE * size * FLOAT32,
             sent_nbytes=SHARE * all_reduce_nbytes(size, peers),
         )
+    return _sparse_method(name, inner, outer_rate, sizes=sizes, peers=peers, every=every)
+
+
+def _sparse_method(
+    name: MethodName,
+    inner: optax.GradientTransformation,
+    outer_rate: ArrayLike,
+    *,
+    sizes: tuple[int, ...],
+    peers: int,
+    every: int,
+) -> Method:
+    """One of those that compress, with arguments as above."""
     feedback = CODINGS[name]
+    if name != "sparse_gradients":
+        every = min(every, SPARSE_EVERY)
     sparse: dict[str, Any] = {
         "every": every,
         "payload_nbytes": sparse_nbytes(feedback.coding, sizes),
@@ -144,7 +156,7 @@ def make_method(
     optimizer = moshpit_average(
         inner, every=every, what="pseudo_gradients", outer=optax.sgd(outer_rate), compress=feedback
     )
-    return Method(optimizer=optimizer, feedback=feedback, exchanges=True, rounds=outer_rounds, **sparse)
+    return Method(optimizer=optimizer, feedback=feedback, exchanges=True, rounds=lambda steps: steps // every, **sparse)
 
 
 def _mean(tree: PyTree, round_number: ArrayLike) -> PyTree:
