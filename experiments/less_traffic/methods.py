@@ -92,28 +92,24 @@ def make_method(
         "payload_nbytes": size * FLOAT32,
         "sent_nbytes": all_reduce_nbytes(size, peers),
     }
-
-    def outer_rounds(steps: int) -> int:
-        return steps // every
-
     outer = optax.sgd(outer_rate, momentum=OUTER_MOMENTUM, nesterov=True)
     if name == "every_step":
         optimizer = moshpit_average(inner, what="gradients", average=_mean)
         return Method(optimizer=optimizer, rounds=lambda steps: steps, **plain)
     if name == "diloco":
         optimizer = moshpit_average(inner, every=every, what="pseudo_gradients", outer=outer)
-        return Method(optimizer=optimizer, exchanges=True, rounds=outer_rounds, **plain)
+        return Method(optimizer=optimizer, exchanges=True, rounds=lambda steps: steps // every, **plain)
     if name == "streaming_diloco":
         optimizer = streaming_diloco(
             inner, average=_mean, every=every, fragments=FRAGMENTS, overlap=OVERLAP, mixing=MIXING, outer=outer
         )
-        return Method(optimizer=optimizer, rounds=outer_rounds, ends_apart=True, **plain)
+        return Method(optimizer=optimizer, rounds=lambda steps: steps // every, ends_apart=True, **plain)
     if name == "noloco":
         optimizer = noloco(inner, average=over_axis(_pairs, axis_name=AXIS), every=every, rate=outer_rate)
         both = 2 * size * FLOAT32  # the way and the slow parameters, to one other peer
         return Method(
             optimizer=optimizer,
-            rounds=outer_rounds,
+            rounds=lambda steps: steps // every,
             ends_apart=True,
             every=every,
             payload_nbytes=both,
