@@ -88,7 +88,7 @@ ONLY_IN = {
     "cbor2": {"net.wire.codec"},
     "orbax": {"dmoe_jax.checkpoints"},
     "cryptography": {"net.keys"},
-    "numpy": {"net.types", "net.wire.tensors", "net.wire.compression", "net.averaging"},
+    "numpy": {"net.types", "net.wire.tensors", "net.wire.compression", "net.wire.sparse", "net.averaging"},
     "socket": {"net.transport.sockets"},
     "ssl": {"net.transport.tls_engine"},
     "pickle": set(),

@@ -4,6 +4,8 @@
   averaged with other peers'; `dmoe_jax.averaging` carries them over the network.
 - `moshpit_round` and its like average over a leading axis of simulated peers, on one device or split over a mesh;
   `averaging_methods` are what Moshpit is compared with.
+- `streaming_diloco`, `noloco` and `sparta` are optimisers that send less, or at other times; `ErrorFeedback` compresses
+  what `moshpit_average` sends (`compression`). `experiments.less_traffic` compares them.
 - `scale_by_staleness` makes the updates of stale gradients smaller; `scale_by_stale_adam` is Adam that gives them no
   momentum; `compensate_delay` corrects them.
 
@@ -14,8 +16,18 @@ from dmoe_jax.optim.averaging_methods import (
     all_reduce_round,
     gossip_round,
     mixing_factor,
+    over_axis,
     push_sum_round,
     random_groups_round,
+)
+from dmoe_jax.optim.compression import (
+    Compressed,
+    ErrorFeedback,
+    ErrorFeedbackState,
+    compress,
+    error_feedback,
+    sparse_vector,
+    zero_residual,
 )
 from dmoe_jax.optim.moshpit import (
     apply_average,
@@ -25,6 +37,7 @@ from dmoe_jax.optim.moshpit import (
     with_average,
 )
 from dmoe_jax.optim.moshpit_state import MoshpitState, Sent, what_to_send
+from dmoe_jax.optim.noloco import NoLoCoState, noloco
 from dmoe_jax.optim.peer_axis import (
     FailureRule,
     distortion,
@@ -33,29 +46,46 @@ from dmoe_jax.optim.peer_axis import (
     moshpit_rounds,
     random_cells,
 )
+from dmoe_jax.optim.sparta import SpartaState, sparta, sparta_masks
 from dmoe_jax.optim.staleness import compensate_delay, scale_by_stale_adam, scale_by_staleness
+from dmoe_jax.optim.streaming_diloco import StreamingDiLoCoState, streaming_diloco
 
 __all__ = [
+    "Compressed",
+    "ErrorFeedback",
+    "ErrorFeedbackState",
     "FailureRule",
     "MoshpitState",
+    "NoLoCoState",
     "Sent",
+    "SpartaState",
+    "StreamingDiLoCoState",
     "all_reduce_round",
     "apply_average",
     "averaged_kind",
     "averaging_due",
     "compensate_delay",
+    "compress",
     "distortion",
+    "error_feedback",
     "gossip_round",
     "group_mean",
     "mixing_factor",
     "moshpit_average",
     "moshpit_round",
     "moshpit_rounds",
+    "noloco",
+    "over_axis",
     "push_sum_round",
     "random_cells",
     "random_groups_round",
     "scale_by_stale_adam",
     "scale_by_staleness",
+    "sparse_vector",
+    "sparta",
+    "sparta_masks",
+    "streaming_diloco",
     "what_to_send",
     "with_average",
+    "zero_residual",
 ]

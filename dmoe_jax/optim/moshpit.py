@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from dmoe_jax.optim.compression import ErrorFeedback, zero_residual
 from dmoe_jax.optim.moshpit_state import (
     MoshpitState,
     Sent,
@@ -67,6 +68,7 @@ def moshpit_average(
     outer: optax.GradientTransformation | None = None,
     weighted: bool = False,
     average: Average | None = None,
+    compress: ErrorFeedback | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimiser whose parameters, gradients or pseudo-gradients are averaged among peers every `every` updates.
 
@@ -89,9 +91,12 @@ def moshpit_average(
         since the last averaging that was not lost.
       average: averages inside `update`; None: the host does, between updates. A round whose outcome is not finite is
         lost. Under `vmap` it runs at every update, and its outcome is taken when it is due.
+      compress: sends the largest values only and keeps the rest back, of gradients and pseudo-gradients; see
+        `dmoe_jax.optim.compression`. The host then passes it to `what_to_send` as `feedback`. An outer optimiser
+        beside it should have no momentum: `optax.sgd(1.0)`, SparseLoCo's.
 
     Raises:
-      ValueError: every is below 1, an unknown `what`, or an outer optimiser for something else.
+      ValueError: every is below 1, an unknown `what`, an outer optimiser for something else, or compressed parameters.
     """
     if every < 1:
         raise ValueError(f"every must be at least 1, got {every}")
@@ -99,9 +104,11 @@ def moshpit_average(
         raise ValueError(f"what is averaged is one of {', '.join(get_args(What))}, got {what!r}")
     if outer is not None and what != "pseudo_gradients":
         raise ValueError(f"an outer optimiser is for pseudo_gradients, not for {what}")
+    if compress is not None and what == "parameters":
+        raise ValueError("compress is for gradients and pseudo_gradients: the largest parameters alone are no model")
     if outer is None and what == "pseudo_gradients":
         outer = optax.sgd(DILOCO_OUTER_RATE, momentum=DILOCO_OUTER_MOMENTUM, nesterov=True)
-    moshpit = _Moshpit(optax.with_extra_args_support(inner), outer, every, what, weighted, average)
+    moshpit = _Moshpit(optax.with_extra_args_support(inner), outer, every, what, weighted, average, compress)
     return optax.GradientTransformationExtraArgs(moshpit.init, moshpit.update)
 
 
@@ -177,6 +184,7 @@ class _Moshpit:
     what: What
     weighted: bool
     average: Average | None
+    compress: ErrorFeedback | None
 
     def init(self, params: PyTree) -> MoshpitState:
         outer, by_host = self.outer, self.average is None
@@ -194,6 +202,7 @@ class _Moshpit:
             accumulated=zeros if self.what == "gradients" else None,
             anchor=None if outer is None else jax.tree.map(jnp.array, params),
             outer=None if outer is None else outer.init(params),
+            residual=None if self.compress is None else zero_residual(params),
         )
 
     def update(
@@ -226,7 +235,7 @@ class _Moshpit:
 
         def average_now(updates: PyTree, state: MoshpitState) -> tuple[PyTree, MoshpitState]:
             assert self.average is not None
-            sent = what_to_send(state, optax.apply_updates(params, updates))
+            sent = what_to_send(state, optax.apply_updates(params, updates), feedback=self.compress)
             averaged = self.average(sent.tree, state.rounds, *([sent.weight] if self.weighted else []))
             incoming, is_there, state = receive(state, sent, averaged)
             return jax.lax.cond(is_there, apply, lambda _, *kept: kept, incoming, updates, state)

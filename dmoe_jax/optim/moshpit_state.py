@@ -9,8 +9,10 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from dmoe_jax.optim.compression import ErrorFeedback, compress
 from dmoe_jax.optim.peer_axis import wide
 from dmoe_jax.types import PyTree
+from net.wire.sparse import SparseBlocks
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
@@ -32,6 +34,7 @@ class MoshpitState(NamedTuple):
       accumulated: the sum of gradients, each times its samples if weighted; in float32 at least.
       anchor: the parameters that pseudo-gradients count from.
       outer: of the outer optimiser.
+      residual: what compression has kept back, float32; None without compression.
     """
 
     inner: PyTree
@@ -45,20 +48,27 @@ class MoshpitState(NamedTuple):
     accumulated: PyTree
     anchor: PyTree
     outer: PyTree
+    residual: PyTree = None
 
 
 class Sent(NamedTuple):
     """What a peer offers to its group.
 
     Attributes:
-      tree: of the shapes of the parameters, in arrays of its own.
+      tree: of the shapes of the parameters, in arrays of its own. Compressed, it is what receivers decode, in float32.
       steps: updates behind it.
       samples: behind it; None unless weighted.
+      whole: what was compressed, before the residual was added; None without compression, as the next two.
+      parts: what travels of it, for `dmoe_jax.optim.compression.sparse_vector`.
+      residual: what is kept back if the averaging comes to something.
     """
 
     tree: PyTree
     steps: Int[Array, ""]
     samples: Float[Array, ""] | None
+    whole: PyTree = None
+    parts: tuple[SparseBlocks, ...] | None = None
+    residual: PyTree = None
 
     @property
     def weight(self) -> Float[Array, ""]:
@@ -84,13 +94,20 @@ def find_state(opt_state: PyTree) -> MoshpitState:
     return found[0]
 
 
-def what_to_send(opt_state: PyTree, params: PyTree) -> Sent:
+def what_to_send(opt_state: PyTree, params: PyTree, *, feedback: ErrorFeedback | None = None) -> Sent:
     """What this peer offers now; copies, so that later steps may donate their arguments.
 
+    Args:
+      feedback: how it is compressed; what `moshpit_average` was given as `compress`.
+
     Raises:
-      ValueError: an average that arrived was not applied yet: it would count twice.
+      ValueError: an average that arrived was not applied yet: it would count twice. Or there is a residual and no
+        `feedback`, or the other way round.
     """
     state = find_state(opt_state)
+    if (state.residual is None) != (feedback is None):
+        kind = "without" if state.residual is None else "with"
+        raise ValueError(f"the optimiser was made {kind} `compress`, and feedback is {feedback}")
     if state.arrived is not None and not isinstance(state.arrived, jax.core.Tracer) and jnp.any(state.arrived):
         raise ValueError("an average has arrived and not been applied: call update or apply_average first")
     if state.accumulated is not None:
@@ -101,7 +118,11 @@ def what_to_send(opt_state: PyTree, params: PyTree) -> Sent:
     else:
         tree = jax.tree.map(jnp.array, params)
     samples = None if state.samples is None else jnp.array(state.samples)
-    return Sent(tree, jnp.array(state.steps), samples)
+    steps = jnp.array(state.steps)
+    if feedback is None:
+        return Sent(tree, steps, samples)
+    sent = compress(tree, state.residual, feedback)
+    return Sent(sent.tree, steps, samples, tree, sent.parts, sent.residual)
 
 
 def counted(state: MoshpitState, grads: PyTree, samples: ArrayLike | None, every: int) -> MoshpitState:
@@ -126,7 +147,7 @@ def receive(state: MoshpitState, sent: Sent, averaged: PyTree | None) -> tuple[P
     """
     if averaged is not None:
         _check_like(averaged, sent.tree)
-    own = jax.tree.map(wide, sent.tree)
+    own = jax.tree.map(wide, sent.tree if sent.whole is None else sent.whole)
     new = own if averaged is None else jax.tree.map(wide, averaged)
     is_good = jnp.asarray(averaged is not None) & _all_finite(new)
     if state.accumulated is not None:
@@ -141,6 +162,10 @@ def receive(state: MoshpitState, sent: Sent, averaged: PyTree | None) -> tuple[P
         is_good &= _all_finite(incoming)
         is_there = is_good
     state = _without(state, sent, is_good)
+    if sent.residual is not None:
+        # A lost averaging leaves the residual: what it offered is offered again, or was the peer's own step.
+        is_good &= _all_finite(sent.residual)
+        state = state._replace(residual=optax.tree.where(is_good, sent.residual, state.residual))
     state = state._replace(due=jnp.zeros((), bool), rounds=state.rounds + 1, lost=state.lost + ~is_good)
     return incoming, is_there, state
 
@@ -154,7 +179,8 @@ def _without(state: MoshpitState, sent: Sent, is_good: Bool[Array, ""]) -> Moshp
             samples = jnp.where(is_good, samples, state.samples)
         return state._replace(steps=steps, samples=samples)
     count = wide(sent.steps) if sent.samples is None else sent.samples
-    rest = jax.tree.map(lambda total, mean: total - wide(mean) * count, state.accumulated, sent.tree)
+    whole = sent.tree if sent.whole is None else sent.whole
+    rest = jax.tree.map(lambda total, mean: total - wide(mean) * count, state.accumulated, whole)
     # Nothing came: exactly zero, without rounding. A gradient that is no number ends with the averaging it was in.
     is_kept = (steps > 0) & _all_finite(rest)
     return state._replace(
@@ -171,9 +197,9 @@ def without_gathered(tree: PyTree) -> PyTree:
     """
 
     def emptied(state: MoshpitState) -> MoshpitState:
-        gathered = (state.steps, state.samples, state.due, state.accumulated)
-        steps, samples, due, accumulated = jax.tree.map(jnp.zeros_like, gathered)
-        return state._replace(steps=steps, samples=samples, due=due, accumulated=accumulated)
+        gathered = (state.steps, state.samples, state.due, state.accumulated, state.residual)
+        steps, samples, due, accumulated, residual = jax.tree.map(jnp.zeros_like, gathered)
+        return state._replace(steps=steps, samples=samples, due=due, accumulated=accumulated, residual=residual)
 
     return map_state(emptied, tree)
 

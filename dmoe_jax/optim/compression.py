@@ -1,0 +1,227 @@
+"""Error feedback: send the few largest values of each block in two or four bits, and keep the rest for later.
+
+What a peer would send is added to what it has not sent yet; of the sum the largest values of each block leave,
+quantised, and the difference stays:
+
+    e <- decay * e + x        x: a gradient or a pseudo-gradient
+    c  = Q(TopK(e))           what is sent
+    e <- e - c
+
+(SparseLoCo, arXiv 2508.15706, algorithm 1; without the decay it is the error feedback of Seide et al. 2014 and of Deep
+Gradient Compression, arXiv 1712.01887. With the decay the residual stands in for outer momentum, so the outer optimiser
+of pseudo-gradients should have none: `sgd(1.0)`.) So nothing is lost for good but what has decayed.
+
+- `moshpit_average(..., compress=ErrorFeedback())` compresses what is sent to others. Its state has the residual: it is
+  checkpointed with it, and a lost averaging changes nothing.
+- `error_feedback` is the bare Optax transformation, for gradients that are averaged by something else.
+- `sparse_vector` makes of what was compressed a vector that `net.wire.sparse.encode_sparse` packs. What it decodes to
+  elsewhere is, bit for bit, the tree that was taken off the residual here.
+
+Each array is cut into blocks of its own, in C order; the residual is float32 whatever the parameters are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from dmoe_jax.types import PyTree
+from net.wire.sparse import LEAST_LEVEL, BlockGroup, SparseBlocks, SparseCoding, SparseVector
+
+_FITTING_ROUNDS = 4
+"""Of choosing levels and scale in turn (Lloyd's algorithm): from the fourth on the error changes by less than 1 %."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorFeedback:
+    """Settings of the compressor.
+
+    Attributes:
+      coding: how many values of a block are sent, and in how many bits.
+      decay: what is left of the residual from one averaging to the next, 0 to 1. SparseLoCo found 0.95 for
+        pseudo-gradients; for gradients of every step 1 is the classic choice.
+
+    Raises:
+      ValueError: the decay is something else.
+    """
+
+    coding: SparseCoding = field(default_factory=SparseCoding)
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"decay must be from 0 to 1, got {self.decay}")
+
+
+class Compressed(NamedTuple):
+    """What became of a tree.
+
+    Attributes:
+      parts: what is sent, as `net.wire.sparse.SparseVector` has it.
+      tree: the same as arrays of the tree's shapes, float32; what receivers decode.
+      residual: what is kept, of the same shapes, float32.
+    """
+
+    parts: tuple[SparseBlocks, ...]
+    tree: PyTree
+    residual: PyTree
+
+
+class ErrorFeedbackState(NamedTuple):
+    """State of `error_feedback`.
+
+    Attributes:
+      residual: what has not been sent yet; float32, of the shapes of the parameters.
+    """
+
+    residual: PyTree
+
+
+def zero_residual(params: PyTree) -> PyTree:
+    """Nothing kept yet: zeros of the shapes of the parameters, float32."""
+    return jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.float32), params)
+
+
+def compress(tree: PyTree, residual: PyTree, feedback: ErrorFeedback) -> Compressed:
+    """One round of error feedback, to be traced or not; see the equations at the head of this module.
+
+    Args:
+      tree: of floating-point arrays.
+      residual: as `zero_residual` or the last round left it.
+
+    Returns: what to send and what to keep. A block with a value that is not finite is sent with a scale of NaN, so that
+      the fault is seen; its residual is no number either, and the caller keeps the old one.
+
+    Raises:
+      ValueError: the residual has another structure than the tree.
+    """
+    leaves: list[Array]
+    structure: Any
+    leaves, structure = jax.tree.flatten(tree)
+    if jax.tree.structure(residual) != structure:
+        raise ValueError(f"the residual has another structure than the tree: {jax.tree.structure(residual)!r:.200}")
+    totals = [
+        (feedback.decay * left + jnp.asarray(leaf, jnp.float32)).reshape(-1)
+        for leaf, left in zip(leaves, jax.tree.leaves(residual), strict=True)
+    ]
+    groups = [(place, group) for place, total in enumerate(totals) for group in feedback.coding.blocks(total.size)]
+    parts, dense = _compress_groups([_rows(totals[place], group) for place, group in groups], groups, feedback.coding)
+    sent, kept = [], []
+    for place, (leaf, total) in enumerate(zip(leaves, totals, strict=True)):
+        own = [rows.reshape(-1) for (of, _), rows in zip(groups, dense, strict=True) if of == place]
+        flat = jnp.concatenate(own) if own else total
+        sent.append(flat.reshape(jnp.shape(leaf)))
+        kept.append((total - flat).reshape(jnp.shape(leaf)))
+    return Compressed(tuple(parts), jax.tree.unflatten(structure, sent), jax.tree.unflatten(structure, kept))
+
+
+def _rows(total: Array, group: BlockGroup) -> Array:
+    """[num_blocks, length]: the blocks of a group in the flat array that they are of."""
+    rows = total[group.start : group.start + group.num_blocks * group.length]
+    return rows.reshape(group.num_blocks, group.length)
+
+
+def _compress_groups(
+    rows: Sequence[Array], groups: Sequence[tuple[int, BlockGroup]], coding: SparseCoding
+) -> tuple[list[SparseBlocks], list[Array]]:
+    """What is sent of each group, sparse and dense.
+
+    Blocks of one shape go through together, from whichever array: a model has few shapes, and many arrays of each.
+    """
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, (_, group) in enumerate(groups):
+        alike.setdefault((group.length, group.kept), []).append(number)
+    parts: dict[int, SparseBlocks] = {}
+    dense: dict[int, Array] = {}
+    for (_, kept), numbers in alike.items():
+        together = jnp.concatenate([rows[number] for number in numbers])
+        blocks = largest_of_blocks(together, kept, coding)
+        values = _dense(blocks, together)
+        ends = np.cumsum([groups[number][1].num_blocks for number in numbers])[:-1].tolist()
+        split = [jnp.split(each, ends) for each in (*blocks, values)]
+        for number, *part, whole in zip(numbers, *split, strict=True):
+            parts[number], dense[number] = SparseBlocks(*part), whole
+    order = range(len(groups))
+    return [parts[number] for number in order], [dense[number] for number in order]
+
+
+def error_feedback(feedback: ErrorFeedback) -> optax.GradientTransformation:
+    """The transformation whose updates are what would be sent; the rest is in its state.
+
+    Behind it goes what averages, then the optimiser:
+
+        optax.chain(error_feedback(ErrorFeedback(decay=1.0)), averaged_over_peers, optax.sgd(0.1))
+
+    Updates that are not finite pass as such and leave the residual alone. Types stay those of the gradients; so with
+    bfloat16 what is sent is rounded once more, by what is not in the residual. (`moshpit_average` keeps float32.)
+    """
+
+    def init(params: PyTree) -> ErrorFeedbackState:
+        return ErrorFeedbackState(zero_residual(params))
+
+    def update(
+        updates: PyTree, state: ErrorFeedbackState, params: PyTree | None = None
+    ) -> tuple[PyTree, ErrorFeedbackState]:
+        del params
+        sent = compress(updates, state.residual, feedback)
+        is_good = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(sent.residual)]))
+        residual = optax.tree.where(is_good, sent.residual, state.residual)
+        typed = jax.tree.map(lambda leaf, own: leaf.astype(jnp.asarray(own).dtype), sent.tree, updates)
+        return typed, ErrorFeedbackState(residual)
+
+    return optax.GradientTransformation(init, update)
+
+
+def largest_of_blocks(rows: Float[Array, "blocks length"], kept: int, coding: SparseCoding) -> SparseBlocks:
+    """The `kept` largest values of each block, rounded to scale * level with the least squared error that is found.
+
+    Levels are `LEAST_LEVEL` to `coding.greatest_level` and their negatives. Zeros are never sent, so that a block may
+    have fewer values. A block that is not finite has the scale NaN.
+    """
+    magnitudes, indices = jax.lax.top_k(jnp.abs(rows), kept)
+    is_there = magnitudes > 0
+    least, most = LEAST_LEVEL, coding.greatest_level
+    # Any start does: with all values at the middle level, the scale is right on the average.
+    count = jnp.maximum(is_there.sum(axis=1), 1)
+    scales = magnitudes.sum(axis=1) / count * (2 / (least + most))
+    for _ in range(_FITTING_ROUNDS):
+        levels = _nearest(magnitudes, scales, least, most) * is_there
+        squares = jnp.maximum((levels * levels).sum(axis=1), 1)
+        scales = (magnitudes * levels).sum(axis=1) / squares
+    # A scale below the normal numbers is as good as none, and processors differ in what they make of it; a sum of
+    # squares that overflows, or a value that is no number, is a fault, which must be seen.
+    scales = jnp.where(scales < jnp.finfo(jnp.float32).tiny, 0, scales)
+    is_finite = jnp.all(jnp.isfinite(rows), axis=1) & jnp.isfinite(scales * most)
+    levels = _nearest(magnitudes, scales, least, most) * is_there * (scales > 0)[:, jnp.newaxis]
+    signs = jnp.where(jnp.take_along_axis(rows, indices, axis=1) < 0, -1, 1)
+    return SparseBlocks(indices, (levels * signs).astype(jnp.int8), jnp.where(is_finite, scales, jnp.nan))
+
+
+def sparse_vector(parts: Sequence[SparseBlocks], like: PyTree, coding: SparseCoding) -> SparseVector:
+    """What `compress` made of a tree as a vector on the host, ready for `net.wire.sparse.encode_sparse`.
+
+    Args:
+      parts: of one peer.
+      like: a tree of the same shapes, for instance the parameters.
+      coding: the one it was compressed with.
+    """
+    sizes = tuple(int(np.prod(np.shape(leaf), dtype=np.int64)) for leaf in jax.tree.leaves(like))
+    on_host = tuple(SparseBlocks(*(np.asarray(each) for each in part)) for part in parts)
+    return SparseVector(coding=coding, sizes=sizes, parts=on_host)
+
+
+def _nearest(magnitudes: Array, scales: Array, least: int, most: int) -> Array:
+    """The levels nearest to the magnitudes, as float32."""
+    safe = jnp.where(scales > 0, scales, 1)[:, jnp.newaxis]
+    return jnp.clip(jnp.round(magnitudes / safe), least, most)
+
+
+def _dense(part: SparseBlocks, like: Array) -> Array:
+    """[blocks, length], as `like`: the values at their places."""
+    values = part.levels.astype(jnp.float32) * part.scales[:, jnp.newaxis]
+    return jnp.put_along_axis(jnp.zeros_like(like), part.indices, values, axis=1, inplace=False)

@@ -1,0 +1,323 @@
+"""Error feedback: what is sent, what stays, and that a payload carries exactly what the residual was relieved of."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dmoe_jax.checkpoints import Checkpoints
+from dmoe_jax.optim import (
+    ErrorFeedback,
+    apply_average,
+    compress,
+    error_feedback,
+    moshpit_average,
+    sparse_vector,
+    what_to_send,
+    with_average,
+    zero_residual,
+)
+from dmoe_jax.optim.moshpit_state import without_gathered
+from net.wire.sparse import SparseCoding, encode_sparse, parse_sparse_untrusted, to_dense
+
+RNG = np.random.default_rng(0)
+# Blocks of 16 with two kept.
+SMALL = SparseCoding(block_size=16, kept=2, bits=2)
+
+
+def numpy_round(total: np.ndarray, coding: SparseCoding) -> np.ndarray:
+    """What is sent of a flat array, by plain loops."""
+    sent = np.zeros(total.size)
+    for start in range(0, total.size, coding.block_size):
+        block = total[start : start + coding.block_size].astype(np.float64)
+        kept = -(-block.size * coding.kept // coding.block_size)
+        places = [place for place in np.argsort(-np.abs(block), kind="stable")[:kept] if block[place] != 0]
+        if not places:
+            continue
+        size = np.abs(block[places])
+        low, high = 2, coding.greatest_level
+        scale = size.mean() * 2 / (low + high)
+        for _ in range(4):
+            levels = np.clip(np.round(size / scale), low, high)
+            scale = (size * levels).sum() / (levels**2).sum()
+        levels = np.clip(np.round(size / scale), low, high)
+        sent[start + np.array(places)] = np.sign(block[places]) * levels * scale
+    return sent
+
+
+def test_a_block_by_hand() -> None:
+    """Of 3, -2, 0.1 and zeros two are kept: exactly 3 and 2 times the scale 1, so nothing but 0.1 stays."""
+    tree = {"w": jnp.zeros(16).at[jnp.array([4, 7, 9])].set(jnp.array([3.0, -2.0, 0.1]))}
+    sent = compress(tree, zero_residual(tree), ErrorFeedback(coding=SMALL))
+    assert np.flatnonzero(sent.tree["w"]).tolist() == [4, 7]
+    np.testing.assert_allclose(sent.tree["w"][np.array([4, 7])], [3.0, -2.0], rtol=1e-6)
+    np.testing.assert_allclose(sent.residual["w"][9], 0.1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("coding", [SMALL, SparseCoding(block_size=16, kept=5, bits=4)], ids=["2 bits", "4 bits"])
+def test_rounds_against_plain_loops(coding: SparseCoding) -> None:
+    """e <- decay e + x, c = Q(TopK(e)), e <- e - c: several rounds of a tree with whole and short blocks."""
+    shapes = {"a": (5, 7), "b": (16,), "c": (), "d": (3,), "e": (0, 4)}
+    feedback = ErrorFeedback(coding=coding, decay=0.9)
+    step = jax.jit(functools.partial(compress, feedback=feedback))
+    residual = zero_residual({name: jnp.zeros(shape) for name, shape in shapes.items()})
+    own = {name: np.zeros(int(np.prod(shape))) for name, shape in shapes.items()}
+    for _ in range(4):
+        tree = {name: RNG.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+        sent = step(tree, residual)
+        residual = sent.residual
+        for name, shape in shapes.items():
+            total = 0.9 * own[name] + tree[name].reshape(-1)
+            expected = numpy_round(total, coding)
+            own[name] = total - expected
+            np.testing.assert_allclose(sent.tree[name], expected.reshape(shape), rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(residual[name], own[name].reshape(shape), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_a_payload_carries_just_what_left(bits: int) -> None:
+    """What a peer decodes is, bit for bit, the tree that was taken off the residual."""
+    coding = SparseCoding(block_size=64, kept=4, bits=bits)
+    tree = {"w": RNG.standard_t(3, size=(30, 11)).astype(np.float32), "b": RNG.normal(size=5).astype(np.float32)}
+    sent = jax.jit(functools.partial(compress, feedback=ErrorFeedback(coding=coding)))(tree, zero_residual(tree))
+    payload = encode_sparse(sparse_vector(sent.parts, tree, coding))
+    arrived = to_dense(parse_sparse_untrusted(payload, coding, (5, 330)))
+    expected = np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(sent.tree)])
+    assert np.array_equal(arrived, expected)
+
+
+def test_the_residual_is_what_is_missing() -> None:
+    """Without decay, all that was sent and what is left are all that was given."""
+    feedback = error_feedback(ErrorFeedback(coding=SMALL, decay=1.0))
+    grads = RNG.normal(size=(30, 40)).astype(np.float32)
+    state = feedback.init(jnp.zeros(40))
+    total = np.zeros(40)
+    update = jax.jit(feedback.update)
+    for grad in grads:
+        sent, state = update(grad, state)
+        assert np.count_nonzero(sent) <= 2 + 2 + 1
+        total += np.asarray(sent)
+    np.testing.assert_allclose(total + state.residual, grads.sum(axis=0), rtol=1e-4, atol=1e-4)
+
+
+def test_it_contracts() -> None:
+    """|x - c|^2 <= (1 - k / n) |x|^2, which convergence of error feedback rests on (EF21), rounding included."""
+    for draw in (RNG.normal, RNG.laplace, functools.partial(RNG.standard_t, 2)):
+        x = draw(size=4096 * 3).astype(np.float32)
+        sent = compress(x, zero_residual(x), ErrorFeedback())
+        assert (np.asarray(sent.residual) ** 2).sum() <= (1 - 64 / 4096) * (x.astype(np.float64) ** 2).sum()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e3, 1e30])
+def test_scale_does_not_matter(scale: float) -> None:
+    """From the smallest to the largest numbers: the same levels at the same places."""
+    x = RNG.normal(size=64).astype(np.float32)
+    plain = compress(x, zero_residual(x), ErrorFeedback(coding=SMALL))
+    scaled = compress(x * np.float32(scale), zero_residual(x), ErrorFeedback(coding=SMALL))
+    np.testing.assert_allclose(scaled.tree / np.float32(scale), plain.tree, rtol=1e-4)
+
+
+def test_zeros_are_not_sent() -> None:
+    """A block of zeros has no values; one with a single value has one, which comes through exactly."""
+    x = jnp.zeros(32).at[20].set(-0.3)
+    sent = compress(x, zero_residual(x), ErrorFeedback(coding=SMALL))
+    assert [int(np.count_nonzero(part.levels)) for part in sent.parts] == [1]
+    np.testing.assert_allclose(sent.tree, x, rtol=1e-6)
+    assert np.isfinite(sent.residual).all()
+
+
+@pytest.mark.parametrize("fault", [np.nan, np.inf, -np.inf])
+def test_a_fault_is_seen_and_not_kept(fault: float) -> None:
+    """It passes as something that is not finite, the residual stays, and nothing can be sent of it."""
+    feedback = error_feedback(ErrorFeedback(coding=SMALL))
+    state = feedback.init(jnp.zeros(16))
+    _, state = feedback.update(jnp.arange(16.0), state)
+    kept = np.asarray(state.residual)
+    updates, state = feedback.update(jnp.arange(16.0).at[3].set(fault), state)
+    assert not np.isfinite(updates).all()
+    assert np.array_equal(state.residual, kept)
+    sent = compress(jnp.zeros(16).at[3].set(fault), zero_residual(jnp.zeros(16)), ErrorFeedback(coding=SMALL))
+    with pytest.raises(ValueError, match="finite"):
+        encode_sparse(sparse_vector(sent.parts, jnp.zeros(16), SMALL))
+
+
+def test_bfloat16_keeps_its_residual_in_float32() -> None:
+    """A thousand gradients of 2^-9 beside a parameter's gradient of 1 add up in float32; in bfloat16 they would not."""
+    feedback = error_feedback(ErrorFeedback(coding=SparseCoding(block_size=2, kept=1, bits=2), decay=1.0))
+    grads = jnp.array([1.0, 2.0**-9], jnp.bfloat16)
+    state = feedback.init(grads)
+    total = np.zeros(2)
+    update = jax.jit(feedback.update)
+    for _ in range(1000):
+        sent, state = update(grads, state)
+        assert sent.dtype == jnp.bfloat16
+        total += np.asarray(sent, np.float64)
+    assert state.residual.dtype == jnp.float32
+    np.testing.assert_allclose(total + np.asarray(state.residual), [1000, 1000 / 512], rtol=2e-2)
+    assert total[1] > 0
+
+
+def sgd_peers(optimizer: Any, grads: np.ndarray, params: np.ndarray) -> tuple[np.ndarray, Any]:
+    """Parameters [peers, n] after grads [steps, peers, n], jitted over a vmapped axis."""
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="peers")
+    def step(params: Any, state: Any, grad: Any) -> Any:
+        updates, state = optimizer.update(grad, state, params)
+        return optax.apply_updates(params, updates), state
+
+    held, state = jnp.asarray(params), jax.vmap(optimizer.init)(jnp.asarray(params))
+    for grad in grads:
+        held, state = step(held, state, grad)
+    return np.asarray(held), state
+
+
+def pmean(tree: Any, _: Any) -> Any:
+    return jax.lax.pmean(tree, "peers")
+
+
+def test_sparse_diloco_against_plain_loops() -> None:
+    """SparseLoCo, algorithm 1: H steps of SGD, e <- beta e + (anchor - theta), c = Q(TopK(e)), e <- e - c,
+    anchor <- anchor - alpha mean(c), theta <- anchor."""
+    peers, size, every, decay, rate, outer = 3, 40, 4, 0.9, 0.1, 0.8
+    grads = RNG.normal(size=(12, peers, size)).astype(np.float32)
+    start = RNG.normal(size=size).astype(np.float32)
+    optimizer = moshpit_average(
+        optax.sgd(rate), every=every, what="pseudo_gradients", outer=optax.sgd(outer), average=pmean,
+        compress=ErrorFeedback(coding=SMALL, decay=decay),
+    )  # fmt: skip
+    held, state = sgd_peers(optimizer, grads, np.tile(start, (peers, 1)))
+    anchor, residuals = start.astype(np.float64), np.zeros((peers, size))
+    for first in range(0, 12, every):
+        theta = anchor - rate * grads[first : first + every].sum(axis=0)
+        total = decay * residuals + (anchor - theta)
+        sent = np.stack([numpy_round(row, SMALL) for row in total])
+        residuals = total - sent
+        anchor = anchor - outer * sent.mean(axis=0)
+    np.testing.assert_allclose(held, np.tile(anchor, (peers, 1)), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(state.residual, residuals, rtol=1e-3, atol=1e-5)
+
+
+def test_compressed_gradients_against_plain_loops() -> None:
+    """Gradients of every step: theta <- theta - rate * mean(Q(TopK(e + g)))."""
+    peers, size = 3, 20
+    grads = RNG.normal(size=(6, peers, size)).astype(np.float32)
+    feedback = ErrorFeedback(coding=SMALL, decay=1.0)
+    optimizer = moshpit_average(optax.sgd(0.1), what="gradients", average=pmean, compress=feedback)
+    held, _ = sgd_peers(optimizer, grads, np.zeros((peers, size), np.float32))
+    theta, residuals = np.zeros(size), np.zeros((peers, size))
+    for grad in grads:
+        sent = np.stack([numpy_round(row, SMALL) for row in residuals + grad])
+        residuals = residuals + grad - sent
+        theta -= 0.1 * sent.mean(axis=0)
+    np.testing.assert_allclose(held, np.tile(theta, (peers, 1)), rtol=1e-4, atol=1e-5)
+
+
+HOST = {"pseudo_gradients": {"outer": optax.sgd(1.0)}, "gradients": {}}
+
+
+def hosted(what: str) -> tuple[Any, ErrorFeedback]:
+    feedback = ErrorFeedback(coding=SMALL, decay=0.9)
+    return moshpit_average(optax.sgd(0.1), what=what, compress=feedback, **HOST[what]), feedback  # type: ignore[arg-type]
+
+
+def one_step(optimizer: Any, params: Any, state: Any, grad: Any) -> Any:
+    updates, state = optimizer.update(grad, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("what", list(HOST))
+def test_host_and_inside_agree(what: str) -> None:
+    """The host's `what_to_send`, payload, `with_average` and `apply_average` come to what `average` inside does."""
+    optimizer, feedback = hosted(what)
+    inside = moshpit_average(
+        optax.sgd(0.1), what=what, compress=feedback, average=lambda tree, _: tree, **HOST[what]  # type: ignore[arg-type]
+    )  # fmt: skip
+    params = jnp.asarray(RNG.normal(size=24), jnp.float32)
+    ours, theirs = (params, optimizer.init(params)), (params, inside.init(params))
+    for grad in RNG.normal(size=(5, 24)).astype(np.float32):
+        theirs = one_step(inside, *theirs, grad)
+        held, state = one_step(optimizer, *ours, grad)
+        sent = what_to_send(state, held, feedback=feedback)
+        assert sent.parts is not None
+        payload = encode_sparse(sparse_vector(sent.parts, params, SMALL))
+        arrived = to_dense(parse_sparse_untrusted(payload, SMALL, (24,)))
+        ours = apply_average(optimizer, with_average(state, sent, jnp.asarray(arrived)), held)
+        np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(ours[1].residual, theirs[1].residual, rtol=1e-5, atol=1e-6)
+
+
+def test_a_lost_averaging_loses_nothing() -> None:
+    """The residual stays, and what was offered is in the next pseudo-gradient, since the anchor did not move."""
+    optimizer, feedback = hosted("pseudo_gradients")
+    params = jnp.zeros(16)
+    held, state = one_step(optimizer, params, optimizer.init(params), jnp.arange(16.0))
+    before = what_to_send(state, held, feedback=feedback)
+    held, state = apply_average(optimizer, with_average(state, before, None), held)
+    after = what_to_send(state, held, feedback=feedback)
+    assert int(state.lost) == 1
+    assert not np.any(state.residual)
+    assert np.array_equal(after.tree, before.tree)
+    assert np.array_equal(held, -0.1 * np.arange(16.0, dtype=np.float32))
+
+
+def test_lost_gradients_are_ones_own_step() -> None:
+    """The step is made with the whole gradient, so the residual has nothing of it."""
+    optimizer, feedback = hosted("gradients")
+    params = jnp.zeros(16)
+    held, state = one_step(optimizer, params, optimizer.init(params), jnp.arange(16.0))
+    sent = what_to_send(state, held, feedback=feedback)
+    held, state = apply_average(optimizer, with_average(state, sent, None), held)
+    np.testing.assert_allclose(held, -0.1 * np.arange(16.0), rtol=1e-6)
+    assert not np.any(state.residual)
+
+
+def test_a_newcomer_does_not_send_what_its_donor_will() -> None:
+    """The residual of a state that was taken over is zero, its momentum and anchor are not touched."""
+    optimizer, feedback = hosted("pseudo_gradients")
+    params = jnp.ones(16)
+    held, state = one_step(optimizer, params, optimizer.init(params), jnp.arange(16.0))
+    sent = what_to_send(state, held, feedback=feedback)
+    held, state = apply_average(optimizer, with_average(state, sent, sent.tree), held)
+    assert np.any(state.residual)
+    fresh = without_gathered(state)
+    assert not np.any(fresh.residual)
+    assert np.array_equal(fresh.anchor, state.anchor)
+
+
+def test_the_residual_is_checkpointed(tmp_path: Path) -> None:
+    """A run that goes on from a checkpoint sends what it would have sent."""
+    optimizer, feedback = hosted("pseudo_gradients")
+    params = jnp.ones(16)
+    held, state = one_step(optimizer, params, optimizer.init(params), jnp.arange(16.0))
+    sent = what_to_send(state, held, feedback=feedback)
+    held, state = apply_average(optimizer, with_average(state, sent, sent.tree), held)
+    assert np.any(state.residual)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state, {})
+    _, restored, _ = checkpoints.restore_latest(optimizer.init(params))
+    assert jax.tree.all(jax.tree.map(np.array_equal, restored, state))
+    expected, got = (what_to_send(each, 2 * held, feedback=feedback) for each in (state, restored))
+    assert np.array_equal(got.tree, expected.tree)
+
+
+def test_what_is_refused() -> None:
+    """Wrong settings and calls say what was expected."""
+    feedback = ErrorFeedback(coding=SMALL)
+    with pytest.raises(ValueError, match=r"decay must be from 0 to 1, got 1\.5"):
+        ErrorFeedback(decay=1.5)
+    with pytest.raises(ValueError, match="compress is for gradients and pseudo_gradients"):
+        moshpit_average(optax.sgd(0.1), compress=feedback)
+    with pytest.raises(ValueError, match="another structure than the tree"):
+        compress({"a": jnp.zeros(3)}, jnp.zeros(3), feedback)
+    plain = moshpit_average(optax.sgd(0.1), what="gradients")
+    with pytest.raises(ValueError, match="made without `compress`"):
+        what_to_send(plain.init(jnp.zeros(3)), jnp.zeros(3), feedback=feedback)
+    optimizer, _ = hosted("gradients")
+    with pytest.raises(ValueError, match="made with `compress`, and feedback is None"):
+        what_to_send(optimizer.init(jnp.zeros(3)), jnp.zeros(3))
