@@ -40,6 +40,17 @@ class _Process:
     micro_batch: int
     killed: bool = False
 
+    def close(self) -> None:
+        """Wait for its end, which has been asked for; kill it if it does not come."""
+        try:
+            self.popen.wait(20)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+        for stream in (self.popen.stdin, self.popen.stdout):
+            assert stream is not None
+            stream.close()
+
 
 class RealSwarm:
     """Processes on this machine that find each other over TLS on loopback.
@@ -69,14 +80,15 @@ class RealSwarm:
             "log": str(log),
             "sample_s": peer.sample_s,
         }
-        popen = subprocess.Popen(
-            [sys.executable, "-m", "experiments.collaborative.member", json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(self._folder / f"{name}.err").open("w"),
-            text=True,
-            start_new_session=True,
-        )
+        with (self._folder / f"{name}.err").open("w") as errors:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "experiments.collaborative.member", json.dumps(settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
         self.processes.append(_Process(peer, popen, log, self._shared["micro_batch"]))
         if peer.role != "client":
             assert popen.stdout is not None
@@ -90,7 +102,7 @@ class RealSwarm:
         process = next(each for each in self.processes if each.peer.name == name and not each.killed)
         process.killed = True
         process.popen.send_signal(signal.SIGKILL)
-        process.popen.wait()
+        process.close()
 
     def step(self) -> int:
         """The furthest step that any log has."""
@@ -124,15 +136,12 @@ class RealSwarm:
 
     def end(self) -> None:
         """End all processes in order."""
-        for process in self.processes:
-            if not process.killed:
-                assert process.popen.stdin is not None
-                process.popen.stdin.close()
-        for process in self.processes:
-            try:
-                process.popen.wait(20)
-            except subprocess.TimeoutExpired:
-                process.popen.kill()
+        living = [each for each in self.processes if not each.killed]
+        for process in living:
+            assert process.popen.stdin is not None
+            process.popen.stdin.close()
+        for process in living:
+            process.close()
 
     def lives(self) -> list[Life]:
         """What the processes with gradients wrote down."""
