@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import ScalarFormatter
 
 from dmoe_jax.runs.balance_panels import balance_lines
 from dmoe_jax.runs.figure import Metrics
@@ -178,7 +179,7 @@ def balance_table(found: Outcomes) -> ReportTable:
 def draw_cases(cost_axes: Axes, entropy_axes: Axes, found: Outcomes) -> None:
     """A row for each case: what the balanced router costs, with its interval, and how even the load is."""
     names = [name for name, routers in found.items() if {PLAIN, BALANCED} <= routers.keys()]
-    dress(cost_axes, f"Perplexity of {BALANCED}, above that of {PLAIN}", "per cent; 95 % intervals of the seeds")
+    dress(cost_axes, f"Perplexity above that of {PLAIN}", f"{BALANCED}: per cent; 95 % intervals of the seeds")
     dress(entropy_axes, "Entropy of the load (1: even)", "second half of the run")
     cost_axes.axvline(0, color=GREY, linewidth=0.8)
     for row, name in enumerate(names):
@@ -200,7 +201,7 @@ def draw_cases(cost_axes: Axes, entropy_axes: Axes, found: Outcomes) -> None:
         axes.spines["left"].set_visible(False)
         axes.grid(axis="y", color=FAINT, linewidth=0.8)
     entropy_axes.set_xlim(right=1.02)
-    entropy_axes.legend(frameon=False, fontsize=8, loc="lower left")
+    entropy_axes.legend(frameon=False, fontsize=8, loc="upper center")
 
 
 def draw_length(cost_axes: Axes, entropy_axes: Axes, routers: Mapping[str, Mapping[int, Outcome]]) -> None:
@@ -208,7 +209,8 @@ def draw_length(cost_axes: Axes, entropy_axes: Axes, routers: Mapping[str, Mappi
     dress(cost_axes, "Validation perplexity", "million words of training")
     dress(entropy_axes, "Entropy of the load (1: even)", "million words of training")
     labels = []
-    for place, (router, seeds) in enumerate(routers.items()):
+    for place, router in enumerate(name for name in (BALANCED, PLAIN) if name in routers):
+        seeds = routers[router]
         colour, dash = series_style(place)
         for each in seeds.values():
             words, perplexities = _million_words(each.metrics)
@@ -218,6 +220,8 @@ def draw_length(cost_axes: Axes, entropy_axes: Axes, routers: Mapping[str, Mappi
             entropy_axes.plot(per_step * lines.steps, np.nanmean(lines.entropy, axis=0), color=colour, linestyle=dash)
         labels.append((perplexities[-1], router, colour))
     cost_axes.set_yscale("log")
+    for axis_part in (cost_axes.yaxis.set_major_formatter, cost_axes.yaxis.set_minor_formatter):
+        axis_part(ScalarFormatter())
     entropy_axes.set_ylim(top=1.02)
     end_labels(cost_axes, labels)
 
