@@ -112,6 +112,19 @@ class Emulator:
         trunk = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trunks) if several else trunks[0]
         return cast(SwarmState, self._inits[several](trunk, expert_key, batch, num_updates))
 
+    def num_pairs(self, trunk: PyTree, batch: Any) -> int:
+        """Places for calls in a layer of a step: samples times the experts that the router may choose for each.
+
+        That is `k_best` for most routers, and more where a sample may have more experts than others, as with expert
+        choice. An `EventOrder` has an event for each place; one that is not used then calls nobody.
+
+        Args:
+          trunk: the model's own parameters. batch: one batch of one trainer.
+        """
+        one = jax.tree.map(jnp.asarray, Data(batch, self.stages.model.keys(batch, seed=0, trainer=0, step=0)))
+        *_, calls, _ = self._shapes_of_step(trunk, one)
+        return math.prod(calls[0].chosen.shape)
+
     def run(
         self, state: SwarmState, order: EventOrder, data: Data, *, start: int = 0, stop: int | None = None
     ) -> SwarmState:
@@ -224,8 +237,8 @@ class Emulator:
             rejected=zero,
         )
 
-    def _init_trainers(self, trunk: PyTree, one: Data) -> Trainers:
-        """Zeros of the shapes that one step has, for every trainer; only the states mean something."""
+    def _shapes_of_step(self, trunk: PyTree, one: Data) -> Any:
+        """(what layers mixed, what reached them, their calls, the outcome) of one trainer's step, as shapes."""
         state = self.stages.model.initial_state(one.batches)
 
         def shapes() -> tuple[Any, ...]:
@@ -254,7 +267,12 @@ class Emulator:
                 )
             return mixed, reached, calls, self.stages.finish(trunk, one.batches, state, one.keys, mixed)
 
-        mixed, reached, calls, finished = jax.eval_shape(shapes)
+        return jax.eval_shape(shapes)
+
+    def _init_trainers(self, trunk: PyTree, one: Data) -> Trainers:
+        """Zeros of the shapes that one step has, for every trainer; only the states mean something."""
+        state = self.stages.model.initial_state(one.batches)
+        mixed, reached, calls, finished = self._shapes_of_step(trunk, one)
         zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
         one_trainer = Trainers(
             params=zeros(trunk),

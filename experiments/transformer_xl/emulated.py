@@ -43,7 +43,9 @@ class EmulatedDmoe(SetupEngine):
         setting, config = setup.setting or Setting(place="emulated"), setup.config
         num_trainers, optimizer = setting.num_trainers, make_optimizer(setup.recipe)
         self._emulator = _emulator(config, setup.router, optimizer, make_optimizer(setup.expert_recipe), num_trainers)
-        num_pairs, num_cells = config.samples(setup.rows) * config.k_best, math.prod(config.grid_size)
+        model, trunk = self._emulator.stages.model, setup.init_trunk()
+        num_pairs = self._emulator.num_pairs(trunk, next(iter(setup.stream(shard=0, num_shards=num_trainers))))
+        num_cells = math.prod(config.grid_size)
         # Of many tokens most go to an expert that others go to as well: drawn are calls of experts, not of pairs.
         self._order = draw_order(
             num_updates=setup.steps,
@@ -59,13 +61,13 @@ class EmulatedDmoe(SetupEngine):
             self._order = _by_expert(self._order, num_pairs)
         self._updates = self._order.updates
         data = take_batches(
-            self._emulator.stages.model,
+            model,
             [setup.stream(shard=index, num_shards=num_trainers) for index in range(num_trainers)],
             steps=int(np.bincount(self._order.trainer[self._order.kind == STAGE]).max()),
             seed=setup.seed,
         )
         self._data = jax.tree.map(jnp.asarray, data)
-        key, trunk = jax.random.key(setup.seed), setup.init_trunk()
+        key = jax.random.key(setup.seed)
         state = self._emulator.init(key, key, data, num_updates=setup.steps)
         self._take(state._replace(params=trunk, opt_state=optimizer.init(trunk)))
         self._pieces = 0

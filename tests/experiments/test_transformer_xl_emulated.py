@@ -14,6 +14,7 @@ from dmoe_jax.checkpoints import Checkpoints, host_copy
 from dmoe_jax.layer_config import Route
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.routing.combinators import add_noise
+from dmoe_jax.routing.expert_choice import expert_choice
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import StepRecord
@@ -180,3 +181,13 @@ def test_the_command_emulates_the_mixture(
     assert [swarm["place"] for swarm in swarms] == ["emulated", "simulated"]
     assert [swarm["num_trainers"] for swarm in swarms] == [3, 3]
     assert {"figure.png", "report.md"} <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
+def test_a_router_may_give_a_sample_more_experts_than_k_best() -> None:
+    setup = make_setup(expert_choice((2, 2)))
+    engine = EmulatedDmoe(replace(setup, batch_size=2))
+    records = train(engine, 12)
+    assert [record.step for record in records] == list(range(1, 13))
+    assert all(np.isfinite(record.loss) for record in records)
+    # Two sequences and two experts for each on average: four calls there and four back, fewer those that failed.
+    assert 0 < engine.totals().calls_ok <= 12 * setup.config.num_layers * 2 * (2 * setup.config.k_best)
