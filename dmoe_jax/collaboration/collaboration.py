@@ -18,6 +18,7 @@ from dmoe_jax.types import PyTree
 from net.averaging.collaboration.board import ProgressBoard
 from net.averaging.collaboration.progress import Forecast, Pace, Report, facts
 from net.averaging.collaboration.rounds import StepAveraging
+from net.averaging.collaboration.step_log import StepLog
 from net.averaging.grouping.group import Role
 from net.dht.node import DhtNode
 from net.rpc.base import Caller
@@ -63,6 +64,12 @@ class Collaboration:
             on_begin=self._forming.heard,
         )
         """Who is how far."""
+        log = StepLog(caller, prefix=name)
+
+        def stepped(done: GlobalStep) -> None:
+            self._following.in_step()
+            on_step(done)
+
         self._stepping = Stepping(
             state,
             standing,
@@ -70,12 +77,21 @@ class Collaboration:
             forming=self._forming,
             board=self.board,
             own=caller.peer_id,
+            log=log,
             delayed=config.delayed,
             nursery=nursery,
-            on_step=on_step,
+            on_step=stepped,
         )
         self._following = Following(
-            state, standing, caller=caller, dht=dht, name=name, forming=self._forming, board=self.board, rng=rng
+            state,
+            standing,
+            caller=caller,
+            dht=dht,
+            name=name,
+            forming=self._forming,
+            board=self.board,
+            log=log,
+            rng=rng,
         )
 
     @property

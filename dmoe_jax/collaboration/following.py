@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import trio
 
 from dmoe_jax.averaging.donor import is_finite_state, table_of
 from dmoe_jax.collaboration.forming import StepForming
@@ -13,14 +14,18 @@ from dmoe_jax.collaboration.peer_state import PeerState
 from dmoe_jax.collaboration.standing import Standing
 from dmoe_jax.types import PyTree
 from net.averaging.collaboration.board import ProgressBoard
-from net.averaging.collaboration.progress import CHAIN_BYTES
+from net.averaging.collaboration.progress import CHAIN_BYTES, Report, next_chain
+from net.averaging.collaboration.step_log import POLL_S, StepFollower, StepLog
 from net.averaging.state.download import download_state
 from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
 from net.dht.node import DhtNode
 from net.errors import NetError
+from net.nursery import background_nursery
 from net.rpc.base import Caller
 
 _TIMEOUT_S = 600.0
+_MAX_ASKED = 4
+"""Peers that are asked in turn for what steps brought, while the ones before fail."""
 _CONFIG = StateSharingConfig(announce_period_s=10.0, max_lag=0)
 
 
@@ -30,7 +35,7 @@ class Following:
     Args:
       state, standing: of this peer.
       caller: places and serves the calls. dht: where donors are found. name: of the collaboration.
-      forming: whether a step is coming. board: who is how far.
+      forming: whether a step is coming. board: who is how far. log: of this peer's steps.
       rng: chooses among donors.
     """
 
@@ -44,6 +49,7 @@ class Following:
         name: str,
         forming: StepForming,
         board: ProgressBoard,
+        log: StepLog,
         rng: random.Random,
     ) -> None:
         self._state = state
@@ -53,33 +59,95 @@ class Following:
         self._name = name
         self._forming = forming
         self._board = board
+        self._log = log
         self._rng = rng
+        self._follower = StepFollower(
+            caller,
+            prefix=name,
+            size=state.layout.size,
+            # Whoever is further; and once nobody is, those who may be soon.
+            donors=lambda: (board.ahead or board.contacts)[:_MAX_ASKED],
+        )
+        self._follows = trio.Event()
 
     async def serve(self) -> None:
-        """Give the state to newcomers, until cancelled."""
+        """Give state and steps to newcomers, until cancelled."""
         source = StateSource(lambda: self._standing.step, self._shared_state)
-        await StateSharing(self._caller, self._dht, prefix=self._name, source=source, config=_CONFIG).run()
+        sharing = StateSharing(self._caller, self._dht, prefix=self._name, source=source, config=_CONFIG)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sharing.run)
+            nursery.start_soon(self._log.run)
+            nursery.start_soon(self._follow_along)
+
+    async def _follow_along(self) -> None:
+        """Fetch what steps bring, from the moment that this peer has to catch up until it makes a step with others."""
+        while True:
+            await self._follows.wait()
+            await self._follower.ask()
+            await trio.sleep(POLL_S)
+
+    def in_step(self) -> None:
+        """This peer has made a step with the others."""
+        if self._follows.is_set():
+            self._follows = trio.Event()
 
     async def keep_up(self) -> bool:
-        """Take the state of whoever is further, if somebody is; whether that was done."""
+        """Go where whoever is further is, if somebody is; whether that was done.
+
+        What steps bring that are made meanwhile is fetched beside the state and applied to it. Where only the last ones
+        are missing, and are to be had, they are all that is fetched.
+        """
         standing = self._standing
         leader = self._board.view.leader
         if leader is None or self._forming.coming is not None or standing.where is None:
             return False
-        taken = await self._download(min_version=leader.step)
+        self._follows.set()
+        await self._follower.ask()
+        if await self._follow():
+            return True
+        if leader.chain == standing.chain:  # with delayed updates: its last step is under way, and will be told
+            await self._board.wait_for_news()
+            return False
+        async with background_nursery() as nursery:
+            nursery.start_soon(self._follow_along)
+            taken = await self._download(leader)
         if taken is None or (taken.version, taken.facts["trained"]) <= (standing.step, standing.trained):
             self._board.refresh()
             await self._board.wait_for_news()
             return False
-        await self._state.take(taken.tensors)
         standing.totals.samples_lost += standing.gathered
-        standing.totals.states_taken += 1
+        await self._state.take(taken.tensors)
         standing.moved(taken.version, taken.facts["chain"], taken.facts["trained"])
+        standing.totals.states_taken += 1
+        await self._follower.ask()
+        await self._follow()
         self._forming.changed()
         return True
 
-    async def _download(self, *, min_version: int) -> SharedState | None:
+    async def _follow(self) -> bool:
+        """Make the steps that were fetched and go on where this peer stands; whether there were any."""
+        standing, has_moved = self._standing, False
+        while (brought := self._follower.following(standing.step, standing.chain)) is not None:
+            standing.totals.samples_lost += standing.gathered
+            await self._state.step(brought.mean, brought.weight, brought.notes)
+            chain = next_chain(standing.chain, brought.group_id)
+            standing.moved(brought.number, chain, standing.trained + brought.weight)
+            standing.totals.steps_followed += 1
+            has_moved = True
+        if has_moved:
+            self._forming.changed()
+        return has_moved
+
+    async def _download(self, leader: Report) -> SharedState | None:
+        """The state of whoever is furthest in the chain that goes on; None if it cannot be had."""
         table = table_of(self._state.shared)
+
+        def is_of_use(state: SharedState) -> bool:
+            # Of two chains of a swarm that fell apart one is given up: not the one whose state is taken.
+            if not _is_chain(state.facts) or not is_finite_state(state):
+                return False
+            return (state.version, state.facts["trained"], state.facts["chain"]) >= leader.standing
+
         try:
             return await download_state(
                 self._caller,
@@ -87,11 +155,11 @@ class Following:
                 prefix=self._name,
                 rng=self._rng,
                 config=_CONFIG,
-                min_version=min_version,
+                min_version=leader.step,
                 timeout_s=_TIMEOUT_S,
                 attempts=3,
                 expects=lambda version, offered: version >= self._standing.step and offered == table,
-                accepts=lambda state: is_finite_state(state) and _is_chain(state.facts),
+                accepts=is_of_use,
             )
         except NetError as error:
             self._standing.totals.reasons[f"no state: {type(error).__name__}"] += 1

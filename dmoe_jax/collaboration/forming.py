@@ -10,6 +10,7 @@ from net.averaging.collaboration.progress import Forecast
 from net.averaging.collaboration.rounds import StepAveraging
 from net.averaging.grouping.group import Group
 from net.clock import SwarmClock
+from net.nursery import background_nursery
 
 _MOST_LEADS = 8
 """How many times as long as it is to be the time may become in which groups form."""
@@ -86,8 +87,11 @@ class StepForming:
             await self._changed.wait()
 
     def over(self, *, found: bool) -> None:
-        """The step was made; or nobody was found for it, or nothing came of it."""
-        factor = 0.9 if found else 2.0
+        """The step was made; or nobody was found for it, or nothing came of it.
+
+        Groups form for longer next time if nobody was found, unless others were and have made it meanwhile.
+        """
+        factor = 0.9 if found or self._view.leader is not None else 2.0
         self._lead_s = min(max(factor * self._lead_s, self._least_lead_s), _MOST_LEADS * self._least_lead_s)
         self.coming = None
         self.changed()
@@ -132,13 +136,21 @@ class StepForming:
 
     async def _form(self, coming: ComingStep) -> None:
         if self._view.others:
-            coming.group = await self._rounds.find_group(
-                step=coming.step,
-                chain=coming.chain,
-                begins_at=coming.begins_at,
-                others=self.board.contacts,
-                fewest=lambda: self._view.quorum,
-            )
+            async with background_nursery() as nursery:
+                nursery.start_soon(self._until_made, nursery.cancel_scope)
+                coming.group = await self._rounds.find_group(
+                    step=coming.step,
+                    chain=coming.chain,
+                    begins_at=coming.begins_at,
+                    others=self.board.contacts,
+                    fewest=lambda: self._view.quorum,
+                )
         else:
             await trio.sleep(max(0.0, coming.begins_at - self._clock.now()))
         coming.found.set()
+
+    async def _until_made(self, scope: trio.CancelScope) -> None:
+        """Cancel `scope` once others have made the step: whoever is missed there need not look on."""
+        while self._view.leader is None:
+            await self.board.wait_for_news()
+        scope.cancel()

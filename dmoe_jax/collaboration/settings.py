@@ -64,7 +64,7 @@ class CollaborationConfig:
 
     def board(self) -> BoardConfig:
         """Settings of the reports."""
-        return BoardConfig()
+        return BoardConfig(silence_s=self.silence_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +103,8 @@ class CollaborationTotals:
     """Samples of everybody in these steps."""
     states_taken: int = 0
     """Whole states taken from others."""
+    steps_followed: int = 0
+    """Steps that others made while it fetched a state, or without it, and that it made after them."""
     reasons: Counter[str] = field(default_factory=Counter)
     """How many attempts came to nothing for which reason."""
 
@@ -115,5 +117,6 @@ class CollaborationTotals:
             "samples_lost": self.samples_lost,
             "mean_batch": self.whole / self.steps if self.steps else None,
             "states_taken": self.states_taken,
+            "steps_followed": self.steps_followed,
             **{f"failed: {reason}": count for reason, count in self.reasons.items()},
         }

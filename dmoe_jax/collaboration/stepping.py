@@ -11,6 +11,7 @@ from dmoe_jax.collaboration.standing import Standing, UnderWay
 from net.averaging.collaboration.board import ProgressBoard
 from net.averaging.collaboration.progress import next_chain
 from net.averaging.collaboration.rounds import Averaged, StepAveraging
+from net.averaging.collaboration.step_log import StepBrought, StepLog
 from net.averaging.grouping.group import Group
 from net.identity import PeerId
 from net.types import Array
@@ -22,7 +23,7 @@ class Stepping:
     Args:
       state, standing: of this peer.
       rounds: averages. forming: knows the group. board: who is how far.
-      own: this peer.
+      own: this peer. log: keeps what steps bring, where somebody wants it.
       delayed: whether averaging runs beside the next batch, in `nursery`.
       on_step: called after each global step.
     """
@@ -36,6 +37,7 @@ class Stepping:
         forming: StepForming,
         board: ProgressBoard,
         own: PeerId,
+        log: StepLog,
         delayed: bool,
         nursery: trio.Nursery,
         on_step: Callable[[GlobalStep], None],
@@ -46,6 +48,7 @@ class Stepping:
         self._forming = forming
         self._board = board
         self._own = own
+        self._log = log
         self._delayed = delayed
         self._nursery = nursery
         self._on_step = on_step
@@ -123,6 +126,16 @@ class Stepping:
     def _settled(self, begun: UnderWay, averaged: Averaged) -> None:
         """All members of the group have the average, and know it."""
         standing, totals, now = self._standing, self._standing.totals, trio.current_time()
+        self._log.keep(
+            StepBrought(
+                number=standing.step,
+                chain_before=standing.chain,
+                group_id=averaged.group_id,
+                weight=averaged.weight,
+                notes=averaged.notes,
+                mean=averaged.mean,
+            )
+        )
         standing.chain = next_chain(standing.chain, averaged.group_id)
         standing.trained += averaged.weight
         totals.steps += 1

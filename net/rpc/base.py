@@ -11,9 +11,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from net.errors import CallRefused, RemoteProtocolError
 from net.identity import Address, Contact, PeerId
 from net.peer_health import PeerHealth
 from net.rpc.bulk import BulkTraffic
+from net.wire.fields import Field
 from net.wire.tensors import Outgoing, Tensor
 
 Body = Mapping[str, Any]
@@ -79,6 +81,12 @@ class Caller(Protocol):
         """Who does not answer, by trio's clock: what was dialled, and each peer's services, as `(peer_id, "dht")`."""
         ...
 
+    def moved_bytes(self, peer_id: PeerId) -> int:
+        """Bytes that have come from a peer, and gone there as far as that shows, over the connections there are now.
+
+        While it changes, the peer lives; see `Link.num_moved`."""
+        ...
+
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Serve `method` with `handler`.
 
@@ -118,6 +126,18 @@ class Caller(Protocol):
           LocalProtocolError: the call itself cannot be sent (too large, or not CBOR).
         """
         ...
+
+
+def read_request(request: Request, **fields: Field[Any]) -> list[Any]:
+    """The fields of a request's body, in their order.
+
+    Raises:
+      CallRefused: one of them is something else; the caller is told which.
+    """
+    try:
+        return [field.of_untrusted(request.body, name) for name, field in fields.items()]
+    except RemoteProtocolError as error:
+        raise CallRefused(str(error)) from error
 
 
 @contextmanager

@@ -44,6 +44,12 @@ class ConnectionTable:
         """The lanes with this peer that take calls, whoever dialled them, in the order in which they came."""
         return [lane for lane in self._lanes.get(peer_id, ()) if lane.takes_calls]
 
+    def all_with(self, peer_id: PeerId) -> Iterator[Connection]:
+        """The connection with this peer and its lanes, those too that take no calls any more."""
+        if (first := self._by_peer.get(peer_id)) is not None:
+            yield first
+        yield from self._lanes.get(peer_id, ())
+
     @property
     def has_strangers(self) -> bool:
         """Whether somebody has dialled us and not said yet who it is."""

@@ -184,6 +184,10 @@ class RpcPeer:
         self._news = trio.Event()
         self._is_closed = False
 
+    def moved_bytes(self, peer_id: PeerId) -> int:
+        """What has moved between us and a peer, see `Caller.moved_bytes`."""
+        return sum(each.link.num_moved for each in self._connections.all_with(peer_id))
+
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Serve `method`, see `Caller.add_handler`. The tensors of its replies must not be written to afterwards.
 

@@ -1,20 +1,32 @@
 """One large batch by many peers, in virtual time: the result is one machine's, whoever joins, leaves or is slow."""
 
+import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import jax.numpy as jnp
 import pytest
 import trio
 
 from dmoe_jax.collaboration import CollaborationConfig
 from dmoe_jax.peer import SIM_PORT, open_peer
+from dmoe_jax.types import PyTree
 from experiments.collaborative.regression import regression
-from experiments.collaborative.world import ROOT, Life, PeerSpec, World, compare_with_one_machine, relative_difference
+from experiments.collaborative.world import (
+    ROOT,
+    Life,
+    PeerSpec,
+    Problem,
+    World,
+    compare_with_one_machine,
+    relative_difference,
+)
 from net.averaging.collaboration.assisting import assist_collaboration
 from net.identity import Address
 from net.transport.sim import run, simulate
-from net.transport.sim.links import Constant
+from net.transport.sim.links import Constant, HostOptions
 
 CONFIG = CollaborationConfig(target_batch_size=256, lead_s=2.0)
 PROBLEM = regression()
@@ -26,14 +38,20 @@ def machines(sample_s: Sequence[float] = (0.025, 0.05, 0.09, 0.125, 0.25)) -> li
 
 
 def in_world(
-    body: Callable[[World], Awaitable[None]], *, latency_s: float = 0.02, config: CollaborationConfig = CONFIG
+    body: Callable[[World], Awaitable[None]],
+    *,
+    latency_s: float = 0.02,
+    config: CollaborationConfig = CONFIG,
+    problem: Problem = PROBLEM,
+    bits_per_s: float = math.inf,
 ) -> list[Life]:
     """Run a test's body in virtual time; what the machines did."""
     lives: list[Life] = []
 
     async def main() -> None:
-        async with simulate(latency=Constant(latency_s)) as network:
-            world = World(network, PROBLEM, config=config)
+        lines = HostOptions(up_bps=bits_per_s, down_bps=bits_per_s)
+        async with simulate(latency=Constant(latency_s), hosts=lambda name: lines) as network:
+            world = World(network, problem, config=config)
             await world.open()
             await body(world)
             lives.extend(world.lives)
@@ -48,8 +66,8 @@ async def until(condition: Callable[[], bool]) -> None:
         await trio.sleep(0.01)
 
 
-def check_one_machine(lives: list[Life], steps: int, *, delayed: bool = False) -> None:
-    found = compare_with_one_machine(PROBLEM, lives, steps, delayed=delayed)
+def check_one_machine(lives: list[Life], steps: int, *, delayed: bool = False, problem: Problem = PROBLEM) -> None:
+    found = compare_with_one_machine(problem, lives, steps, delayed=delayed)
     assert not found.unexplained
     assert not found.chains_apart
     assert found.difference <= 1e-5
@@ -154,3 +172,48 @@ def test_delayed_steps_overlap_with_the_next_batch_and_are_one_machines_too() ->
         assert relative_difference(newcomer.params[number], lives[0].params[number]) == 0
     now = max(life.stepped_at[-1] for life in lives)
     assert max(life.idle_share(now) for life in lives[:3]) < 0.03
+
+
+def padded(num_more: int) -> Problem:
+    """The problem with so many parameters more, which its gradient decides as well."""
+
+    def with_padding(tree: PyTree) -> PyTree:
+        return {**tree, "padding": jnp.full(num_more, tree["b"].sum())}
+
+    def gradient(params: PyTree, *micro_batch: Any) -> PyTree:
+        return with_padding(PROBLEM.gradient({name: params[name] for name in "wb"}, *micro_batch))
+
+    def batch_gradient(params: PyTree, *micro_batches: Any) -> PyTree:
+        return with_padding(PROBLEM.batch_gradient({name: params[name] for name in "wb"}, *micro_batches))
+
+    params = {**PROBLEM.params, "padding": jnp.zeros(num_more)}
+    return replace(PROBLEM, params=params, gradient=gradient, batch_gradient=batch_gradient)
+
+
+@pytest.mark.parametrize(("delayed", "target"), [(False, 512), pytest.param(True, 1024, marks=pytest.mark.slow)])
+def test_a_newcomer_is_in_step_though_its_state_takes_longer_than_a_step(delayed: bool, target: int) -> None:
+    """The state has 12 MB, for which a line takes 10 s, or twice as long beside averaging; steps are shorter."""
+    problem, specs, joined_at = padded(1_000_000), machines((0.05, 0.05, 0.1, 0.1)), 0
+
+    async def body(world: World) -> None:
+        nonlocal joined_at
+        for spec in specs[:3]:
+            world.start(spec)
+        await world.wait_for_step(3)
+        joined_at = world.step
+        world.start(specs[3])
+        await world.wait_for_step(8)
+        await trio.sleep(1)
+
+    config = replace(CONFIG, target_batch_size=target, delayed=delayed)
+    lives = in_world(body, config=config, problem=problem, bits_per_s=1e7)
+    newcomer = lives[3]
+    assert newcomer.peer is not None
+    assert newcomer.peer.totals.states_taken == 1
+    assert newcomer.peer.totals.steps_followed >= 1
+    assert newcomer.steps[0].number <= joined_at + 3
+    for life in lives:  # slow lines part nobody from the others
+        assert all(step.peers >= 3 for step in life.steps)
+    check_one_machine(lives, joined_at - 1 if delayed else 8, delayed=delayed, problem=problem)
+    for number in newcomer.stepped & set(newcomer.params) & set(lives[0].params):
+        assert relative_difference(newcomer.params[number], lives[0].params[number]) == 0

@@ -106,14 +106,29 @@ async def test_download_bandwidth() -> None:
 async def test_a_send_waits_for_the_uplink() -> None:
     """`send` returns while less than the send buffer is left to do, and waits until so much has left."""
     nbytes = SEND_BUFFER_BYTES // 2
-    async with simulate(hosts=HostOptions(up_bps=8.0 * nbytes)) as network:
+    async with simulate(hosts=HostOptions(up_bps=8 * 8.0 * nbytes)) as network:
         dialled, accepted = await connect(network, "a", "b")
         async with expect_duration(0.0):
             await dialled.send(part(nbytes), part(nbytes))
-        async with expect_duration(1.0):  # one of the two has left
+        async with expect_duration(1 / 8):  # one of the two has left
             await dialled.send(part(nbytes))
         for _ in range(3):
             assert await accepted.receive() is not None
+
+
+@in_simulation
+async def test_a_slow_line_has_a_short_queue() -> None:
+    """What is small and sent after much waits for a part of it, and not for all that the buffers would hold."""
+    nbytes = 128 * 1024
+    async with simulate(hosts=HostOptions(up_bps=8.0 * nbytes)) as network:
+        bulk, control = await connect(network, "a", "b"), await connect(network, "a", "b")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bulk[0].send, *(part(nbytes) for _ in range(16)))
+            await trio.sleep(4.5)
+            start = trio.current_time()
+            await control[0].send(part(100))
+            assert await arrival_s(control[1]) - start <= 1.1  # 2 s with the socket's whole buffer in between
+            nursery.cancel_scope.cancel()
 
 
 @in_simulation

@@ -24,9 +24,10 @@ from net.averaging.collaboration.progress import (
 )
 from net.dht.calls import PEER_ERRORS
 from net.dht.node import DhtNode
-from net.errors import CallRefused, NetError, RemoteProtocolError
+from net.errors import NetError
 from net.identity import Contact, PeerId
-from net.rpc.base import Caller, Reply, Request, handlers
+from net.rpc.base import Caller, Reply, Request, handlers, read_request
+from net.rpc.liveness import call_living
 from net.wire.fields import integer, octets, optional, real
 
 
@@ -40,16 +41,16 @@ class BoardConfig:
     """Seconds between two reports at most."""
     lifetime_s: float = 15.0
     """How long a report stands. One that has died is counted on for so long, unless its group notices."""
-    nudge_timeout_s: float = 2.0
-    """How long a peer that is told to begin may take to say that it has heard."""
+    silence_s: float = 2.0
+    """A peer that is told to begin, and gives no sign of life for so long, is gone."""
 
     def __post_init__(self) -> None:
         if not 0 < self.min_period_s <= self.max_period_s:
             raise ValueError(f"expected 0 < min_period_s <= max_period_s, got {self.min_period_s}, {self.max_period_s}")
         if not 2 * self.max_period_s <= self.lifetime_s < math.inf:
             raise ValueError(f"lifetime_s must be at least twice max_period_s, got {self.lifetime_s}")
-        if not 0 < self.nudge_timeout_s < math.inf:
-            raise ValueError(f"nudge_timeout_s must be positive, got {self.nudge_timeout_s}")
+        if not 0 < self.silence_s < math.inf:
+            raise ValueError(f"silence_s must be positive, got {self.silence_s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,16 @@ class ProgressBoard:
         return tuple(Contact(each.peer_id, each.address) for each in everybody if each.address is not None)
 
     @property
+    def ahead(self) -> tuple[Contact, ...]:
+        """Where whoever is further can be called, the furthest first; empty if nobody is."""
+        leader = self.view.leader
+        if leader is None:
+            return ()
+        known = sorted(self._known(self._dht.clock.now()), key=lambda each: each.standing, reverse=True)
+        further = [each for each in known if each.standing > self._own().standing and each.gathers]
+        return tuple(Contact(each.peer_id, each.address) for each in further if each.address is not None)
+
+    @property
     def view(self) -> Forecast:
         """The swarm as of the last reading, extrapolated to now."""
         now = self._dht.clock.now()
@@ -156,7 +167,14 @@ class ProgressBoard:
 
         async def call(contact: Contact) -> None:
             try:
-                reply = await self._caller.call(contact, self._method, body, timeout_s=self._config.nudge_timeout_s)
+                reply = await call_living(
+                    self._caller,
+                    contact,
+                    self._method,
+                    body,
+                    silence_s=self._config.silence_s,
+                    timeout_s=self._config.lifetime_s,
+                )
                 at = optional(_TIME).of_untrusted(reply.body, "at")
             except PEER_ERRORS:
                 self.forget(contact.peer_id)
@@ -214,14 +232,8 @@ class ProgressBoard:
         self._changed = trio.Event()
 
     async def _serve_begin(self, request: Request) -> Reply:
-        try:
-            beginning = Beginning(
-                step=_STEP.of_untrusted(request.body, "step"),
-                chain=_CHAIN.of_untrusted(request.body, "chain"),
-                at=_TIME.of_untrusted(request.body, "at"),
-            )
-        except RemoteProtocolError as error:
-            raise CallRefused(str(error)) from error
+        step, chain, at = read_request(request, step=_STEP, chain=_CHAIN, at=_TIME)
+        beginning = Beginning(step=step, chain=chain, at=at)
         return Reply(body={"at": self._on_begin(beginning)})
 
 

@@ -129,7 +129,12 @@ def forecast(own: Report, others: Iterable[Report], *, target: float, now: float
         if report.peer_id != own.peer_id and (known is None or known.at < report.at):
             latest[report.peer_id] = report
     same = [each for each in latest.values() if (each.step, each.chain) == (own.step, own.chain)]
-    ahead = [each for each in latest.values() if each.standing > own.standing and each.chain != own.chain]
+    # With delayed updates somebody further may still be of our chain: its last step is under way.
+    ahead = [
+        each
+        for each in latest.values()
+        if each.standing > own.standing and (each.step > own.step or each.chain != own.chain)
+    ]
     peers = (own, *sorted(same, key=lambda each: each.peer_id))
     gathering = [each for each in peers if each.gathers]
     samples = math.fsum(each.samples_at(now) for each in gathering)

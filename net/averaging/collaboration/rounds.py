@@ -30,7 +30,7 @@ from net.errors import CallFailed, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
 from net.rpc.base import Caller
-from net.rpc.service import PING
+from net.rpc.liveness import ping
 from net.types import Array
 
 
@@ -230,7 +230,9 @@ class StepAveraging:
         for member in group.members:
             if member.peer_id not in there:
                 self._on_lost(member.peer_id)
-        return following if self._caller.peer_id in there else None
+        if self._caller.peer_id not in there or not _has_majority(group, following):
+            return None
+        return following
 
     async def _reduce(self, group: Group, vector: Array | None) -> AllReduceResult:
         async with background_nursery() as nursery:
@@ -244,12 +246,23 @@ class StepAveraging:
         while True:
             await trio.sleep(self._config.poll_s)
             try:
-                await self._caller.call(member.contact, PING, {}, timeout_s=self._config.silence_s)
+                await ping(self._caller, member.contact, silence_s=self._config.silence_s)
             except PeerUnavailable:
                 self._all_reduce.lose(group.group_id, member.peer_id)
                 return
             except (CallFailed, RemoteProtocolError):
                 continue  # it lives
+
+
+def _has_majority(group: Group, following: Group) -> bool:
+    """Whether this part of a group may go on: not so if another part could.
+
+    Those that do not answer may be dead, or on the other side of a slow line where they think the same of us. So only
+    more than half go on, or the half that has the first member.
+    """
+    before = [member.peer_id for member in group.members if member.sends]
+    left = {member.peer_id for member in following.members if member.sends}
+    return 2 * len(left) > len(before) or (2 * len(left) == len(before) and before[0] in left)
 
 
 def _vote_of(result: AllReduceResult, vector: Array | None, note: float) -> Vote:

@@ -27,7 +27,7 @@ from net.dht.calls import PEER_ERRORS
 from net.errors import CallFailed, CallRefused, PeerUnavailable, RemoteProtocolError
 from net.nursery import background_nursery
 from net.rpc.base import Body, Caller, Reply, Request
-from net.rpc.service import PING
+from net.rpc.liveness import call_living, ping
 from net.wire.fields import FLAG, integer, octets, optional, real, several
 
 DIGEST_BYTES = 16
@@ -230,7 +230,7 @@ class Settlement:
                 await changed.wait()
                 continue
             try:
-                await self._caller.call(case.group.members[place].contact, PING, {}, timeout_s=self._config.silence_s)
+                await ping(self._caller, case.group.members[place].contact, silence_s=self._config.silence_s)
             except PeerUnavailable:
                 case.lose(place)
             except (CallFailed, RemoteProtocolError):
@@ -260,7 +260,10 @@ class Settlement:
             return
         body = {"group": case.group.group_id}
         try:
-            reply = await self._caller.call(member.contact, self._method, body, timeout_s=self._config.silence_s)
+            silence_s, timeout_s = self._config.silence_s, self._config.timeout_s
+            reply = await call_living(
+                self._caller, member.contact, self._method, body, silence_s=silence_s, timeout_s=timeout_s
+            )
             outcome = _parse_outcome_untrusted(reply.body, case.group)
         except PEER_ERRORS:
             if place in case.missing:

@@ -30,9 +30,9 @@ import trio
 from net.averaging.state.buffer import HASH_BYTES, MAX_PIECES, StateBuffer, pack, piece_hash
 from net.dht.messages import contact_to_wire
 from net.dht.node import DhtNode
-from net.errors import CallRefused, PeerBusy, RemoteProtocolError
+from net.errors import CallRefused, PeerBusy
 from net.identity import Contact
-from net.rpc.base import Caller, Reply, Request, handlers
+from net.rpc.base import Caller, Reply, Request, handlers, read_request
 from net.wire.fields import FLAG, Field, integer, octets, optional, several
 from net.wire.tensors import Tensor
 
@@ -174,7 +174,7 @@ class StateSharing:
                 self._forget_old()
 
     async def _serve_open(self, request: Request) -> Reply:
-        min_version, offered, wanted, with_hashes = _read(request, _OPEN)
+        min_version, offered, wanted, with_hashes = read_request(request, **_OPEN)
         version = self._source.version()
         if version < min_version:
             raise CallRefused(f"this peer's state is of version {version}, {min_version} was asked for")
@@ -240,7 +240,7 @@ class StateSharing:
             del self._snapshots[oldest]
 
     async def _serve_chunk(self, request: Request) -> Reply:
-        digest, index, size = _read(request, _CHUNK)
+        digest, index, size = read_request(request, **_CHUNK)
         snapshot = self._snapshots.get(digest)
         if snapshot is None:
             raise CallRefused("this state is no longer held; open it again")
@@ -263,10 +263,3 @@ _OPEN: dict[str, Field[Any]] = {
     "hashes": optional(FLAG),
 }
 _CHUNK: dict[str, Field[Any]] = {"digest": DIGEST, "index": integer(0, 2**63), "chunk_bytes": CHUNK_BYTES}
-
-
-def _read(request: Request, fields: Mapping[str, Field[Any]]) -> list[Any]:
-    try:
-        return [field.of_untrusted(request.body, name) for name, field in fields.items()]
-    except RemoteProtocolError as error:
-        raise CallRefused(str(error)) from error

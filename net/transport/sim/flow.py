@@ -1,9 +1,9 @@
 """One direction of a simulated link: how a part gets from one host to the other.
 
 A part waits for the window, which lets it go while what is under way or unread at the receiver stays below
-`RECEIVE_BUFFER_BYTES`; then it passes the sender's uplink, takes its latency, and passes the receiver's downlink. Each
-step is a method, called by the step before or by the agenda. The window opens the moment that the receiver reads,
-where TCP takes half a round trip to say so.
+`RECEIVE_BUFFER_BYTES`, and what is under way below what a slow line carries in a second; then it passes the sender's
+uplink, takes its latency, and passes the receiver's downlink. Each step is a method, called by the step before or by
+the agenda. The window opens the moment that the receiver reads, where TCP takes half a round trip to say so.
 """
 
 from collections import deque
@@ -24,6 +24,15 @@ SEND_BUFFER_BYTES = 512 * 1024
 
 RECEIVE_BUFFER_BYTES = 4 * 2**20
 """What is under way to one end of a link or lies unread there: the size to which Linux lets TCP's buffer grow."""
+
+_QUEUE_S = 0.25
+"""What a flow has waiting on a slow line, seconds of that line: about the queue of a home router, at whose end TCP
+slows down. The buffers above are what fast lines are bounded by."""
+_LEAST_QUEUE_BYTES = 64 * 1024
+_UNDER_WAY_S = 1.0
+"""And what is on its way over one, round trip and queue."""
+_LEAST_UNDER_WAY_BYTES = 3 * 2**19
+"""Two parts of a large frame and some, for a part is never cut: with one the line would stand idle in between."""
 
 _LOOPBACK_S = 1e-4
 """Within a host: half of a measured round trip. Not zero, so that time passes for a task that tries again and again."""
@@ -93,7 +102,8 @@ class Flow:
 
     __slots__ = (
         "_destination", "_fin", "_held", "_is_dead", "_is_loopback", "_key", "_last_arrival", "_medium",
-        "_num_buffered", "_num_under_way", "_on_uplink", "_sequence", "_source", "_target", "_waiting", "model",
+        "_num_buffered", "_num_in_transit", "_num_under_way", "_on_uplink", "_sequence", "_source", "_target",
+        "_waiting", "model",
     )  # fmt: skip
 
     def __init__(
@@ -121,6 +131,7 @@ class Flow:
         self._held: deque[tuple[int, Payload]] | None = None  # arrived while the hosts could not reach each other
         self._num_buffered = 0  # bytes waiting for the window or on the uplink
         self._num_under_way = 0  # bytes let through the window, and not received yet
+        self._num_in_transit = 0  # bytes of these that have not arrived yet
         self._fin: Fin | None = None  # to be sent after what waits
         self._is_dead = False
 
@@ -131,9 +142,16 @@ class Flow:
 
     def has_room(self) -> bool:
         """Whether less than `SEND_BUFFER_BYTES` are held back."""
-        if self._num_buffered >= SEND_BUFFER_BYTES:
+        most = min(max(self._source.up.bandwidth_bps / 8 * _QUEUE_S, _LEAST_QUEUE_BYTES), SEND_BUFFER_BYTES)
+        if self._num_buffered >= most:
             self._count_passed()
-        return self._num_buffered < SEND_BUFFER_BYTES
+        return self._num_buffered < most
+
+    def _has_window_for(self, nbytes: int) -> bool:
+        """Whether a part may be under way beside what is."""
+        slower_bps = min(self._source.up.bandwidth_bps, self._destination.down.bandwidth_bps)
+        most = max(slower_bps / 8 * _UNDER_WAY_S, _LEAST_UNDER_WAY_BYTES)
+        return self._num_under_way + nbytes <= RECEIVE_BUFFER_BYTES and self._num_in_transit + nbytes <= most
 
     def when_passed(self, action: Callable[[], None]) -> None:
         """Do `action` once the uplink has taken another part; nothing if it has none to take."""
@@ -142,7 +160,7 @@ class Flow:
 
     def put(self, nbytes: int, payload: Payload) -> None:
         """Send a part of a frame. Callers look at `has_room` first."""
-        if self._waiting is None and self._num_under_way + nbytes <= RECEIVE_BUFFER_BYTES:
+        if self._waiting is None and self._has_window_for(nbytes):
             self.transmit(nbytes, payload)
             return
         if self._waiting is None:
@@ -160,7 +178,11 @@ class Flow:
     def free(self, nbytes: int) -> None:
         """So much has been received: open the window."""
         self._num_under_way -= nbytes
-        while self._waiting and self._num_under_way + self._waiting[0][0] <= RECEIVE_BUFFER_BYTES:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Send of what waits as much as the window allows."""
+        while self._waiting and self._has_window_for(self._waiting[0][0]):
             waiting_nbytes, payload = self._waiting.popleft()
             self._num_buffered -= waiting_nbytes
             self.transmit(waiting_nbytes, payload)
@@ -188,6 +210,7 @@ class Flow:
         """Put a part on the uplink, past the window, and its arrival on the agenda."""
         medium, now = self._medium, trio.current_time()
         self._num_under_way += nbytes
+        self._num_in_transit += nbytes
         leaves = now if self._is_loopback else self._source.up.take(now, nbytes)
         if leaves > now and nbytes:
             if self._on_uplink is None:
@@ -244,6 +267,12 @@ class Flow:
         now = trio.current_time()
         passed = now if self._is_loopback else self._destination.down.take(now, nbytes)
         if passed > now:
-            self._medium.agenda.at(passed, self._target.deliver, nbytes, payload)
+            self._medium.agenda.at(passed, self._deliver, nbytes, payload)
         else:
-            self._target.deliver(nbytes, payload)
+            self._deliver(nbytes, payload)
+
+    def _deliver(self, nbytes: int, payload: Payload) -> None:
+        self._num_in_transit -= nbytes
+        self._target.deliver(nbytes, payload)
+        if self._waiting:
+            self._let_go()

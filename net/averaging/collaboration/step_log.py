@@ -1,0 +1,212 @@
+"""What the last steps brought, for newcomers whose state was overtaken while they fetched it.
+
+Theory of operation. A large state may take longer to fetch than the swarm takes for a step, and whoever fetched it
+again and again would never be in step. So a newcomer asks somebody who is further, before it fetches the state and
+every second until it has it, for the averages of the steps that are made meanwhile. Each is a part of the state (a
+third of it, with Adam), and a state with the averages after it, one by one, is the state of now. Being asked is what
+makes a peer keep averages, the last few of them: where nobody joins, nothing is kept.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import trio
+
+from net.averaging.collaboration.progress import CHAIN_BYTES, MAX_SAMPLES, MAX_STEP
+from net.averaging.window import BulkWindow
+from net.dht.calls import PEER_ERRORS
+from net.errors import CallRefused, RemoteProtocolError
+from net.identity import Contact
+from net.rpc.base import Caller, Reply, Request, handlers, read_request
+from net.types import Array
+from net.wire.fields import Field, integer, octets, real, row_untrusted, rows
+from net.wire.tensors import plain
+
+MAX_KEPT = 4
+"""Averages that are kept at most, by whoever gives them and by whoever takes them: each is as large as the model."""
+KEEP_S = 30.0
+"""For so long after somebody has asked a peer keeps its averages, seconds."""
+POLL_S = 1.0
+"""How often a newcomer asks."""
+
+_PIECE = 2**18
+"""Numbers in a piece."""
+_START_PIECES = 4
+_TIMEOUT_S = 30.0
+_NUMBER, _CHAIN, _GROUP_ID = integer(0, MAX_STEP), octets(CHAIN_BYTES, CHAIN_BYTES), octets(1, 64)
+_PLACE, _LENGTH = integer(0, 2**40), integer(1, 2**22)
+_ASKED: dict[str, Field[Any]] = {"number": _NUMBER, "group": _GROUP_ID, "start": _PLACE, "length": _LENGTH}
+_WEIGHT, _NOTES = real(0.0, 1024 * MAX_SAMPLES), real(-1e15, 1e15)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepBrought:
+    """What one step brought."""
+
+    number: int
+    """Steps of the swarm, this one included."""
+    chain_before: bytes
+    """The chain that it continues."""
+    group_id: bytes
+    """Of the group that made it."""
+    weight: float
+    """Samples of all members."""
+    notes: float
+    """Sum of the members' notes."""
+    mean: Array
+    """float32 [size]: of what they brought, weighted."""
+
+
+class StepLog:
+    """Keeps this peer's last steps while somebody asks for them, and serves them.
+
+    Args:
+      caller: serves the calls. prefix: of the collaboration.
+    """
+
+    def __init__(self, caller: Caller, *, prefix: str) -> None:
+        self._caller = caller
+        self._methods = _methods(prefix)
+        self._kept: dict[int, StepBrought] = {}
+        self._asked_at = -math.inf
+
+    def keep(self, step: StepBrought) -> None:
+        """This peer has made a step. Its mean must not be written to any more."""
+        self._forget()
+        if trio.current_time() - self._asked_at < KEEP_S:
+            self._kept[step.number] = step
+            for number in list(self._kept)[:-MAX_KEPT]:
+                del self._kept[number]
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        listing, piece = self._methods
+        with handlers(self._caller, {listing: self._serve_list, piece: self._serve_piece}):
+            while True:
+                await trio.sleep(KEEP_S)
+                self._forget()
+
+    def _forget(self) -> None:
+        if trio.current_time() - self._asked_at >= KEEP_S:
+            self._kept.clear()
+
+    async def _serve_list(self, request: Request) -> Reply:
+        after = read_request(request, after=_NUMBER)[0]
+        self._asked_at = trio.current_time()
+        found = [step for number, step in self._kept.items() if number > after]
+        return Reply(
+            body={"steps": [[each.number, each.chain_before, each.group_id, each.weight, each.notes] for each in found]}
+        )
+
+    async def _serve_piece(self, request: Request) -> Reply:
+        number, group_id, start, length = read_request(
+            request, number=_NUMBER, group=_GROUP_ID, start=_PLACE, length=_LENGTH
+        )
+        self._asked_at = trio.current_time()
+        step = self._kept.get(number)
+        if step is None or step.group_id != group_id:
+            raise CallRefused(f"this peer has not kept step {number}")
+        part = step.mean[start : start + length]
+        if part.size != length:
+            raise CallRefused(f"step {number} has {step.mean.size} numbers, asked for {start} to {start + length}")
+        return Reply(tensors=(part,))
+
+
+class StepFollower:
+    """Fetches what is brought to the steps that others make, beside something else.
+
+    Args:
+      caller: places the calls. prefix: of the collaboration.
+      size: numbers in a mean.
+      donors: who may be asked, the best first; looked at again each time.
+    """
+
+    def __init__(self, caller: Caller, *, prefix: str, size: int, donors: Callable[[], Sequence[Contact]]) -> None:
+        self._caller = caller
+        self._listing, self._piece = _methods(prefix)
+        self._size = size
+        self._donors = donors
+        self._after = 0
+        self._found: dict[tuple[int, bytes], StepBrought] = {}
+        self._turn = trio.Lock()
+
+    async def ask(self) -> None:
+        """Fetch what is new now. Returns when everything has come that somebody had, or nobody answers."""
+        async with self._turn:
+            for donor in self._donors():
+                try:
+                    await self._fetch_news(donor)
+                    return
+                except PEER_ERRORS:
+                    continue
+
+    def following(self, step: int, chain: bytes) -> StepBrought | None:
+        """The step after this one of this chain, if it has come. Steps before it are forgotten."""
+        self._after = max(self._after, step)
+        self._found = {key: each for key, each in self._found.items() if key[0] > step}
+        return self._found.get((step + 1, chain))
+
+    async def _fetch_news(self, donor: Contact) -> None:
+        reply = await self._caller.call(donor, self._listing, {"after": self._after}, timeout_s=_TIMEOUT_S)
+        for row in rows(MAX_KEPT).of_untrusted(reply.body, "steps"):
+            number, chain, group_id, weight, notes = row_untrusted(
+                row, "a step", number=_NUMBER, chain=_CHAIN, group=_GROUP_ID, weight=_WEIGHT, notes=_NOTES
+            )
+            if number <= self._after or (number, chain) in self._found or len(self._found) >= MAX_KEPT:
+                continue
+            mean = await self._fetch(donor, number, group_id)
+            self._found[number, chain] = StepBrought(
+                number=number, chain_before=chain, group_id=group_id, weight=weight, notes=notes, mean=mean
+            )
+
+    async def _fetch(self, donor: Contact, number: int, group_id: bytes) -> Array:
+        """All pieces of one mean.
+
+        Raises:
+          NetError: the donor fails, has it no more, or sends what is no mean; the first such error.
+        """
+        mean, errors = np.empty(self._size, np.float32), list[Exception]()
+        path = self._caller.bulk.path(donor.peer_id)
+        window = BulkWindow(
+            self._caller.bulk.budget,
+            start_bytes=4 * _START_PIECES * _PIECE,
+            full_bytes=lambda: path.under_way_bytes,
+            most_bytes=sys.maxsize,
+        )
+
+        async def fetch(start: int) -> None:
+            length = min(_PIECE, self._size - start)
+            body = {"number": number, "group": group_id, "start": start, "length": length}
+            try:
+                reply = await self._caller.call(donor, self._piece, body, timeout_s=_TIMEOUT_S, bulk_bytes=4 * length)
+                mean[start : start + length] = _numbers_untrusted(reply, length)
+            except PEER_ERRORS as error:
+                errors.append(error)
+                nursery.cancel_scope.cancel()
+            finally:
+                window.give_back(4 * _PIECE)
+
+        async with trio.open_nursery() as nursery:
+            for start in range(0, self._size, _PIECE):
+                await window.take(4 * _PIECE)
+                nursery.start_soon(fetch, start)
+        if errors:
+            raise errors[0]
+        return mean
+
+
+def _numbers_untrusted(reply: Reply, length: int) -> Array:
+    if len(reply.tensors) != 1:
+        raise RemoteProtocolError(f"expected one tensor, got {len(reply.tensors)}")
+    numbers = plain(reply.tensors[0])
+    if numbers.dtype != np.float32 or numbers.shape != (length,) or not np.isfinite(numbers).all():
+        raise RemoteProtocolError(f"expected {length} finite numbers of float32, got {numbers.dtype} {numbers.shape}")
+    return numbers
+
+
+def _methods(prefix: str) -> tuple[str, str]:
+    return f"averaging.{prefix}.steps", f"averaging.{prefix}.steps.piece"

@@ -1,0 +1,58 @@
+"""Waiting for an answer as long as the peer gives signs of life.
+
+A call's time tells nothing of its peer where lines are slow or busy: an answer waits behind everything else that the
+peer sends. What tells is that bytes move, in either direction and of whatever call (`Caller.moved_bytes`).
+"""
+
+import trio
+
+from net.errors import PeerTimeout
+from net.identity import Contact
+from net.nursery import background_nursery
+from net.rpc.base import Body, Caller, Reply
+from net.rpc.service import PING
+
+_LOOKS = 4
+"""Times that the bytes are looked at within the silence that is too long."""
+
+
+async def call_living(
+    caller: Caller, target: Contact, method: str, body: Body, *, silence_s: float, timeout_s: float
+) -> Reply:
+    """Call, and wait for the answer until nothing has moved between us and the peer for `silence_s`.
+
+    Args:
+      timeout_s: longest in any case.
+
+    Raises:
+      PeerTimeout: silence, or the time is over. And as of `Caller.call`.
+    """
+    reply: Reply | None = None
+
+    async def watch(scope: trio.CancelScope) -> None:
+        num_moved, since = caller.moved_bytes(target.peer_id), trio.current_time()
+        while trio.current_time() - since < silence_s:
+            await trio.sleep(silence_s / _LOOKS)
+            if (now := caller.moved_bytes(target.peer_id)) != num_moved:
+                num_moved, since = now, trio.current_time()
+        scope.cancel()
+
+    with trio.CancelScope() as scope:
+        async with background_nursery() as nursery:
+            nursery.start_soon(watch, scope)
+            reply = await caller.call(target, method, body, timeout_s=timeout_s)
+    if reply is None:
+        raise PeerTimeout(f"{target} was silent for {silence_s:g} s and did not answer {method!r}")
+    return reply
+
+
+async def ping(caller: Caller, target: Contact, *, silence_s: float) -> None:
+    """Return once the peer has shown that it lives.
+
+    Raises:
+      PeerUnavailable: it does not. CallFailed, RemoteProtocolError: it does, in its way.
+    """
+    await call_living(caller, target, PING, {}, silence_s=silence_s, timeout_s=_LONGEST_S)
+
+
+_LONGEST_S = 600.0
