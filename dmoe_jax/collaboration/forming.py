@@ -8,7 +8,7 @@ import trio
 from net.averaging.collaboration.board import Beginning, ProgressBoard
 from net.averaging.collaboration.progress import Forecast
 from net.averaging.collaboration.rounds import StepAveraging
-from net.averaging.grouping.group import Group
+from net.averaging.grouping.group import MAX_GROUP_SIZE, Group
 from net.clock import SwarmClock
 
 _MOST_LEADS = 8
@@ -29,6 +29,15 @@ class ComingStep:
     """Who makes it; None while that is looked for, and if nobody was found."""
     found: trio.Event = field(default_factory=trio.Event)
     """Set when `group` is what it will be."""
+
+
+def fewest_of(view: Forecast) -> int:
+    """How many members with gradients make the step at hand: most of those at it.
+
+    Nobody any more once others have made it: those who are left may be most of those that are at this step still, but
+    not most of the swarm, and would go on in a chain that comes to nothing.
+    """
+    return view.quorum if view.leader is None else MAX_GROUP_SIZE + 1
 
 
 class StepForming:
@@ -137,7 +146,7 @@ class StepForming:
                 chain=coming.chain,
                 begins_at=coming.begins_at,
                 others=self.board.contacts,
-                fewest=lambda: self._view.quorum,
+                fewest=lambda: fewest_of(self._view),
             )
         else:
             await trio.sleep(max(0.0, coming.begins_at - self._clock.now()))

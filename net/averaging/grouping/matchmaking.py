@@ -17,10 +17,16 @@ A peer in client mode cannot lead. It has one window, as long as its search: so 
 time. Members are counted by who has a vector: a group has 2 to `side` of these, besides auxiliary peers, which must
 neither take the places of others nor make a group out of one.
 
+Peers may know of each other without the DHT (`hinted`). Searches that were told when to begin mostly declare the same
+time, and then the least peer id leads: so of two peers the one with the greater id asks. If that one is the earlier all
+the same, its question says so, and whoever was asked comes to it: asking all others instead would cost most peers two
+rounds of refusals, which on long lines is all the time that there is.
+
 The shell feeds in requests (`consider`, `receive`, `leave`), outcomes (`follow`, `on_refused`, `on_failed`, `on_group`)
 and time (`tick`, when `deadline` has come), and tells followers what `take_answers` gives.
 """
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -36,7 +42,7 @@ from net.averaging.grouping.join_messages import (
     Refusal,
     member_bytes,
 )
-from net.identity import PeerId
+from net.identity import Contact, PeerId
 
 MAX_WINDOW_S = 3600.0
 """Calls that wait for a leader stay within what the RPC layer allows, and DHT entries end the same day."""
@@ -158,10 +164,24 @@ class Matchmaking:
           declared: what the key holds. We may be among them.
         """
         found = {candidate.contact.peer_id: candidate for candidate in declared}
-        if self._suggested is not None:
-            found[self._suggested.contact.peer_id] = self._suggested
+        suggested = self.suggested(now)
+        if suggested is not None:
+            found[suggested.contact.peer_id] = suggested
         may_be_asked = [candidate for candidate in found.values() if self._may_ask(candidate, now)]
-        return tuple(sorted(may_be_asked, key=lambda candidate: candidate.rank))
+        # Who was named to us leads, as far as others know; of the rest we know that they may.
+        return tuple(sorted(may_be_asked, key=lambda candidate: (candidate != suggested, candidate.rank)))
+
+    def suggested(self, now: float) -> Candidate | None:
+        """Who was named to us as a leader, by itself or by others, if it may be asked now."""
+        if self._suggested is not None and not self._suggested.expiration > now:
+            self._suggested = None  # and make room for others
+        return self._suggested if self._suggested is not None and self._may_ask(self._suggested, now) else None
+
+    def hinted(self, contacts: Iterable[Contact]) -> tuple[Candidate, ...]:
+        """These peers, which are known to look for our group, with the expiration that they probably have."""
+        asks_all = self.is_client or self._begins_at is None  # nobody asks a client; and later windows end anyhow
+        expiration = math.nextafter(self.expiration, -math.inf) if asks_all else self.expiration
+        return tuple(Candidate(contact=each, expiration=expiration) for each in contacts)
 
     def precedes_us(self, candidate: Candidate) -> bool:
         """Whether it may lead us."""
@@ -177,10 +197,18 @@ class Matchmaking:
         """Our leader has begun."""
         self.group, self.leader, self.is_over = group, None, True
 
-    def on_refused(self, candidate: Candidate, refusal: Refusal, now: float) -> None:
-        """A candidate, or the leader that we followed, will not have us now."""
+    def on_refused(
+        self, candidate: Candidate, refusal: Refusal, now: float, *, asked: JoinRequest | None = None
+    ) -> None:
+        """A candidate, or the leader that we followed, will not have us now.
+
+        Args:
+          asked: with what, if that may be another request than ours is now.
+        """
         peer_id = candidate.contact.peer_id
         pause_s = self._config.poll_s
+        if refusal.reason is Reason.LATER and asked is not None and asked.expiration != self.expiration:
+            pause_s = 0.0  # we have been postponed meanwhile, and it may lead us now
         if refusal.reason is Reason.DISBANDED:
             # It has cost us a window. One that does it again and again must not keep us from all other groups.
             self._num_disbanded[peer_id] += 1
@@ -190,7 +218,7 @@ class Matchmaking:
             self._failed.add(peer_id)
         self._forget_leader(peer_id)
         if refusal.leader is not None and refusal.leader.contact.peer_id != peer_id:
-            self._suggested = refusal.leader
+            self._suggest(refusal.leader)
 
     def on_failed(self, candidate: Candidate) -> None:
         """A candidate, or the leader that we followed, did not answer or answered nonsense: never again."""
@@ -211,6 +239,8 @@ class Matchmaking:
             reason, leader = Reason.FOLLOWING, self.leader
         elif (request.expiration, request.member.peer_id) < (self.expiration, self.me.peer_id):
             reason = Reason.LATER
+            if request.member.address is not None:
+                self._suggest(Candidate(contact=request.member.contact, expiration=request.expiration))
         elif not self._has_room(request.member):
             reason = Reason.FULL
         return self.expiration if reason is None else Refusal(reason=reason, leader=leader)
@@ -289,6 +319,11 @@ class Matchmaking:
             self.leader = None
         if self._suggested is not None and self._suggested.contact.peer_id == peer_id:
             self._suggested = None
+
+    def _suggest(self, leader: Candidate) -> None:
+        """Somebody else, or the leader itself, says that this one leads: of several the first in rank is asked."""
+        if self.precedes_us(leader) and (self._suggested is None or leader.rank < self._suggested.rank):
+            self._suggested = leader
 
     def _members(self) -> tuple[Member, ...]:
         return (self.me, *self._followers.values())
