@@ -131,8 +131,14 @@ def play_batches(*, virtual_s: float, seed: int) -> Played:
     return play(body, target=1024, seed=seed)
 
 
-def play_churn(*, virtual_s: float, failure_every_s: float, seed: int) -> Played:
-    """Sixteen machines, two of which cannot be called; one fails now and then, half of the times silently."""
+def play_churn(*, virtual_s: float, failure_every_s: float, seed: int, **how: Any) -> Played:
+    """Sixteen machines, two of which cannot be called; one fails now and then, half of the times silently.
+
+    Args:
+      virtual_s: how long they train.
+      failure_every_s: mean time between two failures; infinite: none.
+      how: as of `play`: lines and what is trained, if others than those of this experiment.
+    """
     specs = unequal(16, slowest_s=0.5, clients=(7, 15))
     chance = random.Random(seed)
 
@@ -156,7 +162,7 @@ def play_churn(*, virtual_s: float, failure_every_s: float, seed: int) -> Played
             await trio.sleep(virtual_s)
             nursery.cancel_scope.cancel()
 
-    return play(body, target=2048, seed=seed)
+    return play(body, target=2048, seed=seed, **how)
 
 
 async def _fail(
