@@ -1,6 +1,10 @@
 """Part `churn`: how much of what peers compute ends in a step, against how often one of them fails."""
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from statistics import mean
 from typing import Any
 
@@ -29,28 +33,29 @@ BARS = (GOODPUT,)
 
 
 def measure(run: Run[WanSettings]) -> None:
-    """Play the scene for each rate and seed."""
+    """Play the scene for each rate and seed, in as many processes as there are cores."""
     settings = run.settings
-    for per_minute in RATES:
-        for seed in settings.churn_seeds:
-            run.say(f"churn: {per_minute} failures a minute among 16 peers, seed {seed}")
-            played = play_churn(
-                virtual_s=60 * settings.churn_minutes,
-                failure_every_s=60 / per_minute if per_minute else float("inf"),
-                seed=seed,
-                latency_s=ROUND_TRIP_MS / 2000,
-                lines=HostOptions(up_bps=LINE_BPS, down_bps=LINE_BPS),
-                problem=vector_of(NUM_PARAMS),
-            )
-            samples = sum(samples for _, _, samples in played.steps())
-            run.log(
-                "churn",
-                per_minute=per_minute,
-                seed=seed,
-                steps=sum(1 for _ in played.steps()),
-                samples_per_s=samples / played.ended_at,
-                **churn_figures(played),
-            )
+    scenes = [(per_minute, seed) for per_minute in RATES for seed in settings.churn_seeds]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        played = pool.map(partial(scene, minutes=settings.churn_minutes), *zip(*scenes, strict=True))
+        for (per_minute, seed), record in zip(scenes, played, strict=True):
+            run.log("churn", per_minute=per_minute, seed=seed, **record)
+            goodput = record["goodput"]
+            run.say(f"churn: {per_minute} failures a minute among 16 peers, seed {seed}: goodput {goodput:.3f}")
+
+
+def scene(per_minute: int, seed: int, *, minutes: float) -> dict[str, Any]:
+    """What a scene with so many failures a minute comes to, after so many virtual minutes."""
+    played = play_churn(
+        virtual_s=60 * minutes,
+        failure_every_s=60 / per_minute if per_minute else float("inf"),
+        seed=seed,
+        latency_s=ROUND_TRIP_MS / 2000,
+        lines=HostOptions(up_bps=LINE_BPS, down_bps=LINE_BPS),
+        problem=vector_of(NUM_PARAMS),
+    )
+    samples = [samples for _, _, samples in played.steps()]
+    return {"steps": len(samples), "samples_per_s": sum(samples) / played.ended_at, **churn_figures(played)}
 
 
 def figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -92,3 +92,13 @@ class WanSettings(Settings):
     def chosen_kills(self) -> int:
         """At each round trip of `kill`."""
         return min(self.kills, 3) if self.quick else self.kills
+
+    @property
+    def model_sizes(self) -> tuple[int, ...]:
+        """Parameters of the models of `tokens`."""
+        return (2**18, 2**20) if self.quick else (2**18, 2**20, 2**22)
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Tokens of a step of the optimiser in `tokens`."""
+        return (2**15,) if self.quick else (2**15, 2**17)

@@ -80,6 +80,32 @@ def test_peers_that_know_of_each_other_meet_in_five_round_trips(seed: int) -> No
 
 
 @simulated
+async def test_a_late_postponement_loses_no_follower() -> None:
+    """Three have met when a fourth says that they begin three seconds later. All four are the group, and know it."""
+    config = AssemblyConfig(window_s=2.0, request_timeout_s=1.0, poll_s=0.25, silence_s=2.0)
+    async with swarm(4, latency=Constant(0.2), config=config) as peers:
+        contacts = [peer.member().contact for peer in peers.peers]
+        begins_at = peers.peers[0].dht.clock.now() + 2.0
+
+        async def find(index: int) -> Group | None:
+            async def hear() -> None:
+                await trio.sleep(1.6)
+                peers.peers[index].matchmaker.postpone(begins_at + 3.0)
+
+            others = [each for each in contacts if each != contacts[index]]
+            if index == 3:
+                await trio.sleep(1.4)
+                return await peers.peers[index].find_with(others, begins_at + 3.0)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(hear)
+                return await peers.peers[index].find_with(others, begins_at)
+
+        found = await gather(*(partial(find, index) for index in range(4)))
+        assert [None if group is None else len(group.members) for group in found] == [4] * 4
+        assert peers.peers[0].dht.clock.now() >= begins_at + 3.0
+
+
+@simulated
 async def test_dead_leaders_cost_one_timeout() -> None:
     """Three dead peers that would lead, asked at once: the living are a group after their window."""
     async with swarm(6) as peers:

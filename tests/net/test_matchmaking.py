@@ -432,3 +432,20 @@ def test_searches_always_end(seed: int, count: int, side: int) -> None:
             assert 2 <= sum(each.sends for each in search.group.members) <= side
             for each in search.group.members:
                 assert in_groups.setdefault(each.peer_id, search.group.group_id) == search.group.group_id
+
+
+def test_who_is_postponed_searches_longer_within_bounds() -> None:
+    """So do followers, who are told the same time as their leader; the window of both ends before the search."""
+    leader, follower = seeker_of_a_step(2), seeker_of_a_step(6)
+    follower.follow(candidate(2, 5.0))
+    for search in (leader, follower):
+        search.postpone(6.5)
+        assert (search.expiration, search.search_ends_at) == (6.5, 21.5)
+        search.postpone(6.0)
+        assert (search.expiration, search.search_ends_at) == (6.5, 21.5)
+        search.postpone(100.0)
+        assert (search.expiration, search.search_ends_at) == (24.5, 25.0)
+    client = seeker_of_a_step(3, role=Role.CLIENT)
+    assert client.expiration == 19.5
+    client.postpone(7.0)
+    assert (client.expiration, client.search_ends_at) == (21.5, 22.0)

@@ -114,7 +114,7 @@ class Matchmaker:
         Args:
           me: what the group is to know of us; a client if the caller listens nowhere.
           cell, round_number: our place on the grid, and which of its axes; see `MoshpitGrid`.
-          deadline: swarm time, later than now.
+          deadline: swarm time, later than now; if the search is postponed, it may take `window_s` longer.
           begins_at: swarm time at which the group is to begin, at most an hour ahead; None: once it is full, or after
             `window_s`.
           schema: what the vector means this time; None: as ever.
@@ -149,10 +149,9 @@ class Matchmaker:
         return core.group
 
     def postpone(self, begins_at: float) -> None:
-        """The search that is under way, if it was told when to begin, is to begin later."""
+        """The search that is under way, if it was told when to begin, is to begin later, and may end later too."""
         if self._search is not None:
-            self._search.core.postpone(begins_at)
-            self._search.told()
+            self._search.postpone(begins_at)
 
     async def withdraw(self) -> None:
         """Take back what the last search declared, if others can still see it; nothing while there is a next one."""
@@ -216,6 +215,12 @@ class _Search:
         finally:
             self.core.stop()
             self.told()
+
+    def postpone(self, begins_at: float) -> None:
+        """Begin, and perhaps end, later."""
+        self.core.postpone(begins_at)
+        self._scope.deadline = self._trio_time(self.core.search_ends_at)
+        self.told()
 
     def consider(self, request: JoinRequest) -> float | Refusal:
         """Whether we would lead this peer; if it should lead us, it is asked next."""
@@ -361,8 +366,10 @@ class _Search:
         body = request_body(replace(self.core.request, window=leader.expiration))
         self.core.follow(leader)
         self.told()
-        # Not until the leader's expiration: its clock may differ from ours. One that has died is noticed by `_watch`.
-        window_s = max(self._config.window_s, leader.expiration - self._dht.clock.now())
+        # Not until the leader's expiration: its clock may differ from ours, and it may be postponed. If we went just
+        # before it begins, its group would wait for us. One that has died is noticed by `_watch`.
+        last = max(leader.expiration, self.core.search_ends_at if self.core.is_timed else leader.expiration)
+        window_s = max(self._config.window_s, last - self._dht.clock.now())
         timeout_s = min(window_s, MAX_WINDOW_S) + self._config.request_timeout_s
         answer: Answer | None = None
         try:

@@ -96,7 +96,7 @@ class Matchmaking:
       key: of the group.
       schema: what our vector means.
       side: of the grid: the size of a full group.
-      deadline: swarm time at which the search ends.
+      deadline: swarm time at which the search ends, unless it is postponed; then at most `window_s` later.
       rng: draws the group's id.
       now: swarm time.
       begins_at: swarm time at which a group is to begin, and not before; None: as soon as it is full.
@@ -127,6 +127,8 @@ class Matchmaking:
         """The peer that we follow."""
         self.expiration = now
         """Our declared expiration: the end of our window."""
+        self.search_ends_at = deadline
+        """Swarm time at which the search ends: at its deadline, or later if it was postponed."""
         self._schema = schema
         self._side = side
         self._deadline = deadline
@@ -156,6 +158,11 @@ class Matchmaking:
     def is_client(self) -> bool:
         """Whether we cannot lead, and need not be declared."""
         return self.me.role is Role.CLIENT
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the group is to begin at a time that was given, which may be postponed."""
+        return self._begins_at is not None
 
     def candidates(self, declared: Iterable[Candidate], now: float) -> tuple[Candidate, ...]:
         """Who is to be asked, first things first: those that precede us, but for those that failed or just refused.
@@ -275,18 +282,26 @@ class Matchmaking:
             self._begin()
             return
         self._send_away(Refusal(reason=Reason.DISBANDED))
-        if self.is_client or self._deadline - now <= self._config.margin_s:
+        if self.is_client or self.search_ends_at - now <= self._config.margin_s:
             self.is_over = True
         else:
             self._begins_at = None  # late already
             self._open_window(now)
 
     def postpone(self, begins_at: float) -> None:
-        """The group is to begin later than was said. Of no effect where another leads, or the time has passed."""
-        if self._begins_at is not None and self.leader is None and not self.is_over and not self.is_client:
-            self._begins_at = max(self._begins_at, begins_at)
-            self.expiration = max(self.expiration, min(self._begins_at, self._deadline))
-            self._told.add(self.expiration)
+        """The group is to begin later than was said, and so may the search end, by `window_s` at most.
+
+        A follower does as its leader, which is told the same: else it would have left when its group begins.
+        """
+        if self._begins_at is None or self.is_over or begins_at <= self._begins_at:
+            return
+        ends_at = self.search_ends_at + begins_at - self._begins_at
+        self.search_ends_at = min(ends_at, self._deadline + self._config.window_s)
+        self._begins_at = begins_at
+        # As every window it ends before the search, so that followers still hear of their group.
+        latest = self.search_ends_at - self._config.margin_s
+        self.expiration = max(self.expiration, latest if self.is_client else min(begins_at, latest))
+        self._told.add(self.expiration)
 
     def stop(self) -> None:
         """End the search; followers are sent away."""
@@ -300,7 +315,7 @@ class Matchmaking:
 
     def _open_window(self, now: float) -> None:
         # Half of a time shorter than two margins: there is no use in a window without a length.
-        latest = self._deadline - min(self._config.margin_s, (self._deadline - now) / 2)
+        latest = self.search_ends_at - min(self._config.margin_s, (self.search_ends_at - now) / 2)
         end = now + self._config.window_s if self._begins_at is None else max(now, self._begins_at)
         self.expiration = latest if self.is_client else min(latest, end)
         self._told = {self.expiration}
