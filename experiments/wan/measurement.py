@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import GREY, KILLED, dress, series_style
 from experiments.bench import Experiment, Run
+from experiments.processes import HelperFailed
 from experiments.results import Bar, Result
-from experiments.wan import churn, kill, tokens
+from experiments.wan import churn, kill, loop, tokens
 from experiments.wan.averaging import WrongAverage, all_reduce_times, ideal_s
 from experiments.wan.settings import GIGABIT, TEN_GIGABIT, Part, WanSettings
 from experiments.wan.states import WrongState, download_times
@@ -30,7 +31,7 @@ STATE_GBPS = 1.0
 SHARE_10G = Bar(name=f"wan_share_{TEN_GIGABIT.name}", bound=0.8, comparison=">=")
 SHARE_1G = Bar(name=f"wan_share_{GIGABIT.name}", bound=0.9, comparison=">=")
 STATE_SHARE = Bar(name="state_share", bound=0.8, comparison=">=")
-PARTS: Mapping[Part, Any] = {"churn": churn, "kill": kill, "tokens": tokens}
+PARTS: Mapping[Part, Any] = {"churn": churn, "kill": kill, "tokens": tokens, "loop": loop}
 """Parts with a module of their own, which measures, logs records of the part's name, sums them up and draws them."""
 
 DONORS_GAIN = Bar(name="donors_gain", bound=3.0, comparison=">=")
@@ -245,4 +246,5 @@ EXPERIMENT = Experiment(
     draw=draw,
     figure_text="A panel for each part: shares of the line, goodput under churn, times after a kill, bytes a token",
     expected=(WrongAverage, WrongState),
+    causes=(HelperFailed,),
 )

@@ -59,13 +59,18 @@ class WanSettings(Settings):
     """Seeds of `churn`, from --seed on; with --quick one."""
     minutes: float = 5.0
     """Virtual minutes of `churn`, at each rate with each seed; with --quick at most four."""
+    loop_params: int = 2**22
+    """Parameters of the model of `loop`, about."""
+    loop_s: float = 30.0
+    """Seconds of each turn of `loop`, at least."""
     kills: int = 6
     """Peers killed at each round trip of `kill`; with --quick at most three."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "mib", "rounds", "state_mib", "budget_mib", "seeds", "kills")
+        self.require_at_least(1, "mib", "rounds", "state_mib", "budget_mib", "seeds", "kills", "loop_params")
         self.require_above(1, "minutes")
+        self.require_above(0, "loop_s")
         if not 2 <= self.peers <= 64:
             raise ValueError(f"--peers must be 2 to 64, got {self.peers}")
         if not 2 <= self.donors <= 8:
@@ -102,3 +107,13 @@ class WanSettings(Settings):
     def batch_sizes(self) -> tuple[int, ...]:
         """Tokens of a step of the optimiser in `tokens`."""
         return (2**15,) if self.quick else (2**15, 2**17)
+
+    @property
+    def loop_periods_s(self) -> tuple[float, ...]:
+        """Seconds between two averages of `loop`."""
+        return (1.0, 5.0) if self.quick else (1.0, 3.0, 10.0, 30.0)
+
+    @property
+    def loop_turns(self) -> int:
+        """Of `loop`, with and without averaging each, at every period."""
+        return 2 if self.quick else 8
