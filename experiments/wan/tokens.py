@@ -248,7 +248,8 @@ def draw(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
     axes.set_xticks(sorted({each["num_params"] for each in records}))
     axes.set_xticklabels([f"{each / 1e6:.2g} M" for each in sorted({each["num_params"] for each in records})])
     axes.minorticks_off()
-    dress(axes, f"Traffic; dashed: {batches[-1] // 1024} Ki tokens a step", "parameters of the model")
+    dashed = f"; dashed: {batches[1] // 1024} Ki tokens a step" if len(batches) > 1 else ""
+    dress(axes, f"Traffic{dashed}", "parameters of the model")
 
 
 def _per_token(record: dict[str, Any]) -> float:
