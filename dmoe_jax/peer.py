@@ -13,6 +13,7 @@ from net.clock import SwarmClock
 from net.dht.node import DhtNode, open_dht_node
 from net.identity import Address, Contact, PeerId
 from net.rpc.base import Caller
+from net.rpc.bulk import MemoryBudget
 from net.rpc.faults import FaultInjector, FaultPlan
 from net.rpc.peer import open_rpc_peer
 from net.transport.base import Transport
@@ -62,6 +63,7 @@ async def open_peer(
     faults: FaultPlan | None = None,
     caller: Caller | None = None,
     clock: SwarmClock | None = None,
+    memory_budget: int | str | MemoryBudget | None = None,
 ) -> AsyncIterator[SwarmPeer]:
     """Open this process's peer and DHT node, and join the swarm until the block ends.
 
@@ -71,6 +73,9 @@ async def open_peer(
       ValueError, DialFailed, ListenFailed: as of `open_swarm`.
     """
     targets = parse_targets(join)
+    budget = memory_budget_of(memory_budget)
+    if budget is not None and caller is not None:
+        raise ValueError("memory_budget would have no effect: the caller that was given has one already")
     rng: random.Random = random.SystemRandom() if seed is None else random.Random(f"{seed}/{host}")
     async with AsyncExitStack() as stack:
         if caller is None:
@@ -90,6 +95,7 @@ async def open_peer(
                     listen=here,
                     announce=announce,
                     faults=None if faults is None else FaultInjector(faults),
+                    memory_budget=budget,
                 )
             )
             if network is None:
@@ -104,6 +110,20 @@ async def open_peer(
             open_dht_node(caller, clock=clock, rng=rng, initial_peers=targets, client_mode=is_client)
         )
         yield SwarmPeer(rpc=caller, dht=node, rng=rng, is_simulated=network is not None)
+
+
+def memory_budget_of(size: int | str | MemoryBudget | None) -> MemoryBudget | None:
+    """What averaging and state downloads may hold; None: as much as ever.
+
+    Raises:
+      ValueError: it is no size, or below 1 MiB; the message says what it is for.
+    """
+    if size is None or isinstance(size, MemoryBudget):
+        return size
+    try:
+        return MemoryBudget(size)
+    except ValueError as error:
+        raise ValueError(f"memory_budget: {error}") from error
 
 
 def _where_to_listen(

@@ -51,6 +51,7 @@ from net.errors import NetError
 from net.identity import Address, Contact
 from net.nursery import background_nursery
 from net.rpc.base import Caller
+from net.rpc.bulk import MemoryBudget
 from net.rpc.faults import FaultPlan
 from net.transport.sim.network import SimNetwork
 from net.wire.compression import Compression
@@ -268,6 +269,7 @@ async def open_swarm(
     clock: SwarmClock | None = None,
     statistics: CallStatistics | None = None,
     directory: DirectoryConfig = DirectoryConfig(),  # noqa: B008 (frozen)
+    memory_budget: int | str | MemoryBudget | None = None,
 ) -> AsyncIterator[Swarm]:
     """Take part in a swarm until the block ends.
 
@@ -284,16 +286,21 @@ async def open_swarm(
       device: runs XLA work; None: a worker thread, in a simulation the calling task.
       faults: what is to go wrong with this peer's answers, on purpose.
       caller: places and serves this peer's calls; None: one is opened as the arguments above say.
-      peer: a peer that has joined already, instead of all arguments above but name and seed.
+      peer: a peer that has joined already, instead of all arguments above but name and seed, and of `memory_budget`.
       clock: the swarm's time; None: the wall clock's, in a simulation the virtual one.
       statistics: totals to go on counting in; None: new ones.
       directory: how experts are looked up.
+      memory_budget: what averages and states under way may hold in this process beyond the few MiB that each of them
+        begins with, in bytes or as "256MiB", at least 1 MiB; swarms of one process may share a `MemoryBudget`. With
+        less than a long line wants they take longer. None: 512 MiB.
 
     Raises:
-      ValueError: an address or file cannot be used; the message names it.
+      ValueError: an address or file cannot be used, or the budget is none; the message names it.
       DialFailed: nobody answers among the peers to join through, or another peer than the one that was named.
       ListenFailed: the port is taken.
     """
+    if peer is not None and memory_budget is not None:
+        raise ValueError("memory_budget would have no effect: the peer that was given has one already")
     async with AsyncExitStack() as stack:
         if peer is None:
             peer = await stack.enter_async_context(
@@ -308,6 +315,7 @@ async def open_swarm(
                     faults=faults,
                     caller=caller,
                     clock=clock,
+                    memory_budget=memory_budget,
                 )
             )
         experts = await stack.enter_async_context(open_expert_directory(peer.dht, swarm=name, config=directory))

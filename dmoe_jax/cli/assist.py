@@ -10,7 +10,16 @@ import tyro
 from dmoe_jax.cli.averaging import speeds_of
 from dmoe_jax.cli.common import UsageError, check_positive
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
-from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions, join_line, join_swarm
+from dmoe_jax.cli.network import (
+    DEFAULT_MEMORY_BUDGET,
+    JoinTexts,
+    ListenOptions,
+    NetworkOptions,
+    SizeText,
+    check_memory_budget,
+    join_line,
+    join_swarm,
+)
 from dmoe_jax.members import listed_member
 from net.averaging.assisting import assist
 from net.averaging.averager import AveragerConfig, AveragingStep
@@ -55,6 +64,9 @@ class AssistCommand:
     """Longest that a round takes, seconds; as --average-timeout-s of the trainers."""
     compression: Literal["none", "float16", "bfloat16", "blockwise8"] = "none"
     """How answers travel; as --average-compression of the trainers."""
+    memory_budget: SizeText = DEFAULT_MEMORY_BUDGET
+    """What averages and states under way may hold in this process, beyond the few MiB that each begins with: 256MiB,
+    2GiB; at least 1MiB. With less than a long line wants, they take longer."""
     exit_on_stdin_eof: bool = False
     """End when standard input closes (set by a process that starts this one and may be killed)."""
 
@@ -72,6 +84,7 @@ class AssistCommand:
         if not self.join:
             raise UsageError("--join needs at least one HOST:PORT: there is nobody to assist")
         check_positive(self, "window_s", "timeout_s")
+        check_memory_budget(self.memory_budget)
         for flag, checked in (("--name", lambda: check_prefix(self.name)), ("--up, --down", self.speeds)):
             try:
                 checked()
@@ -94,7 +107,8 @@ class AssistCommand:
 
     async def _assist(self, stop: Stop) -> int:
         totals = _Totals(self.name)
-        async with join_swarm(self.network, join=self.join, listen=self.listen) as peer:
+        joining = join_swarm(self.network, join=self.join, listen=self.listen, memory_budget=self.memory_budget)
+        async with joining as peer:
             rpc = peer.rpc
             assert rpc.address is not None
             contact = Contact(rpc.peer_id, rpc.address)

@@ -18,11 +18,17 @@ from dmoe_jax.joining import parse_targets
 from dmoe_jax.peer import SwarmPeer, open_peer
 from dmoe_jax.security import Plain, Security, Tls
 from net.identity import Address
+from net.rpc.bulk import MemoryBudget
 from net.rpc.faults import FaultPlan
 from net.wire.messages import is_host
 
 JoinTexts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PEER [PEER ...]")]
 """Peers to join through, as the command line takes them."""
+
+SizeText = Annotated[str, tyro.conf.arg(metavar="SIZE")]
+"""A number of bytes, as the command line takes it."""
+
+DEFAULT_MEMORY_BUDGET = "512MiB"
 
 _File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
@@ -129,12 +135,25 @@ def check_names(join: Sequence[str], swarm: str) -> None:
         raise UsageError(f"--swarm must be 1 to 64 letters, digits, '_' or '-', got {swarm!r}") from error
 
 
+def check_memory_budget(size: str) -> MemoryBudget:
+    """The budget that --memory-budget names.
+
+    Raises:
+      UsageError: it is no size, or too small.
+    """
+    try:
+        return MemoryBudget(size)
+    except ValueError as error:
+        raise UsageError(f"--memory-budget: {error}") from error
+
+
 def join_swarm(
     network: NetworkOptions,
     *,
     join: Sequence[str],
     listen: ListenOptions | None = None,
     faults: FaultPlan | None = None,
+    memory_budget: str | None = None,
 ) -> AbstractAsyncContextManager[SwarmPeer]:
     """`open_peer` as the flags say: without `listen` in client mode, without `join` in a new swarm."""
     return open_peer(
@@ -143,6 +162,7 @@ def join_swarm(
         announce=None if listen is None else listen.announce,
         security=network.security(),
         faults=faults,
+        memory_budget=None if memory_budget is None else check_memory_budget(memory_budget),
     )
 
 

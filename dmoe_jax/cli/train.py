@@ -62,7 +62,7 @@ class TrainCommand(TrainOptions):
         await check_before_joining(self)
         listen = self.listening if self.averaging.listens else None
         async with (
-            join_swarm(self.network, join=self.join, listen=listen) as peer,
+            join_swarm(self.network, join=self.join, listen=listen, memory_budget=self.memory_budget) as peer,
             open_swarm(peer=peer, name=self.swarm, seed=self.data.seed) as swarm,
         ):
             await run_training(self, prepared, swarm)

@@ -9,7 +9,14 @@ import tyro
 
 from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.common import UsageError, as_flags, check_at_least, flag_of
-from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions
+from dmoe_jax.cli.network import (
+    DEFAULT_MEMORY_BUDGET,
+    JoinTexts,
+    ListenOptions,
+    NetworkOptions,
+    SizeText,
+    check_memory_budget,
+)
 from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.runs.run_folder import flat, plain
 
@@ -179,6 +186,9 @@ class TrainOptions:
     averaging: Annotated[AveragingOptions, tyro.conf.arg(name="")] = field(default_factory=AveragingOptions)
     listening: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
     """Where others call this process, if it averages; one that does not listens nowhere."""
+    memory_budget: SizeText = DEFAULT_MEMORY_BUDGET
+    """What averages and states under way may hold in this process, beyond the few MiB that each begins with: 256MiB,
+    2GiB; at least 1MiB. With less than a long line wants, they take longer."""
     json: bool = False
     """Print the headline figures as one JSON object on the last line."""
     exit_on_stdin_eof: bool = False
@@ -201,6 +211,7 @@ class TrainOptions:
         if not self.language.grid_size or min(self.language.grid_size) < 1:
             raise UsageError(f"--grid-size must be positive integers, got {self.language.grid_size}")
         self.averaging.check()
+        check_memory_budget(self.memory_budget)
         if not self.join:
             raise UsageError("--join needs at least one HOST:PORT")
         if self.resume and self.out is None:

@@ -15,7 +15,13 @@ from rich.console import Console
 from dmoe_jax.cli.common import UsageError, as_flags, changed, check_at_least, flag_of, mistakes_in_one_line
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.local_view import LocalView, TrainerWatch
-from dmoe_jax.cli.network import ListenOptions, NetworkOptions
+from dmoe_jax.cli.network import (
+    DEFAULT_MEMORY_BUDGET,
+    ListenOptions,
+    NetworkOptions,
+    SizeText,
+    check_memory_budget,
+)
 from dmoe_jax.grid import expand_grid_pattern
 from dmoe_jax.inspection.saved_run import saved_experts
 from dmoe_jax.layer_config import LayerConfig, Route
@@ -79,6 +85,8 @@ class UpCommand:
     """Trunk updates of a process between two averages, if there are several."""
     seed: int = 0
     """Seed of all parameters; each trainer process reads its own text."""
+    memory_budget: SizeText = DEFAULT_MEMORY_BUDGET
+    """What averages under way may hold in each trainer process; as for `dmoe train`."""
     save_experts: bool = False
     """Have the nodes save their experts every minute and at their end, in FOLDER.nodes beside the run folder, where
     dmoe inspect finds them."""
@@ -170,6 +178,9 @@ class UpCommand:
         """
         check_at_least(1, self, "nodes", "steps", "average_every", "num_layers")
         check_at_least(0, self, "trainers")
+        check_memory_budget(self.memory_budget)
+        if self.memory_budget != DEFAULT_MEMORY_BUDGET and self.trainers < 2:
+            raise UsageError(f"--memory-budget would have no effect with --trainers {self.trainers}: nobody averages")
         if not self.grid_size or min(self.grid_size) < 1:
             raise UsageError(f"--grid-size must be positive integers, got {self.grid_size}")
         saved = [saved_experts(self.folder)] if self.save_experts else []
@@ -239,6 +250,7 @@ class UpCommand:
             *as_flags(train | changed(self.expert)),
             *averaging_flags(num_processes=self.trainers, every=self.average_every, seed=self.seed, index=index),
             *(self.listen_flags() if self.trainers > 1 else []),
+            *(as_flags({"memory_budget": self.memory_budget}) if self.trainers > 1 else []),
             *shlex.split(self.train_flags),
             # Those beside the first one read less: its evaluations are the run's.
             *(as_flags({"eval_tokens": 1024, "final_eval_tokens": 16384}) if index else []),

@@ -8,7 +8,7 @@ import trio
 from net.averaging.collaboration.board import Beginning, ProgressBoard
 from net.averaging.collaboration.progress import Forecast
 from net.averaging.collaboration.rounds import StepAveraging
-from net.averaging.grouping.group import Group
+from net.averaging.grouping.group import MAX_GROUP_SIZE, Group
 from net.clock import SwarmClock
 from net.nursery import background_nursery
 
@@ -30,6 +30,15 @@ class ComingStep:
     """Who makes it; None while that is looked for, and if nobody was found."""
     found: trio.Event = field(default_factory=trio.Event)
     """Set when `group` is what it will be."""
+
+
+def fewest_of(view: Forecast) -> int:
+    """How many members with gradients make the step at hand: most of those at it.
+
+    Nobody any more once others have made it: those who are left may be most of those that are at this step still, but
+    not most of the swarm, and would go on in a chain that comes to nothing.
+    """
+    return view.quorum if view.leader is None else MAX_GROUP_SIZE + 1
 
 
 class StepForming:
@@ -143,7 +152,7 @@ class StepForming:
                     chain=coming.chain,
                     begins_at=coming.begins_at,
                     others=self.board.contacts,
-                    fewest=lambda: self._view.quorum,
+                    fewest=lambda: fewest_of(self._view),
                 )
         else:
             await trio.sleep(max(0.0, coming.begins_at - self._clock.now()))
@@ -151,6 +160,9 @@ class StepForming:
 
     async def _until_made(self, scope: trio.CancelScope) -> None:
         """Cancel `scope` once others have made the step: whoever is missed there need not look on."""
-        while self._view.leader is None:
+        assert self.coming is not None
+        chain = self.coming.chain
+        # With delayed updates somebody of our chain may be a step further and have it under way, with us.
+        while (leader := self._view.leader) is None or leader.chain == chain:
             await self.board.wait_for_news()
         scope.cancel()

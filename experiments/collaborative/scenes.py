@@ -11,8 +11,8 @@ import trio
 from dmoe_jax.collaboration import CollaborationConfig
 from experiments.collaborative.regression import regression
 from experiments.collaborative.settings import FRACTION
-from experiments.collaborative.world import Comparison, Life, PeerSpec, World, compare_with_one_machine
-from net.transport.sim import run, simulate
+from experiments.collaborative.world import Comparison, Life, PeerSpec, Problem, World, compare_with_one_machine
+from net.transport.sim import HostOptions, run, simulate
 from net.transport.sim.links import Constant
 
 LATENCY_S = 0.05
@@ -30,6 +30,8 @@ class Played:
     ended_at: float = 0.0
     recovered_s: list[float] = field(default_factory=list)
     """From each failure to the next global step, virtual seconds."""
+    sent_bytes: int = 0
+    """On all lines together."""
 
     def steps(self) -> Iterator[tuple[int, float, float]]:
         """(number, virtual time at which the first peer had made it, samples) of every global step."""
@@ -54,17 +56,32 @@ def play(
     seed: int,
     keep: bool = False,
     last_step: int | None = None,
+    latency_s: float = LATENCY_S,
+    lines: HostOptions = HostOptions(),  # noqa: B008 (frozen)
+    problem: Problem | None = None,
 ) -> Played:
-    """Play a scene."""
+    """Play a scene.
+
+    Args:
+      body: what happens, while the machines train.
+      target: samples of a step.
+      keep: whether parameters are kept after each step.
+      last_step: after which machines train no more; None: they go on until `body` returns.
+      latency_s: one way, between every two hosts.
+      lines: of every host.
+      problem: what is trained; None: the regression.
+    """
     played = Played()
 
     async def main() -> None:
-        async with simulate(seed=seed, latency=Constant(LATENCY_S)) as network:
+        async with simulate(seed=seed, latency=Constant(latency_s), hosts=lines) as network:
             config = CollaborationConfig(target_batch_size=target, lead_s=2.0)
-            world = World(network, regression(), config=config, seed=seed, keep=keep, last_step=last_step)
+            trained = regression() if problem is None else problem
+            world = World(network, trained, config=config, seed=seed, keep=keep, last_step=last_step)
             await world.open()
             await body(world, played)
             played.lives, played.ended_at = world.lives, trio.current_time()
+            played.sent_bytes = network.statistics().nbytes
 
     run(main, seed=seed)
     return played
@@ -114,8 +131,14 @@ def play_batches(*, virtual_s: float, seed: int) -> Played:
     return play(body, target=1024, seed=seed)
 
 
-def play_churn(*, virtual_s: float, failure_every_s: float, seed: int) -> Played:
-    """Sixteen machines, two of which cannot be called; one fails now and then, half of the times silently."""
+def play_churn(*, virtual_s: float, failure_every_s: float, seed: int, **how: Any) -> Played:
+    """Sixteen machines, two of which cannot be called; one fails now and then, half of the times silently.
+
+    Args:
+      virtual_s: how long they train.
+      failure_every_s: mean time between two failures; infinite: none.
+      how: as of `play`: lines and what is trained, if others than those of this experiment.
+    """
     specs = unequal(16, slowest_s=0.5, clients=(7, 15))
     chance = random.Random(seed)
 
@@ -139,7 +162,7 @@ def play_churn(*, virtual_s: float, failure_every_s: float, seed: int) -> Played
             await trio.sleep(virtual_s)
             nursery.cancel_scope.cancel()
 
-    return play(body, target=2048, seed=seed)
+    return play(body, target=2048, seed=seed, **how)
 
 
 async def _fail(

@@ -5,7 +5,7 @@ from functools import partial
 from experiments.bench import run_experiment
 from experiments.wan.settings import WanSettings
 
-main = partial(run_experiment, WanSettings, "experiments.wan.measurement:EXPERIMENT", name="wan", uses_jax=False)
+main = partial(run_experiment, WanSettings, "experiments.wan.measurement:EXPERIMENT", name="wan")
 
 if __name__ == "__main__":
     main()

@@ -1,17 +1,21 @@
-"""Shares of the line: all-reduces against bandwidth and round trip, and downloads of a state."""
+"""All parts: shares of the line here, and what `churn`, `kill`, `tokens` and `loop` measure in files of their own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import GREY, KILLED, dress, series_style
 from experiments.bench import Experiment, Run
+from experiments.processes import HelperFailed
 from experiments.results import Bar, Result
+from experiments.wan import churn, kill, loop, tokens
 from experiments.wan.averaging import WrongAverage, all_reduce_times, ideal_s
-from experiments.wan.settings import GIGABIT, TEN_GIGABIT, WanSettings
+from experiments.wan.settings import GIGABIT, TEN_GIGABIT, Part, WanSettings
 from experiments.wan.states import WrongState, download_times
 
 NUM_GROWING = 2
@@ -27,6 +31,9 @@ STATE_GBPS = 1.0
 SHARE_10G = Bar(name=f"wan_share_{TEN_GIGABIT.name}", bound=0.8, comparison=">=")
 SHARE_1G = Bar(name=f"wan_share_{GIGABIT.name}", bound=0.9, comparison=">=")
 STATE_SHARE = Bar(name="state_share", bound=0.8, comparison=">=")
+PARTS: Mapping[Part, Any] = {"churn": churn, "kill": kill, "tokens": tokens, "loop": loop}
+"""Parts with a module of their own, which measures, logs records of the part's name, sums them up and draws them."""
+
 DONORS_GAIN = Bar(name="donors_gain", bound=3.0, comparison=">=")
 
 
@@ -36,6 +43,9 @@ def measure(run: Run[WanSettings]) -> None:
         _measure_all_reduces(run)
     if "state" in run.settings.parts:
         _measure_downloads(run)
+    for name, part in PARTS.items():
+        if name in run.settings.parts:
+            part.measure(run)
 
 
 def _measure_all_reduces(run: Run[WanSettings]) -> None:
@@ -102,20 +112,42 @@ def shares_of(record: dict[str, Any]) -> list[float]:
 
 
 def summarise(run: Run[WanSettings]) -> Result | None:
-    """Compute the shares from what there is; None before the first record."""
-    averagings, downloads = run.records("allreduce"), run.records("state")
-    if not averagings and not downloads:
-        return None
+    """Compute the figures from what there is; None before the first record."""
     figures: dict[str, Any] = {}
     bars: list[Bar] = []
+    tables: list[ReportTable] = []
+    averagings, downloads = run.records("allreduce"), run.records("state")
+    if "allreduce" in run.settings.parts:
+        bars += [SHARE_10G, SHARE_1G]
+    if "state" in run.settings.parts:
+        bars += [STATE_SHARE, DONORS_GAIN]
+    if averagings or downloads:
+        figures |= _share_figures(averagings, downloads)
+        tables += [table for table in (_averaging_table(averagings), _download_table(downloads)) if table.rows]
+    for name, part in PARTS.items():
+        if name in run.settings.parts:
+            bars += part.BARS
+        if records := run.records(name):
+            figures |= part.figures(records)
+            tables.append(part.table(records))
+    if not figures:
+        return None
+    return Result(
+        title="Training over wide-area lines",
+        figures=figures,
+        bars=bars,
+        tables=tables,
+    )
+
+
+def _share_figures(averagings: Sequence[dict[str, Any]], downloads: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
     for record in averagings:
         shares = shares_of(record)
         warm = shares[NUM_GROWING:]
         name = f"wan_share_{record['line']}"
         figures |= {name: median(warm), f"{name}_min": min(warm), f"{name}_max": max(warm)}
         figures[f"first_share_{record['line']}"] = shares[0]
-    if "allreduce" in run.settings.parts:
-        bars += [SHARE_10G, SHARE_1G]
     by_donors: dict[bool, dict[str, Any]] = {}
     for record in downloads:
         if record["case"] == "one fast donor":
@@ -124,16 +156,8 @@ def summarise(run: Run[WanSettings]) -> Result | None:
             by_donors[record["donors"] > 1] = record
     if len(by_donors) == 2:
         figures["donors_gain"] = by_donors[False]["seconds"] / by_donors[True]["seconds"]
-    if "state" in run.settings.parts:
-        bars += [STATE_SHARE, DONORS_GAIN]
     peaks = [record["peak_bytes"] for record in (*averagings, *downloads)]
-    figures["budget_peak_mib"] = max(peaks) / 2**20
-    return Result(
-        title="Averaging and state downloads over wide-area lines, in virtual time",
-        figures=figures,
-        bars=bars,
-        tables=[table for table in (_averaging_table(averagings), _download_table(downloads)) if table.rows],
-    )
+    return figures | {"budget_peak_mib": max(peaks) / 2**20}
 
 
 def _averaging_table(records: Sequence[dict[str, Any]]) -> ReportTable:
@@ -180,12 +204,27 @@ def _download_table(records: Sequence[dict[str, Any]]) -> ReportTable:
 
 
 def draw(run: Run[WanSettings], result: Result) -> Figure | None:
-    """Draw shares over round trips, a line for each bandwidth; dashed the first all-reduce, in which windows grow."""
-    records = run.records("allreduce")
-    if not records:
+    """Draw a panel for each part that was measured."""
+    del result
+    panels: list[tuple[Callable[..., None], list[dict[str, Any]]]] = []
+    if records := run.records("allreduce"):
+        panels.append((partial(_draw_shares, run.settings), records))
+    panels += [(part.draw, records) for name, part in PARTS.items() if (records := run.records(name))]
+    if not panels:
         return None
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(5.5 * columns if columns > 1 else 7, 4 * rows), layout="constrained")
+    places = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes, (draw_panel, records) in zip(places, panels, strict=False):
+        draw_panel(axes, records)
+    for axes in places[len(panels) :]:
+        axes.set_axis_off()
+    return figure
+
+
+def _draw_shares(settings: WanSettings, axes: Axes, records: Sequence[dict[str, Any]]) -> None:
+    """Shares over round trips, a line for each bandwidth; dashed the first all-reduce, in which windows grow."""
     for index, gbps in enumerate(sorted({record["gbps"] for record in records})):
         own = sorted((each for each in records if each["gbps"] == gbps), key=lambda each: each["round_trip_ms"])
         trips = [record["round_trip_ms"] for record in own]
@@ -198,15 +237,14 @@ def draw(run: Run[WanSettings], result: Result) -> Figure | None:
     axes.set_ylim(0, 1.1)
     axes.set_ylabel("share of the line", fontsize=9, color=GREY)
     axes.legend(fontsize=8, frameon=False, loc="lower left")
-    settings = run.settings
-    dress(axes, f"{settings.mib} MiB among {settings.peers}; dashed: the first time", "round trip (ms)")
-    return figure
+    dress(axes, f"All-reduce of {settings.mib} MiB among {settings.peers}; dashed: the first", "round trip (ms)")
 
 
 EXPERIMENT = Experiment(
     measure=measure,
     summarise=summarise,
     draw=draw,
-    figure_text="Share of the line that an all-reduce uses, over the round trip, for each bandwidth",
+    figure_text="A panel for each part: shares of the line, goodput under churn, times after a kill, bytes a token",
     expected=(WrongAverage, WrongState),
+    causes=(HelperFailed,),
 )

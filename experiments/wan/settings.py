@@ -5,7 +5,10 @@ from typing import Literal
 
 from experiments.bench import Settings
 
-Part = Literal["allreduce", "state"]
+Part = Literal["allreduce", "state", "churn", "kill", "tokens", "loop"]
+
+IN_VIRTUAL_TIME: tuple[Part, ...] = ("allreduce", "state", "churn", "kill", "tokens")
+"""What is measured unless parts are named: `loop` measures this machine, which must have nothing else to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +35,14 @@ LINES = tuple(Line(gbps=gbps, round_trip_ms=ms) for gbps in (0.1, 1.0, 10.0) for
 
 @dataclass(frozen=True, kw_only=True)
 class WanSettings(Settings):
-    """Measure what averaging and state downloads use of a wide-area line, in virtual time."""
+    """Measure what averaging and state downloads use of a wide-area line, and what failures and traffic cost there."""
 
     quick: bool = False
-    """Only the lines that have a bar."""
-    parts: tuple[Part, ...] = ("allreduce", "state")
-    """What to measure."""
+    """Only the lines that have a bar; churn with one seed and for four minutes; fewer kills; two sizes of models."""
+    parts: tuple[Part, ...] = IN_VIRTUAL_TIME
+    """What to measure. allreduce, state: shares of the line. churn: samples that are in a step, against failures a
+    minute. kill: from a kill in the middle of an averaging to the next step. tokens: bytes for each token. All these in
+    virtual time. loop: what averaging in the background costs a trainer on this machine."""
     peers: int = 4
     """Members of a group."""
     mib: int = 256
@@ -49,11 +54,23 @@ class WanSettings(Settings):
     donors: int = 4
     """Donors at once, with a quarter of the newcomer's bandwidth each."""
     budget_mib: int = 512
-    """Memory budget of each peer, MiB."""
+    """Memory budget of each peer in `allreduce` and `state`, MiB."""
+    seeds: int = 3
+    """Seeds of `churn`, from --seed on; with --quick one."""
+    minutes: float = 5.0
+    """Virtual minutes of `churn`, at each rate with each seed; with --quick at most four."""
+    loop_params: int = 2**22
+    """Parameters of the model of `loop`, about."""
+    loop_s: float = 30.0
+    """Seconds of each turn of `loop`, at least."""
+    kills: int = 6
+    """Peers killed at each round trip of `kill`; with --quick at most three."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "mib", "rounds", "state_mib", "budget_mib")
+        self.require_at_least(1, "mib", "rounds", "state_mib", "budget_mib", "seeds", "kills", "loop_params")
+        self.require_above(1, "minutes")
+        self.require_above(0, "loop_s")
         if not 2 <= self.peers <= 64:
             raise ValueError(f"--peers must be 2 to 64, got {self.peers}")
         if not 2 <= self.donors <= 8:
@@ -65,3 +82,38 @@ class WanSettings(Settings):
     def chosen_lines(self) -> tuple[Line, ...]:
         """The lines that are meant."""
         return QUICK_LINES if self.quick else LINES
+
+    @property
+    def churn_seeds(self) -> range:
+        """Of `churn`."""
+        return range(self.seed, self.seed + (1 if self.quick else self.seeds))
+
+    @property
+    def churn_minutes(self) -> float:
+        """Of `churn`."""
+        return min(self.minutes, 4.0) if self.quick else self.minutes
+
+    @property
+    def chosen_kills(self) -> int:
+        """At each round trip of `kill`."""
+        return min(self.kills, 3) if self.quick else self.kills
+
+    @property
+    def model_sizes(self) -> tuple[int, ...]:
+        """Parameters of the models of `tokens`."""
+        return (2**18, 2**20) if self.quick else (2**18, 2**20, 2**22)
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Tokens of a step of the optimiser in `tokens`."""
+        return (2**15,) if self.quick else (2**15, 2**17)
+
+    @property
+    def loop_periods_s(self) -> tuple[float, ...]:
+        """Seconds between two averages of `loop`."""
+        return (1.0, 5.0) if self.quick else (1.0, 3.0, 10.0, 30.0)
+
+    @property
+    def loop_turns(self) -> int:
+        """Of `loop`, with and without averaging each, at every period."""
+        return 2 if self.quick else 8

@@ -13,8 +13,10 @@ One `BulkTraffic` belongs to each peer of a process, and peers may share one bud
 """
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable
+from fractions import Fraction
 from typing import NamedTuple
 
 from net.identity import PeerId
@@ -27,6 +29,13 @@ DEFAULT_BUDGET_BYTES = 512 * 2**20
 
 MIN_BUDGET_BYTES = 2**20
 
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{kind}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for kind, base in (("iB", 1024), ("B", 1000))
+}
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]i?B|B|)", re.ASCII)
+
 _RATE_PERIOD_S = 10.0
 """A delivery rate counts for one to two such periods: some ten round trips of a long line, as in BBR, or more. That of
 a line that has become slower counts for too long, which costs memory and nothing else."""
@@ -38,6 +47,25 @@ _MAX_PATHS = 1024
 """Peers whose paths are remembered. Of one that was forgotten, windows grow afresh."""
 
 
+def bytes_of(size: int | str) -> int:
+    """A number of bytes, as people write it.
+
+    Args:
+      size: of bytes, or a text such as "256MiB", "1.5 GiB", "500 MB" (of 1000 kB each) or "1048576".
+
+    Raises:
+      ValueError: it is anything else.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise ValueError(f"a size is a number of bytes or a text such as '256MiB', got {size!r:.80}")
+    if isinstance(size, int):
+        return size
+    match = _SIZE.fullmatch(size.strip())
+    if match is None:
+        raise ValueError(f"a size is written as 256MiB, 1.5GiB, 500MB or a number of bytes, got {size!r:.80}")
+    return int(Fraction(match[1]) * _UNITS[match[2]])
+
+
 class MemoryBudget:
     """How many bytes may be held for bulk, by all exchanges and downloads that share it.
 
@@ -45,13 +73,14 @@ class MemoryBudget:
     only slower. Nobody waits here: what is not to be had now is asked for again when something has come back.
 
     Args:
-      max_bytes: the bound.
+      max_bytes: the bound, as `bytes_of` reads it.
 
     Raises:
-      ValueError: `max_bytes` is below 1 MiB.
+      ValueError: `max_bytes` is below 1 MiB, or no size.
     """
 
-    def __init__(self, max_bytes: int = DEFAULT_BUDGET_BYTES) -> None:
+    def __init__(self, max_bytes: int | str = DEFAULT_BUDGET_BYTES) -> None:
+        max_bytes = bytes_of(max_bytes)
         if max_bytes < MIN_BUDGET_BYTES:
             raise ValueError(f"a memory budget has at least {MIN_BUDGET_BYTES} bytes (1 MiB), got {max_bytes}")
         self.max_bytes = max_bytes

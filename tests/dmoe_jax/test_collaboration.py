@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from dmoe_jax.collaboration import CollaborationConfig
+from dmoe_jax.collaboration.forming import fewest_of
 from dmoe_jax.peer import SIM_PORT, open_peer
 from dmoe_jax.types import PyTree
 from experiments.collaborative.regression import regression
@@ -24,7 +25,9 @@ from experiments.collaborative.world import (
     relative_difference,
 )
 from net.averaging.collaboration.assisting import assist_collaboration
-from net.identity import Address
+from net.averaging.collaboration.progress import NO_CHAIN, Report, forecast, next_chain
+from net.averaging.grouping.group import MAX_GROUP_SIZE, Role
+from net.identity import Address, PeerId
 from net.transport.sim import run, simulate
 from net.transport.sim.links import Constant, HostOptions
 
@@ -84,6 +87,41 @@ def test_unequal_peers_make_the_steps_of_one_machine() -> None:
     check_one_machine(lives, 10)
     batches = [each.samples for each in lives[0].steps]
     assert all(abs(batch - CONFIG.target_batch_size) <= 0.05 * CONFIG.target_batch_size for batch in batches[1:])
+
+
+def test_nobody_misses_a_step_over_long_lines() -> None:
+    """Eight machines, a round trip of 400 ms, two seconds to form a group. For the first step they do not know of each
+    other yet."""
+    specs = machines([0.05 * 1.4**number for number in range(8)])
+
+    async def body(world: World) -> None:
+        for spec in specs:
+            world.start(spec)
+        await world.wait_for_step(4)
+        await trio.sleep(2)
+
+    lives = in_world(body, latency_s=0.2, config=replace(CONFIG, target_batch_size=512))
+    for number in (2, 3, 4):
+        assert [done.peers for life in lives for done in life.steps if done.number == number] == [8] * 8
+
+
+def test_nobody_makes_a_step_that_others_have_made_already() -> None:
+    """Two that missed it are most of those at it still."""
+    now = Report(
+        peer_id=PeerId(bytes(32)),
+        address=Address("host", 1),
+        role=Role.NODE,
+        step=3,
+        chain=NO_CHAIN,
+        samples=10.0,
+        rate=2.0,
+        at=100.0,
+        trained=300.0,
+    )
+    other = replace(now, peer_id=PeerId(bytes([1]) * 32))
+    ahead = replace(now, peer_id=PeerId(bytes([2]) * 32), step=4, chain=next_chain(NO_CHAIN, b"group"), trained=400.0)
+    assert fewest_of(forecast(now, [other], target=100, now=100.0)) == 2
+    assert fewest_of(forecast(now, [other, ahead], target=100, now=100.0)) > MAX_GROUP_SIZE
 
 
 @pytest.mark.parametrize("silent", [False, True])

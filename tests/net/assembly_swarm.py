@@ -19,7 +19,7 @@ from net.clock import SwarmClock
 from net.dht.config import DhtConfig
 from net.dht.lookup import LookupConfig
 from net.dht.node import DhtNode, open_dht_node
-from net.identity import Address, PeerId
+from net.identity import Address, Contact, PeerId
 from net.rpc.base import Handler, Reply, Request
 from net.rpc.peer import RpcPeer, open_rpc_peer
 from net.transport.sim import run, simulate
@@ -60,6 +60,12 @@ class Peer:
         assert self.dht.clock.now() <= deadline + 1e-6
         return group
 
+    async def find_with(self, others: Sequence[Contact], begins_at: float) -> Group | None:
+        """Search with peers that are known to begin at that time, too."""
+        return await self.matchmaker.find_group(
+            self.member(), cell=0, round_number=0, deadline=begins_at + 2.0, begins_at=begins_at, hints=others
+        )
+
 
 class Swarm:
     """Peers on a simulated network, each a program of a host."""
@@ -74,6 +80,7 @@ class Swarm:
         grid: MoshpitGrid = LINE,
         schema: bytes = SCHEMA,
         client: bool = False,
+        config: AssemblyConfig = CONFIG,
         fakes: Mapping[str, Handler] = MappingProxyType({}),
     ) -> Peer:
         """One more peer, in the DHT; with `fakes`, handlers by method, it has no searches of its own."""
@@ -93,7 +100,7 @@ class Swarm:
                 for method, handler in fakes.items():
                     rpc.add_handler(f"averaging.model.{method}", handler)
                 prefix = "unused" if fakes else "model"
-                matchmaker = Matchmaker(rpc, dht, prefix=prefix, grid=grid, schema=schema, rng=rng, config=CONFIG)
+                matchmaker = Matchmaker(rpc, dht, prefix=prefix, grid=grid, schema=schema, rng=rng, config=config)
                 self.peers.append(Peer(host=host, rpc=rpc, dht=dht, matchmaker=matchmaker))
                 is_ready.set()
                 await trio.sleep_forever()

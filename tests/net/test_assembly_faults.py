@@ -9,15 +9,16 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from net.averaging.grouping.group_key import group_key
+from net.averaging.grouping.group import Group
+from net.averaging.grouping.group_key import MoshpitGrid, group_key
 from net.averaging.grouping.join_messages import candidates_in_untrusted, request_body
-from net.averaging.grouping.matchmaking import Matchmaking
+from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
 from net.clock import SwarmClock
 from net.errors import CallRefused
 from net.rpc.base import Reply, Request
 from net.transport.sim import run
 from net.transport.sim.events import HostDown
-from net.transport.sim.links import LogNormal
+from net.transport.sim.links import Constant, LogNormal
 from tests.net.assembly_swarm import (
     CONFIG,
     LINE,
@@ -46,6 +47,62 @@ def test_uneven_latencies_cost_nobody_its_group(seed: int) -> None:
             assert found.count(None) <= 1
 
     run(test, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_peers_that_know_of_each_other_meet_in_five_round_trips(seed: int) -> None:
+    """With a round trip of 400 ms, two seconds before they begin, and each with its own idea of when that is."""
+
+    async def test() -> None:
+        rng = random.Random(seed)
+        config = AssemblyConfig(window_s=2.0, request_timeout_s=1.0, poll_s=0.25, silence_s=2.0)  # of a collaboration
+        grid = MoshpitGrid(side=16, dims=1)
+        async with swarm(12, latency=Constant(0.2), seed=seed, grid=grid, config=config) as peers:
+            contacts = [peer.member().contact for peer in peers.peers]
+            latest = peers.peers[0].dht.clock.now() + 2.0
+            begins_at = [latest - rng.choice((0.0, 1e-6, 0.03)) for _ in contacts]
+
+            async def find(index: int) -> Group | None:
+                async def hear_of_the_latest() -> None:
+                    await trio.sleep(0.2)
+                    peers.peers[index].matchmaker.postpone(max(begins_at))
+
+                others = [each for each in contacts if each != contacts[index]]
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(hear_of_the_latest)
+                    return await peers.peers[index].find_with(others, begins_at[index])
+
+            found = await gather(*(partial(find, index) for index in range(len(contacts))))
+            assert {None if group is None else len(group.members) for group in found} == {12}
+            assert len({group.group_id for group in found if group is not None}) == 1
+
+    run(test, seed=seed)
+
+
+@simulated
+async def test_a_late_postponement_loses_no_follower() -> None:
+    """Three have met when a fourth says that they begin three seconds later. All four are the group, and know it."""
+    config = AssemblyConfig(window_s=2.0, request_timeout_s=1.0, poll_s=0.25, silence_s=2.0)
+    async with swarm(4, latency=Constant(0.2), config=config) as peers:
+        contacts = [peer.member().contact for peer in peers.peers]
+        begins_at = peers.peers[0].dht.clock.now() + 2.0
+
+        async def find(index: int) -> Group | None:
+            async def hear() -> None:
+                await trio.sleep(1.6)
+                peers.peers[index].matchmaker.postpone(begins_at + 3.0)
+
+            others = [each for each in contacts if each != contacts[index]]
+            if index == 3:
+                await trio.sleep(1.4)
+                return await peers.peers[index].find_with(others, begins_at + 3.0)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(hear)
+                return await peers.peers[index].find_with(others, begins_at)
+
+        found = await gather(*(partial(find, index) for index in range(4)))
+        assert [None if group is None else len(group.members) for group in found] == [4] * 4
+        assert peers.peers[0].dht.clock.now() >= begins_at + 3.0
 
 
 @simulated

@@ -5,7 +5,7 @@ import trio
 
 from net.averaging.window import BulkWindow
 from net.identity import PeerId
-from net.rpc.bulk import GAIN, MIN_BUDGET_BYTES, BulkTraffic, MemoryBudget, Path
+from net.rpc.bulk import GAIN, MIN_BUDGET_BYTES, BulkTraffic, MemoryBudget, Path, bytes_of
 from tests.net.sim_hosts import in_simulation
 
 MIB = 2**20
@@ -26,6 +26,32 @@ def test_a_budget_too_small_is_refused(nbytes: int) -> None:
     """With the value and the bound."""
     with pytest.raises(ValueError, match=rf"at least {MIN_BUDGET_BYTES} bytes \(1 MiB\), got {nbytes}"):
         MemoryBudget(nbytes)
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [
+        (2**20, 2**20),
+        ("1048576", 2**20),
+        ("256MiB", 256 * MIB),
+        ("256 MiB", 256 * MIB),
+        (" 1.5GiB", 3 * 2**29),
+        ("2KB", 2000),
+        ("3MB", 3_000_000),
+        ("7B", 7),
+        ("0.1KiB", 102),
+    ],
+)
+def test_sizes_as_people_write_them(size: int | str, nbytes: int) -> None:
+    """Whole bytes, rounded down."""
+    assert bytes_of(size) == nbytes
+
+
+@pytest.mark.parametrize("size", ["", "MiB", "-1MiB", "1e9", "256 mib", "256MiB/s", "1,5GiB", "inf", True, "9" * 40])
+def test_what_is_no_size_is_refused(size: int | str) -> None:
+    """With what was given."""
+    with pytest.raises(ValueError, match=r"a size is .* got "):
+        bytes_of(size)
 
 
 def test_the_rate_of_a_path_that_waits_for_answers() -> None:

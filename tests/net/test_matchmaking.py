@@ -171,6 +171,75 @@ def test_a_call_for_the_last_window_does_not_wait_through_the_next() -> None:
     assert leader.receive(request(2, 11.0, window=10.0)) is None
 
 
+def contact(number: int) -> Contact:
+    return candidate(number, 0.0).contact
+
+
+def seeker_of_a_step(number: int, *, begins_at: float = 5.0, **facts: Any) -> Matchmaking:
+    """A search that was told when to begin."""
+    return Matchmaking(
+        member(number, **facts),
+        key="key",
+        schema=b"schema",
+        side=9,
+        deadline=20.0,
+        config=CONFIG,
+        rng=random.Random(number),
+        now=0.0,
+        begins_at=begins_at,
+    )
+
+
+def test_of_two_that_know_of_each_other_the_greater_id_asks() -> None:
+    """They declare one time; a client, whom nobody asks, asks all, and so does whoever is late."""
+    three, four = contact(3), contact(4)
+    assert [each.contact for each in seeker_of_a_step(4).candidates(seeker_of_a_step(4).hinted([three]), 0.0)] == [
+        three
+    ]
+    least = seeker_of_a_step(3)
+    assert least.candidates(least.hinted([four]), 0.0) == ()
+    client = seeker_of_a_step(2, role=Role.CLIENT)
+    assert len(client.candidates(client.hinted([three, four]), 0.0)) == 2
+    late = core(3)
+    assert len(late.candidates(late.hinted([four]), 0.0)) == 1
+
+
+def test_who_asks_and_is_the_earlier_is_asked_next() -> None:
+    """Its question says that it precedes us: of the hinted it comes first, whatever their ids. No client does."""
+    seeker = seeker_of_a_step(6)
+    asker = replace(request(9, 4.0), side=9)
+    assert seeker.consider(asker) == Refusal(reason=Reason.LATER)
+    assert seeker.suggested(0.0) == candidate(9, 4.0)
+    hinted = seeker.hinted([contact(2), contact(3)])
+    assert [each.contact.peer_id for each in seeker.candidates(hinted, 0.0)] == [peer(9), peer(2), peer(3)]
+    seeker.on_refused(candidate(9, 4.0), Refusal(reason=Reason.FOLLOWING, leader=candidate(5, 3.0)), 0.0)
+    assert seeker.suggested(0.0) == candidate(5, 3.0)
+    assert seeker.suggested(3.0) is None  # it has begun
+    assert seeker.consider(replace(request(1, 4.0, role=Role.CLIENT), side=9)) == Refusal(reason=Reason.LATER)
+    assert seeker.suggested(0.0) is None
+
+
+def test_of_several_that_are_named_the_first_in_rank_is_asked() -> None:
+    seeker = seeker_of_a_step(6)
+    for number, expiration in ((5, 4.0), (4, 3.0), (3, 4.5)):
+        seeker.consider(replace(request(number, expiration), side=9))
+    assert seeker.suggested(0.0) == candidate(4, 3.0)
+    seeker.on_failed(candidate(4, 3.0))
+    assert seeker.suggested(0.0) is None
+
+
+def test_who_was_postponed_meanwhile_asks_again_at_once() -> None:
+    """The refusal was of an earlier declaration; one of the present declaration costs a pause."""
+    seeker = seeker_of_a_step(6)
+    asked = seeker.request
+    seeker.postpone(7.0)
+    seeker.on_refused(candidate(3, 6.0), Refusal(reason=Reason.LATER), 1.0, asked=asked)
+    assert seeker.candidates([candidate(3, 6.0)], 1.0) == (candidate(3, 6.0),)
+    seeker.on_refused(candidate(3, 6.0), Refusal(reason=Reason.LATER), 1.0, asked=seeker.request)
+    assert seeker.candidates([candidate(3, 6.0)], 1.0) == ()
+    assert seeker.candidates([candidate(3, 6.0)], 1.0 + CONFIG.poll_s) == (candidate(3, 6.0),)
+
+
 def test_candidates_come_in_the_order_of_leaders() -> None:
     """Those that precede us and have not ended; of two at one time the lesser id first."""
     seeker = core(5, now=1.0)
@@ -363,3 +432,20 @@ def test_searches_always_end(seed: int, count: int, side: int) -> None:
             assert 2 <= sum(each.sends for each in search.group.members) <= side
             for each in search.group.members:
                 assert in_groups.setdefault(each.peer_id, search.group.group_id) == search.group.group_id
+
+
+def test_who_is_postponed_searches_longer_within_bounds() -> None:
+    """So do followers, who are told the same time as their leader; the window of both ends before the search."""
+    leader, follower = seeker_of_a_step(2), seeker_of_a_step(6)
+    follower.follow(candidate(2, 5.0))
+    for search in (leader, follower):
+        search.postpone(6.5)
+        assert (search.expiration, search.search_ends_at) == (6.5, 21.5)
+        search.postpone(6.0)
+        assert (search.expiration, search.search_ends_at) == (6.5, 21.5)
+        search.postpone(100.0)
+        assert (search.expiration, search.search_ends_at) == (24.5, 25.0)
+    client = seeker_of_a_step(3, role=Role.CLIENT)
+    assert client.expiration == 19.5
+    client.postpone(7.0)
+    assert (client.expiration, client.search_ends_at) == (21.5, 22.0)

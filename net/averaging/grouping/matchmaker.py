@@ -29,7 +29,7 @@ from net.dht.node import DhtNode
 from net.errors import CallFailed, CallRefused, PeerBusy, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
-from net.rpc.base import Body, Caller, Reply, Request
+from net.rpc.base import Caller, Reply, Request
 from net.rpc.service import PING
 
 _NOT_LOOKING, _BUSY = Refusal(reason=Reason.NOT_LOOKING), Refusal(reason=Reason.FULL)
@@ -114,7 +114,7 @@ class Matchmaker:
         Args:
           me: what the group is to know of us; a client if the caller listens nowhere.
           cell, round_number: our place on the grid, and which of its axes; see `MoshpitGrid`.
-          deadline: swarm time, later than now.
+          deadline: swarm time, later than now; if the search is postponed, it may take `window_s` longer.
           begins_at: swarm time at which the group is to begin, at most an hour ahead; None: once it is full, or after
             `window_s`.
           schema: what the vector means this time; None: as ever.
@@ -149,10 +149,9 @@ class Matchmaker:
         return core.group
 
     def postpone(self, begins_at: float) -> None:
-        """The search that is under way, if it was told when to begin, is to begin later."""
+        """The search that is under way, if it was told when to begin, is to begin later, and may end later too."""
         if self._search is not None:
-            self._search.core.postpone(begins_at)
-            self._search.told()
+            self._search.postpone(begins_at)
 
     async def withdraw(self) -> None:
         """Take back what the last search declared, if others can still see it; nothing while there is a next one."""
@@ -177,7 +176,7 @@ class Matchmaker:
 
     async def _serve_ask(self, request: Request) -> Reply:
         wanted = _parse(request)
-        answer = _NOT_LOOKING if self._search is None else self._search.core.consider(wanted)
+        answer = _NOT_LOOKING if self._search is None else self._search.consider(wanted)
         return Reply(body=refusal_body(answer) if isinstance(answer, Refusal) else {"expiration": answer})
 
     async def _serve_join(self, request: Request) -> Reply:
@@ -216,6 +215,19 @@ class _Search:
         finally:
             self.core.stop()
             self.told()
+
+    def postpone(self, begins_at: float) -> None:
+        """Begin, and perhaps end, later."""
+        self.core.postpone(begins_at)
+        self._scope.deadline = self._trio_time(self.core.search_ends_at)
+        self.told()
+
+    def consider(self, request: JoinRequest) -> float | Refusal:
+        """Whether we would lead this peer; if it should lead us, it is asked next."""
+        answer = self.core.consider(request)
+        if isinstance(answer, Refusal) and answer.reason is Reason.LATER:
+            self.told()
+        return answer
 
     async def lead(self, request: JoinRequest) -> Answer:
         """Take a follower; returns when it is none any more. If cancelled, it has gone."""
@@ -288,35 +300,33 @@ class _Search:
         while True:
             again_at = trio.current_time() + self._config.poll_s
             async with self._asking:
-                # Whether they precede us they know themselves.
-                earlier = math.nextafter(self.core.expiration, -math.inf)
-                await self._follow_one_of(
-                    [Candidate(contact=each, expiration=earlier) for each in self._hints], again_at
-                )
-            await trio.sleep_until(again_at)
+                await self._follow_one_of(self.core.hinted(self._hints), again_at)
+            with trio.CancelScope(deadline=again_at):
+                while self.core.suggested(self._dht.clock.now()) is None:
+                    await self._changed.wait()
 
     async def _follow_one_of(self, known: Sequence[Candidate], until: float) -> None:
         """Ask whoever of these precedes us, and follow the first that is willing; till there is nobody to ask, or
         nobody was willing by `until`."""
         while batch := self.core.candidates(known, self._dht.clock.now())[: self._config.max_questions]:
             leader = await self._ask(batch)
-            if leader is not None:
-                # When it has failed us, what we know comes first: the DHT may be slow now, if peers have died.
-                await self._join(leader)
-            elif trio.current_time() >= until:
+            if leader is None and trio.current_time() >= until:
                 break
+            # When it has failed us, what we know comes first: the DHT may be slow now, if peers have died.
+            while leader is not None:
+                leader = await self._join(leader)
 
     async def _ask(self, batch: Sequence[Candidate]) -> Candidate | None:
         """Ask several candidates at once; the first in rank that is willing, without waiting long for silent ones.
 
         A later one in rank will do: if an earlier one was only slow, the later will find it too, and send us there.
         """
-        body = request_body(self.core.request)
+        request = self.core.request
         waiting = {candidate.contact.peer_id: candidate for candidate in batch}
         willing: list[Candidate] = []
 
         async def ask(candidate: Candidate, scope: trio.CancelScope) -> None:
-            leader = await self._is_willing(candidate, body)
+            leader = await self._is_willing(candidate, request)
             del waiting[candidate.contact.peer_id]
             if leader is not None:
                 willing.append(leader)
@@ -330,9 +340,9 @@ class _Search:
                 nursery.start_soon(ask, candidate, nursery.cancel_scope)
         return min(willing, key=lambda leader: leader.rank, default=None)
 
-    async def _is_willing(self, candidate: Candidate, body: Body) -> Candidate | None:
+    async def _is_willing(self, candidate: Candidate, request: JoinRequest) -> Candidate | None:
         """A candidate with the expiration that it has now, if it would have us."""
-        timeout_s = self._config.request_timeout_s
+        timeout_s, body = self._config.request_timeout_s, request_body(request)
         try:
             reply = await self._caller.call(candidate.contact, self._matchmaker.ask_method, body, timeout_s=timeout_s)
             answer = parse_asked_untrusted(reply.body)
@@ -342,7 +352,7 @@ class _Search:
             self.core.on_failed(candidate)
             return None
         if isinstance(answer, Refusal):
-            self.core.on_refused(candidate, answer, self._dht.clock.now())
+            self.core.on_refused(candidate, answer, self._dht.clock.now(), asked=request)
             return None
         leader = Candidate(contact=candidate.contact, expiration=answer)
         if not self.core.precedes_us(leader):  # it should have refused
@@ -350,13 +360,16 @@ class _Search:
             return None
         return leader
 
-    async def _join(self, leader: Candidate) -> None:
-        """Wait for this leader to begin, or to send us away."""
+    async def _join(self, leader: Candidate) -> Candidate | None:
+        """Wait for this leader to begin, or to send us away. Returns whom to follow then, if it has found a leader
+        itself: that one was willing just now, and need not be asked."""
         body = request_body(replace(self.core.request, window=leader.expiration))
         self.core.follow(leader)
         self.told()
-        # Not until the leader's expiration: its clock may differ from ours. One that has died is noticed by `_watch`.
-        window_s = max(self._config.window_s, leader.expiration - self._dht.clock.now())
+        # Not until the leader's expiration: its clock may differ from ours, and it may be postponed. If we went just
+        # before it begins, its group would wait for us. One that has died is noticed by `_watch`.
+        last = max(leader.expiration, self.core.search_ends_at if self.core.is_timed else leader.expiration)
+        window_s = max(self._config.window_s, last - self._dht.clock.now())
         timeout_s = min(window_s, MAX_WINDOW_S) + self._config.request_timeout_s
         answer: Answer | None = None
         try:
@@ -375,6 +388,8 @@ class _Search:
         else:
             self.core.on_refused(leader, answer, self._dht.clock.now())
         self.told()
+        is_sent_on = isinstance(answer, Refusal) and answer.reason is Reason.FOLLOWING
+        return self.core.suggested(self._dht.clock.now()) if is_sent_on else None
 
     async def _watch(self, leader: Candidate, scope: trio.CancelScope) -> None:
         """Cancel `scope` when a leader that we follow falls silent: else it would cost us its whole window."""

@@ -17,10 +17,16 @@ A peer in client mode cannot lead. It has one window, as long as its search: so 
 time. Members are counted by who has a vector: a group has 2 to `side` of these, besides auxiliary peers, which must
 neither take the places of others nor make a group out of one.
 
+Peers may know of each other without the DHT (`hinted`). Searches that were told when to begin mostly declare the same
+time, and then the least peer id leads: so of two peers the one with the greater id asks. If that one is the earlier all
+the same, its question says so, and whoever was asked comes to it: asking all others instead would cost most peers two
+rounds of refusals, which on long lines is all the time that there is.
+
 The shell feeds in requests (`consider`, `receive`, `leave`), outcomes (`follow`, `on_refused`, `on_failed`, `on_group`)
 and time (`tick`, when `deadline` has come), and tells followers what `take_answers` gives.
 """
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -36,7 +42,7 @@ from net.averaging.grouping.join_messages import (
     Refusal,
     member_bytes,
 )
-from net.identity import PeerId
+from net.identity import Contact, PeerId
 
 MAX_WINDOW_S = 3600.0
 """Calls that wait for a leader stay within what the RPC layer allows, and DHT entries end the same day."""
@@ -90,7 +96,7 @@ class Matchmaking:
       key: of the group.
       schema: what our vector means.
       side: of the grid: the size of a full group.
-      deadline: swarm time at which the search ends.
+      deadline: swarm time at which the search ends, unless it is postponed; then at most `window_s` later.
       rng: draws the group's id.
       now: swarm time.
       begins_at: swarm time at which a group is to begin, and not before; None: as soon as it is full.
@@ -121,6 +127,8 @@ class Matchmaking:
         """The peer that we follow."""
         self.expiration = now
         """Our declared expiration: the end of our window."""
+        self.search_ends_at = deadline
+        """Swarm time at which the search ends: at its deadline, or later if it was postponed."""
         self._schema = schema
         self._side = side
         self._deadline = deadline
@@ -151,6 +159,11 @@ class Matchmaking:
         """Whether we cannot lead, and need not be declared."""
         return self.me.role is Role.CLIENT
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the group is to begin at a time that was given, which may be postponed."""
+        return self._begins_at is not None
+
     def candidates(self, declared: Iterable[Candidate], now: float) -> tuple[Candidate, ...]:
         """Who is to be asked, first things first: those that precede us, but for those that failed or just refused.
 
@@ -158,10 +171,24 @@ class Matchmaking:
           declared: what the key holds. We may be among them.
         """
         found = {candidate.contact.peer_id: candidate for candidate in declared}
-        if self._suggested is not None:
-            found[self._suggested.contact.peer_id] = self._suggested
+        suggested = self.suggested(now)
+        if suggested is not None:
+            found[suggested.contact.peer_id] = suggested
         may_be_asked = [candidate for candidate in found.values() if self._may_ask(candidate, now)]
-        return tuple(sorted(may_be_asked, key=lambda candidate: candidate.rank))
+        # Who was named to us leads, as far as others know; of the rest we know that they may.
+        return tuple(sorted(may_be_asked, key=lambda candidate: (candidate != suggested, candidate.rank)))
+
+    def suggested(self, now: float) -> Candidate | None:
+        """Who was named to us as a leader, by itself or by others, if it may be asked now."""
+        if self._suggested is not None and not self._suggested.expiration > now:
+            self._suggested = None  # and make room for others
+        return self._suggested if self._suggested is not None and self._may_ask(self._suggested, now) else None
+
+    def hinted(self, contacts: Iterable[Contact]) -> tuple[Candidate, ...]:
+        """These peers, which are known to look for our group, with the expiration that they probably have."""
+        asks_all = self.is_client or self._begins_at is None  # nobody asks a client; and later windows end anyhow
+        expiration = math.nextafter(self.expiration, -math.inf) if asks_all else self.expiration
+        return tuple(Candidate(contact=each, expiration=expiration) for each in contacts)
 
     def precedes_us(self, candidate: Candidate) -> bool:
         """Whether it may lead us."""
@@ -177,10 +204,18 @@ class Matchmaking:
         """Our leader has begun."""
         self.group, self.leader, self.is_over = group, None, True
 
-    def on_refused(self, candidate: Candidate, refusal: Refusal, now: float) -> None:
-        """A candidate, or the leader that we followed, will not have us now."""
+    def on_refused(
+        self, candidate: Candidate, refusal: Refusal, now: float, *, asked: JoinRequest | None = None
+    ) -> None:
+        """A candidate, or the leader that we followed, will not have us now.
+
+        Args:
+          asked: with what, if that may be another request than ours is now.
+        """
         peer_id = candidate.contact.peer_id
         pause_s = self._config.poll_s
+        if refusal.reason is Reason.LATER and asked is not None and asked.expiration != self.expiration:
+            pause_s = 0.0  # we have been postponed meanwhile, and it may lead us now
         if refusal.reason is Reason.DISBANDED:
             # It has cost us a window. One that does it again and again must not keep us from all other groups.
             self._num_disbanded[peer_id] += 1
@@ -190,7 +225,7 @@ class Matchmaking:
             self._failed.add(peer_id)
         self._forget_leader(peer_id)
         if refusal.leader is not None and refusal.leader.contact.peer_id != peer_id:
-            self._suggested = refusal.leader
+            self._suggest(refusal.leader)
 
     def on_failed(self, candidate: Candidate) -> None:
         """A candidate, or the leader that we followed, did not answer or answered nonsense: never again."""
@@ -211,6 +246,8 @@ class Matchmaking:
             reason, leader = Reason.FOLLOWING, self.leader
         elif (request.expiration, request.member.peer_id) < (self.expiration, self.me.peer_id):
             reason = Reason.LATER
+            if request.member.address is not None:
+                self._suggest(Candidate(contact=request.member.contact, expiration=request.expiration))
         elif not self._has_room(request.member):
             reason = Reason.FULL
         return self.expiration if reason is None else Refusal(reason=reason, leader=leader)
@@ -245,18 +282,26 @@ class Matchmaking:
             self._begin()
             return
         self._send_away(Refusal(reason=Reason.DISBANDED))
-        if self.is_client or self._deadline - now <= self._config.margin_s:
+        if self.is_client or self.search_ends_at - now <= self._config.margin_s:
             self.is_over = True
         else:
             self._begins_at = None  # late already
             self._open_window(now)
 
     def postpone(self, begins_at: float) -> None:
-        """The group is to begin later than was said. Of no effect where another leads, or the time has passed."""
-        if self._begins_at is not None and self.leader is None and not self.is_over and not self.is_client:
-            self._begins_at = max(self._begins_at, begins_at)
-            self.expiration = max(self.expiration, min(self._begins_at, self._deadline))
-            self._told.add(self.expiration)
+        """The group is to begin later than was said, and so may the search end, by `window_s` at most.
+
+        A follower does as its leader, which is told the same: else it would have left when its group begins.
+        """
+        if self._begins_at is None or self.is_over or begins_at <= self._begins_at:
+            return
+        ends_at = self.search_ends_at + begins_at - self._begins_at
+        self.search_ends_at = min(ends_at, self._deadline + self._config.window_s)
+        self._begins_at = begins_at
+        # As every window it ends before the search, so that followers still hear of their group.
+        latest = self.search_ends_at - self._config.margin_s
+        self.expiration = max(self.expiration, latest if self.is_client else min(begins_at, latest))
+        self._told.add(self.expiration)
 
     def stop(self) -> None:
         """End the search; followers are sent away."""
@@ -270,7 +315,7 @@ class Matchmaking:
 
     def _open_window(self, now: float) -> None:
         # Half of a time shorter than two margins: there is no use in a window without a length.
-        latest = self._deadline - min(self._config.margin_s, (self._deadline - now) / 2)
+        latest = self.search_ends_at - min(self._config.margin_s, (self.search_ends_at - now) / 2)
         end = now + self._config.window_s if self._begins_at is None else max(now, self._begins_at)
         self.expiration = latest if self.is_client else min(latest, end)
         self._told = {self.expiration}
@@ -289,6 +334,11 @@ class Matchmaking:
             self.leader = None
         if self._suggested is not None and self._suggested.contact.peer_id == peer_id:
             self._suggested = None
+
+    def _suggest(self, leader: Candidate) -> None:
+        """Somebody else, or the leader itself, says that this one leads: of several the first in rank is asked."""
+        if self.precedes_us(leader) and (self._suggested is None or leader.rank < self._suggested.rank):
+            self._suggested = leader
 
     def _members(self) -> tuple[Member, ...]:
         return (self.me, *self._followers.values())

@@ -1,0 +1,127 @@
+"""The memory budget at the front door: `open_swarm(memory_budget=...)` and --memory-budget."""
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from dmoe_jax.cli.assist import AssistCommand
+from dmoe_jax.cli.common import UsageError
+from dmoe_jax.cli.network import NetworkOptions, check_memory_budget, join_swarm
+from dmoe_jax.cli.train import TrainCommand
+from dmoe_jax.cli.up import UpCommand
+from dmoe_jax.security import Plain
+from dmoe_jax.swarm import Swarm, open_swarm
+from net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member
+from net.averaging.reduction.all_reduce import AllReduce
+from net.averaging.reduction.partition import AllReduceConfig
+from net.rpc.bulk import DEFAULT_BUDGET_BYTES, MemoryBudget
+from net.transport.sim import Constant, HostOptions, run, simulate
+
+MIB = 2**20
+PEER = "ab" * 32 + "@127.0.0.1:1"
+
+
+def average(budget: int | str | None, *, mib: int = 32) -> tuple[float, int]:
+    """Three swarms at 2 Gb/s and 100 ms average a vector. Returns the virtual seconds of the third time, when windows
+    have grown, and the most that any of them took out of its budget."""
+
+    async def main() -> tuple[float, int]:
+        line = HostOptions(up_bps=2e9, down_bps=2e9)
+        async with simulate(latency=Constant(0.05), hosts=line) as network, AsyncExitStack() as stack:
+            swarms: list[Swarm] = []
+            for index in range(3):
+                join = [swarms[0].contact] if swarms else []
+                opened = open_swarm(join, network=network, host=f"host{index}", seed=index, memory_budget=budget)
+                swarms.append(await stack.enter_async_context(opened))
+            reductions = [AllReduce(each.rpc, prefix="run", config=AllReduceConfig()) for each in swarms]
+            members = tuple(
+                Member(peer_id=each.peer_id, address=each.rpc.address, wanted_slot=slot)
+                for slot, each in enumerate(swarms)
+            )
+            vector = np.arange(mib * MIB // 4, dtype=np.float32) % 4096
+            for number in range(3):
+                group = Group(group_id=bytes([number]) * GROUP_ID_BYTES, members=members, side=3)
+                started = trio.current_time()
+                async with trio.open_nursery() as nursery:
+                    for reduction in reductions:
+                        nursery.start_soon(check_one, reduction, group, vector)
+                seconds = trio.current_time() - started
+            return seconds, max(each.rpc.bulk.budget.peak_bytes for each in swarms)
+
+    result: tuple[float, int] = run(main)
+    return result
+
+
+async def check_one(reduction: AllReduce, group: Group, vector: np.ndarray) -> None:
+    with trio.fail_after(60):
+        result = await reduction.run(group, vector, size=vector.size)
+    assert result.complete
+    assert np.array_equal(result.average, vector)
+
+
+def test_the_budget_is_kept_and_less_of_it_is_slower() -> None:
+    """One MiB is less than a chunk of this vector with its neighbours: nothing beyond the first windows is under way,
+    and the average comes all the same."""
+    wanted_s, most = average(None)
+    assert most > 8 * MIB  # what the line asks for
+    some_s, some = average("8MiB")
+    assert MIB < some <= 8 * MIB
+    least_s, least = average(MIB)
+    assert least <= MIB
+    assert wanted_s < some_s < least_s < 10 * wanted_s
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        (1000, r"memory_budget: .* at least 1048576 bytes \(1 MiB\), got 1000"),
+        ("1023KiB", "memory_budget: .* at least 1048576 bytes"),
+        ("much", "memory_budget: a size is written as .* got 'much'"),
+    ],
+)
+async def test_a_budget_that_cannot_be(budget: int | str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        async with open_swarm(memory_budget=budget, security=Plain()):
+            pass
+
+
+async def test_swarms_of_a_process_may_share_one() -> None:
+    budget = MemoryBudget("2MiB")
+    async with (
+        open_swarm(security=Plain(), memory_budget=budget) as one,
+        open_swarm(one.contact, security=Plain(), memory_budget=budget) as other,
+        open_swarm(one.contact, security=Plain()) as third,
+    ):
+        assert one.rpc.bulk.budget is other.rpc.bulk.budget is budget
+        assert third.rpc.bulk.budget.max_bytes == DEFAULT_BUDGET_BYTES
+        for given in ({"peer": one.peer}, {"caller": one.rpc}):
+            with pytest.raises(ValueError, match="memory_budget would have no effect"):
+                async with open_swarm(memory_budget="2MiB", **given):  # type: ignore[arg-type]
+                    pass
+
+
+async def test_the_flag_reaches_the_process() -> None:
+    network = NetworkOptions(insecure_loopback=True)
+    async with join_swarm(network, join=[], memory_budget="3MiB") as peer:
+        assert peer.rpc.bulk.budget.max_bytes == 3 * MIB
+    assert check_memory_budget("512MiB").max_bytes == DEFAULT_BUDGET_BYTES
+
+
+def test_flags_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
+    """By every command that has the flag, before anything is started; `dmoe up` hands it on."""
+    for command in (
+        TrainCommand(join=(PEER,), memory_budget="64kb"),
+        AssistCommand(join=(PEER,), memory_budget="64kb"),
+        UpCommand(out=tmp_path / "run", trainers=2, memory_budget="64kb"),
+    ):
+        with pytest.raises(UsageError, match=r"--memory-budget: a size is written as .* got .64kb."):
+            command.check()
+    with pytest.raises(UsageError, match="--memory-budget would have no effect with --trainers 1"):
+        UpCommand(out=tmp_path / "run", memory_budget="64MiB").check()
+    up = UpCommand(out=tmp_path / "run", trainers=2, memory_budget="64MiB")
+    up.check()
+    words = up.flags_of_trainer(1)
+    assert words[words.index("--memory-budget") + 1] == "64MiB"
