@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
+from net.averaging.collaboration.rounds import has_majority
 from net.averaging.collaboration.settlement import Case, Outcome, Settlement, SettlementConfig, Vote
 from net.averaging.grouping.group import Group, Member, Role
 from net.identity import Address
@@ -182,3 +183,22 @@ def test_the_rule_in_every_order() -> None:
         case.decide(random.Random(0))
         assert case.outcome is not None
         assert case.outcome.survivors == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("count", "left", "goes_on"),
+    [
+        (5, (0, 1, 2), True),
+        (5, (3, 4), False),
+        (4, (0, 3), True),  # of two halves, the one with the first member
+        (4, (1, 2), False),
+        (2, (0,), True),
+        (2, (1,), False),
+    ],
+)
+def test_of_a_group_whose_members_lost_each_other_one_part_goes_on(
+    count: int, left: tuple[int, ...], goes_on: bool
+) -> None:
+    group = group_of(count)
+    following = Outcome(committed=False, survivors=left, next_id=b"n" * 16).group_after(group)
+    assert has_majority(group, following) is goes_on

@@ -230,7 +230,7 @@ class StepAveraging:
         for member in group.members:
             if member.peer_id not in there:
                 self._on_lost(member.peer_id)
-        if self._caller.peer_id not in there or not _has_majority(group, following):
+        if self._caller.peer_id not in there or not has_majority(group, following):
             return None
         return following
 
@@ -254,7 +254,7 @@ class StepAveraging:
                 continue  # it lives
 
 
-def _has_majority(group: Group, following: Group) -> bool:
+def has_majority(group: Group, following: Group) -> bool:
     """Whether this part of a group may go on: not so if another part could.
 
     Those that do not answer may be dead, or on the other side of a slow line where they think the same of us. So only

@@ -1,0 +1,127 @@
+"""What steps brought reaches those who follow; whoever gives something else, or nothing, is passed over."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import numpy as np
+import pytest
+import trio
+import trio.lowlevel
+
+from net.averaging.collaboration.step_log import KEEP_S, MAX_KEPT, StepBrought, StepFollower, StepLog
+from net.identity import Address, Contact
+from net.rpc.base import Reply, Request, handlers
+from net.rpc.peer import RpcPeer, open_rpc_peer
+from net.transport.sim import simulate
+from tests.net.sim_hosts import in_simulation, peer
+
+SIZE = 300_000  # two pieces
+
+
+def brought(number: int) -> StepBrought:
+    """Step `number` of a chain of which every step's name is its number."""
+    return StepBrought(
+        number=number,
+        chain_before=chain_after(number - 1),
+        group_id=bytes([number]) * 16,
+        weight=float(10 * number),
+        notes=0.0,
+        mean=np.full(SIZE, number, np.float32),
+    )
+
+
+def chain_after(number: int) -> bytes:
+    return bytes([number]) * 8
+
+
+@asynccontextmanager
+async def peers(count: int) -> AsyncIterator[list[RpcPeer]]:
+    """So many, all of which can be called; the last one follows."""
+    async with simulate() as network, AsyncExitStack() as stack:
+        found = []
+        for number in range(count):
+            name = f"host{number}"
+            opened = open_rpc_peer(network.transport(name, peer(name)), peer_id=peer(name), listen=Address(name, 1))
+            found.append(await stack.enter_async_context(opened))
+        yield found
+
+
+def contact(rpc: RpcPeer) -> Contact:
+    assert rpc.address is not None
+    return Contact(rpc.peer_id, rpc.address)
+
+
+def follower_of(rpc: RpcPeer, donors: Sequence[RpcPeer]) -> StepFollower:
+    return StepFollower(rpc, prefix="x", size=SIZE, donors=lambda: [contact(each) for each in donors])
+
+
+@in_simulation
+async def test_steps_made_after_the_first_question_come_and_no_others() -> None:
+    async with peers(2) as (donor, own), trio.open_nursery() as nursery:
+        log, follower = StepLog(donor, prefix="x"), follower_of(own, [donor])
+        nursery.start_soon(log.run)
+        await trio.lowlevel.checkpoint()
+        log.keep(brought(1))  # nobody has asked
+        await follower.ask()
+        assert follower.following(0, chain_after(0)) is None
+        log.keep(brought(2))
+        log.keep(brought(3))
+        await follower.ask()
+        second = follower.following(1, chain_after(1))
+        assert second is not None
+        assert second.weight == 20.0
+        np.testing.assert_array_equal(second.mean, brought(2).mean)
+        assert follower.following(1, b"another.") is None  # of another chain there is nothing
+        assert follower.following(2, chain_after(2)) is not None
+        assert follower.following(3, chain_after(3)) is None
+        nursery.cancel_scope.cancel()
+
+
+@in_simulation
+async def test_a_few_are_kept_and_none_when_nobody_asks_any_more() -> None:
+    async with peers(2) as (donor, own), trio.open_nursery() as nursery:
+        log = StepLog(donor, prefix="x")
+        nursery.start_soon(log.run)
+        await follower_of(own, [donor]).ask()
+        for number in range(1, MAX_KEPT + 3):
+            log.keep(brought(number))
+        late = follower_of(own, [donor])
+        await late.ask()
+        assert late.following(1, chain_after(1)) is None
+        assert late.following(2, chain_after(2)) is not None
+        await trio.sleep(2 * KEEP_S)
+        forgotten = follower_of(own, [donor])
+        await forgotten.ask()
+        assert forgotten.following(2, chain_after(2)) is None
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("fault", ["silent", "short", "not finite", "too many"])
+def test_who_gives_nothing_of_use_is_passed_over(fault: str) -> None:
+    @in_simulation
+    async def body() -> None:
+        async with peers(3) as (bad, donor, own), trio.open_nursery() as nursery:
+            log = StepLog(donor, prefix="x")
+            nursery.start_soon(log.run)
+            await follower_of(own, [donor]).ask()
+            log.keep(brought(1))
+
+            async def listing(request: Request) -> Reply:
+                if fault == "silent":
+                    await trio.sleep_forever()
+                one = [1, chain_after(0), b"g" * 16, 1.0, 0.0]
+                return Reply(body={"steps": [one] * (100 if fault == "too many" else 1)})
+
+            async def piece(request: Request) -> Reply:
+                length = request.body["length"] - (fault == "short")
+                return Reply(tensors=(np.full(length, np.nan if fault == "not finite" else 1, np.float32),))
+
+            follower = follower_of(own, [bad, donor])
+            with handlers(bad, {"averaging.x.steps": listing, "averaging.x.steps.piece": piece}):
+                await follower.ask()
+            first = follower.following(0, chain_after(0))
+            assert first is not None
+            assert first.group_id == brought(1).group_id
+            nursery.cancel_scope.cancel()
+
+    body()
