@@ -63,8 +63,9 @@ MAX_EARLY_CALLS = 512
 _MAX_PAST_GROUPS = 64
 """Groups that are over and still known, so that late calls are refused at once. More only make them wait."""
 
-_KEPT_BYTES = 4 * 2**20
-"""Twice as much may stay with the process between all-reduces."""
+_KEPT_BYTES = 8 * 2**20
+"""Twice as much may stay with the process between all-reduces: the chunks that a member holds for others, and the
+answers that come in, each up to `window_bytes`. With half as much they are paged in afresh now and then."""
 
 
 # Compared by identity: arrays have no single answer to `==`.

@@ -58,9 +58,10 @@ _GROUP, _NATURAL = octets(GROUP_ID_BYTES, GROUP_ID_BYTES), integer(0, 2**63 - 1)
 class AllReduceConfig:
     """How a vector is averaged. Members of a group must agree on `chunk_bytes` and `window_bytes`."""
 
-    chunk_bytes: int = 1280 * 1024
-    """Most bytes of the vector's float32 numbers in one call. Smaller chunks cost calls, larger ones memory: with half
-    as much, four members on one machine took a quarter longer without encryption."""
+    chunk_bytes: int = 2 * 2**20
+    """Most bytes of the vector's float32 numbers in one call. Smaller chunks cost calls, larger ones memory: with 1280
+    KiB, four members on one machine took a tenth more processor time without encryption, and at 1 Gb/s and 100 ms
+    they used 0.92 of the line and not 0.96."""
     window_bytes: int = 8 * 2**20
     """Bytes of chunks that wait for their means, at all reducers together, to begin with; one chunk or more at each, so
     that those of large groups are smaller. A member holds as much for others, and once more of answers that come in.

@@ -60,11 +60,13 @@ def mean_into(out: Array, values: Sequence[Array], weights: Sequence[float]) -> 
     with np.errstate(over="ignore"):
         for start in range(0, out.size, _TILE_SIZE):
             tile = slice(start, start + _TILE_SIZE)
-            mean = out[tile]
-            np.multiply(values[0][tile], factors[0], out=mean)
+            mean, first = out[tile], values[0][tile]
+            # Multiplying by 1 would change nothing, and cost as much as adding.
+            if factors[0] != 1 or len(values) == 1:
+                first = np.multiply(first, factors[0], out=mean)
             for each, factor in zip(values[1:], factors[1:], strict=True):
                 scaled = each[tile] if factor == 1 else np.multiply(each[tile], factor, out=scratch[: mean.size])
-                np.add(mean, scaled, out=mean)
+                first = np.add(first, scaled, out=mean)
             if total != 1:
                 np.divide(mean, total, out=mean)
 
