@@ -105,6 +105,11 @@ class AssistCommand:
             window_s=self.window_s, timeout_s=self.timeout_s, compression=Compression(self.compression)
         )
 
+    def rounds(self) -> RoundConfig:
+        """Settings of the averaging for a collaboration."""
+        all_reduce = AllReduceConfig(timeout_s=self.timeout_s, compression=Compression(self.compression))
+        return RoundConfig(all_reduce=all_reduce)
+
     async def _assist(self, stop: Stop) -> int:
         totals = _Totals(self.name)
         joining = join_swarm(self.network, join=self.join, listen=self.listen, memory_budget=self.memory_budget)
@@ -125,7 +130,7 @@ class AssistCommand:
                             prefix=self.name,
                             rng=random.SystemRandom(),
                             speeds=self.speeds(),
-                            config=RoundConfig(all_reduce=AllReduceConfig(timeout_s=self.timeout_s)),
+                            config=self.rounds(),
                             on_plan=totals.begin,
                             on_step=totals.count_step,
                         )

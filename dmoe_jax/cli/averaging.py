@@ -56,7 +56,7 @@ class AveragingOptions:
     average_down: float = 0.0
     """Megabits a second that it can receive; 0: it is measured."""
     average_compression: Literal["none", "float16", "bfloat16", "blockwise8"] = "none"
-    """How numbers travel."""
+    """How numbers travel. With --target-batch-size all processes make the same step whatever is lost on the way."""
     outer_learning_rate: float = 0.7
     """Step size of the outer optimiser, which only pseudo-gradients have."""
     outer_momentum: float = 0.9
@@ -74,8 +74,6 @@ class AveragingOptions:
             raise UsageError(f"--target-batch-size must not be negative, got {self.target_batch_size}")
         if self.target_batch_size and self.average_every:
             raise UsageError("--target-batch-size says when to average: leave --average-every out")
-        if self.target_batch_size and self.average_compression != "none":
-            raise UsageError(f"--average-compression {self.average_compression} cannot be had with --target-batch-size")
         check_at_least(2, self, "average_side")
         check_positive(self, "average_window_s", "average_timeout_s", "outer_learning_rate")
         if not 0 <= self.outer_momentum < 1:
@@ -140,6 +138,7 @@ class AveragingOptions:
             timeout_s=self.average_timeout_s,
             role="client" if self.average_client else "auto",
             speeds=speeds_of(self.average_up, self.average_down),
+            compression=self.average_compression,
         )
 
     def wrap(self, inner: "optax.GradientTransformation") -> "optax.GradientTransformation":

@@ -70,10 +70,13 @@ class Compressed:
     Attributes:
       tensor: float32, of any shape. It must not be written to before the message has left.
       compression: any but `NONE`: a tensor that travels as it is needs no wrapping.
+      payload: what travels, if it has been compressed already; `tensor` is then what the receiver gets. Made by
+        `compressed_in_place`.
     """
 
     tensor: Array
     compression: Compression
+    payload: memoryview | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.compression, Compression) or self.compression is Compression.NONE:
@@ -101,10 +104,12 @@ def encoded_nbytes(compression: Compression, size: int) -> int:
 
 
 def encode(compressed: Compressed) -> memoryview:
-    """The payload, in a fresh buffer of `encoded_nbytes` bytes.
+    """The payload, in a fresh buffer of `encoded_nbytes` bytes, or the one that was made already.
 
     A tensor that is not C-contiguous or not in the machine's byte order is copied first.
     """
+    if compressed.payload is not None:
+        return compressed.payload
     values = np.ascontiguousarray(compressed.tensor, dtype=np.float32).reshape(-1)
     payload = np.empty(encoded_nbytes(compressed.compression, values.size), np.uint8)
     # NumPy would warn of infinities met on the way, which are the sender's to send.
@@ -115,6 +120,18 @@ def encode(compressed: Compressed) -> memoryview:
             dtype, limit = _CASTS[compressed.compression]
             _encode_cast(values, limit, payload.view(dtype))
     return payload.data
+
+
+def compressed_in_place(values: Array, compression: Compression) -> Compressed:
+    """Compress now what several receivers get, once for all of them, and leave in `values` what they will have.
+
+    Args:
+      values: float32, C-contiguous and writable; replaced by what the payload decodes to.
+      compression: any but `NONE`.
+    """
+    payload = encode(Compressed(values, compression))
+    decode_into_untrusted(payload, compression, values)
+    return Compressed(values, compression, payload)
 
 
 def decode_into_untrusted(payload: memoryview, compression: Compression, out: Array) -> None:

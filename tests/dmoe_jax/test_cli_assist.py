@@ -16,6 +16,7 @@ from dmoe_jax.cli.network import NetworkOptions, join_swarm
 from dmoe_jax.cli.status import read_members
 from net.averaging.averager import AveragerConfig, AveragingStep, open_averager
 from net.averaging.grouping.group_key import MoshpitGrid
+from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import Speeds
 from net.wire.compression import Compression
 from tests.dmoe_jax.test_cli_swarm import running
@@ -39,6 +40,7 @@ def test_flags_that_cannot_be_meant_are_refused() -> None:
     command.check()
     assert command.speeds() == Speeds(up=1e6, down=1e7)
     assert command.config() == AveragerConfig.of(window_s=5.0, timeout_s=12.0, compression=Compression.BFLOAT16)
+    assert command.rounds().all_reduce == AllReduceConfig(timeout_s=12.0, compression=Compression.BFLOAT16)
 
 
 async def average_as_client(contact: str, value: float, done: list[AveragingStep]) -> None:

@@ -11,6 +11,7 @@ from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.optim import apply_average, averaged_kind, what_to_send, with_average
 from net.averaging.speeds import Speeds
+from net.wire.compression import Compression
 
 
 def test_averaging_options_that_pass_the_check_can_be_used() -> None:
@@ -31,6 +32,13 @@ def test_averaging_options_that_pass_the_check_can_be_used() -> None:
     ):
         with pytest.raises(UsageError, match=r"average|outer"):
             AveragingOptions(average_every=10, **wishes).check()
+
+
+def test_a_collaboration_may_compress() -> None:
+    """The same flag as for averaging."""
+    options = tyro.cli(AveragingOptions, args=["--target-batch-size", "64", "--average-compression", "blockwise8"])
+    options.check()
+    assert options.collaboration().rounds().all_reduce.compression is Compression.BLOCKWISE_8BIT
 
 
 @pytest.mark.parametrize("what", ["parameters", "gradients", "pseudo-gradients"])

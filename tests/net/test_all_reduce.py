@@ -183,11 +183,11 @@ def test_configs_that_cannot_be(changes: dict[str, Any]) -> None:
 
 
 def test_the_window_shares_its_bytes() -> None:
-    """8 MiB in chunks of at most 1280 KiB: six to a single other, two to each of three, one of a share in whole blocks
+    """8 MiB in chunks of at most 2 MiB: four to a single other, one to each of three, one of a share in whole blocks
     to each of seven or seventy; a window too small for a number each still lets one pass."""
     config = AllReduceConfig()
-    assert [config.chunk_size(members) for members in (2, 4, 8, 71)] == [80 * 4096, 80 * 4096, 64 * 4096, 7 * 4096]
-    assert [config.window(members) for members in (2, 4, 8, 71)] == [6, 2, 1, 1]
+    assert [config.chunk_size(members) for members in (2, 4, 8, 71)] == [128 * 4096, 128 * 4096, 64 * 4096, 7 * 4096]
+    assert [config.window(members) for members in (2, 4, 8, 71)] == [4, 1, 1, 1]
     assert (CONFIG.chunk_size(5), CONFIG.window(5)) == (100, 2)
     tiny = AllReduceConfig(chunk_bytes=4, window_bytes=400)
     assert [(tiny.chunk_size(members), tiny.window(members)) for members in (1, 2, 1024)] == [(1, 16), (1, 16), (1, 1)]

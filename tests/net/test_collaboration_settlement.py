@@ -11,6 +11,7 @@ import trio
 from net.averaging.collaboration.rounds import has_majority
 from net.averaging.collaboration.settlement import Case, Outcome, Settlement, SettlementConfig, Vote
 from net.averaging.grouping.group import Group, Member, Role
+from net.errors import CallRefused
 from net.identity import Address
 from net.rpc.peer import open_rpc_peer
 from net.transport.sim import simulate
@@ -167,6 +168,42 @@ async def test_a_client_votes_and_is_missed_only_for_a_while() -> None:
         outcomes, took_s = await settled(members, again, {1: WHOLE, 2: WHOLE})
     assert set(outcomes.values()) == {Outcome(committed=True)}
     assert CONFIG.client_s <= took_s < CONFIG.client_s + 1
+
+
+@in_simulation
+async def test_a_member_that_was_not_told_the_weight_learns_it() -> None:
+    """An auxiliary member whose part is empty; it may be the one that decides."""
+    for unknown in range(3):
+        async with settlements(3) as (_, members):
+            votes = {n: Vote(complete=True, digest=WHOLE.digest, weight=96.5) for n in range(3)}
+            votes[unknown] = Vote(complete=True, digest=b"")
+            outcomes, _ = await settled(members, group_of(3), votes)
+        assert set(outcomes.values()) == {Outcome(committed=True, weight=96.5)}
+
+
+@in_simulation
+async def test_an_average_of_other_weights_is_not_used() -> None:
+    """Somebody has told reducers different weights: an auxiliary member, which has no digest, notices too."""
+    async with settlements(3) as (_, members):
+        votes = {n: Vote(complete=True, digest=WHOLE.digest, weight=96.5) for n in range(3)}
+        votes[2] = Vote(complete=True, digest=b"", weight=97.5)
+        outcomes, _ = await settled(members, group_of(3), votes)
+    assert {outcome is not None and outcome.committed for outcome in outcomes.values()} == {False}
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("inf"), 1e16, 5, "x"])
+def test_weights_that_cannot_be(weight: object) -> None:
+    """The vote is refused; others go on without it."""
+
+    @in_simulation
+    async def body() -> None:
+        async with settlements(2) as (_, members):
+            members[0].open(group_of(2))
+            vote = {"group": b"g" * 16, "complete": True, "digest": b"", "note": 0.0, "weight": weight}
+            with pytest.raises(CallRefused, match="weight must be a float from 0 to"):
+                await members[1]._caller.call(group_of(2).members[0].contact, "averaging.x.settle", vote, timeout_s=5.0)
+
+    body()
 
 
 def test_the_rule_in_every_order() -> None:

@@ -2,16 +2,20 @@
 
 Theory of operation. Groups form while their members still compute, and begin at the time that the batch was foretold to
 be full. How many samples each will bring by then nobody knows while a group forms; so the weight of a vector comes with
-the vector: what is averaged is vector times weight, with the weight as one number more. What a group has settled on
-(`settlement`) is the mean over all of its members, for all of them or for nobody; where somebody died, those that are
-left average once more.
+its chunks, and the sum of all weights with the means (`net.averaging.reduction.partition`). What a group has settled on
+(`settlement`) is the weighted mean over all of its members, for all of them or for nobody; where somebody died, those
+that are left average once more.
+
+All members hold the very same numbers afterwards, or their parameters would part: under compression, too
+(`AllReduceConfig.is_identical`). What they vote on is a digest of the average and of the weights behind it.
 """
 
 import hashlib
 import math
 import random
+import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import trio
@@ -49,7 +53,7 @@ class RoundConfig:
     assembly: AssemblyConfig = field(default_factory=AssemblyConfig)
     """How groups are found."""
     all_reduce: AllReduceConfig = field(default_factory=AllReduceConfig)
-    """How a group averages."""
+    """How a group averages, compression included; `is_identical` is taken to be set."""
     settlement: SettlementConfig = field(default_factory=SettlementConfig)
     """How a group settles."""
 
@@ -67,7 +71,7 @@ class Averaged:
 
     mean: Array
     """float32 [size]: of what the members brought, weighted. Zeros if nobody brought any weight, and of no meaning for
-    an auxiliary member, which has its part alone."""
+    an auxiliary member, which has its part alone. Not to be written to."""
     weight: float
     """Sum of the members' weights."""
     notes: float
@@ -84,16 +88,15 @@ def plan_of(*, size: int, side: int, schema: str) -> AveragingPlan:
     """What the peers of a collaboration agree on.
 
     Args:
-      size: numbers in the vector, without the weight that travels with it.
+      size: numbers in the vector.
       side: most members that have a vector.
       schema: what the numbers mean.
 
     Raises:
       ValueError: size or side is out of range.
     """
-    if size < 1:
-        raise ValueError(f"a vector has at least one number, got size {size}")
-    return AveragingPlan.of(size=size + 1, grid=MoshpitGrid(side=side, dims=1), schema=f"weighted\n{schema}")
+    # The first line keeps those apart who bring their weights with the chunks, and those of earlier versions.
+    return AveragingPlan.of(size=size, grid=MoshpitGrid(side=side, dims=1), schema=f"weights with chunks\n{schema}")
 
 
 class StepAveraging:
@@ -136,7 +139,8 @@ class StepAveraging:
         self._matchmaker = Matchmaker(
             caller, dht, prefix=prefix, grid=plan.grid, schema=self._agreed, rng=rng, config=config.assembly
         )
-        self._all_reduce = AllReduce(caller, prefix=prefix, config=config.all_reduce)
+        identical = replace(config.all_reduce, is_identical=True)
+        self._all_reduce = AllReduce(caller, prefix=prefix, config=identical)
         self._settlement = Settlement(caller, prefix=prefix, rng=rng, config=config.settlement)
 
     def close(self) -> None:
@@ -194,15 +198,20 @@ class StepAveraging:
 
         Args:
           group: from the last `find_group`.
-          vector: float32 [size], finite. None for an auxiliary peer.
-          weight: of the vector, such as its samples; with 0 it takes no part, whatever it is.
+          vector: float32 [size], contiguous and finite. Nobody may write to it until this returns, and a moment longer
+            if it is cancelled. None for an auxiliary peer.
+          weight: of the vector, such as its samples, 0 to `MAX_WEIGHT`; with 0 it takes no part.
           note: a number whose sum over the members all are told.
+
+        Raises:
+          ValueError: the vector is not of that kind or length, or the weight is out of range.
         """
-        brought = None if vector is None else np.append(vector * np.float32(weight), np.float32(weight))
+        if vector is not None and (vector.dtype != np.float32 or vector.shape != (self._size,)):
+            raise ValueError(f"expected float32 [{self._size}], got {vector.dtype} {list(vector.shape)}")
         for attempt in range(1, self._config.max_attempts + 1):
             try:
-                result = await self._reduce(group, brought)
-                outcome = await self._settlement.settle(group, _vote_of(result, brought, note))
+                result = await self._reduce(group, vector, weight)
+                outcome = await self._settlement.settle(group, _vote_of(result, vector, note))
             except BaseException:
                 self._settlement.give_up(group)
                 raise
@@ -211,16 +220,17 @@ class StepAveraging:
             if outcome.committed:
                 if not result.complete:  # settled without us
                     return None
-                num_vectors = sum(member.sends for member in group.members)
-                return _averaged(result.average, num_vectors, outcome.notes, group, attempt)
+                total = outcome.weight if result.weight is None else result.weight
+                return _averaged(result.average, total, outcome.notes, group, attempt)
             following = self._after(group, outcome)
             if following is None:
                 return None
             group = following
             self._settlement.open(group)
             if len(group.members) == 1:
-                alone = np.zeros(self._size, np.float32) if brought is None else brought
-                return _averaged(alone, 1, note, group, attempt)
+                brings = vector is not None and weight > 0
+                alone = vector if vector is not None and brings else np.zeros(self._size, np.float32)
+                return _averaged(alone, weight if brings else 0.0, note, group, attempt)
         return None
 
     def _after(self, group: Group, outcome: Outcome) -> Group | None:
@@ -234,12 +244,12 @@ class StepAveraging:
             return None
         return following
 
-    async def _reduce(self, group: Group, vector: Array | None) -> AllReduceResult:
+    async def _reduce(self, group: Group, vector: Array | None, weight: float) -> AllReduceResult:
         async with background_nursery() as nursery:
             for member in group.members:
                 if member.address is not None and member.peer_id != self._caller.peer_id:
                     nursery.start_soon(self._watch, group, member)
-            return await self._all_reduce.run(group, vector, size=self._size)
+            return await self._all_reduce.run(group, vector, size=self._size, weight=weight)
 
     async def _watch(self, group: Group, member: Member) -> None:
         """Go on without a member that falls silent: one that is killed brings nothing, and says nothing."""
@@ -266,19 +276,17 @@ def has_majority(group: Group, following: Group) -> bool:
 
 
 def _vote_of(result: AllReduceResult, vector: Array | None, note: float) -> Vote:
-    if vector is None:
-        return Vote(complete=result.complete, digest=b"", note=note)
-    digest = hashlib.blake2b(result.average.data, digest_size=DIGEST_BYTES).digest() if result.complete else b""
-    return Vote(complete=result.complete, digest=digest, note=note)
+    if vector is None or not result.complete:
+        return Vote(complete=result.complete, digest=b"", note=note, weight=result.weight)
+    found = hashlib.blake2b(result.average.data, digest_size=DIGEST_BYTES)
+    found.update(struct.pack("<d", result.weight))
+    return Vote(complete=True, digest=found.digest(), note=note, weight=result.weight)
 
 
-def _averaged(average: Array, num_vectors: int, notes: float, group: Group, attempts: int) -> Averaged:
-    """Of the mean of vectors times weights, and of the weights: the weighted mean, and the sum of the weights."""
-    mean_weight = average[-1]
-    mean = average[:-1] / mean_weight if mean_weight > 0 else np.zeros(average.size - 1, np.float32)
+def _averaged(mean: Array, weight: float, notes: float, group: Group, attempts: int) -> Averaged:
     return Averaged(
         mean=mean,
-        weight=float(mean_weight) * num_vectors,
+        weight=weight,
         notes=notes,
         group_id=group.group_id,
         members=tuple(member.peer_id for member in group.members),

@@ -5,7 +5,7 @@ a mean, or some parts with its vector in them and others without. A step that so
 their parameters for good. So after an all-reduce every member *votes* (is its average whole, and what is its digest)
 at the first member, in the order of the group, that it can reach, and gets the *outcome* from there:
 
-- all that are there have the same whole average: it is used (`committed`), whoever died since;
+- all that are there have the same whole average, of the same weights: it is used (`committed`), whoever died since;
 - else those that have voted average once more, as a new group, from the vectors that they had.
 
 The first member decides when all others have voted or are gone. Should it go, the votes come to the second, which asks
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import trio
 
 from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group, Role
+from net.averaging.reduction.partition import TOTAL_WEIGHT
 from net.dht.calls import PEER_ERRORS
 from net.errors import CallFailed, CallRefused, PeerUnavailable, RemoteProtocolError
 from net.nursery import background_nursery
@@ -68,6 +69,8 @@ class Vote:
     """Of the average; empty for an auxiliary member, which has only its part."""
     note: float = 0.0
     """Something to be added up over the members that are there."""
+    weight: float | None = None
+    """Sum of the weights in its average; None if it was not told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,8 @@ class Outcome:
     """Their new group's id."""
     notes: float = 0.0
     """Sum of the members' notes, where it is used."""
+    weight: float = 0.0
+    """Sum of the weights in the average, where it is used: for members that were not told."""
 
     def group_after(self, group: Group) -> Group:
         """The group that averages once more."""
@@ -136,8 +141,10 @@ class Case:
         if self.missing or self.outcome is not None:
             return
         digests = {vote.digest for vote in self.votes.values() if vote.digest}
-        if all(vote.complete for vote in self.votes.values()) and len(digests) <= 1:
-            self.settle(Outcome(committed=True, notes=math.fsum(vote.note for vote in self.votes.values())))
+        weights = {vote.weight for vote in self.votes.values() if vote.weight is not None}
+        if all(vote.complete for vote in self.votes.values()) and len(digests) <= 1 and len(weights) <= 1:
+            notes = math.fsum(vote.note for vote in self.votes.values())
+            self.settle(Outcome(committed=True, notes=notes, weight=weights.pop() if weights else 0.0))
         else:
             there = tuple(place for place in sorted(self.votes) if place not in self.gone)
             self.settle(Outcome(committed=False, survivors=there, next_id=rng.randbytes(GROUP_ID_BYTES)))
@@ -207,7 +214,13 @@ class Settlement:
 
     async def _ask(self, case: Case, place: int, vote: Vote) -> None:
         """Bring our vote to whoever decides, and wait for what it says as long as it lives."""
-        body = {"group": case.group.group_id, "complete": vote.complete, "digest": vote.digest, "note": vote.note}
+        body = {
+            "group": case.group.group_id,
+            "complete": vote.complete,
+            "digest": vote.digest,
+            "note": vote.note,
+            "weight": vote.weight,
+        }
         contact = case.group.members[place].contact
         try:
             async with background_nursery() as nursery:
@@ -278,6 +291,7 @@ class Settlement:
             complete = optional(FLAG).of_untrusted(request.body, "complete")
             digest = optional(_DIGEST).of_untrusted(request.body, "digest")
             note = optional(_NOTE).of_untrusted(request.body, "note")
+            weight = TOTAL_WEIGHT.of_untrusted(request.body, "weight")
         except RemoteProtocolError as error:
             raise CallRefused(str(error)) from error
         case = await self._known(group_id)
@@ -286,7 +300,7 @@ class Settlement:
         except ValueError:
             raise CallRefused("you are not in this group") from None
         if complete is not None:
-            vote = Vote(complete=complete, digest=digest or b"", note=note or 0.0)
+            vote = Vote(complete=complete, digest=digest or b"", note=note or 0.0, weight=weight)
             case.count(place, vote, trio.current_time())
             while case.outcome is None:
                 await case.changed.wait()
@@ -311,6 +325,7 @@ def _outcome_body(outcome: Outcome | None) -> Body:
         "survivors": list(outcome.survivors),
         "next": outcome.next_id,
         "notes": outcome.notes,
+        "weight": outcome.weight,
     }
 
 
@@ -327,6 +342,7 @@ def _parse_outcome_untrusted(body: Body, group: Group) -> Outcome | None:
         survivors=_PLACES.of_untrusted(body, "survivors"),
         next_id=octets(0, GROUP_ID_BYTES).of_untrusted(body, "next"),
         notes=_NOTE.of_untrusted(body, "notes"),
+        weight=TOTAL_WEIGHT.of_untrusted(body, "weight") or 0.0,
     )
     if not outcome.committed:
         if max(outcome.survivors, default=0) >= len(group.members):

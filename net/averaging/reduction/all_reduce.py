@@ -20,7 +20,12 @@ memory budget.
 Compression. A chunk travels compressed to its reducer; the answer is the compressed *difference* of the mean to what
 came of the sender's values, and is added to these values themselves; the reducer treats its own values likewise.
 Differences are smaller than values and lose less, and members that agree keep what they have, to rounding, however
-coarse the compression.
+coarse the compression. But each then has its own rounding: where all must end with the very same numbers
+(`AllReduceConfig.is_identical`), the answer is the compressed mean itself, and the reducer keeps what the others get.
+
+Weights. What a member's vector counts was announced when the group formed, or is told with its chunks, if it was not
+known then. Answers say the sum of the weights in them. Where two of them differ somebody is missing in one of them, or
+has told its reducers different weights: the average is not complete.
 """
 
 import functools
@@ -34,7 +39,14 @@ import trio
 
 from net.averaging.grouping.group import Group
 from net.averaging.reduction.chunk_exchange import ChunkReducer, ChunkSender
-from net.averaging.reduction.partition import MAX_WINDOW, AllReduceConfig, Part, parse_name_untrusted, parts_of
+from net.averaging.reduction.partition import (
+    MAX_WEIGHT,
+    MAX_WINDOW,
+    AllReduceConfig,
+    Part,
+    parse_name_untrusted,
+    parts_of,
+)
 from net.averaging.reduction.reducer import Array
 from net.errors import CallRefused, PeerBusy, RemoteProtocolError
 from net.identity import PeerId
@@ -51,8 +63,9 @@ MAX_EARLY_CALLS = 512
 _MAX_PAST_GROUPS = 64
 """Groups that are over and still known, so that late calls are refused at once. More only make them wait."""
 
-_KEPT_BYTES = 4 * 2**20
-"""Twice as much may stay with the process between all-reduces."""
+_KEPT_BYTES = 8 * 2**20
+"""Twice as much may stay with the process between all-reduces: the chunks that a member holds for others, and the
+answers that come in, each up to `window_bytes`. With half as much they are paged in afresh now and then."""
 
 
 # Compared by identity: arrays have no single answer to `==`.
@@ -71,7 +84,11 @@ class AllReduceResult:
     lost_senders: tuple[PeerId, ...]
     """Those that this member's own part went on without, in the order in which they failed."""
     complete: bool
-    """Nothing is missing that this member was to get: all of it is the mean of all members that have a vector."""
+    """Nothing is missing that this member was to get: all of it is the mean of all members that have a vector, with the
+    same weights throughout."""
+    weight: float | None
+    """Sum of the weights in the average, the same to the last bit in all members. None where it is not complete, and in
+    an auxiliary member whose part is empty: nobody tells it."""
 
 
 class AllReduce:
@@ -118,7 +135,13 @@ class AllReduce:
                 sender.stop()
 
     async def run(
-        self, group: Group, vector: Array | None, *, size: int, timeout_s: float = math.inf
+        self,
+        group: Group,
+        vector: Array | None,
+        *,
+        size: int,
+        weight: float | None = None,
+        timeout_s: float = math.inf,
     ) -> AllReduceResult:
         """Average with the group. Ends within the timeouts, whatever the others do.
 
@@ -127,33 +150,30 @@ class AllReduce:
           vector: float32 [size], contiguous and finite. Nobody may write to it until this returns, and a moment longer
             if it is cancelled. None for an auxiliary member.
           size: of everybody's vector, 1 or more.
+          weight: of this member's, 0 to `MAX_WEIGHT`, in place of what the group was told; None: as it was told. With 0
+            it adds nothing to the mean; where all have 0 the mean is 0.
           timeout_s: the longest it may take, if that is less than configured.
 
         Raises:
-          ValueError: this peer is not in the group.
+          ValueError: this peer is not in the group, or the weight is out of range.
         """
+        if weight is not None and not 0 <= weight <= MAX_WEIGHT:
+            raise ValueError(f"the weight of a vector is from 0 to {MAX_WEIGHT:g}, got {weight}")
+        weight = None if weight is None else float(weight)  # as the wire demands
         config, own = self._config, group.index(self._caller.peer_id)
         parts = parts_of(group, size, chunk_size=config.chunk_size(len(group.members)))
         average = np.zeros(size, np.float32) if vector is None else np.empty(size, np.float32)
-        bulk = self._caller.bulk
         reducer = ChunkReducer(
-            group, own, part=parts[own], vector=vector, average=average, config=config, budget=bulk.budget
+            group,
+            own,
+            part=parts[own],
+            vector=vector,
+            average=average,
+            config=config,
+            budget=self._caller.bulk.budget,
+            weight=weight,
         )
-        pace = _Pace(bulk, group, own, parts)
-        senders: dict[int, ChunkSender] = {}
-        for index, member in enumerate(group.members):
-            if vector is not None and index != own and parts[index].num_chunks:
-                senders[index] = ChunkSender(
-                    self._caller,
-                    self._method,
-                    group=group,
-                    reducer=member,
-                    part=parts[index],
-                    vector=vector,
-                    average=average,
-                    config=config,
-                    full_bytes=functools.partial(pace.full_bytes, index),
-                )
+        senders = {} if vector is None else self._senders(group, own, parts, vector, average, weight)
         self._running[group.group_id] = reducer
         self._sending[group.group_id] = tuple(senders.values())
         self._arrival.set()
@@ -168,19 +188,44 @@ class AllReduce:
             reducer.close()
             del self._running[group.group_id], self._sending[group.group_id]
             self._past.append(group.group_id)
-        reduction = reducer.reduction
         counts = {index: sender.num_senders for index, sender in senders.items()}
-        counts[own] = [count or 0 for count in reduction.num_senders]
+        counts[own] = [count or 0 for count in reducer.reduction.num_senders]
         received = _keep_own(parts, counts, vector, average)
         average.flags.writeable = False
+        weights = {weight for sender in senders.values() for weight in sender.total_weights}
+        weights.update(reducer.reduction.total_weights)
         num_vectors = sum(member.sends for member in group.members)
+        complete = len(weights) <= 1 and all(count == num_vectors for each in counts.values() for count in each)
         return AllReduceResult(
             average=average,
             received=received,
             lost_reducers=tuple(group.members[index].peer_id for index in sorted(counts) if 0 in counts[index]),
-            lost_senders=tuple(group.members[index].peer_id for index in reduction.lost),
-            complete=all(count == num_vectors for each in counts.values() for count in each),
+            lost_senders=tuple(group.members[index].peer_id for index in reducer.reduction.lost),
+            complete=complete,
+            weight=weights.pop() if weights and complete else None,
         )
+
+    def _senders(
+        self, group: Group, own: int, parts: Sequence[Part], vector: Array, average: Array, weight: float | None
+    ) -> dict[int, ChunkSender]:
+        """Those who bring the other members their parts of the vector, by the places of these."""
+        pace = _Pace(self._caller.bulk, group, own, parts)
+        return {
+            index: ChunkSender(
+                self._caller,
+                self._method,
+                group=group,
+                reducer=member,
+                part=parts[index],
+                vector=vector,
+                average=average,
+                config=self._config,
+                full_bytes=functools.partial(pace.full_bytes, index),
+                weight=weight,
+            )
+            for index, member in enumerate(group.members)
+            if index != own and parts[index].num_chunks
+        }
 
     async def _serve(self, request: Request) -> Reply:
         try:

@@ -1,13 +1,22 @@
 """The two ends of the calls that an all-reduce consists of: who brings chunks of a part, and who averages them."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import numpy as np
 import trio
 
 from net.averaging.grouping.group import MAX_GROUP_SIZE, Group, Member
-from net.averaging.reduction.partition import MAX_ROOM, MAX_WINDOW, ROOM, AllReduceConfig, ChunkName, Part
+from net.averaging.reduction.partition import (
+    MAX_ROOM,
+    MAX_WINDOW,
+    ROOM,
+    TOTAL_WEIGHT,
+    AllReduceConfig,
+    ChunkName,
+    Part,
+)
 from net.averaging.reduction.reducer import Array, PartReduction, values_untrusted
 from net.averaging.window import BulkWindow
 from net.dht.calls import PEER_ERRORS
@@ -15,9 +24,8 @@ from net.errors import CallRefused, DialFailed, PeerBusy, RemoteProtocolError
 from net.identity import PeerId
 from net.rpc.base import Caller, Reply, Request
 from net.rpc.bulk import MemoryBudget
-from net.wire.compression import Compression
 from net.wire.fields import FLAG, integer
-from net.wire.tensors import as_outgoing, plain
+from net.wire.tensors import Outgoing, as_outgoing, plain
 
 _PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Before a call that the reducer has not had is placed again. When a group begins all of its members dial each other at
@@ -36,6 +44,7 @@ class ChunkReducer:
       vector: this member's values, if it has any.
       average: the vector into whose part the means are written. Answers are views of it.
       budget: from which senders are granted to bring more than `MAX_WINDOW` chunks ahead of the answers.
+      weight: of this member's vector; None: as it was announced.
     """
 
     def __init__(
@@ -48,22 +57,27 @@ class ChunkReducer:
         average: Array,
         config: AllReduceConfig,
         budget: MemoryBudget,
+        weight: float | None = None,
     ) -> None:
         self._places = {member.peer_id: place for place, member in enumerate(group.members)}
         self._part = part
         self._average = average
         self._compression = config.compression
+        weights = {place: member.weight for place, member in enumerate(group.members) if member.sends}
+        if weight is not None and own in weights:
+            weights[own] = weight
         self.reduction = PartReduction(
             part,
-            {place: member.weight for place, member in enumerate(group.members) if member.sends},
+            weights,
             own=None if vector is None else (own, vector),
             average=average,
             sender_timeout_s=config.sender_timeout_s,
             now=trio.current_time(),
             compression=config.compression,
+            is_identical=config.is_identical,
         )
         # For each chunk that was brought and is not finished, a list to which its mean will be added.
-        self._awaited: dict[int, list[Array]] = {}
+        self._awaited: dict[int, list[Outgoing]] = {}
         self._change = trio.Event()  # set, and replaced, when a chunk is finished or waiting is pointless
         self._num_lost = 0
         self._is_closed = False
@@ -113,25 +127,29 @@ class ChunkReducer:
             raise CallRefused("this peer has left the group")
         awaited = self._awaited.setdefault(chunk, [])
         try:
-            values = self.reduction.receive_untrusted(sender, chunk, request.tensors, trio.current_time())
+            values = self.reduction.receive_untrusted(
+                sender, chunk, request.tensors, trio.current_time(), weight=name.weight
+            )
         finally:
             self._tell()
         try:
-            mean = await self._mean(sender, awaited)
+            answer = await self._mean(sender, awaited)
         except trio.Cancelled:
             # The sender gave up, or its connection broke: it does not come back, and nobody need wait for that.
             self.reduction.drop(sender, trio.current_time())
             self._tell()
             raise
-        is_difference = self._compression is not Compression.NONE
-        answer = np.subtract(mean, values) if is_difference else mean
+        is_difference = self.reduction.sends_differences
+        if is_difference:
+            answer = as_outgoing(np.subtract(plain(answer), values), self._compression)
         return Reply(
             body={
                 "senders": self.reduction.num_senders[chunk],
                 "difference": is_difference,
                 "room": self._room(sender, name.wish),
+                "weight": self.reduction.total_weights[chunk],
             },
-            tensors=(as_outgoing(answer, self._compression),),
+            tensors=(answer,),
         )
 
     def _room(self, sender: int, wish: int | None) -> int:
@@ -144,7 +162,7 @@ class ChunkReducer:
             self.reduction.room[sender] = room = wanted
         return room
 
-    async def _mean(self, sender: int, awaited: list[Array]) -> Array:
+    async def _mean(self, sender: int, awaited: list[Outgoing]) -> Outgoing:
         while not awaited:
             if self._is_closed:
                 raise CallRefused("this peer has left the group")
@@ -178,6 +196,7 @@ class ChunkSender:
       vector: this member's values.
       average: where the means go.
       full_bytes: what fills the path to the reducer, for its share of the vector.
+      weight: of the vector; None: as it was announced.
     """
 
     def __init__(
@@ -192,6 +211,7 @@ class ChunkSender:
         average: Array,
         config: AllReduceConfig,
         full_bytes: Callable[[], float],
+        weight: float | None = None,
     ) -> None:
         self._group_id = group.group_id
         self.reducer = reducer
@@ -199,6 +219,8 @@ class ChunkSender:
         self._part = part
         self._vector = vector
         self._average = average
+        self._weight = weight
+        self._announced_weight = math.fsum(member.weight for member in group.members if member.sends)
         self._window = BulkWindow(
             caller.bulk.budget,
             start_bytes=config.window(len(group.members)) * part.chunk_bytes,
@@ -211,6 +233,8 @@ class ChunkSender:
         self._patience = trio.CancelScope()
         self.num_senders = [0] * part.num_chunks
         """Vectors in the mean that came back, for each chunk; 0: none did."""
+        self.total_weights = [0.0] * part.num_chunks
+        """Sum of their weights."""
 
     async def run(self) -> None:
         """Return when all chunks have come back, or the reducer is lost."""
@@ -244,8 +268,10 @@ class ChunkSender:
         values = self._vector[where]
         # Twice of it, so that the room is there when the window has grown.
         wish = min(MAX_ROOM, 2 * self._window.wanted_bytes // self._part.chunk_bytes)
-        reply = await self._placed(ChunkName(self._group_id, self._vector.size, where.start, wish), values)
+        name = ChunkName(self._group_id, self._vector.size, where.start, wish, self._weight)
+        reply = await self._placed(name, values)
         num_senders = _SENDERS.of_untrusted(reply.body, "senders")
+        total_weight = TOTAL_WEIGHT.of_untrusted(reply.body, "weight")
         is_difference = FLAG.of_untrusted(reply.body, "difference")
         received = values_untrusted([plain(tensor) for tensor in reply.tensors], values.size)
         if is_difference:
@@ -253,6 +279,7 @@ class ChunkSender:
         else:
             self._average[where] = received
         self.num_senders[chunk] = num_senders
+        self.total_weights[chunk] = self._announced_weight if total_weight is None else total_weight
         room = ROOM.of_untrusted(reply.body, "room")
         if room is not None:
             self._window.most_bytes = min(MAX_ROOM, room) * self._part.chunk_bytes

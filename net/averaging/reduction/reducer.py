@@ -10,7 +10,11 @@ that time: nobody waits longer for the next answer, however many senders fail on
 waits for answers itself (its window is full) is never taken for silent, as it may always send the frontier.
 
 Out at once is whoever breaks the rules: brings what is not finite or of the wrong length, or far more ahead of the
-answers than any window allows. A chunk that comes twice is refused, and the first one counts.
+answers than any window allows, or says another weight than before. A chunk that comes twice is refused, and the first
+one counts.
+
+Under compression the means leave as differences to what each sender brought (see `all_reduce`), or, where all members
+are to have the very same numbers, as they are, compressed once for all, and the own part keeps what the others get.
 
 Nothing is added up before it is complete. It costs no memory, since the values that arrived stay where the network has
 put them until their sender is answered; and one pass over all of them together is quicker than a pass for each.
@@ -24,8 +28,8 @@ import numpy as np
 
 from net.averaging.reduction.partition import MAX_WINDOW, Part
 from net.errors import RemoteProtocolError
-from net.wire.compression import Compression
-from net.wire.tensors import Tensor, as_outgoing, as_received
+from net.wire.compression import Compression, compressed_in_place
+from net.wire.tensors import Outgoing, Tensor, as_outgoing, as_received
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -41,8 +45,13 @@ def mean_into(out: Array, values: Sequence[Array], weights: Sequence[float]) -> 
     Args:
       out: float32 of any length; none of `values` overlaps it.
       values: at least one, each of the length of `out`.
-      weights: of each, above 0.
+      weights: of each, 0 or more. What has none is left out; where nothing has any, the mean is 0.
     """
+    counting = [index for index, weight in enumerate(weights) if weight > 0]
+    if not counting:
+        out[:] = 0
+        return
+    values, weights = [values[index] for index in counting], [weights[index] for index in counting]
     largest = max(weights)
     factors = [np.float32(weight / largest) for weight in weights]
     total = np.float32(math.fsum(weight / largest for weight in weights))
@@ -51,11 +60,13 @@ def mean_into(out: Array, values: Sequence[Array], weights: Sequence[float]) -> 
     with np.errstate(over="ignore"):
         for start in range(0, out.size, _TILE_SIZE):
             tile = slice(start, start + _TILE_SIZE)
-            mean = out[tile]
-            np.multiply(values[0][tile], factors[0], out=mean)
+            mean, first = out[tile], values[0][tile]
+            # Multiplying by 1 would change nothing, and cost as much as adding.
+            if factors[0] != 1 or len(values) == 1:
+                first = np.multiply(first, factors[0], out=mean)
             for each, factor in zip(values[1:], factors[1:], strict=True):
                 scaled = each[tile] if factor == 1 else np.multiply(each[tile], factor, out=scratch[: mean.size])
-                np.add(mean, scaled, out=mean)
+                first = np.add(first, scaled, out=mean)
             if total != 1:
                 np.divide(mean, total, out=mean)
 
@@ -94,6 +105,7 @@ class PartReduction:
       now: when this begins.
       compression: of what is sent. Our values lose in it what others' lose before the mean is taken, and get back the
         difference that the mean makes, as others do.
+      is_identical: the means are sent as they are after compression, and are what we have, too.
     """
 
     def __init__(
@@ -106,14 +118,18 @@ class PartReduction:
         sender_timeout_s: float,
         now: float,
         compression: Compression = Compression.NONE,
+        is_identical: bool = False,
     ) -> None:
         self._part = part
         self._weights = dict(weights)
         self._own = own
         self._average = average
         self._compression = compression
+        self.sends_differences = compression is not Compression.NONE and not is_identical
+        """Whether a mean leaves as its difference to what a sender brought."""
         self._sender_timeout_s = sender_timeout_s
         self._awaited = set(weights) - ({own[0]} if own else set())
+        self._heard: set[int] = set()  # those who have brought something, and with it their weight
         self.lost: list[int] = []
         """The senders that are out, in the order in which they went."""
         self.room: dict[int, int] = {}
@@ -122,9 +138,11 @@ class PartReduction:
         self._arrived: dict[int, dict[int, Array]] = {}
         self.num_senders: list[int | None] = [None] * part.num_chunks
         """Vectors in the mean of each chunk. None: it is not finished; 0: nobody was left, and there is no mean."""
+        self.total_weights: list[float] = [0.0] * part.num_chunks
+        """Sum of their weights, once it is finished."""
         self._frontier = 0
         self._frontier_since = now
-        self._newly_finished: list[tuple[int, Array]] = []
+        self._newly_finished: list[tuple[int, Outgoing]] = []
         self._finish_complete(now)
 
     @property
@@ -136,17 +154,20 @@ class PartReduction:
         """When to call `tick` next."""
         return math.inf if self.is_done else self._frontier_since + self._sender_timeout_s
 
-    def take_finished(self) -> list[tuple[int, Array]]:
-        """The chunks that were finished since this was last called, and their means."""
+    def take_finished(self) -> list[tuple[int, Outgoing]]:
+        """The chunks that were finished since this was last called, and their means, as they may leave."""
         finished, self._newly_finished = self._newly_finished, []
         return finished
 
-    def receive_untrusted(self, sender: int, chunk: int, tensors: Sequence[Tensor], now: float) -> Array:
+    def receive_untrusted(
+        self, sender: int, chunk: int, tensors: Sequence[Tensor], now: float, *, weight: float | None = None
+    ) -> Array:
         """A sender brings a chunk, which nobody writes to any more.
 
         Args:
           chunk: a chunk of the part.
           tensors: as they came.
+          weight: what the sender's vector counts, 0 or more; None: what was known from the beginning.
 
         Returns: the values.
 
@@ -157,6 +178,7 @@ class PartReduction:
             raise RemoteProtocolError("nothing is expected from you here, or you were too late")
         try:
             values = values_untrusted(tensors, self._average[self._part.chunk(chunk)].size)
+            self._weigh_untrusted(sender, weight)
             room = self.room.get(sender, MAX_WINDOW)
             if sum(sender in arrived for arrived in self._arrived.values()) >= room:
                 raise RemoteProtocolError(f"more than {room} chunks ahead of the answers")
@@ -171,6 +193,19 @@ class PartReduction:
         if len(arrived) == len(self._awaited):
             self._finish(chunk, now)
         return values
+
+    def _weigh_untrusted(self, sender: int, weight: float | None) -> None:
+        """Take a sender's word for its weight, once.
+
+        Raises:
+          RemoteProtocolError: it has said something else before, with another chunk.
+        """
+        known = self._weights[sender]
+        if weight is not None and weight != known:
+            if sender in self._heard:
+                raise RemoteProtocolError(f"the weight of a vector does not change, got {weight!r} after {known!r}")
+            self._weights[sender] = weight
+        self._heard.add(sender)
 
     def drop(self, sender: int, now: float) -> None:
         """The sender has failed: what is not finished goes on without it. Nothing happens if it is out already."""
@@ -198,21 +233,35 @@ class PartReduction:
     def _finish(self, chunk: int, now: float) -> None:
         where = self._part.chunk(chunk)
         values = self._arrived.pop(chunk, {})
-        mean = average = self._average[where]
+        average = self._average[where]
         if self._own is not None:
-            index, vector = self._own
-            values[index] = vector[where]
-            if self._compression is not Compression.NONE:
-                values[index] = as_received(as_outgoing(vector[where], self._compression))
-                mean = np.empty_like(average)
-        senders = sorted(values)
-        if senders:
-            mean_into(mean, [values[each] for each in senders], [self._weights[each] for each in senders])
-            if mean is not average:
-                np.subtract(mean, values[index], out=average)
-                np.add(average, vector[where], out=average)
-        self.num_senders[chunk] = len(senders)
-        self._newly_finished.append((chunk, mean))
+            values[self._own[0]] = self._own[1][where]
+        finished: Outgoing = average
+        if self._own is not None and self.sends_differences:
+            finished = self._mean_by_difference(values, where)
+        elif values:
+            self._mean_into(average, values)
+            if self._compression is not Compression.NONE and not self.sends_differences:
+                finished = compressed_in_place(average, self._compression)
+        self.num_senders[chunk] = len(values)
+        self.total_weights[chunk] = math.fsum(self._weights[each] for each in values)
+        self._newly_finished.append((chunk, finished))
         while not self.is_done and self.num_senders[self._frontier] is not None:
             self._frontier += 1
             self._frontier_since = now
+
+    def _mean_into(self, out: Array, values: Mapping[int, Array]) -> None:
+        senders = sorted(values)
+        mean_into(out, [values[each] for each in senders], [self._weights[each] for each in senders])
+
+    def _mean_by_difference(self, values: dict[int, Array], where: slice) -> Array:
+        """The mean of the values as they would have been received, ours too; ours change by what it differs."""
+        assert self._own is not None
+        index, average = self._own[0], self._average[where]
+        ours = values[index]
+        values[index] = as_received(as_outgoing(ours, self._compression))
+        mean = np.empty_like(average)
+        self._mean_into(mean, values)
+        np.subtract(mean, values[index], out=average)
+        np.add(average, ours, out=average)
+        return mean
