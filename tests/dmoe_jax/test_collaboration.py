@@ -137,7 +137,7 @@ def test_one_joins_and_one_is_killed_while_it_averages(victim: int, silent: bool
         joined_at = world.step
         world.start(specs[4])
         await world.wait_for_step(6)
-        peer = world.lives[victim].peer
+        peer = next(life.peer for life in world.lives if life.spec.name == specs[victim].name)
         assert peer is not None
         await until(lambda: peer.is_averaging)
         await trio.sleep(0.03)
