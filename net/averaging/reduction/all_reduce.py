@@ -188,22 +188,7 @@ class AllReduce:
             reducer.close()
             del self._running[group.group_id], self._sending[group.group_id]
             self._past.append(group.group_id)
-        counts = {index: sender.num_senders for index, sender in senders.items()}
-        counts[own] = [count or 0 for count in reducer.reduction.num_senders]
-        received = _keep_own(parts, counts, vector, average)
-        average.flags.writeable = False
-        weights = {weight for sender in senders.values() for weight in sender.total_weights}
-        weights.update(reducer.reduction.total_weights)
-        num_vectors = sum(member.sends for member in group.members)
-        complete = len(weights) <= 1 and all(count == num_vectors for each in counts.values() for count in each)
-        return AllReduceResult(
-            average=average,
-            received=received,
-            lost_reducers=tuple(group.members[index].peer_id for index in sorted(counts) if 0 in counts[index]),
-            lost_senders=tuple(group.members[index].peer_id for index in reducer.reduction.lost),
-            complete=complete,
-            weight=weights.pop() if weights and complete else None,
-        )
+        return _result(group, own, parts, reducer, senders, vector, average)
 
     def _senders(
         self, group: Group, own: int, parts: Sequence[Part], vector: Array, average: Array, weight: float | None
@@ -283,6 +268,34 @@ class _Pace:
         furthest_s = max((path.round_trip_s or 0.0 for path in self._senders), default=0.0)
         answer_s = (self._paths[reducer].round_trip_s or 0.0) + furthest_s / 2
         return rate * self._lengths[reducer] / self._total * answer_s
+
+
+def _result(
+    group: Group,
+    own: int,
+    parts: Sequence[Part],
+    reducer: ChunkReducer,
+    senders: Mapping[int, ChunkSender],
+    vector: Array | None,
+    average: Array,
+) -> AllReduceResult:
+    """What has come of an all-reduce that is over."""
+    counts = {index: sender.num_senders for index, sender in senders.items()}
+    counts[own] = [count or 0 for count in reducer.reduction.num_senders]
+    received = _keep_own(parts, counts, vector, average)
+    average.flags.writeable = False
+    weights = {weight for sender in senders.values() for weight in sender.total_weights}
+    weights.update(reducer.reduction.total_weights)
+    num_vectors = sum(member.sends for member in group.members)
+    complete = len(weights) <= 1 and all(count == num_vectors for each in counts.values() for count in each)
+    return AllReduceResult(
+        average=average,
+        received=received,
+        lost_reducers=tuple(group.members[index].peer_id for index in sorted(counts) if 0 in counts[index]),
+        lost_senders=tuple(group.members[index].peer_id for index in reducer.reduction.lost),
+        complete=complete,
+        weight=weights.pop() if weights and complete else None,
+    )
 
 
 def _keep_own(
