@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dmoe_jax.averaging.settings import RoleName
@@ -35,6 +35,8 @@ class CollaborationConfig:
     "auto": a client where nobody can call, else a node."""
     speeds: Speeds = UNKNOWN
     """What this machine's line carries, for the share that it reduces."""
+    all_reduce: AllReduceConfig = AllReduceConfig()
+    """How vectors travel: chunks, windows and compression. Its times are `late_s` and `timeout_s`."""
     delayed: bool = False
     """Whether averaging overlaps with the next batch: each step is then made with gradients of the parameters before
     the last one (delayed parameter updates, Ren et al. 2021). A newcomer's first gradients are of fresher ones."""
@@ -58,7 +60,7 @@ class CollaborationConfig:
                 poll_s=max(self.lead_s / 8, 0.1),
                 silence_s=self.silence_s,
             ),
-            all_reduce=AllReduceConfig(sender_timeout_s=self.late_s, timeout_s=self.timeout_s),
+            all_reduce=replace(self.all_reduce, sender_timeout_s=self.late_s, timeout_s=self.timeout_s),
             settlement=SettlementConfig(timeout_s=self.timeout_s, silence_s=self.silence_s),
         )
 
