@@ -35,7 +35,7 @@ class CollaborationConfig:
     "auto": a client where nobody can call, else a node."""
     speeds: Speeds = UNKNOWN
     """What this machine's line carries, for the share that it reduces."""
-    all_reduce: AllReduceConfig = AllReduceConfig()
+    all_reduce: AllReduceConfig = field(default_factory=AllReduceConfig)
     """How vectors travel: chunks, windows and compression. Its times are `late_s` and `timeout_s`."""
     delayed: bool = False
     """Whether averaging overlaps with the next batch: each step is then made with gradients of the parameters before

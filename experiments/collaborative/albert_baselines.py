@@ -7,8 +7,9 @@ parts of a batch makes the same steps. Their time axes are computed from the tim
     all-reduce           target / n * seconds a sample of the slowest       + an all-reduce with equal shares
     parameter server     target / speed of all together                     + the same, all of it reduced by one member
 
-where the all-reduce is the real one on the simulated network with the collaboration's lines, of a single step. Both
-flatter the baselines: nobody dies or joins, no group has to be found, and peers of the parameter server wait for nobody.
+where the all-reduce is the real one on the simulated network with the collaboration's lines, of a single step. This
+flatters the baselines: nobody dies or joins, no group has to be found, and with the parameter server nobody waits for
+slower peers.
 """
 
 from collections.abc import Mapping, Sequence

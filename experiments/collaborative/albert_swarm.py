@@ -1,13 +1,16 @@
 """Peers of unequal speeds and lines that train the small ALBERT together, while some fail and come back.
 
 DeDLOC's setting (section 4.2-4.3): graphics cards whose speeds are spread 1 to 10; workstations with lines of 200 Mb/s
-and servers with 1 Gb/s. The model of the paper, ALBERT-large, has 18 million parameters and this one a fraction of that;
-so lines are made thinner, and what may be under way on them smaller, such that a vector takes as long as the paper's.
+and servers with 1 Gb/s. The model of the paper, ALBERT-large, has 18 million parameters and this one far fewer.
+So lines are made thinner, and what may be under way on them smaller, such that a vector takes as long as the paper's.
 """
 
+import math
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import trio
@@ -47,8 +50,8 @@ _DOWN_S = 60.0
 _LEAST_CHUNK_BYTES = 4096
 """Smaller ones are more calls than bytes."""
 
-_JOIN_LATE = 4
-"""One peer of so many joins after the first steps only."""
+_JOIN_LATE, _JOINING_STEPS = 4, 4
+"""One peer of so many joins late, after one of so many first steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,16 +198,13 @@ def train_together(
       keep: whether lives have their parameters after each step.
       seed: of everything but the task.
     """
-    points: list[Point] = []
-    samples: dict[int, float] = {}
+    made: dict[tuple[int, bytes], _Made] = {}
 
     def on_step(life: Life, done: GlobalStep) -> None:
-        if done.number in samples:
-            return
-        samples[done.number] = done.samples
-        assert life.peer is not None
-        loss, so_far = task.loss(life.peer.params), sum(samples.values())
-        points.append(Point(step=done.number, virtual_s=trio.current_time(), samples=so_far, loss=loss))
+        key = (done.number, life.chains[done.number])
+        if key not in made:
+            assert life.peer is not None
+            made[key] = _Made(trio.current_time(), done.samples, task.loss(life.peer.params))
 
     async def main() -> Together:
         hosts = host_lines(specs)
@@ -218,28 +218,53 @@ def train_together(
             failed_at: list[float] = []
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_join, world, specs)
-                nursery.start_soon(_fail, world, mean_life_s / len(specs), failed_at, random.Random(seed))
+                nursery.start_soon(_fail, world, len(specs), mean_life_s, failed_at, random.Random(seed))
                 await world.wait_for_step(steps)
                 nursery.cancel_scope.cancel()
-            curve = Curve(points=tuple(points))
-            return Together(curve=curve, problem=problem, lives=world.lives, failed_at=failed_at)
+            return Together(curve=_curve_of(made, world.lives), problem=problem, lives=world.lives, failed_at=failed_at)
 
     return run(main, seed=seed)
 
 
+class _Made(NamedTuple):
+    """A step of a chain, when the first peer had made it."""
+
+    virtual_s: float
+    samples: float
+    loss: float
+
+
+def _curve_of(made: Mapping[tuple[int, bytes], _Made], lives: Sequence[Life]) -> Curve:
+    """After each step; where peers went apart, that of the chain which most of them were in."""
+    points: list[Point] = []
+    samples = 0.0
+    for number in sorted({number for number, _ in made}):
+        chains = Counter(life.chains[number] for life in lives if number in life.chains)
+        step = made[number, chains.most_common(1)[0][0]]
+        samples += step.samples
+        points.append(Point(step=number, virtual_s=step.virtual_s, samples=samples, loss=step.loss))
+    return Curve(points=tuple(points))
+
+
 async def _join(world: World, specs: Sequence[PeerSpec]) -> None:
-    """Three of four begin; the others join one after the other, each with a step of its own."""
+    """Three of four begin; the others join in four groups, one after each of the first steps."""
     late = specs[_JOIN_LATE - 1 :: _JOIN_LATE]
     for spec in specs:
         if spec not in late:
             world.start(spec)
-    for number, spec in enumerate(late, 2):
-        await world.wait_for_step(number)
+    together = math.ceil(len(late) / _JOINING_STEPS)
+    for number, spec in enumerate(late):
+        await world.wait_for_step(1 + number // together)
         world.start(spec)
 
 
-async def _fail(world: World, every_s: float, failed_at: list[float], chance: random.Random) -> None:
-    """Peers die, silently as if unplugged, at random times; each comes back as a newcomer that knows nothing."""
+async def _fail(
+    world: World, num_machines: int, mean_life_s: float, failed_at: list[float], chance: random.Random
+) -> None:
+    """Peers die, silently as if unplugged, at random times; each comes back as a newcomer that knows nothing.
+
+    Nobody dies while half of the machines are down.
+    """
 
     async def come_back(name: str) -> None:
         await trio.sleep(_DOWN_S)
@@ -247,8 +272,11 @@ async def _fail(world: World, every_s: float, failed_at: list[float], chance: ra
 
     async with trio.open_nursery() as nursery:
         while True:
-            await trio.sleep(every_s * chance.uniform(0.5, 1.5))
-            name = chance.choice([life.spec.name for life in world.living if life.peer is not None])
+            await trio.sleep(mean_life_s / num_machines * chance.uniform(0.5, 1.5))
+            names = [life.spec.name for life in world.living if life.peer is not None]
+            if 2 * len(names) <= num_machines:
+                continue  # what all have learnt must not be lost
+            name = chance.choice(names)
             failed_at.append(trio.current_time())
             world.kill(name, silent=True)
             nursery.start_soon(come_back, name)

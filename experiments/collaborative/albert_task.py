@@ -44,11 +44,11 @@ class TaskSize:
     """Samples of a global step."""
     held_out: int = 256
     """Samples of the validation text on which the loss is measured."""
-    learning_rate: float = 0.04
+    learning_rate: float = 0.1
     """Peak step size of LAMB."""
-    warmup_steps: int = 5
+    warmup_steps: int = 2
     """Global steps until then."""
-    total_steps: int = 80
+    total_steps: int = 32
     """Global steps after which the step size would be 0."""
 
     def __post_init__(self) -> None:

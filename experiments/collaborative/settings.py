@@ -30,8 +30,8 @@ class CollaborativeSettings(Settings):
     """Virtual minutes of `batches` and of `churn`, each."""
     failure_every_s: float = 15.0
     """Mean time between two failures among the peers of `churn`, virtual seconds."""
-    albert_steps: int = 40
-    """Global steps of `albert`; with --quick 20 at most."""
+    albert_steps: int = 16
+    """Global steps of `albert`; of 50 peers 10 at most."""
     albert_peers: tuple[int, ...] = (8, 16, 50)
     """Sizes of the swarms of `albert`; with --quick only the smallest."""
     albert_seeds: int = 3
@@ -66,11 +66,6 @@ class CollaborativeSettings(Settings):
     def albert_seed_range(self) -> range:
         """Seeds of the smallest swarm and of the one machine."""
         return range(self.seed, self.seed + (1 if self.quick else self.albert_seeds))
-
-    @property
-    def albert_global_steps(self) -> int:
-        """Of the one machine and of swarms that are not too large for it."""
-        return min(self.albert_steps, 20) if self.quick else self.albert_steps
 
     @property
     def virtual_s(self) -> float:
