@@ -140,7 +140,9 @@ class Together:
     @property
     def goodput(self) -> float:
         """Share of the computed samples that are in a step."""
-        at_hand = sum(life.peer.samples_at_hand for life in self.lives if life.peer is not None and life.ended is None)
+        # Peers that are about to make the last step still hold what is in it.
+        peers = [life.peer for life in self.lives if life.peer is not None and life.ended is None]
+        at_hand = sum(peer.samples_at_hand for peer in peers if peer.step >= self.curve.last.step)
         return (self.curve.last.samples + at_hand) / sum(life.computed for life in self.lives)
 
 
