@@ -133,10 +133,14 @@ class AlbertTask:
         return _gradient(self.config)(params, self.text.batch(numbers))
 
     def batch_gradient(self, params: PyTree, numbers: Sequence[int]) -> PyTree:
-        """Mean gradient of many samples, in several calls of which the last may be smaller."""
+        """Mean gradient of many samples, in several calls of which the last ones are smaller."""
         total = None
-        for begin in range(0, len(numbers), _ONE_MACHINE_BATCH):
-            part = numbers[begin : begin + _ONE_MACHINE_BATCH]
+        begin = 0
+        while begin < len(numbers):
+            # Powers of two: a batch of any size takes a few compiled ones.
+            size = min(_ONE_MACHINE_BATCH, 2 ** ((len(numbers) - begin).bit_length() - 1))
+            part = numbers[begin : begin + size]
+            begin += size
             weight = len(part) / len(numbers)
             grads = jax.tree.map(lambda leaf, weight=weight: weight * leaf, self.gradient(params, part))
             total = grads if total is None else jax.tree.map(operator.add, total, grads)

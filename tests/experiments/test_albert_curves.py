@@ -51,7 +51,8 @@ def test_the_loss_is_that_of_one_machine_with_the_same_samples(task: AlbertTask,
     """Peers' parameters are one process's after every step, though peers died; and so is the loss."""
     assert played.failed_at
     assert played.curve.last.step == STEPS
-    found = compare_with_one_machine(played.problem, played.lives, STEPS)
+    # The play ends when the first peer has made the last step: of that one not all members are known.
+    found = compare_with_one_machine(played.problem, played.lives, STEPS - 1)
     assert found.unexplained == ()
     assert found.difference <= 1e-5
     assert played.chains_apart == 0
@@ -61,6 +62,7 @@ def test_the_loss_is_that_of_one_machine_with_the_same_samples(task: AlbertTask,
     assert losses[STEPS] < task.loss(task.params) - 0.1  # it has learnt something
 
 
+@pytest.mark.slow
 def test_curves_repeat_to_the_last_bit(task: AlbertTask, played: Together) -> None:
     again = play(task)
     assert again.curve == played.curve
