@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from dmoe_jax.averaging.settings import CompressionName, RoleName
@@ -40,6 +40,8 @@ class CollaborationConfig:
     """How numbers travel that this peer sends: its gradients, and the means that it reduces. What each may lose is said
     in `net.wire.compression`; whatever it is, all peers make the same step, to the last bit. Each may choose its own.
     What is below 3e-8 vanishes in float16, not in bfloat16; in blockwise8 what is small beside others of its 4096."""
+    all_reduce: AllReduceConfig = field(default_factory=AllReduceConfig)
+    """How vectors travel: chunks and windows. Its times are `late_s` and `timeout_s`, its compression is `compression`."""
     delayed: bool = False
     """Whether averaging overlaps with the next batch: each step is then made with gradients of the parameters before
     the last one (delayed parameter updates, Ren et al. 2021). A newcomer's first gradients are of fresher ones."""
@@ -65,7 +67,8 @@ class CollaborationConfig:
                 poll_s=max(self.lead_s / 8, 0.1),
                 silence_s=self.silence_s,
             ),
-            all_reduce=AllReduceConfig(
+            all_reduce=replace(
+                self.all_reduce,
                 sender_timeout_s=self.late_s,
                 timeout_s=self.timeout_s,
                 compression=Compression(self.compression),

@@ -4,11 +4,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import FAINT, GREY, dress, series_style
 from experiments.bench import Experiment, Run
+from experiments.collaborative.albert_part import albert_figures, bars, draw_albert, measure_albert
 from experiments.collaborative.processes import RealPeer, real_swarm
 from experiments.collaborative.scenes import (
     Played,
@@ -69,6 +71,8 @@ def measure(run: Run[CollaborativeSettings]) -> None:
         played = play_churn(virtual_s=settings.virtual_s, failure_every_s=settings.failure_every_s, seed=settings.seed)
         log_steps(run, "churn", played)
         run.log("figures", part="churn", **churn_figures(played))
+    if "albert" in settings.parts:
+        measure_albert(run)
     if "real" in settings.parts:
         run.log("figures", part="real", **measure_real(run))
 
@@ -121,28 +125,43 @@ def _let_pass(run: Run[CollaborativeSettings], swarm: Any, until: float) -> None
 def summarise(run: Run[CollaborativeSettings]) -> Result | None:
     """What the parts that were measured came to."""
     records = run.records("figures")
-    if not records:
-        return None
     by_part = {record["part"]: {k: v for k, v in record.items() if k not in ("kind", "part")} for record in records}
+    if albert := albert_figures(run):
+        by_part["albert"] = albert
+    if not by_part:
+        return None
+    of_part = {**BARS, "albert": bars(run.settings.albert_sizes)}
     rows = [[part, name, value] for part, figures in by_part.items() for name, value in figures.items()]
     return Result(
         title="One large batch by machines that come and go",
         summary="Peers gather gradients until all together have the target; every peer makes the step of one machine.",
         figures={name: value for figures in by_part.values() for name, value in figures.items()},
-        bars=[bar for part in by_part for bar in BARS[part]],
+        bars=[bar for part in by_part for bar in of_part[part]],
         tables=[ReportTable(title="All figures", head=("part", "figure", "value"), rows=rows)],
     )
 
 
 def draw(run: Run[CollaborativeSettings], result: Result) -> Figure | None:
-    """Steps over time with failures, and how near to its target each batch was."""
+    """Steps over time with failures, and how near to its target each batch was; below, the curves of ALBERT."""
     del result
     steps = {part: [r for r in run.records("global_step") if r["part"] == part] for part in _TARGETS}
     steps = {part: records for part, records in steps.items() if records}
-    if not steps:
+    has_albert = bool(run.records("albert_swarm"))
+    rows = bool(steps) + has_albert
+    if not rows:
         return None
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    over_time, over_steps = figure.subplots(1, 2)
+    figure = Figure(figsize=(10, 3.4 * rows + 0.6 * has_albert), layout="constrained")
+    axes = figure.subplots(rows, 2, squeeze=False)
+    if steps:
+        _draw_steps(run, steps, *axes[0])
+    if has_albert:
+        draw_albert(run, *axes[-1])
+    return figure
+
+
+def _draw_steps(
+    run: Run[CollaborativeSettings], steps: Mapping[str, list[dict[str, Any]]], over_time: Axes, over_steps: Axes
+) -> None:
     dress(over_time, "Global steps", "virtual seconds; crosses are failures")
     dress(over_steps, "Samples of a step, over the target", "step")
     over_steps.axhspan(0.95, 1.05, color=FAINT)
@@ -157,7 +176,6 @@ def draw(run: Run[CollaborativeSettings], result: Result) -> Figure | None:
         over_time.plot(failures, reached, "x", color=colour)
     for axes in (over_time, over_steps):
         axes.legend(frameon=False, fontsize=8)
-    return figure
 
 
 EXPERIMENT = Experiment[CollaborativeSettings](

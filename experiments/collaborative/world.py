@@ -4,9 +4,10 @@ What a micro-batch costs is a number of the world; its gradient is really comput
 so that one machine can be given the same samples afterwards (`one_machine`).
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -19,6 +20,7 @@ from dmoe_jax.device import InlineDevice
 from dmoe_jax.optim.collaborative import Collaborative
 from dmoe_jax.peer import SIM_PORT, open_peer
 from dmoe_jax.types import PyTree
+from net.averaging.speeds import Speeds
 from net.errors import NetError
 from net.identity import Address
 from net.transport.sim.events import HostDown, HostUp
@@ -67,6 +69,12 @@ class PeerSpec:
         """Seconds of a micro-batch."""
         return self.sample_s * self.micro_batch
 
+    @property
+    def speeds(self) -> Speeds:
+        """What it says of its line, bytes a second; of a line without limit nothing."""
+        up, down = (rate / 8 if rate < math.inf else None for rate in (self.line.up_bps, self.line.down_bps))
+        return Speeds(up=up, down=down)
+
 
 @dataclass(slots=True, eq=False)
 class Life:
@@ -112,6 +120,7 @@ class World:
     Args:
       network: whose hosts the machines are; see `host_lines`.
       keep: whether parameters are kept after each step.
+      on_step: called with the life of every peer that makes a step, and the step, once the life has its parameters.
     """
 
     def __init__(
@@ -123,6 +132,7 @@ class World:
         seed: int = 0,
         keep: bool = True,
         last_step: int | None = None,
+        on_step: Callable[["Life", GlobalStep], None] = lambda life, done: None,
     ) -> None:
         self.network = network
         self.problem = problem
@@ -132,6 +142,7 @@ class World:
         self._seed = seed
         self._keep = keep
         self._last_step = last_step
+        self._tell = on_step
         self._stepped = trio.Event()
 
     async def open(self) -> None:
@@ -197,7 +208,7 @@ class World:
                         self.problem.params,
                         together=self.problem.together,
                         name="run",
-                        config=self.config,
+                        config=replace(self.config, speeds=spec.speeds),
                         device=InlineDevice(),
                         rng=rng,
                         on_step=partial(self._on_step, life),
@@ -213,6 +224,7 @@ class World:
         life.stepped_at.append(trio.current_time())
         if life.peer is not None:
             life.chains[done.number] = life.peer.chain
+            self._tell(life, done)
         self._stepped.set()
         self._stepped = trio.Event()
 
