@@ -41,7 +41,7 @@ class CollaborationConfig:
     in `net.wire.compression`; whatever it is, all peers make the same step, to the last bit. Each may choose its own.
     What is below 3e-8 vanishes in float16, not in bfloat16; in blockwise8 what is small beside others of its 4096."""
     all_reduce: AllReduceConfig = field(default_factory=AllReduceConfig)
-    """How vectors travel: chunks and windows. Its times are `late_s` and `timeout_s`, its compression is `compression`."""
+    """How vectors travel: chunks and windows. Its times and its compression are those above."""
     delayed: bool = False
     """Whether averaging overlaps with the next batch: each step is then made with gradients of the parameters before
     the last one (delayed parameter updates, Ren et al. 2021). A newcomer's first gradients are of fresher ones."""
