@@ -224,6 +224,7 @@ class LosesReplies:
     def __init__(self, caller: DirectCaller) -> None:
         self._caller = caller
         self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
+        self.moved_bytes = caller.moved_bytes
         self.bulk = caller.bulk
         self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
         self.lost = 0
@@ -306,6 +307,7 @@ class Eavesdropper:
     def __init__(self, caller: DirectCaller) -> None:
         self._caller = caller
         self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
+        self.moved_bytes = caller.moved_bytes
         self.bulk = caller.bulk
         self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
         self.sent: list[tuple[str, dict[str, Any], list[Outgoing]]] = []

@@ -12,7 +12,7 @@ from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from net.averaging.reduction.partition import AllReduceConfig, parts_of
 from net.averaging.reduction.reducer import Array
-from net.identity import Address, Contact
+from net.identity import Address, Contact, PeerId
 from net.rpc.base import Body, Caller, Handler, Reply, Request
 from net.rpc.peer import open_rpc_peer
 from net.transport.sim import simulate
@@ -54,6 +54,9 @@ class Watched:
 
     def remove_handler(self, method: str) -> None:
         self._caller.remove_handler(method)
+
+    def moved_bytes(self, peer_id: PeerId) -> int:
+        return self._caller.moved_bytes(peer_id)
 
     async def call(
         self,
