@@ -49,7 +49,7 @@ class RoundConfig:
     poll_s: float = 0.5
     """How often members are asked whether they live while a group averages."""
     silence_s: float = 2.0
-    """A member that leaves this unanswered for so long is gone."""
+    """A member that leaves this unanswered is gone if nothing has moved between it and us for so long."""
     assembly: AssemblyConfig = field(default_factory=AssemblyConfig)
     """How groups are found."""
     all_reduce: AllReduceConfig = field(default_factory=AllReduceConfig)

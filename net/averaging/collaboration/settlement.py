@@ -49,7 +49,7 @@ class SettlementConfig:
     poll_s: float = 0.5
     """How often whoever decides asks members that have not voted whether they live."""
     silence_s: float = 2.0
-    """A member that leaves such a question unanswered for so long is gone."""
+    """A member that leaves such a question unanswered is gone if nothing has moved between it and us for so long."""
     client_s: float = 3.0
     """A client that has not voted so long after the first vote is gone: nobody can ask it."""
 
