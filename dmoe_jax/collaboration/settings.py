@@ -28,8 +28,8 @@ class CollaborationConfig:
     timeout_s: float = 60.0
     """Longest that an all-reduce takes, seconds."""
     silence_s: float = 2.0
-    """A peer is gone if its group waits and nothing at all has moved between it and us for so long, seconds. Longer than
-    messages wait behind others where lines are slow."""
+    """A peer is gone if its group waits and nothing at all has moved between it and us for so long, seconds. Set it
+    longer than messages wait behind others, where lines are slow."""
     late_s: float = 15.0
     """A peer that lives and brings nothing for so long after its group began is left out, seconds."""
     role: RoleName = "auto"
