@@ -129,6 +129,11 @@ class Following:
         standing, has_moved = self._standing, False
         while (brought := self._follower.following(standing.step, standing.chain)) is not None:
             standing.totals.samples_lost += standing.gathered
+            # With delayed updates: what was averaged beside this batch comes first, before it is forgotten.
+            last = standing.under_way
+            if last is not None and last.averaged is not None:
+                await self._state.step(last.averaged.mean, last.averaged.weight, last.averaged.notes)
+            standing.under_way = None
             await self._state.step(brought.mean, brought.weight, brought.notes)
             chain = next_chain(standing.chain, brought.group_id)
             standing.moved(brought.number, chain, standing.trained + brought.weight)
