@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+import optax
 import pytest
 import trio
 
-from dmoe_jax.collaboration import CollaborationConfig
+from dmoe_jax.collaboration import CollaborationConfig, open_collaboration
 from dmoe_jax.collaboration.forming import fewest_of
+from dmoe_jax.device import InlineDevice
 from dmoe_jax.peer import SIM_PORT, open_peer
 from dmoe_jax.types import PyTree
 from experiments.collaborative.regression import regression
@@ -26,6 +28,7 @@ from experiments.collaborative.world import (
 )
 from net.averaging.collaboration.assisting import assist_collaboration
 from net.averaging.collaboration.progress import NO_CHAIN, Report, forecast, next_chain
+from net.averaging.collaboration.step_log import StepBrought
 from net.averaging.grouping.group import MAX_GROUP_SIZE, Role
 from net.identity import Address, PeerId
 from net.transport.sim import run, simulate
@@ -255,3 +258,50 @@ def test_a_newcomer_is_in_step_though_its_state_takes_longer_than_a_step(delayed
     check_one_machine(lives, joined_at - 1 if delayed else 8, delayed=delayed, problem=problem)
     for number in newcomer.stepped & set(newcomer.params) & set(lives[0].params):
         assert relative_difference(newcomer.params[number], lives[0].params[number]) == 0
+
+
+def test_who_follows_with_delayed_updates_applies_first_what_it_had_averaged() -> None:
+    """Alone for two steps, of which the second is still to be applied; then it follows a third that others made."""
+
+    async def main() -> None:
+        async with (
+            simulate(latency=Constant(0.02)) as network,
+            open_peer((), network=network, host=ROOT, seed=0) as place,
+            open_collaboration(
+                place.rpc,
+                place.dht,
+                PROBLEM.params,
+                together=PROBLEM.together,
+                name="run",
+                config=replace(CONFIG, target_batch_size=8, delayed=True),
+                device=InlineDevice(),
+                rng=random.Random(0),
+            ) as peer,
+        ):
+            brought = [PROBLEM.gradient(PROBLEM.params, "x", number, 8) for number in range(3)]
+            for number in range(2):
+                while peer.totals.steps == number:
+                    await trio.sleep(1)
+                    await peer.add(brought[number], samples=8, took_s=1.0)
+                    await trio.sleep(3)
+            assert peer.step == 2
+            standing, following = peer._standing, peer._following
+            third = StepBrought(
+                number=3,
+                chain_before=peer.chain,
+                group_id=b"g" * 16,
+                weight=8.0,
+                notes=0.0,
+                mean=peer._state.layout.to_vector(brought[2]),
+            )
+            following._follower._found[3, peer.chain] = third
+            assert standing.under_way is not None
+            assert await following._follow()
+            assert peer.step == 3
+            params, state = PROBLEM.params, PROBLEM.optimizer.init(PROBLEM.params)
+            for grads in brought:
+                updates, state = PROBLEM.optimizer.update(grads, state, params)
+                params = optax.apply_updates(params, updates)
+            assert relative_difference(peer.params, params) <= 1e-6
+
+    run(main)
