@@ -53,19 +53,21 @@ async def open_collaboration(
 
     schema = f"{together.shared} {config.target_batch_size}\n{state.layout.schema}"
     plan = plan_of(size=state.layout.size, side=config.side, schema=schema)
-    rounds = StepAveraging(
-        caller,
-        dht,
-        prefix=name,
-        plan=plan,
-        role=role,
-        speeds=lambda: config.speeds,
-        rng=rng,
-        config=config.rounds(),
-        on_lost=lambda peer_id: peer.board.forget(peer_id),
-    )
-    try:
-        async with background_nursery() as nursery:
+    async with background_nursery() as nursery:
+        rounds = StepAveraging(
+            caller,
+            dht,
+            prefix=name,
+            plan=plan,
+            role=role,
+            speeds=config.speeds,
+            measures_line=config.measures_line,
+            nursery=nursery,
+            rng=rng,
+            config=config.rounds(),
+            on_lost=lambda peer_id: peer.board.forget(peer_id),
+        )
+        try:
             peer = Collaboration(
                 state,
                 rounds,
@@ -84,5 +86,5 @@ async def open_collaboration(
             nursery.start_soon(announce_plan, dht, name, caller.peer_id, plan)
             nursery.start_soon(peer.run)
             yield peer
-    finally:
-        rounds.close()
+        finally:
+            rounds.close()

@@ -37,6 +37,9 @@ class CollaborationConfig:
     "auto": a client where nobody can call, else a node."""
     speeds: Speeds = UNKNOWN
     """What this machine's line carries, for the share that it reduces."""
+    measures_line: bool = True
+    """Whether to find out what `speeds` does not say of the line: from what passes it, and every five minutes by up to
+    22 MB each way, exchanged with others of the group while gradients are gathered."""
     compression: CompressionName = "none"
     """How numbers travel that this peer sends: its gradients, and the means that it reduces. What each may lose is said
     in `net.wire.compression`; whatever it is, all peers make the same step, to the last bit. Each may choose its own.

@@ -63,7 +63,7 @@ CASES: Mapping[str, Case] = {
         changes={"where": "emulated", "batch_size": None},
         words=0.5,
     ),
-    "long": Case(text="ten times the words", words=10.0, seeds=1),
+    "long": Case(text="twenty times the words", words=20.0, seeds=1),
 }
 """Name on the command line -> case."""
 

@@ -37,10 +37,10 @@ class RoutingSettings(ResumableSettings):
     """Trainers beside the slow node, each a process of its own but for the trunk."""
     case: tuple[str, ...] = ()
     """Of what balance costs: 16, 64, 256 (experts), k1, k2 (experts for a sequence), token, token64 (experts for each
-    token), swarm (32 stale trainers, a tenth of the calls lost), long (ten times the words, one seed). Default: all,
+    token), swarm (32 stale trainers, a tenth of the calls lost), long (twenty times the words, one seed). Default: all,
     with --quick the first."""
     words: int = 524_288
-    """Of training, of each run; the swarm has half as many and the long case ten times as many."""
+    """Of training, of each run; the swarm has half as many and the long case twenty times as many."""
     data: str = "auto"
     """Corpus of what balance costs; see experiments.transformer_xl."""
     jobs: int | None = None

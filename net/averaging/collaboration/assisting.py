@@ -37,6 +37,7 @@ async def assist_collaboration(
     prefix: str,
     rng: random.Random,
     speeds: Speeds = UNKNOWN,
+    measures_line: bool = False,
     config: RoundConfig = RoundConfig(),  # noqa: B008 (frozen)
     max_size: int = 2**32,
     on_plan: Callable[[AveragingPlan], None] = lambda plan: None,
@@ -49,6 +50,7 @@ async def assist_collaboration(
       prefix: names the collaboration.
       rng: draws what is drawn.
       speeds: of this machine, for the share that it reduces.
+      measures_line: whether to find out what `speeds` does not say of the line.
       config: timeouts as the others have them.
       max_size: numbers in the largest vector that is assisted with.
       on_plan: told what is averaged, once that is known.
@@ -61,23 +63,25 @@ async def assist_collaboration(
         raise ValueError("an auxiliary peer must listen somewhere: others bring it what it is to reduce")
     plan = await wait_for_plan(dht, prefix, max_size=max_size)
     on_plan(plan)
-    averaging = StepAveraging(
-        caller,
-        dht,
-        prefix=prefix,
-        plan=plan,
-        role=Role.AUXILIARY,
-        speeds=lambda: speeds,
-        rng=rng,
-        config=config,
-        on_lost=lambda peer_id: assistant.board.forget(peer_id),
-    )
-    try:
-        async with background_nursery() as nursery:
+    async with background_nursery() as nursery:
+        averaging = StepAveraging(
+            caller,
+            dht,
+            prefix=prefix,
+            plan=plan,
+            role=Role.AUXILIARY,
+            speeds=speeds,
+            measures_line=measures_line,
+            nursery=nursery,
+            rng=rng,
+            config=config,
+            on_lost=lambda peer_id: assistant.board.forget(peer_id),
+        )
+        try:
             assistant = _Assistant(caller, dht, prefix, averaging, nursery, on_step)
             await assistant.board.run()
-    finally:
-        averaging.close()
+        finally:
+            averaging.close()
 
 
 class _Assistant:

@@ -25,9 +25,10 @@ from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.grouping.matchmaking import AssemblyConfig
+from net.averaging.line.monitor import LineMonitor
 from net.averaging.plan import AveragingPlan
 from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
-from net.averaging.reduction.partition import AllReduceConfig
+from net.averaging.reduction.partition import AllReduceConfig, traffic_of
 from net.averaging.speeds import Speeds
 from net.dht.node import DhtNode
 from net.errors import CallFailed, PeerUnavailable, RemoteProtocolError
@@ -36,6 +37,7 @@ from net.nursery import background_nursery
 from net.rpc.base import Caller
 from net.rpc.liveness import ping
 from net.types import Array
+from net.wire.compression import Compression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,8 @@ class StepAveraging:
       caller: places and serves the calls. dht: where groups are found.
       prefix: names the collaboration.
       plan: of the peers' vectors; see `plan_of`.
-      role: what this peer does. speeds: of its line, for its share.
+      role: what this peer does. speeds: what is known of its line, for its share.
+      measures_line: whether to find out the rest, in `nursery`; see `net.averaging.line.monitor`.
       rng: draws what is drawn.
       on_lost: somebody does not answer any more.
 
@@ -122,7 +125,9 @@ class StepAveraging:
         prefix: str,
         plan: AveragingPlan,
         role: Role,
-        speeds: Callable[[], Speeds],
+        speeds: Speeds,
+        measures_line: bool,
+        nursery: trio.Nursery,
         rng: random.Random,
         config: RoundConfig,
         on_lost: Callable[[PeerId], None] = lambda peer_id: None,
@@ -133,6 +138,7 @@ class StepAveraging:
         self._agreed = plan.schema
         self._role = role
         self._speeds = speeds
+        self._nursery = nursery
         self._config = config
         self._on_lost = on_lost
         self._cell = rng.randrange(plan.grid.num_cells)
@@ -142,11 +148,16 @@ class StepAveraging:
         identical = replace(config.all_reduce, is_identical=True)
         self._all_reduce = AllReduce(caller, prefix=prefix, config=identical)
         self._settlement = Settlement(caller, prefix=prefix, rng=rng, config=config.settlement)
+        self._monitor: LineMonitor | None = None
+        if measures_line:
+            # Chance of its own, but not of another kind than all of this peer's: simulations repeat.
+            self._monitor = LineMonitor(caller, prefix=prefix, known=speeds, rng=random.Random(caller.peer_id.raw))
 
     def close(self) -> None:
         """Serve no more calls."""
-        for part in (self._matchmaker, self._all_reduce, self._settlement):
-            part.close()
+        for part in (self._matchmaker, self._all_reduce, self._settlement, self._monitor):
+            if part is not None:
+                part.close()
 
     async def find_group(
         self,
@@ -170,7 +181,7 @@ class StepAveraging:
             address=None if self._role is Role.CLIENT else self._caller.address,
             role=self._role,
             wanted_slot=self._cell,
-            speeds=self._speeds(),
+            speeds=self._speeds if self._monitor is None else self._monitor.speeds(),
         )
         group = await self._matchmaker.find_group(
             me,
@@ -249,7 +260,17 @@ class StepAveraging:
             for member in group.members:
                 if member.address is not None and member.peer_id != self._caller.peer_id:
                     nursery.start_soon(self._watch, group, member)
-            return await self._all_reduce.run(group, vector, size=self._size, weight=weight)
+            began = trio.current_time()
+            result = await self._all_reduce.run(group, vector, size=self._size, weight=weight)
+            self._learn(group, result, trio.current_time() - began)
+            return result
+
+    def _learn(self, group: Group, result: AllReduceResult, seconds: float) -> None:
+        if self._monitor is None:
+            return
+        is_telling = result.complete and self._config.all_reduce.compression is Compression.NONE
+        moved_bytes = traffic_of(group, group.index(self._caller.peer_id), self._size) if is_telling else 0.0
+        self._monitor.after_all_reduce(group, self._nursery, moved_bytes=moved_bytes, seconds=seconds)
 
     async def _watch(self, group: Group, member: Member) -> None:
         """Go on without a member that falls silent: one that is killed brings nothing, and says nothing."""

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 import trio
 
+from net.averaging.grouping.group import Group, Role
 from net.averaging.line.meter import Answer, LineMeter, rate_of
 from net.averaging.speeds import Speeds
 from net.dht.calls import PEER_ERRORS
@@ -91,6 +92,19 @@ class LineMonitor:
             return False
         self._due = now + PERIOD_S
         return True
+
+    def after_all_reduce(self, group: Group, nursery: trio.Nursery, *, moved_bytes: float, seconds: float) -> None:
+        """Learn what an all-reduce tells, and if it is time measure against the group, in `nursery`.
+
+        Args:
+          moved_bytes: each way; 0 where the time says nothing, since numbers were compressed or somebody was lost.
+        """
+        if moved_bytes > 0:
+            self.carried(up_bytes=moved_bytes, down_bytes=moved_bytes, seconds=seconds)
+        others = [each for each in group.members if each.peer_id != self._caller.peer_id]
+        contacts = [each.contact for each in others if each.role is not Role.CLIENT]
+        if contacts and self.is_due():
+            nursery.start_soon(self.measure_soon, contacts)
 
     async def measure_soon(self, peers: Sequence[Contact]) -> None:
         """Measure in a moment, which differs from peer to peer."""
