@@ -130,7 +130,6 @@ class AssistCommand:
                             prefix=self.name,
                             rng=random.SystemRandom(),
                             speeds=self.speeds(),
-                            measures_line=True,
                             config=self.rounds(),
                             on_plan=totals.begin,
                             on_step=totals.count_step,

@@ -37,9 +37,10 @@ class CollaborationConfig:
     "auto": a client where nobody can call, else a node."""
     speeds: Speeds = UNKNOWN
     """What this machine's line carries, for the share that it reduces."""
-    measures_line: bool = True
+    measures_line: bool = False
     """Whether to find out what `speeds` does not say of the line: from what passes it, and every five minutes by up to
-    22 MB each way, exchanged with others of the group while gradients are gathered."""
+    22 MB each way, exchanged with others of the group in the half minute after a step. Where steps come faster than
+    that, averages and measurements disturb each other, and what is found is too little: leave it off there."""
     compression: CompressionName = "none"
     """How numbers travel that this peer sends: its gradients, and the means that it reduces. What each may lose is said
     in `net.wire.compression`; whatever it is, all peers make the same step, to the last bit. Each may choose its own.

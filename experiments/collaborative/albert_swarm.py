@@ -211,12 +211,8 @@ def train_together(
     async def main() -> Together:
         hosts = host_lines(specs)
         async with simulate(seed=seed, latency=Constant(LATENCY_S), hosts=hosts) as network:
-            # Lines are made smaller than real ones, the bytes of a measurement are not: it would take minutes.
             config = CollaborationConfig(
-                target_batch_size=task.size.target,
-                lead_s=2.0,
-                measures_line=False,
-                all_reduce=all_reduce_config(task.num_params),
+                target_batch_size=task.size.target, lead_s=2.0, all_reduce=all_reduce_config(task.num_params)
             )
             problem = task.problem(len(specs))
             world = World(network, problem, config=config, seed=seed, keep=keep, last_step=steps, on_step=on_step)

@@ -75,8 +75,7 @@ def play(
 
     async def main() -> None:
         async with simulate(seed=seed, latency=Constant(latency_s), hosts=lines) as network:
-            # Every machine has the same line, so that equal shares are right: nothing is to be found out.
-            config = CollaborationConfig(target_batch_size=target, lead_s=2.0, measures_line=False)
+            config = CollaborationConfig(target_batch_size=target, lead_s=2.0)
             trained = regression() if problem is None else problem
             world = World(network, trained, config=config, seed=seed, keep=keep, last_step=last_step)
             await world.open()

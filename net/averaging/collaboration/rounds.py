@@ -6,6 +6,10 @@ its chunks, and the sum of all weights with the means (`net.averaging.reduction.
 (`settlement`) is the weighted mean over all of its members, for all of them or for nobody; where somebody died, those
 that are left average once more.
 
+Where lines are slow a sign of life waits behind vectors, on both sides, and members that live take each other for dead,
+so that nothing is settled. After such a step everybody is twice as patient with the silent, up to `_MOST_PATIENT`
+times, and less again as steps are made. Whoever's connection breaks is gone at once all the same.
+
 All members hold the very same numbers afterwards, or their parameters would part: under compression, too
 (`AllReduceConfig.is_identical`). What they vote on is a digest of the average and of the weights behind it.
 """
@@ -39,6 +43,11 @@ from net.rpc.liveness import ping
 from net.types import Array
 from net.wire.compression import Compression
 
+_MOST_PATIENT = 8.0
+"""Times `silence_s` that a silent member is waited for at most."""
+_CALMS = 0.98
+"""What patience is multiplied by after a step that settled: too little of it costs a step, so that is tried rarely."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundConfig:
@@ -51,7 +60,7 @@ class RoundConfig:
     poll_s: float = 0.5
     """How often members are asked whether they live while a group averages."""
     silence_s: float = 2.0
-    """A member that leaves this unanswered is gone if nothing has moved between it and us for so long."""
+    """A member is gone if nothing has moved between it and us for so long; longer after steps that did not settle."""
     assembly: AssemblyConfig = field(default_factory=AssemblyConfig)
     """How groups are found."""
     all_reduce: AllReduceConfig = field(default_factory=AllReduceConfig)
@@ -139,6 +148,7 @@ class StepAveraging:
         self._role = role
         self._speeds = speeds
         self._nursery = nursery
+        self._patience = 1.0
         self._config = config
         self._on_lost = on_lost
         self._cell = rng.randrange(plan.grid.num_cells)
@@ -219,6 +229,12 @@ class StepAveraging:
         """
         if vector is not None and (vector.dtype != np.float32 or vector.shape != (self._size,)):
             raise ValueError(f"expected float32 [{self._size}], got {vector.dtype} {list(vector.shape)}")
+        averaged = await self._average(group, vector, weight, note)
+        self._patience = min(max((2.0 if averaged is None else _CALMS) * self._patience, 1.0), _MOST_PATIENT)
+        self._settlement.silence_s = self._patience * self._config.settlement.silence_s
+        return averaged
+
+    async def _average(self, group: Group, vector: Array | None, weight: float, note: float) -> Averaged | None:
         for attempt in range(1, self._config.max_attempts + 1):
             try:
                 result = await self._reduce(group, vector, weight)
@@ -266,9 +282,9 @@ class StepAveraging:
             return result
 
     def _learn(self, group: Group, result: AllReduceResult, seconds: float) -> None:
-        if self._monitor is None:
+        if self._monitor is None or not result.complete:  # the group averages once more, and measuring would disturb it
             return
-        is_telling = result.complete and self._config.all_reduce.compression is Compression.NONE
+        is_telling = self._config.all_reduce.compression is Compression.NONE
         moved_bytes = traffic_of(group, group.index(self._caller.peer_id), self._size) if is_telling else 0.0
         self._monitor.after_all_reduce(group, self._nursery, moved_bytes=moved_bytes, seconds=seconds)
 
@@ -277,7 +293,7 @@ class StepAveraging:
         while True:
             await trio.sleep(self._config.poll_s)
             try:
-                await ping(self._caller, member.contact, silence_s=self._config.silence_s)
+                await ping(self._caller, member.contact, silence_s=self._patience * self._config.silence_s)
             except PeerUnavailable:
                 self._all_reduce.lose(group.group_id, member.peer_id)
                 return

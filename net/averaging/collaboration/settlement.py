@@ -175,6 +175,8 @@ class Settlement:
         self._caller = caller
         self._rng = rng
         self._config = config
+        self.silence_s = config.silence_s
+        """The setting, or longer where that has proved too short."""
         self._method = f"averaging.{prefix}.settle"
         self._cases: dict[bytes, Case] = {}
         self._arrival = trio.Event()
@@ -243,7 +245,7 @@ class Settlement:
                 await changed.wait()
                 continue
             try:
-                await ping(self._caller, case.group.members[place].contact, silence_s=self._config.silence_s)
+                await ping(self._caller, case.group.members[place].contact, silence_s=self.silence_s)
             except PeerUnavailable:
                 case.lose(place)
             except (CallFailed, RemoteProtocolError):
@@ -273,7 +275,7 @@ class Settlement:
             return
         body = {"group": case.group.group_id}
         try:
-            silence_s, timeout_s = self._config.silence_s, self._config.timeout_s
+            silence_s, timeout_s = self.silence_s, self._config.timeout_s
             reply = await call_living(
                 self._caller, member.contact, self._method, body, silence_s=silence_s, timeout_s=timeout_s
             )
@@ -308,7 +310,7 @@ class Settlement:
 
     async def _known(self, group_id: bytes) -> Case:
         """The case, for which a vote may come before this peer has heard of the group."""
-        with trio.move_on_after(self._config.silence_s / 2):
+        with trio.move_on_after(self.silence_s / 2):
             while group_id not in self._cases:
                 await self._arrival.wait()
         case = self._cases.get(group_id)
