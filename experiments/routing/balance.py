@@ -201,7 +201,7 @@ def draw_cases(cost_axes: Axes, entropy_axes: Axes, found: Outcomes) -> None:
         axes.spines["left"].set_visible(False)
         axes.grid(axis="y", color=FAINT, linewidth=0.8)
     entropy_axes.set_xlim(right=1.02)
-    entropy_axes.legend(frameon=False, fontsize=8, loc="upper center")
+    entropy_axes.legend(frameon=False, fontsize=8, loc="lower left")
 
 
 def draw_length(cost_axes: Axes, entropy_axes: Axes, routers: Mapping[str, Mapping[int, Outcome]]) -> None:
