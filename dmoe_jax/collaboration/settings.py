@@ -28,8 +28,9 @@ class CollaborationConfig:
     timeout_s: float = 60.0
     """Longest that an all-reduce takes, seconds."""
     silence_s: float = 2.0
-    """A peer is gone if its group waits and nothing at all has moved between it and us for so long, seconds. Set it
-    longer than messages wait behind others, where lines are slow."""
+    """A peer is gone if its group waits and nothing at all has moved between it and us for so long, seconds; after
+    steps that did not settle up to eight times as long. Set it longer than messages wait behind others, where lines are
+    slow: then no step is lost to finding that out."""
     late_s: float = 15.0
     """A peer that lives and brings nothing for so long after its group began is left out, seconds."""
     role: RoleName = "auto"
@@ -38,9 +39,9 @@ class CollaborationConfig:
     speeds: Speeds = UNKNOWN
     """What this machine's line carries, for the share that it reduces."""
     measures_line: bool = False
-    """Whether to find out what `speeds` does not say of the line: from what passes it, and every five minutes by up to
-    22 MB each way, exchanged with others of the group in the half minute after a step. Where steps come faster than
-    that, averages and measurements disturb each other, and what is found is too little: leave it off there."""
+    """Whether to find out what `speeds` does not say of the line, every five minutes by up to 22 MB each way,
+    exchanged with others of the group in the half minute after a step. Where steps come faster than that, averages and
+    measurements disturb each other, and what is found is too little: leave it off there."""
     compression: CompressionName = "none"
     """How numbers travel that this peer sends: its gradients, and the means that it reduces. What each may lose is said
     in `net.wire.compression`; whatever it is, all peers make the same step, to the last bit. Each may choose its own.

@@ -32,7 +32,7 @@ from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.line.monitor import LineMonitor
 from net.averaging.plan import AveragingPlan
 from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
-from net.averaging.reduction.partition import AllReduceConfig, traffic_of
+from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import Speeds
 from net.dht.node import DhtNode
 from net.errors import CallFailed, PeerUnavailable, RemoteProtocolError
@@ -41,11 +41,10 @@ from net.nursery import background_nursery
 from net.rpc.base import Caller
 from net.rpc.liveness import ping
 from net.types import Array
-from net.wire.compression import Compression
 
 _MOST_PATIENT = 8.0
 """Times `silence_s` that a silent member is waited for at most."""
-_CALMS = 0.98
+_CALMING = 0.98
 """What patience is multiplied by after a step that settled: too little of it costs a step, so that is tried rarely."""
 
 
@@ -230,7 +229,7 @@ class StepAveraging:
         if vector is not None and (vector.dtype != np.float32 or vector.shape != (self._size,)):
             raise ValueError(f"expected float32 [{self._size}], got {vector.dtype} {list(vector.shape)}")
         averaged = await self._average(group, vector, weight, note)
-        self._patience = min(max((2.0 if averaged is None else _CALMS) * self._patience, 1.0), _MOST_PATIENT)
+        self._patience = min(max((2.0 if averaged is None else _CALMING) * self._patience, 1.0), _MOST_PATIENT)
         self._settlement.silence_s = self._patience * self._config.settlement.silence_s
         return averaged
 
@@ -276,17 +275,12 @@ class StepAveraging:
             for member in group.members:
                 if member.address is not None and member.peer_id != self._caller.peer_id:
                     nursery.start_soon(self._watch, group, member)
-            began = trio.current_time()
             result = await self._all_reduce.run(group, vector, size=self._size, weight=weight)
-            self._learn(group, result, trio.current_time() - began)
-            return result
-
-    def _learn(self, group: Group, result: AllReduceResult, seconds: float) -> None:
-        if self._monitor is None or not result.complete:  # the group averages once more, and measuring would disturb it
-            return
-        is_telling = self._config.all_reduce.compression is Compression.NONE
-        moved_bytes = traffic_of(group, group.index(self._caller.peer_id), self._size) if is_telling else 0.0
-        self._monitor.after_all_reduce(group, self._nursery, moved_bytes=moved_bytes, seconds=seconds)
+        # Incomplete: the group averages once more, which measuring would disturb. How long it took tells
+        # nothing: others may have compressed what they sent.
+        if self._monitor is not None and result.complete:
+            self._monitor.measure_if_due(group, self._nursery)
+        return result
 
     async def _watch(self, group: Group, member: Member) -> None:
         """Go on without a member that falls silent: one that is killed brings nothing, and says nothing."""

@@ -93,14 +93,8 @@ class LineMonitor:
         self._due = now + PERIOD_S
         return True
 
-    def after_all_reduce(self, group: Group, nursery: trio.Nursery, *, moved_bytes: float, seconds: float) -> None:
-        """Learn what an all-reduce tells, and if it is time measure against the group, in `nursery`.
-
-        Args:
-          moved_bytes: each way; 0 where the time says nothing, since numbers were compressed or somebody was lost.
-        """
-        if moved_bytes > 0:
-            self.carried(up_bytes=moved_bytes, down_bytes=moved_bytes, seconds=seconds)
+    def measure_if_due(self, group: Group, nursery: trio.Nursery) -> None:
+        """If it is time, measure against the other members of a group, in `nursery`."""
         others = [each for each in group.members if each.peer_id != self._caller.peer_id]
         contacts = [each.contact for each in others if each.role is not Role.CLIENT]
         if contacts and self.is_due():
