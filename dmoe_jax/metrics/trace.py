@@ -62,7 +62,8 @@ class Trace:
         for record in records:
             host = _host_of(record)
             if isinstance(record, StepSpan):
-                lane, name, details = record.trainer, "step", {"outcome": record.outcome}
+                lane, name = record.trainer, "step"
+                details: dict[str, Any] = {"outcome": record.outcome}
             else:
                 lane = _free_lane(free_at.setdefault(host, []), record)
                 kind = record.method.rpartition(".")[2]
