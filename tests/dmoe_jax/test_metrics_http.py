@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from prometheus_client.parser import text_string_to_metric_families
 
 from dmoe_jax.metrics.exposition import as_text, snapshot
 from dmoe_jax.metrics.families import Family, Histogram, Summary, by_label, counter, gauge, histogram, labelled
@@ -21,7 +20,7 @@ from dmoe_jax.security import Plain
 from net.errors import ListenFailed
 from net.identity import Address
 from net.rpc.base import Reply, Request
-from tests.dmoe_jax.http_client import ask, fetch
+from tests.dmoe_jax.http_client import ask, fetch, parsed
 
 ANY_PORT = Address("127.0.0.1", 0)
 
@@ -108,15 +107,6 @@ async def test_no_more_clients_than_there_are_places() -> None:
         await trio.testing.wait_all_tasks_blocked(0.01)
         assert await fetch(address, "/page") == (200, b"hello\n")
         await one_more.aclose()
-
-
-def parsed(text: bytes) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """Sample name -> labels -> value, as Prometheus' own client reads the text."""
-    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-    for family in text_string_to_metric_families(text.decode()):
-        for sample in family.samples:
-            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
-    return found
 
 
 def test_families_come_back_as_they_were() -> None:
