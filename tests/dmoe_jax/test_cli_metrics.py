@@ -224,7 +224,7 @@ async def test_a_whole_swarm_is_found_through_one_port(text: str, tmp_path: Path
     train = f"--tracker tensorboard --trace {tmp_path / 'trace.json'} --eval-tokens 64 --final-eval-tokens 64"
     words = ["up", "--nodes", "1", "--grid-size", "2", "2", "--num-layers", "1", "--d-model", "8", "--steps", "400"]
     words += ["--seq-len", "4", "--mem-len", "4", "--d-ff", "8", "--num-heads", "2", "--data", text, "--out", str(out)]
-    command_line = [sys.executable, "-m", "dmoe_jax.cli", *words, "--train-flags", train, "--metrics-port", "0"]
+    command_line = [sys.executable, "-m", "dmoe_jax.cli", *words, f"--train-flags={train}", "--metrics-port", "0"]
     async with trio.open_nursery() as nursery:
         log = tmp_path / "up.log"
         with log.open("wb") as output:
