@@ -23,7 +23,7 @@ from dmoe_jax.swarm import Swarm, open_swarm
 from dmoe_jax.training import progress
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.user_file import load_from_file
-from tests.dmoe_jax.training_rig import SIZES, command, served_swarm
+from tests.dmoe_jax.training_rig import OPTIMIZER, SIZES, command, served_swarm
 
 
 @pytest.fixture(scope="module")
