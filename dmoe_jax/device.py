@@ -4,9 +4,14 @@ On a real node XLA calls go through a worker thread, one at a time per device: X
 free for the network (a hop costs about 0.2 ms; inline, a 30 ms call would make every ping 30 ms late). In virtual time
 threads are poison (the clock jumps ahead while they work), so there the same calls run inline and charge a declared
 cost to the clock instead.
+
+How long a device is busy is measured where the work runs: inside the thread, without the hop there and back. In
+virtual time it is the declared cost.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -19,6 +24,16 @@ from dmoe_jax.types import PyTree
 T = TypeVar("T")
 
 
+class DeviceTime:
+    """Seconds of work on a device, added up."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """So far; work that is under way is counted when it ends."""
+
+
 @runtime_checkable
 class Device(Protocol):
     """Runs synchronous array work without blocking the swarm's clock."""
@@ -27,11 +42,19 @@ class Device(Protocol):
     """Whether `aside` leaves the device free. If not, compiling takes no time at all, as in virtual time, and nothing
     is gained by compiling before there is need."""
 
-    async def run(self, function: Callable[..., T], *args: Any) -> T:
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which it worked on what `run` was given: neither waiting for a turn nor the way to the thread."""
+        ...
+
+    async def run(self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None) -> T:
         """Return `function(*args)` with every JAX array in it ready.
 
         If cancelled while the work waits for its turn it is not started; work that has started is waited for, so that
         donated buffers never change hands behind the caller's back.
+
+        Args:
+          spent: the seconds of this work are added to it, also if the function raises.
         """
         ...
 
@@ -51,9 +74,18 @@ class ThreadDevice:
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(1)
         self._aside = trio.CapacityLimiter(1)
+        self._busy = DeviceTime()
 
-    async def run(self, function: Callable[..., T], *args: Any) -> T:
-        return await trio.to_thread.run_sync(_run_ready, function, args, limiter=self._limiter)
+    @property
+    def busy_s(self) -> float:
+        return self._busy.seconds
+
+    async def run(self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None) -> T:
+        def timed() -> T:
+            with _measured(self._busy, spent):
+                return _run_ready(function, args)
+
+        return await trio.to_thread.run_sync(timed, limiter=self._limiter)
 
     async def aside(self, function: Callable[..., T], *args: Any) -> T:
         return await trio.to_thread.run_sync(_run_ready, function, args, limiter=self._aside)
@@ -100,10 +132,20 @@ class InlineDevice:
     def __init__(self, cost: Cost = CostModel()) -> None:
         self._cost = cost
         self._turn = trio.Lock()
+        self._busy_s = 0.0
 
-    async def run(self, function: Callable[..., T], *args: Any) -> T:
+    @property
+    def busy_s(self) -> float:
+        """Virtual seconds: the declared costs of what it did."""
+        return self._busy_s
+
+    async def run(self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None) -> T:
         async with self._turn:
-            await trio.sleep(self._cost(*work_of(function, args)))
+            cost = self._cost(*work_of(function, args))
+            await trio.sleep(cost)
+            self._busy_s += cost
+            if spent is not None:
+                spent.seconds += cost
             return _run_ready(function, args)
 
     async def aside(self, function: Callable[..., T], *args: Any) -> T:
@@ -124,6 +166,19 @@ def work_of(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, i
     """(name of a function, rows of the first array among its arguments: 0 without one): what a `Cost` is asked for."""
     rows = next((leaf.shape[0] for leaf in jax.tree.leaves(args) if getattr(leaf, "shape", ())), 0)
     return getattr(function, "__name__", ""), rows
+
+
+@contextmanager
+def _measured(*spent: DeviceTime | None) -> Iterator[None]:
+    """Add the seconds of the block to each of these. One thread at a time works, so nothing is lost."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds = time.perf_counter() - started
+        for each in spent:
+            if each is not None:
+                each.seconds += seconds
 
 
 def _run_ready(function: Callable[..., T], args: tuple[Any, ...]) -> T:

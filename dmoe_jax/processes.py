@@ -44,6 +44,9 @@ _JOIN_LINE = re.compile(r"^Join it with: .*--join (\S+).*\n", re.MULTILINE)
 """The whole line, since a contact cut in two would still match."""
 
 
+_METRICS_LINE = re.compile(r"^metrics at http://(\S+)/metrics\n", re.MULTILINE)
+
+
 class ProcessFailed(Exception):
     """A process of the swarm ended before it was ready, or with an error. The message has the end of its log."""
 
@@ -62,6 +65,8 @@ class SwarmProcess:
     """File with everything that it printed, unless it was started in the foreground."""
     contact: str = ""
     """PEERID@HOST:PORT to join it at; "" until it printed one, which it does when it serves."""
+    metrics: str = ""
+    """HOST:PORT of its metrics; "" until it has printed it, and if it shows none."""
     last_line: str = ""
     """The last whole line of its log."""
     settled: trio.Event = field(default_factory=trio.Event)
@@ -281,6 +286,8 @@ async def _watch(process: SwarmProcess) -> None:
             unread += log.read()
             *lines, rest = unread.split("\n")
             process.last_line = next((line for line in reversed(lines) if line.strip()), process.last_line)
+            if not process.metrics and (shown := _METRICS_LINE.search(unread)) is not None:
+                process.metrics = shown[1]
             if not process.contact and (found := _JOIN_LINE.search(unread)) is not None:
                 process.contact = found[1]
                 process.settled.set()

@@ -33,7 +33,7 @@ from dmoe_jax.members import Member, list_members
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.mixture.remote import RemoteMixture
-from dmoe_jax.mixture.statistics import CallStatistics
+from dmoe_jax.mixture.statistics import CallRecord, CallStatistics
 from dmoe_jax.model import Model
 from dmoe_jax.node.backend import make_backends
 from dmoe_jax.node.saving import ExpertSaver
@@ -224,6 +224,10 @@ class Swarm(AveragingSwarm):
         several = list(batches) if isinstance(batches, Sequence) else [batches]
         trainers = [Trainer(index, model, trunk, each, seed=seed) for index, each in enumerate(several)]
         return Trainers(model, trunk, trainers)
+
+    def watch_calls(self, on_call: Callable[[CallRecord], None] | None) -> None:
+        """Have a function told of each expert call of this process when it has ended, from now on; None: nobody."""
+        self._caller.on_call = on_call
 
     async def members(self) -> tuple[Member, ...]:
         """Who takes part: nodes, those that still compile too, trainers, averagers and auxiliary peers, as they say."""

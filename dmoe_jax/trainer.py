@@ -90,6 +90,22 @@ class StepRecord:
     staleness: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpan:
+    """When a trainer was at a step, or at a micro-batch of a larger one.
+
+    Attributes:
+      trainer: index of the trainer.
+      began, ended: from the batch at hand to its gradient applied or gathered; trio's clock, seconds.
+      outcome: "ok", or the name of the error with which the step was lost.
+    """
+
+    trainer: int
+    began: float
+    ended: float
+    outcome: str
+
+
 class Trainer:
     """One asynchronous trainer: its batches, and the state that its next batch begins with.
 
@@ -111,6 +127,8 @@ class Trainer:
         self._loss_and_grads = loss_and_grads(model)
         self.state: PyTree | None = None
         """What this trainer's next batch begins with; None before its first step."""
+        self.on_span: Callable[[StepSpan], None] = lambda span: None
+        """Called with each step that has ended, well or not. One that is cancelled has no end."""
 
     @property
     def position(self) -> int:
@@ -142,7 +160,17 @@ class Trainer:
           EndOfData: there is no further batch.
         """
         position = self.position
-        batch = self._next_batch()
+        batch, began = self._next_batch(), trio.current_time()
+        try:
+            record = await self._step(position, batch)
+        except (NetError, FloatingPointError) as error:
+            self._note_span(began, type(error).__name__)
+            raise
+        self._note_span(began, "ok")
+        return record
+
+    async def _step(self, position: int, batch: Any) -> StepRecord:
+        """The step for a batch, which was read from this position."""
         keys = self._model.keys(batch, seed=self._seed, trainer=self._index, step=position)
         state = self._model.initial_state(batch) if self.state is None else self.state
         read_at, params = self._trunk.step, self._trunk.params
@@ -158,6 +186,9 @@ class Trainer:
         step = await self._trunk.apply(grads, samples=items, read_at=read_at, read_params=params, check=check)
         self.state = outcome.state
         return StepRecord(step=step, trainer=self._index, loss=loss, items=items, staleness=step - 1 - read_at)
+
+    def _note_span(self, began: float, outcome: str) -> None:
+        self.on_span(StepSpan(trainer=self._index, began=began, ended=trio.current_time(), outcome=outcome))
 
     async def run(
         self,

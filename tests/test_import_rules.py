@@ -60,6 +60,9 @@ SHELLS = {
     "dmoe_jax.directory",
     "dmoe_jax.mixture.coverage",
     "dmoe_jax.members",
+    "dmoe_jax.metrics.http",
+    "dmoe_jax.metrics.monitor",
+    "dmoe_jax.metrics.trackers",
     "dmoe_jax.processes",
     "dmoe_jax.mixture.fan_out",
     "dmoe_jax.mixture.readiness",
@@ -93,6 +96,8 @@ ONLY_IN = {
     "numpy": {"net.types", "net.wire.tensors", "net.wire.compression", "net.wire.sparse", "net.averaging"},
     "socket": {"net.transport.sockets"},
     "ssl": {"net.transport.tls_engine"},
+    "h11": {"dmoe_jax.metrics.http"},
+    "prometheus_client": {"dmoe_jax.metrics.exposition"},
     "pickle": set(),
 }
 

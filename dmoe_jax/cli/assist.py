@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Literal
 
 import tyro
@@ -10,6 +11,7 @@ import tyro
 from dmoe_jax.cli.averaging import speeds_of
 from dmoe_jax.cli.common import UsageError, check_positive
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
+from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import (
     DEFAULT_MEMORY_BUDGET,
     JoinTexts,
@@ -21,6 +23,8 @@ from dmoe_jax.cli.network import (
     join_swarm,
 )
 from dmoe_jax.members import listed_member
+from dmoe_jax.metrics.families import Family, counter
+from dmoe_jax.metrics.process import peer_families
 from net.averaging.assisting import assist
 from net.averaging.averager import AveragerConfig, AveragingStep
 from net.averaging.collaboration.assisting import assist_collaboration, is_collaboration
@@ -67,6 +71,8 @@ class AssistCommand:
     memory_budget: SizeText = DEFAULT_MEMORY_BUDGET
     """What averages and states under way may hold in this process, beyond the few MiB that each begins with: 256MiB,
     2GiB; at least 1MiB. With less than a long line wants, they take longer."""
+    metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
+    """Where it shows what it does."""
     exit_on_stdin_eof: bool = False
     """End when standard input closes (set by a process that starts this one and may be killed)."""
 
@@ -113,7 +119,10 @@ class AssistCommand:
     async def _assist(self, stop: Stop) -> int:
         totals = _Totals(self.name)
         joining = join_swarm(self.network, join=self.join, listen=self.listen, memory_budget=self.memory_budget)
-        async with joining as peer:
+        async with self.metrics.opened("assist") as monitor, joining as peer:
+            monitor.show(partial(peer_families, peer))
+            monitor.show(totals.families)
+            monitor.why_not_ready = lambda: "" if totals.state == "assisting" else "nobody averages yet"
             rpc = peer.rpc
             assert rpc.address is not None
             contact = Contact(rpc.peer_id, rpc.address)
@@ -154,13 +163,14 @@ class _Totals:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._state = "waiting"
+        self.state = "waiting"
+        """"waiting" until it is known what is averaged, then "assisting"."""
         self.rounds = 0
         self.moved_bytes = 0.0
 
     def begin(self, plan: AveragingPlan) -> None:
         """It is known what is averaged."""
-        self._state = "assisting"
+        self.state = "assisting"
         print(f"{self._name}: averages of {plan.size:,} numbers in groups of {plan.grid.side}", flush=True)
 
     def count(self, done: AveragingStep) -> None:
@@ -177,8 +187,16 @@ class _Totals:
 
     def facts(self) -> Mapping[str, Value]:
         """What the swarm is told."""
-        facts: dict[str, Value] = {"role": "auxiliary", "state": self._state, "group": self._name}
+        facts: dict[str, Value] = {"role": "auxiliary", "state": self.state, "group": self._name}
         return facts | {"averages": self.rounds, "moved_mb": self.moved_bytes / 1e6}
+
+    def families(self) -> list[Family]:
+        """What scrapers are shown."""
+        text = "Bytes of averages that went each way; those of steps of a collaboration are not counted."
+        return [
+            counter("dmoe_assist_rounds_total", "Rounds and steps assisted in.", self.rounds),
+            counter("dmoe_assist_moved_bytes_total", text, self.moved_bytes),
+        ]
 
 
 def _megabytes(nbytes: float) -> str:

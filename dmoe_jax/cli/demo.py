@@ -5,17 +5,19 @@ import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import trio
+import tyro
 from rich.console import Console
 from rich.table import Table
 
 from dmoe_jax.cli.common import UsageError, as_flags, changed, check_at_least
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.local_view import TrainerWatch
+from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.up import LEAVE_TIMEOUT_S, UpCommand
 from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.layer_config import Route
@@ -66,6 +68,8 @@ class DemoCommand:
     """Have the nodes save their experts, so that dmoe inspect sees more than the first layer."""
     freeze_experts: bool = False
     """Control run: experts answer but do not learn."""
+    metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
+    """Where this process shows how the others are, as for `dmoe up`."""
     insecure_loopback: bool = False
     """Plain TCP without encryption: what does TLS cost?"""
 
@@ -104,6 +108,7 @@ class DemoCommand:
             node_flags=shlex.join(as_flags(node)),
             train_flags=shlex.join(as_flags(train | (_QUICK_EVALUATIONS if self.quick else {}))),
             insecure_loopback=self.insecure_loopback,
+            metrics=self.metrics,
         )
 
     async def _demonstrate(self, up: UpCommand, stop: Stop) -> int:
@@ -136,7 +141,7 @@ class DemoCommand:
         from dmoe_jax.runs.run_folder import RunFolder, read_metrics
 
         headline = headline_of(read_metrics(out / "metrics.jsonl"))
-        flags = {name: value for name, value in changed(self).items() if name not in ("out", "json")}
+        flags = {name: value for name, value in changed(self).items() if name not in ("out", "json", "metrics")}
         write_report(
             RunFolder(out),
             headline,

@@ -1,13 +1,16 @@
 """`dmoe dht`: a peer that keeps records and lets others in."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 import trio
 import tyro
 
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
+from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions, join_line, join_swarm
+from dmoe_jax.metrics.process import peer_families
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,8 @@ class DhtCommand:
     """Where it is called."""
     network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
     """Who this process is and which swarm it belongs to."""
+    metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
+    """Where it shows what it does."""
     exit_on_stdin_eof: bool = False
     """End when standard input closes (set by a process that starts this one and may be killed)."""
 
@@ -28,7 +33,12 @@ class DhtCommand:
         return run_until_done(self._serve, exit_on_stdin_eof=self.exit_on_stdin_eof)
 
     async def _serve(self, stop: Stop) -> int:
-        async with join_swarm(self.network, join=self.join, listen=self.listen) as peer:
+        async with (
+            self.metrics.opened("dht") as monitor,
+            join_swarm(self.network, join=self.join, listen=self.listen) as peer,
+        ):
+            monitor.show(partial(peer_families, peer))
+            monitor.why_not_ready = lambda: ""
             print(f"DHT peer {peer.rpc.peer_id.short} listens on {peer.rpc.address}")
             print(join_line("node", self.network, peer), flush=True)
             with stop.body():

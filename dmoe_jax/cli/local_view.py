@@ -123,7 +123,8 @@ class LocalView:
             aside = f"  ({process.last_line})" if process.last_line.startswith("evaluating") else ""
             return watch.figures(self._num_steps) + aside
         if process.contact and process.kind != "train":
-            return f"serves at {process.address}"
+            metrics = f", metrics at {process.metrics}" if process.metrics else ""
+            return f"serves at {process.address}{metrics}"
         return process.last_line or "starting"
 
     def _print_news(self) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +26,8 @@ from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop
 from dmoe_jax.cli.network import join_line, join_swarm
 from dmoe_jax.grid import expand_grid_pattern
 from dmoe_jax.layer_config import LayerConfig, Route
+from dmoe_jax.metrics.node import node_families
+from dmoe_jax.metrics.process import peer_families
 from net.rpc.faults import FaultPlan
 
 if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
@@ -106,27 +109,43 @@ class NodeCommand(DhtCommand):
                 lambda: (self._make_expert(), self._make_optimizer()), abandon_on_cancel=True
             )
         joining = join_swarm(self.network, join=self.join, listen=self.listen, faults=faults)
-        async with joining as peer, open_swarm(peer=peer, name=self.swarm, seed=self.seed) as swarm:
+        async with (
+            self.metrics.opened("node") as monitor,
+            joining as peer,
+            open_swarm(peer=peer, name=self.swarm, seed=self.seed) as swarm,
+        ):
+            monitor.show(partial(peer_families, peer))
             # Joined first: a taken port or an unreachable swarm is reported before minutes of compilation.
             print(f"Node {peer.rpc.peer_id.short} has joined the swarm at {peer.rpc.address}", flush=True)
-            started = time.perf_counter()
+            started, doing = time.perf_counter(), "joined, not serving yet"
+            monitor.why_not_ready = lambda: doing
+
+            def said(text: str) -> None:
+                nonlocal doing
+                doing = text
+                print(text, flush=True)
+
             with stop.body():
                 async with compiled_once(self._programs(), while_waiting=_listed_as_waiting(swarm, num_experts)):
                     with mistakes_in_one_line():
-                        await swarm.serve(
+                        served = await swarm.serve(
                             dict.fromkeys(self.experts, expert),
                             optimizer=optimizer,
                             config=config,
                             checkpoint_dir=self.checkpoint_dir,
                             checkpoint_period_s=self.checkpoint_period_s,
-                            on_progress=lambda text: print(text, flush=True),
+                            on_progress=said,
                         )
+                node = served.node
+                monitor.show(lambda: node_families(node.recorder, node.status()))
+                monitor.why_not_ready = lambda: "" if node.state == "serving" else node.state
                 took_s = time.perf_counter() - started
                 print(f"Node {peer.rpc.peer_id.short} serves {num_experts} experts, ready after {took_s:.1f} s")
                 print(join_line("train", self.network, peer), flush=True)
                 if faults is not None:
                     print(f"This node misbehaves on purpose: --faults {' '.join(self.faults)}", flush=True)
                 await trio.sleep_forever()
+            monitor.why_not_ready = lambda: "leaving"
         return EXIT_INTERRUPTED
 
     def _programs(self) -> str:

@@ -1,12 +1,16 @@
 """`dmoe train`: asynchronous trainers of a language model, or a model of one's own, over the swarm's experts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 
 from dmoe_jax.cli.common import mistakes_in_one_line, parse_command_line, set_up_jax
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import join_swarm
 from dmoe_jax.cli.train_options import TrainOptions, check_changes, flags_of_run
+from dmoe_jax.metrics.process import peer_families
+from dmoe_jax.metrics.trackers import tracking
 from dmoe_jax.runs.run_folder import flat
 from dmoe_jax.training.saving import PreparedRun, prepare_run, saved_settings
 
@@ -61,9 +65,15 @@ class TrainCommand(TrainOptions):
 
         await check_before_joining(self)
         listen = self.listening if self.averaging.listens else None
-        async with (
-            join_swarm(self.network, join=self.join, listen=listen, memory_budget=self.memory_budget) as peer,
-            open_swarm(peer=peer, name=self.swarm, seed=self.data.seed) as swarm,
-        ):
-            await run_training(self, prepared, swarm)
+        with ExitStack() as stack:
+            with mistakes_in_one_line():
+                opening = tracking(self.tracker, project=self.swarm, settings=flat(prepared.settings))
+                prepared = replace(prepared, open_sink=stack.enter_context(opening))
+            async with (
+                self.metrics.opened("train") as monitor,
+                join_swarm(self.network, join=self.join, listen=listen, memory_budget=self.memory_budget) as peer,
+                open_swarm(peer=peer, name=self.swarm, seed=self.data.seed) as swarm,
+            ):
+                monitor.show(partial(peer_families, peer))
+                await run_training(self, prepared, swarm, monitor)
         return 0

@@ -9,6 +9,7 @@ import tyro
 
 from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.common import UsageError, as_flags, check_at_least, flag_of
+from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import (
     DEFAULT_MEMORY_BUDGET,
     JoinTexts,
@@ -156,6 +157,9 @@ _FIXED = (
 _ON_OR_OFF = ("averaging.average_every", "averaging.target_batch_size", "optimizer.weight_decay", "optimizer.grad_clip")
 """Settings that a resumed run may change, but not switch on or off: the optimiser has a state for each that is on."""
 
+_NO_SETTINGS = ("resume", "out", "metrics", "trace")
+"""Flags that say nothing of what a run trains, and much of where it runs."""
+
 _OF_THIS_PROCESS = ("join", "json", "exit_on_stdin_eof")
 """Flags that a resumed run does not take from the one before."""
 
@@ -189,6 +193,13 @@ class TrainOptions:
     memory_budget: SizeText = DEFAULT_MEMORY_BUDGET
     """What averages and states under way may hold in this process, beyond the few MiB that each begins with: 256MiB,
     2GiB; at least 1MiB. With less than a long line wants, they take longer."""
+    metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
+    """Where it shows what it does."""
+    trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write a trace of expert calls and steps at the end, also after Ctrl-C: the last 100,000 of them, as JSON for
+    ui.perfetto.dev or chrome://tracing."""
+    tracker: Literal["wandb", "trackio", "tensorboard"] | None = None
+    """Send the metrics to an experiment tracker, too. tensorboard's files are in the run folder."""
     json: bool = False
     """Print the headline figures as one JSON object on the last line."""
     exit_on_stdin_eof: bool = False
@@ -212,6 +223,8 @@ class TrainOptions:
             raise UsageError(f"--grid-size must be positive integers, got {self.language.grid_size}")
         self.averaging.check()
         check_memory_budget(self.memory_budget)
+        if self.trace is not None and self.trace.is_dir():
+            raise UsageError(f"--trace names the file to write, {self.trace} is a folder")
         if not self.join:
             raise UsageError("--join needs at least one HOST:PORT")
         if self.resume and self.out is None:
@@ -219,7 +232,7 @@ class TrainOptions:
 
     def settings(self) -> dict[str, Any]:
         """The flags as plain data, for config.json."""
-        settings = {name: value for name, value in asdict(self).items() if name not in ("resume", "out")}
+        settings = {name: value for name, value in asdict(self).items() if name not in _NO_SETTINGS}
         settings["averaging"]["average"] = self.averaging.kind.replace("_", "-")  # what "auto" comes to
         return settings
 

@@ -19,8 +19,10 @@ from dmoe_jax.cli.averaging import open_averaging
 from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.cli.trained_models import Training, language_training, own_training, trunk_recipe
+from dmoe_jax.cli.watching import Watching, watching
 from dmoe_jax.collaboration import Collaboration, GlobalStep
 from dmoe_jax.collaboration.trainers import CollaborativeTrainers
+from dmoe_jax.metrics.monitor import Monitor
 from dmoe_jax.mixture.coverage import TooFewExperts
 from dmoe_jax.mixture.readiness import ExpertMismatch
 from dmoe_jax.mixture.remote import RemoteMixture
@@ -40,16 +42,25 @@ from dmoe_jax.types import PyTree
 from net.nursery import background_nursery
 
 
-async def run_training(options: TrainOptions, run: PreparedRun, swarm: Swarm) -> dict[str, Any]:
+async def run_training(
+    options: TrainOptions, run: PreparedRun, swarm: Swarm, monitor: Monitor | None = None
+) -> dict[str, Any]:
     """Train as the flags say; the headline.
 
-    If cancelled, the run folder still gets its figure, report and a checkpoint of what was reached.
+    If cancelled, the run folder still gets its figure, report and a checkpoint of what was reached, and a trace is
+    written.
+
+    Args:
+      monitor: is shown what happens.
 
     Raises:
       UsageError: for data, a checkpoint or a setting that will not do, or when training goes wrong beyond help: then
         after the report. NetError: no experts, or no swarm.
     """
-    with TrainingProgress(options.run_length.steps) as progress:
+    with (
+        TrainingProgress(options.run_length.steps) as progress,
+        watching(swarm, monitor or Monitor("train"), options.trace, progress.say) as watch,
+    ):
         for change in run.changes:
             progress.say(f"going on with another setting than before: {change}")
         facts = _Facts()
@@ -60,6 +71,7 @@ async def run_training(options: TrainOptions, run: PreparedRun, swarm: Swarm) ->
             )
             progress.unit = training.task.unit
             await _wait_for_experts(training.mixtures, options.calls.wait_s, progress)
+            watch.found_experts()
             with mistakes_in_one_line():
                 optimizer = options.averaging.wrap(make_optimizer(trunk_recipe(options)))
                 # --seed decides the parameters, which all processes share; the rest of chance is each one's own.
@@ -71,8 +83,9 @@ async def run_training(options: TrainOptions, run: PreparedRun, swarm: Swarm) ->
                 step = now
 
             try:
-                async with _opened_trainers(options, swarm, training, optimizer, params, progress) as opened:
-                    return await _train(options, run, swarm, training, opened, progress, facts, reached)
+                async with _opened_trainers(options, swarm, training, optimizer, params, progress, watch) as opened:
+                    watch.trainers(opened.trainers)
+                    return await _train(options, run, swarm, training, opened, progress, facts, watch, reached)
             except (CheckpointError, OSError) as error:
                 raise UsageError(one_line(error)) from error
             # What stays wrong ends the run: dropping step after step would not end.
@@ -102,11 +115,16 @@ async def _opened_trainers(
     optimizer: optax.GradientTransformation,
     params: PyTree,
     progress: TrainingProgress,
+    watch: Watching,
 ) -> AsyncIterator[_Opened]:
     """The trainers of this process, and their averaging with others if the flags want it."""
     averaging, seed = options.averaging, options.data.chance_seed
     if averaging.target_batch_size:
         steps: deque[GlobalStep] = deque()
+
+        def stepped(done: GlobalStep) -> None:
+            steps.append(done)
+            watch.averaged(done)
 
         async with (
             swarm.collaborate(
@@ -120,7 +138,7 @@ async def _opened_trainers(
                 params=params,
                 seed=seed,
                 config=averaging.collaboration(),
-                on_step=steps.append,
+                on_step=stepped,
             ) as together,
             background_nursery() as nursery,
         ):
@@ -134,6 +152,11 @@ async def _opened_trainers(
             )
         return
     rounds: deque[Round] = deque()
+
+    def averaged(done: Round) -> None:
+        rounds.append(done)
+        watch.averaged(done)
+
     trainers = swarm.trainer(training.model, optimizer, training.batches, params=params, seed=seed)
     async with open_averaging(
         averaging,
@@ -143,7 +166,7 @@ async def _opened_trainers(
         swarm.device,
         progress.say,
         max_step=options.run_length.steps,
-        on_round=rounds.append,
+        on_round=averaged,
     ) as averager:
         yield _Opened(
             trainers=trainers,
@@ -160,6 +183,7 @@ async def _train(
     opened: _Opened,
     progress: TrainingProgress,
     facts: "_Facts",
+    watch: Watching,
     reached: Callable[[int], None],
 ) -> dict[str, Any]:
     """The run loop; `reached` is told the last step, however it ends."""
@@ -175,6 +199,7 @@ async def _train(
     engine = facts.engine = SwarmEngine(
         opened.trainers, swarm.statistics, training.evaluation, layers=training.layers, figures=opened.figures
     )
+    watch.engine(engine, training.task.unit)
     try:
         return await train(
             engine,

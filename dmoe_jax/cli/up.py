@@ -14,7 +14,9 @@ from rich.console import Console
 
 from dmoe_jax.cli.common import UsageError, as_flags, changed, check_at_least, flag_of, mistakes_in_one_line
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
+from dmoe_jax.cli.local_metrics import LocalMetrics
 from dmoe_jax.cli.local_view import LocalView, TrainerWatch
+from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import (
     DEFAULT_MEMORY_BUDGET,
     ListenOptions,
@@ -100,6 +102,9 @@ class UpCommand:
     """The secret that all peers of the swarm share. Default: DMOE_SWARM_SECRET_FILE, else a swarm open to everybody."""
     insecure_loopback: bool = False
     """Plain TCP without encryption or proof, on this machine only."""
+    metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
+    """Where this process shows how the others are. Each of them then has a port of its own, and /targets lists these
+    for Prometheus' http_sd_configs."""
     exit_on_stdin_eof: bool = False
     """End when standard input closes (set by a process that starts this one and may be killed)."""
 
@@ -138,10 +143,16 @@ class UpCommand:
         console.print(f"run folder: {out}; logs of the processes: {logs}")
         folders = self.folders()
         watches = {f"trainer{index}": TrainerWatch(folder) for index, folder in enumerate(folders)}
+        shown = LocalMetrics(self.announce)
+        flags = [*self.network_flags(), *self.metrics_flags()]
         async with (
-            open_local_swarm(logs, one_core_each(), network_flags=self.network_flags()) as swarm,
+            self.metrics.opened("up", {"/targets": shown.targets}) as monitor,
+            open_local_swarm(logs, one_core_each(), network_flags=flags) as swarm,
             trio.open_nursery() as showing,
         ):
+            shown.began(swarm, watches)
+            monitor.show(shown.families)
+            monitor.why_not_ready = shown.why_not_ready
             showing.start_soon(LocalView(console, swarm, watches, self.steps).run)
             dht = await swarm.start("dht", ["dht", *self.listen_flags()])
             nodes = self.flags_of_nodes()
@@ -212,6 +223,12 @@ class UpCommand:
     def network_flags(self) -> list[str]:
         """Flags of every process: which network it is on."""
         return shlex.split(self._network.flags_for_others())
+
+    def metrics_flags(self) -> list[str]:
+        """Flags of every process: whether it shows metrics, at a port that the system chooses."""
+        if self.metrics.metrics_port is None:
+            return []
+        return as_flags({"metrics_port": 0, "metrics_host": self.metrics.metrics_host})
 
     def listen_flags(self) -> list[str]:
         """Flags of those that listen: where they are called."""

@@ -6,7 +6,7 @@ them under one deadline and one quorum and returns the answers by call, None for
 
 import math
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from dmoe_jax.experts.base import TensorSpec
 from dmoe_jax.mixture.capacity import CallTimes
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.quorum import Quorum
-from dmoe_jax.mixture.statistics import BAD_ANSWER, LATE, NOT_FINITE, CallStatistics, reason_of
+from dmoe_jax.mixture.statistics import BAD_ANSWER, LATE, NOT_FINITE, CallRecord, CallStatistics, reason_of
 from net.errors import CallFailed, ConnectionLost, NetError, PeerBusy
 from net.identity import Contact, PeerId
 from net.rpc.base import Body, Caller, Reply
@@ -60,6 +60,8 @@ class ExpertCaller:
         self.rpc = rpc
         self.directory = directory
         self.statistics = statistics
+        self.on_call: Callable[[CallRecord], None] | None = None
+        """Called with each call that has ended, answered or not. One that is cancelled has no end."""
         self._times = CallTimes()
 
     async def fan_out(
@@ -116,6 +118,7 @@ class ExpertCaller:
             if not done:
                 text = f"expert {call.uid} at {call.contact} was given up {config.grace_s:g} s after the others"
                 self.statistics.note_failure(LATE, text)
+                self._note_end(method, call, started, LATE)
                 self._note_time(method, call, started)
                 self.directory.health.late(host_target(call.contact), trio.current_time())
         return answers
@@ -128,6 +131,20 @@ class ExpertCaller:
         now = trio.current_time()
         self._times.note(method, call.contact.peer_id, now - started, now)
 
+    def _note_end(self, method: str, call: ExpertCall, began: float, outcome: str) -> None:
+        if self.on_call is not None:
+            self.on_call(
+                CallRecord(
+                    method=method,
+                    uid=call.uid,
+                    contact=call.contact,
+                    rows=len(call.rows),
+                    outcome=outcome,
+                    began=began,
+                    ended=trio.current_time(),
+                )
+            )
+
     async def _call(
         self,
         method: str,
@@ -139,22 +156,27 @@ class ExpertCaller:
         timeout_s: float,
         attempts: int,
     ) -> Reply | None:
+        started = trio.current_time()
         for attempt in range(attempts):
             try:
                 reply = await self.rpc.call(call.contact, method, body, tensors, timeout_s=timeout_s)
             except ConnectionLost as error:
                 if attempt + 1 == attempts:
                     self._note_failure(call, reason_of(error), str(error))
+                    self._note_end(method, call, started, reason_of(error))
             except NetError as error:
                 # Busy is no fault, and RPC knows the hosts that do not answer; refusing concerns the expert.
                 is_experts_own = isinstance(error, CallFailed) and not isinstance(error, PeerBusy)
                 self._note_failure(call, reason_of(error), str(error), blame=is_experts_own)
+                self._note_end(method, call, started, reason_of(error))
                 break
             else:
                 if fault := fault_in(reply, replies, rows=len(call.rows)):
                     self._note_failure(call, *fault, blame=True)
+                    self._note_end(method, call, started, fault[0])
                     break
                 self.statistics.ok += 1
+                self._note_end(method, call, started, "ok")
                 self.statistics.host[call.uid] = call.contact
                 self.directory.health.succeeded(call.uid)
                 return reply

@@ -45,6 +45,27 @@ def reason_of(error: NetError) -> str:
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "unreachable")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRecord:
+    """One expert call that has ended.
+
+    Attributes:
+      method: such as "expert.forward".
+      uid: the expert. contact: the node that it was asked of.
+      rows: samples of the call.
+      outcome: "ok", or the reason why it brought nothing; see `REASONS`.
+      began, ended: trio's clock, seconds.
+    """
+
+    method: str
+    uid: str
+    contact: Contact
+    rows: int
+    outcome: str
+    began: float
+    ended: float
+
+
 @dataclass(slots=True)
 class CallStatistics:
     """Running totals of one process's expert calls."""

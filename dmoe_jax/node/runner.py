@@ -16,7 +16,8 @@ from typing import cast
 import numpy as np
 import trio
 
-from dmoe_jax.device import Device
+from dmoe_jax.device import Device, DeviceTime
+from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend, UpdateRejected, bucket_of, buckets_up_to
 from dmoe_jax.node.batching import BatchQueue
 from dmoe_jax.node.requests import ExpertRequest
@@ -63,6 +64,7 @@ class BatchRunner:
       max_batch_rows: the most rows of one batch.
       max_waiting_rows: the most rows in the queue.
       warm_up_rows: rows for which programs are compiled first, on a device that compiles aside.
+      recorder: is told of every batch.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class BatchRunner:
         max_batch_rows: int,
         max_waiting_rows: int,
         warm_up_rows: int,
+        recorder: NodeRecorder | None = None,
     ) -> None:
         self.queue: BatchQueue[Job] = BatchQueue(max_batch_rows=max_batch_rows, max_waiting_rows=max_waiting_rows)
         self.batches = 0
@@ -82,7 +85,7 @@ class BatchRunner:
         self.rejected: dict[str, int] = {}
         """Requests whose update was not finite, by `UpdateRejected.reason`."""
         self.busy_s = 0.0
-        """Seconds in which batches were computed."""
+        """Seconds in which the device worked on batches, see `Device.busy_s`; rejected ones too."""
         self.answered = 0
         """Requests that were computed."""
         self.rows = 0
@@ -91,6 +94,7 @@ class BatchRunner:
         """Seconds that they spent here in all, waiting and computed."""
         self._backends = dict(backends)
         self._device = device
+        self._recorder = recorder or NodeRecorder()
         self._max_batch_rows = max_batch_rows
         self._first_rows = min(warm_up_rows, max_batch_rows)
         self._compiling = trio.Lock()
@@ -178,9 +182,9 @@ class BatchRunner:
 
     async def _run_batch(self, jobs: Sequence[Job]) -> None:
         backend = self._backends[jobs[0].request.uid]
-        started = trio.current_time()
+        started, spent = trio.current_time(), DeviceTime()
         try:
-            results = await self._compute(backend, jobs)
+            results = await self._compute(backend, jobs, spent)
         except UpdateRejected as rejected:
             if len(jobs) > 1:
                 for job in jobs:
@@ -191,8 +195,10 @@ class BatchRunner:
         except Exception:
             self._fail(jobs)
             return
+        finally:
+            self.busy_s += spent.seconds
         now = trio.current_time()
-        self.busy_s += now - started
+        self._record(backend, jobs, started, spent)
         self.batches += 1
         self.answered += len(jobs)
         self.rows += sum(job.rows for job in jobs)
@@ -205,8 +211,20 @@ class BatchRunner:
             del job.request
             job.done.set()
 
-    async def _compute(self, backend: ExpertBackend, jobs: Sequence[Job]) -> tuple[Array, ...]:
-        """Output, or gradients of the inputs, for the rows of all jobs."""
+    def _record(self, backend: ExpertBackend, jobs: Sequence[Job], started: float, spent: DeviceTime) -> None:
+        """Tell the recorder of a batch, before the requests are forgotten."""
+        kind, before = jobs[0].kind, backend.update_count - 1
+        self._recorder.batch(
+            kind,
+            jobs[0].request.uid,
+            rows=[job.rows for job in jobs],
+            waited_s=[started - job.arrived_at for job in jobs],
+            device_s=spent.seconds,
+            staleness=[max(0, before - job.request.seen) for job in jobs] if kind == "backward" else (),
+        )
+
+    async def _compute(self, backend: ExpertBackend, jobs: Sequence[Job], spent: DeviceTime) -> tuple[Array, ...]:
+        """Output, or gradients of the inputs, for the rows of all jobs; the device's seconds are added to `spent`."""
         parts = [job.request for job in jobs]
         inputs = [_stack(arrays) for arrays in zip(*(part.inputs for part in parts), strict=True)]
         keys = None if parts[0].keys is None else _stack([part.keys for part in parts if part.keys is not None])
@@ -214,14 +232,15 @@ class BatchRunner:
             grads = _stack([part.output_grads for part in parts if part.output_grads is not None])
             # Not how stale they are: until the device has time for them, other batches may step the expert.
             seen = np.repeat([part.seen for part in parts], [part.rows for part in parts])
-            return await self._device.run(backend.backward, inputs, grads, keys, seen)
+            return await self._device.run(backend.backward, inputs, grads, keys, seen, spent=spent)
         rows = inputs[0].shape[0]
         step = min(rows, self._row_limit(jobs[0].key))
         outputs = []
         for start in range(0, rows, step):
             some = slice(start, start + step)
             own_keys = None if keys is None else keys[some]
-            outputs.append(await self._device.run(backend.forward, [array[some] for array in inputs], own_keys))
+            own = [array[some] for array in inputs]
+            outputs.append(await self._device.run(backend.forward, own, own_keys, spent=spent))
         return (_stack(outputs),)
 
     def _refuse(self, job: Job, rejected: UpdateRejected) -> None:

@@ -34,6 +34,7 @@ from dmoe_jax.device import Device
 from dmoe_jax.directory import declare_experts, withdraw_experts
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.members import MAX_GRIDS, declare_member, withdraw_member
+from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.batching import QueueFull
 from dmoe_jax.node.replay import ReplayCache
@@ -105,10 +106,12 @@ class ExpertNode:
         self.config = config
         self.state = "compiling"
         """What the node is at: "compiling" until it is warm, then "serving"."""
+        self.recorder = recorder = NodeRecorder()
+        """What it has counted, for its metrics."""
         self.handlers: Mapping[str, Handler] = {
             "expert.info": self._info,
-            "expert.forward": functools.partial(self._compute, backward=False),
-            "expert.backward": functools.partial(self._compute, backward=True),
+            "expert.forward": recorder.counted("forward", functools.partial(self._compute, backward=False)),
+            "expert.backward": recorder.counted("backward", functools.partial(self._compute, backward=True)),
             "node.status": self._status,
         }
         """Its RPC methods."""
@@ -123,6 +126,7 @@ class ExpertNode:
             max_batch_rows=config.max_batch_rows,
             max_waiting_rows=config.max_waiting_rows,
             warm_up_rows=config.warm_up_rows,
+            recorder=recorder,
         )
         self._replays: ReplayCache[Job] = ReplayCache()
         self._started_at = trio.current_time()
@@ -134,9 +138,9 @@ class ExpertNode:
 
         Keys: `state` ("compiling" or "serving"), `warm_rows` (rows for which all its experts are compiled), calls
         served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
-        `waiting_rows` in the queue, seconds up and busy, `updates` of each expert, `steps`, the updates of all experts
-        since the start, and their mean `staleness`, None before the first; `answered` calls, their `rows`, and the
-        seconds `call_s` that they spent here in all.
+        `waiting_rows` in the queue, seconds `uptime_s`, seconds `busy_s` in which the device worked on batches,
+        `updates` of each expert, `steps`, the updates of all experts since the start, and their mean `staleness`, None
+        before the first; `answered` calls, their `rows`, and the seconds `call_s` that they spent here in all.
         """
         runner, backends = self._runner, self._backends.values()
         steps = sum(backend.steps_here for backend in backends)
@@ -237,7 +241,8 @@ class ExpertNode:
 
         If it is cancelled while its job waits in the queue, and nobody else wants the answer, the job is dropped.
         """
-        parsed = parse_request(request, self._experts, max_rows=self.config.max_batch_rows, backward=backward)
+        with self.recorder.checking():
+            parsed = parse_request(request, self._experts, max_rows=self.config.max_batch_rows, backward=backward)
         # Trainer and expert are part of the key: equal ids of others do not get these gradients.
         replay_key = request.peer_id.raw + parsed.uid.encode() + b"/" + (parsed.request_id or b"")
         job = self._replays.find(replay_key) if backward else None

@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -28,18 +28,32 @@ _PACKAGES = ("dmoe_jax", "jax", "jaxlib", "flax", "optax", "trio", "numpy")
 """Packages whose versions change what a run computes."""
 
 
+Sink = Callable[[str, Mapping[str, Any]], None]
+"""Told of each record, as (kind, fields), when it has been written. Must not raise."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunFolder:
     """An existing run folder. Made by `RunFolder.create`; holds no open file, so there is nothing to close.
 
     Attributes:
       path: the folder.
+      sink: where records go beside `metrics.jsonl`; None: nowhere.
     """
 
     path: Path
+    sink: Sink | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
-    def create(cls, path: Path | None, config: object, *, name: str = "run", resume: bool = False) -> "RunFolder":
+    def create(
+        cls,
+        path: Path | None,
+        config: object,
+        *,
+        name: str = "run",
+        resume: bool = False,
+        open_sink: Callable[[Path], Sink] | None = None,
+    ) -> "RunFolder":
         """Make the folder and write `config.json` into it.
 
         Args:
@@ -48,6 +62,7 @@ class RunFolder:
           name: what runs without a path are called.
           resume: continue in a folder that is not empty. A line that a killed writer left unfinished is cut
             off, and an event "resumed" says which settings have changed.
+          open_sink: called with the folder; opens what is told of the records, too.
 
         Raises:
           ValueError: the path is a file, or a folder that is not empty although `resume` is false.
@@ -60,7 +75,7 @@ class RunFolder:
         elif not resume or path.is_file():
             check_new(path)
         path.mkdir(parents=True, exist_ok=True)
-        folder = cls(path)
+        folder = cls(path, None if open_sink is None else open_sink(path))
         before = folder.config() if (path / CONFIG).exists() else None
         folder.write_text(CONFIG, json.dumps(_config_record(config), indent=2, allow_nan=False) + "\n")
         if before is not None:
@@ -89,6 +104,8 @@ class RunFolder:
     def log(self, kind: str, /, **fields: object) -> None:
         """Append one record to `metrics.jsonl`; it is with the operating system when this returns."""
         append_metric(self.metrics_path, kind=kind, **fields)
+        if self.sink is not None:
+            self.sink(kind, fields)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records so far; see `read_metrics`."""

@@ -5,12 +5,12 @@ checkpoint of another model) fails between the two, so that a run that cannot be
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dmoe_jax.runs.run_folder import METRICS, RunFolder, changed_settings, check_new
+from dmoe_jax.runs.run_folder import METRICS, RunFolder, Sink, changed_settings, check_new
 
 CHECKPOINT_FOLDER = "checkpoints"
 
@@ -32,6 +32,8 @@ class PreparedRun:
     """Whether there is a run in the folder to go on with."""
     changes: tuple[str, ...] = ()
     """Settings that are others than before: "steps: 200 -> 600"."""
+    open_sink: Callable[[Path], Sink] | None = None
+    """Opens, for the folder, what is told of the run's records, too; see `RunFolder.create`."""
 
     @property
     def has_checkpoint(self) -> bool:
@@ -49,7 +51,7 @@ class PreparedRun:
         Raises:
           ValueError, OSError: as `RunFolder.create`.
         """
-        return RunFolder.create(self.path, self.settings, name=self.name, resume=self.goes_on)
+        return RunFolder.create(self.path, self.settings, name=self.name, resume=self.goes_on, open_sink=self.open_sink)
 
 
 def prepare_run(

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.device import ThreadDevice, work_of
+from dmoe_jax.device import DeviceTime, ThreadDevice, work_of
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
@@ -89,11 +89,11 @@ class TimedDevice(ThreadDevice):
         self._turn = trio.Lock()
         self._taken: dict[str, dict[int, list[float]]] = {}
 
-    async def run(self, function: Callable[..., T], *args: Any) -> T:
+    async def run(self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None) -> T:
         name, rows = work_of(function, args)
         async with self._turn:
             started = trio.current_time()
-            result = await super().run(function, *args)
+            result = await super().run(function, *args, spent=spent)
             self._taken.setdefault(name, {}).setdefault(rows, []).append(trio.current_time() - started)
         return result
 

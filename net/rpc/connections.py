@@ -8,6 +8,7 @@ Beside it there may be *lanes* (`net.rpc.lanes`), further connections for bulk, 
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from net.errors import ConnectionLost, RemoteProtocolError
 from net.identity import Address, Contact, PeerId
@@ -19,6 +20,24 @@ LANE_IDLE_S = 15.0
 """A lane without calls for so long is closed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RpcStatistics:
+    """A snapshot of a peer's connections, and of what has come and gone over all that it ever had."""
+
+    outgoing: int
+    """Open connections that this peer dialled, lanes too."""
+    incoming: int
+    """Open connections that others dialled, those too that have not said who they are."""
+    received_bytes: int
+    """As they came over the network, with all that encryption and framing add; since this peer was opened."""
+    sent_bytes: int
+    """As the network took them over."""
+    calls_placed: int
+    """Calls of this peer to others that wait for their answer now."""
+    calls_served: int
+    """Calls of others that are being served now."""
+
+
 class ConnectionTable:
     """The live connections of the peer `peer_id`."""
 
@@ -27,6 +46,7 @@ class ConnectionTable:
         self._all: dict[Connection, None] = {}  # in the order in which they came; a set's order would be chance
         self._by_peer: dict[PeerId, Connection] = {}
         self._lanes: dict[PeerId, list[Connection]] = {}
+        self._received_bytes = self._sent_bytes = 0  # over connections that have ended
         self._peer_at: dict[Address, PeerId] = {}  # of connections that we dialled
 
     def __iter__(self) -> Iterator[Connection]:
@@ -100,8 +120,10 @@ class ConnectionTable:
         lanes.append(lane)
 
     def remove(self, connection: Connection) -> None:
-        """Forget a connection that has ended."""
+        """Forget a connection that has ended, but for what went over it."""
         self._all.pop(connection, None)
+        self._received_bytes += connection.link.num_received
+        self._sent_bytes += connection.link.num_sent
         remote = connection.remote
         if remote is None:
             return
@@ -118,6 +140,18 @@ class ConnectionTable:
         if remote.peer_id not in self._by_peer:
             for address in [address for address, peer_id in self._peer_at.items() if peer_id == remote.peer_id]:
                 del self._peer_at[address]
+
+    def statistics(self) -> RpcStatistics:
+        """A snapshot."""
+        outgoing = sum(each.is_outgoing for each in self._all)
+        return RpcStatistics(
+            outgoing=outgoing,
+            incoming=len(self._all) - outgoing,
+            received_bytes=self._received_bytes + sum(each.link.num_received for each in self._all),
+            sent_bytes=self._sent_bytes + sum(each.link.num_sent for each in self._all),
+            calls_placed=sum(each.session.num_placed for each in self._all),
+            calls_served=sum(each.session.num_running for each in self._all),
+        )
 
     def make_room(self, *, outgoing: bool, most: int) -> bool:
         """Whether there is room for another of at most `most` open connections that we dialled, or that others did.

@@ -25,7 +25,7 @@ from net.peer_health import Pause, PeerHealth
 from net.rpc.base import Body, Handler, Reply
 from net.rpc.bulk import BulkTraffic, MemoryBudget
 from net.rpc.connection import HELLO_TIMEOUT_S, Connection
-from net.rpc.connections import ConnectionTable
+from net.rpc.connections import ConnectionTable, RpcStatistics
 from net.rpc.faults import FaultInjector
 from net.rpc.lanes import Lanes
 from net.rpc.service import Service
@@ -187,6 +187,10 @@ class RpcPeer:
     def moved_bytes(self, peer_id: PeerId) -> int:
         """What has moved between us and a peer, see `Caller.moved_bytes`."""
         return sum(each.link.num_moved for each in self._connections.all_with(peer_id))
+
+    def statistics(self) -> RpcStatistics:
+        """A snapshot of its connections and what goes over them."""
+        return self._connections.statistics()
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Serve `method`, see `Caller.add_handler`. The tensors of its replies must not be written to afterwards.

@@ -104,6 +104,16 @@ class RpcSession:
         return not self._placed and not self._running
 
     @property
+    def num_placed(self) -> int:
+        """Calls of ours that wait for their answer."""
+        return len(self._placed)
+
+    @property
+    def num_running(self) -> int:
+        """Calls of the other end that are being served."""
+        return len(self._running)
+
+    @property
     def is_over(self) -> bool:
         """Whether both said goodbye, and nothing is left to be done."""
         return self._said_goodbye and self._heard_goodbye and self.is_idle and not self._outbox

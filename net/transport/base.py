@@ -31,6 +31,16 @@ class Link(Protocol):
         other end lives."""
         ...
 
+    @property
+    def num_received(self) -> int:
+        """Bytes received so far, as they came over the network: with encryption, headers and all."""
+        ...
+
+    @property
+    def num_sent(self) -> int:
+        """Bytes sent so far, as the network took them over."""
+        ...
+
     async def handshake(self) -> None:
         """Finish the handshake of an accepted link, before anything else is done with it. On a dialled link, and on a
         network without a handshake, nothing is left to do. If cancelled, `abort` the link.

@@ -72,6 +72,8 @@ class ByteStream:
         self._turn_bytes = self._sent_turn_bytes = 0  # received and sent since others had a turn
         self.num_moved = 0
         """Bytes received so far, and sent after the system's buffer had been full."""
+        self.num_received = self.num_sent = 0
+        """Bytes so far, as they came from the system and as it took them."""
         self.remote_address = remote_address
 
     @property
@@ -120,6 +122,7 @@ class ByteStream:
                     was_full = True
                     continue
                 self._sent_turn_bytes += sent
+                self.num_sent += sent
                 if was_full:
                     self.num_moved += sent
                 left = _rest(left, sent)
@@ -129,7 +132,7 @@ class ByteStream:
     def send_now(self, data: bytes) -> None:
         """Send what the socket takes at once: for a last word to a peer that is not worth waiting for."""
         with suppress(OSError):
-            self._sock.send(data)
+            self.num_sent += self._sock.send(data)
 
     async def receive_into(self, *buffers: memoryview) -> int:
         """Fill the buffers, one after the other, with what is there, or with what comes first.
@@ -155,6 +158,7 @@ class ByteStream:
                     else:
                         self._turn_bytes += nbytes
                         self.num_moved += nbytes
+                        self.num_received += nbytes
                         return nbytes
                 self._turn_bytes = 0
                 await trio.lowlevel.wait_readable(self._sock)

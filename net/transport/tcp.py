@@ -35,6 +35,14 @@ class TcpLink:
     def num_moved(self) -> int:
         return self._stream.num_moved
 
+    @property
+    def num_received(self) -> int:
+        return self._stream.num_received
+
+    @property
+    def num_sent(self) -> int:
+        return self._stream.num_sent
+
     async def handshake(self) -> None:
         """A checkpoint: there is no handshake."""
         await trio.lowlevel.checkpoint()

@@ -70,6 +70,14 @@ class TlsLink:
     def num_moved(self) -> int:
         return self._stream.num_moved
 
+    @property
+    def num_received(self) -> int:
+        return self._stream.num_received
+
+    @property
+    def num_sent(self) -> int:
+        return self._stream.num_sent
+
     async def handshake(self) -> None:
         """Prove both ends. After a failure the link is closed."""
         if self._remote_peer_id is not None:

@@ -422,3 +422,24 @@ async def test_a_lost_client_cancels_its_handlers() -> None:
         await stuck.started.wait()
         link.abort()
         await stuck.cancelled.wait()
+
+
+async def test_statistics_count_bytes_connections_and_calls() -> None:
+    """What one end sends the other receives; calls count while they run, bytes also when the connection has ended."""
+    stuck = Stuck()
+    async with peers() as (server, client, address):
+        server.add_handler("stuck", stuck)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(client.call, address, "stuck", {}, [np.zeros(10_000)], timeout_s=LONG_S))
+            await stuck.started.wait()
+            placed, served = client.statistics(), server.statistics()
+            assert (placed.outgoing, placed.incoming, placed.calls_placed, placed.calls_served) == (1, 0, 1, 0)
+            assert (served.outgoing, served.incoming, served.calls_placed, served.calls_served) == (0, 1, 0, 1)
+            assert placed.sent_bytes == served.received_bytes
+            assert 80_000 < placed.sent_bytes < 81_000
+            stuck.let_go.set()
+        before = client.statistics()
+        assert before.received_bytes == server.statistics().sent_bytes
+        assert before.calls_placed == 0
+    assert client.statistics().sent_bytes >= before.sent_bytes
+    assert (client.statistics().outgoing, client.statistics().received_bytes) == (0, before.received_bytes)

@@ -49,6 +49,19 @@ async def test_frames_of_all_sizes_arrive_in_order(ends: Ends) -> None:
 
 
 @on_every_network
+async def test_links_count_what_comes_and_goes(ends: Ends) -> None:
+    """What one end has sent the other has received: the tensors' bytes, and what headers and encryption add."""
+    dialled, accepted = await ends.pair()
+    sent_before, received_before = dialled.num_sent, accepted.num_received
+    await exchange(dialled, accepted, numbered(0, 100_000), numbered(1, 50_000))
+    sent, received = dialled.num_sent - sent_before, accepted.num_received - received_before
+    assert dialled.num_sent == accepted.num_received
+    assert sent == received
+    assert 150_000 <= sent < 153_000
+    drop(dialled, accepted)
+
+
+@on_every_network
 async def test_streams_interleave_and_arrive_when_complete(ends: Ends) -> None:
     """Two large frames in turns, a small one between, and one that is given up: order of completion, no trace of it."""
     dialled, accepted = await ends.pair()

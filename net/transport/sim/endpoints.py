@@ -73,9 +73,9 @@ class SimLink:
     """
 
     __slots__ = (
-        "_at_boundary", "_cause", "_inbox", "_is_closed", "_is_established", "_is_proved", "_is_sending", "_num_moved",
-        "_number", "_own_id", "_passage", "_receiver", "_remote_address", "_sender", "_topology", "cut_number", "flow",
-        "host", "other",
+        "_at_boundary", "_cause", "_inbox", "_is_closed", "_is_established", "_is_proved", "_is_sending",
+        "_num_moved", "_num_received", "_num_sent", "_number", "_own_id", "_passage", "_receiver", "_remote_address",
+        "_sender", "_topology", "cut_number", "flow", "host", "other",
     )  # fmt: skip
 
     def __init__(
@@ -92,7 +92,7 @@ class SimLink:
         self._passage = CheckedPassage() if topology.check_frames else FramePassage()
         self._sender = Waiter()
         self._is_sending = False
-        self._num_moved = 0
+        self._num_moved = self._num_received = self._num_sent = 0
         self._receiver = Waiter()
         self._inbox: deque[tuple[int, Frame | None]] | None = None  # None instead of empty, see `Flow`
         self._at_boundary: bool | None = None  # where the other end's frames ended; None: they have not
@@ -118,6 +118,14 @@ class SimLink:
     @property
     def num_moved(self) -> int:
         return self._num_moved
+
+    @property
+    def num_received(self) -> int:
+        return self._num_received
+
+    @property
+    def num_sent(self) -> int:
+        return self._num_sent
 
     async def connect(self) -> None:
         """Reach the other host: a round trip, or as long as the network is cut. If cancelled, `abort` the link.
@@ -154,6 +162,7 @@ class SimLink:
                 await self._sender.wait()
             if self._cause is None:
                 self.flow.put(part.nbytes, self._passage.take(part))
+                self._num_sent += part.nbytes
         self._is_sending = False
         if self._cause is not None:
             raise self._lost()
@@ -234,6 +243,7 @@ class SimLink:
             return
         host = self.host
         self._num_moved += nbytes
+        self._num_received += nbytes
         if nbytes >= _TELLING_BYTES:  # the sender sees the system's buffer empty itself, but not of a ping
             self.other._num_moved += nbytes
         host.num_parts += 1

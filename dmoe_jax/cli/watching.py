@@ -1,0 +1,92 @@
+"""Who watches a run of `dmoe train`: scrapers, and a trace."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from dmoe_jax.averaging import Round
+from dmoe_jax.collaboration import GlobalStep
+from dmoe_jax.collaboration.trainers import CollaborativeTrainers
+from dmoe_jax.metrics.families import counter
+from dmoe_jax.metrics.monitor import Monitor
+from dmoe_jax.metrics.trace import Trace
+from dmoe_jax.metrics.training import TrainingRecorder, call_families, collaboration_families, training_families
+from dmoe_jax.mixture.statistics import CallRecord
+from dmoe_jax.swarm import Swarm
+from dmoe_jax.trainer import StepSpan, Trainers
+from dmoe_jax.training.swarm_engine import SwarmEngine
+
+
+class Watching:
+    """Told what happens in a run. Made by `watching`."""
+
+    def __init__(self, swarm: Swarm, monitor: Monitor, trace: Trace | None) -> None:
+        self._monitor = monitor
+        self._trace = trace
+        self._recorder = TrainingRecorder()
+        swarm.watch_calls(self._call)
+        monitor.why_not_ready = lambda: "waiting for experts"
+        monitor.show(partial(call_families, self._recorder, swarm.statistics))
+        text = "Time in which the device worked."
+        monitor.show(lambda: [counter("dmoe_device_busy_seconds_total", text, swarm.device.busy_s)])
+
+    def found_experts(self) -> None:
+        """Every layer has a living expert."""
+        self._monitor.why_not_ready = lambda: ""
+
+    def trainers(self, trainers: Trainers | CollaborativeTrainers) -> None:
+        """These train."""
+        for trainer in trainers.trainers:
+            trainer.on_span = self._span
+        if isinstance(trainers, CollaborativeTrainers):
+            self._monitor.show(partial(collaboration_families, trainers.peer))
+
+    def engine(self, engine: SwarmEngine, unit: str) -> None:
+        """The run loop begins; `unit` is what the engine's items are."""
+        self._monitor.show(
+            lambda: training_families(
+                self._recorder, engine.totals(), step=engine.step, loss=engine.last_loss, unit=unit
+            )
+        )
+
+    def averaged(self, done: Round | GlobalStep) -> None:
+        """A round of averaging is over, or a step of a collaboration is made."""
+        if isinstance(done, GlobalStep):
+            self._recorder.global_step(done)
+        else:
+            self._recorder.round(done)
+
+    def _call(self, record: CallRecord) -> None:
+        self._recorder.call(record)
+        if self._trace is not None:
+            self._trace.add(record)
+
+    def _span(self, span: StepSpan) -> None:
+        self._recorder.step(span)
+        if self._trace is not None:
+            self._trace.add(span)
+
+
+@contextmanager
+def watching(swarm: Swarm, monitor: Monitor, trace_to: Path | None, say: Callable[[str], None]) -> Iterator[Watching]:
+    """Watch a run while the block runs; its trace is written at the end, however that comes.
+
+    Args:
+      trace_to: where; None: there is none. A file that cannot be written ends no run: the user is told.
+      say: tells the user.
+    """
+    trace = None if trace_to is None else Trace(trio.current_time())
+    try:
+        yield Watching(swarm, monitor, trace)
+    finally:
+        swarm.watch_calls(None)
+        if trace is not None and trace_to is not None:
+            try:
+                trace.write(trace_to)
+            except OSError as error:
+                say(f"--trace: cannot write {trace_to}: {error.strerror or error}")
+            else:
+                say(f"trace: {trace_to}")

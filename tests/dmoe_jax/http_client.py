@@ -1,0 +1,48 @@
+"""A client of one request, for the tests of what processes show."""
+
+import trio
+from prometheus_client.parser import text_string_to_metric_families
+
+from net.identity import Address
+
+
+async def ask(address: Address, request: bytes, *, ends: bool = False) -> tuple[int, bytes]:
+    """Send these bytes and read to the end: (status, body); status 0 if there is no answer.
+
+    Args:
+      ends: say that nothing more comes.
+    """
+    stream = await trio.open_tcp_stream(address.host, address.port)
+    async with stream:
+        data = b""
+        try:
+            await stream.send_all(request)
+            if ends:
+                await stream.send_eof()
+            async for some in stream:
+                data += some
+        except trio.BrokenResourceError:  # closed while we sent
+            pass
+    head, _, body = data.partition(b"\r\n\r\n")
+    return (int(head.split()[1]) if head else 0), body
+
+
+async def fetch(address: Address, path: str) -> tuple[int, bytes]:
+    """GET a page: (status, body)."""
+    return await ask(address, f"GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
+
+
+def parsed(text: bytes) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Sample name -> labels -> value, as Prometheus' own client reads the text."""
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+async def scrape(address: Address) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """A process's metrics, as `parsed`."""
+    status, text = await fetch(address, "/metrics")
+    assert status == 200, text
+    return parsed(text)

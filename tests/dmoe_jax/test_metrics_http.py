@@ -1,0 +1,220 @@
+"""The pages for scrapers and probes, over loopback: what they say, and what rude clients can do to them."""
+
+import math
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+
+from dmoe_jax.metrics.exposition import as_text, snapshot
+from dmoe_jax.metrics.families import Family, Histogram, Summary, by_label, counter, gauge, histogram, labelled
+from dmoe_jax.metrics.http import MAX_CLIENTS, MAX_HEADER_BYTES, REQUEST_S, Answer, open_http_server
+from dmoe_jax.metrics.monitor import Monitor, open_monitor
+from dmoe_jax.metrics.process import peer_families
+from dmoe_jax.peer import open_peer
+from dmoe_jax.security import Plain
+from net.errors import ListenFailed
+from net.identity import Address
+from net.rpc.base import Reply, Request
+from tests.dmoe_jax.http_client import ask, fetch, parsed
+
+ANY_PORT = Address("127.0.0.1", 0)
+
+
+async def page() -> Answer:
+    return Answer(body=b"hello\n")
+
+
+async def broken() -> Answer:
+    raise ZeroDivisionError("on purpose")
+
+
+@asynccontextmanager
+async def server() -> AsyncIterator[Address]:
+    async with open_http_server(ANY_PORT, {"/page": page, "/broken": broken}) as address:
+        yield address
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "body"),
+    [
+        (b"GET /page HTTP/1.1\r\nHost: x\r\n\r\n", 200, b"hello\n"),
+        (b"GET /page?name=1 HTTP/1.0\r\n\r\n", 200, b"hello\n"),
+        (b"HEAD /page HTTP/1.1\r\nHost: x\r\n\r\n", 200, b""),
+        (b"GET /other HTTP/1.1\r\nHost: x\r\n\r\n", 404, b"there is no such page\n"),
+        (b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n", 400, b"expected an HTTP/1.1 request\n"),
+        (b"POST /page HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc", 405, b"expected GET or HEAD\n"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400, b"expected an HTTP/1.1 request\n"),
+        (b"GET /page HTTP/1.1\r\n\r\n", 400, b"expected an HTTP/1.1 request\n"),  # no host
+        (b"GET /page HTTP/1.1\r\nX: " + b"a" * (2 * MAX_HEADER_BYTES), 431, b"expected an HTTP/1.1 request\n"),
+    ],
+)
+async def test_every_request_gets_its_answer(request_: bytes, status: int, body: bytes) -> None:
+    """Also those that are none."""
+    async with server() as address:
+        assert await ask(address, request_) == (status, body)
+        assert await fetch(address, "/page") == (200, b"hello\n")
+
+
+async def test_a_page_that_cannot_be_made_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """And the server lives on."""
+    async with server() as address:
+        assert await fetch(address, "/broken") == (500, b"the page could not be made; see the log\n")
+        assert await fetch(address, "/page") == (200, b"hello\n")
+    assert "on purpose" in caplog.text
+
+
+async def test_a_port_in_use_is_refused() -> None:
+    """With the address in the message; so is an address of another machine."""
+    async with server() as address:
+        with pytest.raises(ListenFailed, match=rf"cannot listen on {address}: .*in use"):
+            async with open_http_server(address, {}):
+                pass
+    with pytest.raises(ListenFailed, match=r"cannot listen on 192\.0\.2\.1:0: "):
+        async with open_http_server(Address("192.0.2.1", 0), {}):
+            pass
+
+
+async def test_silent_clients_hold_nobody_up_and_are_not_kept(autojump_clock: trio.testing.MockClock) -> None:
+    """One says nothing, one half of its request, one leaves in the middle; all are rid of after five seconds."""
+    async with server() as address:
+        silent, half, gone = [await trio.open_tcp_stream(address.host, address.port) for _ in range(3)]
+        await half.send_all(b"GET /page HTT")
+        await gone.send_all(b"GET")
+        await gone.aclose()
+        assert await fetch(address, "/page") == (200, b"hello\n")
+        began = trio.current_time()
+        assert await silent.receive_some(100) == b""
+        assert await half.receive_some(100) == b""
+        assert trio.current_time() - began <= REQUEST_S
+        await silent.aclose()
+        await half.aclose()
+
+
+async def test_no_more_clients_than_there_are_places() -> None:
+    """The next one is turned away at once; when one leaves there is room again."""
+    async with server() as address:
+        others = [await trio.open_tcp_stream(address.host, address.port) for _ in range(MAX_CLIENTS)]
+        await trio.testing.wait_all_tasks_blocked(0.01)  # accepted
+        one_more = await trio.open_tcp_stream(address.host, address.port)
+        assert await one_more.receive_some(100) == b""
+        for other in others:
+            await other.aclose()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert await fetch(address, "/page") == (200, b"hello\n")
+        await one_more.aclose()
+
+
+def test_families_come_back_as_they_were() -> None:
+    """Each kind, with labels that need escapes; cumulative buckets, the last of them without a bound."""
+    values = Histogram((0.5, 2.0))
+    for value in (0.1, 1.0, 1.5, 30.0):
+        values.observe(value)
+    awkward = 'a "b"\\c\nd'
+    text = as_text(
+        snapshot(
+            [
+                counter("dmoe_a_total", "A.", 3),
+                gauge("dmoe_b", "B, with a \\ and\na line.", math.nan),
+                gauge("dmoe_unknown", "Not known now.", None),
+                by_label("gauge", "dmoe_c", "C.", "uid", {awkward: 2.5}),
+                histogram("dmoe_d_seconds", "D.", values),
+                labelled("summary", "dmoe_e", "E.", [({"kind": "x"}, Summary(count=2, total=7.0))]),
+            ]
+        )
+    )
+    found = parsed(text)
+    assert found["dmoe_a_total"] == {(): 3.0}
+    assert math.isnan(found["dmoe_b"][()])
+    assert found["dmoe_c"] == {(("uid", awkward),): 2.5}
+    buckets = {labels[0][1]: count for labels, count in found["dmoe_d_seconds_bucket"].items()}
+    assert buckets == {"0.5": 1, "2.0": 3, "+Inf": 4}
+    assert (found["dmoe_d_seconds_sum"], found["dmoe_d_seconds_count"]) == ({(): 32.6}, {(): 4.0})
+    assert found["dmoe_e_sum"] == {(("kind", "x"),): 7.0}
+    lines = text.decode().splitlines()
+    assert "# TYPE dmoe_a_total counter" in lines
+    assert "# TYPE dmoe_d_seconds histogram" in lines
+    assert "# HELP dmoe_b B, with a \\\\ and\\na line." in lines
+    assert "# TYPE dmoe_unknown gauge" in lines
+    with pytest.raises(ValueError, match="ends in _total, got 'dmoe_a'"):
+        snapshot([Family("dmoe_a", "counter", "A.", (({}, 1),))])
+
+
+async def test_a_monitor_answers_scrapes_and_probes() -> None:
+    """Figures as they are at the scrape; ready only when the process says so."""
+    served = 0
+    async with open_monitor(ANY_PORT, command="test", more={"/targets": lambda: b"[]"}) as monitor:
+        assert monitor.address is not None
+        monitor.show(lambda: [counter("dmoe_served_total", "Served.", served)])
+        assert await fetch(monitor.address, "/healthz") == (200, b"ok\n")
+        assert await fetch(monitor.address, "/readyz") == (503, b"starting\n")
+        assert await fetch(monitor.address, "/targets") == (200, b"[]")
+        monitor.why_not_ready = lambda: ""
+        assert await fetch(monitor.address, "/readyz") == (200, b"ready\n")
+        for served in (1, 2):
+            status, text = await fetch(monitor.address, "/metrics")
+            found = parsed(text)
+            assert (status, found["dmoe_served_total"]) == (200, {(): served})
+    assert [dict(labels)["command"] for labels in found["dmoe_build_info"]] == ["test"]
+    assert found["process_resident_memory_bytes"][()] > 1e6
+
+
+async def test_without_a_port_nothing_listens() -> None:
+    """The command tells the monitor all the same."""
+    async with open_monitor(None, command="test") as monitor:
+        assert isinstance(monitor, Monitor)
+        assert monitor.address is None
+        monitor.show(lambda: [])
+
+
+async def test_a_peer_shows_its_connections_and_its_dht() -> None:
+    """Two peers, one joined through the other, a call under way and a record stored."""
+    started, let_go = trio.Event(), trio.Event()
+
+    async def stuck(request: Request) -> Reply:
+        started.set()
+        await let_go.wait()
+        return Reply()
+
+    async with (
+        open_peer(security=Plain(), listen="127.0.0.1:0", seed=1) as first,
+        open_peer(first.contact, security=Plain(), listen=None, seed=2) as second,
+        trio.open_nursery() as nursery,
+    ):
+        assert first.rpc.address is not None
+        await first.dht.store("key", 1, expiration=first.dht.clock.now() + 60)
+        first.rpc.add_handler("stuck", stuck)
+
+        async def call() -> None:
+            assert first.rpc.address is not None
+            await second.rpc.call(first.rpc.address, "stuck", {}, [np.zeros(1000)], timeout_s=60)
+
+        nursery.start_soon(call)
+        await started.wait()
+        shown = [parsed(as_text(snapshot(peer_families(each)))) for each in (first, second)]
+        let_go.set()
+    served, placed = ({labels[0][1]: count for labels, count in each[CALLS].items()} for each in shown)
+    assert (served, placed) == ({"placed": 0, "served": 1}, {"placed": 1, "served": 0})
+    assert shown[0]["dmoe_network_connections"] == {(("direction", "incoming"),): 1, (("direction", "outgoing"),): 0}
+    assert shown[0]["dmoe_network_received_bytes_total"][()] == shown[1]["dmoe_network_sent_bytes_total"][()] > 8000
+    assert shown[0]["dmoe_dht_records"] == {(): 1}
+    assert shown[1]["dmoe_dht_peers"] == {(): 1}
+    [who] = shown[0]["dmoe_peer_info"]
+    assert dict(who) == {"peer_id": str(first.rpc.peer_id), "address": str(first.rpc.address)}
+
+
+CALLS = "dmoe_network_calls_in_flight"
+
+
+async def test_noise_never_ends_the_server() -> None:
+    """Whatever bytes come."""
+    rng = random.Random(0)
+    async with server() as address:
+        for _ in range(30):
+            noise = rng.randbytes(rng.randrange(1, 3000))
+            await ask(address, noise, ends=True)
+        assert await fetch(address, "/page") == (200, b"hello\n")

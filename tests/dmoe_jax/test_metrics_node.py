@@ -1,0 +1,154 @@
+"""What an expert node counts: batches, times on the device, staleness, and how each call ended."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+import trio
+import trio.testing
+
+from dmoe_jax.device import CostModel, DeviceTime, InlineDevice, ThreadDevice
+from dmoe_jax.metrics.families import Histogram
+from dmoe_jax.metrics.node import NodeRecorder, node_families
+from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.server import NodeConfig
+from net.errors import CallFailed, CallRefused, PeerTimeout
+from tests.dmoe_jax.node_rig import EXPERT, SGD, open_rig, rows
+
+
+def test_histogram_counts_by_inclusive_bounds() -> None:
+    """Prometheus' `le`: a value on a bound is in its bucket; what is above all bounds in the last one."""
+    values = Histogram((1.0, 2.0, 4.0))
+    for value in (0.5, 1.0, 1.5, 4.0, 9.0, float("nan")):
+        values.observe(value)
+    assert values.cumulative == [(1.0, 2), (2.0, 3), (4.0, 4), (float("inf"), 5)]
+    assert (values.count, values.total) == (5, 16.0)
+    for wrong in ((), (2.0, 1.0), (1.0, 1.0)):
+        with pytest.raises(ValueError, match="ascending bounds"):
+            Histogram(wrong)
+
+
+async def test_a_thread_device_measures_the_work_and_not_the_wait() -> None:
+    """Four calls of 50 ms in turn: each counts its own 50 ms, though the last waits for 150 ms; errors count too."""
+    device, spent = ThreadDevice(), [DeviceTime() for _ in range(4)]
+
+    def work(fails: bool) -> None:
+        time.sleep(0.05)
+        if fails:
+            raise RuntimeError("on purpose")
+
+    async def call(index: int) -> None:
+        if index == 3:
+            with pytest.raises(RuntimeError, match="on purpose"):
+                await device.run(work, True, spent=spent[index])
+        else:
+            await device.run(work, False, spent=spent[index])
+
+    async with trio.open_nursery() as nursery:
+        for index in range(4):
+            nursery.start_soon(call, index)
+    assert all(each.seconds >= 0.05 for each in spent)
+    assert device.busy_s == pytest.approx(sum(each.seconds for each in spent))
+    # In turn: of 200 ms of work by four threads at once each would have waited for the others.
+    assert sorted(each.seconds for each in spent)[0] < 0.15
+
+
+async def test_in_virtual_time_the_declared_cost_counts(autojump_clock: trio.testing.MockClock) -> None:
+    """Two batches of 2 and 3 rows at 1 s and 0.5 s a row: 2 s, and 2.5 s."""
+    device, spent = InlineDevice(CostModel(call_s=1.0, row_s=0.5)), DeviceTime()
+    await device.run(np.sum, np.ones((2, 4)))
+    await device.run(np.sum, np.ones((3, 4)), spent=spent)
+    assert (device.busy_s, spent.seconds) == (4.5, 2.5)
+
+
+async def test_a_node_counts_its_batches(autojump_clock: trio.testing.MockClock) -> None:
+    """A forward of 2 rows takes 1 s; meanwhile three of 1 row gather, wait, and become one batch of 3 rows."""
+    async with open_rig(cost=CostModel(call_s=1.0)) as rig:
+        await trio.sleep(5.0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rig.forward, "ffn.0.1", rows(2))
+            await trio.sleep(0.1)
+            for seed in range(3):
+                nursery.start_soon(rig.forward, "ffn.0.1", rows(1, seed=seed))
+        recorder, status = rig.node.recorder, rig.node.status()
+        assert recorder.calls == {("forward", "ok"): 4}
+        assert recorder.rows == {("ffn.0.1", "forward"): 5}
+        batches, queue, device = (
+            each["forward"] for each in (recorder.batch_rows, recorder.queue_s, recorder.device_s)
+        )
+        assert (batches.count, batches.total) == (2, 5)
+        assert (device.count, device.total) == (2, 2.0)
+        # The first goes at once; 0.9 s of its second are left when the other three arrive.
+        assert (queue.count, queue.total) == (4, pytest.approx(3 * 0.9))
+        assert status["busy_s"] == 2.0
+
+
+async def test_a_node_counts_staleness(autojump_clock: trio.testing.MockClock) -> None:
+    """Of two gradients that saw the expert's first state, the second comes one update late."""
+    async with open_rig() as rig:
+        for index in range(2):
+            body = {"uid": "ffn.0.1", "request_id": bytes([index]), "seen": 0}
+            await rig.call("expert.backward", body, rows(2), rows(2, seed=1))
+        staleness = rig.node.recorder.staleness
+        assert staleness.cumulative[:2] == [(0.0, 1), (1.0, 2)]
+        assert (staleness.count, staleness.total) == (2, 1.0)
+
+
+async def test_a_node_counts_how_calls_end(autojump_clock: trio.testing.MockClock) -> None:
+    """Refused for its shape, refused for what it would do to the expert, turned away, and given up by its caller."""
+    backends = {"ffn.0.1": ExpertBackend(EXPERT, SGD, EXPERT.init(jax.random.key(0)))}
+    config = NodeConfig(max_batch_rows=4, max_waiting_rows=4)
+    async with open_rig(cost=CostModel(call_s=1.0), config=config, backends=backends) as rig:
+        with pytest.raises(CallRefused):
+            await rig.forward("ffn.0.1", rows(2, width=3))
+        with pytest.raises(CallRefused):
+            await rig.backward("ffn.0.1", b"1", rows(2), np.full((2, 4), 3e38, np.float32))
+        with pytest.raises(PeerTimeout):
+            await rig.forward("ffn.0.1", rows(2), timeout_s=0.5)
+        await trio.sleep(2.0)  # what was given up is computed all the same
+        refused = 0
+
+        async def forward(count: int) -> None:
+            nonlocal refused
+            try:
+                await rig.forward("ffn.0.1", rows(count))
+            except CallFailed:
+                refused += 1
+
+        async with trio.open_nursery() as nursery:
+            for count in (1, 4, 4):  # one runs, one waits, and with it as many rows as may
+                nursery.start_soon(forward, count)
+                await trio.sleep(0.1)
+        assert refused == 1
+        found = {family.name: dict_of(family.samples) for family in node_families(rig.node.recorder, rig.node.status())}
+    assert found["dmoe_node_calls_total"] == {
+        ("backward", "refused"): 1,
+        ("forward", "busy"): 1,
+        ("forward", "given up"): 1,
+        ("forward", "ok"): 2,
+        ("forward", "refused"): 1,
+    }
+    refusals = {"busy": 1, "malformed": 1, "update not finite": 1}
+    assert found["dmoe_node_refused_total"] == {(reason,): count for reason, count in refusals.items()}
+    assert found["dmoe_node_serving"] == {(): 1}
+    assert found["dmoe_node_updates_total"] == {("ffn.0.1",): 0}
+
+
+def dict_of(samples: object) -> dict[tuple[str, ...], object]:
+    return {tuple(labels.values()): value for labels, value in samples}  # type: ignore[attr-defined]
+
+
+def test_a_bug_in_a_handler_counts_as_a_failure() -> None:
+    """Whatever a handler raises that is no refusal."""
+    recorder = NodeRecorder()
+
+    async def broken(request: object) -> object:
+        raise KeyError("on purpose")
+
+    async def main() -> None:
+        with pytest.raises(KeyError):
+            await recorder.counted("forward", broken)(None)  # type: ignore[arg-type]
+
+    trio.run(main)
+    assert recorder.calls == {("forward", "failed"): 1}
