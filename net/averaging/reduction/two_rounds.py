@@ -1,0 +1,298 @@
+"""One member's part in an all-reduce on a grid: within its row, and across the rows in the lanes that it owns.
+
+Theory of operation. A member brings the chunks of each lane to the owner of that lane in its row, as in a butterfly.
+When the row has brought a chunk, the owner does not answer yet, but brings the row's mean, with the sum of its weights
+and the number of its vectors, to the member that reduces the chunk for all rows: an owner of the same lane in another
+row, or itself. What comes back from there is the answer to the row. So both rounds go on at once, chunk by chunk, and
+nobody waits for a round to end.
+
+Failures. Who is lost in a row is missing in that row's mean, who is lost across takes its row's mean with it; the count
+of vectors in the answers tells, as everywhere. Where a chunk cannot cross, the row is refused it. A row may wait for a
+member as long as any reducer does (`sender_timeout_s`), so those across wait twice as long for a row, and senders again
+twice as long for an answer.
+
+Compression. Values are compressed on their way to the row's owner, the row's mean on its way across, and the mean of
+all once, by whoever has reduced it. The owner passes that on as it came: compressed again where that changes no bit,
+else as it is.
+"""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import trio
+
+from net.averaging.reduction.chunk_exchange import ChunkReducer, ChunkSender, Mean, Ready
+from net.averaging.reduction.exchange import Gathered, Pace
+from net.averaging.reduction.grid import ReductionGrid
+from net.averaging.reduction.partition import AllReduceConfig
+from net.averaging.reduction.reducer import Array
+from net.rpc.base import Caller
+from net.wire.compression import Compression, compressed_in_place
+from net.wire.messages import MAX_TIMEOUT_S
+from net.wire.tensors import Outgoing
+
+
+class TwoRounds:
+    """An all-reduce on a grid.
+
+    Args:
+      caller, method: on which and what to call.
+      grid: who reduces what. own: this member's place in the group.
+      vector: this member's values, if it has any. average: where the means go, as long.
+      weight: of the vector; None: as it was announced.
+      config: `is_identical` is taken to be set.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        method: str,
+        *,
+        grid: ReductionGrid,
+        own: int,
+        vector: Array | None,
+        average: Array,
+        weight: float | None,
+        config: AllReduceConfig,
+    ) -> None:
+        self._grid = grid
+        self._row = row = grid.row_of(own)
+        config = replace(config, is_identical=True)
+        patient = replace(config, sender_timeout_s=min(2 * config.sender_timeout_s, MAX_TIMEOUT_S))
+        # Means of the row, in the lanes that this member owns alone: the rest is never touched, and takes no memory.
+        row_means = np.empty(average.size, np.float32)
+        self._carriers = {
+            number: _Carrier(
+                caller,
+                method,
+                grid=grid,
+                lane=number,
+                own=own,
+                vector=vector,
+                row_means=row_means,
+                average=average,
+                weight=weight,
+                config=config,
+                patient=patient,
+            )
+            for number, lane in enumerate(grid.lanes)
+            if lane.owners[row] == own
+        }
+        self._senders: dict[int, ChunkSender] = {}
+        """Those who bring the owners in this row their lanes of the vector."""
+        if vector is not None:
+            lengths = [self._owned(place) for place in grid.rows[row]]
+            whole_row = grid.within(0, row)
+            pace = Pace(caller.bulk, whole_row, whole_row.index(caller.peer_id), lengths, goes_across=True)
+            for number, lane in enumerate(grid.lanes):
+                if number not in self._carriers:
+                    reducer = grid.rows[row].index(lane.owners[row])
+                    self._senders[number] = ChunkSender(
+                        caller,
+                        method,
+                        group=grid.within(number, row),
+                        reducer=whole_row.members[reducer],
+                        part=lane.part,
+                        vector=vector,
+                        average=average,
+                        config=patient,
+                        full_bytes=functools.partial(pace.full_bytes, reducer, lane.part.end - lane.part.start),
+                        weight=weight,
+                    )
+        self.senders = (
+            *self._senders.values(),
+            *(sender for carrier in self._carriers.values() for sender in carrier.senders.values()),
+        )
+        self.reducers = {
+            group_id: reducer for carrier in self._carriers.values() for group_id, reducer in carrier.reducers.items()
+        }
+
+    def _owned(self, place: int) -> int:
+        """Numbers in all lanes of a member of this row."""
+        return sum(lane.part.end - lane.part.start for lane in self._grid.lanes if lane.owners[self._row] == place)
+
+    async def run(self) -> None:
+        """Return when all is done, or given up."""
+        async with trio.open_nursery() as nursery:
+            for carrier in self._carriers.values():
+                nursery.start_soon(carrier.run)
+            for sender in self._senders.values():
+                nursery.start_soon(sender.run)
+
+    def gathered(self) -> Gathered:
+        """What has come of it."""
+        both = (self._carriers | self._senders).items()
+        row = self._grid.rows[self._row]
+        lost: dict[int, None] = {}
+        for number, carrier in self._carriers.items():
+            lost.update(dict.fromkeys(row[place] for place in carrier.within.reduction.lost))
+            lost.update(dict.fromkeys(self._grid.lanes[number].owners[each] for each in carrier.across.reduction.lost))
+        return Gathered(
+            parts=[lane.part for lane in self._grid.lanes],
+            owners=[lane.owners[self._row] for lane in self._grid.lanes],
+            counts={number: each.num_senders for number, each in both},
+            weights=frozenset(weight for _, each in both for weight in each.total_weights),
+            lost=list(lost),
+        )
+
+
+class _Carrier:
+    """Takes what a row has brought of a lane across to the other rows, and what comes of it back to the row.
+
+    Args:
+      lane: the number of a lane that this member owns in its row.
+      row_means: where the means of the row go, as long as the vector.
+      config: for the row. patient: for whoever waits for rows.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        method: str,
+        *,
+        grid: ReductionGrid,
+        lane: int,
+        own: int,
+        vector: Array | None,
+        row_means: Array,
+        average: Array,
+        weight: float | None,
+        config: AllReduceConfig,
+        patient: AllReduceConfig,
+    ) -> None:
+        self._lane = grid.lanes[lane]
+        self._row = row = grid.row_of(own)
+        self._row_means = row_means
+        self._average = average
+        self._compression = config.compression
+        within, across = grid.within(lane, row), grid.across(lane)
+        budget = caller.bulk.budget
+        self.within = ChunkReducer(
+            within,
+            within.index(caller.peer_id),
+            part=self._lane.part,
+            vector=vector,
+            average=row_means,
+            config=replace(config, compression=Compression.NONE),  # it is compressed when it goes across
+            budget=budget,
+            weight=weight,
+            on_mean=self._reduced,
+        )
+        """Reduces the lane for the row."""
+        own_range = self._lane.ranges[row]
+        self.across = ChunkReducer(
+            across,
+            row,
+            part=own_range,
+            vector=None,
+            average=average,
+            config=patient,
+            budget=budget,
+            most_vectors=[grid.num_vectors(each) for each in range(len(grid.rows))],
+            on_mean=self._averaged,
+        )
+        """Reduces a range of it for all rows."""
+        self.across.reduction.room[row] = own_range.num_chunks  # nobody answers to what this member has itself
+        self.reducers = {within.group_id: self.within, across.group_id: self.across}
+        pace = Pace(caller.bulk, across, row, [each.end - each.start for each in self._lane.ranges])
+        self.senders = {
+            other: ChunkSender(
+                caller,
+                method,
+                group=across,
+                reducer=across.members[other],
+                part=part,
+                vector=row_means,
+                average=average,
+                config=patient,
+                full_bytes=functools.partial(pace.full_bytes, other),
+                on_mean=functools.partial(self._came_back, other),
+            )
+            for other, part in enumerate(self._lane.ranges)
+            if other != row and part.num_chunks
+        }
+        """Those who bring the row's means to the other rows, by the numbers of these."""
+        # Bounded by what can be sent, which is numbers of chunks.
+        self._ready = {
+            other: trio.open_memory_channel[Ready](sender.num_chunks) for other, sender in self.senders.items()
+        }
+        self.num_senders = [0] * self._lane.part.num_chunks
+        """Vectors in the mean of each chunk that has crossed; 0: it has not."""
+        self.total_weights = [0.0] * self._lane.part.num_chunks
+        """Sum of their weights."""
+        self._is_over = [False] * self._lane.part.num_chunks
+
+    async def run(self) -> None:
+        """Return when the lane is reduced and all of it has crossed, or cannot any more."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.across.run)
+            for other in self.senders:
+                nursery.start_soon(self._bring, other)
+            await self.within.run()
+            for send, _ in self._ready.values():
+                send.close()
+
+    async def _bring(self, other: int) -> None:
+        """Bring another row what it reduces, as it becomes ready; if that row's owner is lost, none of it crosses."""
+        receive = self._ready[other][1]
+        with receive:
+            await self.senders[other].run(receive)
+        first = self._first(other)
+        for chunk in range(first, first + self._lane.ranges[other].num_chunks):
+            self._over(chunk, None)
+
+    def _first(self, row: int) -> int:
+        """The first chunk of a row's range."""
+        return (self._lane.ranges[row].start - self._lane.part.start) // self._lane.part.chunk_size
+
+    def _reduced(self, chunk: int, mean: Mean) -> None:
+        """The row has brought a chunk."""
+        if self._is_over[chunk]:  # those across went on without this row, or are lost
+            self.within.deliver(chunk, None)
+            return
+        where = self._lane.part.chunk(chunk)
+        if not mean.num_senders:
+            self._row_means[where] = 0.0  # nobody has written there
+        row = self._lane.row_of_chunk(chunk)
+        ready = Ready(chunk - self._first(row), mean.weight, mean.num_senders)
+        if row == self._row:
+            self.across.bring_own(ready, self._row_means[where])
+        else:
+            try:
+                self._ready[row][0].send_nowait(ready)
+            except trio.BrokenResourceError:
+                self._over(chunk, None)
+
+    def _averaged(self, number: int, mean: Mean) -> None:
+        """All rows have brought a chunk of this member's range."""
+        self.across.deliver(number, mean)
+        self._over(number + self._first(self._row), mean)
+
+    def _came_back(self, other: int, number: int) -> None:
+        """A chunk of another row's range has come back from there."""
+        sender, chunk = self.senders[other], number + self._first(other)
+        values = as_it_came(self._average[self._lane.part.chunk(chunk)], self._compression)
+        self._over(chunk, Mean(values, sender.num_senders[number], sender.total_weights[number]))
+
+    def _over(self, chunk: int, mean: Mean | None) -> None:
+        """A chunk has crossed, or will not: tell the row, once the row has brought it."""
+        if self._is_over[chunk]:
+            return
+        self._is_over[chunk] = True
+        if mean is not None:
+            self.num_senders[chunk], self.total_weights[chunk] = mean.num_senders, mean.weight
+        if self.within.reduction.num_senders[chunk] is not None:
+            self.within.deliver(chunk, mean)
+
+
+def as_it_came(values: Array, compression: Compression) -> Outgoing:
+    """These values as they may travel: compressed if they come out of that to the last bit, else as they are.
+
+    What was compressed alike before comes out so.
+    """
+    if compression is Compression.NONE:
+        return values
+    copy = values.copy()
+    compressed = compressed_in_place(copy, compression)
+    return compressed if np.array_equal(copy.view(np.uint32), values.view(np.uint32)) else values
