@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.reduction.all_reduce import AllReduceResult
 from net.averaging.reduction.grid import ReductionGrid, grid_of
-from net.averaging.reduction.partition import AllReduceConfig, parse_name_untrusted
+from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.reduction.reducer import Array
-from net.averaging.reduction.two_rounds import TwoRounds, as_it_came
+from net.averaging.reduction.two_rounds import as_it_came
 from net.averaging.speeds import Speeds
-from net.errors import CallRefused, RemoteProtocolError
 from net.identity import Address
 from net.wire.compression import Compressed, Compression, compressed_in_place
 from net.wire.tensors import as_received
-from tests.net.all_reduce_swarm import CONFIG, GROUP, METHOD, Swarm, mean, swarm, vectors
+from tests.net.all_reduce_swarm import CONFIG, GROUP, Swarm, mean, swarm, vectors
 from tests.net.sim_hosts import in_simulation, peer
 
 WIDE = AllReduceConfig()

@@ -42,7 +42,7 @@ import trio
 from net.averaging.grouping.group import Group
 from net.averaging.reduction.chunk_exchange import ChunkReducer, ChunkSender
 from net.averaging.reduction.exchange import Exchange, OneRound
-from net.averaging.reduction.grid import grid_of
+from net.averaging.reduction.grid import ReductionGrid, grid_of
 from net.averaging.reduction.partition import MAX_WEIGHT, MAX_WINDOW, AllReduceConfig, Part, parse_name_untrusted
 from net.averaging.reduction.reducer import Array
 from net.averaging.reduction.two_rounds import TwoRounds
@@ -195,9 +195,7 @@ class AllReduce:
     ) -> Exchange:
         """This member's part: on a grid if the group is larger than `group_size`."""
         caller, method, config = self._caller, self._method, self._config
-        grid = None
-        if group_size is not None:
-            grid = grid_of(group, average.size, group_size=group_size, config=config)
+        grid = self._grid(group, average.size, group_size)
         if grid is None:
             return OneRound(
                 caller, method, group=group, own=own, vector=vector, average=average, weight=weight, config=config
@@ -205,6 +203,16 @@ class AllReduce:
         return TwoRounds(
             caller, method, grid=grid, own=own, vector=vector, average=average, weight=weight, config=config
         )
+
+    def partners(self, group: Group, size: int, *, group_size: int | None) -> frozenset[PeerId]:
+        """With whom this member exchanges anything in such a `run`."""
+        grid = self._grid(group, size, group_size)
+        if grid is None:
+            return frozenset(member.peer_id for member in group.members) - {self._caller.peer_id}
+        return grid.partners(group.index(self._caller.peer_id))
+
+    def _grid(self, group: Group, size: int, group_size: int | None) -> ReductionGrid | None:
+        return None if group_size is None else grid_of(group, size, group_size=group_size, config=self._config)
 
     async def _serve(self, request: Request) -> Reply:
         try:
