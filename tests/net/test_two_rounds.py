@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.reduction.all_reduce import AllReduceResult
 from net.averaging.reduction.grid import ReductionGrid, grid_of
-from net.averaging.reduction.partition import AllReduceConfig
+from net.averaging.reduction.partition import AllReduceConfig, ChunkName
 from net.averaging.reduction.reducer import Array
 from net.averaging.reduction.two_rounds import as_it_came
 from net.averaging.speeds import Speeds
+from net.errors import CallRefused
 from net.identity import Address
 from net.wire.compression import Compressed, Compression, compressed_in_place
 from net.wire.tensors import as_received
-from tests.net.all_reduce_swarm import CONFIG, GROUP, Swarm, mean, swarm, vectors
+from tests.net.all_reduce_swarm import CONFIG, GROUP, METHOD, Swarm, T, mean, swarm, vectors
 from tests.net.sim_hosts import in_simulation, peer
 
 WIDE = AllReduceConfig()
@@ -260,5 +261,121 @@ def test_bytes_are_those_of_one_group(count: int) -> None:
         total = sum(sent.values()) / values[0].nbytes
         num_rows = 3
         assert total == pytest.approx((count - num_rows) + (num_rows - 1), rel=1e-3)
+
+    test()
+
+
+@pytest.mark.parametrize("absent", range(9))
+def test_who_does_not_come_is_missed_by_all_and_nobody_hangs(absent: int) -> None:
+    """Its row waits for it as long as any reducer does, T; those across wait for its row, and its lanes, 2 T."""
+
+    @in_simulation
+    async def test() -> None:
+        async with swarm(9) as peers:
+            values = vectors(9)
+            there = [number for number in range(9) if number != absent]
+            results: dict[int, AllReduceResult] = {}
+
+            async def one(number: int) -> None:
+                results[number] = await peers.all_reduces[number].run(
+                    peers.group, values[number], size=1234, group_size=3
+                )
+
+            async with trio.open_nursery() as nursery:
+                for number in there:
+                    nursery.start_soon(one, number)
+            assert T < trio.current_time() < 3 * T
+            assert not any(result.complete for result in results.values())
+            found = grid(peers.group, 1234, 3)
+            row = found.row_of(absent)
+            (own,) = [lane.part for lane in found.lanes if absent in lane.owners]
+            where = slice(own.start, own.end)
+            for number, result in results.items():
+                if found.row_of(number) == row:  # nobody has taken its lane across for them
+                    assert result.lost_reducers == (peer(f"host{absent}"),)
+                    assert np.array_equal(result.average[where], values[number][where])
+
+    test()
+
+
+@pytest.mark.parametrize("round_number", [1, 2])
+def test_who_is_lost_in_either_round_is_not_waited_for(round_number: int) -> None:
+    """Member 4 is there and says nothing more, in its row or across; the others hear that it is gone."""
+
+    @in_simulation
+    async def test() -> None:
+        async with swarm(9) as peers:
+            found = grid(peers.group, 1234, 3)
+            across = {found.across(number).group_id for number in range(len(found.lanes))}
+            original = peers.callers[4].call
+
+            async def call(*args: Any, **settings: Any) -> Any:
+                if round_number == 1 or args[2]["group"] in across:
+                    await trio.sleep_forever()
+                return await original(*args, **settings)
+
+            async def never() -> None:
+                await trio.sleep_forever()
+
+            peers.callers[4].call = call  # type: ignore[method-assign]
+            if round_number == 1:
+                peers.callers[4].before_serving = never
+            values, results = vectors(9), dict[int, AllReduceResult]()
+
+            async def one(number: int) -> None:
+                results[number] = await peers.all_reduces[number].run(
+                    peers.group, values[number], size=1234, group_size=3, timeout_s=5.0
+                )
+
+            async with trio.open_nursery() as nursery:
+                for number in range(9):
+                    nursery.start_soon(one, number)
+                await trio.sleep(1.0)
+                for number in set(range(9)) - {4}:
+                    peers.all_reduces[number].lose(GROUP, peer("host4"))
+                await trio.sleep(0.5)
+                assert sorted(results) == [0, 1, 2, 3, 5, 6, 7, 8]
+                assert not any(result.complete for result in results.values())
+
+    test()
+
+
+@pytest.mark.parametrize(
+    ("caller", "across", "changes", "reason"),
+    [
+        (1, True, {"vectors": 4}, "mean of 3 vectors at most, not of 4"),
+        (1, True, {"vectors": 3, "weight": 3.1e12}, "weight must be a float from 0 to 3"),
+        (1, True, {"vectors": -1}, "vectors must be"),
+        (3, False, {"vectors": 2}, "mean of 1 vectors at most, not of 2"),
+        (2, False, {}, "not in this group"),
+        (4, True, {}, "not in this group"),
+    ],
+)
+def test_bad_calls_are_refused(caller: int, across: bool, changes: dict[str, Any], reason: str) -> None:
+    """Rows are 0 3 6, 1 4 7 and 2 5 8; members 0, 1 and 2 own the first lane. The others go on as if nothing was."""
+
+    @in_simulation
+    async def test() -> None:
+        async with swarm(9) as peers:
+            found = grid(peers.group, 1234, 3)
+            lane = found.lanes[0]
+            assert lane.owners == (0, 1, 2)
+            group_id, start = found.within(0, 0).group_id, lane.part.start
+            if across:
+                group_id, start = found.across(0).group_id, lane.ranges[0].start
+
+            async def bad_call() -> None:
+                body = {**ChunkName(group_id=group_id, size=1234, start=start).body(), **changes}
+                part = lane.ranges[0] if across else lane.part
+                tensor = np.zeros(part.chunk(0).stop - part.chunk(0).start, np.float32)
+                target = peers.group.members[0].contact
+                with pytest.raises(CallRefused, match=reason):
+                    await peers.callers[caller].call(target, METHOD, body, [tensor], timeout_s=60.0)
+
+            values = vectors(9)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(bad_call)
+                results = await run(peers, values, 3)
+            assert_same(list(results.values()), mean(values))
 
     test()

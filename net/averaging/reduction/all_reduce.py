@@ -41,7 +41,7 @@ import trio
 
 from net.averaging.grouping.group import Group
 from net.averaging.reduction.chunk_exchange import ChunkReducer, ChunkSender
-from net.averaging.reduction.exchange import Exchange, OneRound
+from net.averaging.reduction.exchange import OneRound
 from net.averaging.reduction.grid import ReductionGrid, grid_of
 from net.averaging.reduction.partition import MAX_WEIGHT, MAX_WINDOW, AllReduceConfig, Part, parse_name_untrusted
 from net.averaging.reduction.reducer import Array
@@ -192,7 +192,7 @@ class AllReduce:
         average: Array,
         weight: float | None,
         group_size: int | None,
-    ) -> Exchange:
+    ) -> OneRound | TwoRounds:
         """This member's part: on a grid if the group is larger than `group_size`."""
         caller, method, config = self._caller, self._method, self._config
         grid = self._grid(group, average.size, group_size)
@@ -245,7 +245,7 @@ class AllReduce:
         raise CallRefused(f"this peer does not average with group {group_id.hex()}")
 
 
-def _result(group: Group, exchange: Exchange, vector: Array | None, average: Array) -> AllReduceResult:
+def _result(group: Group, exchange: OneRound | TwoRounds, vector: Array | None, average: Array) -> AllReduceResult:
     """What has come of an all-reduce that is over."""
     found = exchange.gathered()
     counts = found.counts

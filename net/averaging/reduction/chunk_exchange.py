@@ -102,9 +102,8 @@ class ChunkReducer:
         )
         self._most_vectors = most_vectors
         self._on_mean = on_mean
-        # For each chunk that was brought and is not finished, a list to which its mean will be added; None: there is
-        # none.
-        self._awaited: dict[int, list[Mean | None]] = {}
+        # For each chunk that was brought and is not finished, a list to which its mean will be added.
+        self._awaited: dict[int, list[Mean]] = {}
         self._change = trio.Event()  # set, and replaced, when a chunk is finished or waiting is pointless
         self._num_lost = 0
         self._is_closed = False
@@ -196,8 +195,8 @@ class ChunkReducer:
             )
         self._tell()
 
-    def deliver(self, chunk: int, mean: Mean | None) -> None:
-        """Answer those who wait for a chunk; with a refusal if there is no mean."""
+    def deliver(self, chunk: int, mean: Mean) -> None:
+        """Answer those who wait for a chunk."""
         self._awaited.pop(chunk, []).append(mean)
         self._wake()
 
@@ -211,15 +210,13 @@ class ChunkReducer:
             self.reduction.room[sender] = room = wanted
         return room
 
-    async def _mean(self, sender: int, awaited: list[Mean | None]) -> Mean:
+    async def _mean(self, sender: int, awaited: list[Mean]) -> Mean:
         while not awaited:
             if self._is_closed:
                 raise CallRefused("this peer has left the group")
             if sender in self.reduction.lost:
                 raise CallRefused("you were too late with another chunk, or broke the rules")
             await self._change.wait()
-        if awaited[0] is None:
-            raise CallRefused("the mean of this chunk is lost")
         return awaited[0]
 
     def _tell(self) -> None:

@@ -6,7 +6,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import trio
 
@@ -31,21 +31,6 @@ class Gathered(NamedTuple):
     """The sums of weights in the means, all that differ; 0 for a chunk without a mean."""
     lost: Sequence[int]
     """Members that this one's own part went on without, in the order in which they failed."""
-
-
-class Exchange(Protocol):
-    """One all-reduce, as one member has its part in it."""
-
-    reducers: Mapping[bytes, ChunkReducer]
-    """What this member reduces, by the group ids with which chunks of it come."""
-    senders: Sequence[ChunkSender]
-    """Who bring its chunks to others."""
-
-    async def run(self) -> None:
-        """Return when all is done, or given up."""
-
-    def gathered(self) -> Gathered:
-        """What has come of it."""
 
 
 class OneRound:
@@ -83,6 +68,7 @@ class OneRound:
             weight=weight,
         )
         self.reducers = {group.group_id: self._reducer}
+        """What this member reduces, by the group ids with which chunks of it come."""
         self._senders: dict[int, ChunkSender] = {}
         """Those who bring the other members their parts of the vector, by the places of these."""
         if vector is not None:
@@ -104,6 +90,7 @@ class OneRound:
                 if index != own and self._parts[index].num_chunks
             }
         self.senders = tuple(self._senders.values())
+        """Those who bring its chunks to others."""
 
     async def run(self) -> None:
         """Return when all is done, or given up."""

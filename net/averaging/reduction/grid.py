@@ -126,7 +126,7 @@ def grid_of(group: Group, size: int, *, group_size: int, config: AllReduceConfig
         return None
     rows = _rows(group, num_rows)
     ends = [_ends(group, row, size) for row in rows]
-    lanes = []
+    lanes = list[Lane]()
     for start, end in itertools.pairwise(sorted({0, *itertools.chain(*ends)})):
         owners = tuple(row[bisect_right(ends[number], start)] for number, row in enumerate(rows))
         part = Part(start=start, end=end, chunk_size=_chunk_size(end - start, rows, config))

@@ -7,9 +7,9 @@ row, or itself. What comes back from there is the answer to the row. So both rou
 nobody waits for a round to end.
 
 Failures. Who is lost in a row is missing in that row's mean, who is lost across takes its row's mean with it; the count
-of vectors in the answers tells, as everywhere. Where a chunk cannot cross, the row is refused it. A row may wait for a
-member as long as any reducer does (`sender_timeout_s`), so those across wait twice as long for a row, and senders again
-twice as long for an answer.
+of vectors in the answers tells, as everywhere. Where a chunk cannot cross, the row has its own mean back: it goes on
+with the next one, and nobody waits for chunks that do not come. A row may wait for a member as long as any reducer does
+(`sender_timeout_s`), so those across wait twice as long for a row, and senders again twice as long for an answer.
 
 Compression. Values are compressed on their way to the row's owner, the row's mean on its way across, and the mean of
 all once, by whoever has reduced it. The owner passes that on as it came: compressed again where that changes no bit,
@@ -104,9 +104,11 @@ class TwoRounds:
             *self._senders.values(),
             *(sender for carrier in self._carriers.values() for sender in carrier.senders.values()),
         )
+        """Those who bring its chunks to others, in either round."""
         self.reducers = {
             group_id: reducer for carrier in self._carriers.values() for group_id, reducer in carrier.reducers.items()
         }
+        """What this member reduces, by the group ids with which chunks of it come."""
 
     def _owned(self, place: int) -> int:
         """Numbers in all lanes of a member of this row."""
@@ -222,6 +224,8 @@ class _Carrier:
         self.total_weights = [0.0] * self._lane.part.num_chunks
         """Sum of their weights."""
         self._is_over = [False] * self._lane.part.num_chunks
+        self._early: dict[int, Mean] = {}
+        """What all other rows have brought of chunks that this one has not, and will be too late with."""
 
     async def run(self) -> None:
         """Return when the lane is reduced and all of it has crossed, or cannot any more."""
@@ -240,7 +244,8 @@ class _Carrier:
             await self.senders[other].run(receive)
         first = self._first(other)
         for chunk in range(first, first + self._lane.ranges[other].num_chunks):
-            self._over(chunk, None)
+            if not self._is_over[chunk]:
+                self._stays(chunk)
 
     def _first(self, row: int) -> int:
         """The first chunk of a row's range."""
@@ -248,41 +253,51 @@ class _Carrier:
 
     def _reduced(self, chunk: int, mean: Mean) -> None:
         """The row has brought a chunk."""
-        if self._is_over[chunk]:  # those across went on without this row, or are lost
-            self.within.deliver(chunk, None)
-            return
         where = self._lane.part.chunk(chunk)
         if not mean.num_senders:
             self._row_means[where] = 0.0  # nobody has written there
         row = self._lane.row_of_chunk(chunk)
         ready = Ready(chunk - self._first(row), mean.weight, mean.num_senders)
-        if row == self._row:
+        if (early := self._early.pop(chunk, None)) is not None:
+            self.within.deliver(chunk, early)
+        elif row == self._row:
             self.across.bring_own(ready, self._row_means[where])
         else:
             try:
                 self._ready[row][0].send_nowait(ready)
             except trio.BrokenResourceError:
-                self._over(chunk, None)
+                self._stays(chunk)
 
     def _averaged(self, number: int, mean: Mean) -> None:
-        """All rows have brought a chunk of this member's range."""
+        """All rows that are left have brought a chunk of this member's range; its own row perhaps has not yet, and
+        comes too late."""
         self.across.deliver(number, mean)
-        self._over(number + self._first(self._row), mean)
+        chunk = number + self._first(self._row)
+        if mean.num_senders:
+            self._cross(chunk, mean)
+        else:
+            self._stays(chunk)
 
     def _came_back(self, other: int, number: int) -> None:
         """A chunk of another row's range has come back from there."""
         sender, chunk = self.senders[other], number + self._first(other)
         values = as_it_came(self._average[self._lane.part.chunk(chunk)], self._compression)
-        self._over(chunk, Mean(values, sender.num_senders[number], sender.total_weights[number]))
+        self._cross(chunk, Mean(values, sender.num_senders[number], sender.total_weights[number]))
 
-    def _over(self, chunk: int, mean: Mean | None) -> None:
-        """A chunk has crossed, or will not: tell the row, once the row has brought it."""
-        if self._is_over[chunk]:
-            return
+    def _stays(self, chunk: int) -> None:
+        """A chunk will not cross: if the row has brought it, the row has its own mean of it."""
+        reduction, where = self.within.reduction, self._lane.part.chunk(chunk)
+        if num_senders := reduction.num_senders[chunk]:
+            self._average[where] = self._row_means[where]
+            self._cross(chunk, Mean(self._average[where], num_senders, reduction.total_weights[chunk]))
+
+    def _cross(self, chunk: int, mean: Mean) -> None:
+        """A chunk has crossed: tell the row, once the row has brought it."""
         self._is_over[chunk] = True
-        if mean is not None:
-            self.num_senders[chunk], self.total_weights[chunk] = mean.num_senders, mean.weight
-        if self.within.reduction.num_senders[chunk] is not None:
+        self.num_senders[chunk], self.total_weights[chunk] = mean.num_senders, mean.weight
+        if self.within.reduction.num_senders[chunk] is None:
+            self._early[chunk] = mean
+        else:
             self.within.deliver(chunk, mean)
 
 
