@@ -278,7 +278,7 @@ class ChunkSender:
         self._announced_weight = math.fsum(member.weight for member in group.members if member.sends)
         self._window = BulkWindow(
             caller.bulk.budget,
-            start_bytes=config.window(len(group.members)) * part.chunk_bytes,
+            start_bytes=config.window(len(group.members), chunk_size=part.chunk_size) * part.chunk_bytes,
             full_bytes=full_bytes,
             most_bytes=MAX_WINDOW * part.chunk_bytes,
         )

@@ -97,9 +97,13 @@ class AllReduceConfig:
         numbers = min(self.chunk_bytes, self.window_bytes // group_size) // _FLOAT_BYTES
         return max(1, numbers - numbers % BLOCK_SIZE if numbers > BLOCK_SIZE else numbers)
 
-    def window(self, group_size: int) -> int:
-        """Chunks under way to each of the others, to begin with."""
-        in_all = self.window_bytes // (_FLOAT_BYTES * self.chunk_size(group_size))
+    def window(self, group_size: int, *, chunk_size: int | None = None) -> int:
+        """Chunks under way to each of the others, to begin with.
+
+        Args:
+          chunk_size: numbers in a chunk, where they are cut smaller; None: `chunk_size(group_size)`.
+        """
+        in_all = self.window_bytes // (_FLOAT_BYTES * (chunk_size or self.chunk_size(group_size)))
         return max(1, min(MAX_WINDOW, in_all // max(1, group_size - 1)))
 
 
