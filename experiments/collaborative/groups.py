@@ -4,7 +4,9 @@ On the simulated network with the code of production: peers find their group, av
 most of them have no connection to each other yet.
 """
 
+import math
 import random
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -22,8 +24,11 @@ from net.transport.sim import HostOptions, run, simulate
 from net.transport.sim.links import Constant
 from net.transport.sim.network import SimNetwork, Statistics
 
-SIZES = (16, 36, 64)
-"""Peers; groups are of their square root."""
+_NUMBERS = {"long": 1_000_000, "short": 50_000}
+"""In a vector: for four megabytes lines are what counts, for a fiftieth of it round trips are."""
+
+_LINE = {"bits_per_s": 1e8, "latency_s": 0.05}
+"""Of every peer: 100 Mb/s each way, and a round trip of 100 ms between any two."""
 
 _FORMING_S = 4.0
 _REST_S = 20.0
@@ -41,6 +46,34 @@ class Averaging:
     """Messages, or parts of large ones, that a peer sent meanwhile; the mean of all peers."""
     connections: float
     """That a peer has open then, the mean of all peers."""
+
+
+def group_figures(
+    sizes: Sequence[int], *, seed: int = 0, say: Callable[[str], None] = lambda text: None
+) -> dict[str, float]:
+    """Averaging in groups of the square root of all, beside one group of all.
+
+    Args:
+      sizes: peers in each swarm, square numbers. seed: of what is drawn. say: told how far it is.
+
+    Returns: for each size and each of two lengths of vectors, `groups_seconds_SIZE_LENGTH` and `one_group_seconds_...`,
+      from the second averaging, whose peers know each other; the same with `first_`, of the first; with `_messages`
+      for the messages of a peer; and `groups_bytes_over_one_group`, the largest ratio of all.
+    """
+    found: dict[str, float] = {}
+    ratios = []
+    for num_peers in sizes:
+        for length, size in _NUMBERS.items():
+            played = {}
+            for name, group_size in (("one_group", None), ("groups", math.isqrt(num_peers))):
+                say(f"groups: {num_peers} peers, {size} numbers, {name.replace('_', ' ')}")
+                first, second = averagings(num_peers, group_size=group_size, size=size, seed=seed, **_LINE)
+                found[f"{name}_first_seconds_{num_peers}_{length}"] = first.seconds
+                found[f"{name}_seconds_{num_peers}_{length}"] = second.seconds
+                found[f"{name}_messages_{num_peers}_{length}"] = second.frames
+                played[name] = second
+            ratios.append(played["groups"].nbytes / played["one_group"].nbytes)
+    return {**found, "groups_bytes_over_one_group": max(ratios)}
 
 
 def averagings(
