@@ -17,11 +17,12 @@ else as it is.
 """
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import trio
 
+from net.averaging.grouping.group import Group
 from net.averaging.reduction.chunk_exchange import ChunkReducer, ChunkSender, Mean, Ready
 from net.averaging.reduction.exchange import Gathered, Pace
 from net.averaging.reduction.grid import ReductionGrid
@@ -31,6 +32,24 @@ from net.rpc.base import Caller
 from net.wire.compression import Compression, compressed_in_place
 from net.wire.messages import MAX_TIMEOUT_S
 from net.wire.tensors import Outgoing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Task:
+    """What a member has to do: the arguments of `TwoRounds`, and what follows from them."""
+
+    caller: Caller
+    method: str
+    grid: ReductionGrid
+    row: int
+    """Of this member."""
+    vector: Array | None
+    average: Array
+    weight: float | None
+    config: AllReduceConfig
+    """For the row."""
+    patient: AllReduceConfig
+    """For whoever waits for rows."""
 
 
 class TwoRounds:
@@ -59,47 +78,25 @@ class TwoRounds:
         self._grid = grid
         self._row = row = grid.row_of(own)
         config = replace(config, is_identical=True)
-        patient = replace(config, sender_timeout_s=min(2 * config.sender_timeout_s, MAX_TIMEOUT_S))
+        task = _Task(
+            caller=caller,
+            method=method,
+            grid=grid,
+            row=row,
+            vector=vector,
+            average=average,
+            weight=weight,
+            config=config,
+            patient=replace(config, sender_timeout_s=min(2 * config.sender_timeout_s, MAX_TIMEOUT_S)),
+        )
         # Means of the row, in the lanes that this member owns alone: the rest is never touched, and takes no memory.
         row_means = np.empty(average.size, np.float32)
         self._carriers = {
-            number: _Carrier(
-                caller,
-                method,
-                grid=grid,
-                lane=number,
-                own=own,
-                vector=vector,
-                row_means=row_means,
-                average=average,
-                weight=weight,
-                config=config,
-                patient=patient,
-            )
+            number: _Carrier(task, number, row_means)
             for number, lane in enumerate(grid.lanes)
             if lane.owners[row] == own
         }
-        self._senders: dict[int, ChunkSender] = {}
-        """Those who bring the owners in this row their lanes of the vector."""
-        if vector is not None:
-            lengths = [self._owned(place) for place in grid.rows[row]]
-            whole_row = grid.within(0, row)
-            pace = Pace(caller.bulk, whole_row, whole_row.index(caller.peer_id), lengths, goes_across=True)
-            for number, lane in enumerate(grid.lanes):
-                if number not in self._carriers:
-                    reducer = grid.rows[row].index(lane.owners[row])
-                    self._senders[number] = ChunkSender(
-                        caller,
-                        method,
-                        group=grid.within(number, row),
-                        reducer=whole_row.members[reducer],
-                        part=lane.part,
-                        vector=vector,
-                        average=average,
-                        config=patient,
-                        full_bytes=functools.partial(pace.full_bytes, reducer, lane.part.end - lane.part.start),
-                        weight=weight,
-                    )
+        self._senders = {} if vector is None else self._to_owners(task, vector)
         self.senders = (
             *self._senders.values(),
             *(sender for carrier in self._carriers.values() for sender in carrier.senders.values()),
@@ -109,6 +106,31 @@ class TwoRounds:
             group_id: reducer for carrier in self._carriers.values() for group_id, reducer in carrier.reducers.items()
         }
         """What this member reduces, by the group ids with which chunks of it come."""
+
+    def _to_owners(self, task: _Task, vector: Array) -> dict[int, ChunkSender]:
+        """Those who bring the owners in this row their lanes of the vector, by the numbers of these."""
+        grid, row = self._grid, self._row
+        whole_row = grid.within(0, row)
+        lengths = [self._owned(place) for place in grid.rows[row]]
+        own = whole_row.index(task.caller.peer_id)
+        pace = Pace(task.caller.bulk, whole_row, own, lengths, goes_across=True)
+        found = {}
+        for number, lane in enumerate(grid.lanes):
+            reducer = grid.rows[row].index(lane.owners[row])
+            if reducer != own:
+                found[number] = ChunkSender(
+                    task.caller,
+                    task.method,
+                    group=grid.within(number, row),
+                    reducer=whole_row.members[reducer],
+                    part=lane.part,
+                    vector=vector,
+                    average=task.average,
+                    config=task.patient,
+                    full_bytes=functools.partial(pace.full_bytes, reducer, lane.part.end - lane.part.start),
+                    weight=task.weight,
+                )
+        return found
 
     def _owned(self, place: int) -> int:
         """Numbers in all lanes of a member of this row."""
@@ -143,42 +165,27 @@ class _Carrier:
     """Takes what a row has brought of a lane across to the other rows, and what comes of it back to the row.
 
     Args:
-      lane: the number of a lane that this member owns in its row.
+      number: of a lane that this member owns in its row.
       row_means: where the means of the row go, as long as the vector.
-      config: for the row. patient: for whoever waits for rows.
     """
 
-    def __init__(
-        self,
-        caller: Caller,
-        method: str,
-        *,
-        grid: ReductionGrid,
-        lane: int,
-        own: int,
-        vector: Array | None,
-        row_means: Array,
-        average: Array,
-        weight: float | None,
-        config: AllReduceConfig,
-        patient: AllReduceConfig,
-    ) -> None:
-        self._lane = grid.lanes[lane]
-        self._row = row = grid.row_of(own)
+    def __init__(self, task: _Task, number: int, row_means: Array) -> None:
+        grid, caller = task.grid, task.caller
+        self._lane = grid.lanes[number]
+        self._row = row = task.row
         self._row_means = row_means
-        self._average = average
-        self._compression = config.compression
-        within, across = grid.within(lane, row), grid.across(lane)
-        budget = caller.bulk.budget
+        self._average = task.average
+        self._compression = task.config.compression
+        within, across = grid.within(number, row), grid.across(number)
         self.within = ChunkReducer(
             within,
             within.index(caller.peer_id),
             part=self._lane.part,
-            vector=vector,
+            vector=task.vector,
             average=row_means,
-            config=replace(config, compression=Compression.NONE),  # it is compressed when it goes across
-            budget=budget,
-            weight=weight,
+            config=replace(task.config, compression=Compression.NONE),  # it is compressed when it goes across
+            budget=caller.bulk.budget,
+            weight=task.weight,
             on_mean=self._reduced,
         )
         """Reduces the lane for the row."""
@@ -188,32 +195,16 @@ class _Carrier:
             row,
             part=own_range,
             vector=None,
-            average=average,
-            config=patient,
-            budget=budget,
+            average=task.average,
+            config=task.patient,
+            budget=caller.bulk.budget,
             most_vectors=[grid.num_vectors(each) for each in range(len(grid.rows))],
             on_mean=self._averaged,
         )
         """Reduces a range of it for all rows."""
         self.across.reduction.room[row] = own_range.num_chunks  # nobody answers to what this member has itself
         self.reducers = {within.group_id: self.within, across.group_id: self.across}
-        pace = Pace(caller.bulk, across, row, [each.end - each.start for each in self._lane.ranges])
-        self.senders = {
-            other: ChunkSender(
-                caller,
-                method,
-                group=across,
-                reducer=across.members[other],
-                part=part,
-                vector=row_means,
-                average=average,
-                config=patient,
-                full_bytes=functools.partial(pace.full_bytes, other),
-                on_mean=functools.partial(self._came_back, other),
-            )
-            for other, part in enumerate(self._lane.ranges)
-            if other != row and part.num_chunks
-        }
+        self.senders = self._to_other_rows(task, across)
         """Those who bring the row's means to the other rows, by the numbers of these."""
         # Bounded by what can be sent, which is numbers of chunks.
         self._ready = {
@@ -226,6 +217,25 @@ class _Carrier:
         self._is_over = [False] * self._lane.part.num_chunks
         self._early: dict[int, Mean] = {}
         """What all other rows have brought of chunks that this one has not, and will be too late with."""
+
+    def _to_other_rows(self, task: _Task, across: Group) -> dict[int, ChunkSender]:
+        pace = Pace(task.caller.bulk, across, self._row, [each.end - each.start for each in self._lane.ranges])
+        return {
+            other: ChunkSender(
+                task.caller,
+                task.method,
+                group=across,
+                reducer=across.members[other],
+                part=part,
+                vector=self._row_means,
+                average=self._average,
+                config=task.patient,
+                full_bytes=functools.partial(pace.full_bytes, other),
+                on_mean=functools.partial(self._came_back, other),
+            )
+            for other, part in enumerate(self._lane.ranges)
+            if other != self._row and part.num_chunks
+        }
 
     async def run(self) -> None:
         """Return when the lane is reduced and all of it has crossed, or cannot any more."""
