@@ -47,9 +47,9 @@ def test_a_collaboration_may_average_in_groups() -> None:
     options = tyro.cli(AveragingOptions, args=["--target-batch-size", "64", "--average-group-size", "8"])
     options.check()
     assert options.collaboration().group_size == 8
-    for wishes in ({"average_group_size": 1}, {"average_group_size": -4}, {"average_group_size": 257}):
+    for group_size in (1, -4, 257):
         with pytest.raises(UsageError, match="group_size must be at least 2 peers and at most side"):
-            AveragingOptions(target_batch_size=64, **wishes).check()
+            AveragingOptions(target_batch_size=64, average_group_size=group_size).check()
     with pytest.raises(UsageError, match="--average-group-size is for --target-batch-size"):
         AveragingOptions(average_every=10, average_group_size=8).check()
 
