@@ -50,6 +50,8 @@ SHELLS = {
     "net.averaging.plan",
     "net.averaging.window",
     "net.averaging.reduction.chunk_exchange",
+    "net.averaging.reduction.exchange",
+    "net.averaging.reduction.two_rounds",
     "net.averaging.state.download",
     "net.averaging.state.sharing",
     "dmoe_jax.data.corpora",

@@ -45,6 +45,9 @@ class AveragingOptions:
     """Processes in a full group, the same for all."""
     average_dims: int = 1
     """Axes of the grid of processes: with 1 all are one group, with 2 and side M there are M groups of M in turn."""
+    average_group_size: int = 0
+    """With --target-batch-size: of more processes than this each exchanges gradients with twice as many others at most,
+    in two rounds on a grid, and not with all; the same for all processes. 0: all with all."""
     average_window_s: float = 5.0
     """How long a group waits for more members, seconds; a full one begins at once."""
     average_timeout_s: float = 30.0
@@ -74,6 +77,8 @@ class AveragingOptions:
             raise UsageError(f"--target-batch-size must not be negative, got {self.target_batch_size}")
         if self.target_batch_size and self.average_every:
             raise UsageError("--target-batch-size says when to average: leave --average-every out")
+        if self.average_group_size and not self.target_batch_size:
+            raise UsageError("--average-group-size is for --target-batch-size; else see --average-side, --average-dims")
         check_at_least(2, self, "average_side")
         check_positive(self, "average_window_s", "average_timeout_s", "outer_learning_rate")
         if not 0 <= self.outer_momentum < 1:
@@ -134,6 +139,7 @@ class AveragingOptions:
 
         return CollaborationConfig(
             target_batch_size=self.target_batch_size,
+            group_size=self.average_group_size or None,
             lead_s=self.average_window_s,
             timeout_s=self.average_timeout_s,
             role="client" if self.average_client else "auto",

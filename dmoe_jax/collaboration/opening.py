@@ -52,7 +52,7 @@ async def open_collaboration(
     state = PeerState(together, params, device)
 
     schema = f"{together.shared} {config.target_batch_size}\n{state.layout.schema}"
-    plan = plan_of(size=state.layout.size, side=config.side, schema=schema)
+    plan = plan_of(size=state.layout.size, side=config.side, schema=schema, group_size=config.group_size)
     async with background_nursery() as nursery:
         rounds = StepAveraging(
             caller,

@@ -1,6 +1,6 @@
 """What the peers of one name average, as they leave it in the DHT for those who have no vector of their own.
 
-    DHT, PREFIX.plan / peer id      [size, side, dims, schema]
+    DHT, PREFIX.plan / peer id      [size, side, dims, schema], a group size may follow
 
 Anybody can write there: an auxiliary peer takes the plan that most peers have. One that nobody follows costs it nothing
 but waiting.
@@ -9,15 +9,17 @@ but waiting.
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import trio
 
+from net.averaging.grouping.group import MAX_GROUP_SIZE
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.dht.node import DhtNode
 from net.dht.records import Dictionary, Value
 from net.errors import NetError, RemoteProtocolError
 from net.identity import PeerId
-from net.wire.fields import integer, octets, row_untrusted
+from net.wire.fields import Field, integer, octets, row_untrusted
 
 ANNOUNCE_PERIOD_S = 60.0
 """Seconds between two announcements, which live three times as long."""
@@ -33,7 +35,7 @@ class AveragingPlan:
     """What peers must agree on to average together.
 
     Raises:
-      ValueError: the size or the grid is out of range.
+      ValueError: the size, the grid or the group size is out of range.
     """
 
     size: int
@@ -42,26 +44,34 @@ class AveragingPlan:
     """How its peers meet."""
     schema: bytes
     """Hash of all of it, and of what the numbers mean: peers of another one are refused."""
+    group_size: int | None = None
+    """Most members that average with each other in each of two rounds, 2 or more (`reduction.grid`); None: a group
+    averages in one."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= MAX_SIZE:
             raise ValueError(f"a vector has at least one number and at most {MAX_SIZE}, got size {self.size}")
         if self.grid.side < 2:
             raise ValueError(f"a grid of side {self.grid.side} has no groups of two")
+        if self.group_size is not None and self.group_size < 2:
+            raise ValueError(f"group_size must be at least 2 members, or None for all together, got {self.group_size}")
 
     @classmethod
-    def of(cls, *, size: int, grid: MoshpitGrid, schema: str) -> "AveragingPlan":
+    def of(cls, *, size: int, grid: MoshpitGrid, schema: str, group_size: int | None = None) -> "AveragingPlan":
         """The plan of peers who know what their numbers mean.
 
         Args:
           schema: says it, such as names and shapes of the parameters.
         """
-        agreed = hashlib.sha256(f"{size} float32 {grid.side} {grid.dims}\n{schema}".encode()).digest()
-        return cls(size=size, grid=grid, schema=agreed)
+        two_rounds = "" if group_size is None else f" in groups of {group_size}"
+        agreed = hashlib.sha256(f"{size} float32 {grid.side} {grid.dims}{two_rounds}\n{schema}".encode()).digest()
+        return cls(size=size, grid=grid, schema=agreed, group_size=group_size)
 
     def to_value(self) -> Value:
         """What `parse_plan_untrusted` reads."""
-        return [self.size, self.grid.side, self.grid.dims, self.schema]
+        row: list[Value] = [self.size, self.grid.side, self.grid.dims, self.schema]
+        # Without groups as earlier versions have it. They do not read the other, and could not take part.
+        return row if self.group_size is None else [*row, self.group_size]
 
 
 def plan_key(prefix: str) -> str:
@@ -76,10 +86,18 @@ def parse_plan_untrusted(value: object) -> AveragingPlan:
       RemoteProtocolError: it did not make this.
     """
     number, schema = integer(1, MAX_SIZE), octets(_SCHEMA_BYTES, _SCHEMA_BYTES)
-    row = row_untrusted(value, "a plan", size=number, side=integer(2, 2**31), dims=integer(1, 31), schema=schema)
-    size, side, dims, agreed = row
+    fields: dict[str, Field[Any]] = {"size": number, "side": integer(2, 2**31), "dims": integer(1, 31)}
+    fields["schema"] = schema
+    if isinstance(value, list) and len(value) > len(fields):
+        fields["group_size"] = integer(2, MAX_GROUP_SIZE)
+    size, side, dims, agreed, *group_size = row_untrusted(value, "a plan", **fields)
     try:
-        return AveragingPlan(size=size, grid=MoshpitGrid(side=side, dims=dims), schema=agreed)
+        return AveragingPlan(
+            size=size,
+            grid=MoshpitGrid(side=side, dims=dims),
+            schema=agreed,
+            group_size=group_size[0] if group_size else None,
+        )
     except ValueError as error:
         raise RemoteProtocolError(f"bad plan: {error}") from error
 

@@ -41,6 +41,19 @@ def test_a_collaboration_may_compress() -> None:
     assert options.collaboration().rounds().all_reduce.compression is Compression.BLOCKWISE_8BIT
 
 
+def test_a_collaboration_may_average_in_groups() -> None:
+    """Not a single averager, which has a grid of its own."""
+    assert AveragingOptions(target_batch_size=64).collaboration().group_size is None
+    options = tyro.cli(AveragingOptions, args=["--target-batch-size", "64", "--average-group-size", "8"])
+    options.check()
+    assert options.collaboration().group_size == 8
+    for group_size in (1, -4, 257):
+        with pytest.raises(UsageError, match="group_size must be at least 2 peers and at most side"):
+            AveragingOptions(target_batch_size=64, average_group_size=group_size).check()
+    with pytest.raises(UsageError, match="--average-group-size is for --target-batch-size"):
+        AveragingOptions(average_every=10, average_group_size=8).check()
+
+
 @pytest.mark.parametrize("what", ["parameters", "gradients", "pseudo-gradients"])
 def test_the_optimiser_averages_what_the_flags_say(what: Any) -> None:
     """Weighted by samples unless told otherwise; 0 updates between averages: the optimiser as it was."""

@@ -66,10 +66,10 @@ def in_world(
     return lives
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool], *, poll_s: float = 0.01) -> None:
     """Wait, in virtual time, for something that has no event."""
     while not condition():  # noqa: ASYNC110
-        await trio.sleep(0.01)
+        await trio.sleep(poll_s)
 
 
 def check_one_machine(lives: list[Life], steps: int, *, delayed: bool = False, problem: Problem = PROBLEM) -> None:

@@ -13,8 +13,8 @@ chunks are sent as views of the vector, answers as views of the average. Beside 
 to be averaged, up to `window_bytes`, and as many answers that come in.
 
 Windows. On a long line `window_bytes` would leave it idle. So the window towards each reducer follows the line
-(`net.averaging.window`, `_Pace`), as far as the reducer grants: a chunk says how many its sender would like to have
-under way, and the answer how many it may. What goes beyond `window_bytes` at either end comes out of the process's
+(`net.averaging.window`, `exchange.Pace`), as far as the reducer grants: a chunk says how many its sender would like to
+have under way, and the answer how many it may. What goes beyond `window_bytes` at either end comes out of the process's
 memory budget.
 
 Compression. A chunk travels compressed to its reducer; the answer is the compressed *difference* of the mean to what
@@ -23,12 +23,14 @@ Differences are smaller than values and lose less, and members that agree keep w
 coarse the compression. But each then has its own rounding: where all must end with the very same numbers
 (`AllReduceConfig.is_identical`), the answer is the compressed mean itself, and the reducer keeps what the others get.
 
+Large groups. In one group each member calls all others. Told a `group_size`, a larger group averages on a grid, in two
+rounds: within rows of so many members, and across the rows (`grid`, `two_rounds`). All of the above is true of each.
+
 Weights. What a member's vector counts was announced when the group formed, or is told with its chunks, if it was not
 known then. Answers say the sum of the weights in them. Where two of them differ somebody is missing in one of them, or
 has told its reducers different weights: the average is not complete.
 """
 
-import functools
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -39,19 +41,14 @@ import trio
 
 from net.averaging.grouping.group import Group
 from net.averaging.reduction.chunk_exchange import ChunkReducer, ChunkSender
-from net.averaging.reduction.partition import (
-    MAX_WEIGHT,
-    MAX_WINDOW,
-    AllReduceConfig,
-    Part,
-    parse_name_untrusted,
-    parts_of,
-)
+from net.averaging.reduction.exchange import OneRound
+from net.averaging.reduction.grid import ReductionGrid, grid_of
+from net.averaging.reduction.partition import MAX_WEIGHT, MAX_WINDOW, AllReduceConfig, Part, parse_name_untrusted
 from net.averaging.reduction.reducer import Array
+from net.averaging.reduction.two_rounds import TwoRounds
 from net.errors import CallRefused, PeerBusy, RemoteProtocolError
 from net.identity import PeerId
 from net.rpc.base import Caller, Reply, Request
-from net.rpc.bulk import BulkTraffic
 
 MAX_CALLS = 4096
 """Calls served at once, of all groups: a full window of 256 members. How many bytes a member may have under way is
@@ -108,8 +105,10 @@ class AllReduce:
         self._config = config
         self._method = f"averaging.{prefix}.reduce"
         self._running: dict[bytes, ChunkReducer] = {}
+        """By the group ids that calls name: on a grid there are several to a group."""
+        self._reducing: dict[bytes, tuple[ChunkReducer, ...]] = {}
         self._sending: dict[bytes, tuple[ChunkSender, ...]] = {}
-        self._past: deque[bytes] = deque(maxlen=_MAX_PAST_GROUPS)
+        self._past: deque[frozenset[bytes]] = deque(maxlen=_MAX_PAST_GROUPS)
         self._num_early: Counter[PeerId] = Counter()
         self._arrival = trio.Event()  # of the next group
         caller.add_handler(self._method, self._serve, max_concurrent=MAX_CALLS)
@@ -124,11 +123,14 @@ class AllReduce:
 
     def knows(self, group_id: bytes) -> bool:
         """Whether such a group is or was at work here: a sound leader draws a new id for each."""
-        return group_id in self._running or group_id in self._past
+        return group_id in self._sending or self._is_past(group_id)
+
+    def _is_past(self, group_id: bytes) -> bool:
+        return any(group_id in each for each in self._past)
 
     def lose(self, group_id: bytes, peer_id: PeerId) -> None:
         """A member is known to be gone: what is not averaged yet goes on without waiting for it."""
-        if (reducer := self._running.get(group_id)) is not None:
+        for reducer in self._reducing.get(group_id, ()):
             reducer.lose(peer_id)
         for sender in self._sending.get(group_id, ()):
             if sender.reducer.peer_id == peer_id:
@@ -141,6 +143,7 @@ class AllReduce:
         *,
         size: int,
         weight: float | None = None,
+        group_size: int | None = None,
         timeout_s: float = math.inf,
     ) -> AllReduceResult:
         """Average with the group. Ends within the timeouts, whatever the others do.
@@ -152,65 +155,64 @@ class AllReduce:
           size: of everybody's vector, 1 or more.
           weight: of this member's, 0 to `MAX_WEIGHT`, in place of what the group was told; None: as it was told. With 0
             it adds nothing to the mean; where all have 0 the mean is 0.
+          group_size: most members that average with each other in each of two rounds, the same in all members; see
+            `net.averaging.reduction.grid`. On a grid all members end with the very same numbers. None: one round.
           timeout_s: the longest it may take, if that is less than configured.
 
         Raises:
-          ValueError: this peer is not in the group, or the weight is out of range.
+          ValueError: this peer is not in the group, or the weight or the group size is out of range.
         """
         if weight is not None and not 0 <= weight <= MAX_WEIGHT:
             raise ValueError(f"the weight of a vector is from 0 to {MAX_WEIGHT:g}, got {weight}")
         weight = None if weight is None else float(weight)  # as the wire demands
-        config, own = self._config, group.index(self._caller.peer_id)
-        parts = parts_of(group, size, chunk_size=config.chunk_size(len(group.members)))
+        own = group.index(self._caller.peer_id)
         average = np.zeros(size, np.float32) if vector is None else np.empty(size, np.float32)
-        reducer = ChunkReducer(
-            group,
-            own,
-            part=parts[own],
-            vector=vector,
-            average=average,
-            config=config,
-            budget=self._caller.bulk.budget,
-            weight=weight,
-        )
-        senders = {} if vector is None else self._senders(group, own, parts, vector, average, weight)
-        self._running[group.group_id] = reducer
-        self._sending[group.group_id] = tuple(senders.values())
+        exchange = self._exchange(group, own, vector, average, weight, group_size)
+        self._reducing[group.group_id] = tuple(exchange.reducers.values())
+        self._sending[group.group_id] = tuple(exchange.senders)
+        self._running.update(exchange.reducers)
         self._arrival.set()
         self._arrival = trio.Event()
         try:
-            with trio.move_on_after(min(timeout_s, config.timeout_s)):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(reducer.run)
-                    for sender in senders.values():
-                        nursery.start_soon(sender.run)
+            with trio.move_on_after(min(timeout_s, self._config.timeout_s)):
+                await exchange.run()
         finally:
-            reducer.close()
-            del self._running[group.group_id], self._sending[group.group_id]
-            self._past.append(group.group_id)
-        return _result(group, own, parts, reducer, senders, vector, average)
+            for group_id, reducer in exchange.reducers.items():
+                reducer.close()
+                del self._running[group_id]
+            del self._reducing[group.group_id], self._sending[group.group_id]
+            self._past.append(frozenset({group.group_id, *exchange.reducers}))
+        return _result(group, exchange, vector, average)
 
-    def _senders(
-        self, group: Group, own: int, parts: Sequence[Part], vector: Array, average: Array, weight: float | None
-    ) -> dict[int, ChunkSender]:
-        """Those who bring the other members their parts of the vector, by the places of these."""
-        pace = _Pace(self._caller.bulk, group, own, parts)
-        return {
-            index: ChunkSender(
-                self._caller,
-                self._method,
-                group=group,
-                reducer=member,
-                part=parts[index],
-                vector=vector,
-                average=average,
-                config=self._config,
-                full_bytes=functools.partial(pace.full_bytes, index),
-                weight=weight,
+    def _exchange(
+        self,
+        group: Group,
+        own: int,
+        vector: Array | None,
+        average: Array,
+        weight: float | None,
+        group_size: int | None,
+    ) -> OneRound | TwoRounds:
+        """This member's part: on a grid if the group is larger than `group_size`."""
+        caller, method, config = self._caller, self._method, self._config
+        grid = self._grid(group, average.size, group_size)
+        if grid is None:
+            return OneRound(
+                caller, method, group=group, own=own, vector=vector, average=average, weight=weight, config=config
             )
-            for index, member in enumerate(group.members)
-            if index != own and parts[index].num_chunks
-        }
+        return TwoRounds(
+            caller, method, grid=grid, own=own, vector=vector, average=average, weight=weight, config=config
+        )
+
+    def partners(self, group: Group, size: int, *, group_size: int | None) -> frozenset[PeerId]:
+        """With whom this member exchanges anything in such a `run`."""
+        grid = self._grid(group, size, group_size)
+        if grid is None:
+            return frozenset(member.peer_id for member in group.members) - {self._caller.peer_id}
+        return grid.partners(group.index(self._caller.peer_id))
+
+    def _grid(self, group: Group, size: int, group_size: int | None) -> ReductionGrid | None:
+        return None if group_size is None else grid_of(group, size, group_size=group_size, config=self._config)
 
     async def _serve(self, request: Request) -> Reply:
         try:
@@ -232,7 +234,7 @@ class AllReduce:
         self._num_early[peer_id] += 1
         try:
             with trio.move_on_after(self._config.sender_timeout_s):
-                while group_id not in self._past:
+                while not self._is_past(group_id):
                     if (reducer := self._running.get(group_id)) is not None:
                         return reducer
                     await self._arrival.wait()
@@ -243,58 +245,22 @@ class AllReduce:
         raise CallRefused(f"this peer does not average with group {group_id.hex()}")
 
 
-class _Pace:
-    """What one member keeps under way to fill its line, for each reducer.
-
-    All parts should be done at the same time: the rate that all paths to reducers have together is shared in proportion
-    to the parts, whatever each path got. (By its own rate, a path that had got little would be asked for little.)
-
-    A chunk is averaged when the furthest sender has brought it. How far that one is from the reducer a member does not
-    know, but no further than from the member itself plus from there to the reducer: so a mean takes up to half of the
-    round trip to the furthest sender longer than the round trip to its reducer. Where the triangle inequality does not
-    hold, windows are somewhat small.
-    """
-
-    def __init__(self, bulk: BulkTraffic, group: Group, own: int, parts: Sequence[Part]) -> None:
-        self._line = bulk.line
-        self._paths = {index: bulk.path(member.peer_id) for index, member in enumerate(group.members) if index != own}
-        self._senders = [path for index, path in self._paths.items() if group.members[index].sends]
-        self._lengths = {index: parts[index].end - parts[index].start for index in self._paths}
-        self._total = max(1, sum(self._lengths.values()))
-
-    def full_bytes(self, reducer: int) -> float:
-        """What fills the line, of chunks for this reducer."""
-        rate = min(self._line.rate, math.fsum(path.rate for index, path in self._paths.items() if self._lengths[index]))
-        furthest_s = max((path.round_trip_s or 0.0 for path in self._senders), default=0.0)
-        answer_s = (self._paths[reducer].round_trip_s or 0.0) + furthest_s / 2
-        return rate * self._lengths[reducer] / self._total * answer_s
-
-
-def _result(
-    group: Group,
-    own: int,
-    parts: Sequence[Part],
-    reducer: ChunkReducer,
-    senders: Mapping[int, ChunkSender],
-    vector: Array | None,
-    average: Array,
-) -> AllReduceResult:
+def _result(group: Group, exchange: OneRound | TwoRounds, vector: Array | None, average: Array) -> AllReduceResult:
     """What has come of an all-reduce that is over."""
-    counts = {index: sender.num_senders for index, sender in senders.items()}
-    counts[own] = [count or 0 for count in reducer.reduction.num_senders]
-    received = _keep_own(parts, counts, vector, average)
+    found = exchange.gathered()
+    counts = found.counts
+    received = _keep_own(found.parts, counts, vector, average)
     average.flags.writeable = False
-    weights = {weight for sender in senders.values() for weight in sender.total_weights}
-    weights.update(reducer.reduction.total_weights)
     num_vectors = sum(member.sends for member in group.members)
-    complete = len(weights) <= 1 and all(count == num_vectors for each in counts.values() for count in each)
+    complete = len(found.weights) <= 1 and all(count == num_vectors for each in counts.values() for count in each)
+    lost_reducers = sorted({found.owners[part] for part in counts if 0 in counts[part]})
     return AllReduceResult(
         average=average,
         received=received,
-        lost_reducers=tuple(group.members[index].peer_id for index in sorted(counts) if 0 in counts[index]),
-        lost_senders=tuple(group.members[index].peer_id for index in reducer.reduction.lost),
+        lost_reducers=tuple(group.members[index].peer_id for index in lost_reducers),
+        lost_senders=tuple(group.members[index].peer_id for index in found.lost),
         complete=complete,
-        weight=weights.pop() if weights and complete else None,
+        weight=next(iter(found.weights)) if found.weights and complete else None,
     )
 
 

@@ -1,8 +1,10 @@
 """The two ends of the calls that an all-reduce consists of: who brings chunks of a part, and who averages them."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import trio
@@ -34,6 +36,22 @@ once, and of two connections that meet one goes; and whoever has just been too b
 _SENDERS = integer(1, MAX_GROUP_SIZE)
 
 
+class Mean(NamedTuple):
+    """What has come of a chunk: its values as they may leave, the vectors in them, and the sum of their weights."""
+
+    values: Outgoing
+    num_senders: int
+    weight: float
+
+
+class Ready(NamedTuple):
+    """A chunk that may be brought: of what weight, None for that of the vector, and the mean of how many vectors."""
+
+    chunk: int
+    weight: float | None
+    vectors: int
+
+
 class ChunkReducer:
     """Serves this member's part of one all-reduce.
 
@@ -45,6 +63,9 @@ class ChunkReducer:
       average: the vector into whose part the means are written. Answers are views of it.
       budget: from which senders are granted to bring more than `MAX_WINDOW` chunks ahead of the answers.
       weight: of this member's vector; None: as it was announced.
+      most_vectors: of how many vectors each member may bring the mean, in the order of the group; None: of one.
+      on_mean: told of each chunk that is reduced, in place of those who wait for it, for whom is then `deliver`; None:
+        they are told at once.
     """
 
     def __init__(
@@ -58,8 +79,11 @@ class ChunkReducer:
         config: AllReduceConfig,
         budget: MemoryBudget,
         weight: float | None = None,
+        most_vectors: Sequence[int] | None = None,
+        on_mean: Callable[[int, Mean], None] | None = None,
     ) -> None:
         self._places = {member.peer_id: place for place, member in enumerate(group.members)}
+        self._own = own
         self._part = part
         self._average = average
         self._compression = config.compression
@@ -76,8 +100,10 @@ class ChunkReducer:
             compression=config.compression,
             is_identical=config.is_identical,
         )
+        self._most_vectors = most_vectors
+        self._on_mean = on_mean
         # For each chunk that was brought and is not finished, a list to which its mean will be added.
-        self._awaited: dict[int, list[Outgoing]] = {}
+        self._awaited: dict[int, list[Mean]] = {}
         self._change = trio.Event()  # set, and replaced, when a chunk is finished or waiting is pointless
         self._num_lost = 0
         self._is_closed = False
@@ -90,6 +116,7 @@ class ChunkReducer:
 
     async def run(self) -> None:
         """Return when the part is reduced."""
+        self._tell()  # of what was reduced from the beginning: nobody else has a vector
         while not self.reduction.is_done:
             with trio.move_on_at(self.reduction.deadline()):
                 await self._change.wait()
@@ -125,32 +152,53 @@ class ChunkReducer:
         chunk = self._part.index_untrusted(name.start)
         if self._is_closed:
             raise CallRefused("this peer has left the group")
+        vectors = 1 if name.vectors is None else name.vectors
+        most_vectors = 1 if self._most_vectors is None else self._most_vectors[sender]
+        if vectors > most_vectors:
+            raise RemoteProtocolError(f"you have the mean of {most_vectors} vectors at most, not of {vectors}")
         awaited = self._awaited.setdefault(chunk, [])
         try:
             values = self.reduction.receive_untrusted(
-                sender, chunk, request.tensors, trio.current_time(), weight=name.weight
+                sender, chunk, request.tensors, trio.current_time(), weight=name.weight, vectors=vectors
             )
         finally:
             self._tell()
         try:
-            answer = await self._mean(sender, awaited)
+            mean = await self._mean(sender, awaited)
         except trio.Cancelled:
             # The sender gave up, or its connection broke: it does not come back, and nobody need wait for that.
             self.reduction.drop(sender, trio.current_time())
             self._tell()
             raise
         is_difference = self.reduction.sends_differences
+        answer = mean.values
         if is_difference:
             answer = as_outgoing(np.subtract(plain(answer), values), self._compression)
         return Reply(
             body={
-                "senders": self.reduction.num_senders[chunk],
+                "senders": mean.num_senders,
                 "difference": is_difference,
                 "room": self._room(sender, name.wish),
-                "weight": self.reduction.total_weights[chunk],
+                "weight": mean.weight,
             },
             tensors=(answer,),
         )
+
+    def bring_own(self, ready: Ready, values: Array) -> None:
+        """This member brings a chunk itself, of which it had no vector to begin with. Nobody writes to it any more.
+
+        Values that are not finite do not count, as if another had brought them.
+        """
+        with contextlib.suppress(RemoteProtocolError):  # it is out, which the number of vectors tells all
+            self.reduction.receive_untrusted(
+                self._own, ready.chunk, (values,), trio.current_time(), weight=ready.weight, vectors=ready.vectors
+            )
+        self._tell()
+
+    def deliver(self, chunk: int, mean: Mean) -> None:
+        """Answer those who wait for a chunk."""
+        self._awaited.pop(chunk, []).append(mean)
+        self._wake()
 
     def _room(self, sender: int, wish: int | None) -> int:
         """How many chunks the sender may be ahead from now on: never fewer than it was told before."""
@@ -162,7 +210,7 @@ class ChunkReducer:
             self.reduction.room[sender] = room = wanted
         return room
 
-    async def _mean(self, sender: int, awaited: list[Outgoing]) -> Outgoing:
+    async def _mean(self, sender: int, awaited: list[Mean]) -> Mean:
         while not awaited:
             if self._is_closed:
                 raise CallRefused("this peer has left the group")
@@ -174,8 +222,12 @@ class ChunkReducer:
     def _tell(self) -> None:
         """Wake those for whom something has changed."""
         finished = self.reduction.take_finished()
-        for chunk, mean in finished:
-            self._awaited.pop(chunk, []).append(mean)
+        for chunk, values in finished:
+            mean = Mean(values, self.reduction.num_senders[chunk] or 0, self.reduction.total_weights[chunk])
+            if self._on_mean is None:
+                self._awaited.pop(chunk, []).append(mean)
+            else:
+                self._on_mean(chunk, mean)
         if finished or len(self.reduction.lost) != self._num_lost:
             self._num_lost = len(self.reduction.lost)
             self._wake()
@@ -197,6 +249,7 @@ class ChunkSender:
       average: where the means go.
       full_bytes: what fills the path to the reducer, for its share of the vector.
       weight: of the vector; None: as it was announced.
+      on_mean: told of each chunk that has come back.
     """
 
     def __init__(
@@ -212,6 +265,7 @@ class ChunkSender:
         config: AllReduceConfig,
         full_bytes: Callable[[], float],
         weight: float | None = None,
+        on_mean: Callable[[int], None] = lambda chunk: None,
     ) -> None:
         self._group_id = group.group_id
         self.reducer = reducer
@@ -220,10 +274,11 @@ class ChunkSender:
         self._vector = vector
         self._average = average
         self._weight = weight
+        self._on_mean = on_mean
         self._announced_weight = math.fsum(member.weight for member in group.members if member.sends)
         self._window = BulkWindow(
             caller.bulk.budget,
-            start_bytes=config.window(len(group.members)) * part.chunk_bytes,
+            start_bytes=config.window(len(group.members), chunk_size=part.chunk_size) * part.chunk_bytes,
             full_bytes=full_bytes,
             most_bytes=MAX_WINDOW * part.chunk_bytes,
         )
@@ -231,44 +286,64 @@ class ChunkSender:
         self._compression = config.compression
         self._call = functools.partial(caller.call, reducer.contact, method, timeout_s=config.timeout_s)
         self._patience = trio.CancelScope()
+        self.num_chunks = part.num_chunks
+        """How many there are."""
         self.num_senders = [0] * part.num_chunks
         """Vectors in the mean that came back, for each chunk; 0: none did."""
         self.total_weights = [0.0] * part.num_chunks
         """Sum of their weights."""
 
-    async def run(self) -> None:
-        """Return when all chunks have come back, or the reducer is lost."""
-        self._be_patient()
+    async def run(self, ready: trio.MemoryReceiveChannel[Ready] | None = None) -> None:
+        """Return when all chunks have come back, or the reducer is lost.
+
+        Args:
+          ready: the chunks, each when it may be brought; None: all may be.
+        """
         with self._patience:
             async with trio.open_nursery() as nursery:
-                for chunk in range(self._part.num_chunks):
-                    await self._window.take(self._part.chunk_bytes)
-                    nursery.start_soon(self._bring, chunk)
+                if ready is None:
+                    for chunk in range(self._part.num_chunks):
+                        await self._begin(Ready(chunk, self._weight, 1), nursery)
+                else:
+                    async for each in ready:
+                        await self._begin(each, nursery)
 
     def stop(self) -> None:
         """The reducer is lost: what has not come back does not come."""
         self._patience.cancel()
 
     def _be_patient(self) -> None:
-        self._patience.deadline = trio.current_time() + self._patience_s
+        """Count from now how long the reducer has been silent, if it owes us anything."""
+        owes = self._window.under_way_bytes > 0
+        self._patience.deadline = trio.current_time() + self._patience_s if owes else math.inf
 
-    async def _bring(self, chunk: int) -> None:
+    async def _begin(self, ready: Ready, nursery: trio.Nursery) -> None:
+        """Bring a chunk once there is room for it."""
+        await self._window.take(self._part.chunk_bytes)
+        if self._patience.deadline == math.inf:
+            self._be_patient()
+        nursery.start_soon(self._bring, ready)
+
+    async def _bring(self, ready: Ready) -> None:
         """Bring a chunk for which there is room."""
         try:
-            await self._average_untrusted(chunk)
+            await self._average_untrusted(ready)
         except PEER_ERRORS:
             self.stop()  # all that is under way
             return
         finally:
             self._window.give_back(self._part.chunk_bytes)
         self._be_patient()
+        self._on_mean(ready.chunk)
 
-    async def _average_untrusted(self, chunk: int) -> None:
+    async def _average_untrusted(self, ready: Ready) -> None:
+        chunk = ready.chunk
         where = self._part.chunk(chunk)
         values = self._vector[where]
         # Twice of it, so that the room is there when the window has grown.
         wish = min(MAX_ROOM, 2 * self._window.wanted_bytes // self._part.chunk_bytes)
-        name = ChunkName(self._group_id, self._vector.size, where.start, wish, self._weight)
+        vectors = None if ready.vectors == 1 else ready.vectors
+        name = ChunkName(self._group_id, self._vector.size, where.start, wish, ready.weight, vectors)
         reply = await self._placed(name, values)
         num_senders = _SENDERS.of_untrusted(reply.body, "senders")
         total_weight = TOTAL_WEIGHT.of_untrusted(reply.body, "weight")

@@ -6,7 +6,8 @@ is refused and not averaged.
 
     call    {"group": 16 bytes, "size": numbers in the vector, "start": of the chunk,   one float32 tensor: the values
              "wish": chunks that the sender would like to have under way,
-             "weight": of the sender's vector, a float}
+             "weight": of the sender's vector, a float,
+             "vectors": of how many vectors the values are the mean}
     answer  {"senders": vectors in the mean, "difference": bool,                        one float32 tensor: their mean,
              "room": chunks that it may have under way,                    or the mean minus the values as received
              "weight": sum of the weights in the mean, a float}
@@ -20,6 +21,9 @@ no weight at all the mean is 0. An answer without a weight (of a reducer of earl
 announced. The sum is that of the weights of all whose vectors are in this chunk, summed exactly and rounded once: so
 all answers of all reducers say the same sum, to the last bit, if nobody is missing in any of them, and all were told
 the same weights.
+
+Who brings the mean of several vectors says how many they are, and the sum of their weights as its weight. The answer
+counts them all. Without the number it is 1; only the second round of a `ReductionGrid` has more.
 """
 
 from dataclasses import dataclass
@@ -47,7 +51,7 @@ ROOM = optional(integer(0, 2**31))
 MAX_WEIGHT = WEIGHTS[1]
 """The most that a vector may count."""
 
-_WEIGHT = optional(real(0.0, MAX_WEIGHT))
+_VECTORS = optional(integer(0, MAX_GROUP_SIZE))
 TOTAL_WEIGHT = optional(real(0.0, MAX_GROUP_SIZE * MAX_WEIGHT))
 """The sum of the weights in a mean."""
 
@@ -93,9 +97,13 @@ class AllReduceConfig:
         numbers = min(self.chunk_bytes, self.window_bytes // group_size) // _FLOAT_BYTES
         return max(1, numbers - numbers % BLOCK_SIZE if numbers > BLOCK_SIZE else numbers)
 
-    def window(self, group_size: int) -> int:
-        """Chunks under way to each of the others, to begin with."""
-        in_all = self.window_bytes // (_FLOAT_BYTES * self.chunk_size(group_size))
+    def window(self, group_size: int, *, chunk_size: int | None = None) -> int:
+        """Chunks under way to each of the others, to begin with.
+
+        Args:
+          chunk_size: numbers in a chunk, where they are cut smaller; None: `chunk_size(group_size)`.
+        """
+        in_all = self.window_bytes // (_FLOAT_BYTES * (chunk_size or self.chunk_size(group_size)))
         return max(1, min(MAX_WINDOW, in_all // max(1, group_size - 1)))
 
 
@@ -155,13 +163,15 @@ def parts_of(group: Group, size: int, *, chunk_size: int) -> tuple[Part, ...]:
 
 class ChunkName(NamedTuple):
     """Which chunk a call brings: of which group's vector of how many numbers, and where it starts; how many chunks its
-    sender would like to have under way, and what its vector counts: None if it does not say."""
+    sender would like to have under way, what its vector counts, and of how many it is the mean: None if it does not
+    say."""
 
     group_id: bytes
     size: int
     start: int
     wish: int | None = None
     weight: float | None = None
+    vectors: int | None = None
 
     def body(self) -> Body:
         """The body of the call."""
@@ -170,6 +180,8 @@ class ChunkName(NamedTuple):
             body["wish"] = self.wish
         if self.weight is not None:
             body["weight"] = self.weight
+        if self.vectors is not None:
+            body["vectors"] = self.vectors
         return body
 
 
@@ -181,5 +193,7 @@ def parse_name_untrusted(body: Body) -> ChunkName:
     """
     group_id = _GROUP.read_untrusted(body.get("group"), "the group id")
     size, start = _NATURAL.of_untrusted(body, "size"), _NATURAL.of_untrusted(body, "start")
-    wish, weight = ROOM.of_untrusted(body, "wish"), _WEIGHT.of_untrusted(body, "weight")
-    return ChunkName(group_id, size, start, wish, weight)
+    wish, vectors = ROOM.of_untrusted(body, "wish"), _VECTORS.of_untrusted(body, "vectors")
+    heaviest = MAX_WEIGHT * (1 if vectors is None else vectors)
+    weight = optional(real(0.0, heaviest)).of_untrusted(body, "weight")
+    return ChunkName(group_id, size, start, wish, weight, vectors)

@@ -136,6 +136,8 @@ class PartReduction:
         """Chunks that a sender may be ahead of the answers, for those who may be more than `MAX_WINDOW`."""
         # Of chunks that are not finished and for which something has come. Of each sender as many as it has room for.
         self._arrived: dict[int, dict[int, Array]] = {}
+        # Of values that are the mean of more or fewer vectors than one, by chunk and sender.
+        self._vectors: dict[tuple[int, int], int] = {}
         self.num_senders: list[int | None] = [None] * part.num_chunks
         """Vectors in the mean of each chunk. None: it is not finished; 0: nobody was left, and there is no mean."""
         self.total_weights: list[float] = [0.0] * part.num_chunks
@@ -160,7 +162,14 @@ class PartReduction:
         return finished
 
     def receive_untrusted(
-        self, sender: int, chunk: int, tensors: Sequence[Tensor], now: float, *, weight: float | None = None
+        self,
+        sender: int,
+        chunk: int,
+        tensors: Sequence[Tensor],
+        now: float,
+        *,
+        weight: float | None = None,
+        vectors: int = 1,
     ) -> Array:
         """A sender brings a chunk, which nobody writes to any more.
 
@@ -168,6 +177,7 @@ class PartReduction:
           chunk: a chunk of the part.
           tensors: as they came.
           weight: what the sender's vector counts, 0 or more; None: what was known from the beginning.
+          vectors: of how many the values are the mean.
 
         Returns: the values.
 
@@ -190,6 +200,8 @@ class PartReduction:
             raise RemoteProtocolError("this chunk came before")
         arrived[sender] = values
         self._arrived[chunk] = arrived
+        if vectors != 1:
+            self._vectors[chunk, sender] = vectors
         if len(arrived) == len(self._awaited):
             self._finish(chunk, now)
         return values
@@ -243,7 +255,7 @@ class PartReduction:
             self._mean_into(average, values)
             if self._compression is not Compression.NONE and not self.sends_differences:
                 finished = compressed_in_place(average, self._compression)
-        self.num_senders[chunk] = len(values)
+        self.num_senders[chunk] = sum(self._vectors.pop((chunk, each), 1) for each in values)
         self.total_weights[chunk] = math.fsum(self._weights[each] for each in values)
         self._newly_finished.append((chunk, finished))
         while not self.is_done and self.num_senders[self._frontier] is not None:
