@@ -24,7 +24,7 @@ import trio
 from dmoe_jax.environment import JOIN_VARIABLE, SECRET_VARIABLE
 from dmoe_jax.grid import ExpertUid, all_uids, layer_prefix
 
-_GRACE_S = {"train": 60.0, "node": 10.0, "dht": 4.0}
+_GRACE_S = {"train": 60.0, "node": 20.0, "dht": 4.0}
 """How long a process has between SIGTERM and SIGKILL, by its command, in the order in which they end: a trainer writes
 its report while the nodes are still there, and a node its checkpoints."""
 

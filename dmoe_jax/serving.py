@@ -39,7 +39,8 @@ class Served:
         return tuple(self.backends)
 
     async def close(self) -> None:
-        """Withdraw the experts from the swarm, answer no more calls, and save once more if they are saved."""
+        """Refuse new calls, withdraw the experts from the swarm, answer what was accepted, and save once more if they
+        are saved. How long answers may take says `NodeConfig.leave_timeout_s`."""
         self._leave.set()
         await self._gone.wait()
 

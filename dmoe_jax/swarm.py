@@ -149,6 +149,11 @@ class Swarm(AveragingSwarm):
         self._served = served
         return served
 
+    async def close_served(self) -> None:
+        """Stop serving, if experts are served: see `Served.close`."""
+        if self._served is not None:
+            await self._served.close()
+
     def mixture(
         self,
         prefix: str,
@@ -326,4 +331,8 @@ async def open_swarm(
         nursery = await stack.enter_async_context(background_nursery())
         if device is None:
             device = InlineDevice() if peer.is_simulated else ThreadDevice()
-        yield Swarm(name, peer, experts, device, nursery, seed=seed or 0, statistics=statistics or CallStatistics())
+        swarm = Swarm(name, peer, experts, device, nursery, seed=seed or 0, statistics=statistics or CallStatistics())
+        try:
+            yield swarm
+        finally:
+            await swarm.close_served()

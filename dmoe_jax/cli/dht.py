@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import trio
 import tyro
@@ -25,12 +25,16 @@ class DhtCommand:
     """Who this process is and which swarm it belongs to."""
     metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
     """Where it shows what it does."""
+    LEAVE_TIMEOUT_S: ClassVar[float] = 5.0
+    """Within which the process ends in order once it is stopped; then it ends anyhow."""
     exit_on_stdin_eof: bool = False
     """End when standard input closes (set by a process that starts this one and may be killed)."""
 
     def run(self) -> int:
         """Serve until interrupted; the exit status."""
-        return run_until_done(self._serve, exit_on_stdin_eof=self.exit_on_stdin_eof)
+        return run_until_done(
+            self._serve, exit_on_stdin_eof=self.exit_on_stdin_eof, leave_timeout_s=self.LEAVE_TIMEOUT_S
+        )
 
     async def _serve(self, stop: Stop) -> int:
         async with (

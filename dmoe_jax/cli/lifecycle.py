@@ -65,7 +65,7 @@ def run_until_done(
       main: the command. It may mark its body with the `Stop` that it is given; one without is cancelled as a whole.
       exit_on_stdin_eof: also stop when standard input closes, that is, when the process that started this one is gone.
       leave_timeout_s: longest that the command may take to end in order after the first wish, seconds. Withdrawing
-        takes at most two; the rest is closing connections.
+        takes at most two, closing connections little; nodes answer what they have accepted and save.
 
     Raises:
       SystemExit: with status 1, after one line for a mistake of the user's or a failure of the swarm's.

@@ -2,10 +2,12 @@
 
 A backward request carries an id drawn by its trainer. If the connection breaks after the node has stepped the expert
 but before the reply arrives, the trainer sends the same id again and gets the remembered work instead of a second
-optimiser step. The oldest finished entries are forgotten first; a retry comes within one call deadline, so the bounds
-only have to outlast that.
+optimiser step. Beyond the bounds the oldest finished entries are forgotten; a retry comes within one call deadline, so
+the bounds only have to outlast that. What still waits or runs is never forgotten, whatever came after it: its retry
+would train a second time. The node's queue bounds how much that is.
 """
 
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Work = TypeVar("Work")
@@ -14,14 +16,18 @@ MAX_REQUEST_ID_BYTES = 32
 
 
 class ReplayCache(Generic[Work]):
-    """Request ids and the work done for them, bounded in entries and bytes.
+    """Request ids and the work done for them; what is finished is bounded in entries and bytes.
 
     Args:
+      is_finished: whether work has its reply.
       max_entries: how many ids are remembered.
       max_bytes: how large the remembered replies may be together.
     """
 
-    def __init__(self, *, max_entries: int = 1024, max_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self, *, is_finished: Callable[[Work], bool], max_entries: int = 1024, max_bytes: int = 64 << 20
+    ) -> None:
+        self._is_finished = is_finished
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._entries: dict[bytes, tuple[Work, int]] = {}  # oldest first
@@ -33,12 +39,20 @@ class ReplayCache(Generic[Work]):
         return work
 
     def remember(self, request_id: bytes, work: Work, *, nbytes: int) -> None:
-        """Keep `work`, whose reply takes about `nbytes`, and forget the oldest beyond the bounds."""
+        """Keep `work`, whose reply takes about `nbytes`, and forget the oldest finished beyond the bounds."""
         self.forget(request_id)
         self._entries[request_id] = (work, nbytes)
         self._bytes += nbytes
-        while len(self._entries) > 1 and (len(self._entries) > self._max_entries or self._bytes > self._max_bytes):
-            self.forget(next(iter(self._entries)))
+        if self._is_within_bounds():
+            return
+        finished = [key for key, (each, _) in self._entries.items() if key != request_id and self._is_finished(each)]
+        for oldest in finished:
+            self.forget(oldest)
+            if self._is_within_bounds():
+                return
+
+    def _is_within_bounds(self) -> bool:
+        return len(self._entries) <= self._max_entries and self._bytes <= self._max_bytes
 
     def forget(self, request_id: bytes) -> None:
         """Drop an id, if it is known."""

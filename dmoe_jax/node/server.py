@@ -2,8 +2,10 @@
 
 Theory of operation. Each call is checked and becomes a job in the queue of a `BatchRunner`, which runs batches on the
 device, off the event loop. While a batch runs, further requests gather, so a busy node makes larger batches by itself.
-The node lists its experts in the DHT and withdraws them at the end. Jobs whose caller has given up leave the queue
-before they cost anything.
+The node lists its experts in the DHT. Jobs whose caller has given up leave the queue before they cost anything.
+
+A node that leaves first refuses new calls, with a word, so that callers turn elsewhere at once and do not wait for
+nothing; then it withdraws its experts from the DHT, and answers what it had accepted.
 
 Tensors arrive decoded, however their trainer chose to send them; those of the answer are compressed only if the
 request names a compression. They are activations and gradients: no method sends an expert's parameters.
@@ -23,6 +25,7 @@ The seed of a layer call is the same forward and backward; without one an expert
 
 import functools
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -41,7 +44,7 @@ from dmoe_jax.node.replay import ReplayCache
 from dmoe_jax.node.requests import ExpertRequest, parse_request, uid_of
 from dmoe_jax.node.runner import BatchRunner, Job
 from net.dht.node import DhtNode
-from net.errors import PeerBusy
+from net.errors import CallRefused, PeerBusy
 from net.identity import Contact
 from net.nursery import background_nursery
 from net.rpc.base import Caller, Handler, Reply, Request, handlers
@@ -69,8 +72,12 @@ class NodeConfig:
     """Seconds for which an announcement is valid: three periods, so that one lost announcement does no harm."""
     max_concurrent_calls: int = 256
     """Calls of one method in progress at once, waiting ones included."""
+    leave_timeout_s: float = 5.0
+    """A node that leaves answers what it has accepted, for at most so many seconds; 0 drops it."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.leave_timeout_s < math.inf:
+            raise ValueError(f"leave_timeout_s must be 0 or a number of seconds, got {self.leave_timeout_s}")
         if self.record_lifetime_s <= self.announce_period_s:
             raise ValueError(
                 f"record_lifetime_s must exceed announce_period_s, or experts vanish between announcements; "
@@ -105,7 +112,7 @@ class ExpertNode:
             raise ValueError("an expert node needs at least one expert")
         self.config = config
         self.state = "compiling"
-        """What the node is at: "compiling" until it is warm, then "serving"."""
+        """What the node is at: "compiling" until it is warm, then "serving", at last "leaving"."""
         self.recorder = recorder = NodeRecorder()
         """What it has counted, for its metrics."""
         self.handlers: Mapping[str, Handler] = {
@@ -128,7 +135,9 @@ class ExpertNode:
             warm_up_rows=config.warm_up_rows,
             recorder=recorder,
         )
-        self._replays: ReplayCache[Job] = ReplayCache()
+        self._replays: ReplayCache[Job] = ReplayCache(is_finished=lambda job: job.done.is_set())
+        self._num_calls = 0  # accepted and not yet answered
+        self._answered_all = trio.Event()  # set, and replaced, when there is none left
         self._started_at = trio.current_time()
         self._counts = {"forward": 0, "backward": 0, "busy": 0, "replayed": 0}
         self._published = (self._started_at, 0, 0, 0.0)  # when, requests, rows, seconds: at the last announcement
@@ -136,8 +145,8 @@ class ExpertNode:
     def status(self) -> dict[str, Any]:
         """What the node does and has done since its start, as plain CBOR data.
 
-        Keys: `state` ("compiling" or "serving"), `warm_rows` (rows for which all its experts are compiled), calls
-        served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
+        Keys: `state` ("compiling", "serving" or "leaving"), `warm_rows` (rows for which all its experts are compiled),
+        calls served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
         `waiting_rows` in the queue, seconds `uptime_s`, seconds `busy_s` in which the device worked on batches,
         `updates` of each expert, `steps`, the updates of all experts since the start, and their mean `staleness`, None
         before the first; `answered` calls, their `rows`, and the seconds `call_s` that they spent here in all.
@@ -185,7 +194,9 @@ class ExpertNode:
         await self._announce()
 
     async def _announce(self) -> None:
-        """List the node, and once it serves its experts too, for `record_lifetime_s`."""
+        """List the node, and once it serves its experts too, for `record_lifetime_s`; nothing if it leaves."""
+        if self.state == "leaving":
+            return
         expiration = self._dht.clock.now() + self.config.record_lifetime_s
         grids = list(dict.fromkeys(uid.prefix for uid in self._uids))[:MAX_GRIDS]
         info = {"role": "node", "state": self.state, "experts": len(self._uids), "grids": grids, **self._load()}
@@ -211,6 +222,16 @@ class ExpertNode:
             "waiting_rows": runner.queue.waiting_rows,
         }
         return load | {"call_s": seconds / requests} if requests else load
+
+    def refuse_calls(self) -> None:
+        """From now on refuse forward and backward calls: this node leaves. Those that it has accepted go on, and what
+        was asked before may be asked again."""
+        self.state = "leaving"
+
+    async def answer_accepted(self) -> None:
+        """Return when every call that was accepted is answered, or given up by its caller."""
+        while self._num_calls:
+            await self._answered_all.wait()
 
     async def withdraw(self) -> None:
         """Take the announcements back, so that trainers stop calling at once; what cannot be reached expires."""
@@ -240,7 +261,22 @@ class ExpertNode:
         """Answer a forward or backward call.
 
         If it is cancelled while its job waits in the queue, and nobody else wants the answer, the job is dropped.
+
+        Raises:
+          CallRefused: the request does not fit, would make the expert not finite, or the node is leaving.
+          PeerBusy: too many rows wait.
+          RemoteFailure: the batch failed.
         """
+        self._num_calls += 1
+        try:
+            return await self._answer(request, backward=backward)
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._answered_all.set()
+                self._answered_all = trio.Event()
+
+    async def _answer(self, request: Request, *, backward: bool) -> Reply:
         with self.recorder.checking():
             parsed = parse_request(request, self._experts, max_rows=self.config.max_batch_rows, backward=backward)
         # Trainer and expert are part of the key: equal ids of others do not get these gradients.
@@ -265,6 +301,8 @@ class ExpertNode:
         return Reply(body={"updates": job.updates}, tensors=tensors)
 
     def _submit(self, parsed: ExpertRequest) -> Job:
+        if self.state == "leaving":
+            raise CallRefused("this node is leaving the swarm")
         job = Job(parsed)
         try:
             self._runner.submit(job)
@@ -288,9 +326,10 @@ async def open_expert_node(
     """Serve `backends` (by uid) at `caller` while the context is open, and announce node and experts in the DHT.
 
     On entry the node is listed as compiling and answers `node.status`; its experts are announced, and the block begins,
-    when it is warm. On leaving they are withdrawn from the DHT within two seconds, for which `caller` and `dht` must
-    still run, waiting requests are dropped, and the methods are taken back. If everything is cancelled at once, the
-    announcements expire instead.
+    when it is warm. On leaving new calls are refused at once, the experts are withdrawn from the DHT within two
+    seconds, for which `caller` and `dht` must still run, calls that were accepted are answered within
+    `config.leave_timeout_s`, and the methods are taken back. If everything is cancelled at once, accepted calls are
+    dropped.
 
     Args:
       on_progress: told each state on the way, such as "compiling 2 of 5".
@@ -308,6 +347,9 @@ async def open_expert_node(
                 await node.warm_up(on_progress)
                 yield node
             finally:
-                nursery.cancel_scope.cancel()
+                node.refuse_calls()
                 with trio.move_on_after(2.0, shield=True):
                     await node.withdraw()
+                with trio.move_on_after(config.leave_timeout_s):
+                    await node.answer_accepted()
+                nursery.cancel_scope.cancel()

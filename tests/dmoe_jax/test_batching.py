@@ -74,13 +74,25 @@ def test_impossible_requests_are_refused(rows: int) -> None:
 
 def test_replay_cache_forgets_the_oldest() -> None:
     """Entries and bytes are bounded; the newest entry always stays."""
-    cache: ReplayCache[str] = ReplayCache(max_entries=2, max_bytes=100)
+    cache: ReplayCache[str] = ReplayCache(is_finished=lambda work: True, max_entries=2, max_bytes=100)
     cache.remember(b"1", "one", nbytes=10)
     cache.remember(b"2", "two", nbytes=10)
     cache.remember(b"3", "three", nbytes=10)
     assert (cache.find(b"1"), cache.find(b"2"), cache.find(b"3")) == (None, "two", "three")
     cache.remember(b"4", "four", nbytes=1000)
     assert (cache.find(b"2"), cache.find(b"3"), cache.find(b"4")) == (None, None, "four")
+
+
+def test_replay_cache_keeps_what_is_not_finished() -> None:
+    """However much comes after it: its retry would train a second time. Once finished it is the oldest."""
+    finished = {"two", "three", "four"}
+    cache: ReplayCache[str] = ReplayCache(is_finished=finished.__contains__, max_entries=2, max_bytes=100)
+    for name in ("one", "two", "three"):
+        cache.remember(name.encode(), name, nbytes=60)
+    assert (cache.find(b"one"), cache.find(b"two"), cache.find(b"three")) == ("one", None, "three")
+    finished.add("one")
+    cache.remember(b"four", "four", nbytes=60)
+    assert (cache.find(b"one"), cache.find(b"three"), cache.find(b"four")) == (None, None, "four")
 
 
 def test_quorum_counts_per_sample() -> None:

@@ -1,7 +1,9 @@
 """The expert node: batches what arrives together, refuses what does not fit, trains once, announces and withdraws."""
 
 import dataclasses
+import functools
 import random
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import jax
@@ -22,8 +24,9 @@ from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import NodeConfig, open_expert_node
 from net.clock import SwarmClock
 from net.dht.node import open_dht_node
-from net.errors import CallRefused, PeerBusy, PeerTimeout, RemoteFailure
+from net.errors import CallRefused, NetError, PeerBusy, PeerTimeout, RemoteFailure
 from net.identity import Address, PeerId
+from net.rpc.base import Reply
 from net.wire.compression import Compressed, Compression
 from net.wire.tensors import as_received
 from tests.dmoe_jax.node_rig import EXPERT, HOST, SGD, XL, open_rig, rows
@@ -280,6 +283,45 @@ async def test_experts_are_announced_renewed_and_withdrawn(autojump_clock: trio.
         async with directory.open_expert_directory(observer) as reader:
             assert set((await find_experts(reader, uids)).values()) == {None}
         assert await list_members(observer, "dmoe") == ()
+
+
+@pytest.mark.parametrize("leave_timeout_s", [5.0, 0.0])
+async def test_a_node_that_leaves_answers_what_it_accepted(
+    autojump_clock: trio.testing.MockClock, leave_timeout_s: float
+) -> None:
+    """What waits is computed and answered, its retry too; what comes later is refused at once with a word. With
+    nothing to wait for, it is dropped."""
+    outcomes: dict[str, str] = {}
+    x, grads = rows(2), rows(2, seed=9)
+
+    async def ask(name: str, call: Callable[[], Awaitable[Reply]], *, after_s: float = 0.0) -> None:
+        await trio.sleep(after_s)
+        try:
+            await call()
+            outcomes[name] = "answered"
+        except NetError as error:
+            outcomes[name] = str(error)
+
+    async with trio.open_nursery() as nursery:
+        async with open_rig(cost=CostModel(call_s=1.0), config=NodeConfig(leave_timeout_s=leave_timeout_s)) as rig:
+            again = functools.partial(rig.backward, "ffn.0.1", b"id", x, grads, timeout_s=10.0)
+            nursery.start_soon(ask, "running", functools.partial(rig.forward, "ffn.2.3", rows(1), timeout_s=10.0))
+            await trio.sleep(0.1)
+            nursery.start_soon(ask, "waiting", again)
+            await trio.sleep(0.1)
+            nursery.start_soon(functools.partial(ask, "retry", again, after_s=0.1))
+            late = functools.partial(rig.forward, "ffn.0.1", rows(1), timeout_s=10.0)
+            nursery.start_soon(functools.partial(ask, "late", late, after_s=0.1))
+            left_at = trio.current_time()
+        left_s = trio.current_time() - left_at
+    updates = rig.backends["ffn.0.1"].update_count
+    if leave_timeout_s:
+        assert outcomes.pop("late") == "this node is leaving the swarm"
+        assert outcomes == {"running": "answered", "waiting": "answered", "retry": "answered"}
+        assert (updates, 1.5 < left_s < 2.5) == (1, True)
+    else:
+        assert "answered" not in (outcomes["waiting"], outcomes["retry"], outcomes["late"])
+        assert updates == 0
 
 
 async def test_one_poisonous_request_does_not_spoil_the_others(autojump_clock: trio.testing.MockClock) -> None:
