@@ -42,6 +42,10 @@ class Device(Protocol):
     """Whether `aside` leaves the device free. If not, compiling takes no time at all, as in virtual time, and nothing
     is gained by compiling before there is need."""
 
+    turn_s: float
+    """Work of about so many seconds is worth one call of `run`: the way there and back costs as much as a small batch.
+    0: the way costs nothing."""
+
     @property
     def busy_s(self) -> float:
         """Seconds in which it worked on what `run` was given: neither waiting for a turn nor the way to the thread."""
@@ -70,6 +74,7 @@ class ThreadDevice:
     """One worker thread: calls run in the order in which they were made, off the event loop. Another one compiles."""
 
     compiles_aside = True
+    turn_s = 2e-3
 
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(1)
@@ -128,6 +133,7 @@ class InlineDevice:
     """
 
     compiles_aside = False
+    turn_s = 0.0
 
     def __init__(self, cost: Cost = CostModel()) -> None:
         self._cost = cost

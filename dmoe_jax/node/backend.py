@@ -167,9 +167,14 @@ class ExpertBackend:
           inputs: as the expert specifies them.
           keys: uint32 [rows, 2], a dropout key for each row; None: evaluation.
         """
+        return self.begin_forward(inputs, keys)()[0]
+
+    def begin_forward(self, inputs: Sequence[Array], keys: Array | None = None) -> Callable[[], tuple[Array, ...]]:
+        """Have XLA begin a `forward`; what is returned waits for it, and returns the output as the only one."""
         rows = inputs[0].shape[0]
         padded, padded_keys = _padded((tuple(inputs), keys), self._bucket(rows))
-        return np.asarray(self.programs.apply(self._params, padded, padded_keys))[:rows]
+        output = self.programs.apply(self._params, padded, padded_keys)
+        return lambda: (np.asarray(output)[:rows],)
 
     def backward(
         self, inputs: Sequence[Array], output_grads: Array, keys: Array | None = None, seen: Array | None = None
@@ -186,20 +191,33 @@ class ExpertBackend:
         Raises:
           UpdateRejected: the update or a gradient is not finite; nothing was changed.
         """
+        return self.begin_backward(inputs, output_grads, keys, seen)()
+
+    def begin_backward(
+        self, inputs: Sequence[Array], output_grads: Array, keys: Array | None = None, seen: Array | None = None
+    ) -> Callable[[], tuple[Array, ...]]:
+        """Have XLA begin a `backward`; what is returned waits for it, returns the gradients and counts the update.
+
+        It must be called before anything else is done with this expert.
+        """
         rows = output_grads.shape[0]
         staleness = 0.0 if seen is None else float(np.maximum(self.update_count - seen, 0).mean())
         arguments = _padded((tuple(inputs), output_grads, keys), self._bucket(rows))
         finite, input_grads, self._params, self._opt_state = self.programs.grad_and_update(
             self._params, self._opt_state, *arguments, np.float32(staleness)
         )
-        update_finite, grads_finite = np.asarray(finite)
-        if not (update_finite and grads_finite):
-            raise UpdateRejected("input gradient" if update_finite else "update")
-        if self._trains:
-            self.update_count += 1
-            self.steps_here += 1
-            self.staleness_total += staleness
-        return tuple(np.asarray(grad)[:rows] for grad in input_grads)
+
+        def finish() -> tuple[Array, ...]:
+            update_finite, grads_finite = np.asarray(finite)
+            if not (update_finite and grads_finite):
+                raise UpdateRejected("input gradient" if update_finite else "update")
+            if self._trains:
+                self.update_count += 1
+                self.steps_here += 1
+                self.staleness_total += staleness
+            return tuple(np.asarray(grad)[:rows] for grad in input_grads)
+
+        return finish
 
     @property
     def warm_rows(self) -> int:

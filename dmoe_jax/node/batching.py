@@ -79,15 +79,21 @@ class BatchQueue(Generic[Item]):
         self._waiting.remove(item)
         return True
 
-    def take(self, row_limit: Callable[[Hashable], int] | None = None) -> tuple[Item, ...]:
-        """The next batch, oldest request first; empty when nothing waits.
+    def take(
+        self,
+        row_limit: Callable[[Hashable], int] | None = None,
+        *,
+        may_run: Callable[[Hashable], bool] = lambda key: True,
+    ) -> tuple[Item, ...]:
+        """The next batch, oldest request first; empty when nothing waits that may run.
 
         Args:
           row_limit: the most rows for now of a batch of this key; a single larger request is taken all the same.
+          may_run: whether a request of this key may run now.
         """
-        if not self._waiting:
+        key = next((item.key for item in self._waiting if may_run(item.key)), None)
+        if key is None:
             return ()
-        key = self._waiting[0].key
         limit = self._max_batch_rows if row_limit is None else min(self._max_batch_rows, row_limit(key))
         batch: dict[Item, None] = {}
         rows = 0

@@ -1,5 +1,7 @@
 """Carrying out what waits in a node's queue: batch by batch on the device, within what is compiled.
 
+Small batches of several experts share a turn of the device (`dmoe_jax.node.turns`).
+
 Serving does not wait for the compiler. The first programs are compiled before the experts are announced; batches are
 no larger than what is compiled, and when more waits, the next size is compiled beside the device (`Device.aside`). A
 single request that is larger is answered in parts, or, since a backward in parts would be several updates, waits for
@@ -9,6 +11,7 @@ A batch whose update would not be finite changes nothing. Its requests are then 
 ones are refused.
 """
 
+import functools
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from typing import cast
@@ -21,6 +24,7 @@ from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend, UpdateRejected, bucket_of, buckets_up_to
 from dmoe_jax.node.batching import BatchQueue
 from dmoe_jax.node.requests import ExpertRequest
+from dmoe_jax.node.turns import BatchTimes, Finish, run_turn
 from net.errors import CallRefused, NetError, RemoteFailure
 from net.types import Array
 
@@ -97,6 +101,7 @@ class BatchRunner:
         self._recorder = recorder or NodeRecorder()
         self._max_batch_rows = max_batch_rows
         self._first_rows = min(warm_up_rows, max_batch_rows)
+        self._times = BatchTimes()
         self._compiling = trio.Lock()
         self._growing: set[int] = set()
         self._work_arrived = trio.Event()
@@ -136,26 +141,44 @@ class BatchRunner:
         """Serve the queue for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""
         async with trio.open_nursery() as nursery:
             while True:
-                jobs = self.queue.take(self._row_limit)
-                if not jobs:
+                if turn := self._take_turn(nursery):
+                    await self._run_turn(turn)
+                else:
                     self._work_arrived = trio.Event()
                     await self._work_arrived.wait()
-                    continue
-                key, backend = jobs[0].key, self._backends[jobs[0].request.uid]
-                rows, limit = sum(job.rows for job in jobs), self._row_limit(key)
-                if rows > limit or (self.queue.waits(key) and limit < self._max_batch_rows):
-                    nursery.start_soon(self._grow, backend, bucket_of(max(rows, limit + 1)))
-                if rows > limit and (limit == 0 or jobs[0].kind == "backward"):
-                    nursery.start_soon(self._run_cold, backend, jobs, bucket_of(rows))
-                else:
-                    await self._run_batch(jobs)
+
+    def _take_turn(self, nursery: trio.Nursery) -> list[Sequence[Job]]:
+        """The batches that the device is given next, each of another expert; empty when nothing waits.
+
+        Compiles in `nursery` what they want, or would want.
+        """
+        turn: dict[str, Sequence[Job]] = {}
+        expected_s = 0.0
+        while not turn or expected_s < self._device.turn_s:
+            jobs = self.queue.take(self._row_limit, may_run=lambda key: _uid_of(key) not in turn)
+            if not jobs:
+                break
+            key, backend = jobs[0].key, self._backends[jobs[0].request.uid]
+            rows, limit = _rows_of(jobs), self._row_limit(key)
+            if rows > limit or (self.queue.waits(key) and limit < self._max_batch_rows):
+                nursery.start_soon(self._grow, backend, bucket_of(max(rows, limit + 1)))
+            if rows > limit and (limit == 0 or jobs[0].kind == "backward"):
+                nursery.start_soon(self._run_cold, backend, jobs, bucket_of(rows))
+            else:
+                turn[jobs[0].request.uid] = jobs
+                expected_s += self._times.expected_s(self._size_of(jobs))
+        return list(turn.values())
+
+    def _size_of(self, jobs: Sequence[Job]) -> Hashable:
+        """What decides how long a batch takes."""
+        _, *kind = jobs[0].key
+        return (id(self._backends[jobs[0].request.uid].programs), *kind, bucket_of(_rows_of(jobs)))
 
     def _row_limit(self, key: Hashable) -> int:
         """The most rows of a batch that compiles nothing; of any batch, where compiling takes no time."""
         if not self._device.compiles_aside:
             return self._max_batch_rows
-        uid, _, _ = cast(tuple[str, str, bool], key)
-        return min(self._backends[uid].warm_rows, self._max_batch_rows)
+        return min(self._backends[_uid_of(key)].warm_rows, self._max_batch_rows)
 
     async def _grow(self, backend: ExpertBackend, bucket: int) -> None:
         """Compile for larger batches, because they are wanted; one size at a time, and after a failure no more."""
@@ -175,33 +198,65 @@ class BatchRunner:
         """Run a batch whose program must be compiled first, while others are served."""
         try:
             await self.compile(backend, bucket)
-        except Exception:
-            self._fail(jobs)
+        except Exception as error:
+            self._fail(jobs, error)
         else:
             await self._run_batch(jobs)
 
-    async def _run_batch(self, jobs: Sequence[Job]) -> None:
-        backend = self._backends[jobs[0].request.uid]
+    async def _run_turn(self, turn: Sequence[Sequence[Job]]) -> None:
+        """Run batches together, if there are several; one that must be cut into parts is run by itself."""
+        whole = [jobs for jobs in turn if _rows_of(jobs) <= self._row_limit(jobs[0].key)]
+        together = whole if len(whole) > 1 else []
+        if together:
+            await self._run_together(together)
+        for jobs in turn:
+            if jobs not in together:
+                await self._run_batch(jobs)
+
+    async def _run_together(self, turn: Sequence[Sequence[Job]]) -> None:
         started, spent = trio.current_time(), DeviceTime()
+        sizes = [self._size_of(jobs) for jobs in turn]
+        begins = [functools.partial(self._begin, jobs) for jobs in turn]
         try:
-            results = await self._compute(backend, jobs, spent)
-        except UpdateRejected as rejected:
-            if len(jobs) > 1:
-                for job in jobs:
-                    await self._run_batch([job])
+            outcomes = await self._device.run(run_turn, begins, spent=spent)
+        finally:
+            self.busy_s += spent.seconds
+        for jobs, size, outcome in zip(turn, sizes, outcomes, strict=True):
+            if outcome.error is None:
+                self._times.note(size, outcome.seconds)
+                self._answer(jobs, outcome.results, started, outcome.seconds)
             else:
-                self._refuse(jobs[0], rejected)
-            return
-        except Exception:
-            self._fail(jobs)
+                await self._go_without(jobs, outcome.error)
+
+    async def _run_batch(self, jobs: Sequence[Job]) -> None:
+        started, spent, size = trio.current_time(), DeviceTime(), self._size_of(jobs)
+        try:
+            results = await self._compute(jobs, spent)
+        except Exception as error:
+            await self._go_without(jobs, error)
             return
         finally:
             self.busy_s += spent.seconds
-        now = trio.current_time()
-        self._record(backend, jobs, started, spent)
+        self._times.note(size, spent.seconds)
+        self._answer(jobs, results, started, spent.seconds)
+
+    async def _go_without(self, jobs: Sequence[Job], error: Exception) -> None:
+        """The batch failed: refuse who is guilty, if that can be told, and answer the others."""
+        if not isinstance(error, UpdateRejected):
+            self._fail(jobs, error)
+        elif len(jobs) == 1:
+            self._refuse(jobs[0], error)
+        else:
+            for job in jobs:
+                await self._run_batch([job])
+
+    def _answer(self, jobs: Sequence[Job], results: Sequence[Array], started: float, device_s: float) -> None:
+        """Hand the jobs of a batch that began at `started` their rows of the results."""
+        backend, now = self._backends[jobs[0].request.uid], trio.current_time()
+        self._record(backend, jobs, started, device_s)
         self.batches += 1
         self.answered += len(jobs)
-        self.rows += sum(job.rows for job in jobs)
+        self.rows += _rows_of(jobs)
         self.call_s += sum(now - job.arrived_at for job in jobs)
         stop = 0
         for job in jobs:
@@ -211,7 +266,7 @@ class BatchRunner:
             del job.request
             job.done.set()
 
-    def _record(self, backend: ExpertBackend, jobs: Sequence[Job], started: float, spent: DeviceTime) -> None:
+    def _record(self, backend: ExpertBackend, jobs: Sequence[Job], started: float, device_s: float) -> None:
         """Tell the recorder of a batch, before the requests are forgotten."""
         kind, before = jobs[0].kind, backend.update_count - 1
         self._recorder.batch(
@@ -219,19 +274,15 @@ class BatchRunner:
             jobs[0].request.uid,
             rows=[job.rows for job in jobs],
             waited_s=[started - job.arrived_at for job in jobs],
-            device_s=spent.seconds,
+            device_s=device_s,
             staleness=[max(0, before - job.request.seen) for job in jobs] if kind == "backward" else (),
         )
 
-    async def _compute(self, backend: ExpertBackend, jobs: Sequence[Job], spent: DeviceTime) -> tuple[Array, ...]:
+    async def _compute(self, jobs: Sequence[Job], spent: DeviceTime) -> tuple[Array, ...]:
         """Output, or gradients of the inputs, for the rows of all jobs; the device's seconds are added to `spent`."""
-        parts = [job.request for job in jobs]
-        inputs = [_stack(arrays) for arrays in zip(*(part.inputs for part in parts), strict=True)]
-        keys = None if parts[0].keys is None else _stack([part.keys for part in parts if part.keys is not None])
-        if jobs[0].kind == "backward":
-            grads = _stack([part.output_grads for part in parts if part.output_grads is not None])
-            # Not how stale they are: until the device has time for them, other batches may step the expert.
-            seen = np.repeat([part.seen for part in parts], [part.rows for part in parts])
+        backend = self._backends[jobs[0].request.uid]
+        inputs, grads, keys, seen = _joined(jobs)
+        if grads is not None:
             return await self._device.run(backend.backward, inputs, grads, keys, seen, spent=spent)
         rows = inputs[0].shape[0]
         step = min(rows, self._row_limit(jobs[0].key))
@@ -243,6 +294,14 @@ class BatchRunner:
             outputs.append(await self._device.run(backend.forward, own, own_keys, spent=spent))
         return (_stack(outputs),)
 
+    def _begin(self, jobs: Sequence[Job]) -> Finish:
+        """Have XLA begin a batch; in the device's thread."""
+        backend = self._backends[jobs[0].request.uid]
+        inputs, grads, keys, seen = _joined(jobs)
+        if grads is None:
+            return backend.begin_forward(inputs, keys)
+        return backend.begin_backward(inputs, grads, keys, seen)
+
     def _refuse(self, job: Job, rejected: UpdateRejected) -> None:
         self.rejected[rejected.reason] = self.rejected.get(rejected.reason, 0) + 1
         uid = job.request.uid
@@ -253,13 +312,34 @@ class BatchRunner:
         job.error = CallRefused(f"expert {uid} did not learn from the request: {what}")
         job.done.set()
 
-    def _fail(self, jobs: Sequence[Job]) -> None:
+    def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
         """Answer the jobs of a batch that raised. Whatever XLA says concerns these requests, not the node."""
-        logger.exception("a batch of %d requests for expert %s failed", len(jobs), jobs[0].request.uid)
+        text = "a batch of %d requests for expert %s failed"
+        logger.error(text, len(jobs), jobs[0].request.uid, exc_info=error)
         self.failed += len(jobs)
         for job in jobs:
             job.error = RemoteFailure(f"expert {job.request.uid} failed to compute; see the node's log")
             job.done.set()
+
+
+def _uid_of(key: Hashable) -> str:
+    uid, _, _ = cast(tuple[str, str, bool], key)
+    return uid
+
+
+def _rows_of(jobs: Sequence[Job]) -> int:
+    return sum(job.rows for job in jobs)
+
+
+def _joined(jobs: Sequence[Job]) -> tuple[list[Array], Array | None, Array | None, Array]:
+    """The rows of all jobs: inputs, gradients of the output if they have any, dropout keys likewise, and `seen`."""
+    parts = [job.request for job in jobs]
+    inputs = [_stack(arrays) for arrays in zip(*(part.inputs for part in parts), strict=True)]
+    grads = [part.output_grads for part in parts if part.output_grads is not None]
+    keys = [part.keys for part in parts if part.keys is not None]
+    # Not how stale they are: until the device has time for them, other batches may step the expert.
+    seen = np.repeat([part.seen for part in parts], [part.rows for part in parts])
+    return inputs, _stack(grads) if grads else None, _stack(keys) if keys else None, seen
 
 
 def _stack(arrays: Sequence[Array]) -> Array:
