@@ -43,16 +43,12 @@ class ReplayCache(Generic[Work]):
         self.forget(request_id)
         self._entries[request_id] = (work, nbytes)
         self._bytes += nbytes
-        if self._is_within_bounds():
-            return
-        finished = [key for key, (each, _) in self._entries.items() if key != request_id and self._is_finished(each)]
-        for oldest in finished:
-            self.forget(oldest)
-            if self._is_within_bounds():
+        while len(self._entries) > self._max_entries or self._bytes > self._max_bytes:
+            each = ((key, work) for key, (work, _) in self._entries.items() if key != request_id)
+            oldest = next((key for key, work in each if self._is_finished(work)), None)
+            if oldest is None:
                 return
-
-    def _is_within_bounds(self) -> bool:
-        return len(self._entries) <= self._max_entries and self._bytes <= self._max_bytes
+            self.forget(oldest)
 
     def forget(self, request_id: bytes) -> None:
         """Drop an id, if it is known."""
