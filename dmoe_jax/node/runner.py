@@ -13,6 +13,7 @@ ones are refused.
 
 import functools
 import logging
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import cast
 
@@ -218,7 +219,7 @@ class BatchRunner:
         sizes = [self._size_of(jobs) for jobs in turn]
         begins = [functools.partial(self._begin, jobs) for jobs in turn]
         try:
-            outcomes = await self._device.run(run_turn, begins, spent=spent)
+            outcomes = await self._device.run(run_turn, begins, time.perf_counter, spent=spent)
         finally:
             self.busy_s += spent.seconds
         for jobs, size, outcome in zip(turn, sizes, outcomes, strict=True):

@@ -6,7 +6,6 @@ takes is known from those of its size before it; one of an unknown size ends its
 """
 
 import math
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -39,17 +38,17 @@ class Outcome:
     seconds: float
 
 
-def run_turn(batches: Sequence[Begin]) -> list[Outcome]:
+def run_turn(batches: Sequence[Begin], clock: Callable[[], float]) -> list[Outcome]:
     """Begin all batches, then wait for one after the other. What one of them raises concerns that one alone.
 
-    The seconds of a batch are those from the end of the one before it, so that their sum is that of the turn.
+    The seconds of a batch, by `clock`, are those from the end of the one before it: their sum is that of the turn.
     """
-    since = time.perf_counter()
+    since = clock()
     begun = [_tried(begin) for begin in batches]
     outcomes = []
     for finish in begun:
         results = finish if isinstance(finish, Exception) else _tried(finish)
-        now = time.perf_counter()
+        now = clock()
         if isinstance(results, Exception):
             outcomes.append(Outcome(error=results, seconds=now - since))
         else:
