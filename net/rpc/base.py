@@ -2,7 +2,8 @@
 
 A call names a method and carries a *body* (a small CBOR map) and *tensors* (arrays, sent as raw buffers beside it). A
 handler answers with a `Reply` or raises a `CallFailed` (`CallRefused`, `PeerBusy`, `RemoteFailure`), which reaches
-the caller with its message; anything else that it raises is logged on its side and reaches the caller as a
+the caller with its message. To a caller who takes *partials* it may send parts of the answer as they become ready,
+ahead of the reply. Anything else that it raises is logged on its side and reaches the caller as a
 `RemoteFailure` that says no more than that.
 """
 
@@ -33,6 +34,8 @@ class Request:
         again.
       peer_id: who calls.
       peer_address: where the caller listens, or None for a caller in client mode.
+      send_partial: sends part of the answer ahead of it, and says whether that was possible: if not, as while an
+        earlier part waits to leave, say it later or in the reply. None if the caller takes no parts.
     """
 
     method: str
@@ -40,6 +43,7 @@ class Request:
     tensors: tuple[Tensor, ...]
     peer_id: PeerId
     peer_address: Address | None
+    send_partial: "Callable[[Reply], bool] | None" = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,7 @@ class Caller(Protocol):
         *,
         timeout_s: float,
         bulk_bytes: int = 0,
+        on_partial: Callable[[Reply], None] | None = None,
     ) -> Reply:
         """Call `method` at `target` and wait for the answer.
 
@@ -118,6 +123,9 @@ class Caller(Protocol):
 
         `bulk_bytes` above 0 marks one of many calls that carry much: the larger of what it and its answer carry. Such
         calls may take connections of their own (`net.rpc.lanes`), and so arrive in another order than they left in.
+
+        With `on_partial` the call takes partials: it is called, in the caller's task, with each part of the answer that
+        comes ahead of the reply, also of a call that then fails.
 
         Raises:
           PeerUnavailable: `DialFailed`, `PeerTimeout` or `ConnectionLost`.

@@ -3,6 +3,8 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import trio
 
@@ -22,7 +24,7 @@ from net.rpc.service import Method, Service
 from net.rpc.session import Action, RpcSession
 from net.transport.base import Link
 from net.wire.frames import Frame, Part
-from net.wire.messages import CallCancel, CallError, CallReply, CallStart, ErrorKind, Hello
+from net.wire.messages import CallCancel, CallError, CallPartial, CallReply, CallStart, ErrorKind, Hello
 from net.wire.tensors import Outgoing, plain
 
 _log = logging.getLogger(__name__)
@@ -65,11 +67,33 @@ _ERRORS: dict[ErrorKind, type[CallFailed]] = {
 class _PendingCall:
     """A caller waiting: `answer` stays None if the connection ends first."""
 
-    __slots__ = ("answer", "done")
+    __slots__ = ("answer", "is_done", "news", "partials")
 
     def __init__(self) -> None:
+        self.partials: list[CallPartial] = []  # that the caller has not seen yet
         self.answer: CallReply | CallError | None = None
-        self.done = trio.Event()
+        self.is_done = False
+        self.news = trio.Event()
+
+    def end(self, answer: CallReply | CallError | None = None) -> None:
+        self.answer, self.is_done = answer, True
+        self.news.set()
+
+    def add(self, partial: CallPartial) -> None:
+        self.partials.append(partial)
+        self.news.set()
+
+    async def wait(self, on_partial: Callable[[Reply], None] | None) -> None:
+        """Return when it is done; show the caller what comes before."""
+        while True:
+            await self.news.wait()
+            self.news = trio.Event()
+            partials, self.partials = self.partials, []
+            for each in partials:
+                assert on_partial is not None  # the session lets none through otherwise
+                on_partial(Reply(body=each.body, tensors=each.tensors))
+            if self.is_done:
+                return
 
 
 class Connection:
@@ -138,7 +162,7 @@ class Connection:
         self.cause = cause
         self._scope.cancel()
         for pending in self._pending.values():
-            pending.done.set()
+            pending.end()
 
     def leave(self) -> None:
         """Place no more calls here; the connection ends when both sides are done with theirs. Idempotent."""
@@ -196,22 +220,32 @@ class Connection:
                     await self.link.aclose()
             self.link.abort()
 
-    async def call(self, method: str, body: Body, tensors: Sequence[Outgoing], *, deadline: float) -> Reply:
+    async def call(
+        self,
+        method: str,
+        body: Body,
+        tensors: Sequence[Outgoing],
+        *,
+        deadline: float,
+        on_partial: Callable[[Reply], None] | None = None,
+    ) -> Reply:
         """Call the peer and wait. If cancelled, the call is taken back or called off; nobody waits for that.
 
         Args:
           deadline: the caller's, seconds of trio's clock. It is sent along; enforcing it here is the caller's
             part.
+          on_partial: see `net.rpc.base.Caller.call`.
         """
         if self.cause is not None:
             raise self._lost()
         self.last_used = trio.current_time()
         timeout_s = max(deadline - self.last_used, _MIN_TIMEOUT_S)
-        call_id = self.session.place_call(method, body, tensors, timeout_s=timeout_s)
+        takes_partials = on_partial is not None
+        call_id = self.session.place_call(method, body, tensors, timeout_s=timeout_s, partials=takes_partials)
         pending = self._pending[call_id] = _PendingCall()
         self._wake.set()
         try:
-            await pending.done.wait()
+            await pending.wait(on_partial)
         finally:
             # A no-op when the call has been answered. Synchronous: a cancelled task could not wait here.
             if self._pending.pop(call_id, None) is not None:
@@ -279,9 +313,9 @@ class Connection:
     def _carry_out(self, action: Action, nursery: trio.Nursery) -> None:
         match action:
             case CallReply() | CallError():
-                pending = self._pending.pop(action.call_id)
-                pending.answer = action
-                pending.done.set()
+                self._pending.pop(action.call_id).end(action)
+            case CallPartial():
+                self._pending[action.call_id].add(action)
             case CallCancel():
                 self._handler_scopes[action.call_id].cancel()
             case CallStart():
@@ -301,7 +335,7 @@ class Connection:
             with scope:
                 try:
                     with method.serving(str(self.link.remote_address)):
-                        reply = await self._reply(self._request(start), method)
+                        reply = await self._reply(start, method)
                         self.session.reply(start.call_id, reply.body, reply.tensors)
                 except CallFailed as exc:
                     self._fail(start.call_id, exc)
@@ -311,11 +345,18 @@ class Connection:
             del self._handler_scopes[start.call_id]
             self._wake.set()
 
-    async def _reply(self, request: Request, method: Method) -> Reply:
+    async def _reply(self, start: CallStart, method: Method) -> Reply:
+        request = self._request(start)
         fate = None if self._faults is None else self._faults.draw(request.peer_id, request.method)
         if fate is None:
             return await method.run(request)
-        return await misbehave(*fate, lambda: method.run(request), self._send_last)
+        whole = replace(request, send_partial=None)  # a fault strikes all of the answer
+        return await misbehave(*fate, lambda: method.run(whole), self._send_last)
+
+    def _send_partial(self, start: CallStart, reply: Reply) -> bool:
+        is_queued = self.session.reply_partly(start.call_id, reply.body, reply.tensors)
+        self._wake.set()
+        return is_queued
 
     def _send_last(self, part: Part) -> None:
         """Send one more part, whatever else waits, and end the connection: a fault on purpose."""
@@ -336,4 +377,5 @@ class Connection:
             tensors=tuple(plain(tensor) for tensor in start.tensors),
             peer_id=remote.peer_id,
             peer_address=None if remote.port is None else Address(host, remote.port),
+            send_partial=partial(self._send_partial, start) if start.partials else None,
         )

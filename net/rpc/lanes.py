@@ -110,6 +110,7 @@ class Lanes:
         *,
         deadline: float,
         bulk_bytes: int,
+        on_partial: Callable[[Reply], None] | None = None,
     ) -> Reply:
         """`Connection.call` on the best connection with the peer at the other end of `first`.
 
@@ -140,7 +141,7 @@ class Lanes:
         calls = [meter.placed(now) for meter in meters]
         connection.bulk_bytes += bulk_bytes
         try:
-            reply = await connection.call(method, body, tensors, deadline=deadline)
+            reply = await connection.call(method, body, tensors, deadline=deadline, on_partial=on_partial)
         except BaseException:
             for meter in meters:
                 meter.failed()

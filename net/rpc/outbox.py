@@ -28,8 +28,8 @@ MAX_STREAMS = 8
 Key = tuple[str, int]
 """Kind of message and call id: names a frame while it waits."""
 
-CALL, ANSWER = "call", "answer"
-"""Kinds of message that mean something here."""
+CALL, PARTIAL, ANSWER = "call", "partial", "answer"
+"""Kinds of message that mean something here: a partial is part of an answer."""
 
 
 class Outbox:
@@ -46,7 +46,7 @@ class Outbox:
         self._free_bytes = 0
         self._stream_bytes = 0  # window cost of the streams
         self.answer_bytes = 0
-        """Tensors of the answers that wait or have left in part, bytes."""
+        """Tensors of the answers and partials that wait or have left in part, bytes."""
 
     def __len__(self) -> int:
         """Frames that wait or have left in part."""
@@ -170,5 +170,5 @@ class Outbox:
         return window_cost(encoded.body_nbytes, self._window_bytes) if key[0] == CALL else 0
 
     def _count(self, key: Key, nbytes: int) -> None:
-        if key[0] == ANSWER:
+        if key[0] in (PARTIAL, ANSWER):
             self.answer_bytes += nbytes

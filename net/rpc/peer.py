@@ -217,6 +217,7 @@ class RpcPeer:
         *,
         timeout_s: float,
         bulk_bytes: int = 0,
+        on_partial: Callable[[Reply], None] | None = None,
     ) -> Reply:
         """Call `method` at `target`, see `Caller.call`.
 
@@ -244,7 +245,7 @@ class RpcPeer:
         try:
             with trio.move_on_after(timeout_s) as scope:
                 if way is None:
-                    reply = await self._service.call_itself(method, body, tensors)
+                    reply = await self._service.call_itself(method, body, tensors, on_partial)
                 else:
                     connection = way if isinstance(way, Connection) else await self._dialled(way)
                     way, peer_id = connection, connection.remote.peer_id if connection.remote else None
@@ -252,7 +253,7 @@ class RpcPeer:
                     if bulk_bytes:
                         where = address_of(target)
                         place = partial(self._lanes.call, connection, where, bulk_bytes=bulk_bytes)
-                    reply = await place(method, body, tensors, deadline=scope.deadline)
+                    reply = await place(method, body, tensors, deadline=scope.deadline, on_partial=on_partial)
             if scope.cancelled_caught and isinstance(way, _Dial):
                 raise DialFailed(f"cannot connect to {target} within {timeout_s:g} s")
             if scope.cancelled_caught:

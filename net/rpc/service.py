@@ -1,7 +1,7 @@
 """The methods that a peer serves: handlers by name, and how many calls of each may run at once."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -129,7 +129,13 @@ class Service:
         entry.num_running += 1
         return entry
 
-    async def call_itself(self, method: str, body: Body, tensors: Sequence[Outgoing]) -> Reply:
+    async def call_itself(
+        self,
+        method: str,
+        body: Body,
+        tensors: Sequence[Outgoing],
+        on_partial: Callable[[Reply], None] | None = None,
+    ) -> Reply:
         """Serve a call of this peer to itself: a trainer and the experts that it calls may live in one process. There
         is no connection, and yet nothing in the request or the reply is shared between both ends.
 
@@ -137,19 +143,25 @@ class Service:
           CallFailed: as a caller elsewhere would get it.
           ConnectionLost: `close` was called meanwhile.
         """
+
+        def send_partial(reply: Reply) -> bool:
+            assert on_partial is not None
+            on_partial(_received(reply))
+            return True
+
         request = Request(
             method=method,
             body=_copied(body),
             tensors=tuple(map(as_received, tensors)),
             peer_id=self._peer_id,
             peer_address=self._address,
+            send_partial=None if on_partial is None else send_partial,
         )
         entry = self.admit(method)
         with trio.CancelScope() as scope, entry.serving("this peer itself"):
             self._own_calls[scope] = None
             try:
-                reply = await entry.run(request)
-                return Reply(body=_copied(reply.body), tensors=tuple(map(as_received, reply.tensors)))
+                return _received(await entry.run(request))
             finally:
                 del self._own_calls[scope]
         raise ConnectionLost("this peer was closed")
@@ -158,6 +170,11 @@ class Service:
         """End the calls of this peer to itself that run: there is no connection that would."""
         for scope in self._own_calls:
             scope.cancel()
+
+
+def _received(reply: Reply) -> Reply:
+    """A reply as it comes out of a connection."""
+    return Reply(body=_copied(reply.body), tensors=tuple(map(as_received, reply.tensors)))
 
 
 def _copied(body: Body) -> Body:

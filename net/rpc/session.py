@@ -11,6 +11,7 @@ at any moment without leaving half a message behind, and its size is bounded by 
 - answers: at most `max_incoming`, since an answered call counts as running until its answer has been taken; while
   answers of more than `max_answer_bytes` wait for a peer that does not read, further calls are turned away and further
   answers are replaced by errors ("busy");
+- partials, which are parts of answers: one for each call that is being served;
 - "busy" errors: one for each call that the peer places beyond that. An honest peer has at most `max_outgoing`
   calls under way; one that goes on without reading the errors runs into `max_queued` and is dropped;
 - one each of hello, credit, ping, pong and goodbye.
@@ -21,21 +22,23 @@ share and its place until its handler is done, also if it was called off meanwhi
 Legal sequences. `Hello` comes first and once. A call's id must not be one that is being served; beyond that ids arrive
 in any order, since large calls complete later. An answer to a call that was never placed is an error; to one that was
 given up or is answered already it is dropped, for it crossed our cancellation on the way (or is a lie that changes
-nothing). A cancellation of a call that is not being served is dropped for the same reason. After both ends have said
-`Goodbye` and all calls are answered the session `is_over`.
+nothing). A partial of a call that did not ask for any is an error; an answer leaves after the partials of its call, for
+what comes later is dropped. A cancellation of a call that is not being served is dropped for the same reason. After
+both ends have said `Goodbye` and all calls are answered the session `is_over`.
 """
 
 from collections.abc import Sequence
 
 from net.errors import PeerBusy, RemoteProtocolError
 from net.rpc.base import Body
-from net.rpc.outbox import ANSWER, CALL, Key, Outbox
+from net.rpc.outbox import ANSWER, CALL, PARTIAL, Key, Outbox
 from net.wire.compression import Compressed
 from net.wire.frame_reader import WINDOW_BYTES, window_cost
-from net.wire.frames import Frame, Part
+from net.wire.frames import EncodedFrame, Frame, Part
 from net.wire.messages import (
     CallCancel,
     CallError,
+    CallPartial,
     CallReply,
     CallStart,
     Credit,
@@ -64,9 +67,9 @@ MAX_ANSWER_BYTES = WINDOW_BYTES
 
 _CREDIT: Key = ("credit", 0)
 
-Action = CallStart | CallCancel | CallReply | CallError
+Action = CallStart | CallCancel | CallReply | CallPartial | CallError
 """What the peer wants of the shell: run the handler of a call and then `reply`, `fail` or `forget` it; cancel the
-handler of a call; finish a call of ours with its answer."""
+handler of a call; give the caller of a call of ours part of the answer, or finish the call with its answer."""
 
 
 class RpcSession:
@@ -88,9 +91,10 @@ class RpcSession:
         """One of the two wants to part: place no more calls here."""
         self._window_bytes = hello.window_bytes
         self._last_placed = 0  # highest id that we used
-        self._placed: set[int] = set()  # calls of ours without an answer
+        self._placed: dict[int, bool] = {}  # calls of ours without an answer, and whether they take partials
         self._running: dict[int, int] = {}  # calls of the peer's whose answer has not left, and their window cost
         self._called_off: set[int] = set()  # of these, those that want no answer, while their handler ends
+        self._held: dict[int, EncodedFrame] = {}  # answers that leave when the partial before them has left
         self._held_bytes = 0  # window cost of all that we have not dealt with
         self._owed_bytes = 0  # what we have dealt with and not said so yet
         self._said_goodbye = False
@@ -123,9 +127,11 @@ class RpcSession:
         """Whether `take_parts` may have something, or the session has become over: wake the writer."""
         return bool(self._outbox) or self._owes_credit or self.is_over
 
-    def place_call(self, method: str, body: Body, tensors: Sequence[Outgoing], *, timeout_s: float) -> int:
+    def place_call(
+        self, method: str, body: Body, tensors: Sequence[Outgoing], *, timeout_s: float, partials: bool = False
+    ) -> int:
         """Queue a call, and return the id that its answer will carry. Tensors leave uncompressed if the peer could not
-        undo the compression asked for.
+        undo the compression asked for. `partials`: take parts of the answer as they become ready.
 
         Raises:
           PeerBusy: `max_outgoing` calls are under way.
@@ -135,21 +141,42 @@ class RpcSession:
             raise PeerBusy(f"{self.max_outgoing} calls to this peer are under way already")
         call_id = self._last_placed + 1
         start = CallStart(
-            call_id=call_id, method=method, timeout_s=timeout_s, body=body, tensors=self._understood(tensors)
+            call_id=call_id,
+            method=method,
+            timeout_s=timeout_s,
+            body=body,
+            tensors=self._understood(tensors),
+            partials=partials,
         )
         self._enqueue(CALL, call_id, start)
         self._last_placed = call_id
-        self._placed.add(call_id)
+        self._placed[call_id] = partials
         return call_id
 
     def abandon_call(self, call_id: int) -> None:
         """Take back a call for which nobody waits any more, or tell the peer if it has been sent."""
         if call_id not in self._placed:
             return
-        self._placed.remove(call_id)
+        del self._placed[call_id]
         if not self._outbox.discard((CALL, call_id)):
             self._enqueue("cancel", call_id, CallCancel(call_id=call_id))
         self._say_goodbye_if_done()
+
+    def reply_partly(self, call_id: int, body: Body, tensors: Sequence[Outgoing]) -> bool:
+        """Answer part of a call of the peer's that takes partials; whether it was queued. It is not while an earlier
+        partial of the call waits to leave, too much else waits, or nobody waits for the answer any more.
+
+        Raises:
+          LocalProtocolError: it cannot be sent.
+        """
+        key = (PARTIAL, call_id)
+        is_wanted = call_id in self._running and call_id not in self._called_off
+        if not is_wanted or key in self._outbox or self._unread_bytes > self.max_answer_bytes:
+            return False
+        self._outbox.put(
+            key, encode_message(CallPartial(call_id=call_id, body=body, tensors=self._understood(tensors)))
+        )
+        return True
 
     def reply(self, call_id: int, body: Body, tensors: Sequence[Outgoing]) -> None:
         """Answer a call of the peer's; nothing happens if it was given up meanwhile.
@@ -160,20 +187,20 @@ class RpcSession:
         if self._wants_answer(call_id):
             answer = CallReply(call_id=call_id, body=body, tensors=self._understood(tensors))
             encoded = encode_message(answer)
-            if encoded.body_nbytes and self._outbox.answer_bytes > self.max_answer_bytes:
+            if encoded.body_nbytes and self._unread_bytes > self.max_answer_bytes:
                 self.fail(call_id, ErrorKind.BUSY, self._unread())
                 return
-            self._outbox.put((ANSWER, call_id), encoded)
-            self._release(call_id)
+            self._answer(call_id, encoded)
 
     def fail(self, call_id: int, kind: ErrorKind, message: str) -> None:
         """Answer a call of the peer's with an error; nothing happens if it was given up meanwhile."""
         if self._wants_answer(call_id):
-            self._enqueue(ANSWER, call_id, CallError(call_id=call_id, kind=kind, message=message))
-            self._release(call_id)
+            self._answer(call_id, encode_message(CallError(call_id=call_id, kind=kind, message=message)))
 
     def forget(self, call_id: int) -> None:
         """End a call of the peer's without an answer: its handler is done, and nobody waits."""
+        self._held.pop(call_id, None)
+        self._outbox.discard((PARTIAL, call_id))
         self._outbox.discard((ANSWER, call_id))
         self._called_off.discard(call_id)
         if call_id in self._running:
@@ -208,6 +235,8 @@ class RpcSession:
         for kind, call_id in done:
             if kind == ANSWER:
                 self._running.pop(call_id, None)
+            elif kind == PARTIAL and call_id in self._held:
+                self._outbox.put((ANSWER, call_id), self._held.pop(call_id))
         return parts
 
     def receive_untrusted(self, frame: Frame) -> Action | None:
@@ -230,7 +259,7 @@ class RpcSession:
                 return self._receive_start_untrusted(message, frame.body_nbytes)
             case CallCancel():
                 return self._receive_cancel(message)
-            case CallReply() | CallError():
+            case CallReply() | CallPartial() | CallError():
                 return self._receive_answer_untrusted(message)
             case Credit():
                 self._outbox.grant_untrusted(message.nbytes)
@@ -256,7 +285,7 @@ class RpcSession:
             raise RemoteProtocolError("a call after Goodbye")
         if len(self._running) >= self.max_incoming:
             busy = f"{self.max_incoming} of your calls are under way already"
-        elif self._outbox.answer_bytes > self.max_answer_bytes:
+        elif self._unread_bytes > self.max_answer_bytes:
             busy = self._unread()
         else:
             self._running[start.call_id] = cost
@@ -271,20 +300,26 @@ class RpcSession:
         call_id = cancel.call_id
         if call_id not in self._running or call_id in self._called_off:
             return None
-        if (ANSWER, call_id) in self._outbox:
+        if call_id in self._held or (ANSWER, call_id) in self._outbox:
             self.forget(call_id)
             return None
         self._called_off.add(call_id)
         return cancel
 
-    def _receive_answer_untrusted(self, answer: CallReply | CallError) -> CallReply | CallError | None:
+    def _receive_answer_untrusted(
+        self, answer: CallReply | CallPartial | CallError
+    ) -> CallReply | CallPartial | CallError | None:
         if answer.call_id > self._last_placed:
             raise RemoteProtocolError(f"answer to call {answer.call_id}, which was never placed")
         if (CALL, answer.call_id) in self._outbox:
             raise RemoteProtocolError(f"answer to call {answer.call_id}, which has not been sent yet")
         if answer.call_id not in self._placed:
             return None
-        self._placed.remove(answer.call_id)
+        if isinstance(answer, CallPartial):
+            if not self._placed[answer.call_id]:
+                raise RemoteProtocolError(f"part of an answer to call {answer.call_id}, which did not ask for parts")
+            return answer
+        del self._placed[answer.call_id]
         self._say_goodbye_if_done()
         return answer
 
@@ -294,8 +329,22 @@ class RpcSession:
             self.forget(call_id)
         return call_id in self._running
 
+    @property
+    def _unread_bytes(self) -> int:
+        """Tensors of answers that wait to leave."""
+        return self._outbox.answer_bytes + sum(encoded.body_nbytes for encoded in self._held.values())
+
     def _unread(self) -> str:
-        return f"answers of {self._outbox.answer_bytes} bytes wait for you to read them"
+        return f"answers of {self._unread_bytes} bytes wait for you to read them"
+
+    def _answer(self, call_id: int, encoded: EncodedFrame) -> None:
+        """Queue the answer to a running call, behind the partial that may still wait, and count the call as dealt
+        with."""
+        if (PARTIAL, call_id) in self._outbox:
+            self._held[call_id] = encoded
+        else:
+            self._outbox.put((ANSWER, call_id), encoded)
+        self._release(call_id)
 
     def _release(self, call_id: int) -> None:
         """Count the request of a running call as dealt with."""

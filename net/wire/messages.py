@@ -3,7 +3,8 @@
 A message travels as a frame whose header is a flat map: `"type"` names the message, the other keys are its fields,
 and the tensors ride in the frame's body. Both ends send `Hello` first. Every call is numbered by its caller, upwards
 from one on each connection; its `CallStart` is answered by at most one `CallReply` or `CallError`, or is called off
-by a `CallCancel`. Since frames arrive in the order in which they were completed, calls do not arrive in the order of
+by a `CallCancel`. A call that takes partials may get parts of its answer ahead of that, in a `CallPartial` each. Since
+frames arrive in the order in which they were completed, calls do not arrive in the order of
 their ids. The two directions of a connection are independent.
 
 `Credit` gives room in the window back (`net.rpc.outbox`), `Ping` asks for a `Pong` at any time, and `Goodbye` announces
@@ -86,6 +87,7 @@ class CallStart:
       timeout_s: how long the caller will still wait, seconds; more than 0, at most `MAX_TIMEOUT_S`.
       body: small arguments.
       tensors: large arguments.
+      partials: the caller takes parts of the answer as they become ready.
     """
 
     call_id: int
@@ -93,11 +95,21 @@ class CallStart:
     timeout_s: float
     body: Mapping[str, Any]
     tensors: tuple[Outgoing, ...] = ()
+    partials: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallReply:
     """The answer to the call `call_id`: small results in `body`, large ones in `tensors`."""
+
+    call_id: int
+    body: Mapping[str, Any]
+    tensors: tuple[Outgoing, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallPartial:
+    """Part of the answer to the call `call_id`, which asked for such; the `CallReply` or `CallError` comes later."""
 
     call_id: int
     body: Mapping[str, Any]
@@ -142,7 +154,7 @@ class Goodbye:
     """The sender places no more calls on this connection. Sent at most once."""
 
 
-Message = Hello | CallStart | CallReply | CallError | CallCancel | Credit | Ping | Pong | Goodbye
+Message = Hello | CallStart | CallReply | CallPartial | CallError | CallCancel | Credit | Ping | Pong | Goodbye
 
 
 _CALL_ID = integer(1, MAX_CALL_ID)
@@ -165,6 +177,7 @@ _FIELDS: dict[type[Message], dict[str, tuple[str, Field[Any]]]] = {
         "body": ("body", MAPPING),
     },
     CallReply: {"id": ("call_id", _CALL_ID), "body": ("body", MAPPING)},
+    CallPartial: {"id": ("call_id", _CALL_ID), "body": ("body", MAPPING)},
     CallError: {
         "id": ("call_id", _CALL_ID),
         "kind": ("kind", choice(ErrorKind)),
@@ -182,6 +195,7 @@ _TYPES: dict[str, type[Message]] = {
     "hello": Hello,
     "call": CallStart,
     "reply": CallReply,
+    "partial": CallPartial,
     "error": CallError,
     "cancel": CallCancel,
     "credit": Credit,
@@ -192,8 +206,11 @@ _TYPES: dict[str, type[Message]] = {
 _NAMES = {kind: name for name, kind in _TYPES.items()}
 _KEYS = {kind: frozenset({"type", *fields}) for kind, fields in _FIELDS.items()}
 
-_LANE = "lane"
-"""A key of `Hello` alone, there with the value true or not at all: peers of earlier versions know none such."""
+_FLAGS: dict[type[Message], str] = {Hello: "lane", CallStart: "partials"}
+"""A key of a message, and its attribute, that is there with the value true or not at all: peers of earlier versions
+know none such."""
+
+_WITH_TENSORS = (CallStart, CallReply, CallPartial)
 
 
 def is_host(value: object) -> bool:
@@ -211,14 +228,15 @@ def encode_message(message: Message) -> EncodedFrame:
     kind = type(message)
     header = {key: field.pack(getattr(message, name)) for key, (name, field) in _FIELDS[kind].items()}
     header["type"] = _NAMES[kind]
-    if isinstance(message, Hello) and message.lane:
-        header[_LANE] = True
+    flag = _FLAGS.get(kind)
+    if flag is not None and getattr(message, flag):
+        header[flag] = True
     if isinstance(message, CallStart) and not _METHOD.holds(message.method):
         raise LocalProtocolError(f"a method has 1 to {MAX_METHOD_CHARACTERS} characters, got {message.method!r:.200}")
     if isinstance(message, CallError):
         # An exception's text may hold lone surrogates, which UTF-8 cannot express.
         header["message"] = message.message[:MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
-    return encode_frame(header, message.tensors if isinstance(message, CallStart | CallReply) else ())
+    return encode_frame(header, message.tensors if isinstance(message, _WITH_TENSORS) else ())
 
 
 def parse_untrusted(frame: Frame) -> Message:
@@ -232,15 +250,16 @@ def parse_untrusted(frame: Frame) -> Message:
     kind = _TYPES.get(name) if type(name) is str else None
     if kind is None:
         raise RemoteProtocolError(f"unknown message type {str(name)[:32]!r}")
-    is_lane = kind is Hello and frame.header.get(_LANE) is True
-    if frame.header.keys() != (_KEYS[kind] | {_LANE} if is_lane else _KEYS[kind]):
+    flag = _FLAGS.get(kind)
+    is_flagged = flag is not None and frame.header.get(flag) is True
+    if frame.header.keys() != (_KEYS[kind] | {flag} if is_flagged else _KEYS[kind]):
         raise RemoteProtocolError(f"message {name!r} must have the fields {', '.join(sorted(_KEYS[kind]))}")
     values = {
         attribute: field.read_untrusted(frame.header[key], key) for key, (attribute, field) in _FIELDS[kind].items()
     }
-    if is_lane:
-        values["lane"] = True
-    if kind in (CallStart, CallReply):
+    if flag is not None:
+        values[flag] = is_flagged
+    if kind in _WITH_TENSORS:
         values["tensors"] = frame.tensors
     elif frame.tensors:
         raise RemoteProtocolError(f"message {name!r} carries no tensors")

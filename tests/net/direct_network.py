@@ -133,6 +133,7 @@ class DirectCaller:
         *,
         timeout_s: float,
         bulk_bytes: int = 0,
+        on_partial: Callable[[Reply], None] | None = None,
     ) -> Reply:
         """Sleep once, then run the target's handler: of whoever sits at a contact's address, for nothing is proven."""
         address = target.address if isinstance(target, Contact) else target
@@ -141,7 +142,7 @@ class DirectCaller:
         callee = self._network.at(address)
         service = (callee.peer_id if callee else address, method.partition(".")[0])
         try:
-            reply = await self._call(address, method, body, tensors, timeout_s)
+            reply = await self._call(address, method, body, tensors, timeout_s, on_partial)
         except PeerUnavailable as error:
             now = trio.current_time()
             self.health.failed(service, now, str(error), together_s=now - started)
@@ -153,7 +154,13 @@ class DirectCaller:
         return reply
 
     async def _call(
-        self, address: Address, method: str, body: Body, tensors: Sequence[Outgoing], timeout_s: float
+        self,
+        address: Address,
+        method: str,
+        body: Body,
+        tensors: Sequence[Outgoing],
+        timeout_s: float,
+        on_partial: Callable[[Reply], None] | None,
     ) -> Reply:
         with trio.move_on_after(timeout_s):
             await trio.sleep(self._network.latency())
@@ -161,19 +168,39 @@ class DirectCaller:
             if callee is None:
                 await trio.sleep_forever()
             assert callee is not None
-            return await callee.serve(method, body, self._network.hand_over(method, tensors), self)
+            return await callee.serve(method, body, self._network.hand_over(method, tensors), self, on_partial)
         raise PeerTimeout(f"{address} did not answer {method} within {timeout_s} s")
 
-    async def serve(self, method: str, body: Body, tensors: tuple[Tensor, ...], source: "DirectCaller") -> Reply:
+    async def serve(
+        self,
+        method: str,
+        body: Body,
+        tensors: tuple[Tensor, ...],
+        source: "DirectCaller",
+        on_partial: Callable[[Reply], None] | None,
+    ) -> Reply:
         """Run a handler the way the RPC layer does: foreign errors become `RemoteFailure`."""
         if method not in self._handlers:
             raise CallRefused(f"unknown method {method}")
+
+        def received(reply: Reply) -> Reply:
+            return Reply(body=reply.body, tensors=self._network.hand_over(method, reply.tensors))
+
+        def send_partial(reply: Reply) -> bool:
+            assert on_partial is not None
+            on_partial(received(reply))
+            return True
+
         request = Request(
-            method=method, body=body, tensors=tensors, peer_id=source.peer_id, peer_address=source.address
+            method=method,
+            body=body,
+            tensors=tensors,
+            peer_id=source.peer_id,
+            peer_address=source.address,
+            send_partial=None if on_partial is None else send_partial,
         )
         try:
-            reply = await self._handlers[method](request)
-            return Reply(body=reply.body, tensors=self._network.hand_over(method, reply.tensors))
+            return received(await self._handlers[method](request))
         except CallFailed:
             raise
         except Exception as error:

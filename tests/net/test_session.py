@@ -14,6 +14,7 @@ from net.wire.frames import Frame
 from net.wire.messages import (
     CallCancel,
     CallError,
+    CallPartial,
     CallReply,
     CallStart,
     Credit,
@@ -289,6 +290,8 @@ UNSENT = CallReply(call_id=1, body={"to": "a call that is still in the queue"})
         [HELLO, CallReply(call_id=2, body={})],
         [HELLO, CallError(call_id=9, kind=ErrorKind.BUSY, message="")],
         [HELLO, UNSENT],
+        [HELLO, CallPartial(call_id=1, body={})],
+        [HELLO, CallPartial(call_id=2, body={})],
     ],
     ids=lambda messages: "-".join(type(message).__name__ for message in messages),
 )
@@ -299,6 +302,82 @@ def test_illegal_sequences(messages: list[Message]) -> None:
     receive(session, *messages[:-1])
     with pytest.raises(RemoteProtocolError):
         receive(session, messages[-1])
+
+
+def call_for_partials() -> tuple[RpcSession, RpcSession, int]:
+    """Bob serves a call of Alice's that takes partials."""
+    alice, bob = pair()
+    call_id = alice.place_call("m", {}, (), timeout_s=1.0, partials=True)
+    (start,) = deliver(alice, bob)
+    assert isinstance(start, CallStart)
+    assert start.partials
+    return alice, bob, call_id
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_partial_arrives_ahead_of_the_answer(fails: bool) -> None:
+    """Even if it is so large that the answer, a small frame, could overtake it; one at a time waits to leave."""
+    alice, bob, call_id = call_for_partials()
+    large = np.zeros(2**20, np.uint8)
+    assert bob.reply_partly(call_id, {"number": 0}, (large,))
+    assert not bob.reply_partly(call_id, {"number": 1}, ())
+    if fails:
+        bob.fail(call_id, ErrorKind.REFUSED, "the rest")
+    else:
+        bob.reply(call_id, {"number": 1}, ())
+    got: list[Action] = []
+    while bob.wants_to_write:
+        got += deliver(bob, alice)
+    partial, answer = got
+    assert isinstance(partial, CallPartial)
+    assert (partial.call_id, partial.body) == (call_id, {"number": 0})
+    last = CallError(call_id=call_id, kind=ErrorKind.REFUSED, message="the rest")
+    assert answer == (last if fails else CallReply(call_id=call_id, body={"number": 1}))
+    assert alice.is_idle
+    assert bob.is_idle
+
+
+def test_what_is_called_off_sends_no_more_partials() -> None:
+    """Neither the one that waits, nor the answer that waits behind it, nor a later one; one on its way is dropped."""
+    alice, bob, call_id = call_for_partials()
+    assert bob.reply_partly(call_id, {"number": 0}, ())
+    on_its_way = frames(bob)
+    assert bob.reply_partly(call_id, {"number": 1}, (np.zeros(2**20, np.uint8),))
+    alice.abandon_call(call_id)
+    (cancel,) = deliver(alice, bob)
+    assert cancel == CallCancel(call_id=call_id)
+    assert not bob.reply_partly(call_id, {"number": 2}, ())
+    bob.forget(call_id)
+    assert receive(alice, *on_its_way) == ()
+    assert queued(bob) == []
+    assert bob.is_idle
+
+    alice, bob, call_id = call_for_partials()
+    assert bob.reply_partly(call_id, {"number": 0}, (np.zeros(2**20, np.uint8),))
+    bob.reply(call_id, {}, ())
+    alice.abandon_call(call_id)
+    assert deliver(alice, bob) == ()
+    assert queued(bob) == []
+    assert bob.is_idle
+
+
+def test_partials_count_as_answers_that_wait_to_be_read() -> None:
+    """To a peer that does not read no more of them are queued, nor are its calls served."""
+    alice, bob = pair(max_answer_bytes=1000)
+    calls = [alice.place_call("m", {}, (), timeout_s=1.0, partials=True) for _ in range(2)]
+    deliver(alice, bob)
+    assert bob.reply_partly(calls[0], {}, (np.zeros(1001, np.uint8),))
+    assert not bob.reply_partly(calls[1], {}, ())
+    bob.reply(calls[0], {}, (np.zeros(9, np.uint8),))
+    place(alice)
+    assert deliver(alice, bob) == ()
+    answers = [message for _ in range(3) for message in queued(bob)]
+    partial, busy, error = answers[1], answers[0], answers[2]
+    assert isinstance(partial, CallPartial)
+    assert isinstance(busy, CallError)
+    assert isinstance(error, CallError)
+    assert (busy.kind, error.kind) == (ErrorKind.BUSY, ErrorKind.BUSY)
+    assert busy.message == error.message == "answers of 1001 bytes wait for you to read them"
 
 
 def test_calls_arrive_in_any_order() -> None:

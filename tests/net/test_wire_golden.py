@@ -22,6 +22,7 @@ from net.wire.frames import OutgoingStream, encode_frame
 from net.wire.messages import (
     CallCancel,
     CallError,
+    CallPartial,
     CallReply,
     CallStart,
     Credit,
@@ -75,6 +76,7 @@ MESSAGES: dict[str, Message] = {
         compressions=("float16", "bfloat16", "blockwise8"),
     ),
     "hello of a client": Hello(peer_id=PeerId(b"\xff" * 32), instance=bytes(8), port=None, window_bytes=2**16),
+    "hello of a lane": Hello(peer_id=PeerId(b"\xff" * 32), instance=bytes(8), port=None, window_bytes=2**16, lane=True),
     "call": CallStart(
         call_id=1,
         method="forward",
@@ -124,6 +126,8 @@ MESSAGES: dict[str, Message] = {
             np.zeros(0, np.uint8),
         ),
     ),
+    "call that takes partials": CallStart(call_id=1, method="m", timeout_s=1.0, body={}, partials=True),
+    "partial": CallPartial(call_id=5, body={}),
     "reply": CallReply(call_id=24, body={}),
     "reply compressed": CallReply(
         call_id=3,

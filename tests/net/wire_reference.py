@@ -26,6 +26,7 @@ FIELDS = {
     "hello": {"type", "peer_id", "instance", "host", "port", "window", "compressions"},
     "call": {"type", "id", "method", "timeout_s", "body"},
     "reply": {"type", "id", "body"},
+    "partial": {"type", "id", "body"},
     "error": {"type", "id", "kind", "message"},
     "cancel": {"type", "id"},
     "credit": {"type", "nbytes"},
@@ -33,6 +34,7 @@ FIELDS = {
     "pong": {"type"},
     "goodbye": {"type"},
 }
+FLAGS = {"hello": "lane", "call": "partials"}
 
 
 @dataclass
@@ -94,8 +96,10 @@ def decode_header(data: bytes) -> Message:
     need(canonical(header) == data and type(header) is dict, "canonical map")
     table = header.pop("tensors", None)
     need(table != [], "no empty table")
-    need(set(header) == FIELDS[header["type"]], "fields")
-    need(table is None or header["type"] in ("call", "reply"), "who carries tensors")
+    flag = FLAGS.get(header["type"])
+    need(flag not in header or header[flag] is True, "flag")
+    need(set(header) - {flag} == FIELDS[header["type"]], "fields")
+    need(table is None or header["type"] in ("call", "partial", "reply"), "who carries tensors")
     return Message(header, table or [])
 
 
