@@ -27,6 +27,7 @@ import trio
 
 from dmoe_jax.device import Device, InlineDevice, ThreadDevice
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
+from dmoe_jax.expert_calls import MAX_PARTS
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.joining import Target
 from dmoe_jax.members import Member, list_members
@@ -165,6 +166,7 @@ class Swarm(AveragingSwarm):
         grace_s: float = 1.0,
         timeout_s: float = 10.0,
         max_rows: int = 256,
+        max_parts: int = MAX_PARTS,
         compression: Compression | str = Compression.NONE,
         on_shortfall: Literal["skip", "raise"] = "skip",
         max_skipped: float = 1.0,
@@ -178,6 +180,7 @@ class Swarm(AveragingSwarm):
           k_min: answers that each sample needs before stragglers get only the grace time.
           grace_s: seconds to wait for stragglers then. timeout_s: seconds after which a call is given up.
           max_rows: most samples of one call, at most the nodes' `max_batch_rows`; an expert with more gets several.
+          max_parts: most experts of a node that one request asks; 1: each expert gets a request of its own.
           compression: how activations and gradients travel: "none", "float16", "bfloat16" or "blockwise8".
           on_shortfall: for a sample with fewer than `k_min` answers "skip" mixes what there is, "raise" ends the step.
           max_skipped: share of samples without any expert beyond which a call raises `TooFewExperts`; 1: never.
@@ -198,6 +201,7 @@ class Swarm(AveragingSwarm):
                 grace_s=grace_s,
                 timeout_s=timeout_s,
                 max_rows=max_rows,
+                max_parts=max_parts,
                 compression=Compression(compression),
                 on_shortfall=on_shortfall,
                 max_skipped=max_skipped,

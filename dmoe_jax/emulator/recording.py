@@ -10,8 +10,9 @@ updated. `OrderRecorder.order` makes an `EventOrder` of it, from which the emula
     trainer = Trainer(0, recorder.model(model, trainer=0), recorder.trunk(trunk, trainer=0), batches)
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +21,8 @@ from jaxtyping import PRNGKeyArray
 
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder, num_stages
+from dmoe_jax.expert_calls import BACKWARD as BACKWARD_CALL
+from dmoe_jax.expert_calls import FORWARD as FORWARD_CALL
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.model import Model, Outcome
 from dmoe_jax.trunk import SharedTrunk
@@ -28,7 +31,7 @@ from net.identity import Address, Contact
 from net.rpc.base import Body, Caller, Handler, Reply, Request
 from net.wire.tensors import Outgoing
 
-_METHODS = {"expert.forward": FORWARD, "expert.backward": BACKWARD}
+_METHODS = {FORWARD_CALL: FORWARD, BACKWARD_CALL: BACKWARD}
 
 
 @dataclass
@@ -165,10 +168,23 @@ class _RecordedCaller:
         async def recorded(request: Request) -> Reply:
             if kind is None:
                 return await handler(request)
-            uid = request.body["uid"]
-            async with self._turns.setdefault(uid, trio.Lock()):
-                reply = await handler(request)
-                self._recorder.note_computed(kind, uid, request.body["request_id"])
+            parts = request.body["parts"]
+
+            def note(answer: Reply) -> None:
+                for part in _computed(parts, answer):
+                    self._recorder.note_computed(kind, part["uid"], part["id"])
+
+            def send_partial(answer: Reply) -> bool:
+                is_sent = request.send_partial is not None and request.send_partial(answer)
+                if is_sent:
+                    note(answer)
+                return is_sent
+
+            async with AsyncExitStack() as stack:
+                for uid in sorted({part["uid"] for part in parts}):  # in one order, so that no two wait for each other
+                    await stack.enter_async_context(self._turns.setdefault(uid, trio.Lock()))
+                reply = await handler(replace(request, send_partial=send_partial))
+                note(reply)
             return reply
 
         self._caller.add_handler(method, recorded, max_concurrent=max_concurrent)
@@ -182,14 +198,35 @@ class _RecordedCaller:
         *,
         timeout_s: float,
         bulk_bytes: int = 0,
+        on_partial: Callable[[Reply], None] | None = None,
     ) -> Reply:
         """As `Caller.call`."""
+        options: dict[str, Any] = {"timeout_s": timeout_s, "bulk_bytes": bulk_bytes}
         if method not in _METHODS or self._trainer is None:
-            return await self._caller.call(target, method, body, tensors, timeout_s=timeout_s, bulk_bytes=bulk_bytes)
-        self._recorder.note_placed(self._trainer, body["request_id"])
-        reply = await self._caller.call(target, method, body, tensors, timeout_s=timeout_s, bulk_bytes=bulk_bytes)
-        self._recorder.note_answered(body["request_id"])
+            return await self._caller.call(target, method, body, tensors, on_partial=on_partial, **options)
+        parts = body["parts"]
+        for part in parts:
+            self._recorder.note_placed(self._trainer, part["id"])
+
+        def note(answer: Reply) -> None:
+            for part in _computed(parts, answer):
+                self._recorder.note_answered(part["id"])
+
+        def take(answer: Reply) -> None:
+            note(answer)
+            if on_partial is not None:
+                on_partial(answer)
+
+        reply = await self._caller.call(
+            target, method, body, tensors, on_partial=None if on_partial is None else take, **options
+        )
+        note(reply)
         return reply
+
+
+def _computed(parts: Sequence[Mapping[str, Any]], answer: Reply) -> list[Mapping[str, Any]]:
+    """Those of a request's parts that this answer says were computed."""
+    return [parts[said["part"]] for said in answer.body["answers"] if "error" not in said]
 
 
 class _RecordedModel(Model):

@@ -6,7 +6,6 @@ looks or not.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from dmoe_jax.metrics.families import (
@@ -22,7 +21,6 @@ from dmoe_jax.metrics.families import (
     labelled,
 )
 from net.errors import CallFailed, CallRefused, PeerBusy
-from net.rpc.base import Handler, Reply, Request
 
 KINDS = ("forward", "backward")
 
@@ -32,7 +30,7 @@ class NodeRecorder:
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()
-        """Calls by kind and outcome: ok, busy, refused, failed, or given up by their caller."""
+        """Calls of experts by kind and outcome: ok, busy, refused, failed, or given up by their caller."""
         self.batch_rows = {kind: Histogram(POWERS_OF_TWO) for kind in KINDS}
         """Rows of the batches that were computed."""
         self.queue_s = {kind: Histogram(SECONDS) for kind in KINDS}
@@ -46,34 +44,18 @@ class NodeRecorder:
         self.malformed = 0
         """Requests that were refused because they do not fit."""
 
-    def counted(self, kind: str, handler: Handler) -> Handler:
-        """The handler, with each of its calls counted by how it ended."""
+    def ended(self, kind: str, error: CallFailed | None = None) -> None:
+        """A call was answered, with this error if it failed."""
+        self.calls[kind, "ok" if error is None else _outcome_of(error)] += 1
 
-        async def handle(request: Request) -> Reply:
-            outcome = "given up"
-            try:
-                reply = await handler(request)
-                outcome = "ok"
-                return reply
-            except CallFailed as error:
-                outcome = _outcome_of(error)
-                raise
-            except Exception:
-                outcome = "failed"
-                raise
-            finally:
-                self.calls[kind, outcome] += 1
+    def given_up(self, kind: str) -> None:
+        """Nobody waits for a call any more."""
+        self.calls[kind, "given up"] += 1
 
-        return handle
-
-    @contextmanager
-    def checking(self) -> Iterator[None]:
-        """While a request is checked: count it if it is refused."""
-        try:
-            yield
-        except CallRefused:
-            self.malformed += 1
-            raise
+    def does_not_fit(self, kind: str) -> None:
+        """A call was refused when it was checked."""
+        self.malformed += 1
+        self.calls[kind, "refused"] += 1
 
     def batch(
         self,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from dmoe_jax.expert_calls import MAX_PARTS
 from net.wire.compression import Compression
 
 
@@ -26,6 +27,9 @@ class MixtureConfig:
     max_rows: int = 256
     """Most samples of one call: an expert with more of them gets several calls, each of which updates it. At most the
     nodes' `max_batch_rows`, which they refuse to exceed."""
+    max_parts: int = MAX_PARTS
+    """Most experts of a node that are asked by one request. With 1 each expert is asked by a request of its own, and
+    faults that strike requests strike experts one by one."""
     compression: Compression = Compression.NONE
     """How activations and gradients travel, there and back: float32 ones, with the losses that `net.wire.compression`
     states; those of other types travel as they are."""
@@ -41,6 +45,8 @@ class MixtureConfig:
             raise ValueError(f"expected 1 <= k_best and 0 <= k_min <= k_best, got {self.k_best} and {self.k_min}")
         if self.max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {self.max_rows}")
+        if not 1 <= self.max_parts <= MAX_PARTS:
+            raise ValueError(f"max_parts must be from 1 to {MAX_PARTS}, got {self.max_parts}")
         if not self.grace_s >= 0 or not self.timeout_s > 0:
             raise ValueError(f"expected grace_s >= 0 and timeout_s > 0, got {self.grace_s} and {self.timeout_s}")
         if self.on_shortfall not in ("skip", "raise"):

@@ -1,7 +1,8 @@
 """Calling many experts at once and going on without the silent ones.
 
-One `ExpertCall` is one request to one node for the rows of a batch that chose its expert. `fan_out` runs a batch of
-them under one deadline and one quorum and returns the answers by call, None for a call that failed or was late.
+One `ExpertCall` asks one expert for the rows of a batch that chose it. `fan_out` runs a batch of them under one
+deadline and one quorum and returns the answers by call, None for a call that failed or was late. The calls of one node
+travel in one request; their answers come back one by one as they are ready.
 """
 
 import math
@@ -14,34 +15,17 @@ import numpy as np
 import trio
 
 from dmoe_jax.directory import ExpertDirectory, host_target
+from dmoe_jax.expert_calls import Answer, outcomes_of_untrusted
 from dmoe_jax.experts.base import TensorSpec
 from dmoe_jax.mixture.capacity import CallTimes
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.quorum import Quorum
+from dmoe_jax.mixture.requests import ExpertCall, LayerRequest, PlacedCall, grouped, row_bytes_of
 from dmoe_jax.mixture.statistics import BAD_ANSWER, LATE, NOT_FINITE, CallRecord, CallStatistics, reason_of
-from net.errors import CallFailed, ConnectionLost, NetError, PeerBusy
-from net.identity import Contact, PeerId
-from net.rpc.base import Body, Caller, Reply
+from net.errors import CallFailed, ConnectionLost, NetError, PeerBusy, RemoteProtocolError
+from net.identity import PeerId
+from net.rpc.base import Caller, Reply
 from net.types import Array
-from net.wire.compression import Compression
-from net.wire.tensors import Outgoing, as_outgoing, plain
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertCall:
-    """One request to one expert.
-
-    Attributes:
-      uid: the expert.
-      contact: the node that serves it.
-      rows: int64 [n], the samples of the batch that it serves.
-      slots: int64 [n], in which of its slots each of these samples has the expert.
-    """
-
-    uid: str
-    contact: Contact
-    rows: Array
-    slots: Array
 
 
 class ExpertCaller:
@@ -68,52 +52,60 @@ class ExpertCaller:
         self,
         method: str,
         calls: Sequence[ExpertCall],
-        tensors: Sequence[Sequence[Array]],
         *,
+        inputs: Sequence[Array],
+        output_grads: Array | None = None,
         replies: Sequence[TensorSpec],
-        num_samples: int,
         config: MixtureConfig,
-        bodies: Sequence[Mapping[str, Any]],
+        common: Mapping[str, Any],
+        seen: Sequence[int | None] | None = None,
         retry: bool = False,
-    ) -> list[Reply | None]:
+    ) -> list[Answer | None]:
         """Run all calls at once; the answers in order, None where there is none.
 
+        Calls of one node travel together, see `dmoe_jax.expert_calls`, and yet each is answered, and given up, by
+        itself.
+
         Args:
-          method: "expert.forward" or "expert.backward".
-          calls: the requests. tensors: the arrays of each.
+          method: `FORWARD` or `BACKWARD`.
+          inputs: the batch, each [batch, ...].
+          output_grads: for `BACKWARD`, gradients of the experts' outputs, [batch, slots, ...].
           replies: what each answer must carry, for each row.
-          num_samples: samples of the batch, for the quorum.
           config: how long to wait, and how tensors travel.
-          bodies: what each request says beside the expert's uid and an id of its own.
-          retry: whether a call whose connection broke is sent once more with the same request id.
+          common: what each request says beside its parts.
+          seen: for each call how many updates its expert had taken in the forward pass.
+          retry: whether what is not answered when a connection breaks is asked once more with the same ids.
 
         An answer of another shape, or with NaN or infinity in it, is none: it counts neither for the quorum nor for the
         expert. If cancelled, every call is cancelled, at the nodes too. Never raises for what a peer did.
         """
-        quorum = Quorum([call.rows for call in calls], num_samples=num_samples, k_min=config.k_min)
-        answers: list[Reply | None] = [None] * len(calls)
+        quorum = Quorum([call.rows for call in calls], num_samples=len(inputs[0]), k_min=config.k_min)
+        answers: list[Answer | None] = [None] * len(calls)
         finished = [False] * len(calls)
-        common = {} if config.compression is Compression.NONE else {"compression": config.compression.value}
-
         started = trio.current_time()
 
-        async def place(index: int) -> None:
-            request = {**common, **bodies[index], "uid": calls[index].uid, "request_id": secrets.token_bytes(16)}
-            outgoing = [as_outgoing(tensor, config.compression) for tensor in tensors[index]]
-            reply = await self._call(
-                method, calls[index], request, outgoing, replies, timeout_s=config.timeout_s, attempts=2 if retry else 1
-            )
-            finished[index] = True
-            answers[index] = reply
-            self._note_time(method, calls[index], started)
-            quorum.note(index, answered=reply is not None)
+        def finish(index: int, outcome: Answer | _Failure) -> None:
+            """A call has come to its end; each does once, or is given up."""
+            call, finished[index] = calls[index], True
+            if isinstance(outcome, Answer) and (fault := fault_in(outcome, replies, rows=len(call.rows))):
+                outcome = _Failure(*fault, blame=True)
+            if isinstance(outcome, Answer):
+                answers[index] = outcome
+            self._note_outcome(method, call, started, outcome)
+            self._note_time(method, call, started)
+            quorum.note(index, answered=answers[index] is not None)
             if quorum.reached and scope.deadline == math.inf:
                 scope.deadline = trio.current_time() + config.grace_s
 
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
-                for index in range(len(calls)):
-                    nursery.start_soon(place, index)
+                for indices in grouped(calls, row_bytes=row_bytes_of(inputs, output_grads), most=config.max_parts):
+                    parts = [
+                        PlacedCall(calls[index], index, None if seen is None else seen[index], secrets.token_bytes(16))
+                        for index in indices
+                    ]
+                    request = LayerRequest(method, parts, inputs, output_grads, config, common)
+                    nursery.start_soon(self._ask, request, finish, 2 if retry else 1)
         for call, done in zip(calls, finished, strict=True):
             if not done:
                 text = f"expert {call.uid} at {call.contact} was given up {config.grace_s:g} s after the others"
@@ -145,52 +137,82 @@ class ExpertCaller:
                 )
             )
 
-    async def _call(
-        self,
-        method: str,
-        call: ExpertCall,
-        body: Body,
-        tensors: Sequence[Outgoing],
-        replies: Sequence[TensorSpec],
-        *,
-        timeout_s: float,
-        attempts: int,
-    ) -> Reply | None:
-        started = trio.current_time()
+    async def _ask(
+        self, request: LayerRequest, finish: Callable[[int, "Answer | _Failure"], None], attempts: int
+    ) -> None:
+        """Place a request, and say of each of its parts how it ended."""
+        left = {part.index: part for part in request.parts}
+        contact, config = request.parts[0].call.contact, request.config
+
+        def end(part: PlacedCall, outcome: Answer | _Failure) -> None:
+            del left[part.index]
+            finish(part.index, outcome)
+
         for attempt in range(attempts):
+            asked = list(left.values())
+            body, tensors = request.encoded(asked)
+
+            def take(answer: Reply, asked: Sequence[PlacedCall] = asked) -> None:
+                rows = {number: len(part.call.rows) for number, part in enumerate(asked) if part.index in left}
+                try:
+                    outcomes = outcomes_of_untrusted(answer, rows)
+                except RemoteProtocolError as error:
+                    raise _BadAnswer(str(error)) from error
+                for number, outcome in outcomes:
+                    end(asked[number], _failure_of(outcome) if isinstance(outcome, CallFailed) else outcome)
+
             try:
-                reply = await self.rpc.call(call.contact, method, body, tensors, timeout_s=timeout_s)
+                take(
+                    await self.rpc.call(
+                        contact, request.method, body, tensors, timeout_s=config.timeout_s, on_partial=take
+                    )
+                )
+                failure = _Failure(BAD_ANSWER, "the answer says nothing of this expert", blame=True)
             except ConnectionLost as error:
-                if attempt + 1 == attempts:
-                    self._note_failure(call, reason_of(error), str(error))
-                    self._note_end(method, call, started, reason_of(error))
+                if left and attempt + 1 < attempts:
+                    continue
+                failure = _Failure(reason_of(error), str(error))
             except NetError as error:
-                # Busy is no fault, and RPC knows the hosts that do not answer; refusing concerns the expert.
-                is_experts_own = isinstance(error, CallFailed) and not isinstance(error, PeerBusy)
-                self._note_failure(call, reason_of(error), str(error), blame=is_experts_own)
-                self._note_end(method, call, started, reason_of(error))
-                break
-            else:
-                if fault := fault_in(reply, replies, rows=len(call.rows)):
-                    self._note_failure(call, *fault, blame=True)
-                    self._note_end(method, call, started, fault[0])
-                    break
-                self.statistics.ok += 1
-                self._note_end(method, call, started, "ok")
-                self.statistics.host[call.uid] = call.contact
-                self.directory.health.succeeded(call.uid)
-                return reply
-        return None
+                failure = _failure_of(error)
+            break
+        for part in tuple(left.values()):
+            end(part, failure)
 
-    def _note_failure(self, call: ExpertCall, reason: str, text: str, *, blame: bool = False) -> None:
-        self.statistics.note_failure(reason, f"expert {call.uid} at {call.contact}: {text}")
-        if blame:
-            self.directory.avoid(call.uid, reason)
+    def _note_outcome(self, method: str, call: ExpertCall, started: float, outcome: "Answer | _Failure") -> None:
+        if isinstance(outcome, Answer):
+            self.statistics.ok += 1
+            self.statistics.host[call.uid] = call.contact
+            self.directory.health.succeeded(call.uid)
+            self._note_end(method, call, started, "ok")
+            return
+        self.statistics.note_failure(outcome.reason, f"expert {call.uid} at {call.contact}: {outcome.text}")
+        if outcome.blame:
+            self.directory.avoid(call.uid, outcome.reason)
+        self._note_end(method, call, started, outcome.reason)
 
 
-def fault_in(reply: Reply, specs: Sequence[TensorSpec], *, rows: int) -> tuple[str, str] | None:
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a call brought nothing: one of `REASONS`, a sentence, and whether the expert is to blame for it."""
+
+    reason: str
+    text: str
+    blame: bool = False
+
+
+class _BadAnswer(RemoteProtocolError):
+    """An answer that is none to what was asked."""
+
+
+def _failure_of(error: NetError) -> _Failure:
+    # Busy is no fault, and RPC knows the hosts that do not answer; refusing, or talking nonsense, concerns the expert.
+    is_experts_own = isinstance(error, CallFailed | _BadAnswer) and not isinstance(error, PeerBusy)
+    return _Failure(reason_of(error), str(error), blame=is_experts_own)
+
+
+def fault_in(answer: Answer, specs: Sequence[TensorSpec], *, rows: int) -> tuple[str, str] | None:
     """What is wrong with an answer, as (reason, sentence); None if each tensor is as its own specification says."""
-    tensors = [plain(tensor) for tensor in reply.tensors]
+    tensors = answer.tensors
     expected = [((rows, *spec.shape), np.dtype(spec.dtype)) for spec in specs]
     got = [(tensor.shape, tensor.dtype) for tensor in tensors]
     if got != expected:

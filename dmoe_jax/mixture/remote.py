@@ -5,7 +5,8 @@ One layer of one step:
     scores  = router.scores(gate, features)                      jitted segment of the model
     choices = beam search for the k_best live experts, or        DHT, cached
               router.select over all that are alive
-    outputs = one call per distinct expert, not per sample       network, k_min and grace
+    outputs = one request per node, with a part for each of      network, k_min and grace
+              its experts that were chosen
     mixed   = x + sum_k weights_k (outputs_k - x), weights of those that answered       jitted segment
 
 Learning@home section 3.1 and 3.3; hivemind sends one request per (sample, expert) pair instead. An expert that does
@@ -29,14 +30,16 @@ import numpy as np
 
 from dmoe_jax.autodiff import Recording, Value
 from dmoe_jax.device import Device, to_host
+from dmoe_jax.expert_calls import BACKWARD, FORWARD
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import ExpertUid
 from dmoe_jax.mixture.capacity import grid_capacity, relative_to_median
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.coverage import Coverage
-from dmoe_jax.mixture.fan_out import ExpertCall, ExpertCaller
+from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.mixture.local import combine_outputs
 from dmoe_jax.mixture.readiness import check_experts
+from dmoe_jax.mixture.requests import ExpertCall
 from dmoe_jax.routing.base import (
     Router,
     RouterError,
@@ -49,15 +52,11 @@ from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_jax.routing.check import check_finite
 from net.errors import NoQuorum
 from net.identity import Contact
-from net.rpc.base import Reply
 from net.types import Array
-from net.wire.fields import integer
 
 MAX_WATCHED_CELLS = 4096
 """The most cells of a grid all of whose experts a balanced router hears of. Looking at a larger one would ask the DHT
 for every row; there all experts count as alike."""
-
-_UPDATES = integer(0, 2**63 - 1)
 
 
 class Choice(NamedTuple):
@@ -78,12 +77,14 @@ class Residual(NamedTuple):
     """What a backward pass needs of its forward pass.
 
     Attributes:
-      answered: for each call that was answered: the call, its inputs, and how many updates the expert had taken, as it
-        said; None if it said no such thing. The backward pass tells it what it said.
-      body: what the calls said beside their experts; the backward pass says the same.
+      inputs: the experts' inputs, each [batch, ...].
+      answered: for each call that was answered: the call, and how many updates the expert had taken, as it said; None
+        if it said no such thing. The backward pass tells it what it said.
+      body: what the requests said beside their parts; the backward pass says the same.
     """
 
-    answered: list[tuple[ExpertCall, list[Array], int | None]]
+    inputs: Sequence[Array]
+    answered: list[tuple[ExpertCall, int | None]]
     body: dict[str, Any]
 
 
@@ -239,26 +240,18 @@ class RemoteMixture:
         spec, calls, asked = self.expert.output, choice.calls, self.statistics.asked
         for call in calls:
             asked[call.uid] = asked.get(call.uid, 0) + len(call.rows)
-        tensors = [[array[call.rows] for array in inputs] for call in calls]
-        body = {} if dropout_seed is None else {"dropout_seed": dropout_seed}
-        replies = await self._caller.fan_out(
-            "expert.forward",
-            calls,
-            tensors,
-            replies=[spec],
-            num_samples=len(inputs[0]),
-            config=self.config,
-            bodies=[body] * len(calls),
+        residual = Residual(inputs, [], {} if dropout_seed is None else {"dropout_seed": dropout_seed})
+        answers = await self._caller.fan_out(
+            FORWARD, calls, inputs=inputs, replies=[spec], config=self.config, common=residual.body
         )
         outputs = np.zeros((*choice.indices.shape[:2], *spec.shape), spec.dtype)
         answered = np.zeros(choice.indices.shape[:2], bool)
-        residual = Residual([], body)
-        for call, sent, reply in zip(calls, tensors, replies, strict=True):
-            if reply is not None:
-                outputs[call.rows, call.slots] = reply.tensors[0]
+        for call, answer in zip(calls, answers, strict=True):
+            if answer is not None:
+                outputs[call.rows, call.slots] = answer.tensors[0]
                 answered[call.rows, call.slots] = True
-                residual.answered.append((call, sent, _updates_of(reply)))
-        found, replied = ({call.uid for call in each} for each in (calls, (call for call, _, _ in residual.answered)))
+                residual.answered.append((call, answer.updates))
+        found, replied = ({call.uid for call in each} for each in (calls, (call for call, _ in residual.answered)))
         self._note_answers(answered, found=len(found), replied=len(replied))
         return outputs, answered, residual
 
@@ -271,24 +264,22 @@ class RemoteMixture:
         specs, batch = self.expert.inputs, len(output_grads)
         sums = [np.zeros((batch, *spec.shape), spec.dtype) if spec.differentiable else None for spec in specs]
         returned = await self._caller.fan_out(
-            "expert.backward",
-            [call for call, _, _ in residual.answered],
-            [[*sent, np.ascontiguousarray(output_grads[call.rows, call.slots])] for call, sent, _ in residual.answered],
+            BACKWARD,
+            [call for call, _ in residual.answered],
+            inputs=residual.inputs,
+            output_grads=output_grads,
             replies=[spec for spec in specs if spec.differentiable],
-            num_samples=batch,
             config=self.config,
-            bodies=[
-                residual.body if updates is None else {**residual.body, "seen": updates}
-                for _, _, updates in residual.answered
-            ],
+            common=residual.body,
+            seen=[updates for _, updates in residual.answered],
             retry=True,
         )
         wanted = [array for array in sums if array is not None]
-        for (call, _, updates), reply in zip(residual.answered, returned, strict=True):
-            if reply is not None:
-                for array, grad in zip(wanted, reply.tensors, strict=True):
-                    _add_rows(array, call.rows, cast(Array, grad))
-                self._note_update(call, updates, _updates_of(reply))
+        for (call, updates), answer in zip(residual.answered, returned, strict=True):
+            if answer is not None:
+                for array, grad in zip(wanted, answer.tensors, strict=True):
+                    _add_rows(array, call.rows, grad)
+                self._note_update(call, updates, answer.updates)
         return tuple(sums)
 
     async def check(self, *, timeout_s: float = 60.0, say: Callable[[str], None] = lambda _: None) -> int:
@@ -343,12 +334,6 @@ class _LayerCall:
 
     async def backward(self, residual: Residual, output_grads: tuple[Any, Any]) -> tuple[Any, ...]:
         return await self.mixture.backward(residual, await to_host(self.device, output_grads[0]))
-
-
-def _updates_of(reply: Reply) -> int | None:
-    """How many updates the expert had taken, as a node's reply says it."""
-    updates = reply.body.get("updates")
-    return updates if _UPDATES.holds(updates) else None
 
 
 def _add_rows(array: Array, rows: Array, grads: Array) -> None:

@@ -12,8 +12,6 @@ from typing import Generic, TypeVar
 
 Work = TypeVar("Work")
 
-MAX_REQUEST_ID_BYTES = 32
-
 
 class ReplayCache(Generic[Work]):
     """Request ids and the work done for them; what is finished is bounded in entries and bytes.

@@ -6,37 +6,39 @@ specification, so that the person at the other end can mend it without reading t
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
 
+from dmoe_jax.expert_calls import MAX_ID_BYTES, MAX_UPDATES, Part, parts_of_untrusted
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.dropout import row_keys_of_seed
-from dmoe_jax.node.replay import MAX_REQUEST_ID_BYTES
 from net.errors import CallRefused, RemoteProtocolError
-from net.rpc.base import Request
+from net.rpc.base import Body, Request
 from net.types import Array
 from net.wire.compression import COMPRESSIONS, Compression
-from net.wire.fields import integer, optional
+from net.wire.fields import integer, octets, optional
 
-NOT_STALE = 2**63 - 1
-"""Beyond every expert's count of updates: a gradient that saw so many is never stale."""
+NOT_STALE = MAX_UPDATES
+"""A gradient that saw so many updates is never stale."""
 
 _SEEN = optional(integer(0, NOT_STALE))
+_REQUEST_ID = octets(1, MAX_ID_BYTES)
+_SEED = optional(integer(0, 2**63 - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRequest:
-    """A checked forward or backward request.
+    """A checked part of a forward or backward request.
 
     Attributes:
       uid: the expert.
       inputs: one array per input specification, [rows, ...].
       output_grads: gradient of the output, [rows, ...]; None in a forward request, as the next.
-      request_id: names a backward request across retries.
+      request_id: names a part of a backward request across retries.
       seen: how many updates the expert had taken when it computed this request's forward.
       keys: uint32 [rows, 2], a dropout key for each row; None in evaluation, and for an expert that takes none.
-      compression: how the float32 tensors of the answer shall travel.
     """
 
     uid: str
@@ -45,7 +47,6 @@ class ExpertRequest:
     request_id: bytes | None = None
     seen: int = NOT_STALE
     keys: Array | None = None
-    compression: Compression = Compression.NONE
 
     @property
     def rows(self) -> int:
@@ -53,13 +54,13 @@ class ExpertRequest:
         return int(self.inputs[0].shape[0])
 
 
-def uid_of(request: Request, experts: Mapping[str, Expert]) -> str:
-    """The expert that the request names.
+def uid_of(body: Body, experts: Mapping[str, Expert]) -> str:
+    """The expert that a body names.
 
     Raises:
       CallRefused: if it names none, or one that this node does not serve.
     """
-    uid = request.body.get("uid")
+    uid = body.get("uid")
     if not isinstance(uid, str):
         raise CallRefused(f"expected the uid of an expert as a string, got {uid!r:.80}")
     if uid not in experts:
@@ -68,78 +69,112 @@ def uid_of(request: Request, experts: Mapping[str, Expert]) -> str:
     return uid
 
 
-def parse_request(request: Request, experts: Mapping[str, Expert], *, max_rows: int, backward: bool) -> ExpertRequest:
-    """Check a request against the expert's specification: inputs, and for backward the output's gradient and an id.
+def parse_request(
+    request: Request, experts: Mapping[str, Expert], *, max_rows: int, backward: bool
+) -> tuple[list[ExpertRequest | CallRefused], Compression]:
+    """Check each part of a request against its expert's specification, see `dmoe_jax.expert_calls`.
+
+    Returns: (the parts in their order, with what was expected in place of one that does not fit; how the float32
+      tensors of the answer shall travel).
 
     Raises:
-      CallRefused: with what was expected.
+      CallRefused: the request as a whole does not fit.
     """
-    uid = uid_of(request, experts)
-    expert, tensors = experts[uid], request.tensors
-    specs = [(f"input {spec.name!r}", spec) for spec in expert.inputs]
-    if backward:
-        specs.append((f"gradient of {expert.output.name}", expert.output))
-    if len(tensors) != len(specs):
-        names = ", ".join(what for what, _ in specs)
-        raise CallRefused(f"expert {uid}: expected {len(specs)} tensors ({names}), got {len(tensors)}")
-    rows = tensors[0].shape[0] if tensors[0].ndim else 0
-    if not 1 <= rows <= max_rows:
-        raise CallRefused(f"expert {uid}: expected 1 to {max_rows} rows in a request, got {rows}")
-    for (what, spec), tensor in zip(specs, tensors, strict=True):
-        _check_tensor(uid, what, spec, tensor, rows=rows)
-
-    request_id = request.body.get("request_id") if backward else None
-    if backward and (not isinstance(request_id, bytes) or not 1 <= len(request_id) <= MAX_REQUEST_ID_BYTES):
-        raise CallRefused(
-            f"expert {uid}: expected a request_id of 1 to {MAX_REQUEST_ID_BYTES} bytes in a backward request"
+    try:
+        parts = parts_of_untrusted(request)
+        whole = _Whole(
+            inputs=request.tensors[1:-1] if backward else request.tensors[1:],
+            output_grads=request.tensors[-1] if backward else None,
+            num_pairs=len(request.tensors[0]),
+            seed=_SEED.of_untrusted(request.body, "dropout_seed"),
+            is_finite=all(map(_is_finite, request.tensors[1:])),
         )
+    except RemoteProtocolError as error:
+        raise CallRefused(str(error)) from error
+    compression = _compression_of(request.body)
+    parsed: list[ExpertRequest | CallRefused] = []
+    for part in parts:
+        try:
+            uid = uid_of(part.body, experts)
+            parsed.append(_parse_part(part, uid, experts[uid], whole, max_rows=max_rows))
+        except CallRefused as refused:
+            parsed.append(refused)
+    return parsed, compression
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Whole:
+    """What the parts of a request share.
+
+    Attributes:
+      inputs: each [rows, ...], if it fits the expert.
+      output_grads: [pairs, ...] likewise; None in a forward request.
+      num_pairs: rows of all parts.
+      seed: of the dropout; None in evaluation.
+      is_finite: every number of all tensors is.
+    """
+
+    inputs: tuple[Array, ...]
+    output_grads: Array | None
+    num_pairs: int
+    seed: int | None
+    is_finite: bool
+
+
+def _parse_part(part: Part, uid: str, expert: Expert, whole: _Whole, *, max_rows: int) -> ExpertRequest:
+    rows, grads, who = len(part.index), whole.output_grads, f"expert {uid}"
+    if not 1 <= rows <= max_rows:
+        raise CallRefused(f"{who}: expected 1 to {max_rows} rows in a part of a request, got {rows}")
+    num_tensors = len(whole.inputs) + (grads is not None)
+    if len(whole.inputs) != len(expert.inputs):
+        names = [f"input {spec.name!r}" for spec in expert.inputs]
+        names += [] if grads is None else [f"gradient of {expert.output.name}"]
+        listed = f"{len(names)} tensors ({', '.join(names)}) after the index"
+        raise CallRefused(f"{who}: expected {listed}, got {num_tensors}")
+    inputs = []
+    for spec, array in zip(expert.inputs, whole.inputs, strict=True):
+        _check_tensor(f"{who}: expected input {spec.name!r}", spec, array, rows=len(whole.inputs[0]))
+        inputs.append(part.rows_of(array))
+    if grads is not None:
+        _check_tensor(f"{who}: expected gradient of {expert.output.name}", expert.output, grads, rows=whole.num_pairs)
+        grads = part.pairs_of(grads)
+    if not whole.is_finite:
+        names = [f"input {spec.name!r}" for spec in expert.inputs] + [f"gradient of {expert.output.name}"]
+        for name, array in zip(names, [*inputs, *([] if grads is None else [grads])], strict=False):
+            if not _is_finite(array):
+                raise CallRefused(f"{who}: expected finite numbers in {name}, got NaN or infinity")
+    try:
+        request_id = _REQUEST_ID.of_untrusted(part.body, "id") if grads is not None else None
+        seen = _SEEN.of_untrusted(part.body, "seen") if grads is not None else None
+    except RemoteProtocolError as error:
+        raise CallRefused(f"{who}: {error}") from error
+    takes_keys = whole.seed is not None and expert.takes_key
     return ExpertRequest(
         uid=uid,
-        inputs=tensors[: len(expert.inputs)],
-        output_grads=tensors[-1] if backward else None,
+        inputs=tuple(inputs),
+        output_grads=grads,
         request_id=request_id,
-        seen=_seen_of(uid, request) if backward else NOT_STALE,
-        keys=_keys_of(uid, expert, request, rows=rows),
-        compression=_compression_of(uid, request),
+        seen=NOT_STALE if seen is None else seen,  # of a peer that does not know of staleness nothing is stale
+        keys=row_keys_of_seed(cast(int, whole.seed), rows) if takes_keys else None,
     )
 
 
-def _seen_of(uid: str, request: Request) -> int:
-    """The request's "seen"; without it, as of a peer that does not know of staleness, nothing is stale."""
-    try:
-        seen = _SEEN.of_untrusted(request.body, "seen")
-    except RemoteProtocolError as error:
-        raise CallRefused(f"expert {uid}: {error}") from error
-    return NOT_STALE if seen is None else seen
-
-
-def _compression_of(uid: str, request: Request) -> Compression:
-    if "compression" not in request.body:
+def _compression_of(body: Body) -> Compression:
+    if "compression" not in body:
         return Compression.NONE
-    name = request.body["compression"]
+    name = body["compression"]
     if not isinstance(name, str) or name not in COMPRESSIONS:
-        raise CallRefused(
-            f"expert {uid}: expected a compression among {', '.join(COMPRESSIONS)}, or none at all, got {name!r:.80}"
-        )
+        raise CallRefused(f"expected a compression among {', '.join(COMPRESSIONS)}, or none at all, got {name!r:.80}")
     return COMPRESSIONS[name]
 
 
-def _keys_of(uid: str, expert: Expert, request: Request, *, rows: int) -> Array | None:
-    """A key for each row from the request's "dropout_seed"; None if it has none, or the expert takes none."""
-    if "dropout_seed" not in request.body:
-        return None
-    seed = request.body["dropout_seed"]
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise CallRefused(
-            f"expert {uid}: expected a dropout_seed from 0 to 2**63 - 1, or none at all, got {seed!r:.80}"
-        )
-    return row_keys_of_seed(seed, rows) if expert.takes_key else None
-
-
-def _check_tensor(uid: str, what: str, spec: TensorSpec, tensor: Array, *, rows: int) -> None:
+def _check_tensor(expectation: str, spec: TensorSpec, tensor: Array, *, rows: int) -> None:
     if tensor.shape != (rows, *spec.shape) or tensor.dtype != np.dtype(spec.dtype):
         expected = f"{spec.dtype}[{', '.join(map(str, ('rows', *spec.shape)))}] with {rows} rows"
-        raise CallRefused(f"expert {uid}: expected {what} as {expected}, got {tensor.dtype}{list(tensor.shape)}")
+        raise CallRefused(f"{expectation} as {expected}, got {tensor.dtype}{list(tensor.shape)}")
+
+
+def _is_finite(tensor: Array) -> bool:
+    """Whether all numbers of a tensor are; of integers and truth values they are."""
     # Unlike NumPy's, JAX's issubdtype knows bfloat16 and its kin as floating.
-    if jnp.issubdtype(tensor.dtype, jnp.inexact) and not np.isfinite(tensor).all():
-        raise CallRefused(f"expert {uid}: expected finite numbers in {what}, got NaN or infinity")
+    return not jnp.issubdtype(tensor.dtype, jnp.inexact) or bool(np.isfinite(tensor).all())

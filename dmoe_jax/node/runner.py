@@ -21,43 +21,64 @@ import numpy as np
 import trio
 
 from dmoe_jax.device import Device, DeviceTime
+from dmoe_jax.expert_calls import Answer
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend, UpdateRejected, bucket_of, buckets_up_to
 from dmoe_jax.node.batching import BatchQueue
 from dmoe_jax.node.requests import ExpertRequest
 from dmoe_jax.node.turns import BatchTimes, Finish, run_turn
-from net.errors import CallRefused, NetError, RemoteFailure
+from net.errors import CallFailed, CallRefused, RemoteFailure
 from net.types import Array
 
 logger = logging.getLogger(__name__)
 
 
 class Job:
-    """One request on its way through the queue and the device.
+    """A part of a request on its way through the queue and the device.
 
     Attributes:
       kind: "forward" or "backward".
       key: jobs of equal keys run together: (uid, kind, whether rows have dropout keys).
       rows: how many it brings.
       request: what was asked; gone when it is answered, so that a remembered job (replay) keeps its reply alone.
-      waiters: how many calls want the answer.
-      done: set when there is an answer: `results` and the expert's count of `updates`, or an `error`.
+      waiters: the calls that want the answer, each an event that is set when there is one.
+      is_done: there is an answer: `results` and the expert's count of `updates`, or an `error`.
       arrived_at: when it came, by trio's clock.
     """
 
-    __slots__ = ("arrived_at", "done", "error", "key", "kind", "request", "results", "rows", "updates", "waiters")
+    __slots__ = ("arrived_at", "error", "is_done", "key", "kind", "request", "results", "rows", "updates", "waiters")
 
     def __init__(self, request: ExpertRequest) -> None:
         self.request = request
         self.kind = "forward" if request.output_grads is None else "backward"
         self.key = (request.uid, self.kind, request.keys is not None)
         self.rows = request.rows
-        self.waiters = 0
+        self.waiters: list[trio.Event] = []
         self.arrived_at = trio.current_time()
-        self.done = trio.Event()
+        self.is_done = False
         self.results: tuple[Array, ...] = ()
         self.updates = 0
-        self.error: NetError | None = None
+        self.error: CallFailed | None = None
+
+    def answer(self, results: tuple[Array, ...], updates: int) -> None:
+        """It was computed."""
+        self.results, self.updates = results, updates
+        self._end()
+
+    def fail(self, error: CallFailed) -> None:
+        """It was not, or changed nothing."""
+        self.error = error
+        self._end()
+
+    def outcome(self) -> Answer | CallFailed:
+        """What became of it; of one that is done."""
+        return self.error or Answer(updates=self.updates, tensors=self.results)
+
+    def _end(self) -> None:
+        self.is_done = True
+        del self.request
+        for event in self.waiters:
+            event.set()
 
 
 class BatchRunner:
@@ -262,10 +283,7 @@ class BatchRunner:
         stop = 0
         for job in jobs:
             start, stop = stop, stop + job.rows
-            job.results = tuple(result[start:stop] for result in results)
-            job.updates = backend.update_count
-            del job.request
-            job.done.set()
+            job.answer(tuple(result[start:stop] for result in results), backend.update_count)
 
     def _record(self, backend: ExpertBackend, jobs: Sequence[Job], started: float, device_s: float) -> None:
         """Tell the recorder of a batch, before the requests are forgotten."""
@@ -310,17 +328,15 @@ class BatchRunner:
             "update": f"its gradient would make expert {uid} not finite",
             "input gradient": "the gradient of its input is not finite",
         }[rejected.reason]
-        job.error = CallRefused(f"expert {uid} did not learn from the request: {what}")
-        job.done.set()
+        job.fail(CallRefused(f"expert {uid} did not learn from the request: {what}"))
 
     def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
         """Answer the jobs of a batch that raised. Whatever XLA says concerns these requests, not the node."""
-        text = "a batch of %d requests for expert %s failed"
-        logger.error(text, len(jobs), jobs[0].request.uid, exc_info=error)
+        text, uid = "a batch of %d requests for expert %s failed", jobs[0].request.uid
+        logger.error(text, len(jobs), uid, exc_info=error)
         self.failed += len(jobs)
         for job in jobs:
-            job.error = RemoteFailure(f"expert {job.request.uid} failed to compute; see the node's log")
-            job.done.set()
+            job.fail(RemoteFailure(f"expert {uid} failed to compute; see the node's log"))
 
 
 def _uid_of(key: Hashable) -> str:

@@ -7,26 +7,25 @@ The node lists its experts in the DHT. Jobs whose caller has given up leave the 
 A node that leaves first refuses new calls, with a word, so that callers turn elsewhere at once and do not wait for
 nothing; then it withdraws its experts from the DHT, and answers what it had accepted.
 
+A request may ask several experts; each of its parts is a job of its own. What is ready goes ahead of the rest.
+
 Tensors arrive decoded, however their trainer chose to send them; those of the answer are compressed only if the
 request names a compression. They are activations and gradients: no method sends an expert's parameters.
 
-Replies carry how many updates the expert has taken, and a backward request carries as "seen" what the reply to its
+Answers carry how many updates the expert has taken, and a backward request carries as "seen" what the answer to its
 forward said. The updates since then are its staleness, which the optimiser is told: the mean over the rows of a batch,
 0 for those of a request without "seen".
 
-RPC methods (body; tensors -> body; tensors), of which "compression", "dropout_seed" and "seen" are optional:
-  expert.info      {uid}              -> {kind, inputs, output, takes_key, updates, max_rows, warm_rows}
-  expert.forward   {uid, compression, dropout_seed}; inputs -> {updates}; output
-  expert.backward  {uid, request_id, seen, compression, dropout_seed}; inputs, output gradient
-                                      -> {updates}; gradients of the differentiable inputs
-  node.status      {}                 -> counters, see `ExpertNode.status`
-The seed of a layer call is the same forward and backward; without one an expert runs in evaluation mode.
+RPC methods (body -> body):
+  expert.info      {uid} -> {kind, inputs, output, takes_key, updates, max_rows, warm_rows}
+  expert.forward, expert.backward    see `dmoe_jax.expert_calls`
+  node.status      {} -> counters, see `ExpertNode.status`
 """
 
 import functools
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -35,6 +34,7 @@ import trio
 
 from dmoe_jax.device import Device
 from dmoe_jax.directory import declare_experts, withdraw_experts
+from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, answer_of
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.members import MAX_GRIDS, declare_member, withdraw_member
 from dmoe_jax.metrics.node import NodeRecorder
@@ -44,11 +44,10 @@ from dmoe_jax.node.replay import ReplayCache
 from dmoe_jax.node.requests import ExpertRequest, parse_request, uid_of
 from dmoe_jax.node.runner import BatchRunner, Job
 from net.dht.node import DhtNode
-from net.errors import CallRefused, PeerBusy
-from net.identity import Contact
+from net.errors import CallFailed, CallRefused, PeerBusy
+from net.identity import Contact, PeerId
 from net.nursery import background_nursery
 from net.rpc.base import Caller, Handler, Reply, Request, handlers
-from net.wire.tensors import as_outgoing
 
 logger = logging.getLogger(__name__)
 
@@ -113,12 +112,12 @@ class ExpertNode:
         self.config = config
         self.state = "compiling"
         """What the node is at: "compiling" until it is warm, then "serving", at last "leaving"."""
-        self.recorder = recorder = NodeRecorder()
+        self.recorder = NodeRecorder()
         """What it has counted, for its metrics."""
         self.handlers: Mapping[str, Handler] = {
             "expert.info": self._info,
-            "expert.forward": recorder.counted("forward", functools.partial(self._compute, backward=False)),
-            "expert.backward": recorder.counted("backward", functools.partial(self._compute, backward=True)),
+            FORWARD: functools.partial(self._compute, backward=False),
+            BACKWARD: functools.partial(self._compute, backward=True),
             "node.status": self._status,
         }
         """Its RPC methods."""
@@ -133,9 +132,9 @@ class ExpertNode:
             max_batch_rows=config.max_batch_rows,
             max_waiting_rows=config.max_waiting_rows,
             warm_up_rows=config.warm_up_rows,
-            recorder=recorder,
+            recorder=self.recorder,
         )
-        self._replays: ReplayCache[Job] = ReplayCache(is_finished=lambda job: job.done.is_set())
+        self._replays: ReplayCache[Job] = ReplayCache(is_finished=lambda job: job.is_done)
         self._num_calls = 0  # accepted and not yet answered
         self._answered_all = trio.Event()  # set, and replaced, when there is none left
         self._started_at = trio.current_time()
@@ -243,7 +242,7 @@ class ExpertNode:
         return Reply(body=self.status())
 
     async def _info(self, request: Request) -> Reply:
-        backend = self._backends[uid_of(request, self._experts)]
+        backend = self._backends[uid_of(request.body, self._experts)]
         expert = backend.expert
         *inputs, output = ({**asdict(spec), "shape": list(spec.shape)} for spec in (*expert.inputs, expert.output))
         body = {
@@ -258,14 +257,12 @@ class ExpertNode:
         return Reply(body=body)
 
     async def _compute(self, request: Request, *, backward: bool) -> Reply:
-        """Answer a forward or backward call.
+        """Answer a forward or backward request, part by part.
 
-        If it is cancelled while its job waits in the queue, and nobody else wants the answer, the job is dropped.
+        If it is cancelled, its jobs that wait in the queue are dropped, but for those that somebody else wants.
 
         Raises:
-          CallRefused: the request does not fit, would make the expert not finite, or the node is leaving.
-          PeerBusy: too many rows wait.
-          RemoteFailure: the batch failed.
+          CallRefused: the request as a whole does not fit.
         """
         self._num_calls += 1
         try:
@@ -277,40 +274,83 @@ class ExpertNode:
                 self._answered_all = trio.Event()
 
     async def _answer(self, request: Request, *, backward: bool) -> Reply:
-        with self.recorder.checking():
-            parsed = parse_request(request, self._experts, max_rows=self.config.max_batch_rows, backward=backward)
-        # Trainer and expert are part of the key: equal ids of others do not get these gradients.
-        replay_key = request.peer_id.raw + parsed.uid.encode() + b"/" + (parsed.request_id or b"")
-        job = self._replays.find(replay_key) if backward else None
-        if job is not None:
-            self._counts["replayed"] += 1
-        else:
-            job = self._submit(parsed)
-            if backward:
-                self._replays.remember(replay_key, job, nbytes=sum(array.nbytes for array in parsed.inputs))
-        job.waiters += 1
+        kind = "backward" if backward else "forward"
         try:
-            await job.done.wait()
+            parsed, compression = parse_request(
+                request, self._experts, max_rows=self.config.max_batch_rows, backward=backward
+            )
+        except CallRefused:
+            self.recorder.does_not_fit(kind)
+            raise
+        ready: list[tuple[int, Answer | CallFailed]] = []  # outcomes that the caller does not have yet
+        jobs: dict[int, Job] = {}  # parts that wait
+        for number, part in enumerate(parsed):
+            if isinstance(part, CallRefused):
+                self.recorder.does_not_fit(kind)
+                ready.append((number, part))
+                continue
+            try:
+                jobs[number] = self._job_of(part, request.peer_id)
+            except CallFailed as error:
+                self.recorder.ended(kind, error)
+                ready.append((number, error))
+        try:
+            while True:
+                for number in [number for number, job in jobs.items() if job.is_done]:
+                    outcome = jobs.pop(number).outcome()
+                    self.recorder.ended(kind, outcome if isinstance(outcome, CallFailed) else None)
+                    ready.append((number, outcome))
+                if not jobs:
+                    return answer_of(ready, compression)
+                if ready and request.send_partial is not None and request.send_partial(answer_of(ready, compression)):
+                    ready = []
+                await _one_of(jobs.values())
         finally:
-            job.waiters -= 1
-            if not job.waiters and self._runner.queue.withdraw(job):
-                self._replays.forget(replay_key)
-        if job.error is not None:
-            raise job.error
-        tensors = tuple(as_outgoing(result, parsed.compression) for result in job.results)
-        return Reply(body={"updates": job.updates}, tensors=tensors)
+            for job in jobs.values():
+                self.recorder.given_up(kind)
+                if not job.waiters and self._runner.queue.withdraw(job):
+                    self._replays.forget(_replay_key(request.peer_id, job.request))
 
-    def _submit(self, parsed: ExpertRequest) -> Job:
+    def _job_of(self, part: ExpertRequest, peer_id: PeerId) -> Job:
+        """The job that computes this part: a new one, or that of the same part if it was asked before.
+
+        Raises:
+          CallRefused: the node is leaving.
+          PeerBusy: too many rows wait.
+        """
+        replay_key = _replay_key(peer_id, part)
+        if part.request_id is not None and (known := self._replays.find(replay_key)) is not None:
+            self._counts["replayed"] += 1
+            return known
         if self.state == "leaving":
             raise CallRefused("this node is leaving the swarm")
-        job = Job(parsed)
+        job = Job(part)
         try:
             self._runner.submit(job)
         except QueueFull as full:
             self._counts["busy"] += 1
             raise PeerBusy(f"the node is busy: {full}") from full
         self._counts[job.kind] += 1
+        if part.request_id is not None:
+            self._replays.remember(replay_key, job, nbytes=sum(array.nbytes for array in part.inputs))
         return job
+
+
+def _replay_key(peer_id: PeerId, part: ExpertRequest) -> bytes:
+    """Trainer and expert are part of the key: equal ids of others do not get these gradients."""
+    return peer_id.raw + part.uid.encode() + b"/" + (part.request_id or b"")
+
+
+async def _one_of(jobs: Iterable[Job]) -> None:
+    """Return when one of these has been done, none of which is yet."""
+    news, waiting = trio.Event(), list(jobs)
+    for job in waiting:
+        job.waiters.append(news)
+    try:
+        await news.wait()
+    finally:
+        for job in waiting:
+            job.waiters.remove(news)
 
 
 @asynccontextmanager

@@ -12,15 +12,29 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from net.errors import CallRefused, RemoteProtocolError
+from net.errors import CallFailed, CallRefused, PeerBusy, RemoteFailure, RemoteProtocolError
 from net.identity import Address, Contact, PeerId
 from net.peer_health import PeerHealth
 from net.rpc.bulk import BulkTraffic
 from net.wire.fields import Field
+from net.wire.messages import ErrorKind
 from net.wire.tensors import Outgoing, Tensor
 
 Body = Mapping[str, Any]
 """A CBOR map with string keys; values are None, bool, int, float, str, bytes, lists and maps of these."""
+
+
+CALL_ERRORS: Mapping[ErrorKind, type[CallFailed]] = {
+    ErrorKind.REFUSED: CallRefused,
+    ErrorKind.BUSY: PeerBusy,
+    ErrorKind.FAILURE: RemoteFailure,
+}
+"""What a call raises whose answer is an error of this kind."""
+
+
+def kind_of(error: CallFailed) -> ErrorKind:
+    """The kind of error on the wire."""
+    return next(kind for kind, error_type in CALL_ERRORS.items() if isinstance(error, error_type))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

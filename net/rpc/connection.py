@@ -8,23 +8,15 @@ from functools import partial
 
 import trio
 
-from net.errors import (
-    CallFailed,
-    CallRefused,
-    ConnectionLost,
-    NetError,
-    PeerBusy,
-    RemoteFailure,
-    RemoteProtocolError,
-)
+from net.errors import CallFailed, ConnectionLost, NetError, RemoteProtocolError
 from net.identity import Address
-from net.rpc.base import Body, Reply, Request
+from net.rpc.base import CALL_ERRORS, Body, Reply, Request, kind_of
 from net.rpc.faults import FaultInjector, misbehave
 from net.rpc.service import Method, Service
 from net.rpc.session import Action, RpcSession
 from net.transport.base import Link
 from net.wire.frames import Frame, Part
-from net.wire.messages import CallCancel, CallError, CallPartial, CallReply, CallStart, ErrorKind, Hello
+from net.wire.messages import CallCancel, CallError, CallPartial, CallReply, CallStart, Hello
 from net.wire.tensors import Outgoing, plain
 
 _log = logging.getLogger(__name__)
@@ -56,12 +48,6 @@ LEAVE_S = 10.0
 
 _MIN_TIMEOUT_S = 0.001
 """What a call says on the wire when its caller's deadline is here already."""
-
-_ERRORS: dict[ErrorKind, type[CallFailed]] = {
-    ErrorKind.REFUSED: CallRefused,
-    ErrorKind.BUSY: PeerBusy,
-    ErrorKind.FAILURE: RemoteFailure,
-}
 
 
 class _PendingCall:
@@ -255,7 +241,7 @@ class Connection:
             case None:
                 raise self._lost()
             case CallError(kind=kind, message=message):
-                raise _ERRORS[kind](message)
+                raise CALL_ERRORS[kind](message)
             case CallReply(body=body, tensors=tensors):
                 return Reply(body=body, tensors=tuple(tensors))
 
@@ -364,8 +350,7 @@ class Connection:
         self._wake.set()
 
     def _fail(self, call_id: int, error: CallFailed) -> None:
-        kind = next(kind for kind, error_type in _ERRORS.items() if isinstance(error, error_type))
-        self.session.fail(call_id, kind, str(error))
+        self.session.fail(call_id, kind_of(error), str(error))
 
     def _request(self, start: CallStart) -> Request:
         remote = self.session.remote

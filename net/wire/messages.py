@@ -219,6 +219,12 @@ def is_host(value: object) -> bool:
     return HOST.holds(value)
 
 
+def error_text(text: str) -> str:
+    """The text of an exception as it can travel: it may be long, and hold lone surrogates, which UTF-8 cannot
+    express."""
+    return text[:MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
+
+
 def encode_message(message: Message) -> EncodedFrame:
     """The frame that carries `message`.
 
@@ -234,8 +240,7 @@ def encode_message(message: Message) -> EncodedFrame:
     if isinstance(message, CallStart) and not _METHOD.holds(message.method):
         raise LocalProtocolError(f"a method has 1 to {MAX_METHOD_CHARACTERS} characters, got {message.method!r:.200}")
     if isinstance(message, CallError):
-        # An exception's text may hold lone surrogates, which UTF-8 cannot express.
-        header["message"] = message.message[:MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
+        header["message"] = error_text(message.message)
     return encode_frame(header, message.tensors if isinstance(message, _WITH_TENSORS) else ())
 
 

@@ -11,6 +11,7 @@ import optax
 import trio
 
 from dmoe_jax.device import CostModel, Device, InlineDevice
+from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, outcomes_of_untrusted
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
 from dmoe_jax.node.backend import ExpertBackend
@@ -19,6 +20,7 @@ from net.clock import SwarmClock
 from net.dht.node import open_dht_node
 from net.identity import Address, PeerId
 from net.rpc.base import Reply
+from net.wire.tensors import plain
 from tests.net.direct_network import DirectCaller, DirectNetwork
 
 HOST = Address("node", 1)
@@ -35,13 +37,25 @@ class Rig:
         self.node, self.backends, self.trainer = node, backends, trainer
 
     async def call(self, method: str, body: dict[str, Any], *tensors: Any, timeout_s: float = 100.0) -> Reply:
-        return await self.trainer.call(HOST, method, body, tensors, timeout_s=timeout_s)
+        """Call the node; of experts ask the one that the body names, for all rows of the first tensor."""
+        if method not in (FORWARD, BACKWARD):
+            return await self.trainer.call(HOST, method, body, tensors, timeout_s=timeout_s)
+        count = plain(tensors[0]).shape[0] if tensors and plain(tensors[0]).ndim else 0
+        part = {name: value for name, value in body.items() if name in ("uid", "id", "seen")}
+        body = {name: value for name, value in body.items() if name not in part}
+        body["parts"] = [{**part, "rows": count}]
+        index = np.arange(count, dtype=np.int32)
+        reply = await self.trainer.call(HOST, method, body, (index, *tensors), timeout_s=timeout_s)
+        ((_, outcome),) = outcomes_of_untrusted(reply, {0: count})
+        if not isinstance(outcome, Answer):
+            raise outcome
+        return Reply(body={"updates": outcome.updates}, tensors=outcome.tensors)
 
     async def forward(self, uid: str, *tensors: Any, timeout_s: float = 100.0) -> Reply:
         return await self.call("expert.forward", {"uid": uid}, *tensors, timeout_s=timeout_s)
 
     async def backward(self, uid: str, request_id: bytes, *tensors: Any, timeout_s: float = 100.0) -> Reply:
-        body = {"uid": uid, "request_id": request_id}
+        body = {"uid": uid, "id": request_id}
         return await self.call("expert.backward", body, *tensors, timeout_s=timeout_s)
 
 

@@ -139,7 +139,7 @@ async def test_answers_are_compressed_on_request(
         assert not np.array_equal(reply.tensors[0], exact)
 
         tensors = [wrapped[0], wrapped[1], mask, wrapped[2]]
-        reply = await rig.call("expert.backward", {**body, "request_id": b"id"}, *tensors)
+        reply = await rig.call("expert.backward", {**body, "id": b"id"}, *tensors)
         again = await rig.backward("xl.0", b"id", *tensors)  # the same work, and this time as it is
         np.testing.assert_allclose(again.tensors[0], input_grads, atol=1e-5)
         np.testing.assert_array_equal(reply.tensors[0], lossy(again.tensors[0]))
@@ -189,25 +189,31 @@ async def test_a_full_queue_says_busy(autojump_clock: trio.testing.MockClock) ->
 REFUSED: list[tuple[str, dict[str, Any], list[Any], str]] = [
     ("expert.forward", {}, [rows(1)], "expected the uid of an expert as a string, got None"),
     ("expert.forward", {"uid": "ffn.9.9"}, [rows(1)], r"unknown expert 'ffn.9.9': this node serves 3 experts"),
-    ("expert.forward", {"uid": "ffn.0.1"}, [], r"expected 1 tensors \(input 'x'\), got 0"),
+    ("expert.forward", {"uid": "ffn.0.1"}, [], r"expected 1 to 256 rows in a part of a request, got 0"),
     ("expert.forward", {"uid": "ffn.0.1"}, [rows(2, 5)], r"input 'x' as float32\[rows, 4\].*got float32\[2, 5\]"),
     ("expert.forward", {"uid": "ffn.0.1"}, [rows(2).astype(np.float64)], r"got float64\[2, 4\]"),
     ("expert.forward", {"uid": "ffn.0.1"}, [np.array(1.0, np.float32)], "expected 1 to 256 rows.*got 0"),
-    ("expert.forward", {"uid": "ffn.0.1"}, [rows(257)], "expected 1 to 256 rows in a request, got 257"),
+    ("expert.forward", {"uid": "ffn.0.1"}, [rows(257)], "expected 1 to 256 rows in a part of a request, got 257"),
     ("expert.forward", {"uid": "ffn.0.1"}, [np.full((1, 4), np.nan, np.float32)], "got NaN or infinity"),
     *(
-        ("expert.forward", {"uid": "ffn.0.1", "dropout_seed": seed}, [rows(1)], "expected a dropout_seed from 0 to")
-        for seed in (-1, 2**63, True, 1.0, "seed", None)
+        (
+            "expert.forward",
+            {"uid": "ffn.0.1", "dropout_seed": seed},
+            [rows(1)],
+            "dropout_seed must be an integer from 0 to",
+        )
+        for seed in (-1, 2**63, True, 1.0, "seed")
     ),
-    ("expert.backward", {"uid": "ffn.0.1", "request_id": b"x"}, [rows(1)], "input 'x', gradient of output"),
-    ("expert.backward", {"uid": "ffn.0.1", "request_id": b"x"}, [rows(2), rows(1)], "with 2 rows, got"),
-    ("expert.backward", {"uid": "ffn.0.1"}, [rows(1), rows(1)], "expected a request_id of 1 to 32 bytes"),
+    ("expert.forward", {"uid": "ffn.0.1"}, [rows(1)] * 2, r"expected 1 tensors \(input 'x'\) after the index, got 2"),
+    ("expert.backward", {"uid": "ffn.0.1", "id": b"x"}, [rows(1)], "input 'x', gradient of output"),
+    ("expert.backward", {"uid": "ffn.0.1", "id": b"x"}, [rows(2), rows(1)], "with 2 rows, got"),
+    ("expert.backward", {"uid": "ffn.0.1"}, [rows(1), rows(1)], "id must be 1 to 32 bytes, got None"),
     *(
-        (method, {"uid": "ffn.0.1", "request_id": b"x", "compression": name}, tensors, KNOWN_COMPRESSIONS)
+        (method, {"uid": "ffn.0.1", "id": b"x", "compression": name}, tensors, KNOWN_COMPRESSIONS)
         for method, tensors in (("expert.forward", [rows(1)]), ("expert.backward", [rows(1), rows(1)]))
         for name in ("zstd", "none", "BFLOAT16", 8, None)
     ),
-    ("expert.backward", {"uid": "ffn.0.1", "request_id": b"x" * 33}, [rows(1), rows(1)], "1 to 32 bytes"),
+    ("expert.backward", {"uid": "ffn.0.1", "id": b"x" * 33}, [rows(1), rows(1)], "1 to 32 bytes"),
     (
         "expert.forward",
         {"uid": "xl.0"},
@@ -397,7 +403,7 @@ async def test_dropout_masks_belong_to_the_request(autojump_clock: trio.testing.
         for seed, answer in answers.items():
             keys = None if seed is None else row_keys_of_seed(seed, 3)
             np.testing.assert_allclose(answer, apply(params, rows(3), keys=keys), atol=1e-5)
-        body = {"uid": "drop.0", "dropout_seed": 3, "request_id": b"id"}
+        body = {"uid": "drop.0", "dropout_seed": 3, "id": b"id"}
         (grads,) = (await rig.call("expert.backward", body, rows(3), np.ones((3, 64), np.float32))).tensors
         mask = np.asarray(answers[3]) != 0
         np.testing.assert_allclose(grads, 2 * mask @ np.asarray(params["Dense_0"]["kernel"]).T, atol=1e-4)

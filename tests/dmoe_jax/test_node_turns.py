@@ -27,7 +27,7 @@ class TurnDevice(InlineDevice):
         self.turns: list[str] = []
 
     async def run(self, function: Callable[..., Any], *args: Any, spent: DeviceTime | None = None) -> Any:
-        self.turns.append(function.__name__)
+        self.turns.append(getattr(function, "__name__", ""))
         return await super().run(function, *args, spent=spent)
 
 

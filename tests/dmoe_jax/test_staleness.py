@@ -14,6 +14,7 @@ from dmoe_jax.autodiff import Recording
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train_options import OptimizerOptions
 from dmoe_jax.device import CostModel, InlineDevice
+from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, outcomes_of_untrusted, parts_of_untrusted
 from dmoe_jax.model import Model, Outcome
 from dmoe_jax.models import mlp
 from dmoe_jax.node.backend import ExpertBackend
@@ -31,7 +32,7 @@ from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
 from net.errors import CallRefused, ConnectionLost
-from net.rpc.base import Reply
+from net.rpc.base import Reply, Request
 from tests.dmoe_jax.node_rig import EXPERT, Rig, open_rig, rows
 from tests.dmoe_jax.small_swarm import direct_callers, open_small_swarm
 from tests.net.direct_network import DirectCaller, DirectNetwork
@@ -154,7 +155,7 @@ def backends(count: int = 0) -> dict[str, ExpertBackend]:
 
 
 async def learn(rig: Rig, request_id: bytes, x: Any, grads: Any, **said: Any) -> Reply:
-    return await rig.call("expert.backward", {"uid": UID, "request_id": request_id, **said}, x, grads)
+    return await rig.call("expert.backward", {"uid": UID, "id": request_id, **said}, x, grads)
 
 
 async def test_a_joined_batch_has_the_mean_staleness_of_its_rows(autojump_clock: trio.testing.MockClock) -> None:
@@ -219,7 +220,7 @@ def mlp_batches(seed: int) -> Any:
 
 
 class Spy:
-    """A caller that notes what is said in expert calls, and loses the answer to the first backward call."""
+    """A caller that notes what is said of experts, part by part, and loses the answer to the first backward call."""
 
     def __init__(self, caller: DirectCaller) -> None:
         self._caller = caller
@@ -227,16 +228,23 @@ class Spy:
         self.moved_bytes = caller.moved_bytes
         self.bulk = caller.bulk
         self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
-        self.said: dict[str, list[tuple[dict[str, Any], bytes, Any]]] = {"expert.forward": [], "expert.backward": []}
+        self.said: dict[str, list[tuple[dict[str, Any], bytes, Any]]] = {FORWARD: [], BACKWARD: []}
+        """By method, for each part: its description, the samples that it took, and the updates of the answer."""
+        self.lost: list[dict[str, Any]] = []
 
-    async def call(
-        self, target: Any, method: str, body: Any, tensors: Any = (), *, timeout_s: float, bulk_bytes: int = 0
-    ) -> Reply:
-        reply = await self._caller.call(target, method, body, tensors, timeout_s=timeout_s, bulk_bytes=bulk_bytes)
+    async def call(self, target: Any, method: str, body: Any, tensors: Any = (), **options: Any) -> Reply:
+        options["on_partial"] = None  # all comes in the reply
+        reply = await self._caller.call(target, method, body, tensors, **options)
         if method in self.said:
             is_first = not self.said[method]
-            self.said[method].append((dict(body), tensors[0].tobytes(), reply.body["updates"]))
-            if method == "expert.backward" and is_first:
+            request = Request(method=method, body=body, tensors=tensors, peer_id=self.peer_id, peer_address=None)
+            parts = parts_of_untrusted(request)
+            for number, outcome in outcomes_of_untrusted(reply, dict(enumerate(len(part.index) for part in parts))):
+                assert isinstance(outcome, Answer)
+                part = parts[number]
+                self.said[method].append((dict(part.body), part.rows_of(tensors[1]).tobytes(), outcome.updates))
+            if method == BACKWARD and is_first:
+                self.lost = [dict(part.body) for part in parts]
                 raise ConnectionLost("the connection broke")
         return reply
 
@@ -255,13 +263,13 @@ async def test_a_backward_pass_says_what_its_forward_pass_saw(autojump_clock: tr
             for trainer in trainers:
                 nursery.start_soon(trainer.run, 12)
                 await trio.sleep(0.05)  # never at the same moment: no two requests are one update
-        saw = {(body["uid"], inputs): updates for body, inputs, updates in spy.said["expert.forward"]}
-        backward = spy.said["expert.backward"]
+        saw = {(body["uid"], inputs): updates for body, inputs, updates in spy.said[FORWARD]}
+        backward = spy.said[BACKWARD]
         assert [body["seen"] for body, _, _ in backward] == [saw[body["uid"], inputs] for body, inputs, _ in backward]
-        lost = backward[0][0]
-        (again,) = [body for body, _, _ in backward[1:] if body["request_id"] == lost["request_id"]]
-        assert again == lost
-        updates = [(body["uid"], after) for body, _, after in backward if body is not lost]
+        lost, later = spy.lost, backward[len(spy.lost) :]
+        assert lost
+        assert [body for body, _, _ in later if body["id"] in {part["id"] for part in lost}] == lost
+        updates = [(body["uid"], after) for body, _, after in later]
         assert len(set(updates)) == len(updates)
         assert swarm.statistics.staleness_total > 0
         assert sum(backend.staleness_total for backend in swarm.backends.values()) == swarm.statistics.staleness_total

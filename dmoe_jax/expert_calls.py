@@ -1,0 +1,187 @@
+"""What trainers and nodes say to each other of experts: the form of requests and answers.
+
+A request asks experts of one node for one kind of work, `expert.forward` or `expert.backward`, and has a *part* for
+each of them. The *pairs* of a request are the rows of its parts, one part after the other; its index says which row of
+the inputs each pair takes, so that a sample which several experts of the node are to get travels once.
+
+    body     {"parts": [{"uid", "rows", "id", "seen"}, ...], "compression", "dropout_seed"}
+    tensors  the index, int32 [pairs]; the inputs, each [rows, ...]; backward also the gradient of the output,
+             [pairs, ...]
+
+A part's "rows" are how many pairs it has, its "id" names it across retries, and "seen" is how many updates the expert
+had taken when it computed this part's forward. Optional are "seen", "compression", "dropout_seed", and in forward
+requests "id". The seed of a layer call is the same forward and backward; without one an expert runs in evaluation mode.
+
+Each part is answered by itself, exactly once. Those that are ready go ahead of the others, in partials of the answer
+(`net.rpc.base.Request.send_partial`), and the reply brings the rest. Partials and reply have one form:
+
+    body     {"answers": [{"part", "updates"} or {"part", "error", "message"}, ...]}
+    tensors  for the parts with "updates", in this order and one below the other, [their rows, ...]: the output, or the
+             gradients of the differentiable inputs
+
+"part" is a part's place in the request, "updates" how many updates the expert has taken, and "error" one of "refused",
+"busy" and "failure", as of a call that fails.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from net.errors import CallFailed, RemoteProtocolError
+from net.rpc.base import CALL_ERRORS, Reply, Request, kind_of
+from net.types import Array
+from net.wire.compression import Compression
+from net.wire.fields import MAPPING, choice, integer, optional, rows, text
+from net.wire.messages import MAX_ERROR_CHARACTERS, ErrorKind, error_text
+from net.wire.tensors import as_outgoing, plain
+
+FORWARD, BACKWARD = "expert.forward", "expert.backward"
+"""The methods."""
+
+MAX_PARTS = 64
+"""Of one request: their descriptions must fit into a header, and more would gain nothing."""
+
+MAX_ID_BYTES = 32
+"""Of the id of a part."""
+
+MAX_UPDATES = 2**63 - 1
+"""Of an expert; beyond it nobody counts."""
+
+MAX_PAIRS = 2**31 - 1
+"""Of one request: what its index can say."""
+
+_PARTS = rows(MAX_PARTS)
+_ROWS = integer(0, MAX_PAIRS)
+_ANSWERS = rows(MAX_PARTS)
+_UPDATES = optional(integer(0, MAX_UPDATES))
+_KIND = choice(ErrorKind)
+_MESSAGE = text(0, MAX_ERROR_CHARACTERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a request asks of one expert, or asked: a node has not checked it yet.
+
+    Attributes:
+      body: the description, as it travels.
+      index: int [pairs of this part], their rows of the inputs.
+      start: the first of its pairs among those of the request.
+    """
+
+    body: Mapping[str, Any]
+    index: Array
+    start: int
+
+    def rows_of(self, inputs: Array) -> Array:
+        """This part's rows of an array of the inputs: a view if they lie together, else a copy."""
+        index = self.index
+        if len(index) and index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all():
+            return inputs[index[0] : index[-1] + 1]
+        return inputs[index]
+
+    def pairs_of(self, array: Array) -> Array:
+        """This part's rows of an array that has a row for each pair: a view."""
+        return array[self.start : self.start + len(self.index)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A part that was computed.
+
+    Attributes:
+      updates: how many updates the expert has taken; None if its node says no such thing.
+      tensors: the output, or the gradients of the differentiable inputs, each [rows, ...].
+    """
+
+    updates: int | None
+    tensors: tuple[Array, ...]
+
+
+def index_of(rows_of_parts: Sequence[Array]) -> tuple[Array, Array]:
+    """(the distinct rows of a batch that parts take, ascending; the index, int32 [pairs], into these)."""
+    distinct, index = np.unique(np.concatenate(rows_of_parts), return_inverse=True)
+    return distinct, index.reshape(-1).astype(np.int32)
+
+
+def parts_of_untrusted(request: Request) -> list[Part]:
+    """The parts of a request, as far as they can be told without knowing the experts.
+
+    Raises:
+      RemoteProtocolError: it has none, or the index does not fit.
+    """
+    bodies = _PARTS.of_untrusted(request.body, "parts")
+    if not bodies or not request.tensors:
+        raise RemoteProtocolError("a request has parts, and the index as its first tensor")
+    index, *inputs = request.tensors
+    num_rows = len(inputs[0]) if inputs and inputs[0].ndim else 0
+    told = [MAPPING.read_untrusted(body, f"part {number}") for number, body in enumerate(bodies)]
+    sizes = [_ROWS.read_untrusted(body.get("rows"), f"rows of part {number}") for number, body in enumerate(told)]
+    if index.dtype != np.int32 or index.shape != (sum(sizes),):
+        expected = f"int32[{sum(sizes)}], one for each row of the parts"
+        raise RemoteProtocolError(f"the index must be {expected}, got {index.dtype}{list(index.shape)}")
+    if len(index) and not (index.min() >= 0 and index.max() < num_rows):
+        raise RemoteProtocolError(f"the index must lie within the {num_rows} rows of the inputs")
+    parts, start = [], 0
+    for body, size in zip(told, sizes, strict=True):
+        parts.append(Part(body=body, index=index[start : start + size], start=start))
+        start += size
+    return parts
+
+
+def answer_of(outcomes: Sequence[tuple[int, Answer | CallFailed]], compression: Compression) -> Reply:
+    """The partial, or the reply, that says what became of these parts.
+
+    Args:
+      outcomes: parts by number; all answers have equally many tensors.
+    """
+    answers: list[dict[str, Any]] = []
+    computed: list[Answer] = []
+    for number, outcome in outcomes:
+        if isinstance(outcome, Answer):
+            answers.append({"part": number, "updates": outcome.updates})
+            computed.append(outcome)
+        else:
+            answers.append({"part": number, "error": kind_of(outcome).value, "message": error_text(str(outcome))})
+    columns = zip(*(answer.tensors for answer in computed), strict=True)
+    tensors = tuple(as_outgoing(_below_one_another(column), compression) for column in columns)
+    return Reply(body={"answers": answers}, tensors=tensors)
+
+
+def outcomes_of_untrusted(answer: Reply, expected_rows: Mapping[int, int]) -> list[tuple[int, Answer | CallFailed]]:
+    """What a partial or a reply says, by the parts' numbers; the shapes of tensors are still to be checked.
+
+    Args:
+      expected_rows: the rows of the parts that are not answered yet, by number.
+
+    Raises:
+      RemoteProtocolError: it says something of other parts, or not all tensors have a row for each pair.
+    """
+    left = dict(expected_rows)
+    said: list[tuple[int, int, Mapping[str, Any]]] = []  # number, rows, what is said
+    for body in _ANSWERS.of_untrusted(answer.body, "answers"):
+        number = body.get("part") if isinstance(body, dict) else None
+        if type(number) is not int or number not in left:
+            raise RemoteProtocolError(f"expected the number of a part that waits for its answer, got {number!r:.80}")
+        said.append((number, left.pop(number), cast(Mapping[str, Any], body)))
+    tensors = [plain(tensor) for tensor in answer.tensors]
+    total = sum(num_rows for _, num_rows, body in said if "error" not in body)
+    if any(tensor.shape[:1] != (total,) for tensor in tensors):
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+        raise RemoteProtocolError(f"expected {total} rows in each tensor of an answer, got the shapes {shapes}")
+    outcomes: list[tuple[int, Answer | CallFailed]] = []
+    start = 0
+    for number, num_rows, body in said:
+        if "error" in body:
+            kind, message = _KIND.of_untrusted(body, "error"), _MESSAGE.of_untrusted(body, "message")
+            outcomes.append((number, CALL_ERRORS[kind](message)))
+        else:
+            own = tuple(tensor[start : start + num_rows] for tensor in tensors)
+            outcomes.append((number, Answer(updates=_UPDATES.of_untrusted(body, "updates"), tensors=own)))
+            start += num_rows
+    return outcomes
+
+
+def _below_one_another(arrays: Sequence[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,0 +1,216 @@
+"""Experts of one node asked by one request: each part is answered, refused and given up by itself."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+import trio
+
+from dmoe_jax.device import CostModel, Device, InlineDevice
+from dmoe_jax.expert_calls import BACKWARD, FORWARD
+from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.mixture.remote import Choice, RemoteMixture
+from dmoe_jax.mixture.requests import REQUEST_BYTES, ExpertCall, grouped
+from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.routing.product_key import product_key
+from net.errors import CallRefused, ConnectionLost
+from net.identity import Address, Contact, PeerId
+from net.rpc.base import Reply, Request
+from tests.dmoe_jax.small_swarm import SmallSwarm, direct_callers, open_small_swarm
+from tests.dmoe_jax.test_node_turns import TurnDevice
+from tests.net.direct_network import DirectCaller, DirectNetwork
+
+EXPERT = feedforward(d_model=4)
+SGD = optax.sgd(0.1)
+ROUTER = product_key(grid_size=(4,))
+X = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+NODE = Contact(PeerId(bytes(32)), Address("node", 1))
+
+
+class Wire:
+    """A trainer's caller that notes how often the node answers, and may lose the reply after the partials."""
+
+    def __init__(self, caller: DirectCaller) -> None:
+        self._caller = caller
+        self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
+        self.moved_bytes, self.bulk = caller.moved_bytes, caller.bulk
+        self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
+        self.asked: list[list[str]] = []
+        """The experts of each request."""
+        self.said: list[list[int]] = []
+        """The parts of each partial and reply."""
+        self.loses_replies = 0
+        self.spoils: Callable[[Reply], Reply] = lambda reply: reply
+
+    async def call(
+        self, target: Any, method: str, body: Any, tensors: Any = (), *, on_partial: Any = None, **options: Any
+    ) -> Reply:
+        if method not in (FORWARD, BACKWARD):
+            return await self._caller.call(target, method, body, tensors, **options)
+        self.asked.append([part["uid"] for part in body["parts"]])
+
+        def take(reply: Reply) -> None:
+            self.said.append([said["part"] for said in reply.body["answers"]])
+            on_partial(reply)
+
+        reply = await self._caller.call(target, method, body, tensors, on_partial=take, **options)
+        self.said.append([said["part"] for said in reply.body["answers"]])
+        if self.loses_replies:
+            self.loses_replies -= 1
+            raise ConnectionLost("the connection broke")
+        return self.spoils(reply)
+
+
+@asynccontextmanager
+async def one_node(
+    *, config: NodeConfig | None = None, device: Device | None = None, **options: Any
+) -> AsyncIterator[tuple[SmallSwarm, RemoteMixture, Wire, Choice]]:
+    """Four experts on one node, a second each a call; a mixture, its wire, and the choice that sends three samples to
+    experts 0 to 2, the last of them to expert 3 as well."""
+    node, trainer = direct_callers(DirectNetwork(latency_s=0.1), 2)
+    wire = Wire(trainer)
+    opened = open_small_swarm(
+        [node, wire],
+        EXPERT,
+        SGD,
+        prefixes=["ffn"],
+        grid_size=(4,),
+        node_config=config,
+        device=device or InlineDevice(CostModel(call_s=1.0)),
+    )
+    async with opened as swarm:
+        mixture = swarm.mixture(EXPERT, ROUTER, "ffn", k_best=4, **options)
+        living = await mixture.living()
+        every, last = np.arange(3), np.array([2])
+        calls = tuple(
+            ExpertCall(uid=f"ffn.{index}", contact=living[(index,)], rows=rows, slots=np.full(len(rows), index))
+            for index, rows in enumerate((every, every, every, last))
+        )
+        yield swarm, mixture, wire, Choice(np.zeros((3, 4, 1), np.int32), calls)
+
+
+async def test_parts_come_back_as_they_are_ready(autojump_clock: trio.testing.MockClock) -> None:
+    """One request; each expert's second of work brings its answer, the first ahead of the last."""
+    async with one_node(grace_s=60.0) as (swarm, mixture, wire, choice):
+        ended: list[tuple[str, float]] = []
+        started = trio.current_time()
+        mixture._caller.on_call = lambda record: ended.append((record.uid, round(record.ended - started, 1)))
+        outputs, answered, residual = await mixture.forward(choice, [X])
+        assert wire.asked == [["ffn.0", "ffn.1", "ffn.2", "ffn.3"]]
+        assert wire.said == [[0], [1], [2], [3]]
+        assert ended == [("ffn.0", 1.1), ("ffn.1", 2.1), ("ffn.2", 3.1), ("ffn.3", 4.1)]
+        assert answered.tolist() == [[True, True, True, False]] * 2 + [[True] * 4]
+        for index in range(4):
+            rows = [2] if index == 3 else [0, 1, 2]
+            expected = swarm.backends[f"ffn.{index}"].forward([X[rows]])
+            np.testing.assert_array_equal(outputs[rows, index], expected)
+        await mixture.backward(residual, outputs)
+        assert [backend.update_count for backend in swarm.backends.values()] == [1] * 4
+
+
+async def test_grace_counts_for_each_part(autojump_clock: trio.testing.MockClock) -> None:
+    """With two answers a sample has enough; the grace time brings a third, and the fourth is given up."""
+    async with one_node(k_min=2, grace_s=1.5) as (swarm, mixture, _, choice):
+        _, answered, residual = await mixture.forward(choice, [X])
+        assert answered.tolist() == [[True, True, True, False]] * 3
+        assert [call.uid for call, _ in residual.answered] == ["ffn.0", "ffn.1", "ffn.2"]
+        assert (swarm.statistics.ok, swarm.statistics.failures) == (3, {"late": 1})
+        await trio.sleep(5.0)
+        status = swarm.nodes[0].status()
+        assert (status["waiting_rows"], swarm.nodes[0].recorder.calls["forward", "given up"]) == (0, 1)
+        # The node had begun it when it heard that nobody waits.
+        assert status["answered"] == 4
+
+
+async def test_a_part_that_finds_the_queue_full_is_turned_away_alone(autojump_clock: trio.testing.MockClock) -> None:
+    """Nine rows may wait: three experts' of three samples; the fourth is busy at once."""
+    config = NodeConfig(max_batch_rows=9, max_waiting_rows=9)
+    async with one_node(config=config, grace_s=60.0) as (swarm, mixture, wire, choice):
+        _, answered, _ = await mixture.forward(choice, [X])
+        assert answered.tolist() == [[True, True, True, False]] * 3
+        assert swarm.statistics.failures == {"busy": 1}
+        assert wire.said == [[3], [0], [1], [2]]
+        assert swarm.nodes[0].status()["busy"] == 1
+
+
+async def test_a_part_that_does_not_fit_is_refused_alone(autojump_clock: trio.testing.MockClock) -> None:
+    """One names no expert of the node, one has NaN among its own rows; nobody answers for them."""
+    async with one_node(grace_s=60.0) as (swarm, mixture, _, choice):
+        calls = list(choice.calls)
+        calls[1] = ExpertCall(uid="ffn.9", contact=calls[1].contact, rows=np.arange(2), slots=np.full(2, 1))
+        for place in (0, 2):
+            calls[place] = ExpertCall(
+                uid=calls[place].uid, contact=calls[0].contact, rows=np.arange(2), slots=np.full(2, place)
+            )
+        broken = X.copy()
+        broken[2] = np.nan  # only expert 3 is to get it
+        _, answered, _ = await mixture.forward(Choice(choice.indices, tuple(calls)), [broken])
+        assert answered.tolist() == [[True, False, True, False]] * 2 + [[False] * 4]
+        assert swarm.statistics.failures == {"refused": 2}
+        assert swarm.nodes[0].recorder.malformed == 2
+
+
+async def test_a_retry_asks_only_for_what_is_missing(autojump_clock: trio.testing.MockClock) -> None:
+    """The connection breaks behind three partials: the fourth part is asked for again, and trains once."""
+    async with one_node(grace_s=60.0) as (swarm, mixture, wire, choice):
+        outputs, _, residual = await mixture.forward(choice, [X])
+        wire.asked.clear()
+        wire.loses_replies = 1
+        (grads,) = await mixture.backward(residual, outputs)
+        assert wire.asked == [["ffn.0", "ffn.1", "ffn.2", "ffn.3"], ["ffn.3"]]
+        assert swarm.nodes[0].status()["replayed"] == 1
+        assert [backend.update_count for backend in swarm.backends.values()] == [1] * 4
+        assert swarm.statistics.failures == {}
+        assert grads is not None
+        assert np.abs(grads[2]).sum() > 0
+
+
+async def test_what_came_ahead_of_a_bad_reply_counts(autojump_clock: trio.testing.MockClock) -> None:
+    """A reply that speaks of a part twice is held against the experts that it leaves unanswered."""
+    async with one_node(grace_s=60.0) as (swarm, mixture, wire, choice):
+        wire.spoils = lambda reply: Reply(body={"answers": [*reply.body["answers"]] * 2}, tensors=reply.tensors)
+        _, answered, _ = await mixture.forward(choice, [X])
+        assert answered.tolist() == [[True, True, True, False]] * 3
+        wire.spoils = lambda reply: Reply(body={"answers": []})
+        _, answered, _ = await mixture.forward(choice, [X])
+        assert swarm.statistics.failures == {"bad answer": 2}
+        assert swarm.statistics.ok == 6
+
+
+async def test_parts_that_are_ready_together_come_in_one_reply(autojump_clock: trio.testing.MockClock) -> None:
+    """Those that share a turn of the device, once it is known how long they take: the reply brings them all."""
+    async with one_node(device=TurnDevice(), grace_s=60.0) as (_, mixture, wire, choice):
+        await mixture.forward(choice, [X])
+        wire.said.clear()
+        await mixture.forward(choice, [X])
+        assert wire.said == [[0, 1, 2, 3]]
+
+
+async def test_a_node_refuses_a_request_that_is_none(autojump_clock: trio.testing.MockClock) -> None:
+    """With what is wrong, whoever sent it, and serves on."""
+    async with one_node() as (swarm, mixture, wire, choice):
+        handler = swarm.nodes[0].handlers[FORWARD]
+        request = Request(method=FORWARD, body={"parts": []}, tensors=(X,), peer_id=wire.peer_id, peer_address=None)
+        with pytest.raises(CallRefused, match="a request has parts"):
+            await handler(request)
+        _, answered, _ = await mixture.forward(choice, [X])
+        assert answered[:, 0].all()
+
+
+def test_calls_of_a_node_travel_together_up_to_a_size() -> None:
+    """In their order; a larger one by itself; those of other nodes apart."""
+    other = Contact(PeerId(b"o" * 32), Address("other", 1))
+
+    def call(rows: int, contact: Contact = NODE) -> ExpertCall:
+        return ExpertCall(uid="ffn.0", contact=contact, rows=np.arange(rows), slots=np.zeros(rows, np.int64))
+
+    calls = [call(1), call(2, other), call(1), call(1), call(3, other)]
+    assert grouped(calls, row_bytes=4, most=64) == [[0, 2, 3], [1, 4]]
+    assert grouped(calls, row_bytes=4, most=2) == [[0, 2], [1, 4], [3]]
+    assert grouped(calls, row_bytes=4, most=1) == [[0], [1], [2], [3], [4]]
+    assert grouped(calls, row_bytes=REQUEST_BYTES // 4, most=64) == [[0, 2, 3], [1], [4]]
+    assert grouped(calls, row_bytes=REQUEST_BYTES, most=64) == [[0], [1], [2], [3], [4]]
+    assert grouped([], row_bytes=4, most=64) == []
