@@ -118,7 +118,9 @@ async def _train(problem: Problem, emulator: Emulator, data: Data, setting: _Set
             if recorder is not None:
                 peer = dataclasses.replace(peer, rpc=recorder.caller(peer.rpc, trainer=index))
             async with open_swarm(peer=peer, seed=seed, device=InlineDevice(), directory=_DIRECTORY_CONFIG) as swarm:
-                model = problem.make_model(swarm, grace_s=math.inf, timeout_s=_TIMEOUT_DELAYS * delay_s)
+                # Delays and failures strike experts one by one, as in the paper: each is asked by a request of its own.
+                options = {"grace_s": math.inf, "timeout_s": _TIMEOUT_DELAYS * delay_s, "max_parts": 1}
+                model = problem.make_model(swarm, **options)
                 own_trunk = trunk
                 if recorder is not None:
                     model = recorder.model(model, trainer=index)

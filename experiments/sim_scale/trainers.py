@@ -174,7 +174,8 @@ async def _start_trainers(
             )
             await swarm.directory.children(prefixes)
             mixtures = [
-                swarm.mixture(layer, config.expert(), router, k_best=2, grace_s=math.inf, timeout_s=600.0)
+                # Each expert has a delay of its own, as in the paper.
+                swarm.mixture(layer, config.expert(), router, k_best=2, grace_s=math.inf, timeout_s=600.0, max_parts=1)
                 for layer in layers
             ]
             trainers.append(Trainer(index, txl.TransformerXL(config, router, mixtures), trunk, stream))

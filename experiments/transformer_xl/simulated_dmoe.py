@@ -98,7 +98,12 @@ class SimulatedDmoe(SimulatedEngine):
                 directory=_DIRECTORY_CONFIG,
             ) as swarm:
                 model = txl.TransformerXL.on(
-                    swarm, self.setup.config, self._router, grace_s=setting.grace_s, timeout_s=setting.timeout_s
+                    swarm,
+                    self.setup.config,
+                    self._router,
+                    grace_s=setting.grace_s,
+                    timeout_s=setting.timeout_s,
+                    max_parts=1,  # delays and failures strike experts one by one, as in the paper
                 )
                 trainer = _InTurn(self.turns, index, model, self.trunk, self.streams[index], seed=self.setup.seed)
                 trainer.state = self.memories[index]
