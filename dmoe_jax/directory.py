@@ -124,6 +124,7 @@ class ExpertDirectory:
         self._cache: dict[str, _Cached] = {}  # from least to most recently used
         self._in_flight: dict[str, trio.Event] = {}
         self._call_seconds: dict[PeerId, float] = {}
+        self._busy_until: dict[PeerId, float] = {}
         self._loads_asked_at = -math.inf
 
     def call_seconds(self) -> Mapping[PeerId, float]:
@@ -145,6 +146,11 @@ class ExpertDirectory:
             for peer, seconds in published.items()
             if isinstance(seconds, float) and 0 < seconds < math.inf
         }
+
+    def busy(self, contact: Contact, retry_after_s: float) -> None:
+        """A node has no room for so many seconds: its experts are not chosen while there are others."""
+        until = trio.current_time() + retry_after_s
+        self._busy_until[contact.peer_id] = max(until, self._busy_until.get(contact.peer_id, -math.inf))
 
     def avoid(self, uid: str, reason: str) -> None:
         """One expert failed, whatever its host is like: it counts as dead for 1, 2, 4, ... seconds."""
@@ -280,12 +286,24 @@ class ExpertDirectory:
 
     def _living(self, name: str, now: float) -> dict[int, Contact | None]:
         cached = self._cache.get(name)
-        return {
+        living = {
             coordinate: child.contact
             for coordinate, child in (cached.children.items() if cached else ())
             if child.expiration > now
             and (child.contact is None or not self._is_avoided(child.contact, f"{name}{coordinate}"))
         }
+        if self._busy_until:
+            # Where all are busy they are asked all the same: who waits for its turn learns more than who goes without.
+            free = {coordinate: who for coordinate, who in living.items() if who is None or not self._is_busy(who)}
+            return free or living
+        return living
+
+    def _is_busy(self, contact: Contact) -> bool:
+        until = self._busy_until.get(contact.peer_id, -math.inf)
+        if trio.current_time() >= until:
+            self._busy_until.pop(contact.peer_id, None)
+            return False
+        return True
 
     def _is_avoided(self, contact: Contact, uid: str) -> bool:
         now = trio.current_time()

@@ -15,12 +15,13 @@ requests "id". The seed of a layer call is the same forward and backward; withou
 Each part is answered by itself, exactly once. Those that are ready go ahead of the others, in partials of the answer
 (`net.rpc.base.Request.send_partial`), and the reply brings the rest. Partials and reply have one form:
 
-    body     {"answers": [{"part", "updates"} or {"part", "error", "message"}, ...]}
+    body     {"answers": [{"part", "updates"} or {"part", "error", "message", "retry_after_s"}, ...]}
     tensors  for the parts with "updates", in this order and one below the other, [their rows, ...]: the output, or the
              gradients of the differentiable inputs
 
 "part" is a part's place in the request, "updates" how many updates the expert has taken, and "error" one of "refused",
-"busy" and "failure", as of a call that fails.
+"busy" and "failure", as of a call that fails. A part that finds the node busy may be told after how many seconds to ask
+again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,11 +30,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from net.errors import CallFailed, RemoteProtocolError
+from net.errors import CallFailed, PeerBusy, RemoteProtocolError
 from net.rpc.base import CALL_ERRORS, Reply, Request, kind_of
 from net.types import Array
 from net.wire.compression import Compression
-from net.wire.fields import MAPPING, choice, integer, optional, rows, text
+from net.wire.fields import MAPPING, choice, integer, optional, real, rows, text
 from net.wire.messages import MAX_ERROR_CHARACTERS, ErrorKind, error_text
 from net.wire.tensors import as_outgoing, plain
 
@@ -55,6 +56,10 @@ MAX_PAIRS = 2**31 - 1
 _PARTS = rows(MAX_PARTS)
 _ROWS = integer(0, MAX_PAIRS)
 _ANSWERS = rows(MAX_PARTS)
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.05, 60.0
+"""The shortest and the longest that a busy node may send a caller away for."""
+
+_RETRY_AFTER = optional(real(MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S))
 _UPDATES = optional(integer(0, MAX_UPDATES))
 _KIND = choice(ErrorKind)
 _MESSAGE = text(0, MAX_ERROR_CHARACTERS)
@@ -144,6 +149,9 @@ def answer_of(outcomes: Sequence[tuple[int, Answer | CallFailed]], compression: 
             computed.append(outcome)
         else:
             answers.append({"part": number, "error": kind_of(outcome).value, "message": error_text(str(outcome))})
+            if isinstance(outcome, PeerBusy) and outcome.retry_after_s is not None:
+                wait_s = min(max(float(outcome.retry_after_s), MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+                answers[-1]["retry_after_s"] = wait_s
     columns = zip(*(answer.tensors for answer in computed), strict=True)
     tensors = tuple(as_outgoing(_below_one_another(column), compression) for column in columns)
     return Reply(body={"answers": answers}, tensors=tensors)
@@ -174,13 +182,19 @@ def outcomes_of_untrusted(answer: Reply, expected_rows: Mapping[int, int]) -> li
     start = 0
     for number, num_rows, body in said:
         if "error" in body:
-            kind, message = _KIND.of_untrusted(body, "error"), _MESSAGE.of_untrusted(body, "message")
-            outcomes.append((number, CALL_ERRORS[kind](message)))
+            outcomes.append((number, _error_untrusted(body)))
         else:
             own = tuple(tensor[start : start + num_rows] for tensor in tensors)
             outcomes.append((number, Answer(updates=_UPDATES.of_untrusted(body, "updates"), tensors=own)))
             start += num_rows
     return outcomes
+
+
+def _error_untrusted(body: Mapping[str, Any]) -> CallFailed:
+    error = CALL_ERRORS[_KIND.of_untrusted(body, "error")](_MESSAGE.of_untrusted(body, "message"))
+    if isinstance(error, PeerBusy):
+        error.retry_after_s = _RETRY_AFTER.of_untrusted(body, "retry_after_s")
+    return error
 
 
 def _below_one_another(arrays: Sequence[Array]) -> Array:

@@ -53,7 +53,15 @@ class CallRefused(CallFailed):
 
 
 class PeerBusy(CallFailed):
-    """The peer's bounded queue is full. The call was not carried out; it may be tried again later or elsewhere."""
+    """The peer's bounded queue is full. The call was not carried out; it may be tried again later or elsewhere.
+
+    Args:
+      retry_after_s: in how many seconds the peer expects to have room; None if it does not say.
+    """
+
+    def __init__(self, message: str = "", *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RemoteFailure(CallFailed):

@@ -5,6 +5,7 @@ deadline and one quorum and returns the answers by call, None for a call that fa
 travel in one request; their answers come back one by one as they are ready.
 """
 
+import functools
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -105,7 +106,7 @@ class ExpertCaller:
                         for index in indices
                     ]
                     request = LayerRequest(method, parts, inputs, output_grads, config, common)
-                    nursery.start_soon(self._ask, request, finish, 2 if retry else 1)
+                    nursery.start_soon(functools.partial(self._ask, request, finish, retry=retry))
         for call, done in zip(calls, finished, strict=True):
             if not done:
                 text = f"expert {call.uid} at {call.contact} was given up {config.grace_s:g} s after the others"
@@ -138,45 +139,49 @@ class ExpertCaller:
             )
 
     async def _ask(
-        self, request: LayerRequest, finish: Callable[[int, "Answer | _Failure"], None], attempts: int
+        self, request: LayerRequest, finish: Callable[[int, "Answer | _Failure"], None], *, retry: bool
     ) -> None:
-        """Place a request, and say of each of its parts how it ended."""
+        """Place a request, and say of each of its parts how it ended.
+
+        Parts for which the node has no room yet are asked again when it says, if there is time until then.
+        """
         left = {part.index: part for part in request.parts}
-        contact, config = request.parts[0].call.contact, request.config
+        contact = request.parts[0].call.contact
+        deadline = trio.current_time() + request.config.timeout_s
+        while left:
+            asked, again_at = list(left.values()), dict[int, float]()
 
-        def end(part: PlacedCall, outcome: Answer | _Failure) -> None:
-            del left[part.index]
-            finish(part.index, outcome)
+            def take(answer: Reply, asked: Sequence[PlacedCall] = asked, again_at: dict[int, float] = again_at) -> None:
+                open_parts = {number: part for number, part in enumerate(asked) if part.index in left.keys() - again_at}
+                for number, outcome in _outcomes(answer, open_parts):
+                    index = open_parts[number].index
+                    if isinstance(outcome, PeerBusy) and outcome.retry_after_s is not None:
+                        self.directory.busy(contact, outcome.retry_after_s)
+                        at = trio.current_time() + outcome.retry_after_s
+                        if at < deadline:
+                            again_at[index] = at
+                            continue
+                    del left[index]
+                    finish(index, _failure_of(outcome) if isinstance(outcome, CallFailed) else outcome)
 
-        for attempt in range(attempts):
-            asked = list(left.values())
             body, tensors = request.encoded(asked)
-
-            def take(answer: Reply, asked: Sequence[PlacedCall] = asked) -> None:
-                rows = {number: len(part.call.rows) for number, part in enumerate(asked) if part.index in left}
-                try:
-                    outcomes = outcomes_of_untrusted(answer, rows)
-                except RemoteProtocolError as error:
-                    raise _BadAnswer(str(error)) from error
-                for number, outcome in outcomes:
-                    end(asked[number], _failure_of(outcome) if isinstance(outcome, CallFailed) else outcome)
-
             try:
-                take(
-                    await self.rpc.call(
-                        contact, request.method, body, tensors, timeout_s=config.timeout_s, on_partial=take
-                    )
-                )
+                timeout_s = deadline - trio.current_time()
+                take(await self.rpc.call(contact, request.method, body, tensors, timeout_s=timeout_s, on_partial=take))
                 failure = _Failure(BAD_ANSWER, "the answer says nothing of this expert", blame=True)
             except ConnectionLost as error:
-                if left and attempt + 1 < attempts:
+                if retry:
+                    retry = False
                     continue
                 failure = _Failure(reason_of(error), str(error))
             except NetError as error:
                 failure = _failure_of(error)
-            break
-        for part in tuple(left.values()):
-            end(part, failure)
+            for index in left.keys() - again_at:
+                del left[index]
+                finish(index, failure)
+            if again_at:
+                self.statistics.asked_again += len(again_at)
+                await trio.sleep_until(max(again_at.values()))
 
     def _note_outcome(self, method: str, call: ExpertCall, started: float, outcome: "Answer | _Failure") -> None:
         if isinstance(outcome, Answer):
@@ -202,6 +207,18 @@ class _Failure:
 
 class _BadAnswer(RemoteProtocolError):
     """An answer that is none to what was asked."""
+
+
+def _outcomes(answer: Reply, parts: Mapping[int, PlacedCall]) -> list[tuple[int, Answer | CallFailed]]:
+    """What an answer says of these parts, by number.
+
+    Raises:
+      _BadAnswer: it is none to what was asked.
+    """
+    try:
+        return outcomes_of_untrusted(answer, {number: len(part.call.rows) for number, part in parts.items()})
+    except RemoteProtocolError as error:
+        raise _BadAnswer(str(error)) from error
 
 
 def _failure_of(error: NetError) -> _Failure:

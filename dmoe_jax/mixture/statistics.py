@@ -74,6 +74,8 @@ class CallStatistics:
     """Calls that were answered in time."""
     failures: dict[str, int] = field(default_factory=dict)
     """Calls that brought nothing, by reason; see `REASONS`."""
+    asked_again: int = 0
+    """Times that a busy node asked for a call to come again later, and it did."""
     skipped_samples: int = 0
     """Samples that went through a layer with no expert at all."""
     staleness_total: int = 0

@@ -13,6 +13,7 @@ ones are refused.
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import cast
@@ -40,19 +41,33 @@ class Job:
       kind: "forward" or "backward".
       key: jobs of equal keys run together: (uid, kind, whether rows have dropout keys).
       rows: how many it brings.
+      expected_s: seconds of the device that they will take, as far as that is known.
       request: what was asked; gone when it is answered, so that a remembered job (replay) keeps its reply alone.
       waiters: the calls that want the answer, each an event that is set when there is one.
       is_done: there is an answer: `results` and the expert's count of `updates`, or an `error`.
       arrived_at: when it came, by trio's clock.
     """
 
-    __slots__ = ("arrived_at", "error", "is_done", "key", "kind", "request", "results", "rows", "updates", "waiters")
+    __slots__ = (
+        "arrived_at",
+        "error",
+        "expected_s",
+        "is_done",
+        "key",
+        "kind",
+        "request",
+        "results",
+        "rows",
+        "updates",
+        "waiters",
+    )
 
     def __init__(self, request: ExpertRequest) -> None:
         self.request = request
         self.kind = "forward" if request.output_grads is None else "backward"
         self.key = (request.uid, self.kind, request.keys is not None)
         self.rows = request.rows
+        self.expected_s = 0.0
         self.waiters: list[trio.Event] = []
         self.arrived_at = trio.current_time()
         self.is_done = False
@@ -88,7 +103,7 @@ class BatchRunner:
       backends: the experts by uid.
       device: runs and compiles them.
       max_batch_rows: the most rows of one batch.
-      max_waiting_rows: the most rows in the queue.
+      max_waiting_rows, max_wait_s: the most rows, and seconds of work, in the queue.
       warm_up_rows: rows for which programs are compiled first, on a device that compiles aside.
       recorder: is told of every batch.
     """
@@ -101,9 +116,12 @@ class BatchRunner:
         max_batch_rows: int,
         max_waiting_rows: int,
         warm_up_rows: int,
+        max_wait_s: float = math.inf,
         recorder: NodeRecorder | None = None,
     ) -> None:
-        self.queue: BatchQueue[Job] = BatchQueue(max_batch_rows=max_batch_rows, max_waiting_rows=max_waiting_rows)
+        self.queue: BatchQueue[Job] = BatchQueue(
+            max_batch_rows=max_batch_rows, max_waiting_rows=max_waiting_rows, max_wait_s=max_wait_s
+        )
         self.batches = 0
         """Batches that were computed."""
         self.failed = 0
@@ -124,6 +142,7 @@ class BatchRunner:
         self._max_batch_rows = max_batch_rows
         self._first_rows = min(warm_up_rows, max_batch_rows)
         self._times = BatchTimes()
+        self._row_times = BatchTimes()
         self._compiling = trio.Lock()
         self._growing: set[int] = set()
         self._work_arrived = trio.Event()
@@ -132,8 +151,10 @@ class BatchRunner:
         """Put a job into the queue.
 
         Raises:
-          QueueFull: if too many rows wait already.
+          QueueFull: if too much waits already.
         """
+        row_s = self._row_times.expected_s(self._work_of(job))
+        job.expected_s = job.rows * row_s if math.isfinite(row_s) else 0.0
         self.queue.submit(job)
         self._work_arrived.set()
 
@@ -193,8 +214,12 @@ class BatchRunner:
 
     def _size_of(self, jobs: Sequence[Job]) -> Hashable:
         """What decides how long a batch takes."""
-        _, *kind = jobs[0].key
-        return (id(self._backends[jobs[0].request.uid].programs), *kind, bucket_of(_rows_of(jobs)))
+        return (*self._work_of(jobs[0]), bucket_of(_rows_of(jobs)))
+
+    def _work_of(self, job: Job) -> tuple[Hashable, ...]:
+        """What decides how long a row takes: the program."""
+        _, *kind = job.key
+        return (id(self._backends[job.request.uid].programs), *kind)
 
     def _row_limit(self, key: Hashable) -> int:
         """The most rows of a batch that compiles nothing; of any batch, where compiling takes no time."""
@@ -245,7 +270,7 @@ class BatchRunner:
             self.busy_s += spent.seconds
         for jobs, size, outcome in zip(turn, sizes, outcomes, strict=True):
             if outcome.error is None:
-                self._times.note(size, outcome.seconds)
+                self._note_time(jobs, size, outcome.seconds)
                 self._answer(jobs, outcome.results, started, outcome.seconds)
             else:
                 await self._go_without(jobs, outcome.error)
@@ -259,7 +284,7 @@ class BatchRunner:
             return
         finally:
             self.busy_s += spent.seconds
-        self._times.note(size, spent.seconds)
+        self._note_time(jobs, size, spent.seconds)
         self._answer(jobs, results, started, spent.seconds)
 
     async def _go_without(self, jobs: Sequence[Job], error: Exception) -> None:
@@ -271,6 +296,10 @@ class BatchRunner:
         else:
             for job in jobs:
                 await self._run_batch([job])
+
+    def _note_time(self, jobs: Sequence[Job], size: Hashable, seconds: float) -> None:
+        self._times.note(size, seconds)
+        self._row_times.note(self._work_of(jobs[0]), seconds / _rows_of(jobs))
 
     def _answer(self, jobs: Sequence[Job], results: Sequence[Array], started: float, device_s: float) -> None:
         """Hand the jobs of a batch that began at `started` their rows of the results."""

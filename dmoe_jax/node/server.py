@@ -69,6 +69,9 @@ class NodeConfig:
     """Seconds between announcements in the DHT."""
     record_lifetime_s: float = 30.0
     """Seconds for which an announcement is valid: three periods, so that one lost announcement does no harm."""
+    max_wait_s: float = 10.0
+    """Most seconds of work in the queue; beyond it too. Whoever waits longer has given up: it is the time-out of
+    `Swarm.mixture`. Infinity: any."""
     max_concurrent_calls: int = 256
     """Calls of one method in progress at once, waiting ones included."""
     leave_timeout_s: float = 5.0
@@ -77,6 +80,8 @@ class NodeConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.leave_timeout_s < math.inf:
             raise ValueError(f"leave_timeout_s must be 0 or a number of seconds, got {self.leave_timeout_s}")
+        if not self.max_wait_s > 0:
+            raise ValueError(f"max_wait_s must be a number of seconds above 0, got {self.max_wait_s}")
         if self.record_lifetime_s <= self.announce_period_s:
             raise ValueError(
                 f"record_lifetime_s must exceed announce_period_s, or experts vanish between announcements; "
@@ -132,6 +137,7 @@ class ExpertNode:
             max_batch_rows=config.max_batch_rows,
             max_waiting_rows=config.max_waiting_rows,
             warm_up_rows=config.warm_up_rows,
+            max_wait_s=config.max_wait_s,
             recorder=self.recorder,
         )
         self._replays: ReplayCache[Job] = ReplayCache(is_finished=lambda job: job.is_done)
@@ -316,7 +322,7 @@ class ExpertNode:
 
         Raises:
           CallRefused: the node is leaving.
-          PeerBusy: too many rows wait.
+          PeerBusy: too much waits; half of it will be done when it is asked to retry.
         """
         replay_key = _replay_key(peer_id, part)
         if part.request_id is not None and (known := self._replays.find(replay_key)) is not None:
@@ -329,7 +335,7 @@ class ExpertNode:
             self._runner.submit(job)
         except QueueFull as full:
             self._counts["busy"] += 1
-            raise PeerBusy(f"the node is busy: {full}") from full
+            raise PeerBusy(f"the node is busy: {full}", retry_after_s=full.waiting_s / 2) from full
         self._counts[job.kind] += 1
         if part.request_id is not None:
             self._replays.remember(replay_key, job, nbytes=sum(array.nbytes for array in part.inputs))

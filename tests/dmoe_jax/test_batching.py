@@ -14,10 +14,12 @@ class Asked(NamedTuple):
     key: str
     rows: int
     name: str = "x"
+    kind: str = "forward"
+    expected_s: float = 0.0
 
 
-def queue_of(*waiting: Asked, max_batch_rows: int, max_waiting_rows: int = 64) -> BatchQueue[Asked]:
-    queue: BatchQueue[Asked] = BatchQueue(max_batch_rows=max_batch_rows, max_waiting_rows=max_waiting_rows)
+def queue_of(*waiting: Asked, max_batch_rows: int, max_waiting_rows: int = 64, **bounds: float) -> BatchQueue[Asked]:
+    queue: BatchQueue[Asked] = BatchQueue(max_batch_rows=max_batch_rows, max_waiting_rows=max_waiting_rows, **bounds)
     for asked in waiting:
         queue.submit(asked)
     return queue
@@ -55,7 +57,8 @@ def test_a_limit_of_the_moment_cuts_batches_but_never_a_request() -> None:
 
 def test_full_queue_turns_away_and_recovers() -> None:
     """Rows beyond the bound are refused at once; taking or withdrawing makes room."""
-    first, second, third = Asked("a", 4, "first"), Asked("a", 2, "second"), Asked("b", 1, "third")
+    first, second = Asked("a", 4, "first"), Asked("a", 2, "second", kind="backward")
+    third = Asked("b", 1, "third")
     queue = queue_of(first, second, max_batch_rows=4, max_waiting_rows=6)
     with pytest.raises(QueueFull, match="6 rows wait already, at most 6 may"):
         queue.submit(third)
@@ -63,6 +66,33 @@ def test_full_queue_turns_away_and_recovers() -> None:
     queue.submit(third)
     assert not queue.withdraw(first)
     assert [names(queue.take()) for _ in range(2)] == [["second"], ["third"]]
+
+
+def test_one_kind_of_work_leaves_room_for_the_other() -> None:
+    """Three quarters of the rows are for one kind, but always a whole batch."""
+    backward = [Asked("a", 2, kind="backward") for _ in range(3)]
+    queue = queue_of(*backward, max_batch_rows=4, max_waiting_rows=8)
+    with pytest.raises(QueueFull, match="6 rows of backward requests wait already, at most 6 may"):
+        queue.submit(Asked("b", 1, kind="backward"))
+    queue.submit(Asked("a", 2))
+    with pytest.raises(QueueFull, match="8 rows wait already, at most 8 may"):
+        queue.submit(Asked("a", 1))
+    queue_of(Asked("a", 4), max_batch_rows=4, max_waiting_rows=4)
+
+
+def test_the_time_that_what_waits_will_take_is_bounded() -> None:
+    """Whoever would come behind more than that is turned away, and told how much waits; a single request never is."""
+    queue = queue_of(Asked("a", 1, expected_s=50.0), max_batch_rows=4, max_wait_s=8.0)
+    queue.take()
+    for _ in range(3):
+        queue.submit(Asked("a", 1, expected_s=2.0, kind="backward"))
+    with pytest.raises(QueueFull, match="6 s of work of backward requests wait already, at most 6 s may") as full:
+        queue.submit(Asked("b", 1, expected_s=0.5, kind="backward"))
+    assert full.value.waiting_s == 6.0
+    queue.submit(Asked("a", 1, expected_s=2.0))
+    with pytest.raises(QueueFull, match="8 s of work wait already, at most 8 s may") as full:
+        queue.submit(Asked("a", 1, expected_s=0.1))
+    assert full.value.waiting_s == 8.0
 
 
 @pytest.mark.parametrize("rows", [0, 5])

@@ -224,6 +224,26 @@ async def test_a_failing_expert_is_avoided_and_not_its_host(autojump_clock: Mock
                 assert (await find_experts(directory, [bad]))[bad] == HOSTS[0]
 
 
+async def test_a_busy_host_is_passed_over_while_there_are_others(autojump_clock: MockClock) -> None:
+    """For as long as it said, the longest counts; where all hosts are busy they are chosen all the same."""
+    async with open_swarm(DirectNetwork(), 4) as nodes:
+        await declare_experts(nodes[0], uids("ffn.0.0", "ffn.0.1"), HOSTS[0], expiration=now() + 60)
+        await declare_experts(nodes[1], uids("ffn.0.2"), HOSTS[1], expiration=now() + 60)
+        async with open_expert_directory(nodes[3]) as directory:
+            grid = (2, 4)
+            everybody = {(0, 0): HOSTS[0], (0, 1): HOSTS[0], (0, 2): HOSTS[1]}
+            assert await directory.living("ffn", grid) == everybody
+            directory.busy(HOSTS[0], 2.0)
+            directory.busy(HOSTS[0], 1.0)
+            assert await directory.living("ffn", grid) == {(0, 2): HOSTS[1]}
+            directory.busy(HOSTS[1], 1.0)
+            assert await directory.living("ffn", grid) == everybody
+            await trio.sleep(1.5)
+            assert await directory.living("ffn", grid) == {(0, 2): HOSTS[1]}
+            await trio.sleep(1.0)
+            assert await directory.living("ffn", grid) == everybody
+
+
 async def test_with_no_backoff_nobody_is_avoided(autojump_clock: MockClock) -> None:
     """As in experiments whose failures are drawn for each call anew."""
     async with open_swarm(DirectNetwork(), 3) as nodes:

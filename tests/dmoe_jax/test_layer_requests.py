@@ -125,15 +125,34 @@ async def test_grace_counts_for_each_part(autojump_clock: trio.testing.MockClock
         assert status["answered"] == 4
 
 
-async def test_a_part_that_finds_the_queue_full_is_turned_away_alone(autojump_clock: trio.testing.MockClock) -> None:
-    """Nine rows may wait: three experts' of three samples; the fourth is busy at once."""
+async def test_a_part_that_finds_the_queue_full_comes_again_alone(autojump_clock: trio.testing.MockClock) -> None:
+    """Nine rows may wait: three experts' of three samples. The fourth is asked for again until there is room."""
     config = NodeConfig(max_batch_rows=9, max_waiting_rows=9)
     async with one_node(config=config, grace_s=60.0) as (swarm, mixture, wire, choice):
         _, answered, _ = await mixture.forward(choice, [X])
-        assert answered.tolist() == [[True, True, True, False]] * 3
-        assert swarm.statistics.failures == {"busy": 1}
-        assert wire.said == [[3], [0], [1], [2]]
-        assert swarm.nodes[0].status()["busy"] == 1
+        assert answered.tolist() == [[True, True, True, False]] * 2 + [[True] * 4]
+        assert wire.asked[0] == ["ffn.0", "ffn.1", "ffn.2", "ffn.3"]
+        assert set(map(tuple, wire.asked[1:])) == {("ffn.3",)}
+        assert swarm.statistics.failures == {}
+        assert swarm.statistics.asked_again == swarm.nodes[0].status()["busy"] == len(wire.asked) - 1 > 0
+
+
+async def test_who_is_sent_away_for_too_long_is_given_up(autojump_clock: trio.testing.MockClock) -> None:
+    """There is no time to come again: the call has failed."""
+    config = NodeConfig(max_batch_rows=9, max_waiting_rows=9)
+    async with one_node(config=config, grace_s=60.0, timeout_s=4.5) as (swarm, mixture, wire, choice):
+        await mixture.forward(choice, [X])  # now it is known how long a row takes
+
+        def patient(reply: Reply) -> Reply:
+            answers = [{**said, "retry_after_s": 5.0} if "error" in said else said for said in reply.body["answers"]]
+            return Reply(body={"answers": answers}, tensors=reply.tensors)
+
+        wire.spoils = patient
+        calls = choice.calls * 2  # the second three find the queue full
+        _, answered, _ = await mixture.forward(Choice(choice.indices, calls), [X])
+        assert answered[:, :3].all()
+        assert swarm.statistics.failures["busy"] > 0
+        assert all(mixture._caller.directory._is_busy(call.contact) for call in calls)
 
 
 async def test_a_part_that_does_not_fit_is_refused_alone(autojump_clock: trio.testing.MockClock) -> None:
