@@ -226,24 +226,32 @@ class ExpertBackend:
 
     def warm_up(self, max_rows: int) -> None:
         """Compile every bucket up to `max_rows` without changing the expert."""
+        scratch: PyTree = None
         for bucket in buckets_up_to(max_rows):
-            self.warm_up_bucket(bucket)
+            scratch = self.warm_up_bucket(bucket, scratch)
 
-    def warm_up_bucket(self, bucket: int) -> None:
+    def warm_up_bucket(self, bucket: int, scratch: PyTree = None) -> PyTree:
         """Compile for batches of this many rows, unless that is done.
 
         May run in another thread than the batches: programs are tried on zeros; what an update donates is not touched.
+
+        Args:
+          scratch: what the last bucket's call returned, which is donated; None: zeros are made. Parameters and states
+            that were made for each bucket anew would leave as many holes in the heap.
+        Returns: the state that the programs were tried on.
         """
         if bucket in self.programs.warm:
-            return
+            return scratch
         specs = (*self.expert.inputs, self.expert.output)
         *inputs, grads = (np.zeros((bucket, *spec.shape), spec.dtype) for spec in specs)
         for keys in (None, np.zeros((bucket, 2), np.uint32)) if self.expert.takes_key else (None,):
-            params, opt_state = jax.tree.map(jnp.zeros_like, (self._params, self._opt_state))
-            jax.block_until_ready(self.programs.apply(params, tuple(inputs), keys))
-            arguments = (params, opt_state, tuple(inputs), grads, keys, np.float32(0))
-            jax.block_until_ready(self.programs.grad_and_update(*arguments))
+            if scratch is None:
+                scratch = jax.tree.map(jnp.zeros_like, (self._params, self._opt_state))
+            jax.block_until_ready(self.programs.apply(scratch[0], tuple(inputs), keys))
+            arguments = (*scratch, tuple(inputs), grads, keys, np.float32(0))
+            _, _, *scratch = jax.block_until_ready(self.programs.grad_and_update(*arguments))
         self.programs.warm.add(bucket)
+        return scratch
 
     def _bucket(self, rows: int) -> int:
         """What so many rows are padded to: the smallest warm bucket that holds them, if there is one."""

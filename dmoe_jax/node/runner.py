@@ -28,6 +28,7 @@ from dmoe_jax.node.backend import ExpertBackend, UpdateRejected, bucket_of, buck
 from dmoe_jax.node.batching import BatchQueue
 from dmoe_jax.node.requests import ExpertRequest
 from dmoe_jax.node.turns import BatchTimes, Finish, run_turn
+from dmoe_jax.types import PyTree
 from net.errors import CallFailed, CallRefused, RemoteFailure
 from net.types import Array
 
@@ -174,11 +175,16 @@ class BatchRunner:
         buckets = buckets_up_to(self._first_rows)
         return [(backend, bucket) for bucket in buckets for backend in kinds if bucket not in backend.programs.warm]
 
-    async def compile(self, backend: ExpertBackend, bucket: int) -> None:
-        """Compile for batches of so many rows, beside the device, unless that is done; one program at a time."""
+    async def compile(self, backend: ExpertBackend, bucket: int, scratch: PyTree = None) -> PyTree:
+        """Compile for batches of so many rows, beside the device, unless that is done; one program at a time.
+
+        Args:
+          scratch, and what is returned: see `ExpertBackend.warm_up_bucket`.
+        """
         async with self._compiling:
-            if bucket not in backend.programs.warm:
-                await self._device.aside(backend.warm_up_bucket, bucket)
+            if bucket in backend.programs.warm:
+                return scratch
+            return await self._device.aside(backend.warm_up_bucket, bucket, scratch)
 
     async def run(self) -> None:
         """Serve the queue for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""

@@ -43,6 +43,7 @@ from dmoe_jax.node.batching import QueueFull
 from dmoe_jax.node.replay import ReplayCache
 from dmoe_jax.node.requests import ExpertRequest, parse_request, uid_of
 from dmoe_jax.node.runner import BatchRunner, Job
+from dmoe_jax.types import PyTree
 from net.dht.node import DhtNode
 from net.errors import CallFailed, CallRefused, PeerBusy
 from net.identity import Contact, PeerId
@@ -191,10 +192,13 @@ class ExpertNode:
         """
         if cold := self._runner.cold_programs():
             await self._announce()
+        scratch: dict[int, PyTree] = {}
         for number, (backend, bucket) in enumerate(cold, start=1):
             self.state = f"compiling {number} of {len(cold)}"
             on_progress(self.state)
-            await self._runner.compile(backend, bucket)
+            kind = id(backend.programs)
+            scratch[kind] = await self._runner.compile(backend, bucket, scratch.pop(kind, None))
+        scratch.clear()
         self.state = "serving"
         await self._announce()
 

@@ -100,6 +100,18 @@ def test_warm_up_compiles_everything_and_changes_nothing(compilations: Any) -> N
     assert compilations.count == compiled
 
 
+def test_warm_up_makes_one_copy_of_the_state_for_all_sizes() -> None:
+    """Each program is tried on what the last one returned, so that the heap gets no hole for each of them."""
+    expert = expert_from_linen(nn.Dense(4, name="one_copy"), rows(1, 0))
+    backend = ExpertBackend(expert, optax.adam(0.1), expert.init(jax.random.key(0)))
+    scratch = backend.warm_up_bucket(1)
+    leaves = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(scratch)]
+    again = backend.warm_up_bucket(2, scratch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(scratch))
+    assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(again)} <= set(leaves)
+    assert backend.warm_up_bucket(2, again) is again
+
+
 def test_experts_of_one_kind_share_their_programs(compilations: Any) -> None:
     """A node with many experts compiles as much as a node with one."""
     (first, _), (second, _) = make(), make()
