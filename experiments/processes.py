@@ -92,9 +92,7 @@ def open_helpers(
 
 
 @contextmanager
-def _open_process(
-    python: str, module: str, settings: Mapping[str, object]
-) -> Iterator["subprocess.Popen[str]"]:
+def _open_process(python: str, module: str, settings: Mapping[str, object]) -> Iterator["subprocess.Popen[str]"]:
     process = subprocess.Popen(
         [python, "-m", module, json.dumps(settings)],
         cwd=Path(__file__).parents[1],

@@ -2,8 +2,8 @@
 
     norm(x + Dense_d(gelu(Dense_4d(x))))
 
-hivemind 1.1.12, `moe/server/layers/common.py`, `FeedforwardBlock`: GELU in its approximation by tanh, one LayerNorm with
-epsilon 1e-12 behind the residual connection. (The feed-forward expert of `dmoe_jax.experts` has 24 d_model^2.)
+hivemind 1.1.12, `moe/server/layers/common.py`, `FeedforwardBlock`: GELU in its approximation by tanh, one LayerNorm
+with epsilon 1e-12 behind the residual connection. (The feed-forward expert of `dmoe_jax.experts` has 24 d_model^2.)
 """
 
 import jax

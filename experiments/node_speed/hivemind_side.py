@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")  # else a line for each of a hundred processes
+
 import torch
 from hivemind.dht import DHT
 from hivemind.moe.client.expert import RemoteExpert

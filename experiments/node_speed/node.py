@@ -1,13 +1,12 @@
 """The node's process, a helper of the measurement.
 
 It serves the experts of a case over TLS and says where, how much memory its imports took and how much its experts have.
-It answers orders {"do": ...}: "count" with its counters, "bare" with the seconds of bare calls of the same programs, for
-which nobody may be calling it.
+It answers orders {"do": ...}: "count" with its counters; "bare" with the seconds of bare calls of the same programs, for
+which nobody may be calling it; "save" by serving anew, with checkpoints.
 """
 
 import itertools
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -96,35 +95,43 @@ class BareCalls:
         return between - started, time.perf_counter() - between
 
 
-async def serve(
-    *, case: dict[str, Any], seed: int, checkpoint_dir: str | None = None, checkpoint_period_s: float = 60.0
-) -> None:
+async def serve(*, case: dict[str, Any], seed: int) -> None:
     """Serve a case until standard input closes.
 
     Args:
       case: the fields of a `Case`.
       seed: of the experts, and of what is asked in bare calls.
-      checkpoint_dir, checkpoint_period_s: as of `Swarm.serve`.
     """
     set_up_jax()
     held = memory_bytes()
     compilations = CompilationCounter()
     own = Case(**case)
     async with open_swarm(listen="127.0.0.1:0", seed=seed) as swarm:
-        served = await swarm.serve(
+        begin = partial(
+            swarm.serve,
             {f"{PREFIX}.[0:{own.experts}]": hivemind_ffn(own.d_model)},
             optimizer=ADAM,
             config=NodeConfig(max_batch_rows=own.max_batch_rows, warm_up_rows=own.max_batch_rows),
-            checkpoint_dir=checkpoint_dir,
-            checkpoint_period_s=checkpoint_period_s,
         )
+        served = await begin()
         say(
             contact=swarm.contact,
             import_bytes=None if held is None else held[0],
             state_bytes=state_bytes(served),
-            since=time.perf_counter(),
         )
-        await _answer_orders(served, compilations, make_bare=partial(BareCalls, own, seed))
+        bare: BareCalls | None = None  # made when it is asked for: it would count as the node's memory
+        async for order in orders():
+            if order["do"] == "count":
+                say(**counters(served), compilations=compilations.count)
+            elif order["do"] == "bare":
+                bare = bare or await trio.to_thread.run_sync(BareCalls, own, seed)
+                calls = partial(bare.seconds_of_calls, order["rows"], for_s=order["for_s"])
+                forward_s, backward_s = await trio.to_thread.run_sync(calls)
+                say(forward_s=forward_s, backward_s=backward_s)
+            else:
+                await served.close()
+                served = await begin(checkpoint_dir=order["folder"], checkpoint_period_s=order["period_s"])
+                say(served=True)
 
 
 def state_bytes(served: Served) -> int:
@@ -132,24 +139,14 @@ def state_bytes(served: Served) -> int:
     return sum(leaf.nbytes for backend in served.backends.values() for leaf in jax.tree.leaves(backend.state))
 
 
-async def _answer_orders(
-    served: Served, compilations: CompilationCounter, *, make_bare: Callable[[], BareCalls]
-) -> None:
-    bare: BareCalls | None = None  # made when it is asked for: it would count as the node's memory
-    async for order in orders():
-        if order["do"] == "count":
-            status, memory = served.node.status(), memory_bytes()
-            say(
-                **{name: status[name] for name in ("rows", "batches", "busy_s", "failed", "busy", "rejected")},
-                compilations=compilations.count,
-                cpu_s=time.process_time(),
-                memory_bytes=memory,
-            )
-        else:
-            bare = bare or await trio.to_thread.run_sync(make_bare)
-            calls = partial(bare.seconds_of_calls, order["rows"], for_s=order["for_s"])
-            forward_s, backward_s = await trio.to_thread.run_sync(calls)
-            say(forward_s=forward_s, backward_s=backward_s)
+def counters(served: Served) -> dict[str, Any]:
+    """What a node and its process have used and done so far."""
+    status = served.node.status()
+    return {
+        **{name: status[name] for name in ("rows", "batches", "busy_s")},
+        "cpu_s": time.process_time(),
+        "memory_bytes": memory_bytes(),
+    }
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class SpeedSettings(Settings):
     load_s: float | None = None
     """Duration of the load of mixed batch sizes, seconds. Default: 300, or 10 with --quick."""
     large_mb: float | None = None
-    """Parameters of the expert that is saved while it is served, MB (4 bytes each). Default: 400, or 32 with --quick."""
+    """Parameters of the expert that is saved while it is served, MB. Default: 400, or 32 with --quick."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
