@@ -1,7 +1,7 @@
 """A process of callers, a helper of the measurement: each asks as a trainer does, through a `RemoteMixture`.
 
-An order {"begin", "end"} has all callers make layer calls, forward and then backward, from now until `end` is past; what
-ends between the two counts. Times are of `time.perf_counter`, whose clock the processes of a machine share.
+An order {"begin", "end"} has all callers make layer calls, forward and then backward, from now until `end` is past;
+what ends between the two counts. Times are of `time.perf_counter`, whose clock the processes of a machine share.
 """
 
 import math

@@ -1,8 +1,8 @@
 """The node's process, a helper of the measurement.
 
 It serves the experts of a case over TLS and says where, how much memory its imports took and how much its experts have.
-It answers orders {"do": ...}: "count" with its counters; "bare" with the seconds of bare calls of the same programs, for
-which nobody may be calling it; "save" by serving anew, with checkpoints.
+It answers orders {"do": ...}: "count" with its counters; "bare" with the seconds of bare calls of the same programs,
+for which nobody may be calling it; "save" by serving anew, with checkpoints.
 """
 
 import itertools
