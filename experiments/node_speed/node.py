@@ -37,8 +37,8 @@ class CompilationCounter:
         """So far."""
         monitoring.register_event_duration_secs_listener(self._note)
 
-    def _note(self, event: str, duration_s: float, **kwargs: Any) -> None:
-        del duration_s, kwargs
+    def _note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del duration_secs, kwargs
         if event == COMPILED_EVENT:
             self.count += 1
 
@@ -124,7 +124,8 @@ async def serve(*, case: dict[str, Any], seed: int) -> None:
             if order["do"] == "count":
                 say(**counters(served), compilations=compilations.count)
             elif order["do"] == "bare":
-                bare = bare or await trio.to_thread.run_sync(BareCalls, own, seed)
+                if bare is None:
+                    bare = await trio.to_thread.run_sync(BareCalls, own, seed)
                 calls = partial(bare.seconds_of_calls, order["rows"], for_s=order["for_s"])
                 forward_s, backward_s = await trio.to_thread.run_sync(calls)
                 say(forward_s=forward_s, backward_s=backward_s)
