@@ -21,7 +21,7 @@ def ratio_figure(
     """
     widths = [1 + len(columns) for _, columns, _ in panels]
     figure = Figure(figsize=(0.5 + sum(widths), 3.5), layout="constrained")
-    all_axes = figure.subplots(1, len(panels), width_ratios=widths)
+    all_axes = figure.subplots(1, len(panels), width_ratios=widths, squeeze=False)[0]
     for axes, (title, columns, bar) in zip(all_axes, panels, strict=True):
         _draw_ratios(axes, columns, bar)
         dress(axes, title, "")

@@ -8,6 +8,7 @@ others.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -69,27 +70,31 @@ class HelperProcess:
 
 
 @contextmanager
-def open_helpers(module: str, settings: Sequence[Mapping[str, object]]) -> Iterator[list[HelperProcess]]:
-    """Start helpers side by side and wait until all are ready; they are gone when the block ends.
+def open_helpers(
+    module: str, settings: Sequence[Mapping[str, object]], *, python: str = sys.executable
+) -> Iterator[list[HelperProcess]]:
+    """Start helpers side by side and wait until all are ready; they, and what they started, are gone when the block
+    ends.
 
     Args:
       module: what to run, as of `python -m`; it calls `run_helper`.
       settings: the keyword arguments of each helper's function; JSON carries them.
+      python: the interpreter; another one than ours finds the module and perhaps none of our libraries.
 
     Raises:
       HelperFailed: one of them did not start.
     """
     with ExitStack() as stack:
-        helpers = [HelperProcess(stack.enter_context(_open_process(module, each))) for each in settings]
+        helpers = [HelperProcess(stack.enter_context(_open_process(python, module, each))) for each in settings]
         for helper in helpers:
             helper.hello = helper.hear()
         yield helpers
 
 
 @contextmanager
-def _open_process(module: str, settings: Mapping[str, object]) -> Iterator["subprocess.Popen[str]"]:
+def _open_process(python: str, module: str, settings: Mapping[str, object]) -> Iterator["subprocess.Popen[str]"]:
     process = subprocess.Popen(
-        [sys.executable, "-m", module, json.dumps(settings)],
+        [python, "-m", module, json.dumps(settings)],
         cwd=Path(__file__).parents[1],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -107,7 +112,9 @@ def _open_process(module: str, settings: Mapping[str, object]) -> Iterator["subp
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END_GRACE_S)
         finally:  # also where a second Ctrl-C ends the waiting: whoever listens to the helper would wait for its work
-            process.kill()
+            # Its session, for it may have processes of its own.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             process.stdout.close()
 

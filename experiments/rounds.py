@@ -43,13 +43,16 @@ class Ratio:
         return Bar(name=self.name, bound=self.bound, comparison=self.comparison)
 
     def of_rounds(self, slices: Iterable[Record]) -> list[float]:
-        """Compute the ratio of each round that has both slices, in order; round 0 warms up and does not count."""
+        """Compute the ratio of each round that has both slices, in order; round 0 warms up and does not count.
+
+        A round whose baseline is 0, because nothing ended in its slice, has no ratio.
+        """
         values = {(record["round"], record["name"]): record.get(self.quantity) for record in slices}
         pairs = [
             (values.get((number, self.ours)), values.get((number, self.baseline)))
             for number in sorted({number for number, _ in values if number > 0})
         ]
-        return [ours / baseline for ours, baseline in pairs if ours is not None and baseline is not None]
+        return [ours / baseline for ours, baseline in pairs if ours is not None and baseline]
 
 
 def measure_rounds(run: Run[S], measurements: Sequence[Measurement], ratios: Sequence[Ratio], *, rounds: int) -> None:

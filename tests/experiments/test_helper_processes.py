@@ -78,10 +78,10 @@ def start(out: Path, name: str, *arguments: str) -> "subprocess.Popen[str]":
     )
 
 
-def headline_of_run(out: Path, *command: str) -> dict[str, Any]:
+def headline_of_run(out: Path, *command: str, limit_s: float = 110) -> dict[str, Any]:
     """Run to the end; all files are there and no process is left."""
     run = start(out, *command)
-    stdout, stderr = run.communicate(timeout=110)
+    stdout, stderr = run.communicate(timeout=limit_s)
     assert run.returncode == 0, stderr
     assert {"config.json", "metrics.jsonl", "figure.png", "report.md"} <= {path.name for path in out.iterdir()}
     assert processes_of(str(out)) == []

@@ -48,6 +48,12 @@ def test_ratios_are_of_pairs_of_one_round() -> None:
     assert round_figures(slices[:3], [RATIO], ("speed",)) is None
 
 
+def test_a_baseline_that_did_nothing_gives_no_ratio() -> None:
+    """Ours may have done nothing: that is a ratio of 0."""
+    slices = [record(1, "ours", 3.0), record(1, "theirs", 0.0), record(2, "ours", 0.0), record(2, "theirs", 4.0)]
+    assert RATIO.of_rounds(slices) == [0.0]
+
+
 def test_headline_is_the_median_of_ratios_not_the_ratio_of_medians() -> None:
     """1, 20, 300 over 10, 100, 1000: ratios 0.1, 0.2, 0.3. The warm-up would have been the greatest."""
     pairs = [(9.0, 1.0), (1.0, 10.0), (20.0, 100.0), (300.0, 1000.0)]

@@ -1,0 +1,1 @@
+"""How fast is an expert node beside bare jitted calls of its own programs, and beside hivemind?"""

@@ -1,0 +1,6 @@
+"""`python -m experiments.node_speed`; see README.md beside this file."""
+
+from experiments.bench import run_experiment
+from experiments.node_speed.settings import SpeedSettings
+
+run_experiment(SpeedSettings, "experiments.node_speed.measurement:EXPERIMENT", name="node_speed", uses_jax=False)
