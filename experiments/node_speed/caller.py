@@ -17,7 +17,7 @@ import numpy as np
 import trio
 
 from dmoe_jax.grid import ExpertUid
-from dmoe_jax.mixture.fan_out import ExpertCall
+from dmoe_jax.mixture.requests import ExpertCall
 from dmoe_jax.mixture.remote import Choice, RemoteMixture
 from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_jax.routing.product_key import product_key
