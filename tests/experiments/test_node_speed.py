@@ -128,7 +128,7 @@ def test_record_of_a_slice_of_the_node() -> None:
     before = counters(rows=10, batches=4, busy_s=1.0, cpu_s=5.0, compilations=7)
     after = counters(rows=40, batches=16, busy_s=2.0, cpu_s=8.0, compilations=8)
     times = {"forward_s": 1.0, "longest_forward_s": 2.0, "backward_s": 1.5, "longest_backward_s": 4.0}
-    answers = [
+    answers: list[dict[str, Any]] = [
         {"samples": 6, "layer_calls": 3, **times},
         {"samples": 10, "layer_calls": 5, **times, "longest_forward_s": 3.0},
         {"samples": 0, "layer_calls": 0},
