@@ -61,6 +61,7 @@ SHELLS = {
     "dmoe_jax.emulator.recording",
     "dmoe_jax.runs.run_folder",
     "dmoe_jax.directory",
+    "dmoe_jax.freed_memory",
     "dmoe_jax.mixture.coverage",
     "dmoe_jax.members",
     "dmoe_jax.metrics.http",
