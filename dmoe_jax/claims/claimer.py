@@ -119,7 +119,8 @@ class Claimer:
         self._won: list[str] = []
         self._has_won = trio.Event()
         self._written: dict[str, float] = {}  # uid -> expiration of our claim
-        self._yielding: set[str] = set()  # we mean to give these up, or are at it
+        self._yielding: set[str] = set()  # we ask another node to keep these
+        self._leaving: set[str] = set()  # it has promised to: we give them up
         self._meeting: set[PeerId] = set()
 
     def status(self) -> dict[str, Any]:
@@ -256,7 +257,7 @@ class Claimer:
         """Ask the nodes that announce experts of ours; each in a task of its own, one at a time."""
         rivals: dict[Contact, dict[str, Listing]] = {}
         for uid, listing in actions.contest.items():
-            if uid not in self._yielding and listing.contact.peer_id not in self._meeting:
+            if uid not in self._leaving and listing.contact.peer_id not in self._meeting:
                 of_rival = rivals.setdefault(listing.contact, {})
                 if len(of_rival) < MAX_UIDS:
                     of_rival[uid] = listing
@@ -285,14 +286,12 @@ class Claimer:
         return Standing(peer_id=self._caller.peer_id, updates=self._host.updates(uid))
 
     async def _give_up(self, rival: Contact, losing: Mapping[str, Standing]) -> None:
-        asked = {uid for uid, other in losing.items() if not other.is_fixed} - self._yielding
-        kept = losing.keys() - asked - self._yielding  # whoever was told to serve them keeps them
-        self._yielding |= asked | kept
+        kept = {uid for uid, other in losing.items() if other.is_fixed}  # whoever was told to serve it keeps it
+        if asked := losing.keys() - kept - self._yielding:
+            kept |= await self._kept_by(rival, asked)
+        kept -= self._leaving
+        self._leaving |= kept
         try:
-            if asked:
-                reply = await self._caller.call(rival, KEEP, {"uids": sorted(asked)}, timeout_s=_CALL_TIMEOUT_S)
-                # Without those that we have meanwhile promised to keep.
-                kept |= asked & self._yielding & set(_UIDS.of_untrusted(reply.body, "kept"))
             for uid in sorted(kept):
                 text = f"gives up expert {uid} to {rival.peer_id.short}, which serves it too"
                 text += f" ({losing[uid].updates} updates there, {self._host.updates(uid)} here)"
@@ -301,7 +300,16 @@ class Claimer:
                 await self._host.give_up(uid, rival)
                 self._core.totals.given_up += 1
         finally:
-            self._yielding -= asked | kept
+            self._leaving -= kept
+
+    async def _kept_by(self, rival: Contact, uids: Collection[str]) -> set[str]:
+        """Which of these experts another node promises to keep, and we have not meanwhile promised to it to keep."""
+        self._yielding.update(uids)
+        try:
+            reply = await self._caller.call(rival, KEEP, {"uids": sorted(uids)}, timeout_s=_CALL_TIMEOUT_S)
+            return set(_UIDS.of_untrusted(reply.body, "kept")).intersection(uids, self._yielding)
+        finally:
+            self._yielding.difference_update(uids)
 
     async def _keep(self, request: Request) -> Reply:
         """Promise to keep experts that another node is about to give up to us.
@@ -311,12 +319,11 @@ class Claimer:
         (uids,) = read_request(request, uids=_UIDS)
         kept = []
         for uid in uids:
-            if uid not in self._host.served or uid not in self._uids:
+            if uid not in self._uids or uid not in self._host.served or uid in self._leaving:
                 continue
-            if uid in self._yielding:
-                if not self._caller.peer_id > request.peer_id:
-                    continue
-                self._yielding.discard(uid)
+            if uid in self._yielding and self._caller.peer_id < request.peer_id:
+                continue
+            self._yielding.discard(uid)
             kept.append(uid)
         return Reply(body={"kept": kept})
 
