@@ -121,13 +121,14 @@ class Swarm(AveragingSwarm):
           config: how batches are made and how often experts are announced.
           warm_up_rows: compile for batches of up to so many rows before announcing; larger ones follow when they are
             wanted, beside the serving. None: as configured.
-          checkpoint_dir: where the experts are saved, and taken up from if there is a checkpoint.
-          checkpoint_period_s: seconds between checkpoints; one more is written at the end.
+          checkpoint_dir: where experts are saved, each by itself, and taken up from if they are there, whoever saved
+            them; nodes may share it.
+          checkpoint_period_s: seconds between saves, of those that have learnt since; one more is made at the end.
           on_progress: told what it is doing, in a few words.
 
         Raises:
           ValueError: this peer listens nowhere or serves experts already, a pattern is malformed or names an expert
-            twice, the optimiser cannot work on a node, or the checkpoint is of other experts.
+            twice, the optimiser cannot work on a node, or a checkpoint is of an expert of another shape.
         """
         if self.rpc.address is None:
             raise ValueError("experts cannot be served by a client; give open_swarm(listen='HOST:PORT')")
@@ -143,8 +144,9 @@ class Swarm(AveragingSwarm):
         make = functools.partial(make_backends, seed=self.seed if seed is None else seed)
         backends = await self.device.run(make, experts, optimizer)
         saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, self.device)
-        if saver is not None and (restored := saver.restore()) is not None:
-            on_progress(f"going on from a checkpoint in {checkpoint_dir} ({restored} updates)")
+        if saver is not None and (restored := await saver.restore()):
+            several = f"{len(restored)} of {len(backends)} experts"
+            on_progress(f"{several} go on from {checkpoint_dir} ({sum(restored.values())} updates)")
         serving = functools.partial(serve_until_left, period_s=checkpoint_period_s, on_progress=on_progress)
         served: Served = await self._nursery.start(serving, self.peer, self.device, backends, config, saver)
         self._served = served

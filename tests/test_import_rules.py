@@ -72,6 +72,7 @@ SHELLS = {
     "dmoe_jax.mixture.statistics",
     "dmoe_jax.flax_layers.host_call",
     "dmoe_jax.device",
+    "dmoe_jax.node.expert_store",
     "dmoe_jax.node.runner",
     "dmoe_jax.node.saving",
     "dmoe_jax.node.server",

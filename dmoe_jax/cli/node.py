@@ -82,9 +82,10 @@ class NodeCommand(DhtCommand):
     """Seed of the experts' initial parameters; with the uid it decides them, on whichever node they live. And of
     --faults."""
     checkpoint_dir: Path | None = None
-    """Folder for the experts' checkpoints. If it holds some already, the experts go on from the latest."""
+    """Folder for the experts, each saved by itself; those that are there already go on from where they were, whichever
+    node saved them. Nodes may share it."""
     checkpoint_period_s: float = 60.0
-    """Seconds between checkpoints; one more is written when the node is stopped."""
+    """Seconds between saves, of the experts that have learnt since; one more is made when the node is stopped."""
     warm_up_rows: int = 16
     """Compile for batches of up to this many samples before announcing the experts."""
     max_batch_rows: int = 256

@@ -21,6 +21,7 @@ from dmoe_jax.inspection.saved_run import SavedRun, saved_experts
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import init_experts, init_trunk
+from dmoe_jax.node.expert_store import saved_uids
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.types import PyTree
@@ -132,8 +133,8 @@ def _beside(run: Path) -> list[Path]:
     """The nodes' folders that `dmoe up --save-experts` has beside a run, or `experiments.transformer_xl`."""
     folders = [saved_experts(run), run.parent / "nodes"]
     # A node that was killed before it saved for the first time has an empty folder.
-    checkpoints = ({each.parent for each in folder.glob("node[0-9]*/[0-9]*")} for folder in folders)
-    return next((sorted(found) for found in checkpoints if found), [])
+    checkpoints = ([each for each in sorted(folder.glob("node[0-9]*")) if saved_uids(each)] for folder in folders)
+    return next((found for found in checkpoints if found), [])
 
 
 def _expert_places(layer: int) -> tuple[tuple[str, ...], ...]:
@@ -162,14 +163,16 @@ def _from_nodes(folders: Iterable[Path], shapes: tuple[PyTree, ...], known: np.n
     stacked = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
     grid_size = known.shape[1:]
     for folder in folders:
-        step, arrays = read_arrays(folder, lambda names: names[1:2] == ("params",))
-        held = {names[0] for names in arrays}
+        held = saved_uids(folder)
+        if not held:
+            raise CheckpointError(f"there is no checkpoint of an expert in {folder}")
         for layer, params in enumerate(stacked):
             for number, uid in enumerate(all_uids(layer_prefix(layer), grid_size)):
                 if str(uid) not in held:
                     continue
+                step, arrays = read_arrays(folder / str(uid), lambda names: names[:1] == ("params",))
                 one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
-                own = _tree(arrays, (str(uid), "params"), one)
+                own = _tree(arrays, ("params",), one)
                 if own is None:
                     raise CheckpointError(
                         f"checkpoint {step} in {folder}: {uid} has other shapes than the run's experts"

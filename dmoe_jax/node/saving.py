@@ -1,24 +1,22 @@
-"""A node's experts on disk: parameters, optimiser state and update counts, saved while it serves.
+"""A node's experts saved while it serves: each by itself, and only those that have learnt since.
 
-A node that starts with the folder of an earlier one takes its experts up where they were last saved. What was learnt
-since is lost with a killed node; a node that is stopped saves once more.
+A node that starts with the folder of an earlier one, or of several, takes its experts up where they were last saved.
+What was learnt since is lost with a killed node; a node that is stopped saves once more.
 
-An expert that is not finite is worth nothing. No checkpoint is written while there is one, so that the last good one
-stays; and one that an older checkpoint holds is not taken up, but starts afresh. Both are warned of by name.
+The device is held for as long as copying one expert takes; the rest, and the disk, go on beside the serving. Memory
+holds one copy of one expert at a time.
 """
 
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import trio
 
-from dmoe_jax.checkpoints import Checkpoints, host_copy
+from dmoe_jax.checkpoints import CheckpointError, host_copy
 from dmoe_jax.device import Device
 from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.expert_store import ExpertStore
 from dmoe_jax.types import PyTree
 
 logger = logging.getLogger(__name__)
@@ -28,47 +26,62 @@ class ExpertSaver:
     """Saves and restores the experts of one node.
 
     Args:
-      folder: where checkpoints are; made if it is not there.
-      backends: the experts by uid; restored in place.
-      device: copies their state between two batches, so that a checkpoint is of one moment.
+      folder: where experts are, see `ExpertStore`; nodes may share it.
+      backends: the experts by uid, restored in place. Looked at each time: experts may come and go.
+      device: copies an expert's state between two batches, so that its checkpoint is of one moment.
+
+    Raises:
+      CheckpointError: the folder is one of an earlier version.
     """
 
     def __init__(self, folder: Path, backends: Mapping[str, ExpertBackend], device: Device) -> None:
-        self._checkpoints = Checkpoints(folder)
-        self._backends = dict(backends)
+        self._store = ExpertStore(folder)
+        self._backends = backends
         self._device = device
-        self._saved_updates = -1
+        self._saved: dict[str, int] = {}  # updates at the last checkpoint that this node knows of
 
-    def restore(self) -> int | None:
-        """Load the latest checkpoint, if there is one; returns the updates that its experts had taken in all.
-
-        An expert that is not finite starts afresh, with a warning that names it.
+    async def restore(self) -> dict[str, int]:
+        """Take up all experts of which there are checkpoints; returns their updates. Not while they are served.
 
         Raises:
-          CheckpointError: it holds other experts, or experts of another shape.
+          CheckpointError: a checkpoint is of an expert of another shape or optimiser; it names the expert.
         """
-        if self._checkpoints.latest_step() is None:
-            return None
-        _, state, facts = self._checkpoints.restore_latest(self._state())
-        for uid, backend in self._backends.items():
-            if _is_sound(state[uid]):
-                backend.load(state[uid], update_count=facts["updates"][uid])
-            else:
-                logger.warning("expert %s is not finite in its checkpoint; it starts afresh", uid)
-        return self._total_updates()
+        found = {uid: await self.restore_one(uid, backend) for uid, backend in tuple(self._backends.items())}
+        return {uid: updates for uid, updates in found.items() if updates is not None}
+
+    async def restore_one(self, uid: str, backend: ExpertBackend) -> int | None:
+        """Have a backend that is not served yet take up this expert; returns its updates, None without a checkpoint.
+
+        Raises:
+          CheckpointError: as `restore`.
+        """
+        updates = await self._device.aside(self._store.restore, uid, backend)
+        if updates is not None:
+            self._saved[uid] = updates
+        return updates
 
     async def save(self) -> None:
-        """Write a checkpoint unless nothing was learnt since the last. If cancelled, it is written or absent."""
-        if self._total_updates() == self._saved_updates:
-            return
-        updates, state = await self._device.run(self._snapshot)
-        if broken := [uid for uid in state if not _is_sound(state[uid])]:
-            logger.warning("the last good checkpoint stays, nothing is saved: not finite: %s", ", ".join(broken))
-            return
-        # Numbered by updates: they only grow, through restarts too.
-        total = sum(updates.values())
-        await trio.to_thread.run_sync(self._checkpoints.save, total, state, {"updates": updates})
-        self._saved_updates = total
+        """Write the experts that have learnt something since the last checkpoint.
+
+        If cancelled, the expert at hand is written or its last checkpoint stays.
+
+        Raises:
+          CheckpointError: some could not be written. All were tried.
+        """
+        failed: dict[str, Exception] = {}
+        learnt = [(uid, backend) for uid, backend in self._backends.items() if self._has_learnt(uid, backend)]
+        for uid, backend in learnt:
+            updates, state = await self._device.run(_snapshot, backend)
+            try:
+                if await self._device.aside(self._store.save, uid, updates, state):
+                    self._saved[uid] = updates
+            except (OSError, ValueError) as error:  # Orbax raises ValueError where a disk is full
+                failed[uid] = error
+            del state  # before the next one is copied
+        if failed:
+            uid, first = next(iter(failed.items()))
+            text = f"{len(failed)} of {len(learnt)} experts could not be saved, among them {uid}: {first}"
+            raise CheckpointError(text) from first
 
     async def run(self, period_s: float) -> None:
         """Save again and again. A full disk is reported and does not stop the node."""
@@ -76,26 +89,13 @@ class ExpertSaver:
             await trio.sleep(period_s)
             try:
                 await self.save()
-            except (OSError, ValueError) as error:  # Orbax raises ValueError where a disk is full
-                logger.warning("could not save the experts: %s", error)
+            except CheckpointError as error:
+                logger.warning("%s", error)
 
-    def _snapshot(self) -> tuple[dict[str, int], dict[str, PyTree]]:
-        """Counts and copies of one moment: on the device's thread no batch can come between them."""
-        return {uid: backend.update_count for uid, backend in self._backends.items()}, host_copy(self._state())
-
-    def _state(self) -> dict[str, PyTree]:
-        return {uid: backend.state for uid, backend in self._backends.items()}
-
-    def _total_updates(self) -> int:
-        return sum(backend.update_count for backend in self._backends.values())
+    def _has_learnt(self, uid: str, backend: ExpertBackend) -> bool:
+        return backend.update_count != self._saved.get(uid, 0)
 
 
-def _is_sound(state: dict[str, PyTree]) -> bool:
-    """Whether an expert's parameters are finite, and its optimiser's state, which may start at infinity, is not NaN."""
-
-    def inexact(part: str) -> list[np.ndarray]:
-        leaves = map(np.asarray, jax.tree.leaves(state[part]))
-        return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-    finite = all(np.isfinite(leaf).all() for leaf in inexact("params"))
-    return finite and not any(np.isnan(leaf).any() for leaf in inexact("opt_state"))
+def _snapshot(backend: ExpertBackend) -> tuple[int, dict[str, PyTree]]:
+    """Count and copy of one moment: on the device's thread no batch can come between them."""
+    return backend.update_count, host_copy(backend.state)

@@ -1,6 +1,7 @@
 """A node's experts survive it: saved while they learn, restored to the bit, never mixed up with others."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import optax
 import pytest
 import trio
 
-from dmoe_jax.checkpoints import CheckpointError, Checkpoints
+from dmoe_jax.checkpoints import CheckpointError, CheckpointFiles
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.node.backend import ExpertBackend
@@ -35,7 +36,7 @@ async def test_experts_go_on_where_they_were(tmp_path: Path) -> None:
     await ExpertSaver(tmp_path, first, InlineDevice()).save()
 
     second = experts("a.0", "a.1", seed=50)
-    assert ExpertSaver(tmp_path, second, InlineDevice()).restore() == 3
+    assert await ExpertSaver(tmp_path, second, InlineDevice()).restore() == {"a.0": 2, "a.1": 1}
     assert [backend.update_count for backend in second.values()] == [2, 1]
     for uid in first:
         first[uid].backward([X], X)
@@ -43,69 +44,162 @@ async def test_experts_go_on_where_they_were(tmp_path: Path) -> None:
         jax.tree.map(np.testing.assert_array_equal, first[uid].params, second[uid].params)
 
 
-def saved_updates(folder: Path) -> list[int]:
-    return sorted(int(path.name) for path in folder.iterdir())
+def saved(folder: Path) -> dict[str, list[int]]:
+    """Which checkpoints there are of each expert, by their numbers of updates; nothing else lies there."""
+    return {own.name: sorted(int(path.name) for path in own.iterdir()) for own in sorted(folder.iterdir())}
 
 
 async def test_saving_follows_learning(tmp_path: Path) -> None:
-    """One checkpoint for each state that was learnt, none while experts rest; the newest two are kept."""
-    backends = experts("a.0")
+    """Each expert is written when it has learnt, and only then; its newest two checkpoints are kept."""
+    backends = experts("a.0", "a.1")
     saver = ExpertSaver(tmp_path, backends, InlineDevice())
-    assert saver.restore() is None
+    assert await saver.restore() == {}
+    await saver.save()
+    assert saved(tmp_path) == {}
     for expected in ([1], [1, 2], [2, 3]):
         backends["a.0"].backward([X], X)
         await saver.save()
         await saver.save()
-        assert saved_updates(tmp_path) == expected
+        assert saved(tmp_path) == {"a.0": expected}
+    backends["a.1"].backward([X], X)
+    await saver.save()
+    assert saved(tmp_path) == {"a.0": [2, 3], "a.1": [1]}
+
+
+async def test_experts_that_come_and_go_are_saved_too(tmp_path: Path) -> None:
+    """The experts are those that the node has when it saves."""
+    backends = experts("a.0")
+    saver = ExpertSaver(tmp_path, backends, InlineDevice())
+    backends |= experts("a.1")
+    del backends["a.0"]
+    backends["a.1"].backward([X], X)
+    await saver.save()
+    assert saved(tmp_path) == {"a.1": [1]}
+
+
+async def test_any_node_takes_up_any_expert(tmp_path: Path) -> None:
+    """Two nodes save into one folder; a third one takes one expert of each, to the bit, and one that is new."""
+    nodes = experts("a.0", "a.1"), experts("b.3.7", "b.3.8", seed=10)
+    for backends in nodes:
+        for backend in backends.values():
+            backend.backward([X], X)
+        await ExpertSaver(tmp_path, backends, InlineDevice()).save()
+    third = experts("a.1", "b.3.7", "c.0", seed=50)
+    fresh = jax.tree.map(np.asarray, third["c.0"].params)
+    assert await ExpertSaver(tmp_path, third, InlineDevice()).restore() == {"a.1": 1, "b.3.7": 1}
+    jax.tree.map(np.testing.assert_array_equal, third["a.1"].state, nodes[0]["a.1"].state)
+    jax.tree.map(np.testing.assert_array_equal, third["b.3.7"].state, nodes[1]["b.3.7"].state)
+    jax.tree.map(np.testing.assert_array_equal, third["c.0"].params, fresh)
+    assert third["c.0"].update_count == 0
+
+
+async def test_only_one_expert_is_copied_at_a_time(tmp_path: Path) -> None:
+    """A turn of the device copies one expert, and it is on the disk before the next one is copied."""
+    turns: list[tuple[str, int]] = []
+
+    class Watched(InlineDevice):
+        async def run(self, function: Any, *args: Any, spent: Any = None) -> Any:
+            turns.append((function.__name__, sum(map(len, saved(tmp_path).values()))))
+            return await super().run(function, *args, spent=spent)
+
+    backends = experts("a.0", "a.1", "a.2")
+    for backend in backends.values():
+        backend.backward([X], X)
+    await ExpertSaver(tmp_path, backends, Watched()).save()
+    assert turns == [("_snapshot", 0), ("_snapshot", 1), ("_snapshot", 2)]
 
 
 async def test_other_experts_are_refused(tmp_path: Path) -> None:
-    """A folder of other uids, or of wider experts, is not loaded by halves."""
+    """A wider expert, or one with another optimiser, is not loaded by halves; nor is the folder of an old version."""
     backends = experts("a.0")
     backends["a.0"].backward([X], X)
     await ExpertSaver(tmp_path, backends, InlineDevice()).save()
-    with pytest.raises(CheckpointError, match=r"another model: \['a.0'\].* is int32\[\], expected nothing"):
-        ExpertSaver(tmp_path, experts("a.1"), InlineDevice()).restore()
     wider = experts("a.0", d_model=8)
     before = wider["a.0"].params
-    with pytest.raises(CheckpointError, match="another model"):
-        ExpertSaver(tmp_path, wider, InlineDevice()).restore()
+    with pytest.raises(CheckpointError, match=r"checkpoint .*a.0/1 is of another model"):
+        await ExpertSaver(tmp_path, wider, InlineDevice()).restore()
     assert wider["a.0"].params is before
+    (tmp_path / "old" / "120").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="old holds checkpoints of an earlier version, among them 120"):
+        ExpertSaver(tmp_path / "old", backends, InlineDevice())
 
 
 async def test_nothing_replaces_the_last_good_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """While an expert is not finite, nothing is saved, and the log says which expert it is."""
+    """An expert that is not finite is not saved, and the log says which it is; the others are."""
     backends = experts("a.0", "a.1")
     saver = ExpertSaver(tmp_path, backends, InlineDevice())
-    backends["a.0"].backward([X], X)
+    for backend in backends.values():
+        backend.backward([X], X)
     await saver.save()
-    poison(backends["a.1"])
     backends["a.0"].backward([X], X)
+    poison(backends["a.1"], updates=2)
     await saver.save()
-    assert saved_updates(tmp_path) == [1]
-    assert "not finite: a.1" in caplog.text
+    assert saved(tmp_path) == {"a.0": [1, 2], "a.1": [1]}
+    assert "expert a.1 is not finite: it is not saved" in caplog.text
 
 
 async def test_a_poisoned_checkpoint_is_not_taken_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of an earlier version, say: the expert starts afresh with a warning, the others go on where they were."""
+    """Written by other means, say: the one before it is taken up; without one the expert starts afresh."""
     old = experts("a.0", "a.1")
-    old["a.0"].backward([X], X)
-    poison(old["a.1"])
-    updates = {uid: backend.update_count for uid, backend in old.items()}
-    state = {uid: backend.state for uid, backend in old.items()}
-    Checkpoints(tmp_path).save(1, state, {"updates": updates})
+    files = CheckpointFiles()
+    for uid, backend in old.items():
+        backend.backward([X], X)
+        if uid == "a.0":
+            files.write(tmp_path / uid / "1", backend.state, {"updates": 1})
+            good = jax.tree.map(np.array, backend.state)
+        poison(backend)
+        files.write(tmp_path / uid / "2", backend.state, {"updates": 2})
     new = experts("a.0", "a.1", seed=20)
     fresh = jax.tree.map(np.asarray, new["a.1"].params)
-    assert ExpertSaver(tmp_path, new, InlineDevice()).restore() == 1
+    assert await ExpertSaver(tmp_path, new, InlineDevice()).restore() == {"a.0": 1}
+    jax.tree.map(np.testing.assert_array_equal, new["a.0"].state, good)
     jax.tree.map(np.testing.assert_array_equal, new["a.1"].params, fresh)
-    jax.tree.map(np.testing.assert_array_equal, new["a.0"].params, old["a.0"].params)
-    assert "expert a.1 is not finite in its checkpoint; it starts afresh" in caplog.text
+    assert "expert a.0 is not finite in its checkpoint 2; an older one is tried" in caplog.text
+    assert "no checkpoint of expert a.1 can be used: it starts afresh" in caplog.text
 
 
-def poison(backend: ExpertBackend) -> None:
+async def test_what_a_killed_writer_left_does_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Unfinished checkpoints are not read and are cleared away; one whose files are gone gives way to an older one."""
+    backends = experts("a.0")
+    saver = ExpertSaver(tmp_path, backends, InlineDevice())
+    for _ in range(2):
+        backends["a.0"].backward([X], X)
+        await saver.save()
+    (tmp_path / "a.0" / "3.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "a.0" / "3.orbax-checkpoint-tmp" / "half").write_text("x")
+    (tmp_path / "a.0" / ".old-1").mkdir()
+    (tmp_path / "a.0" / "2" / "facts" / "metadata").unlink()
+    again = experts("a.0", seed=9)
+    saver = ExpertSaver(tmp_path, again, InlineDevice())
+    assert await saver.restore() == {"a.0": 1}
+    assert "checkpoint 2 of expert a.0 cannot be read, an older one is tried" in caplog.text
+    for _ in range(2):  # updates 2, which is there already, and 3, which was left half
+        again["a.0"].backward([X], X)
+        await saver.save()
+    again["a.0"].backward([X], X)
+    await saver.save()
+    assert saved(tmp_path) == {"a.0": [3, 4]}
+
+
+async def test_what_cannot_be_written_does_not_keep_others_from_it(tmp_path: Path) -> None:
+    """The error says how many and which; once there is room they are written."""
+    backends = experts("a.0", "a.1")
+    saver = ExpertSaver(tmp_path, backends, InlineDevice())
+    for backend in backends.values():
+        backend.backward([X], X)
+    (tmp_path / "a.0").write_text("a file is in the way")
+    with pytest.raises(CheckpointError, match=r"1 of 2 experts could not be saved, among them a\.0: "):
+        await saver.save()
+    (tmp_path / "a.0").unlink()
+    assert saved(tmp_path) == {"a.1": [1]}
+    await saver.save()
+    assert saved(tmp_path) == {"a.0": [1], "a.1": [1]}
+
+
+def poison(backend: ExpertBackend, *, updates: int | None = None) -> None:
     state = jax.tree.map(np.array, backend.state)
     state["params"]["Dense_0"]["bias"][0] = np.nan
-    backend.load(state, update_count=backend.update_count)
+    backend.load(state, update_count=backend.update_count if updates is None else updates)
 
 
 async def test_a_full_disk_does_not_stop_the_node(
@@ -114,14 +208,14 @@ async def test_a_full_disk_does_not_stop_the_node(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Orbax raises ValueError then; it is reported, and tried again."""
+    """It is reported, and tried again."""
     backends = experts("a.0")
     saver = ExpertSaver(tmp_path, backends, InlineDevice())
     tries = []
 
     async def save() -> None:
         tries.append(trio.current_time())
-        raise ValueError("RESOURCE_EXHAUSTED: no space left")
+        raise CheckpointError("RESOURCE_EXHAUSTED: no space left")
 
     monkeypatch.setattr(saver, "save", save)
     with trio.move_on_after(25.0):
@@ -141,7 +235,7 @@ async def test_random_keys_in_a_state_are_saved(tmp_path: Path) -> None:
     first, second = noisy(), noisy()
     first["a.0"].backward([X], X)
     await ExpertSaver(tmp_path, first, InlineDevice()).save()
-    ExpertSaver(tmp_path, second, InlineDevice()).restore()
+    await ExpertSaver(tmp_path, second, InlineDevice()).restore()
     for backends in (first, second):
         backends["a.0"].backward([X], X)
     jax.tree.map(np.testing.assert_array_equal, first["a.0"].state, second["a.0"].state)
