@@ -9,13 +9,13 @@ them; without the promise both might give up, each to the other.
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import trio
 
 from dmoe_jax.claims.claiming import Actions, ClaimConfig, Claiming, Listing, Stage
 from dmoe_jax.claims.contest import Standing, gives_up, standing_untrusted
-from dmoe_jax.claims.records import claim_item, withdrawal_item
+from dmoe_jax.claims.records import check_claimable, claim_item, withdrawal_item
 from dmoe_jax.claims.survey import Survey
 from dmoe_jax.claims.watch import Watch
 from dmoe_jax.grid import ExpertUid
@@ -41,6 +41,7 @@ class CannotTakeUp(Exception):
     """An expert cannot be taken up here; the message says why."""
 
 
+@runtime_checkable
 class Host(Protocol):
     """What a claimer needs of its node."""
 
@@ -64,6 +65,10 @@ class Host(Protocol):
         Raises:
           CannotTakeUp: the reason.
         """
+        ...
+
+    async def introduce(self) -> None:
+        """List the node in the swarm, as one that claims, whether it serves yet or not."""
         ...
 
     async def announce(self, uids: Collection[str]) -> None:
@@ -90,7 +95,7 @@ class Claimer:
       on_progress: told what it took up and gave up, in a few words.
 
     Raises:
-      ValueError: there are too many experts, or none.
+      ValueError: the peer does not listen, or there are too many experts, or none.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class Claimer:
     ) -> None:
         if caller.address is None:
             raise ValueError("a node that claims experts must listen: its peer is in client mode")
+        check_claimable(uids)
         self.settled = trio.Event()
         """Set when there is nothing more to claim for now."""
         self._caller, self._dht, self._uids, self._config, self._host = caller, dht, uids, config, host
@@ -122,6 +128,7 @@ class Claimer:
         self._yielding: set[str] = set()  # we ask another node to keep these
         self._leaving: set[str] = set()  # it has promised to: we give them up
         self._meeting: set[PeerId] = set()
+        self._scope: trio.CancelScope | None = None
 
     def status(self) -> dict[str, Any]:
         """For `node.status`, plain CBOR data: `room`, how many experts it may still claim; claims `held`, `won`, `lost`
@@ -148,6 +155,8 @@ class Claimer:
         with handlers(self._caller, {KEEP: self._keep}):
             try:
                 async with trio.open_nursery() as nursery:
+                    self._scope = nursery.cancel_scope
+                    await self._host.introduce()
                     await trio.sleep(self._config.gather_s)
                     nursery.start_soon(self._watch.run)
                     nursery.start_soon(self._renew)
@@ -158,6 +167,11 @@ class Claimer:
             finally:
                 with trio.move_on_after(2.0, shield=True):
                     await self._withdraw(self._core.held)
+
+    def stop(self) -> None:
+        """Have `run` end: from now on nothing is taken up or given up."""
+        if self._scope is not None:
+            self._scope.cancel()
 
     def _wake(self) -> None:
         self._news.set()

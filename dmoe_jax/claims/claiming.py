@@ -148,14 +148,9 @@ class Claiming:
       peer_id: who it is.
       uids: the experts that it may claim, at most `MAX_CLAIMABLE`.
       config: settings.
-
-    Raises:
-      ValueError: there is none, or there are too many.
     """
 
     def __init__(self, peer_id: PeerId, uids: Collection[str], config: ClaimConfig) -> None:
-        if not 1 <= len(uids) <= MAX_CLAIMABLE:
-            raise ValueError(f"a node claims of 1 to {MAX_CLAIMABLE} experts, got patterns of {len(uids)}")
         self.totals = ClaimTotals()
         self._peer_id = peer_id
         self._uids = frozenset(uids)

@@ -6,9 +6,9 @@ decides by the same rule. The value is the claimer's contact, and whether it has
 these records, so whatever is malformed is left out.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from dmoe_jax.claims.claiming import Listing
+from dmoe_jax.claims.claiming import MAX_CLAIMABLE, Listing
 from dmoe_jax.grid import ExpertUid, check_prefix, steps
 from net.dht.messages import contact_to_wire, parse_contact_untrusted
 from net.dht.node import StoreItem
@@ -19,6 +19,24 @@ from net.wire.fields import FLAG
 
 MAX_AHEAD_S = 300.0
 """A claim that would live longer than this is none: nobody may keep an expert from being served for a day."""
+
+MAX_ROWS = 1024
+"""Most keys under which the experts of one claimer's patterns are announced: each is a lookup in every scan."""
+
+
+def check_claimable(uids: Mapping[str, ExpertUid]) -> None:
+    """Make sure that a node can look after these experts.
+
+    Raises:
+      ValueError: there is none, or there are too many.
+    """
+    if not 1 <= len(uids) <= MAX_CLAIMABLE:
+        raise ValueError(f"a node claims of 1 to {MAX_CLAIMABLE} experts, got patterns of {len(uids)}")
+    if (num_rows := len(set(map(row_of, uids.values())))) > MAX_ROWS:
+        raise ValueError(
+            f"the experts to claim are in {num_rows} rows of their grids, at most {MAX_ROWS} are allowed: "
+            "name a part of the grid, or let its last dimension be the largest"
+        )
 
 
 def claims_key(prefix: str) -> str:

@@ -11,29 +11,18 @@ from net.dht.node import DhtNode
 from net.dht.records import Record, live, merge
 from net.identity import Contact, PeerId
 
-MAX_ROWS = 1024
-"""Most keys under which the experts of one claimer's patterns are announced: each is a lookup in every scan."""
-
 
 class Survey:
     """Reads the DHT for a claimer, and remembers what it has read.
 
     Args:
       dht, swarm: where, and under which name the members are listed.
-      uids: the experts of its patterns, by their names.
-
-    Raises:
-      ValueError: they are announced under too many keys.
+      uids: the experts of its patterns, by their names; see `check_claimable`.
     """
 
     def __init__(self, dht: DhtNode, swarm: str, uids: Mapping[str, ExpertUid]) -> None:
         self._dht, self._swarm, self._uids = dht, swarm, uids
         self._rows = tuple(dict.fromkeys(map(row_of, uids.values())))
-        if len(self._rows) > MAX_ROWS:
-            raise ValueError(
-                f"the experts to claim are in {len(self._rows)} rows of their grids, at most {MAX_ROWS} are allowed: "
-                "name a part of the grid, or let its last dimension be the largest"
-            )
         self._prefixes = tuple(dict.fromkeys(uid.prefix for uid in uids.values()))
         self._records: dict[str, Record] = {}
         self._members: tuple[Member, ...] = ()

@@ -77,3 +77,28 @@ class Announcements:
 
     def _expiration(self) -> float:
         return self._dht.clock.now() + self._lifetime_s
+
+
+class LoadReport:
+    """What trainers that balance their load want to know of a node: its load since the last report.
+
+    Args:
+      now: by the clock of `since_last`.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._last = (now, 0, 0, 0.0)
+
+    def since_last(self, now: float, *, requests: int, rows: int, seconds: float) -> dict[str, Value]:
+        """Rows a second, and `call_s`, the mean seconds that a call spent here.
+
+        `call_s` is left out while there was no call: what was true before may not be true now.
+
+        Args:
+          requests, rows, seconds: totals of the calls that were answered, and of the time that they spent here.
+        """
+        since, *before = self._last
+        self._last = (now, requests, rows, seconds)
+        new_requests, new_rows, new_s = (after - earlier for after, earlier in zip(self._last[1:], before, strict=True))
+        load: dict[str, Value] = {"rows_per_s": new_rows / max(now - since, 1e-9)}
+        return load | {"call_s": new_s / new_requests} if new_requests else load

@@ -27,7 +27,7 @@ RPC methods (body -> body):
 import functools
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ from dmoe_jax.device import Device
 from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, answer_of
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.metrics.node import NodeRecorder
-from dmoe_jax.node.announcements import Announcements
+from dmoe_jax.node.announcements import Announcements, LoadReport
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.batching import QueueFull
 from dmoe_jax.node.replay import ReplayCache
@@ -45,7 +45,6 @@ from dmoe_jax.node.requests import ExpertRequest, parse_request, uid_of
 from dmoe_jax.node.runner import BatchRunner, Job
 from dmoe_jax.types import PyTree
 from net.dht.node import DhtNode
-from net.dht.records import Value
 from net.errors import CallFailed, CallRefused, PeerBusy
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
@@ -152,7 +151,7 @@ class ExpertNode:
         self._started_at = trio.current_time()
         self._counts = {"forward": 0, "backward": 0, "busy": 0, "replayed": 0}
         self._gone = (0, 0.0)  # steps and staleness of experts that were given up
-        self._published = (self._started_at, 0, 0, 0.0)  # when, requests, rows, seconds: at the last announcement
+        self._load = LoadReport(self._started_at)
 
     def status(self) -> dict[str, Any]:
         """What the node does and has done since its start, as plain CBOR data.
@@ -161,8 +160,8 @@ class ExpertNode:
         calls served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
         `waiting_rows` in the queue, seconds `uptime_s`, seconds `busy_s` in which the device worked on batches,
         `updates` of each expert, `steps`, the updates of all experts since the start, and their mean `staleness`, None
-        before the first; `answered` calls, their `rows`, and the seconds `call_s` that they spent here in all; `claims`,
-        if it claims experts, see `dmoe_jax.claims.claimer.Claimer.status`.
+        before the first; `answered` calls, their `rows`, and the seconds `call_s` that they spent here in all; if it
+        claims experts, `claims`, see `dmoe_jax.claims.claimer.Claimer.status`.
         """
         runner, backends = self._runner, self._backends.values()
         steps = self._gone[0] + sum(backend.steps_here for backend in backends)
@@ -192,7 +191,7 @@ class ExpertNode:
             nursery.start_soon(self._runner.run)
             while True:
                 await trio.sleep(self.config.announce_period_s)
-                await self._announce()
+                await self.introduce()
 
     async def warm_up(self, on_progress: Callable[[str], None]) -> None:
         """Compile for batches of up to `warm_up_rows`, listed as compiling, and then announce the experts.
@@ -200,7 +199,7 @@ class ExpertNode:
         Calls are answered meanwhile, as soon as the program that they need is compiled.
         """
         if cold := self._runner.cold_programs(self._prototypes):
-            await self._announce()
+            await self.introduce()
         scratch: dict[int, PyTree] = {}
         for number, (backend, bucket) in enumerate(cold, start=1):
             self.state = f"compiling {number} of {len(cold)}"
@@ -210,26 +209,31 @@ class ExpertNode:
         scratch.clear()
         self._prototypes = ()
         self.state = "serving"
-        await self._announce()
+        await self.introduce()
         self.warm.set()
 
-    async def _announce(self) -> None:
-        """List the node, and once it serves its experts too, for `record_lifetime_s`; nothing if it leaves."""
+    async def introduce(self, uids: Iterable[str] | None = None) -> None:
+        """List the node, and once it serves these of its experts too, for `record_lifetime_s`; nothing if it leaves.
+
+        Args:
+          uids: None: all. What the node does not serve any more is passed over.
+        """
         if self.state == "leaving":
             return
-        info = {"state": self.state, **self._load()}
+        runner = self._runner
+        load = self._load.since_last(
+            trio.current_time(), requests=runner.answered, rows=runner.rows, seconds=runner.call_s
+        )
+        info = {"state": self.state, "waiting_rows": runner.queue.waiting_rows, **load}
         if self.claims is not None:
             info["room"] = self.claims()["room"]
         await self._announcements.member(info, self._uids.values())
-        await self.announce(list(self._experts))
-
-    async def announce(self, uids: Iterable[str]) -> None:
-        """List these experts now, unless the node does not serve yet, or leaves; those that it serves no more not."""
         if self.state == "serving":
-            await self._announcements.experts([self._uids[uid] for uid in uids if uid in self._uids])
+            some = self._uids if uids is None else uids
+            await self._announcements.experts([self._uids[uid] for uid in some if uid in self._uids])
 
     def adopt(self, uid: str, backend: ExpertBackend) -> None:
-        """Answer calls for a further expert from now on; `announce` lists it.
+        """Answer calls for a further expert from now on; `introduce` lists it.
 
         Raises:
           ValueError: the node serves it already, or is still giving it up, or the uid is none.
@@ -241,8 +245,10 @@ class ExpertNode:
         self._backends[uid] = backend
 
     async def give_up(self, uid: str, to: Contact) -> None:
-        """Leave an expert to another node, which serves it too: refuse further calls for it, hand its announcement over,
-        answer what was accepted, and forget it.
+        """Leave an expert to another node, which serves it too.
+
+        Further calls for it are refused, its announcement is handed over, and what was accepted is answered; then the
+        node forgets it.
 
         Raises:
           KeyError: the node does not serve it.
@@ -257,21 +263,6 @@ class ExpertNode:
         """Announce an expert for longer than another node does, whose announcement ends then (swarm time, seconds)."""
         if uid in self._uids:
             self._announcements.outlast(self._uids[uid], expiration)
-
-    def _load(self) -> dict[str, Value]:
-        """What trainers that balance their load want to know: the load since the last announcement.
-
-        `call_s`, the mean seconds that a call spent here, is left out while there was none: what was true before the
-        last announcement may not be true now.
-        """
-        now, runner = trio.current_time(), self._runner
-        (since, *before), self._published = self._published, (now, runner.answered, runner.rows, runner.call_s)
-        requests, rows, seconds = (after - earlier for after, earlier in zip(self._published[1:], before, strict=True))
-        load: dict[str, Value] = {
-            "rows_per_s": rows / max(now - since, 1e-9),
-            "waiting_rows": runner.queue.waiting_rows,
-        }
-        return load | {"call_s": seconds / requests} if requests else load
 
     def refuse_calls(self) -> None:
         """From now on refuse forward and backward calls: this node leaves. Those that it has accepted go on, and what
@@ -414,6 +405,7 @@ async def open_expert_node(
     prototypes: Sequence[ExpertBackend] = (),
     on_progress: Callable[[str], None] = lambda text: None,
     on_open: Callable[[ExpertNode], None] = lambda node: None,
+    compiling: AbstractAsyncContextManager[object] = nullcontext(),  # noqa: B008 (stateless)
 ) -> AsyncIterator[ExpertNode]:
     """Serve `backends` (by uid) at `caller` while the context is open, and announce node and experts in the DHT.
 
@@ -427,6 +419,7 @@ async def open_expert_node(
       backends, prototypes: see `ExpertNode`.
       on_progress: told each state on the way, such as "compiling 2 of 5".
       on_open: told of the node before it is warm: it may adopt experts from then on.
+      compiling: what to compile in, so that processes of one machine do not all do the same work.
 
     Raises:
       ValueError: if there is no expert, or the peer does not listen or serves experts already.
@@ -440,7 +433,8 @@ async def open_expert_node(
             nursery.start_soon(node.run)
             try:
                 on_open(node)
-                await node.warm_up(on_progress)
+                async with compiling:
+                    await node.warm_up(on_progress)
                 yield node
             finally:
                 node.refuse_calls()
