@@ -124,7 +124,7 @@ class Claimer:
         self._scanned_at = float("-inf")
         self._won: list[str] = []
         self._has_won = trio.Event()
-        self._written: dict[str, float] = {}  # uid -> expiration of our claim
+        self._written: dict[str, float] = {}  # uid -> expiration of our claim, of those that still live
         self._yielding: set[str] = set()  # we ask another node to keep these
         self._leaving: set[str] = set()  # it has promised to: we give them up
         self._meeting: set[PeerId] = set()
@@ -151,7 +151,7 @@ class Claimer:
         return self._core.room(self._host.served)
 
     async def run(self) -> None:
-        """Claim for ever. When it ends, claims whose experts are not served yet are taken back within two seconds."""
+        """Claim for ever. When it ends, all claims that still live are taken back within two seconds."""
         with handlers(self._caller, {KEEP: self._keep}):
             try:
                 async with trio.open_nursery() as nursery:
@@ -166,7 +166,7 @@ class Claimer:
                         await self._pause()
             finally:
                 with trio.move_on_after(2.0, shield=True):
-                    await self._withdraw(self._core.held)
+                    await self._withdraw(list(self._written))
 
     def stop(self) -> None:
         """Have `run` end: from now on nothing is taken up or given up."""
@@ -212,7 +212,8 @@ class Claimer:
 
     async def _store(self, uids: Collection[str], *, is_confirmed: bool) -> dict[str, bool]:
         expiration = self._dht.clock.now() + self._config.lifetime_s
-        self._written.update(dict.fromkeys(uids, expiration))
+        now = self._dht.clock.now()
+        self._written = {uid: end for uid, end in self._written.items() if end > now} | dict.fromkeys(uids, expiration)
         items = [
             claim_item(self._uids[uid], self._contact, is_confirmed=is_confirmed, expiration=expiration) for uid in uids
         ]
@@ -262,9 +263,8 @@ class Claimer:
                 self._on_progress(f"took up {_counted(origins)}")
                 await self._host.announce(origins)
             for uid, origin in origins.items():
+                # The claim is not taken back: it keeps others away until they have seen the announcement.
                 self._core.served(uid, origin)
-                # Not taken back: until everybody has seen the announcement the claim keeps others away.
-                self._written.pop(uid, None)
             self._wake()
 
     def _meet(self, actions: Actions, nursery: trio.Nursery) -> None:
