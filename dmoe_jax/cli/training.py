@@ -120,36 +120,8 @@ async def _opened_trainers(
     """The trainers of this process, and their averaging with others if the flags want it."""
     averaging, seed = options.averaging, options.data.chance_seed
     if averaging.target_batch_size:
-        steps: deque[GlobalStep] = deque()
-
-        def stepped(done: GlobalStep) -> None:
-            steps.append(done)
-            watch.averaged(done)
-
-        async with (
-            swarm.collaborate(
-                training.model,
-                optimizer,
-                training.batches,
-                target_batch_size=averaging.target_batch_size,
-                average=averaging.kind,
-                outer=averaging.outer(),
-                name=averaging.average_name,
-                params=params,
-                seed=seed,
-                config=averaging.collaboration(),
-                on_step=stepped,
-            ) as together,
-            background_nursery() as nursery,
-        ):
-            if together.step:
-                progress.say(f"took the state of a process that was ahead: step {together.step}")
-            nursery.start_soon(_show_swarm, together.peer, averaging.target_batch_size, progress)
-            yield _Opened(
-                trainers=together,
-                records=lambda: [("global_step", asdict(steps.popleft())) for _ in range(len(steps))],
-                figures=together.peer.totals.headline,
-            )
+        async with _opened_together(options, swarm, training, optimizer, params, progress, watch) as opened:
+            yield opened
         return
     rounds: deque[Round] = deque()
 
@@ -172,6 +144,51 @@ async def _opened_trainers(
             trainers=trainers,
             records=lambda: [_round_record(rounds.popleft()) for _ in range(len(rounds))],
             figures=dict if averager is None else averager.totals.headline,
+        )
+
+
+@asynccontextmanager
+async def _opened_together(
+    options: TrainOptions,
+    swarm: Swarm,
+    training: Training,
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    progress: TrainingProgress,
+    watch: Watching,
+) -> AsyncIterator[_Opened]:
+    """Trainers that fill one large batch together with other processes."""
+    averaging = options.averaging
+    assert averaging.target_batch_size is not None
+    steps: deque[GlobalStep] = deque()
+
+    def stepped(done: GlobalStep) -> None:
+        steps.append(done)
+        watch.averaged(done)
+
+    async with (
+        swarm.collaborate(
+            training.model,
+            optimizer,
+            training.batches,
+            target_batch_size=averaging.target_batch_size,
+            average=averaging.kind,
+            outer=averaging.outer(),
+            name=averaging.average_name,
+            params=params,
+            seed=options.data.chance_seed,
+            config=averaging.collaboration(),
+            on_step=stepped,
+        ) as together,
+        background_nursery() as nursery,
+    ):
+        if together.step:
+            progress.say(f"took the state of a process that was ahead: step {together.step}")
+        nursery.start_soon(_show_swarm, together.peer, averaging.target_batch_size, progress)
+        yield _Opened(
+            trainers=together,
+            records=lambda: [("global_step", asdict(steps.popleft())) for _ in range(len(steps))],
+            figures=together.peer.totals.headline,
         )
 
 

@@ -54,15 +54,7 @@ class Collaboration:
         self._forming = StepForming(
             rounds, clock=dht.clock, lead_s=config.lead_s, nursery=nursery, where=lambda: standing.where
         )
-        self.board = self._forming.board = ProgressBoard(
-            caller,
-            dht,
-            prefix=name,
-            own=self.report,
-            target=config.target_batch_size,
-            config=config.board(),
-            on_begin=self._forming.heard,
-        )
+        self.board = self._forming.board = self._make_board(name)
         """Who is how far."""
         log = StepLog(caller, prefix=name)
 
@@ -92,6 +84,17 @@ class Collaboration:
             board=self.board,
             log=log,
             rng=rng,
+        )
+
+    def _make_board(self, name: str) -> ProgressBoard:
+        return ProgressBoard(
+            self._caller,
+            self._dht,
+            prefix=name,
+            own=self.report,
+            target=self._config.target_batch_size,
+            config=self._config.board(),
+            on_begin=self._forming.heard,
         )
 
     @property

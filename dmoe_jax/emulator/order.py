@@ -167,9 +167,8 @@ def draw_order(
             layer = stage if forward else last - 1 - stage
             done = now + delay(rng, num_pairs)
             answered = rng.random(num_pairs) >= failure_rate
-            kind = np.full(num_pairs, FORWARD if forward else BACKWARD)
-            own = np.full(num_pairs, trainer)
-            events.append(np.stack([kind, own, np.full(num_pairs, layer), pairs, answered, answered], axis=1))
+            same = (FORWARD if forward else BACKWARD, trainer, layer)
+            events.append(np.stack([*(np.full(num_pairs, each) for each in same), pairs, answered, answered], axis=1))
             times.append(done)
             ends, following = float(done.max()), stage + 1
         heapq.heappush(waiting, (ends, made, trainer, following))
@@ -177,15 +176,20 @@ def draw_order(
     when, what = np.concatenate(times), np.concatenate(events)
     order = np.argsort(when, kind="stable")
     what = what[order[: int(np.flatnonzero(what[order, 0] == STAGE + last)[num_updates - 1]) + 1]]
+    return _order_of(what, num_trainers=num_trainers, num_layers=num_layers, num_pairs=num_pairs)
+
+
+def _order_of(what: np.ndarray, **sizes: int) -> EventOrder:
+    """The order whose events are the rows of `what`: kind, trainer, layer, pair, answered, computed."""
+    *indices, answered, computed = what.T
+    kind, trainer, layer, pair = (column.astype(np.int32) for column in indices)
     return EventOrder(
-        kind=what[:, 0].astype(np.int32),
-        trainer=what[:, 1].astype(np.int32),
-        layer=what[:, 2].astype(np.int32),
-        pair=what[:, 3].astype(np.int32),
+        kind=kind,
+        trainer=trainer,
+        layer=layer,
+        pair=pair,
         expert=np.full(len(what), -1, np.int32),
-        answered=what[:, 4].astype(bool),
-        computed=what[:, 5].astype(bool),
-        num_trainers=num_trainers,
-        num_layers=num_layers,
-        num_pairs=num_pairs,
+        answered=answered.astype(bool),
+        computed=computed.astype(bool),
+        **sizes,
     )

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -148,14 +149,15 @@ async def _train(problem: Problem, emulator: Emulator, data: Data, setting: _Set
             network.start(f"trainer{index}", live, index, join)
         await all_done.wait()
         wall_s = time.perf_counter() - began
-    order = None
-    if recorder is not None:
-        order = recorder.order(num_trainers=emulator.num_trainers, num_pairs=problem.batch_size * emulator.k_best)
-    stacked = tuple(
-        jax.tree.map(lambda *leaves: np.stack(leaves), *(backends[str(uid)].params for uid in layer)) for layer in uids
-    )
+    num_pairs = problem.batch_size * emulator.k_best
+    order = None if recorder is None else recorder.order(num_trainers=emulator.num_trainers, num_pairs=num_pairs)
+    stacked = tuple(_stacked([backends[str(uid)].params for uid in layer]) for layer in uids)
     losses = np.array([step.loss for step in sorted(records, key=lambda step: step.step)])
     return SwarmRun(order, losses, trunk.params, stacked, wall_s, num_updates - first_timed)
+
+
+def _stacked(trees: Sequence[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
 def _faults(setting: _Setting) -> FaultPlan:

@@ -26,6 +26,7 @@ from net.rpc.base import Body, Handler, Reply
 from net.rpc.bulk import BulkTraffic, MemoryBudget
 from net.rpc.connection import HELLO_TIMEOUT_S, Connection
 from net.rpc.connections import ConnectionTable, RpcStatistics
+from net.rpc.dial import Dial
 from net.rpc.faults import FaultInjector
 from net.rpc.lanes import Lanes
 from net.rpc.service import Service
@@ -52,20 +53,6 @@ one that gave a connection up the moment we used it, answers the next call."""
 
 CHECK_PERIOD_S = 5.0
 """How often all connections are looked at: one timer for each peer, not for each connection."""
-
-
-class _Dial:
-    """A connection being made to `target`, and how many callers wait for it."""
-
-    def __init__(self, target: Contact | Address) -> None:
-        self.target = target
-        self.expected = target.peer_id if isinstance(target, Contact) else None
-        self.scope = trio.CancelScope()
-        self.done = trio.Event()
-        self.num_waiting = 0
-        self.is_connected = False
-        self.connection: Connection | None = None
-        self.error: DialFailed | None = None
 
 
 @asynccontextmanager
@@ -176,7 +163,7 @@ class RpcPeer:
             compressions=tuple(COMPRESSIONS),
         )
         self._service = Service(peer_id, address)
-        self._dials: dict[Contact | Address, _Dial] = {}
+        self._dials: dict[Contact | Address, Dial] = {}
         self._connections = ConnectionTable(peer_id)
         self._lanes = Lanes(
             self._connections, bulk, nursery, open_lane=self._run_lane, may_open=self._has_room_for_a_lane
@@ -240,7 +227,7 @@ class RpcPeer:
         is_own = target in self._itself
         peer_id = self.peer_id if is_own else target.peer_id if isinstance(target, Contact) else None
         way = None if is_own else self._way_to(target)  # whoever is not even tried has not failed again
-        dialled = isinstance(way, _Dial)
+        dialled = isinstance(way, Dial)
         started = trio.current_time()
         try:
             with trio.move_on_after(timeout_s) as scope:
@@ -254,7 +241,7 @@ class RpcPeer:
                         where = address_of(target)
                         place = partial(self._lanes.call, connection, where, bulk_bytes=bulk_bytes)
                     reply = await place(method, body, tensors, deadline=scope.deadline, on_partial=on_partial)
-            if scope.cancelled_caught and isinstance(way, _Dial):
+            if scope.cancelled_caught and isinstance(way, Dial):
                 raise DialFailed(f"cannot connect to {target} within {timeout_s:g} s")
             if scope.cancelled_caught:
                 raise PeerTimeout(f"{target} did not answer {method!r} within {timeout_s:g} s")
@@ -281,7 +268,7 @@ class RpcPeer:
         self._is_closed = True
         self._service.close()
 
-    def _way_to(self, target: Contact | Address) -> "Connection | _Dial":
+    def _way_to(self, target: Contact | Address) -> "Connection | Dial":
         """The open connection, or the dial that all who call the target meanwhile wait for; await it at once.
 
         Raises:
@@ -297,11 +284,11 @@ class RpcPeer:
         num_dials = sum(not dial.is_connected for dial in self._dials.values())
         if not self._connections.make_room(outgoing=True, most=self._max_outgoing - num_dials):
             raise DialFailed(f"all {self._max_outgoing} connections of this peer are in use")
-        dial = self._dials[target] = _Dial(target)
+        dial = self._dials[target] = Dial(target)
         self._nursery.start_soon(self._dial, dial)
         return dial
 
-    async def _dialled(self, dial: _Dial) -> Connection:
+    async def _dialled(self, dial: Dial) -> Connection:
         """The connection that comes of the dial, or that the other end prefers to it."""
         dial.num_waiting += 1
         try:
@@ -333,7 +320,7 @@ class RpcPeer:
         self.health.failed(dial.target, trio.current_time(), why)
         raise DialFailed(why)
 
-    async def _dial(self, dial: _Dial) -> None:
+    async def _dial(self, dial: Dial) -> None:
         """Connect for all who wait, then run the connection for its whole life."""
         where, started = address_of(dial.target), trio.current_time()
         try:
@@ -357,7 +344,7 @@ class RpcPeer:
         finally:
             self._end_dial(dial)
 
-    def _end_dial(self, dial: _Dial) -> None:
+    def _end_dial(self, dial: Dial) -> None:
         if self._dials.get(dial.target) is dial:
             del self._dials[dial.target]
         dial.done.set()
@@ -419,7 +406,7 @@ class RpcPeer:
         if lane.remote is None:
             raise DialFailed(f"no lane to {address}: {lane.cause}") from lane.cause
 
-    def _connection(self, link: Link, dial: _Dial | None = None) -> Connection:
+    def _connection(self, link: Link, dial: Dial | None = None) -> Connection:
         """A connection over a link that came in, or that the dial has brought."""
 
         def on_hello(connection: Connection, remote: Hello) -> None:

@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from net.averaging.grouping.group import Group, Member, Role
-from net.averaging.grouping.join_messages import (
-    Candidate,
-    JoinRequest,
-    Reason,
-    Refusal,
-)
+from net.averaging.grouping.join_messages import Candidate, JoinRequest, Reason, Refusal
 from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
 from net.identity import Address, Contact, PeerId
 
