@@ -206,16 +206,22 @@ def deal(uids: Iterable[ExpertUid], num_nodes: int) -> list[list[str]]:
 
 
 async def launch_nodes(
-    swarm: LocalSwarm, dht: SwarmProcess, hands: Sequence[Sequence[str]], flags_of: Callable[[int], Sequence[str]]
+    swarm: LocalSwarm,
+    dht: SwarmProcess,
+    hands: Sequence[Sequence[str]],
+    flags_of: Callable[[int], Sequence[str]],
+    *,
+    named_by: str = "--experts",
 ) -> None:
     """Start a node for each hand of experts, all at once; do not wait for them.
 
     Args:
       dht: whom they join.
       flags_of: further flags of `dmoe node`, by the node's index.
+      named_by: the flag for its hand; "--of" for nodes that claim experts.
     """
     for index, hand in enumerate(hands):
-        await swarm.launch(f"node{index}", ["node", "--join", dht.contact, *flags_of(index), "--experts", *hand])
+        await swarm.launch(f"node{index}", ["node", "--join", dht.contact, *flags_of(index), named_by, *hand])
 
 
 async def start_nodes(

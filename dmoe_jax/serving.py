@@ -1,16 +1,25 @@
-"""Experts that a process serves, from their compilation to their withdrawal."""
+"""Experts that a process serves, from their compilation to their withdrawal; those that it claims, too."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
+import optax
 import trio
 
+from dmoe_jax.claims.claimer import CannotTakeUp, Claimer
+from dmoe_jax.claims.claiming import ClaimConfig
+from dmoe_jax.claims.records import check_claimable
 from dmoe_jax.device import Device
-from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.experts.base import Expert
+from dmoe_jax.grid import ExpertUid, expand_grid_pattern
+from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
 from dmoe_jax.peer import SwarmPeer
 from net.identity import Contact
+from net.nursery import background_nursery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +37,8 @@ class Served:
 
     def __init__(self, node: ExpertNode, backends: Mapping[str, ExpertBackend]) -> None:
         self.node = node
-        self.backends = dict(backends)
-        """By uid: parameters and optimiser states, as they are now."""
+        self.backends = backends
+        """By uid: parameters and optimiser states, as they are now. Of a node that claims experts they come and go."""
         self._leave = trio.Event()
         self._gone = trio.Event()
 
@@ -50,6 +59,138 @@ class Served:
         return self._gone.is_set()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where an expert that is taken up may be found as it was."""
+
+    name: str
+    """What it is called where adoptions are counted."""
+    fill: Callable[[str, ExpertBackend], Awaitable[bool]]
+    """(uid, fresh backend) -> whether it was there, and the backend has taken it up.
+
+    It raises ValueError, RuntimeError or OSError if it is there and cannot be taken up."""
+
+
+async def begin_from(sources: Sequence[Source], uid: str, backend: ExpertBackend) -> str:
+    """Fill a fresh backend from the first of these sources that has the expert; returns that one's name, else "seed".
+
+    Raises:
+      ValueError, RuntimeError, OSError: a source has it, and it cannot be taken up. Nobody falls back on a worse source
+        then: another node may be able to.
+    """
+    for source in sources:
+        if await source.fill(uid, backend):
+            return source.name
+    return "seed"
+
+
+def checkpoints_of(saver: ExpertSaver) -> Source:
+    """The folder of a saver."""
+
+    async def fill(uid: str, backend: ExpertBackend) -> bool:
+        return await saver.restore_one(uid, backend) is not None
+
+    return Source(name="checkpoint", fill=fill)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claimable:
+    """What a node may claim. Made by `claimable_of`."""
+
+    config: ClaimConfig
+    """How."""
+    uids: Mapping[str, ExpertUid]
+    """Which experts, by their names."""
+    make: Callable[[str], ExpertBackend]
+    """Makes one of them, as its seed says; blocks."""
+    prototypes: tuple[ExpertBackend, ...]
+    """One of each kind."""
+
+
+def fixed_of(experts: Mapping[str, Expert], claim: ClaimConfig) -> dict[str, Expert]:
+    """The patterns that a node serves from the start, of those that were handed to it.
+
+    Raises:
+      ValueError: it is to claim a pattern that was not handed to it; the message names it.
+    """
+    if unknown := [pattern for pattern in claim.of if pattern not in experts]:
+        raise ValueError(f"claim.of names {unknown[0]!r}, which is not among the patterns: {', '.join(experts)}")
+    return {pattern: expert for pattern, expert in experts.items() if claim.of and pattern not in claim.of}
+
+
+def claimable_of(
+    experts: Mapping[str, Expert], claim: ClaimConfig, optimizer: optax.GradientTransformation | None, *, seed: int
+) -> Claimable:
+    """What a node may claim of these patterns; makes one expert of each kind.
+
+    Args:
+      experts, optimizer, seed: as of `make_backends`.
+
+    Raises:
+      ValueError: as `make_backends`, and if there are too many experts.
+    """
+    fixed = fixed_of(experts, claim)
+    patterns: dict[str, str] = {}
+    uids: dict[str, ExpertUid] = {}
+    for pattern in experts:
+        for uid in expand_grid_pattern(pattern):
+            name = str(uid)
+            if name in patterns:
+                raise ValueError(f"expert {uid} is named twice, by {patterns[name]!r} and by {pattern!r}")
+            patterns[name] = pattern
+            if pattern not in fixed:
+                uids[name] = uid
+    check_claimable(uids)
+
+    def make(uid: str) -> ExpertBackend:
+        return make_backends({uid: experts[patterns[uid]]}, optimizer, seed=seed)[uid]
+
+    first_of_kind = {id(experts[patterns[uid]]): uid for uid in reversed(uids)}
+    return Claimable(config=claim, uids=uids, make=make, prototypes=tuple(map(make, first_of_kind.values())))
+
+
+class _ClaimingNode:
+    """A node, as its claimer sees it (`dmoe_jax.claims.claimer.Host`)."""
+
+    def __init__(
+        self,
+        node: ExpertNode,
+        backends: Mapping[str, ExpertBackend],
+        device: Device,
+        make: Callable[[str], ExpertBackend],
+        begin: Callable[[str, ExpertBackend], Awaitable[str]],
+    ) -> None:
+        self._node, self._backends, self._device, self._make, self._begin = node, backends, device, make, begin
+        self.introduce = node.introduce
+        self.give_up = node.give_up
+        self.outlast = node.outlast
+
+    @property
+    def served(self) -> Collection[str]:
+        return self._backends.keys()
+
+    @property
+    def is_warm(self) -> bool:
+        return self._node.warm.is_set()
+
+    def updates(self, uid: str) -> int:
+        return self._backends[uid].update_count
+
+    async def take_up(self, uid: str) -> str:
+        try:
+            # Beside the device: batches of the experts that are served go on.
+            backend = await self._device.aside(self._make, uid)
+            origin = await self._begin(uid, backend)
+        except (ValueError, RuntimeError, OSError) as error:  # RuntimeError: XLA's, where the memory is full
+            raise CannotTakeUp(str(error).strip().partition("\n")[0] or type(error).__name__) from error
+        self._node.adopt(uid, backend)
+        return origin
+
+    async def announce(self, uids: Collection[str]) -> None:
+        await self._node.warm.wait()
+        await self._node.introduce(uids)
+
+
 async def serve_until_left(
     peer: SwarmPeer,
     device: Device,
@@ -59,21 +200,57 @@ async def serve_until_left(
     *,
     period_s: float,
     on_progress: Callable[[str], None],
+    claimable: Claimable | None = None,
+    sources: Sequence[Source] = (),
+    compiling: AbstractAsyncContextManager[object] = nullcontext(),  # noqa: B008 (stateless)
     task_status: trio.TaskStatus[Served] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve experts until `Served.close`; they are saved every `period_s` seconds and once more at the end."""
+    """Serve experts until `Served.close`; they are saved every `period_s` seconds and once more at the end.
+
+    Args:
+      backends: the experts to begin with; none, if it claims some.
+      claimable: what it may claim; those are claimed that nobody serves, at first while the programs are compiled.
+      sources: what a claimed expert begins with, tried in this order; its seed if it is in none of them.
+      compiling: see `open_expert_node`.
+    """
     served: Served | None = None
+    claimer: Claimer | None = None
+
+    def begin_to_claim(node: ExpertNode) -> None:
+        nonlocal claimer
+        if claimable is not None:
+            begin = functools.partial(begin_from, sources)
+            host = _ClaimingNode(node, backends, device, claimable.make, begin)
+            claimer = Claimer(
+                peer.rpc, peer.dht, config.swarm, claimable.uids, claimable.config, host, on_progress=on_progress
+            )
+            node.claims = claimer.status
+            nursery.start_soon(claimer.run)
+
     try:
-        async with open_expert_node(
-            peer.rpc, peer.dht, backends, device=device, config=config, on_progress=on_progress
-        ) as node:
+        async with (
+            background_nursery() as nursery,
+            open_expert_node(
+                peer.rpc,
+                peer.dht,
+                backends,
+                device=device,
+                config=config,
+                prototypes=() if claimable is None else claimable.prototypes,
+                on_progress=on_progress,
+                on_open=begin_to_claim,
+                compiling=compiling,
+            ) as node,
+        ):
+            if saver is not None:
+                nursery.start_soon(saver.run, period_s)
+            if claimer is not None:
+                await claimer.settled.wait()
             served = Served(node, backends)
             task_status.started(served)
-            async with trio.open_nursery() as nursery:
-                if saver is not None:
-                    nursery.start_soon(saver.run, period_s)
-                await served._leave.wait()
-                nursery.cancel_scope.cancel()
+            await served._leave.wait()
+            if claimer is not None:
+                claimer.stop()
     finally:
         if served is not None:
             # After the withdrawal: nobody sends gradients any more.

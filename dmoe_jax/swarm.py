@@ -16,7 +16,7 @@ The same code runs over TLS, over plain TCP (`security=Plain()`) and on a simula
 import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ import jax
 import optax
 import trio
 
+from dmoe_jax.claims.claiming import ClaimConfig
 from dmoe_jax.device import Device, InlineDevice, ThreadDevice
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
 from dmoe_jax.expert_calls import MAX_PARTS
@@ -36,13 +37,21 @@ from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallRecord, CallStatistics
 from dmoe_jax.model import Model
-from dmoe_jax.node.backend import make_backends
+from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.peer import SwarmPeer, open_peer
 from dmoe_jax.routing.base import Router
 from dmoe_jax.security import Security, Tls
-from dmoe_jax.serving import Served, ServedExpert, serve_until_left
+from dmoe_jax.serving import (
+    Claimable,
+    Served,
+    ServedExpert,
+    checkpoints_of,
+    claimable_of,
+    fixed_of,
+    serve_until_left,
+)
 from dmoe_jax.swarm_averaging import AveragingSwarm
 from dmoe_jax.trainer import Trainer, Trainers
 from dmoe_jax.trunk import SharedTrunk
@@ -107,7 +116,9 @@ class Swarm(AveragingSwarm):
         warm_up_rows: int | None = None,
         checkpoint_dir: str | Path | None = None,
         checkpoint_period_s: float = 60.0,
+        claim: ClaimConfig | None = None,
         on_progress: Callable[[str], None] = lambda text: None,
+        compiling: AbstractAsyncContextManager[object] = nullcontext(),  # noqa: B008 (stateless)
     ) -> Served:
         """Serve experts to the trainers of the swarm, who teach them by the gradients that they send.
 
@@ -124,7 +135,11 @@ class Swarm(AveragingSwarm):
           checkpoint_dir: where experts are saved, each by itself, and taken up from if they are there, whoever saved
             them; nodes may share it.
           checkpoint_period_s: seconds between saves, of those that have learnt since; one more is made at the end.
+          claim: serve only those of the experts that nobody else serves, at most so many, and take up more whenever the
+            node of some has died or left; see `dmoe_jax.claims`. They begin with what `checkpoint_dir`, which all nodes
+            should share, has of them, else with their seeds. Returns when there is nothing more to claim for now.
           on_progress: told what it is doing, in a few words.
+          compiling: is entered while programs are compiled, so that processes of one machine may wait for each other.
 
         Raises:
           ValueError: this peer listens nowhere or serves experts already, a pattern is malformed or names an expert
@@ -141,13 +156,26 @@ class Swarm(AveragingSwarm):
         config = NodeConfig(swarm=self.name) if config is None else replace(config, swarm=self.name)
         if warm_up_rows is not None:
             config = replace(config, warm_up_rows=warm_up_rows)
-        make = functools.partial(make_backends, seed=self.seed if seed is None else seed)
-        backends = await self.device.run(make, experts, optimizer)
+        seed = self.seed if seed is None else seed
+        claimable: Claimable | None = None
+        if claim is not None:
+            claimable = await self.device.run(functools.partial(claimable_of, seed=seed), experts, claim, optimizer)
+            experts = fixed_of(experts, claim)
+        backends: dict[str, ExpertBackend] = {}
+        if claimable is None or experts:
+            backends = await self.device.run(functools.partial(make_backends, seed=seed), experts, optimizer)
         saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, self.device)
         if saver is not None and (restored := await saver.restore()):
             several = f"{len(restored)} of {len(backends)} experts"
             on_progress(f"{several} go on from {checkpoint_dir} ({sum(restored.values())} updates)")
-        serving = functools.partial(serve_until_left, period_s=checkpoint_period_s, on_progress=on_progress)
+        serving = functools.partial(
+            serve_until_left,
+            period_s=checkpoint_period_s,
+            on_progress=on_progress,
+            claimable=claimable,
+            sources=() if saver is None else (checkpoints_of(saver),),
+            compiling=compiling,
+        )
         served: Served = await self._nursery.start(serving, self.peer, self.device, backends, config, saver)
         self._served = served
         return served

@@ -72,7 +72,7 @@ async def start_simulated_nodes(
                 async with (
                     open_peer(join, network=network, host=host, seed=seed, faults=own_faults) as peer,
                     open_expert_node(
-                        through(peer.rpc), peer.dht, own, device=own_device, config=config or NodeConfig()
+                        through(peer.rpc), peer.dht, dict(own), device=own_device, config=config or NodeConfig()
                     ),
                 ):
                     have_served.add(host)

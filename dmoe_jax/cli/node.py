@@ -3,7 +3,7 @@
 import inspect
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import trio
 import tyro
 
+from dmoe_jax.claims.records import check_claimable
 from dmoe_jax.cli.common import (
     UsageError,
     changed,
@@ -24,7 +25,7 @@ from dmoe_jax.cli.common import (
 from dmoe_jax.cli.dht import DhtCommand
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop
 from dmoe_jax.cli.network import join_line, join_swarm
-from dmoe_jax.grid import expand_grid_pattern
+from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.metrics.node import node_families
 from dmoe_jax.metrics.process import peer_families
@@ -33,8 +34,11 @@ from net.rpc.faults import FaultPlan
 if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
     import optax
 
+    from dmoe_jax.claims.claiming import ClaimConfig
     from dmoe_jax.experts import Expert
     from dmoe_jax.swarm import Swarm
+
+_DEFAULT_EXPERTS = ("layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]")
 
 _OF_ADAM = ("learning_rate", "warmup_steps", "weight_decay", "grad_clip", "staleness_power")
 
@@ -49,8 +53,15 @@ class NodeCommand(DhtCommand):
 
     LEAVE_TIMEOUT_S: ClassVar[float] = 15.0
 
-    experts: tuple[str, ...] = ("layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]")
-    """Experts to serve: uids such as layer0.3.1, or patterns such as layer0.[0:2].[0:4]."""
+    experts: tuple[str, ...] = ()
+    """Experts to serve: uids such as layer0.3.1, or patterns such as layer0.[0:2].[0:4]. Default: layer0.[0:4].[0:4]
+    layer1.[0:4].[0:4], and with --claim none."""
+    claim: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Also serve up to so many experts of --of that no other node serves, and take up more whenever the node of some
+    has died or left. They begin with what --checkpoint-dir, which all nodes should share, has of them, else with
+    their seeds."""
+    of: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATTERN [PATTERN ...]")] = ()
+    """Which experts may be claimed: patterns such as 'ffn.[0:32].[0:32]'."""
     swarm: str = "dmoe"
     """Name under which the node is listed."""
     kind: Annotated[str, tyro.conf.arg(name="expert", metavar="KIND")] = "transformer_xl"
@@ -98,8 +109,9 @@ class NodeCommand(DhtCommand):
     async def _serve(self, stop: Stop) -> int:
         check_positive(self, "announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip")
         check_at_least(0, self, "warmup_steps", "weight_decay", "staleness_power")
-        num_experts, faults = self._count_experts(), self._fault_plan()
+        named, num_experts, faults = self._named(), self._count_experts(), self._fault_plan()
         set_up_jax()
+        from dmoe_jax.claims.claiming import ClaimConfig
         from dmoe_jax.cli.compiling import compiled_once
         from dmoe_jax.node.server import NodeConfig
         from dmoe_jax.swarm import open_swarm
@@ -112,6 +124,7 @@ class NodeCommand(DhtCommand):
                 announce_period_s=self.announce_period_s,
                 record_lifetime_s=3 * self.announce_period_s,
             )
+            claim = None if self.claim is None else ClaimConfig(max_experts=self.claim, of=self.of)
             expert, optimizer = await trio.to_thread.run_sync(
                 lambda: (self._make_expert(), self._make_optimizer()), abandon_on_cancel=True
             )
@@ -124,6 +137,8 @@ class NodeCommand(DhtCommand):
             monitor.show(partial(peer_families, peer))
             # Joined first: a taken port or an unreachable swarm is reported before minutes of compilation.
             print(f"Node {peer.rpc.peer_id.short} has joined the swarm at {peer.rpc.address}", flush=True)
+            if claim is not None and self.checkpoint_dir is None:
+                print("Without --checkpoint-dir, experts of a node that died begin again with their seeds", flush=True)
             started, doing = time.perf_counter(), "joined, not serving yet"
             monitor.why_not_ready = lambda: doing
 
@@ -133,21 +148,29 @@ class NodeCommand(DhtCommand):
                 print(text, flush=True)
 
             with stop.body():
-                async with compiled_once(self._programs(), while_waiting=_listed_as_waiting(swarm, num_experts)):
+                once = compiled_once(self._programs(), while_waiting=_listed_as_waiting(swarm, num_experts, claim))
+                # A node that claims is listed already while it waits, and claims its experts.
+                before, compiling = (once, nullcontext()) if claim is None else (nullcontext(), once)
+                async with before:
                     with mistakes_in_one_line():
                         served = await swarm.serve(
-                            dict.fromkeys(self.experts, expert),
+                            dict.fromkeys(named, expert),
                             optimizer=optimizer,
                             config=config,
                             checkpoint_dir=self.checkpoint_dir,
                             checkpoint_period_s=self.checkpoint_period_s,
+                            claim=claim,
                             on_progress=said,
+                            compiling=compiling,
                         )
                 node = served.node
                 monitor.show(lambda: node_families(node.recorder, node.status()))
                 monitor.why_not_ready = lambda: "" if node.state == "serving" else node.state
                 took_s = time.perf_counter() - started
-                print(f"Node {peer.rpc.peer_id.short} serves {num_experts} experts, ready after {took_s:.1f} s")
+                more = "" if node.claims is None else f" and may claim {node.claims()['room']} more"
+                print(
+                    f"Node {peer.rpc.peer_id.short} serves {len(served.uids)} experts{more}, ready after {took_s:.1f} s"
+                )
                 print(join_line("train", self.network, peer), flush=True)
                 if faults is not None:
                     print(f"This node misbehaves on purpose: --faults {' '.join(self.faults)}", flush=True)
@@ -194,12 +217,41 @@ class NodeCommand(DhtCommand):
             return user_expert(self.kind)
         return make_expert(self.kind, **{name: value for name, value in asdict(self.expert).items() if name in taken})
 
+    def _named(self) -> tuple[str, ...]:
+        """The patterns of --experts, or what it stands for by default, and those of --of.
+
+        Raises:
+          UsageError: --claim and --of do not go together.
+        """
+        if self.claim is None:
+            if self.of:
+                raise UsageError("--of would have no effect without --claim N")
+            return self.experts or _DEFAULT_EXPERTS
+        check_at_least(1, self, "claim")
+        if not self.of:
+            raise UsageError("--claim needs --of PATTERN: which experts may be claimed, such as 'ffn.[0:32].[0:32]'")
+        return self.experts + self.of
+
     def _count_experts(self) -> int:
+        """How many experts the node serves from the start.
+
+        Raises:
+          UsageError: the patterns are malformed, name an expert twice, or too many to claim.
+        """
+        patterns: dict[ExpertUid, str] = {}
         with mistakes_in_one_line():
-            uids = [uid for pattern in self.experts for uid in expand_grid_pattern(pattern)]
-        if not uids or len(set(uids)) != len(uids):
-            raise UsageError(f"--experts must name at least one expert and none twice, got {' '.join(self.experts)}")
-        return len(uids)
+            for pattern in self._named():
+                for uid in expand_grid_pattern(pattern):
+                    if uid in patterns:
+                        flags = "--experts" if self.claim is None else "--experts and --of together"
+                        raise UsageError(
+                            f"{flags} must name no expert twice, got {uid} in {patterns[uid]} and in {pattern}"
+                        )
+                    patterns[uid] = pattern
+            claimed = {str(uid): uid for uid, pattern in patterns.items() if pattern in self.of}
+            if self.claim is not None:
+                check_claimable(claimed)
+        return len(patterns) - len(claimed)
 
     def _fault_plan(self) -> FaultPlan | None:
         if not self.faults:
@@ -213,8 +265,11 @@ class NodeCommand(DhtCommand):
 
 
 @asynccontextmanager
-async def _listed_as_waiting(swarm: "Swarm", num_experts: int) -> AsyncIterator[None]:
-    """While another process compiles what this node needs."""
+async def _listed_as_waiting(swarm: "Swarm", num_experts: int, claim: "ClaimConfig | None") -> AsyncIterator[None]:
+    """While another process compiles what this node needs. One that claims is listed anyway."""
     print("waiting for another process, which compiles the same", flush=True)
+    if claim is not None:
+        yield
+        return
     async with swarm.announced("node", lambda: {"state": "waiting", "experts": num_experts}):
         yield

@@ -28,6 +28,9 @@ _TRAINER_FACTS = ("step", "loss", "items_per_s", "failed_calls", "load_entropy",
 """What a trainer tells of itself, in the order of its row. The entropy of its load is 1 where all experts share it
 alike; biases are those of a balanced router."""
 
+_ORIGINS = ("replica", "checkpoint", "seed")
+"""What a claimed expert may have begun with."""
+
 _ONCE_INTERVAL_S = 0.5
 """Between the two readings of `--once`: rates need two, and this is enough to see whether anything moves."""
 
@@ -113,6 +116,9 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
     title += _staleness(now)
     rows = [_node_row(node, before.get(node.peer_id), now.get(node.peer_id)) for node in nodes]
     tables = [_table(title, ("node", "address", "experts", "calls/s", "queue", "busy", "updates", "state"), rows)]
+    if rows := [_claims_row(node, claims) for node in nodes if (claims := _claims_of(now.get(node.peer_id)))]:
+        columns = ("node", "may claim", "won", "lost", "failed", "given up", *_ORIGINS)
+        tables.append(_table("claims, and what the experts that were taken up began with", columns, rows))
     if trainers:
         rows = [_row(each, *_TRAINER_FACTS) for each in trainers]
         columns = ("trainer", "address", "step", "loss", "items/s", "failed calls", "balance", "bias", "state")
@@ -148,6 +154,19 @@ def _node_row(node: Member, before: Mapping[str, Any] | None, now: Mapping[str, 
         str(sum(now.get("updates", {}).values())),
         f"up {now.get('uptime_s', 0):.0f} s" if state == "serving" else state,
     ]
+
+
+def _claims_of(status: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What a node says of its claims; nothing if it claims nothing."""
+    claims = (status or {}).get("claims")
+    return claims if isinstance(claims, Mapping) else {}
+
+
+def _claims_row(node: Member, claims: Mapping[str, Any]) -> list[str]:
+    adopted = claims.get("adopted")
+    origins = adopted if isinstance(adopted, Mapping) else {}
+    counts = [claims.get(name, "?") for name in ("room", "won", "lost", "failed", "given_up")]
+    return [node.peer_id.short, *map(str, counts), *(str(origins.get(origin, 0)) for origin in _ORIGINS)]
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -24,15 +24,14 @@ from dmoe_jax.cli.network import (
     SizeText,
     check_memory_budget,
 )
-from dmoe_jax.grid import expand_grid_pattern
-from dmoe_jax.inspection.saved_run import saved_experts
+from dmoe_jax.grid import ExpertUid, expand_grid_pattern, layer_prefix
+from dmoe_jax.inspection.saved_run import SHARED_FOLDER, saved_experts
 from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.processes import (
     LocalSwarm,
     averaging_flags,
     check_status,
     deal,
-    deal_experts,
     launch_nodes,
     one_core_each,
     open_local_swarm,
@@ -54,6 +53,9 @@ class UpCommand:
 
     nodes: int = 2
     """Expert node processes; the experts are dealt out among them."""
+    claim: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Deal out nothing: each node claims up to so many of the experts, and takes over those of a node that dies; with
+    --save-experts as they were last saved, else from their seeds."""
     trainers: int = 1
     """Trainer processes, whose trunks are averaged; with 0 the nodes serve until Ctrl-C."""
     out: Path | None = None
@@ -156,7 +158,13 @@ class UpCommand:
             showing.start_soon(LocalView(console, swarm, watches, self.steps).run)
             dht = await swarm.start("dht", ["dht", *self.listen_flags()])
             nodes = self.flags_of_nodes()
-            await launch_nodes(swarm, dht, self.hands(), lambda index: [*self.saving_flags(index), *nodes])
+            await launch_nodes(
+                swarm,
+                dht,
+                self.hands(),
+                lambda index: [*self.saving_flags(index), *nodes],
+                named_by="--experts" if self.claim is None else "--of",
+            )
             for index, (name, folder) in enumerate(zip(watches, folders, strict=True)):
                 words = ["--join", dht.contact, "--out", str(folder), *self.flags_of_trainer(index)]
                 await swarm.launch(name, ["train", *words])
@@ -199,7 +207,13 @@ class UpCommand:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UsageError(f"--out must be a new or empty folder, {folder} is not")
         hands = self.hands()
-        if not all(hands):
+        if self.claim is not None:
+            check_at_least(1, self, "claim")
+            num_experts = len(self.uids())
+            if (room := self.nodes * self.claim) < num_experts:
+                unserved = f"{num_experts - room} of {num_experts} experts unserved"
+                raise UsageError(f"--nodes {self.nodes} with --claim {self.claim} leave {unserved}")
+        elif not all(hands):
             raise UsageError(f"--nodes {self.nodes} is more than there are experts: {sum(map(len, hands))}")
         with mistakes_in_one_line():
             self._network.security()
@@ -235,21 +249,36 @@ class UpCommand:
         return [] if self.announce is None else ["--listen", "0.0.0.0:0", "--announce", self.announce]
 
     def hands(self) -> list[list[str]]:
-        """The experts of each node.
+        """The experts of each node; with --claim the patterns, of which each node takes its share.
 
         Raises:
           UsageError: --experts is no pattern.
         """
-        if not self.experts:
-            return deal_experts(self.nodes, num_layers=self.num_layers, grid_size=self.grid_size)
+        uids = self.uids()
+        return deal(uids, self.nodes) if self.claim is None else [list(self.patterns())] * self.nodes
+
+    def patterns(self) -> tuple[str, ...]:
+        """What the experts are called: --experts, or the grid of each layer."""
+        grid = "".join(f".[0:{size}]" for size in self.grid_size)
+        return self.experts or tuple(f"{layer_prefix(layer)}{grid}" for layer in range(self.num_layers))
+
+    def uids(self) -> list[ExpertUid]:
+        """All experts, each once.
+
+        Raises:
+          UsageError: --experts is no pattern.
+        """
         try:
-            return deal(dict.fromkeys(uid for each in self.experts for uid in expand_grid_pattern(each)), self.nodes)
+            return list(dict.fromkeys(uid for each in self.patterns() for uid in expand_grid_pattern(each)))
         except ValueError as error:
             raise UsageError(f"--experts: {error}") from error
 
     def saving_flags(self, index: int) -> list[str]:
-        """Flags of `dmoe node` for the node with this index: where it saves its experts, if it does."""
-        return ["--checkpoint-dir", str(saved_experts(self.folder) / f"node{index}")] if self.save_experts else []
+        """Flags of `dmoe node` for the node with this index: how many experts it claims, and where it saves them."""
+        claims = [] if self.claim is None else as_flags({"claim": self.claim})
+        # Those that claim share a folder: there they find what a node that died has left.
+        folder = saved_experts(self.folder) / (f"node{index}" if self.claim is None else SHARED_FOLDER)
+        return [*claims, *(as_flags({"checkpoint_dir": folder}) if self.save_experts else [])]
 
     def flags_of_nodes(self) -> list[str]:
         """Flags of `dmoe node` besides the experts and whom to join."""

@@ -17,7 +17,7 @@ import numpy as np
 from dmoe_jax.checkpoints import CheckpointError, names_of, read_arrays
 from dmoe_jax.data.corpora import SOURCES, Corpus, load_corpus
 from dmoe_jax.grid import all_uids, layer_prefix
-from dmoe_jax.inspection.saved_run import SavedRun, saved_experts
+from dmoe_jax.inspection.saved_run import SHARED_FOLDER, SavedRun, saved_experts
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import init_experts, init_trunk
@@ -133,7 +133,8 @@ def _beside(run: Path) -> list[Path]:
     """The nodes' folders that `dmoe up --save-experts` has beside a run, or `experiments.transformer_xl`."""
     folders = [saved_experts(run), run.parent / "nodes"]
     # A node that was killed before it saved for the first time has an empty folder.
-    checkpoints = ([each for each in sorted(folder.glob("node[0-9]*")) if saved_uids(each)] for folder in folders)
+    own = ([*sorted(folder.glob("node[0-9]*")), folder / SHARED_FOLDER] for folder in folders)
+    checkpoints = ([each for each in some if saved_uids(each)] for some in own)
     return next((found for found in checkpoints if found), [])
 
 

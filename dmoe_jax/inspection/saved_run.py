@@ -11,6 +11,9 @@ from typing import Any
 from dmoe_jax.runs.run_folder import CONFIG, RunFolder
 from dmoe_jax.training.saving import CHECKPOINT_FOLDER, finished_headline
 
+SHARED_FOLDER = "shared"
+"""Where nodes that take over each other's experts save them, in the folder of `saved_experts`."""
+
 _DEPTH = 3
 """Folders between that of an experiment and those of its runs, at most."""
 

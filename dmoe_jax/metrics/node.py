@@ -110,11 +110,26 @@ def node_families(recorder: NodeRecorder, status: Mapping[str, Any]) -> Iterator
     yield histogram("dmoe_node_staleness_updates", text, recorder.staleness)
     yield gauge("dmoe_node_waiting_rows", "Rows that wait for the device.", status["waiting_rows"])
     yield gauge("dmoe_node_warm_rows", "Rows of a batch up to which programs are compiled.", status["warm_rows"])
+    yield gauge("dmoe_node_experts", "Experts that the node serves.", len(status["updates"]))
+    if "claims" in status:
+        yield from _claim_families(status["claims"])
     serves = int(status["state"] == "serving")
     yield gauge("dmoe_node_serving", "1 while the node serves, 0 while it compiles or leaves.", serves)
     yield by_label("counter", "dmoe_node_updates_total", "Optimiser steps of each expert.", "uid", status["updates"])
     rows = (({"uid": uid, "kind": kind}, count) for (uid, kind), count in sorted(recorder.rows.items()))
     yield labelled("counter", "dmoe_node_rows_total", "Rows computed for each expert.", rows)
+
+
+def _claim_families(claims: Mapping[str, Any]) -> Iterator[Family]:
+    """Of a node that claims experts, see `dmoe_jax.claims`."""
+    yield gauge("dmoe_node_claim_room", "Experts that the node may still claim.", claims["room"])
+    yield gauge("dmoe_node_claims_held", "Claims whose experts are not served yet.", claims["held"])
+    outcomes = {name: claims[name] for name in ("won", "lost", "failed")}
+    yield by_label("counter", "dmoe_node_claims_total", "Claims for experts, by outcome.", "outcome", outcomes)
+    text = "Experts that were left to another node, which served them too."
+    yield counter("dmoe_node_given_up_total", text, claims["given_up"])
+    text = "Experts that were taken up, by what they began with."
+    yield by_label("counter", "dmoe_node_adopted_total", text, "origin", claims["adopted"])
 
 
 def _outcome_of(error: CallFailed) -> str:

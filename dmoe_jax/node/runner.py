@@ -15,6 +15,7 @@ import functools
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import cast
 
@@ -23,7 +24,7 @@ import trio
 
 from dmoe_jax.device import Device, DeviceTime
 from dmoe_jax.expert_calls import Answer
-from dmoe_jax.metrics.node import NodeRecorder
+from dmoe_jax.metrics.node import KINDS, NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend, UpdateRejected, bucket_of, buckets_up_to
 from dmoe_jax.node.batching import BatchQueue
 from dmoe_jax.node.requests import ExpertRequest
@@ -101,7 +102,7 @@ class BatchRunner:
     """Runs the requests in `queue`, oldest first.
 
     Args:
-      backends: the experts by uid.
+      backends: the experts by uid; others may be added while it runs, and taken off when `finish` has returned.
       device: runs and compiles them.
       max_batch_rows: the most rows of one batch.
       max_waiting_rows, max_wait_s: the most rows, and seconds of work, in the queue.
@@ -137,7 +138,7 @@ class BatchRunner:
         """Their rows."""
         self.call_s = 0.0
         """Seconds that they spent here in all, waiting and computed."""
-        self._backends = dict(backends)
+        self._backends = backends
         self._device = device
         self._recorder = recorder or NodeRecorder()
         self._max_batch_rows = max_batch_rows
@@ -147,6 +148,8 @@ class BatchRunner:
         self._compiling = trio.Lock()
         self._growing: set[int] = set()
         self._work_arrived = trio.Event()
+        self._running: Counter[str] = Counter()  # batches that were taken from the queue, by uid
+        self._finishing: set[trio.Event] = set()  # of those who wait until an expert has no work any more
 
     def submit(self, job: Job) -> None:
         """Put a job into the queue.
@@ -159,19 +162,45 @@ class BatchRunner:
         self.queue.submit(job)
         self._work_arrived.set()
 
+    def withdraw(self, job: Job) -> bool:
+        """Take a job back, whose caller has given up. Returns whether it was still waiting."""
+        was_waiting = self.queue.withdraw(job)
+        self._notify()
+        return was_waiting
+
+    async def finish(self, uid: str) -> None:
+        """Return when nothing waits or runs for an expert any more, for which no further jobs are submitted."""
+        while self._running[uid] or any(
+            self.queue.waits((uid, kind, has_keys)) for kind in KINDS for has_keys in (False, True)
+        ):
+            news = trio.Event()
+            self._finishing.add(news)
+            try:
+                await news.wait()
+            finally:
+                self._finishing.discard(news)
+        del self._running[uid]
+
+    def _notify(self) -> None:
+        for event in self._finishing:
+            event.set()
+
     @property
     def warm_rows(self) -> int:
-        """Rows for which all experts are compiled."""
-        return min(backend.warm_rows for backend in self._backends.values())
+        """Rows for which all experts are compiled; 0 without experts."""
+        return min((backend.warm_rows for backend in self._backends.values()), default=0)
 
-    def cold_programs(self) -> list[tuple[ExpertBackend, int]]:
+    def cold_programs(self, prototypes: Sequence[ExpertBackend] = ()) -> list[tuple[ExpertBackend, int]]:
         """What is to be compiled before the experts are announced, smallest first: nothing where it takes no time.
 
-        Pairs of a backend, one of those that share its programs, and a number of rows.
+        Args:
+          prototypes: experts of further kinds.
+
+        Returns: pairs of a backend, one of those that share its programs, and a number of rows.
         """
         if not self._device.compiles_aside or not self._first_rows:
             return []
-        kinds = {id(backend.programs): backend for backend in self._backends.values()}.values()
+        kinds = {id(backend.programs): backend for backend in (*prototypes, *self._backends.values())}.values()
         buckets = buckets_up_to(self._first_rows)
         return [(backend, bucket) for bucket in buckets for backend in kinds if bucket not in backend.programs.warm]
 
@@ -192,6 +221,7 @@ class BatchRunner:
             while True:
                 if turn := self._take_turn(nursery):
                     await self._run_turn(turn)
+                    self._has_run(turn)
                 else:
                     self._work_arrived = trio.Event()
                     await self._work_arrived.wait()
@@ -209,6 +239,7 @@ class BatchRunner:
                 break
             key, backend = jobs[0].key, self._backends[jobs[0].request.uid]
             rows, limit = _rows_of(jobs), self._row_limit(key)
+            self._running[jobs[0].request.uid] += 1
             if rows > limit or (self.queue.waits(key) and limit < self._max_batch_rows):
                 nursery.start_soon(self._grow, backend, bucket_of(max(rows, limit + 1)))
             if rows > limit and (limit == 0 or jobs[0].kind == "backward"):
@@ -217,6 +248,12 @@ class BatchRunner:
                 turn[jobs[0].request.uid] = jobs
                 expected_s += self._times.expected_s(self._size_of(jobs))
         return list(turn.values())
+
+    def _has_run(self, turn: Sequence[Sequence[Job]]) -> None:
+        """These batches were answered."""
+        for jobs in turn:
+            self._running[_uid_of(jobs[0].key)] -= 1
+        self._notify()
 
     def _size_of(self, jobs: Sequence[Job]) -> Hashable:
         """What decides how long a batch takes."""
@@ -255,6 +292,7 @@ class BatchRunner:
             self._fail(jobs, error)
         else:
             await self._run_batch(jobs)
+        self._has_run([jobs])
 
     async def _run_turn(self, turn: Sequence[Sequence[Job]]) -> None:
         """Run batches together, if there are several; one that must be cut into parts is run by itself."""

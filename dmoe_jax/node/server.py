@@ -4,6 +4,8 @@ Theory of operation. Each call is checked and becomes a job in the queue of a `B
 device, off the event loop. While a batch runs, further requests gather, so a busy node makes larger batches by itself.
 The node lists its experts in the DHT. Jobs whose caller has given up leave the queue before they cost anything.
 
+Experts may come and go while others are served (`adopt`, `give_up`): queue, runner and savers share one mapping.
+
 A node that leaves first refuses new calls, with a word, so that callers turn elsewhere at once and do not wait for
 nothing; then it withdraws its experts from the DHT, and answers what it had accepted.
 
@@ -23,21 +25,19 @@ RPC methods (body -> body):
 """
 
 import functools
-import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import trio
 
 from dmoe_jax.device import Device
-from dmoe_jax.directory import declare_experts, withdraw_experts
 from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, answer_of
 from dmoe_jax.grid import parse_uid
-from dmoe_jax.members import MAX_GRIDS, declare_member, withdraw_member
 from dmoe_jax.metrics.node import NodeRecorder
+from dmoe_jax.node.announcements import Announcements, LoadReport
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.batching import QueueFull
 from dmoe_jax.node.replay import ReplayCache
@@ -49,8 +49,6 @@ from net.errors import CallFailed, CallRefused, PeerBusy
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
 from net.rpc.base import Caller, Handler, Reply, Request, handlers
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,32 +92,38 @@ class ExpertNode:
     """Answers the calls for `backends` and lists them in the DHT; `open_expert_node` runs it.
 
     Args:
-      backends: the experts by uid.
+      backends: the experts by uid; the node adds to this mapping what it adopts, and takes off what it gives up.
       contact: where they are called.
       dht: where they are listed.
       device: runs and compiles them.
       config: settings.
+      prototypes: experts of the kinds that it may adopt later, for which it compiles beforehand.
 
     Raises:
-      ValueError: if there is nothing to serve.
+      ValueError: if there is nothing to serve, now or later.
     """
 
     def __init__(
         self,
-        backends: Mapping[str, ExpertBackend],
+        backends: dict[str, ExpertBackend],
         contact: Contact,
         dht: DhtNode,
         *,
         device: Device,
         config: NodeConfig,
+        prototypes: Sequence[ExpertBackend] = (),
     ) -> None:
-        if not backends:
+        if not backends and not prototypes:
             raise ValueError("an expert node needs at least one expert")
         self.config = config
         self.state = "compiling"
         """What the node is at: "compiling" until it is warm, then "serving", at last "leaving"."""
         self.recorder = NodeRecorder()
         """What it has counted, for its metrics."""
+        self.claims: Callable[[], dict[str, Any]] | None = None
+        """What it says of its claims, if it claims experts, see `dmoe_jax.claims`; `room` among it."""
+        self.warm = trio.Event()
+        """Set when its programs are compiled and its experts announced."""
         self.handlers: Mapping[str, Handler] = {
             "expert.info": self._info,
             FORWARD: functools.partial(self._compute, backward=False),
@@ -127,11 +131,11 @@ class ExpertNode:
             "node.status": self._status,
         }
         """Its RPC methods."""
-        self._contact = contact
-        self._dht = dht
-        self._uids = [parse_uid(uid) for uid in backends]
-        self._backends = dict(backends)
-        self._experts = {uid: backend.expert for uid, backend in backends.items()}
+        self._announcements = Announcements(dht, contact, swarm=config.swarm, lifetime_s=config.record_lifetime_s)
+        self._backends = backends
+        self._experts = {uid: backend.expert for uid, backend in backends.items()}  # without those it is giving up
+        self._uids = {uid: parse_uid(uid) for uid in backends}  # the same ones
+        self._prototypes = tuple(prototypes)
         self._runner = BatchRunner(
             self._backends,
             device,
@@ -146,7 +150,8 @@ class ExpertNode:
         self._answered_all = trio.Event()  # set, and replaced, when there is none left
         self._started_at = trio.current_time()
         self._counts = {"forward": 0, "backward": 0, "busy": 0, "replayed": 0}
-        self._published = (self._started_at, 0, 0, 0.0)  # when, requests, rows, seconds: at the last announcement
+        self._gone = (0, 0.0)  # steps and staleness of experts that were given up
+        self._load = LoadReport(self._started_at)
 
     def status(self) -> dict[str, Any]:
         """What the node does and has done since its start, as plain CBOR data.
@@ -155,11 +160,13 @@ class ExpertNode:
         calls served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
         `waiting_rows` in the queue, seconds `uptime_s`, seconds `busy_s` in which the device worked on batches,
         `updates` of each expert, `steps`, the updates of all experts since the start, and their mean `staleness`, None
-        before the first; `answered` calls, their `rows`, and the seconds `call_s` that they spent here in all.
+        before the first; `answered` calls, their `rows`, and the seconds `call_s` that they spent here in all; if it
+        claims experts, `claims`, see `dmoe_jax.claims.claimer.Claimer.status`.
         """
         runner, backends = self._runner, self._backends.values()
-        steps = sum(backend.steps_here for backend in backends)
-        return {
+        steps = self._gone[0] + sum(backend.steps_here for backend in backends)
+        staleness = self._gone[1] + sum(backend.staleness_total for backend in backends)
+        status = {
             **self._counts,
             "batches": runner.batches,
             "failed": runner.failed,
@@ -172,10 +179,11 @@ class ExpertNode:
             "rows": runner.rows,
             "call_s": runner.call_s,
             "waiting_rows": runner.queue.waiting_rows,
-            "updates": {uid: backend.update_count for uid, backend in self._backends.items()},
+            "updates": {uid: self._backends[uid].update_count for uid in self._experts},
             "steps": steps,
-            "staleness": sum(backend.staleness_total for backend in backends) / steps if steps else None,
+            "staleness": staleness / steps if steps else None,
         }
+        return status if self.claims is None else status | {"claims": self.claims()}
 
     async def run(self) -> None:
         """Serve and announce for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""
@@ -183,15 +191,15 @@ class ExpertNode:
             nursery.start_soon(self._runner.run)
             while True:
                 await trio.sleep(self.config.announce_period_s)
-                await self._announce()
+                await self.introduce()
 
     async def warm_up(self, on_progress: Callable[[str], None]) -> None:
         """Compile for batches of up to `warm_up_rows`, listed as compiling, and then announce the experts.
 
         Calls are answered meanwhile, as soon as the program that they need is compiled.
         """
-        if cold := self._runner.cold_programs():
-            await self._announce()
+        if cold := self._runner.cold_programs(self._prototypes):
+            await self.introduce()
         scratch: dict[int, PyTree] = {}
         for number, (backend, bucket) in enumerate(cold, start=1):
             self.state = f"compiling {number} of {len(cold)}"
@@ -199,38 +207,62 @@ class ExpertNode:
             kind = id(backend.programs)
             scratch[kind] = await self._runner.compile(backend, bucket, scratch.pop(kind, None))
         scratch.clear()
+        self._prototypes = ()
         self.state = "serving"
-        await self._announce()
+        await self.introduce()
+        self.warm.set()
 
-    async def _announce(self) -> None:
-        """List the node, and once it serves its experts too, for `record_lifetime_s`; nothing if it leaves."""
+    async def introduce(self, uids: Iterable[str] | None = None) -> None:
+        """List the node, and once it serves these of its experts too, for `record_lifetime_s`; nothing if it leaves.
+
+        Args:
+          uids: None: all. What the node does not serve any more is passed over.
+        """
         if self.state == "leaving":
             return
-        expiration = self._dht.clock.now() + self.config.record_lifetime_s
-        grids = list(dict.fromkeys(uid.prefix for uid in self._uids))[:MAX_GRIDS]
-        info = {"role": "node", "state": self.state, "experts": len(self._uids), "grids": grids, **self._load()}
-        peer_id = self._contact.peer_id
-        await declare_member(self._dht, self.config.swarm, peer_id, self._contact, info, expiration=expiration)
-        if self.state != "serving":
-            return
-        listed = await declare_experts(self._dht, self._uids, self._contact, expiration=expiration)
-        if missing := [str(uid) for uid, stands in listed.items() if not stands]:
-            logger.warning("%d experts could not be announced, among them %s", len(missing), missing[0])
+        runner = self._runner
+        load = self._load.since_last(
+            trio.current_time(), requests=runner.answered, rows=runner.rows, seconds=runner.call_s
+        )
+        info = {"state": self.state, "waiting_rows": runner.queue.waiting_rows, **load}
+        if self.claims is not None:
+            info["room"] = self.claims()["room"]
+        await self._announcements.member(info, self._uids.values())
+        if self.state == "serving":
+            some = self._uids if uids is None else uids
+            await self._announcements.experts([self._uids[uid] for uid in some if uid in self._uids])
 
-    def _load(self) -> dict[str, float]:
-        """What trainers that balance their load want to know: the load since the last announcement.
+    def adopt(self, uid: str, backend: ExpertBackend) -> None:
+        """Answer calls for a further expert from now on; `introduce` lists it.
 
-        `call_s`, the mean seconds that a call spent here, is left out while there was none: what was true before the
-        last announcement may not be true now.
+        Raises:
+          ValueError: the node serves it already, or is still giving it up, or the uid is none.
         """
-        now, runner = trio.current_time(), self._runner
-        (since, *before), self._published = self._published, (now, runner.answered, runner.rows, runner.call_s)
-        requests, rows, seconds = (after - earlier for after, earlier in zip(self._published[1:], before, strict=True))
-        load: dict[str, float] = {
-            "rows_per_s": rows / max(now - since, 1e-9),
-            "waiting_rows": runner.queue.waiting_rows,
-        }
-        return load | {"call_s": seconds / requests} if requests else load
+        if uid in self._backends:
+            raise ValueError(f"this node serves {uid} already")
+        self._uids[uid] = parse_uid(uid)
+        self._experts[uid] = backend.expert
+        self._backends[uid] = backend
+
+    async def give_up(self, uid: str, to: Contact) -> None:
+        """Leave an expert to another node, which serves it too.
+
+        Further calls for it are refused, its announcement is handed over, and what was accepted is answered; then the
+        node forgets it.
+
+        Raises:
+          KeyError: the node does not serve it.
+        """
+        del self._experts[uid]
+        await self._announcements.hand_over(self._uids.pop(uid), to)
+        await self._runner.finish(uid)
+        backend = self._backends.pop(uid)
+        self._gone = (self._gone[0] + backend.steps_here, self._gone[1] + backend.staleness_total)
+
+    def outlast(self, uid: str, expiration: float) -> None:
+        """Announce an expert for longer than another node does, whose announcement ends then (swarm time, seconds)."""
+        if uid in self._uids:
+            self._announcements.outlast(self._uids[uid], expiration)
 
     def refuse_calls(self) -> None:
         """From now on refuse forward and backward calls: this node leaves. Those that it has accepted go on, and what
@@ -244,8 +276,7 @@ class ExpertNode:
 
     async def withdraw(self) -> None:
         """Take the announcements back, so that trainers stop calling at once; what cannot be reached expires."""
-        await withdraw_experts(self._dht, self._uids, self._contact)
-        await withdraw_member(self._dht, self.config.swarm, self._contact.peer_id, "node")
+        await self._announcements.withdraw(list(self._uids.values()))
 
     async def _status(self, request: Request) -> Reply:
         del request
@@ -318,7 +349,7 @@ class ExpertNode:
         finally:
             for job in jobs.values():
                 self.recorder.given_up(kind)
-                if not job.waiters and self._runner.queue.withdraw(job):
+                if not job.waiters and self._runner.withdraw(job):
                     self._replays.forget(_replay_key(request.peer_id, job.request))
 
     def _job_of(self, part: ExpertRequest, peer_id: PeerId) -> Job:
@@ -367,11 +398,14 @@ async def _one_of(jobs: Iterable[Job]) -> None:
 async def open_expert_node(
     caller: Caller,
     dht: DhtNode,
-    backends: Mapping[str, ExpertBackend],
+    backends: dict[str, ExpertBackend],
     *,
     device: Device,
     config: NodeConfig,
+    prototypes: Sequence[ExpertBackend] = (),
     on_progress: Callable[[str], None] = lambda text: None,
+    on_open: Callable[[ExpertNode], None] = lambda node: None,
+    compiling: AbstractAsyncContextManager[object] = nullcontext(),  # noqa: B008 (stateless)
 ) -> AsyncIterator[ExpertNode]:
     """Serve `backends` (by uid) at `caller` while the context is open, and announce node and experts in the DHT.
 
@@ -382,19 +416,25 @@ async def open_expert_node(
     dropped.
 
     Args:
+      backends, prototypes: see `ExpertNode`.
       on_progress: told each state on the way, such as "compiling 2 of 5".
+      on_open: told of the node before it is warm: it may adopt experts from then on.
+      compiling: what to compile in, so that processes of one machine do not all do the same work.
 
     Raises:
       ValueError: if there is no expert, or the peer does not listen or serves experts already.
     """
     if caller.address is None:
         raise ValueError("an expert node must listen: its peer is in client mode")
-    node = ExpertNode(backends, Contact(caller.peer_id, caller.address), dht, device=device, config=config)
+    contact = Contact(caller.peer_id, caller.address)
+    node = ExpertNode(backends, contact, dht, device=device, config=config, prototypes=prototypes)
     with handlers(caller, node.handlers, max_concurrent=config.max_concurrent_calls):
         async with background_nursery() as nursery:
             nursery.start_soon(node.run)
             try:
-                await node.warm_up(on_progress)
+                on_open(node)
+                async with compiling:
+                    await node.warm_up(on_progress)
                 yield node
             finally:
                 node.refuse_calls()

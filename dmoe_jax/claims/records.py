@@ -1,0 +1,106 @@
+"""What claims and announcements look like in the DHT.
+
+All claims for the experts of a grid share a key, `claims:ffn`, so that one lookup finds them. The subkey is the
+expert's coordinates and the claimer, `3.17/PEERID`: claims of several nodes stand beside each other, and each reader
+decides by the same rule. The value is the claimer's contact, and whether it has confirmed its claim. Strangers write
+these records, so whatever is malformed is left out.
+"""
+
+from collections.abc import Collection, Mapping
+
+from dmoe_jax.claims.claiming import MAX_CLAIMABLE, Listing
+from dmoe_jax.grid import ExpertUid, check_prefix, steps
+from net.dht.messages import contact_to_wire, parse_contact_untrusted
+from net.dht.node import StoreItem
+from net.dht.records import Dictionary, Entry, Record, Value
+from net.errors import RemoteProtocolError
+from net.identity import Contact, PeerId
+from net.wire.fields import FLAG
+
+MAX_AHEAD_S = 300.0
+"""A claim that would live longer than this is none: nobody may keep an expert from being served for a day."""
+
+MAX_ROWS = 1024
+"""Most keys under which the experts of one claimer's patterns are announced: each is a lookup in every scan."""
+
+
+def check_claimable(uids: Mapping[str, ExpertUid]) -> None:
+    """Make sure that a node can look after these experts.
+
+    Raises:
+      ValueError: there is none, or there are too many.
+    """
+    if not 1 <= len(uids) <= MAX_CLAIMABLE:
+        raise ValueError(f"a node claims of 1 to {MAX_CLAIMABLE} experts, got patterns of {len(uids)}")
+    if (num_rows := len(set(map(row_of, uids.values())))) > MAX_ROWS:
+        raise ValueError(
+            f"the experts to claim are in {num_rows} rows of their grids, at most {MAX_ROWS} are allowed: "
+            "name a part of the grid, or let its last dimension be the largest"
+        )
+
+
+def claims_key(prefix: str) -> str:
+    """Under which key the claims for the experts of a grid are."""
+    return f"claims:{check_prefix(prefix)}"
+
+
+def claim_item(uid: ExpertUid, claimer: Contact, *, is_confirmed: bool, expiration: float) -> StoreItem:
+    """What is stored to claim an expert until `expiration` (swarm time, seconds)."""
+    return _item(uid, claimer, [contact_to_wire(claimer), is_confirmed], expiration)
+
+
+def withdrawal_item(uid: ExpertUid, claimer: Contact, *, expiration: float) -> StoreItem:
+    """What is stored to take a claim back; it must end after the claim that it takes back."""
+    return _item(uid, claimer, None, expiration)
+
+
+def read_claims(
+    prefix: str, record: Record | None, uids: Collection[str], *, now: float
+) -> dict[str, dict[PeerId, bool]]:
+    """The well-formed claims for these experts of a grid: uid -> claimer -> whether it is confirmed."""
+    found: dict[str, dict[PeerId, bool]] = {}
+    for subkey, entry in (record.entries if isinstance(record, Dictionary) else {}).items():
+        coordinates, _, claimer = subkey.partition("/")
+        uid = f"{prefix}.{coordinates}"
+        if uid not in uids or not now < entry.expiration <= now + MAX_AHEAD_S:
+            continue
+        try:
+            peer_id, is_confirmed = _claim_untrusted(entry)
+        except RemoteProtocolError:
+            continue
+        if str(peer_id) == claimer:
+            found.setdefault(uid, {})[peer_id] = is_confirmed
+    return found
+
+
+def read_listings(key: str, record: Record | None, uids: Collection[str], *, now: float) -> dict[str, Listing]:
+    """Who announces these experts under a key such as `ffn.3.`, by uid."""
+    found: dict[str, Listing] = {}
+    for subkey, entry in (record.entries if isinstance(record, Dictionary) else {}).items():
+        uid = f"{key}{subkey}"
+        if uid not in uids or entry.expiration <= now:
+            continue
+        try:
+            contact = parse_contact_untrusted(entry.value)
+        except RemoteProtocolError:  # a row, or an announcement that was taken back
+            continue
+        found[uid] = Listing(contact=contact, expiration=entry.expiration)
+    return found
+
+
+def row_of(uid: ExpertUid) -> str:
+    """Under which key an expert is announced."""
+    return steps(uid)[-1][0]
+
+
+def _item(uid: ExpertUid, claimer: Contact, value: Value, expiration: float) -> StoreItem:
+    coordinates = ".".join(map(str, uid.coordinates))
+    subkey = f"{coordinates}/{claimer.peer_id}"
+    return StoreItem(key=claims_key(uid.prefix), subkey=subkey, value=value, expiration=expiration)
+
+
+def _claim_untrusted(entry: Entry) -> tuple[PeerId, bool]:
+    if type(entry.value) is not list or len(entry.value) != 2:
+        raise RemoteProtocolError(f"a claim is a contact and a flag, got {entry.value!r:.80}")
+    contact, is_confirmed = entry.value
+    return parse_contact_untrusted(contact).peer_id, FLAG.read_untrusted(is_confirmed, "is_confirmed")
