@@ -1,12 +1,12 @@
 """Experts that a process serves, from their compilation to their withdrawal."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import trio
 
-from dmoe_jax.device import Device
 from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.devices import PlacedDevice
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
 from dmoe_jax.peer import SwarmPeer
@@ -52,7 +52,7 @@ class Served:
 
 async def serve_until_left(
     peer: SwarmPeer,
-    device: Device,
+    devices: Sequence[PlacedDevice],
     backends: dict[str, ExpertBackend],
     config: NodeConfig,
     saver: ExpertSaver | None,
@@ -65,7 +65,7 @@ async def serve_until_left(
     served: Served | None = None
     try:
         async with open_expert_node(
-            peer.rpc, peer.dht, backends, device=device, config=config, on_progress=on_progress
+            peer.rpc, peer.dht, backends, device=devices, config=config, on_progress=on_progress
         ) as node:
             served = Served(node, backends)
             task_status.started(served)

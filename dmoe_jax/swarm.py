@@ -37,8 +37,10 @@ from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallRecord, CallStatistics
 from dmoe_jax.model import Model
 from dmoe_jax.node.backend import make_backends
+from dmoe_jax.node.devices import all_of, node_devices
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.node.sharding import MeshShape, ShardingRule, shard_largest_dimension
 from dmoe_jax.peer import SwarmPeer, open_peer
 from dmoe_jax.routing.base import Router
 from dmoe_jax.security import Security, Tls
@@ -105,6 +107,9 @@ class Swarm(AveragingSwarm):
         seed: int | None = None,
         config: NodeConfig | None = None,
         warm_up_rows: int | None = None,
+        devices: str | int | None = None,
+        mesh: MeshShape | str | None = None,
+        sharding_rule: ShardingRule = shard_largest_dimension,
         checkpoint_dir: str | Path | None = None,
         checkpoint_period_s: float = 60.0,
         on_progress: Callable[[str], None] = lambda text: None,
@@ -121,13 +126,21 @@ class Swarm(AveragingSwarm):
           config: how batches are made and how often experts are announced.
           warm_up_rows: compile for batches of up to so many rows before announcing; larger ones follow when they are
             wanted, beside the serving. None: as configured.
+          devices: the local JAX devices over which the experts are spread, each expert on one, about as many bytes on
+            each: their numbers as "0-7", "0,2,5" or "all", or how many. In virtual time a number of simulated devices,
+            which work at the same time. None: JAX's default device.
+          mesh: such as "data=2,model=4": each expert is spread over a mesh of so many of the devices, rows of a batch
+            over `data`, parameters and optimiser state over `model`. More devices make several meshes side by side,
+            which share the experts; without `devices` there is one mesh, of the first devices.
+          sharding_rule: says of each array of an expert how it lies on the mesh.
           checkpoint_dir: where the experts are saved, and taken up from if there is a checkpoint.
           checkpoint_period_s: seconds between checkpoints; one more is written at the end.
           on_progress: told what it is doing, in a few words.
 
         Raises:
           ValueError: this peer listens nowhere or serves experts already, a pattern is malformed or names an expert
-            twice, the optimiser cannot work on a node, or the checkpoint is of other experts.
+            twice, the optimiser cannot work on a node, the checkpoint is of other experts, there are not so many
+            devices, or the rule does not fit an array.
         """
         if self.rpc.address is None:
             raise ValueError("experts cannot be served by a client; give open_swarm(listen='HOST:PORT')")
@@ -140,13 +153,15 @@ class Swarm(AveragingSwarm):
         config = NodeConfig(swarm=self.name) if config is None else replace(config, swarm=self.name)
         if warm_up_rows is not None:
             config = replace(config, warm_up_rows=warm_up_rows)
-        make = functools.partial(make_backends, seed=self.seed if seed is None else seed)
+        own = node_devices(self.device, devices, mesh, sharding_rule)
+        seed = self.seed if seed is None else seed
+        make = functools.partial(make_backends, seed=seed, places=[each.place for each in own])
         backends = await self.device.run(make, experts, optimizer)
-        saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, self.device)
+        saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, all_of(own))
         if saver is not None and (restored := saver.restore()) is not None:
             on_progress(f"going on from a checkpoint in {checkpoint_dir} ({restored} updates)")
         serving = functools.partial(serve_until_left, period_s=checkpoint_period_s, on_progress=on_progress)
-        served: Served = await self._nursery.start(serving, self.peer, self.device, backends, config, saver)
+        served: Served = await self._nursery.start(serving, self.peer, own, backends, config, saver)
         self._served = served
         return served
 

@@ -62,8 +62,8 @@ def expert_programs(
     if layout is None:
         return ExpertPrograms(jax.jit(apply), jax.jit(grad_and_update, donate_argnums=(0, 1)), set())
     shapes = state_shapes(expert, optimizer)
-    shardings = layout.state_shardings({"params": shapes[0], "opt_state": shapes[1]})
-    params, opt_state = shardings["params"], shardings["opt_state"]
+    params = layout.state_shardings({"params": shapes[0]})["params"]
+    opt_state = layout.state_shardings({"opt_state": shapes[1]})["opt_state"]
     rows, everywhere, results = layout.rows, layout.everywhere, layout.results
 
     def init(key_data: Any) -> PyTree:

@@ -1,7 +1,8 @@
 """The expert node: serves experts to trainers, batch by batch.
 
-Theory of operation. Each call is checked and becomes a job in the queue of a `BatchRunner`, which runs batches on the
-device, off the event loop. While a batch runs, further requests gather, so a busy node makes larger batches by itself.
+Theory of operation. Each call is checked and becomes a job in the queue of a `BatchRunner`, which runs batches on a
+device, off the event loop; each device, or mesh of devices, has one for the experts that live there. While a batch
+runs, further requests gather, so a busy node makes larger batches by itself.
 The node lists its experts in the DHT. Jobs whose caller has given up leave the queue before they cost anything.
 
 A node that leaves first refuses new calls, with a word, so that callers turn elsewhere at once and do not wait for
@@ -25,7 +26,7 @@ RPC methods (body -> body):
 import functools
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -40,9 +41,11 @@ from dmoe_jax.members import MAX_GRIDS, declare_member, withdraw_member
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.batching import QueueFull
+from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.replay import ReplayCache
 from dmoe_jax.node.requests import ExpertRequest, parse_request, uid_of
-from dmoe_jax.node.runner import BatchRunner, Job
+from dmoe_jax.node.runner import Job
+from dmoe_jax.node.runners import DeviceRunners
 from dmoe_jax.types import PyTree
 from net.dht.node import DhtNode
 from net.errors import CallFailed, CallRefused, PeerBusy
@@ -64,15 +67,15 @@ class NodeConfig:
     warm_up_rows: int = 16
     """Rows for which programs are compiled before the experts are announced, on a device that compiles aside."""
     max_waiting_rows: int = 4096
-    """Most rows in the queue; beyond it requests are answered "busy". 16 full batches: about as long as a trainer
-    waits before it goes on without us."""
+    """Most rows in the queue of a device; beyond it requests are answered "busy". 16 full batches: about as long as a
+    trainer waits before it goes on without us."""
     announce_period_s: float = 10.0
     """Seconds between announcements in the DHT."""
     record_lifetime_s: float = 30.0
     """Seconds for which an announcement is valid: three periods, so that one lost announcement does no harm."""
     max_wait_s: float = 10.0
-    """Most seconds of work in the queue; beyond it too. Whoever waits longer has given up: it is the time-out of
-    `Swarm.mixture`. Infinity: any."""
+    """Most seconds of work in the queue of a device; beyond it too. Whoever waits longer has given up: it is the
+    time-out of `Swarm.mixture`. Infinity: any."""
     max_concurrent_calls: int = 256
     """Calls of one method in progress at once, waiting ones included."""
     leave_timeout_s: float = 5.0
@@ -97,11 +100,11 @@ class ExpertNode:
       backends: the experts by uid.
       contact: where they are called.
       dht: where they are listed.
-      device: runs and compiles them.
+      device: runs and compiles them; or several, one for each place in which experts live.
       config: settings.
 
     Raises:
-      ValueError: if there is nothing to serve.
+      ValueError: if there is nothing to serve, or an expert lives where there is no device.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class ExpertNode:
         contact: Contact,
         dht: DhtNode,
         *,
-        device: Device,
+        device: Device | Sequence[PlacedDevice],
         config: NodeConfig,
     ) -> None:
         if not backends:
@@ -132,9 +135,9 @@ class ExpertNode:
         self._uids = [parse_uid(uid) for uid in backends]
         self._backends = dict(backends)
         self._experts = {uid: backend.expert for uid, backend in backends.items()}
-        self._runner = BatchRunner(
+        self._runner = DeviceRunners(
             self._backends,
-            device,
+            placed(device),
             max_batch_rows=config.max_batch_rows,
             max_waiting_rows=config.max_waiting_rows,
             warm_up_rows=config.warm_up_rows,
@@ -153,25 +156,27 @@ class ExpertNode:
 
         Keys: `state` ("compiling", "serving" or "leaving"), `warm_rows` (rows for which all its experts are compiled),
         calls served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
-        `waiting_rows` in the queue, seconds `uptime_s`, seconds `busy_s` in which the device worked on batches,
+        `waiting_rows` in the queue, seconds `uptime_s`, seconds `busy_s` in which devices worked on batches, `devices`,
+        which is what each device does (see `DeviceRunners.status`) and sums up to the `batches`, `rows` and so on here,
         `updates` of each expert, `steps`, the updates of all experts since the start, and their mean `staleness`, None
         before the first; `answered` calls, their `rows`, and the seconds `call_s` that they spent here in all.
         """
-        runner, backends = self._runner, self._backends.values()
+        runner, counts, backends = self._runner, self._runner.counts, self._backends.values()
         steps = sum(backend.steps_here for backend in backends)
         return {
             **self._counts,
-            "batches": runner.batches,
-            "failed": runner.failed,
-            "rejected": dict(runner.rejected),
+            "batches": counts.batches,
+            "failed": counts.failed,
+            "rejected": dict(counts.rejected),
             "state": self.state,
             "warm_rows": runner.warm_rows,
             "uptime_s": trio.current_time() - self._started_at,
-            "busy_s": runner.busy_s,
-            "answered": runner.answered,
-            "rows": runner.rows,
-            "call_s": runner.call_s,
-            "waiting_rows": runner.queue.waiting_rows,
+            "busy_s": counts.busy_s,
+            "answered": counts.answered,
+            "rows": counts.rows,
+            "call_s": counts.call_s,
+            "waiting_rows": runner.waiting_rows,
+            "devices": runner.status(),
             "updates": {uid: backend.update_count for uid, backend in self._backends.items()},
             "steps": steps,
             "staleness": sum(backend.staleness_total for backend in backends) / steps if steps else None,
@@ -223,12 +228,12 @@ class ExpertNode:
         `call_s`, the mean seconds that a call spent here, is left out while there was none: what was true before the
         last announcement may not be true now.
         """
-        now, runner = trio.current_time(), self._runner
-        (since, *before), self._published = self._published, (now, runner.answered, runner.rows, runner.call_s)
+        now, counts = trio.current_time(), self._runner.counts
+        (since, *before), self._published = self._published, (now, counts.answered, counts.rows, counts.call_s)
         requests, rows, seconds = (after - earlier for after, earlier in zip(self._published[1:], before, strict=True))
         load: dict[str, float] = {
             "rows_per_s": rows / max(now - since, 1e-9),
-            "waiting_rows": runner.queue.waiting_rows,
+            "waiting_rows": self._runner.waiting_rows,
         }
         return load | {"call_s": seconds / requests} if requests else load
 
@@ -318,7 +323,7 @@ class ExpertNode:
         finally:
             for job in jobs.values():
                 self.recorder.given_up(kind)
-                if not job.waiters and self._runner.queue.withdraw(job):
+                if not job.waiters and self._runner.withdraw(job):
                     self._replays.forget(_replay_key(request.peer_id, job.request))
 
     def _job_of(self, part: ExpertRequest, peer_id: PeerId) -> Job:
@@ -369,7 +374,7 @@ async def open_expert_node(
     dht: DhtNode,
     backends: Mapping[str, ExpertBackend],
     *,
-    device: Device,
+    device: Device | Sequence[PlacedDevice],
     config: NodeConfig,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> AsyncIterator[ExpertNode]:
@@ -382,10 +387,12 @@ async def open_expert_node(
     dropped.
 
     Args:
+      device: runs and compiles them; or several, one for each place in which experts live.
       on_progress: told each state on the way, such as "compiling 2 of 5".
 
     Raises:
-      ValueError: if there is no expert, or the peer does not listen or serves experts already.
+      ValueError: if there is no expert, one lives where there is no device, or the peer does not listen or serves
+        experts already.
     """
     if caller.address is None:
         raise ValueError("an expert node must listen: its peer is in client mode")

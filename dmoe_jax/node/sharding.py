@@ -139,7 +139,7 @@ class Layout:
             try:
                 sharding = self._sharding(spec)
                 sharding.shard_shape(leaf.shape)
-            except ValueError as error:
+            except Exception as error:  # JAX has several for a specification that does not fit
                 given = f"the sharding rule gives {spec} for {name} of shape {leaf.shape}"
                 raise ValueError(f"{given}, which does not fit the mesh {self.mesh_shape}") from error
             return sharding
