@@ -10,8 +10,8 @@ virtual time it is the declared cost.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -69,6 +69,14 @@ class Device(Protocol):
         """
         ...
 
+    def turn(self) -> AbstractAsyncContextManager[object]:
+        """A block during which nothing that was given to `run` runs; it begins when it is this block's turn."""
+        ...
+
+    def another(self) -> "Device":
+        """A further device of this kind, which works beside this one."""
+        ...
+
 
 class ThreadDevice:
     """One worker thread: calls run in the order in which they were made, off the event loop. Another one compiles."""
@@ -94,6 +102,12 @@ class ThreadDevice:
 
     async def aside(self, function: Callable[..., T], *args: Any) -> T:
         return await trio.to_thread.run_sync(_run_ready, function, args, limiter=self._aside)
+
+    def turn(self) -> AbstractAsyncContextManager[object]:
+        return self._limiter
+
+    def another(self) -> "ThreadDevice":
+        return ThreadDevice()
 
 
 Cost = Callable[[str, int], float]
@@ -157,6 +171,50 @@ class InlineDevice:
     async def aside(self, function: Callable[..., T], *args: Any) -> T:
         await trio.lowlevel.checkpoint()
         return _run_ready(function, args)
+
+    def turn(self) -> AbstractAsyncContextManager[object]:
+        return self._turn
+
+    def another(self) -> "InlineDevice":
+        return InlineDevice(self._cost)
+
+
+class AllDevices:
+    """Several devices as one: what it runs has all of them to itself, so that it sees one moment of each.
+
+    Args:
+      devices: at least one. The first does the work, while the others rest.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._first, *self._others = devices
+        self.compiles_aside = self._first.compiles_aside
+        self.turn_s = self._first.turn_s
+
+    @property
+    def busy_s(self) -> float:
+        return sum(device.busy_s for device in (self._first, *self._others))
+
+    async def run(self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None) -> T:
+        async with AsyncExitStack() as stack:
+            # Always in this order: two that wait for each other's device would wait for ever.
+            for device in self._others:
+                await stack.enter_async_context(device.turn())
+            return await self._first.run(function, *args, spent=spent)
+        raise AssertionError("no device swallows exceptions")
+
+    async def aside(self, function: Callable[..., T], *args: Any) -> T:
+        return await self._first.aside(function, *args)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for device in (*self._others, self._first):
+                await stack.enter_async_context(device.turn())
+            yield
+
+    def another(self) -> "AllDevices":
+        return AllDevices([device.another() for device in (self._first, *self._others)])
 
 
 async def to_host(device: Device, tree: PyTree) -> PyTree:

@@ -11,10 +11,11 @@ import trio
 from dmoe_jax.claims.claimer import CannotTakeUp, Claimer
 from dmoe_jax.claims.claiming import ClaimConfig
 from dmoe_jax.claims.records import check_claimable
-from dmoe_jax.device import Device
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
-from dmoe_jax.node.backend import ExpertBackend, make_backends
+from dmoe_jax.node.backend import ExpertBackend, make_backend
+from dmoe_jax.node.devices import PlacedDevice
+from dmoe_jax.node.placement import Place, bytes_by_place
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
 from dmoe_jax.peer import SwarmPeer
@@ -101,10 +102,10 @@ class Claimable:
     """How."""
     uids: Mapping[str, ExpertUid]
     """Which experts, by their names."""
-    make: Callable[[str], ExpertBackend]
-    """Makes one of them, as its seed says; blocks."""
+    make: Callable[[str, Place], ExpertBackend]
+    """Makes one of them in a place, as its seed says; blocks."""
     prototypes: tuple[ExpertBackend, ...]
-    """One of each kind."""
+    """One of each kind in each place."""
 
 
 def fixed_of(experts: Mapping[str, Expert], claim: ClaimConfig) -> dict[str, Expert]:
@@ -119,12 +120,17 @@ def fixed_of(experts: Mapping[str, Expert], claim: ClaimConfig) -> dict[str, Exp
 
 
 def claimable_of(
-    experts: Mapping[str, Expert], claim: ClaimConfig, optimizer: optax.GradientTransformation | None, *, seed: int
+    experts: Mapping[str, Expert],
+    claim: ClaimConfig,
+    optimizer: optax.GradientTransformation | None,
+    *,
+    seed: int,
+    places: Sequence[Place],
 ) -> Claimable:
-    """What a node may claim of these patterns; makes one expert of each kind.
+    """What a node may claim of these patterns; makes one expert of each kind in each place.
 
     Args:
-      experts, optimizer, seed: as of `make_backends`.
+      experts, optimizer, seed, places: as of `make_backends`.
 
     Raises:
       ValueError: as `make_backends`, and if there are too many experts.
@@ -142,11 +148,12 @@ def claimable_of(
                 uids[name] = uid
     check_claimable(uids)
 
-    def make(uid: str) -> ExpertBackend:
-        return make_backends({uid: experts[patterns[uid]]}, optimizer, seed=seed)[uid]
+    def make(uid: str, place: Place) -> ExpertBackend:
+        return make_backend(uids[uid], experts[patterns[uid]], optimizer, seed=seed, place=place)
 
     first_of_kind = {id(experts[patterns[uid]]): uid for uid in reversed(uids)}
-    return Claimable(config=claim, uids=uids, make=make, prototypes=tuple(map(make, first_of_kind.values())))
+    prototypes = tuple(make(uid, place) for uid in first_of_kind.values() for place in places)
+    return Claimable(config=claim, uids=uids, make=make, prototypes=prototypes)
 
 
 class _ClaimingNode:
@@ -156,11 +163,11 @@ class _ClaimingNode:
         self,
         node: ExpertNode,
         backends: Mapping[str, ExpertBackend],
-        device: Device,
-        make: Callable[[str], ExpertBackend],
+        devices: Sequence[PlacedDevice],
+        make: Callable[[str, Place], ExpertBackend],
         begin: Callable[[str, ExpertBackend], Awaitable[str]],
     ) -> None:
-        self._node, self._backends, self._device, self._make, self._begin = node, backends, device, make, begin
+        self._node, self._backends, self._devices, self._make, self._begin = node, backends, devices, make, begin
         self.introduce = node.introduce
         self.give_up = node.give_up
         self.outlast = node.outlast
@@ -179,12 +186,17 @@ class _ClaimingNode:
     async def take_up(self, uid: str) -> str:
         try:
             # Beside the device: batches of the experts that are served go on.
-            backend = await self._device.aside(self._make, uid)
+            own = self._emptiest()
+            backend = await own.device.aside(self._make, uid, own.place)
             origin = await self._begin(uid, backend)
         except (ValueError, RuntimeError, OSError) as error:  # RuntimeError: XLA's, where the memory is full
             raise CannotTakeUp(str(error).strip().partition("\n")[0] or type(error).__name__) from error
         self._node.adopt(uid, backend)
         return origin
+
+    def _emptiest(self) -> PlacedDevice:
+        held = bytes_by_place(((each.place, each.nbytes) for each in self._backends.values()), len(self._devices))
+        return min(self._devices, key=lambda each: held[each.place.number])
 
     async def announce(self, uids: Collection[str]) -> None:
         await self._node.warm.wait()
@@ -193,7 +205,7 @@ class _ClaimingNode:
 
 async def serve_until_left(
     peer: SwarmPeer,
-    device: Device,
+    devices: Sequence[PlacedDevice],
     backends: dict[str, ExpertBackend],
     config: NodeConfig,
     saver: ExpertSaver | None,
@@ -220,7 +232,7 @@ async def serve_until_left(
         nonlocal claimer
         if claimable is not None:
             begin = functools.partial(begin_from, sources)
-            host = _ClaimingNode(node, backends, device, claimable.make, begin)
+            host = _ClaimingNode(node, backends, devices, claimable.make, begin)
             claimer = Claimer(
                 peer.rpc, peer.dht, config.swarm, claimable.uids, claimable.config, host, on_progress=on_progress
             )
@@ -234,7 +246,7 @@ async def serve_until_left(
                 peer.rpc,
                 peer.dht,
                 backends,
-                device=device,
+                device=devices,
                 config=config,
                 prototypes=() if claimable is None else claimable.prototypes,
                 on_progress=on_progress,

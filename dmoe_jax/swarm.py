@@ -38,8 +38,10 @@ from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallRecord, CallStatistics
 from dmoe_jax.model import Model
 from dmoe_jax.node.backend import ExpertBackend, make_backends
+from dmoe_jax.node.devices import node_devices
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.node.sharding import MeshShape, ShardingRule, shard_largest_dimension
 from dmoe_jax.peer import SwarmPeer, open_peer
 from dmoe_jax.routing.base import Router
 from dmoe_jax.security import Security, Tls
@@ -114,6 +116,9 @@ class Swarm(AveragingSwarm):
         seed: int | None = None,
         config: NodeConfig | None = None,
         warm_up_rows: int | None = None,
+        devices: str | int | None = None,
+        mesh: MeshShape | str | None = None,
+        sharding_rule: ShardingRule = shard_largest_dimension,
         checkpoint_dir: str | Path | None = None,
         checkpoint_period_s: float = 60.0,
         claim: ClaimConfig | None = None,
@@ -132,6 +137,13 @@ class Swarm(AveragingSwarm):
           config: how batches are made and how often experts are announced.
           warm_up_rows: compile for batches of up to so many rows before announcing; larger ones follow when they are
             wanted, beside the serving. None: as configured.
+          devices: the local JAX devices over which the experts are spread, each expert on one, about as many bytes on
+            each: their numbers as "0-7", "0,2,5" or "all", or how many. In virtual time a number of simulated devices,
+            which work at the same time. None: JAX's default device.
+          mesh: such as "data=2,model=4": each expert is spread over a mesh of so many of the devices, rows of a batch
+            over `data`, parameters and optimiser state over `model`. More devices make several meshes side by side,
+            which share the experts; without `devices` there is one mesh, of the first devices.
+          sharding_rule: says of each array of an expert how it lies on the mesh.
           checkpoint_dir: where experts are saved, each by itself, and taken up from if they are there, whoever saved
             them; nodes may share it.
           checkpoint_period_s: seconds between saves, of those that have learnt since; one more is made at the end.
@@ -143,7 +155,8 @@ class Swarm(AveragingSwarm):
 
         Raises:
           ValueError: this peer listens nowhere or serves experts already, a pattern is malformed or names an expert
-            twice, the optimiser cannot work on a node, or a checkpoint is of an expert of another shape.
+            twice, the optimiser cannot work on a node, a checkpoint is of an expert of another shape, there are not so
+            many devices, or the rule does not fit an array.
         """
         if self.rpc.address is None:
             raise ValueError("experts cannot be served by a client; give open_swarm(listen='HOST:PORT')")
@@ -157,14 +170,18 @@ class Swarm(AveragingSwarm):
         if warm_up_rows is not None:
             config = replace(config, warm_up_rows=warm_up_rows)
         seed = self.seed if seed is None else seed
+        own = node_devices(self.device, devices, mesh, sharding_rule)
+        places = [each.place for each in own]
         claimable: Claimable | None = None
         if claim is not None:
-            claimable = await self.device.run(functools.partial(claimable_of, seed=seed), experts, claim, optimizer)
+            prepare = functools.partial(claimable_of, seed=seed, places=places)
+            claimable = await self.device.run(prepare, experts, claim, optimizer)
             experts = fixed_of(experts, claim)
         backends: dict[str, ExpertBackend] = {}
         if claimable is None or experts:
-            backends = await self.device.run(functools.partial(make_backends, seed=seed), experts, optimizer)
-        saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, self.device)
+            make = functools.partial(make_backends, seed=seed, places=places)
+            backends = await self.device.run(make, experts, optimizer)
+        saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, own)
         if saver is not None and (restored := await saver.restore()):
             several = f"{len(restored)} of {len(backends)} experts"
             on_progress(f"{several} go on from {checkpoint_dir} ({sum(restored.values())} updates)")
@@ -176,7 +193,7 @@ class Swarm(AveragingSwarm):
             sources=() if saver is None else (checkpoints_of(saver),),
             compiling=compiling,
         )
-        served: Served = await self._nursery.start(serving, self.peer, self.device, backends, config, saver)
+        served: Served = await self._nursery.start(serving, self.peer, own, backends, config, saver)
         self._served = served
         return served
 

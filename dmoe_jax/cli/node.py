@@ -101,6 +101,13 @@ class NodeCommand(DhtCommand):
     """Compile for batches of up to this many samples before announcing the experts."""
     max_batch_rows: int = 256
     """Most samples of one XLA call."""
+    devices: str | None = None
+    """JAX devices of this machine over which the experts are spread, each expert on one: 0-7, 0,2,5 or all. Default:
+    the first one."""
+    mesh: str | None = None
+    """Spread each expert over several devices, such as data=2,model=4: rows of a batch over data, parameters and
+    optimiser state over model. With --devices as many meshes as these make up share the experts: 8 devices and model=4
+    make two. Default: an expert lives on one device."""
     announce_period_s: float = 10.0
     """Seconds between announcements in the DHT; they are valid three times as long."""
     faults: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FAULT=RATE [FAULT=RATE ...]")] = ()
@@ -113,10 +120,13 @@ class NodeCommand(DhtCommand):
         set_up_jax()
         from dmoe_jax.claims.claiming import ClaimConfig
         from dmoe_jax.cli.compiling import compiled_once
+        from dmoe_jax.device import ThreadDevice
+        from dmoe_jax.node.devices import node_devices
         from dmoe_jax.node.server import NodeConfig
         from dmoe_jax.swarm import open_swarm
 
         with mistakes_in_one_line():
+            node_devices(ThreadDevice(), self.devices, self.mesh)  # whether there are so many
             config = NodeConfig(
                 swarm=self.swarm,
                 max_batch_rows=self.max_batch_rows,
@@ -157,6 +167,8 @@ class NodeCommand(DhtCommand):
                             dict.fromkeys(named, expert),
                             optimizer=optimizer,
                             config=config,
+                            devices=self.devices,
+                            mesh=self.mesh,
                             checkpoint_dir=self.checkpoint_dir,
                             checkpoint_period_s=self.checkpoint_period_s,
                             claim=claim,
@@ -181,7 +193,7 @@ class NodeCommand(DhtCommand):
     def _programs(self) -> str:
         """What is compiled, told from what other nodes compile."""
         rates = [getattr(self, name) for name in (*_OF_ADAM, "freeze_experts", "warm_up_rows")]
-        return repr((self.kind, self.expert, self.route, self.optimizer, rates))
+        return repr((self.kind, self.expert, self.route, self.optimizer, rates, self.devices, self.mesh))
 
     def _make_optimizer(self) -> "optax.GradientTransformation | None":
         """What the experts learn with; None: nothing is learnt."""

@@ -150,7 +150,7 @@ def _node_row(node: Member, before: Mapping[str, Any] | None, now: Mapping[str, 
         f"{calls:.1f}",
         str(now.get("waiting_rows", "?")),
         # A batch counts when it is done: one that began before the first reading may be longer than the interval.
-        f"{100 * min(1.0, _growth(before, now, 'busy_s')):.0f} %",
+        f"{100 * min(1.0, _growth(before, now, 'busy_s') / _num_devices(now)):.0f} %",
         str(sum(now.get("updates", {}).values())),
         f"up {now.get('uptime_s', 0):.0f} s" if state == "serving" else state,
     ]
@@ -193,6 +193,11 @@ def _of_role(members: Sequence[Member], role: str) -> list[Member]:
 def _num_experts(node: Member, status: Mapping[str, Any] | None) -> int:
     listed = node.info.get("experts", 0)
     return len((status or {}).get("updates") or ()) or (listed if isinstance(listed, int) else 0)
+
+
+def _num_devices(status: Mapping[str, Any]) -> int:
+    devices = status.get("devices")
+    return max(1, len(devices)) if isinstance(devices, list | tuple) else 1
 
 
 def _staleness(now: Statuses) -> str:

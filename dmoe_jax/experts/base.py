@@ -78,7 +78,12 @@ def init_by_uid(key: PRNGKeyArray, expert: Expert, prefix: str, coordinates: Seq
       prefix: the grid's name.
       coordinates: the expert's place in the grid; may be traced.
     """
+    return expert.init(key_of_uid(key, prefix, coordinates))
+
+
+def key_of_uid(key: PRNGKeyArray, prefix: str, coordinates: Sequence[int | Int[Array, ""]]) -> PRNGKeyArray:
+    """What `init_by_uid` gives to an expert's `init`."""
     own = jax.random.fold_in(key, zlib.crc32(prefix.encode()))
     for coordinate in coordinates:
         own = jax.random.fold_in(own, coordinate)
-    return expert.init(own)
+    return own

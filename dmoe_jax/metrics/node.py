@@ -104,8 +104,18 @@ def node_families(recorder: NodeRecorder, status: Mapping[str, Any]) -> Iterator
         ("dmoe_node_device_seconds", "Time of a batch on the device.", recorder.device_s),
     ):
         yield by_label("histogram", name, text, "kind", values)
-    text = "Time in which the device worked on batches; its rate is the share in use."
+    text = "Time in which devices worked on batches; its rate is the number of them in use."
     yield counter("dmoe_node_device_busy_seconds_total", text, status["busy_s"])
+    for name, text, key in (
+        ("dmoe_node_each_device_busy_seconds_total", "Time in which each device worked on batches.", "busy_s"),
+        ("dmoe_node_each_device_rows_total", "Rows that each device computed.", "rows"),
+    ):
+        yield by_label("counter", name, text, "device", {each["name"]: each[key] for each in status["devices"]})
+    for name, text, key in (
+        ("dmoe_node_each_device_waiting_rows", "Rows that wait for each device.", "waiting_rows"),
+        ("dmoe_node_each_device_state_bytes", "Parameters and optimiser state on each device.", "nbytes"),
+    ):
+        yield by_label("gauge", name, text, "device", {each["name"]: each[key] for each in status["devices"]})
     text = "Updates of the expert between a request's forward and its update."
     yield histogram("dmoe_node_staleness_updates", text, recorder.staleness)
     yield gauge("dmoe_node_waiting_rows", "Rows that wait for the device.", status["waiting_rows"])

@@ -1,25 +1,29 @@
 """One expert as a node keeps it: parameters, optimiser state and compiled programs.
 
-The programs (`ExpertPrograms`) are pure and jitted, and shared by every expert of one kind and optimiser. The backward
-recomputes the forward (Learning@home section 3.3), with the same dropout keys, and applies the optimiser at once;
-`params` and `opt_state` are donated. Rows are padded to powers of two, so that a node compiles two programs per bucket
-whatever batch sizes its trainers send; padded rows carry zero gradients and change nothing beyond rounding.
+The programs (`dmoe_jax.node.programs`) are shared by every expert of one kind and optimiser; an update donates `params`
+and `opt_state`. Rows are padded to powers of two, so that a node compiles two programs per bucket whatever batch sizes
+its trainers send; padded rows carry zero gradients and change nothing beyond rounding.
 
-One gradient of finite numbers can make an expert NaN for everybody, for good. So the step itself looks whether its
-outcome is finite, and keeps the old parameters and state if it is not (`UpdateRejected`).
+An expert lives in a *place*: on JAX's default device, or where a `Layout` says, whole or in parts.
+
+One gradient of finite numbers can make an expert NaN for everybody, for good. So an update whose outcome is not finite
+changes nothing (`UpdateRejected`).
 """
 
-import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dmoe_jax.experts.base import Expert, init_by_uid
+from dmoe_jax.experts.base import Expert, init_by_uid, key_of_uid
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
+from dmoe_jax.node.placement import DEFAULT_PLACE, Place, spread
+from dmoe_jax.node.programs import expert_programs, nbytes_of, own_copy, state_nbytes
+from dmoe_jax.node.sharding import Layout, put, to_host
 from dmoe_jax.types import PyTree
 from net.types import Array
 
@@ -36,87 +40,6 @@ class UpdateRejected(ValueError):
         self.reason = reason
 
 
-class ExpertPrograms(NamedTuple):
-    """The compiled programs of one expert kind. `keys` is None, or a dropout key for each row.
-
-    Attributes:
-      apply: (params, inputs, keys) -> output.
-      grad_and_update: (params, opt_state, inputs, output_grads, keys, staleness) -> (finite, input_grads, params,
-        opt_state), with a gradient for each differentiable input, in order. `staleness` is for the optimiser, float32.
-        `finite` is bool [2]: the update, and the input gradients. If one of them is not finite, params and opt_state
-        are returned as they came.
-      warm: the buckets for which they are compiled.
-    """
-
-    apply: Callable[..., Any]
-    grad_and_update: Callable[..., tuple[Any, tuple[Any, ...], PyTree, PyTree]]
-    warm: set[int]
-
-
-@functools.cache
-def expert_programs(expert: Expert, optimizer: optax.GradientTransformation | None) -> ExpertPrograms:
-    """Programs for `expert` trained by `optimizer`; cached, so equal arguments share their compiled code.
-
-    Raises:
-      ValueError: if the optimiser cannot work on a node, see `check_optimizer`.
-    """
-    if optimizer is not None:
-        check_optimizer(expert, optimizer)
-        optimizer = optax.with_extra_args_support(optimizer)
-    positions = tuple(i for i, spec in enumerate(expert.inputs) if spec.differentiable)
-
-    def apply(params: PyTree, inputs: tuple[Any, ...], keys: Any) -> Any:
-        return expert.apply(params, *inputs, keys=keys) if expert.takes_key else expert.apply(params, *inputs)
-
-    def grad_and_update(
-        params: PyTree, opt_state: PyTree, inputs: tuple[Any, ...], output_grads: Any, keys: Any, staleness: Any
-    ) -> tuple[Any, tuple[Any, ...], PyTree, PyTree]:
-        def output(params: PyTree, chosen: tuple[Any, ...]) -> Any:
-            merged = list(inputs)
-            for position, value in zip(positions, chosen, strict=True):
-                merged[position] = value
-            return apply(params, tuple(merged), keys)
-
-        _, pull_back = jax.vjp(output, params, tuple(inputs[i] for i in positions))
-        param_grads, input_grads = pull_back(output_grads)
-        old = new = params, opt_state
-        if optimizer is not None:
-            updates, new_state = optimizer.update(param_grads, opt_state, params, staleness=staleness)
-            new = optax.apply_updates(params, updates), new_state
-        zeros = jax.tree.map(jnp.zeros_like, input_grads)
-        finite = jnp.stack([_stays_finite(old, new), _stays_finite(zeros, input_grads)])
-
-        def chosen(before: Any, after: Any) -> Any:
-            # In the type that it had: a state that changed its type would be compiled for again.
-            return jnp.where(finite.all(), after if after.dtype == before.dtype else after.astype(before.dtype), before)
-
-        return finite, input_grads, *jax.tree.map(chosen, old, new)
-
-    return ExpertPrograms(jax.jit(apply), jax.jit(grad_and_update, donate_argnums=(0, 1)), set())
-
-
-def check_optimizer(expert: Expert, optimizer: optax.GradientTransformation) -> None:
-    """Make sure, without computing anything, that an optimiser can step this expert from gradients alone.
-
-    Raises:
-      ValueError: if its update needs more than gradients, state, parameters and staleness, such as the loss, or changes
-        the structure of its state.
-    """
-    params = jax.eval_shape(expert.init, jax.random.key(0))
-    try:
-        before = jax.eval_shape(optimizer.init, params)
-        update = optax.with_extra_args_support(optimizer).update
-        _, after = jax.eval_shape(update, params, before, params, staleness=np.float32(0))
-    except Exception as error:  # an optimiser of a user's own may raise anything
-        raise ValueError(
-            "this optimiser cannot train an expert on a node, which has gradients but no loss (so no "
-            f"reduce_on_plateau, polyak_sgd or line search): its update raised {type(error).__name__}: {error}"
-        ) from error
-    shapes = [jax.tree.map(lambda leaf: leaf.shape, state) for state in (before, after)]
-    if shapes[0] != shapes[1]:
-        raise ValueError("this optimiser cannot train an expert on a node: its update changes the shape of its state")
-
-
 class ExpertBackend:
     """The state of one expert and what can be done with it. Synchronous: call it through a `Device`.
 
@@ -125,24 +48,40 @@ class ExpertBackend:
       optimizer: an Optax optimiser that needs no loss, or None for an expert that never changes.
       params: initial parameters, which are copied: updates donate the buffers, and optimisers such as prodigy keep
         the initial parameters in their state.
+      place: where the expert lives.
 
     Raises:
-      ValueError: if the optimiser cannot work on a node, see `check_optimizer`.
+      ValueError: if the optimiser cannot work on a node, see `check_optimizer`, or a layout does not fit the state.
     """
 
-    def __init__(self, expert: Expert, optimizer: optax.GradientTransformation | None, params: PyTree) -> None:
+    def __init__(
+        self,
+        expert: Expert,
+        optimizer: optax.GradientTransformation | None,
+        params: PyTree,
+        *,
+        place: Place = DEFAULT_PLACE,
+    ) -> None:
         self.expert = expert
+        self.place = place
+        """Where it lives."""
         self.update_count = 0
         """Optimiser steps taken. Replies carry it, and backward requests that of their forward: hence the staleness."""
         self.steps_here = 0
         """Those of them that this process took."""
         self.staleness_total = 0.0
         """The staleness of each of these, summed up."""
-        self.programs = expert_programs(expert, optimizer)
-        """Shared by all experts of this kind and optimiser."""
+        self.programs = expert_programs(expert, optimizer, place.layout)
+        """Shared by all experts of this kind, optimiser and layout."""
         self._trains = optimizer is not None
-        self._params = jax.tree.map(_own_copy, params)
-        self._opt_state = jax.tree.map(_own_copy, optimizer.init(self._params)) if optimizer is not None else ()
+        if self.programs.init_opt_state is not None and self.programs.state is not None:
+            self._params = jax.tree.map(_laid_out, self.programs.state[0], params)
+            self._opt_state = self.programs.init_opt_state(self._params)
+        else:
+            self._params = jax.tree.map(own_copy, params)
+            self._opt_state = jax.tree.map(own_copy, optimizer.init(self._params)) if optimizer is not None else ()
+        self.nbytes = nbytes_of((self._params, self._opt_state))
+        """Bytes of its parameters and optimiser state, all parts together."""
 
     @property
     def params(self) -> PyTree:
@@ -151,8 +90,13 @@ class ExpertBackend:
 
     @property
     def state(self) -> dict[str, PyTree]:
-        """Parameters and optimiser state, random keys as their data; valid until the next `backward`, like `params`."""
-        return jax.tree.map(_as_data, {"params": self._params, "opt_state": self._opt_state})
+        """Parameters and optimiser state, random keys as their data; valid until the next `backward`, like `params`.
+
+        Whatever spans processes is gathered, by all of them at once, and is NumPy arrays.
+        """
+        state = jax.tree.map(_as_data, {"params": self._params, "opt_state": self._opt_state})
+        spans_processes = self.place.layout is not None and self.place.layout.spans_processes
+        return jax.tree.map(to_host, state) if spans_processes else state
 
     def load(self, state: dict[str, PyTree], *, update_count: int) -> None:
         """Take up a saved state of the same structure, laid out over devices as the present one is."""
@@ -172,7 +116,7 @@ class ExpertBackend:
     def begin_forward(self, inputs: Sequence[Array], keys: Array | None = None) -> Callable[[], tuple[Array, ...]]:
         """Have XLA begin a `forward`; what is returned waits for it, and returns the output as the only one."""
         rows = inputs[0].shape[0]
-        padded, padded_keys = _padded((tuple(inputs), keys), self._bucket(rows))
+        padded, padded_keys = self._for_program((tuple(inputs), keys), rows)
         output = self.programs.apply(self._params, padded, padded_keys)
         return lambda: (np.asarray(output)[:rows],)
 
@@ -202,9 +146,9 @@ class ExpertBackend:
         """
         rows = output_grads.shape[0]
         staleness = 0.0 if seen is None else float(np.maximum(self.update_count - seen, 0).mean())
-        arguments = _padded((tuple(inputs), output_grads, keys), self._bucket(rows))
+        arguments = self._for_program((tuple(inputs), output_grads, keys, np.float32(staleness)), rows)
         finite, input_grads, self._params, self._opt_state = self.programs.grad_and_update(
-            self._params, self._opt_state, *arguments, np.float32(staleness)
+            self._params, self._opt_state, *arguments
         )
 
         def finish() -> tuple[Array, ...]:
@@ -227,13 +171,15 @@ class ExpertBackend:
     def warm_up(self, max_rows: int) -> None:
         """Compile every bucket up to `max_rows` without changing the expert."""
         scratch: PyTree = None
-        for bucket in buckets_up_to(max_rows):
+        for bucket in self.buckets_up_to(max_rows):
             scratch = self.warm_up_bucket(bucket, scratch)
 
     def warm_up_bucket(self, bucket: int, scratch: PyTree = None) -> PyTree:
         """Compile for batches of this many rows, unless that is done.
 
         May run in another thread than the batches: programs are tried on zeros; what an update donates is not touched.
+        With a layout they are compiled from shapes and not tried: of two threads that start programs on the same mesh
+        each might hold a device that the other's waits for.
 
         Args:
           scratch: what the last bucket's call returned, which is donated; None: zeros are made. Parameters and states
@@ -241,6 +187,9 @@ class ExpertBackend:
         Returns: the state that the programs were tried on.
         """
         if bucket in self.programs.warm:
+            return scratch
+        if self.place.layout is not None and self.programs.state is not None:
+            self._compile(bucket, self.place.layout, *self.programs.state)
             return scratch
         specs = (*self.expert.inputs, self.expert.output)
         *inputs, grads = (np.zeros((bucket, *spec.shape), spec.dtype) for spec in specs)
@@ -253,13 +202,43 @@ class ExpertBackend:
         self.programs.warm.add(bucket)
         return scratch
 
-    def _bucket(self, rows: int) -> int:
-        """What so many rows are padded to: the smallest warm bucket that holds them, if there is one."""
-        return min((bucket for bucket in tuple(self.programs.warm) if bucket >= rows), default=bucket_of(rows))
+    def _compile(self, bucket: int, layout: Layout, params: PyTree, opt_state: PyTree) -> None:
+        def shape(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
+            return layout.shape_for_program(shape, dtype)
+
+        specs = (*self.expert.inputs, self.expert.output)
+        *inputs, grads = (shape(bucket, *spec.shape, dtype=spec.dtype) for spec in specs)
+        for keys in (None, shape(bucket, 2, dtype=np.uint32)) if self.expert.takes_key else (None,):
+            self.programs.apply.lower(params, tuple(inputs), keys).compile()  # type: ignore[attr-defined]
+            arguments = params, opt_state, tuple(inputs), grads, keys, shape(dtype=np.float32)
+            self.programs.grad_and_update.lower(*arguments).compile()  # type: ignore[attr-defined]
+        self.programs.warm.add(bucket)
+
+    def bucket_of(self, rows: int) -> int:
+        """Rows of the program for a batch of so many: a power of two, times the parts into which rows are split."""
+        return bucket_of(rows, self._row_parts)
+
+    def buckets_up_to(self, max_rows: int) -> tuple[int, ...]:
+        """Every bucket that batches of 1..max_rows rows can fall into, ascending."""
+        return buckets_up_to(max_rows, self._row_parts)
+
+    @property
+    def _row_parts(self) -> int:
+        return 1 if self.place.layout is None else self.place.layout.mesh_shape.data
+
+    def _for_program(self, tree: PyTree, rows: int) -> Any:
+        """Padded to the smallest warm bucket for so many rows, if there is one, and where the program wants it."""
+        warm = (bucket for bucket in tuple(self.programs.warm) if bucket >= rows)
+        padded = _padded(tree, min(warm, default=self.bucket_of(rows)))
+        return padded if self.place.layout is None else self.place.layout.for_program(padded)
 
 
 def make_backends(
-    experts: Mapping[str, Expert], optimizer: optax.GradientTransformation | None, *, seed: int
+    experts: Mapping[str, Expert],
+    optimizer: optax.GradientTransformation | None,
+    *,
+    seed: int,
+    places: Sequence[Place] = (DEFAULT_PLACE,),
 ) -> dict[str, ExpertBackend]:
     """A backend for each uid, with the parameters that the seed and the uid decide (see `init_by_uid`).
 
@@ -267,9 +246,11 @@ def make_backends(
       experts: uid such as "ffn.3.1", or pattern such as "ffn.[0:4].[0:4]" -> the network.
       optimizer: steps every expert, each with a state of its own; None: the experts never change.
       seed: decides the initial parameters; the same on all nodes of a swarm.
+      places: over which the experts are spread, about as many bytes in each.
 
     Raises:
-      ValueError: naming the pattern, if it is malformed, or the uid, if two patterns name it, or if there is no expert.
+      ValueError: naming the pattern, if it is malformed, or the uid, if two patterns name it, or if there is no expert;
+        or if an expert cannot be made, see `ExpertBackend`.
     """
     patterns: dict[ExpertUid, str] = {}
     for pattern in experts:
@@ -279,37 +260,50 @@ def make_backends(
             patterns[uid] = pattern
     if not patterns:
         raise ValueError("expected at least one expert, got none")
+    if len(places) == 1:  # sizes decide nothing
+        chosen = dict.fromkeys(map(str, patterns), places[0])
+    else:
+        nbytes = {str(uid): state_nbytes(experts[pattern], optimizer) for uid, pattern in patterns.items()}
+        chosen = spread(nbytes, places)
+    return {
+        str(uid): make_backend(uid, experts[pattern], optimizer, seed=seed, place=chosen[str(uid)])
+        for uid, pattern in patterns.items()
+    }
+
+
+def make_backend(
+    uid: ExpertUid,
+    expert: Expert,
+    optimizer: optax.GradientTransformation | None,
+    *,
+    seed: int,
+    place: Place = DEFAULT_PLACE,
+) -> ExpertBackend:
+    """One expert as `make_backends` makes it; its parameters begin where they will stay, and nowhere else.
+
+    Raises:
+      ValueError: see `ExpertBackend`.
+    """
     key = jax.random.key(seed)
-    backends = {}
-    for uid, pattern in patterns.items():
-        params = init_by_uid(key, experts[pattern], uid.prefix, uid.coordinates)
-        backends[str(uid)] = ExpertBackend(experts[pattern], optimizer, params)
-    return backends
+    programs = expert_programs(expert, optimizer, place.layout)
+    if programs.init is None:
+        params = init_by_uid(key, expert, uid.prefix, uid.coordinates)
+    else:
+        # As NumPy's, so that processes which share a mesh give the same to each of their devices.
+        params = programs.init(np.asarray(jax.random.key_data(key_of_uid(key, uid.prefix, uid.coordinates))))
+    return ExpertBackend(expert, optimizer, params, place=place)
 
 
-def bucket_of(rows: int) -> int:
-    """The next power of two: programs are compiled for these numbers of rows."""
+def bucket_of(rows: int, parts: int = 1) -> int:
+    """Programs are compiled for these numbers of rows: the next power of two, of rows in each of so many parts."""
     if rows < 1:
         raise ValueError(f"a batch has at least one row, got {rows}")
-    return 1 << (rows - 1).bit_length()
+    return parts << (math.ceil(rows / parts) - 1).bit_length()
 
 
-def buckets_up_to(max_rows: int) -> tuple[int, ...]:
+def buckets_up_to(max_rows: int, parts: int = 1) -> tuple[int, ...]:
     """Every bucket that batches of 1..max_rows rows can fall into, ascending."""
-    return tuple(1 << power for power in range(bucket_of(max_rows).bit_length()))
-
-
-def _stays_finite(old: PyTree, new: PyTree) -> Any:
-    """Whether no number became NaN or infinite. What was so before may stay: some optimisers start from infinity."""
-    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-    inexact = [(before, after) for before, after in pairs if jnp.issubdtype(before.dtype, jnp.inexact)]
-    sound = [(jnp.isfinite(after) | ~jnp.isfinite(before)).all() for before, after in inexact]
-    return jnp.stack(sound or [jnp.array(True)]).all()
-
-
-def _own_copy(leaf: Any) -> Any:
-    """A buffer of the backend's own, strongly typed: a weak type would be compiled for once more after one update."""
-    return jnp.array(leaf, dtype=jnp.result_type(leaf))
+    return tuple(parts << power for power in range((bucket_of(max_rows, parts) // parts).bit_length()))
 
 
 def _as_data(leaf: Any) -> Any:
@@ -318,9 +312,18 @@ def _as_data(leaf: Any) -> Any:
 
 def _laid_out_like(own: Any, saved: Any) -> Any:
     if jnp.issubdtype(own.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.array(saved), impl=jax.random.key_impl(own))
-    array = jnp.array(saved, dtype=own.dtype)
-    return jax.device_put(array, own.sharding) if own.committed else array
+        keys = jax.random.wrap_key_data(jnp.array(saved), impl=jax.random.key_impl(own))
+        return jax.device_put(keys, own.sharding) if own.committed else keys
+    if not own.committed:
+        return jnp.array(saved, dtype=own.dtype)
+    # From the host: on the way there no device holds an array of which it shall have a part.
+    return put(np.asarray(saved, dtype=own.dtype), own.sharding)
+
+
+def _laid_out(shape: jax.ShapeDtypeStruct, leaf: Any) -> Any:
+    """A buffer of the backend's own, as `shape` says."""
+    own = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    return put(own.astype(shape.dtype) if own.dtype != shape.dtype else own, shape.sharding)
 
 
 def _padded(tree: PyTree, rows: int) -> Any:
@@ -330,4 +333,4 @@ def _padded(tree: PyTree, rows: int) -> Any:
         missing = rows - array.shape[0]
         return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) if missing else array
 
-    return jax.tree.map(padded, tree)
+    return jax.tree.map(lambda leaf: padded(leaf) if leaf.ndim else leaf, tree)

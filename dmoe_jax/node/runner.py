@@ -17,6 +17,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import cast
 
 import numpy as np
@@ -25,7 +26,7 @@ import trio
 from dmoe_jax.device import Device, DeviceTime
 from dmoe_jax.expert_calls import Answer
 from dmoe_jax.metrics.node import KINDS, NodeRecorder
-from dmoe_jax.node.backend import ExpertBackend, UpdateRejected, bucket_of, buckets_up_to
+from dmoe_jax.node.backend import ExpertBackend, UpdateRejected
 from dmoe_jax.node.batching import BatchQueue
 from dmoe_jax.node.requests import ExpertRequest
 from dmoe_jax.node.turns import BatchTimes, Finish, run_turn
@@ -98,15 +99,38 @@ class Job:
             event.set()
 
 
+@dataclass(slots=True)
+class BatchCounts:
+    """What was run since the start; everything here only grows."""
+
+    batches: int = 0
+    """Batches that were computed."""
+    failed: int = 0
+    """Requests whose batch raised."""
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Requests whose update was not finite, by `UpdateRejected.reason`."""
+    busy_s: float = 0.0
+    """Seconds in which the device worked on batches, see `Device.busy_s`; rejected ones too."""
+    answered: int = 0
+    """Requests that were computed."""
+    rows: int = 0
+    """Their rows."""
+    call_s: float = 0.0
+    """Seconds that they spent here in all, waiting and computed."""
+
+    def __add__(self, other: "BatchCounts") -> "BatchCounts":
+        return BatchCounts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
 class BatchRunner:
     """Runs the requests in `queue`, oldest first.
 
     Args:
-      backends: the experts by uid; others may be added while it runs, and taken off when `finish` has returned.
+      backends: the experts by uid, and others; some may be added while it runs, and taken off when `finish` has
+        returned.
       device: runs and compiles them.
       max_batch_rows: the most rows of one batch.
       max_waiting_rows, max_wait_s: the most rows, and seconds of work, in the queue.
-      warm_up_rows: rows for which programs are compiled first, on a device that compiles aside.
       recorder: is told of every batch.
     """
 
@@ -117,32 +141,18 @@ class BatchRunner:
         *,
         max_batch_rows: int,
         max_waiting_rows: int,
-        warm_up_rows: int,
         max_wait_s: float = math.inf,
         recorder: NodeRecorder | None = None,
     ) -> None:
         self.queue: BatchQueue[Job] = BatchQueue(
             max_batch_rows=max_batch_rows, max_waiting_rows=max_waiting_rows, max_wait_s=max_wait_s
         )
-        self.batches = 0
-        """Batches that were computed."""
-        self.failed = 0
-        """Requests whose batch raised."""
-        self.rejected: dict[str, int] = {}
-        """Requests whose update was not finite, by `UpdateRejected.reason`."""
-        self.busy_s = 0.0
-        """Seconds in which the device worked on batches, see `Device.busy_s`; rejected ones too."""
-        self.answered = 0
-        """Requests that were computed."""
-        self.rows = 0
-        """Their rows."""
-        self.call_s = 0.0
-        """Seconds that they spent here in all, waiting and computed."""
+        self.counts = BatchCounts()
+        """What it has done."""
         self._backends = backends
         self._device = device
         self._recorder = recorder or NodeRecorder()
         self._max_batch_rows = max_batch_rows
-        self._first_rows = min(warm_up_rows, max_batch_rows)
         self._times = BatchTimes()
         self._row_times = BatchTimes()
         self._compiling = trio.Lock()
@@ -185,25 +195,6 @@ class BatchRunner:
         for event in self._finishing:
             event.set()
 
-    @property
-    def warm_rows(self) -> int:
-        """Rows for which all experts are compiled; 0 without experts."""
-        return min((backend.warm_rows for backend in self._backends.values()), default=0)
-
-    def cold_programs(self, prototypes: Sequence[ExpertBackend] = ()) -> list[tuple[ExpertBackend, int]]:
-        """What is to be compiled before the experts are announced, smallest first: nothing where it takes no time.
-
-        Args:
-          prototypes: experts of further kinds.
-
-        Returns: pairs of a backend, one of those that share its programs, and a number of rows.
-        """
-        if not self._device.compiles_aside or not self._first_rows:
-            return []
-        kinds = {id(backend.programs): backend for backend in (*prototypes, *self._backends.values())}.values()
-        buckets = buckets_up_to(self._first_rows)
-        return [(backend, bucket) for bucket in buckets for backend in kinds if bucket not in backend.programs.warm]
-
     async def compile(self, backend: ExpertBackend, bucket: int, scratch: PyTree = None) -> PyTree:
         """Compile for batches of so many rows, beside the device, unless that is done; one program at a time.
 
@@ -241,9 +232,9 @@ class BatchRunner:
             rows, limit = _rows_of(jobs), self._row_limit(key)
             self._running[jobs[0].request.uid] += 1
             if rows > limit or (self.queue.waits(key) and limit < self._max_batch_rows):
-                nursery.start_soon(self._grow, backend, bucket_of(max(rows, limit + 1)))
+                nursery.start_soon(self._grow, backend, backend.bucket_of(max(rows, limit + 1)))
             if rows > limit and (limit == 0 or jobs[0].kind == "backward"):
-                nursery.start_soon(self._run_cold, backend, jobs, bucket_of(rows))
+                nursery.start_soon(self._run_cold, backend, jobs, backend.bucket_of(rows))
             else:
                 turn[jobs[0].request.uid] = jobs
                 expected_s += self._times.expected_s(self._size_of(jobs))
@@ -257,7 +248,8 @@ class BatchRunner:
 
     def _size_of(self, jobs: Sequence[Job]) -> Hashable:
         """What decides how long a batch takes."""
-        return (*self._work_of(jobs[0]), bucket_of(_rows_of(jobs)))
+        backend = self._backends[jobs[0].request.uid]
+        return (*self._work_of(jobs[0]), backend.bucket_of(_rows_of(jobs)))
 
     def _work_of(self, job: Job) -> tuple[Hashable, ...]:
         """What decides how long a row takes: the program."""
@@ -311,7 +303,7 @@ class BatchRunner:
         try:
             outcomes = await self._device.run(run_turn, begins, time.perf_counter, spent=spent)
         finally:
-            self.busy_s += spent.seconds
+            self.counts.busy_s += spent.seconds
         for jobs, size, outcome in zip(turn, sizes, outcomes, strict=True):
             if outcome.error is None:
                 self._note_time(jobs, size, outcome.seconds)
@@ -327,7 +319,7 @@ class BatchRunner:
             await self._go_without(jobs, error)
             return
         finally:
-            self.busy_s += spent.seconds
+            self.counts.busy_s += spent.seconds
         self._note_time(jobs, size, spent.seconds)
         self._answer(jobs, results, started, spent.seconds)
 
@@ -349,10 +341,10 @@ class BatchRunner:
         """Hand the jobs of a batch that began at `started` their rows of the results."""
         backend, now = self._backends[jobs[0].request.uid], trio.current_time()
         self._record(backend, jobs, started, device_s)
-        self.batches += 1
-        self.answered += len(jobs)
-        self.rows += _rows_of(jobs)
-        self.call_s += sum(now - job.arrived_at for job in jobs)
+        self.counts.batches += 1
+        self.counts.answered += len(jobs)
+        self.counts.rows += _rows_of(jobs)
+        self.counts.call_s += sum(now - job.arrived_at for job in jobs)
         stop = 0
         for job in jobs:
             start, stop = stop, stop + job.rows
@@ -395,7 +387,7 @@ class BatchRunner:
         return backend.begin_backward(inputs, grads, keys, seen)
 
     def _refuse(self, job: Job, rejected: UpdateRejected) -> None:
-        self.rejected[rejected.reason] = self.rejected.get(rejected.reason, 0) + 1
+        self.counts.rejected[rejected.reason] += 1
         uid = job.request.uid
         what = {
             "update": f"its gradient would make expert {uid} not finite",
@@ -407,7 +399,7 @@ class BatchRunner:
         """Answer the jobs of a batch that raised. Whatever XLA says concerns these requests, not the node."""
         text, uid = "a batch of %d requests for expert %s failed", jobs[0].request.uid
         logger.error(text, len(jobs), uid, exc_info=error)
-        self.failed += len(jobs)
+        self.counts.failed += len(jobs)
         for job in jobs:
             job.fail(RemoteFailure(f"expert {uid} failed to compute; see the node's log"))
 

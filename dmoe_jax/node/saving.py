@@ -8,7 +8,7 @@ holds one copy of one expert at a time.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import trio
@@ -16,6 +16,7 @@ import trio
 from dmoe_jax.checkpoints import CheckpointError, host_copy
 from dmoe_jax.device import Device
 from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.expert_store import ExpertStore
 from dmoe_jax.types import PyTree
 
@@ -28,16 +29,19 @@ class ExpertSaver:
     Args:
       folder: where experts are, see `ExpertStore`; nodes may share it.
       backends: the experts by uid, restored in place. Looked at each time: experts may come and go.
-      device: copies an expert's state between two batches, so that its checkpoint is of one moment.
+      device: copies an expert's state between two batches, so that its checkpoint is of one moment; or several, one
+        for each place in which experts live.
 
     Raises:
       CheckpointError: the folder is one of an earlier version.
     """
 
-    def __init__(self, folder: Path, backends: Mapping[str, ExpertBackend], device: Device) -> None:
+    def __init__(
+        self, folder: Path, backends: Mapping[str, ExpertBackend], device: Device | Sequence[PlacedDevice]
+    ) -> None:
         self._store = ExpertStore(folder)
         self._backends = backends
-        self._device = device
+        self._devices = [each.device for each in placed(device)]
         self._saved: dict[str, int] = {}  # updates at the last checkpoint that this node knows of
 
     async def restore(self) -> dict[str, int]:
@@ -55,7 +59,7 @@ class ExpertSaver:
         Raises:
           CheckpointError: as `restore`.
         """
-        updates = await self._device.aside(self._store.restore, uid, backend)
+        updates = await self._device_of(backend).aside(self._store.restore, uid, backend)
         if updates is not None:
             self._saved[uid] = updates
         return updates
@@ -71,9 +75,10 @@ class ExpertSaver:
         failed: dict[str, Exception] = {}
         learnt = [(uid, backend) for uid, backend in self._backends.items() if self._has_learnt(uid, backend)]
         for uid, backend in learnt:
-            updates, state = await self._device.run(_snapshot, backend)
+            device = self._device_of(backend)
+            updates, state = await device.run(_snapshot, backend)
             try:
-                if await self._device.aside(self._store.save, uid, updates, state):
+                if await device.aside(self._store.save, uid, updates, state):
                     self._saved[uid] = updates
             except (OSError, ValueError) as error:  # Orbax raises ValueError where a disk is full
                 failed[uid] = error
@@ -91,6 +96,9 @@ class ExpertSaver:
                 await self.save()
             except CheckpointError as error:
                 logger.warning("%s", error)
+
+    def _device_of(self, backend: ExpertBackend) -> Device:
+        return self._devices[backend.place.number]
 
     def _has_learnt(self, uid: str, backend: ExpertBackend) -> bool:
         return backend.update_count != self._saved.get(uid, 0)

@@ -1,7 +1,8 @@
 """The expert node: serves experts to trainers, batch by batch.
 
-Theory of operation. Each call is checked and becomes a job in the queue of a `BatchRunner`, which runs batches on the
-device, off the event loop. While a batch runs, further requests gather, so a busy node makes larger batches by itself.
+Theory of operation. Each call is checked and becomes a job in the queue of a `BatchRunner`, which runs batches on a
+device, off the event loop; each device, or mesh of devices, has one for the experts that live there. While a batch
+runs, further requests gather, so a busy node makes larger batches by itself.
 The node lists its experts in the DHT. Jobs whose caller has given up leave the queue before they cost anything.
 
 Experts may come and go while others are served (`adopt`, `give_up`): queue, runner and savers share one mapping.
@@ -40,9 +41,11 @@ from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.announcements import Announcements, LoadReport
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.batching import QueueFull
+from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.replay import ReplayCache
 from dmoe_jax.node.requests import ExpertRequest, parse_request, uid_of
-from dmoe_jax.node.runner import BatchRunner, Job
+from dmoe_jax.node.runner import Job
+from dmoe_jax.node.runners import DeviceRunners
 from dmoe_jax.types import PyTree
 from net.dht.node import DhtNode
 from net.errors import CallFailed, CallRefused, PeerBusy
@@ -62,15 +65,15 @@ class NodeConfig:
     warm_up_rows: int = 16
     """Rows for which programs are compiled before the experts are announced, on a device that compiles aside."""
     max_waiting_rows: int = 4096
-    """Most rows in the queue; beyond it requests are answered "busy". 16 full batches: about as long as a trainer
-    waits before it goes on without us."""
+    """Most rows in the queue of a device; beyond it requests are answered "busy". 16 full batches: about as long as a
+    trainer waits before it goes on without us."""
     announce_period_s: float = 10.0
     """Seconds between announcements in the DHT."""
     record_lifetime_s: float = 30.0
     """Seconds for which an announcement is valid: three periods, so that one lost announcement does no harm."""
     max_wait_s: float = 10.0
-    """Most seconds of work in the queue; beyond it too. Whoever waits longer has given up: it is the time-out of
-    `Swarm.mixture`. Infinity: any."""
+    """Most seconds of work in the queue of a device; beyond it too. Whoever waits longer has given up: it is the
+    time-out of `Swarm.mixture`. Infinity: any."""
     max_concurrent_calls: int = 256
     """Calls of one method in progress at once, waiting ones included."""
     leave_timeout_s: float = 5.0
@@ -95,12 +98,12 @@ class ExpertNode:
       backends: the experts by uid; the node adds to this mapping what it adopts, and takes off what it gives up.
       contact: where they are called.
       dht: where they are listed.
-      device: runs and compiles them.
+      device: runs and compiles them; or several, one for each place in which experts live.
       config: settings.
       prototypes: experts of the kinds that it may adopt later, for which it compiles beforehand.
 
     Raises:
-      ValueError: if there is nothing to serve, now or later.
+      ValueError: if there is nothing to serve, now or later, or an expert lives where there is no device.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class ExpertNode:
         contact: Contact,
         dht: DhtNode,
         *,
-        device: Device,
+        device: Device | Sequence[PlacedDevice],
         config: NodeConfig,
         prototypes: Sequence[ExpertBackend] = (),
     ) -> None:
@@ -136,9 +139,9 @@ class ExpertNode:
         self._experts = {uid: backend.expert for uid, backend in backends.items()}  # without those it is giving up
         self._uids = {uid: parse_uid(uid) for uid in backends}  # the same ones
         self._prototypes = tuple(prototypes)
-        self._runner = BatchRunner(
+        self._runner = DeviceRunners(
             self._backends,
-            device,
+            placed(device),
             max_batch_rows=config.max_batch_rows,
             max_waiting_rows=config.max_waiting_rows,
             warm_up_rows=config.warm_up_rows,
@@ -158,27 +161,29 @@ class ExpertNode:
 
         Keys: `state` ("compiling", "serving" or "leaving"), `warm_rows` (rows for which all its experts are compiled),
         calls served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
-        `waiting_rows` in the queue, seconds `uptime_s`, seconds `busy_s` in which the device worked on batches,
+        `waiting_rows` in the queue, seconds `uptime_s`, seconds `busy_s` in which devices worked on batches, `devices`,
+        which is what each device does (see `DeviceRunners.status`) and sums up to the `batches`, `rows` and so on here,
         `updates` of each expert, `steps`, the updates of all experts since the start, and their mean `staleness`, None
         before the first; `answered` calls, their `rows`, and the seconds `call_s` that they spent here in all; if it
         claims experts, `claims`, see `dmoe_jax.claims.claimer.Claimer.status`.
         """
-        runner, backends = self._runner, self._backends.values()
+        runner, counts, backends = self._runner, self._runner.counts, self._backends.values()
         steps = self._gone[0] + sum(backend.steps_here for backend in backends)
         staleness = self._gone[1] + sum(backend.staleness_total for backend in backends)
         status = {
             **self._counts,
-            "batches": runner.batches,
-            "failed": runner.failed,
-            "rejected": dict(runner.rejected),
+            "batches": counts.batches,
+            "failed": counts.failed,
+            "rejected": dict(counts.rejected),
             "state": self.state,
             "warm_rows": runner.warm_rows,
             "uptime_s": trio.current_time() - self._started_at,
-            "busy_s": runner.busy_s,
-            "answered": runner.answered,
-            "rows": runner.rows,
-            "call_s": runner.call_s,
-            "waiting_rows": runner.queue.waiting_rows,
+            "busy_s": counts.busy_s,
+            "answered": counts.answered,
+            "rows": counts.rows,
+            "call_s": counts.call_s,
+            "waiting_rows": runner.waiting_rows,
+            "devices": runner.status(),
             "updates": {uid: self._backends[uid].update_count for uid in self._experts},
             "steps": steps,
             "staleness": staleness / steps if steps else None,
@@ -220,11 +225,11 @@ class ExpertNode:
         """
         if self.state == "leaving":
             return
-        runner = self._runner
+        counts = self._runner.counts
         load = self._load.since_last(
-            trio.current_time(), requests=runner.answered, rows=runner.rows, seconds=runner.call_s
+            trio.current_time(), requests=counts.answered, rows=counts.rows, seconds=counts.call_s
         )
-        info = {"state": self.state, "waiting_rows": runner.queue.waiting_rows, **load}
+        info = {"state": self.state, "waiting_rows": self._runner.waiting_rows, **load}
         if self.claims is not None:
             info["room"] = self.claims()["room"]
         await self._announcements.member(info, self._uids.values())
@@ -400,7 +405,7 @@ async def open_expert_node(
     dht: DhtNode,
     backends: dict[str, ExpertBackend],
     *,
-    device: Device,
+    device: Device | Sequence[PlacedDevice],
     config: NodeConfig,
     prototypes: Sequence[ExpertBackend] = (),
     on_progress: Callable[[str], None] = lambda text: None,
@@ -417,12 +422,14 @@ async def open_expert_node(
 
     Args:
       backends, prototypes: see `ExpertNode`.
+      device: runs and compiles them; or several, one for each place in which experts live.
       on_progress: told each state on the way, such as "compiling 2 of 5".
       on_open: told of the node before it is warm: it may adopt experts from then on.
       compiling: what to compile in, so that processes of one machine do not all do the same work.
 
     Raises:
-      ValueError: if there is no expert, or the peer does not listen or serves experts already.
+      ValueError: if there is no expert, one lives where there is no device, or the peer does not listen or serves
+        experts already.
     """
     if caller.address is None:
         raise ValueError("an expert node must listen: its peer is in client mode")

@@ -17,7 +17,7 @@ from jax import monitoring
 
 from dmoe_jax.cli.common import set_up_jax
 from dmoe_jax.experts.base import init_by_uid
-from dmoe_jax.node.backend import expert_programs
+from dmoe_jax.node.programs import expert_programs
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.serving import Served
 from dmoe_jax.swarm import open_swarm
