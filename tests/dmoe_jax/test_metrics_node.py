@@ -140,7 +140,7 @@ async def test_claims_are_shown(autojump_clock: trio.testing.MockClock) -> None:
     async with open_rig() as rig:
         names = {family.name for family in node_families(rig.node.recorder, rig.node.status())}
         assert not [name for name in names if "claim" in name]
-        counts = {"room": 61, "held": 1, "won": 5, "lost": 2, "failed": 4, "given_up": 3, "fixed": []}
+        counts = {"room": 61, "scope": "ab", "held": 1, "won": 5, "lost": 2, "failed": 4, "given_up": 3, "fixed": []}
         rig.node.claims = lambda: counts | {"adopted": {"checkpoint": 4, "seed": 1}}
         found = {family.name: dict_of(family.samples) for family in node_families(rig.node.recorder, rig.node.status())}
     assert found["dmoe_node_experts"] == {(): 3}
