@@ -64,6 +64,7 @@ SHELLS = {
     "dmoe_jax.claims.survey",
     "dmoe_jax.claims.watch",
     "dmoe_jax.directory",
+    "dmoe_jax.freed_memory",
     "dmoe_jax.mixture.coverage",
     "dmoe_jax.members",
     "dmoe_jax.metrics.http",

@@ -1,7 +1,6 @@
 """What every subcommand shares: command lines read and written, one-line errors, setting up JAX."""
 
 import contextlib
-import ctypes
 import difflib
 import io
 import os
@@ -15,16 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import tyro
 
+from dmoe_jax.freed_memory import keep_freed_memory
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-_MALLOPT = {
-    -8: 1,  # M_ARENA_MAX: one heap for all threads; those of other arenas cannot hold a large buffer
-    -4: 0,  # M_MMAP_MAX: large buffers come from the heap, too
-    -1: -1,  # M_TRIM_THRESHOLD: what is freed at its end stays, however much
-    -2: 64 << 20,  # M_TOP_PAD: it grows by this many bytes at least
-}
-"""For glibc's `mallopt`, see malloc.h."""
 
 
 class UsageError(Exception):
@@ -123,25 +116,6 @@ def check_positive(options: object, *names: str) -> None:
     for name in names:
         if not getattr(options, name) > 0:
             raise UsageError(f"{flag_of(name)} must be positive, got {getattr(options, name)}")
-
-
-def keep_freed_memory() -> bool:
-    """Have glibc keep memory that is freed for the next buffer, instead of giving it back to the system.
-
-    XLA on a CPU allocates the temporary buffers of every call. Those of a training step have hundreds of megabytes,
-    which glibc maps and unmaps: the system clears each of their pages in every step, a third of the time of a small
-    model. The process keeps the most memory that it ever had. Only threads that start later share the one heap: call
-    it early.
-
-    Returns: whether it was done; not on other C libraries, nor where the environment already directs malloc
-      (`MALLOC_ARENA_MAX` and the like, or `GLIBC_TUNABLES`).
-    """
-    if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
-        return False
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    return all(mallopt(option, value) == 1 for option, value in _MALLOPT.items())
 
 
 def set_up_jax() -> None:

@@ -10,7 +10,7 @@ import pytest
 PAGES = """
 import resource, threading
 import numpy as np
-from dmoe_jax.cli.common import keep_freed_memory
+from dmoe_jax.freed_memory import keep_freed_memory
 
 def touch():  # two large buffers, freed together: their place is at the end of the heap
     for _ in range(4):
@@ -38,7 +38,37 @@ def faults(**environment: str) -> tuple[bool, int]:
     return bool(int(done)), int(pages)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's malloc")
+ON_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's malloc")
+
+HOLES = """
+import numpy as np
+from dmoe_jax.freed_memory import give_back, keep_freed_memory
+
+def resident_mb():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+
+keep_freed_memory()
+blocks = [np.ones(2**20, np.uint8) for _ in range(256)]
+kept = blocks[::2]  # every other MiB is a hole
+del blocks
+full = resident_mb()
+assert not give_back(beyond_bytes=2**30)
+same = resident_mb()
+assert give_back()
+print(full - same, full - resident_mb())
+"""
+
+
+@ON_GLIBC
+def test_holes_are_given_back() -> None:
+    """128 of 256 MiB are holes: kept if that is not more than asked, else gone but for the pages at their ends."""
+    out = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, check=True, text=True).stdout
+    before, after = map(float, out.split())
+    assert abs(before) < 8
+    assert 120 < after < 136
+
+
+@ON_GLIBC
 def test_freed_memory_is_kept() -> None:
     """64 MiB in another thread than the main one: no page of it is brought a second time."""
     done, pages = faults()
