@@ -6,6 +6,7 @@ Not imported by any other module of the package: those import one another, and `
 from dmoe_jax.autodiff import Recording, value_and_grad
 from dmoe_jax.averaging import Speeds, TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.blocking import BlockingSwarm, connect
+from dmoe_jax.claims.claiming import ClaimConfig
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig, GlobalStep, open_collaboration
 from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.data.mnist import load_mnist, read_mnist
@@ -53,6 +54,7 @@ __all__ = [
     "BlockingMixture",
     "BlockingSwarm",
     "CallStatistics",
+    "ClaimConfig",
     "Collaboration",
     "CollaborationConfig",
     "CollaborativeTrainers",

@@ -131,11 +131,13 @@ class Claimer:
         self._scope: trio.CancelScope | None = None
 
     def status(self) -> dict[str, Any]:
-        """For `node.status`, plain CBOR data: `room`, how many experts it may still claim; claims `held`, `won`, `lost`
-        and `failed`; experts `given_up`; `adopted` by origin; and `fixed`, those that it serves without a claim."""
+        """For `node.status`, plain CBOR data: `room`, how many experts it may still claim; their `scope`, see
+        `scope_of`; claims `held`, `won`, `lost` and `failed`; experts `given_up`; `adopted` by origin; and `fixed`,
+        those that it serves without a claim."""
         totals = self._core.totals
         return {
             "room": self.room,
+            "scope": self._survey.scope,
             "held": len(self._core.held),
             "won": totals.won,
             "lost": totals.lost,

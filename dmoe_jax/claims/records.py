@@ -6,7 +6,8 @@ decides by the same rule. The value is the claimer's contact, and whether it has
 these records, so whatever is malformed is left out.
 """
 
-from collections.abc import Collection, Mapping
+import hashlib
+from collections.abc import Collection, Iterable, Mapping
 
 from dmoe_jax.claims.claiming import MAX_CLAIMABLE, Listing
 from dmoe_jax.grid import ExpertUid, check_prefix, steps
@@ -37,6 +38,11 @@ def check_claimable(uids: Mapping[str, ExpertUid]) -> None:
             f"the experts to claim are in {num_rows} rows of their grids, at most {MAX_ROWS} are allowed: "
             "name a part of the grid, or let its last dimension be the largest"
         )
+
+
+def scope_of(uids: Iterable[str]) -> str:
+    """A short name for a set of experts: claimers that may claim the same ones count each other, others do not."""
+    return hashlib.blake2b("\n".join(sorted(uids)).encode(), digest_size=8).hexdigest()
 
 
 def claims_key(prefix: str) -> str:

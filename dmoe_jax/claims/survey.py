@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from dmoe_jax.claims.claiming import View
-from dmoe_jax.claims.records import claims_key, read_claims, read_listings, row_of
+from dmoe_jax.claims.records import claims_key, read_claims, read_listings, row_of, scope_of
 from dmoe_jax.claims.sharing import Claimant
 from dmoe_jax.grid import ExpertUid
 from dmoe_jax.members import Member, list_members
@@ -24,6 +24,8 @@ class Survey:
         self._dht, self._swarm, self._uids = dht, swarm, uids
         self._rows = tuple(dict.fromkeys(map(row_of, uids.values())))
         self._prefixes = tuple(dict.fromkeys(uid.prefix for uid in uids.values()))
+        self.scope = scope_of(uids)
+        """What the node calls the set of experts that it may claim."""
         self._records: dict[str, Record] = {}
         self._members: tuple[Member, ...] = ()
 
@@ -59,10 +61,8 @@ class Survey:
         claimants = tuple(
             Claimant(peer_id=member.peer_id, room=room, is_warm=member.info.get("state") == "serving")
             for member in self._members
-            if member.role == "node"
-            and member.peer_id != own
-            and type(room := member.info.get("room")) is int
-            and room > 0
+            if member.role == "node" and member.peer_id != own and member.info.get("scope") == self.scope
+            if type(room := member.info.get("room")) is int and room > 0
         )
         return View(read_at=read_at, listed=view_listed, claims=view_claims, claimants=claimants, dead=dead)
 

@@ -124,7 +124,7 @@ class ExpertNode:
         self.recorder = NodeRecorder()
         """What it has counted, for its metrics."""
         self.claims: Callable[[], dict[str, Any]] | None = None
-        """What it says of its claims, if it claims experts, see `dmoe_jax.claims`; `room` among it."""
+        """What it says of its claims, if it claims experts, see `dmoe_jax.claims`; `room` and `scope` among it."""
         self.warm = trio.Event()
         """Set when its programs are compiled and its experts announced."""
         self.handlers: Mapping[str, Handler] = {
@@ -231,7 +231,8 @@ class ExpertNode:
         )
         info = {"state": self.state, "waiting_rows": self._runner.waiting_rows, **load}
         if self.claims is not None:
-            info["room"] = self.claims()["room"]
+            claims = self.claims()
+            info |= {"room": claims["room"], "scope": claims["scope"]}
         await self._announcements.member(info, self._uids.values())
         if self.state == "serving":
             some = self._uids if uids is None else uids

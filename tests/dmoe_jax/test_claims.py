@@ -13,6 +13,7 @@ import optax
 import pytest
 import trio
 
+from dmoe_jax.claims.claimer import KEEP
 from dmoe_jax.claims.claiming import ClaimConfig
 from dmoe_jax.device import CostModel, Device, InlineDevice
 from dmoe_jax.experts.feedforward import feedforward
@@ -23,6 +24,7 @@ from dmoe_jax.node.expert_store import ExpertStore
 from dmoe_jax.routing import product_key
 from dmoe_jax.serving import Served
 from dmoe_jax.swarm import Swarm, open_swarm
+from net.errors import CallRefused
 from net.transport.sim import run, simulate
 from net.transport.sim.events import Heal, HostDown, Partition
 from net.transport.sim.network import SimNetwork
@@ -255,6 +257,42 @@ def test_a_node_that_leaves_makes_its_experts_vacant_at_once(compilations: Any) 
             backend.forward([X])
             backend.backward([X], X)
         assert (compilations.count, len(stays.backends)) == (compiled, 20)
+
+    in_world(body)
+
+
+def test_claimers_of_other_experts_are_not_counted() -> None:
+    """Each takes all of its own at once. A half in the first round, and half of the rest in each further one, would
+    take three seconds a round."""
+
+    async def body(world: World, entrance: Swarm) -> None:
+        del entrance
+        others = {"other.[0:4]": EXPERT}
+        world.start("node0", claim=ClaimConfig(max_experts=20))
+        world.start("node1", experts=others, claim=ClaimConfig(max_experts=20))
+        # Listed for 3 s, settled for 2 s, and some ten round trips of 0.1 s each.
+        await world.until(lambda: len(world.holders()) == 24, within_s=8)
+        assert [len(world.served[name].uids) for name in ("node0", "node1")] == [20, 4]
+
+    in_world(body)
+
+
+def test_a_node_promises_to_keep_what_it_serves_and_no_more() -> None:
+    """Another node gives an expert up on the strength of it. What is no list of uids is refused with a word."""
+
+    async def body(world: World, entrance: Swarm) -> None:
+        world.start("node0", claim=ClaimConfig(max_experts=3))
+        await world.until(lambda: "node0" in world.served, within_s=30)
+        node = next(each.contact for each in await entrance.members() if each.role == "node")
+        assert node is not None
+        own = list(world.served["node0"].uids)
+        assert len(own) == 3
+        other = next(uid for uid in sorted(UIDS) if uid not in own)
+        reply = await entrance.rpc.call(node, KEEP, {"uids": [*own, other, "what"]}, timeout_s=5)
+        assert reply.body == {"kept": own}
+        for garbage in ({}, {"uids": "ffn.0.0"}, {"uids": [1]}, {"uids": ["ffn.0.0"] * 65}):
+            with pytest.raises(CallRefused, match="uids must be a list of at most 64"):
+                await entrance.rpc.call(node, KEEP, garbage, timeout_s=5)
 
     in_world(body)
 

@@ -66,6 +66,21 @@ def test_status_shows_trainers_averagers_and_auxiliaries() -> None:
     assert re.search(r"04040404 +127\.0\.0\.1:1004 +trunk +7 +1,23[45] +assisting", text)
 
 
+def test_status_shows_claims() -> None:
+    """A row for each node that claims, and no table where none does; what a stranger's node says is no mistake."""
+    nodes = [member(index, "node", state="serving", experts=2) for index in range(3)]
+    claims = {"room": 62, "won": 3, "lost": 5, "failed": 6, "given_up": 7, "adopted": {"checkpoint": 8, "seed": 9}}
+    counters = {"updates": {"a.0": 3, "a.1": 4}, "uptime_s": 1.0}
+    now = {node.peer_id: counters for node in nodes}
+    assert "may claim" not in tables(nodes, {}, now)
+    now[nodes[1].peer_id] = counters | {"claims": claims}
+    now[nodes[2].peer_id] = counters | {"claims": {"room": 1, "adopted": 3}}
+    text = tables(nodes, {}, now)
+    assert re.search(r"node +may claim +won +lost +failed +given up +replica +checkpoint +seed", text)
+    assert re.search(r"01010101 +62 +3 +5 +6 +7 +0 +8 +9", text)
+    assert re.search(r"02020202 +1 +\? +\? +\? +\? +0 +0 +0", text)
+
+
 def test_status_says_that_nobody_is_listed() -> None:
     """A name with a slip of the pen is no empty table."""
     assert "Nobody is listed under the name 'test'" in tables([], {}, {})

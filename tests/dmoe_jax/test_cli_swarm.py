@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import trio
 
 from dmoe_jax.cli import main
 from dmoe_jax.cli.network import ListenOptions, NetworkOptions, join_line, join_swarm
@@ -172,6 +174,48 @@ def test_a_peer_ends_with_the_process_that_started_it() -> None:
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(timeout=20) == 130
+
+
+@pytest.mark.slow
+async def test_experts_outlive_a_killed_node(tmp_path: Path) -> None:
+    """Of three processes that claim, over TLS, one is killed: the one that has room takes its experts over, and goes on
+    from what the dead one has saved."""
+    claims = ["--claim", "4", "--of", "ffn.[0:2].[0:4]", "--checkpoint-dir", str(tmp_path)]
+    kind = ["--expert", "feedforward", "--d-model", "8", "--warm-up-rows", "1", "--checkpoint-period-s", "1"]
+    uids = {f"ffn.{row}.{column}" for row in range(2) for column in range(4)}
+    x, lines = np.ones((1, 8), np.float32), list[str]()
+    with running("dht") as (_, entrance), ExitStack() as stack:
+        command = ["node", "--join", entrance, *claims, *kind]
+        # One after the other: the third finds nothing left to claim.
+        first, contact = stack.enter_context(running(*command))
+        stack.enter_context(running(*command))
+        stack.enter_context(running(*command, lines=lines))
+        assert any("serves 0 experts and may claim 4 more" in line for line in lines)
+        async with join_swarm(NetworkOptions(), join=[entrance]) as peer:
+            killed = Contact.parse(contact)
+            updates = (await read_members(peer, "dmoe"))[1][killed.peer_id]["updates"]
+            assert len(updates) == 4
+            for uid in updates:
+                body = {"parts": [{"uid": uid, "id": b"id", "rows": 1}]}
+                index = np.zeros(1, np.int32)
+                await peer.rpc.call(killed, "expert.backward", body, (index, x, x), timeout_s=30)
+            while not all((tmp_path / uid / "1").is_dir() for uid in updates):  # noqa: ASYNC110 (a folder)
+                await trio.sleep(0.2)
+            first.kill()
+            with trio.fail_after(60):
+                found: dict[str, int] = {}
+                while found.keys() != uids:
+                    await trio.sleep(0.5)
+                    statuses = (await read_members(peer, "dmoe"))[1]
+                    found = {
+                        uid: count
+                        for peer_id, status in statuses.items()
+                        if peer_id != killed.peer_id
+                        for uid, count in status["updates"].items()
+                    }
+            assert {uid: found[uid] for uid in updates} == dict.fromkeys(updates, 1)
+            adopted = [status["claims"]["adopted"] for peer_id, status in statuses.items() if peer_id != killed.peer_id]
+            assert sorted(map(str, adopted)) == ["{'checkpoint': 4}", "{'seed': 4}"]
 
 
 async def test_a_node_serves_an_expert_of_the_users_own(tmp_path: Path) -> None:

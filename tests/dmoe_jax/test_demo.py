@@ -50,6 +50,18 @@ def test_up_gives_each_node_a_folder_for_its_experts(tmp_path: Path) -> None:
         up.check()
 
 
+def test_nodes_of_up_claim_and_share_a_folder(tmp_path: Path) -> None:
+    """Each may take any expert, and finds what another has saved. Own patterns are claimed as they are."""
+    up = UpCommand(out=tmp_path / "run", save_experts=True, claim=20, num_layers=2, grid_size=(4, 4))
+    up.check()
+    assert up.hands() == [["layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]"]] * 2
+    for index in range(2):
+        node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=[*up.saving_flags(index), "--of", "a.0"])
+        assert (node.claim, node.of, node.experts) == (20, ("a.0",), ())
+        assert node.checkpoint_dir == tmp_path / "run.nodes" / "shared"
+    assert UpCommand(claim=4, experts=("ffn.[0:4]",), nodes=3).hands() == [["ffn.[0:4]"]] * 3
+
+
 def test_up_hands_its_flags_to_nodes_and_trainers(tmp_path: Path) -> None:
     """Every expert has one home; shapes, kinds, seeds and further flags arrive; several trainers average."""
     up: UpCommand = parse_command_line(
@@ -112,6 +124,8 @@ def test_up_serves_what_an_own_model_needs(tmp_path: Path) -> None:
     [
         (UpCommand(nodes=0), "--nodes must be at least 1, got 0"),
         (UpCommand(nodes=33), "--nodes 33 is more than there are experts: 32"),
+        (UpCommand(claim=0), "--claim must be at least 1, got 0"),
+        (UpCommand(claim=15), "--nodes 2 with --claim 15 leave 2 of 32 experts unserved"),
         (UpCommand(experts=("a",)), r"--experts: expected a grid pattern .* got 'a'"),
         (UpCommand(grid_size=()), "--grid-size must be positive integers"),
         (UpCommand(announce="host:1"), "--announce must be a host name"),

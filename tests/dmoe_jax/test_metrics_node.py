@@ -135,5 +135,21 @@ async def test_a_node_counts_how_calls_end(autojump_clock: trio.testing.MockCloc
     assert found["dmoe_node_updates_total"] == {("ffn.0.1",): 0}
 
 
+async def test_claims_are_shown(autojump_clock: trio.testing.MockClock) -> None:
+    """Only by a node that claims; each figure under the name of what it counts."""
+    async with open_rig() as rig:
+        names = {family.name for family in node_families(rig.node.recorder, rig.node.status())}
+        assert not [name for name in names if "claim" in name]
+        counts = {"room": 61, "scope": "ab", "held": 1, "won": 5, "lost": 2, "failed": 4, "given_up": 3, "fixed": []}
+        rig.node.claims = lambda: counts | {"adopted": {"checkpoint": 4, "seed": 1}}
+        found = {family.name: dict_of(family.samples) for family in node_families(rig.node.recorder, rig.node.status())}
+    assert found["dmoe_node_experts"] == {(): 3}
+    assert found["dmoe_node_claim_room"] == {(): 61}
+    assert found["dmoe_node_claims_held"] == {(): 1}
+    assert found["dmoe_node_claims_total"] == {("won",): 5, ("lost",): 2, ("failed",): 4}
+    assert found["dmoe_node_given_up_total"] == {(): 3}
+    assert found["dmoe_node_adopted_total"] == {("checkpoint",): 4, ("seed",): 1}
+
+
 def dict_of(samples: object) -> dict[tuple[str, ...], object]:
     return {tuple(labels.values()): value for labels, value in samples}  # type: ignore[attr-defined]
