@@ -10,6 +10,7 @@ from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
 from dmoe_jax.peer import SwarmPeer
+from dmoe_jax.replicas import ReplicaConfig, replicating
 from net.identity import Contact
 
 
@@ -59,14 +60,30 @@ async def serve_until_left(
     *,
     period_s: float,
     on_progress: Callable[[str], None],
+    replicate: ReplicaConfig | None = None,
     task_status: trio.TaskStatus[Served] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve experts until `Served.close`; they are saved every `period_s` seconds and once more at the end."""
+    """Serve experts until `Served.close`; they are saved every `period_s` seconds and once more at the end.
+
+    With `replicate` they are replicas of those that other nodes serve, and begin with the state that they have there.
+    """
     served: Served | None = None
     try:
-        async with open_expert_node(
-            peer.rpc, peer.dht, backends, device=device, config=config, on_progress=on_progress
-        ) as node:
+        async with (
+            replicating(
+                peer.rpc,
+                peer.dht,
+                backends,
+                swarm=config.swarm,
+                device=device,
+                rng=peer.rng,
+                config=replicate,
+                on_progress=on_progress,
+            ) as listing,
+            open_expert_node(
+                peer.rpc, peer.dht, backends, device=device, config=config, on_progress=on_progress, listing=listing
+            ) as node,
+        ):
             served = Served(node, backends)
             task_status.started(served)
             async with trio.open_nursery() as nursery:

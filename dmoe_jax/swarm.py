@@ -40,6 +40,7 @@ from dmoe_jax.node.backend import make_backends
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.peer import SwarmPeer, open_peer
+from dmoe_jax.replicas import ReplicaConfig
 from dmoe_jax.routing.base import Router
 from dmoe_jax.security import Security, Tls
 from dmoe_jax.serving import Served, ServedExpert, serve_until_left
@@ -107,6 +108,7 @@ class Swarm(AveragingSwarm):
         warm_up_rows: int | None = None,
         checkpoint_dir: str | Path | None = None,
         checkpoint_period_s: float = 60.0,
+        replicas: ReplicaConfig | None = None,
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> Served:
         """Serve experts to the trainers of the swarm, who teach them by the gradients that they send.
@@ -123,6 +125,8 @@ class Swarm(AveragingSwarm):
             wanted, beside the serving. None: as configured.
           checkpoint_dir: where the experts are saved, and taken up from if there is a checkpoint.
           checkpoint_period_s: seconds between checkpoints; one more is written at the end.
+          replicas: serve the experts beside others who serve them too: begin with their state, share the load, and
+            average with them. All of them need it. None: whoever else serves one of them is warned of by name.
           on_progress: told what it is doing, in a few words.
 
         Raises:
@@ -145,7 +149,9 @@ class Swarm(AveragingSwarm):
         saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, self.device)
         if saver is not None and (restored := saver.restore()) is not None:
             on_progress(f"going on from a checkpoint in {checkpoint_dir} ({restored} updates)")
-        serving = functools.partial(serve_until_left, period_s=checkpoint_period_s, on_progress=on_progress)
+        serving = functools.partial(
+            serve_until_left, period_s=checkpoint_period_s, on_progress=on_progress, replicate=replicas
+        )
         served: Served = await self._nursery.start(serving, self.peer, self.device, backends, config, saver)
         self._served = served
         return served
@@ -243,7 +249,8 @@ class Swarm(AveragingSwarm):
         return await list_members(self.dht, self.name)
 
     async def experts(self) -> dict[str, ServedExpert]:
-        """Every expert that a node of this swarm serves now, by uid. Nodes that do not answer are left out."""
+        """Every expert that a node of this swarm serves now, by uid; of replicas the one with the most updates. Nodes
+        that do not answer are left out."""
         found: dict[str, ServedExpert] = {}
 
         async def ask(contact: Contact) -> None:
@@ -254,7 +261,7 @@ class Swarm(AveragingSwarm):
                 return
             updates = reply.body.get("updates")
             for uid, count in updates.items() if isinstance(updates, dict) else ():
-                if isinstance(count, int):
+                if isinstance(count, int) and (uid not in found or count > found[uid].updates):
                     found[uid] = ServedExpert(contact=contact, updates=count)
 
         async with trio.open_nursery() as nursery:

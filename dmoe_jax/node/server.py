@@ -33,13 +33,13 @@ from typing import Any
 import trio
 
 from dmoe_jax.device import Device
-from dmoe_jax.directory import declare_experts, withdraw_experts
 from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, answer_of
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.members import MAX_GRIDS, declare_member, withdraw_member
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.batching import QueueFull
+from dmoe_jax.node.listing import ExpertListing, SoleListing
 from dmoe_jax.node.replay import ReplayCache
 from dmoe_jax.node.requests import ExpertRequest, parse_request, uid_of
 from dmoe_jax.node.runner import BatchRunner, Job
@@ -99,6 +99,7 @@ class ExpertNode:
       dht: where they are listed.
       device: runs and compiles them.
       config: settings.
+      listing: keeps the experts listed; None: as a `SoleListing` does.
 
     Raises:
       ValueError: if there is nothing to serve.
@@ -112,6 +113,7 @@ class ExpertNode:
         *,
         device: Device,
         config: NodeConfig,
+        listing: ExpertListing | None = None,
     ) -> None:
         if not backends:
             raise ValueError("an expert node needs at least one expert")
@@ -129,6 +131,7 @@ class ExpertNode:
         """Its RPC methods."""
         self._contact = contact
         self._dht = dht
+        self._listing = listing or SoleListing(dht, contact)
         self._uids = [parse_uid(uid) for uid in backends]
         self._backends = dict(backends)
         self._experts = {uid: backend.expert for uid, backend in backends.items()}
@@ -155,7 +158,8 @@ class ExpertNode:
         calls served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
         `waiting_rows` in the queue, seconds `uptime_s`, seconds `busy_s` in which the device worked on batches,
         `updates` of each expert, `steps`, the updates of all experts since the start, and their mean `staleness`, None
-        before the first; `answered` calls, their `rows`, and the seconds `call_s` that they spent here in all.
+        before the first; `answered` calls, their `rows`, and the seconds `call_s` that they spent here in all; and what
+        its listing says, such as `replicas`.
         """
         runner, backends = self._runner, self._backends.values()
         steps = sum(backend.steps_here for backend in backends)
@@ -175,6 +179,7 @@ class ExpertNode:
             "updates": {uid: backend.update_count for uid, backend in self._backends.items()},
             "steps": steps,
             "staleness": sum(backend.staleness_total for backend in backends) / steps if steps else None,
+            **self._listing.status(),
         }
 
     async def run(self) -> None:
@@ -208,12 +213,13 @@ class ExpertNode:
             return
         expiration = self._dht.clock.now() + self.config.record_lifetime_s
         grids = list(dict.fromkeys(uid.prefix for uid in self._uids))[:MAX_GRIDS]
-        info = {"role": "node", "state": self.state, "experts": len(self._uids), "grids": grids, **self._load()}
+        info = {"role": "node", "state": self.state, "experts": len(self._uids), "grids": grids}
+        info |= {**self._listing.facts(), **self._load()}
         peer_id = self._contact.peer_id
         await declare_member(self._dht, self.config.swarm, peer_id, self._contact, info, expiration=expiration)
         if self.state != "serving":
             return
-        listed = await declare_experts(self._dht, self._uids, self._contact, expiration=expiration)
+        listed = await self._listing.announce(self._uids, expiration=expiration)
         if missing := [str(uid) for uid, stands in listed.items() if not stands]:
             logger.warning("%d experts could not be announced, among them %s", len(missing), missing[0])
 
@@ -244,7 +250,7 @@ class ExpertNode:
 
     async def withdraw(self) -> None:
         """Take the announcements back, so that trainers stop calling at once; what cannot be reached expires."""
-        await withdraw_experts(self._dht, self._uids, self._contact)
+        await self._listing.withdraw(self._uids)
         await withdraw_member(self._dht, self.config.swarm, self._contact.peer_id, "node")
 
     async def _status(self, request: Request) -> Reply:
@@ -372,6 +378,7 @@ async def open_expert_node(
     device: Device,
     config: NodeConfig,
     on_progress: Callable[[str], None] = lambda text: None,
+    listing: ExpertListing | None = None,
 ) -> AsyncIterator[ExpertNode]:
     """Serve `backends` (by uid) at `caller` while the context is open, and announce node and experts in the DHT.
 
@@ -383,13 +390,15 @@ async def open_expert_node(
 
     Args:
       on_progress: told each state on the way, such as "compiling 2 of 5".
+      listing: as of `ExpertNode`.
 
     Raises:
       ValueError: if there is no expert, or the peer does not listen or serves experts already.
     """
     if caller.address is None:
         raise ValueError("an expert node must listen: its peer is in client mode")
-    node = ExpertNode(backends, Contact(caller.peer_id, caller.address), dht, device=device, config=config)
+    contact = Contact(caller.peer_id, caller.address)
+    node = ExpertNode(backends, contact, dht, device=device, config=config, listing=listing)
     with handlers(caller, node.handlers, max_concurrent=config.max_concurrent_calls):
         async with background_nursery() as nursery:
             nursery.start_soon(node.run)
