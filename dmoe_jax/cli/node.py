@@ -85,6 +85,11 @@ class NodeCommand(DhtCommand):
     """Folder for the experts' checkpoints. If it holds some already, the experts go on from the latest."""
     checkpoint_period_s: float = 60.0
     """Seconds between checkpoints; one more is written when the node is stopped."""
+    replicate: bool = False
+    """Serve the experts beside other nodes that serve them too, all with this flag: begin with the state that they have
+    there, share the load, and average with them. Without it one who else serves them is warned of by name."""
+    average_period_s: float = 30.0
+    """Seconds between two averages with the other nodes, the same on all of them; at least 23. With --replicate."""
     warm_up_rows: int = 16
     """Compile for batches of up to this many samples before announcing the experts."""
     max_batch_rows: int = 256
@@ -98,9 +103,12 @@ class NodeCommand(DhtCommand):
         check_positive(self, "announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip")
         check_at_least(0, self, "warmup_steps", "weight_decay", "staleness_power")
         num_experts, faults = self._count_experts(), self._fault_plan()
+        if not self.replicate and "average_period_s" in changed(self):
+            raise UsageError("--average-period-s would have no effect without --replicate")
         set_up_jax()
         from dmoe_jax.cli.compiling import compiled_once
         from dmoe_jax.node.server import NodeConfig
+        from dmoe_jax.replicas import ReplicaConfig
         from dmoe_jax.swarm import open_swarm
 
         with mistakes_in_one_line():
@@ -111,6 +119,7 @@ class NodeCommand(DhtCommand):
                 announce_period_s=self.announce_period_s,
                 record_lifetime_s=3 * self.announce_period_s,
             )
+            replicas = ReplicaConfig(average_period_s=self.average_period_s) if self.replicate else None
             expert, optimizer = await trio.to_thread.run_sync(
                 lambda: (self._make_expert(), self._make_optimizer()), abandon_on_cancel=True
             )
@@ -140,6 +149,7 @@ class NodeCommand(DhtCommand):
                             config=config,
                             checkpoint_dir=self.checkpoint_dir,
                             checkpoint_period_s=self.checkpoint_period_s,
+                            replicas=replicas,
                             on_progress=said,
                         )
                 node = served.node
@@ -147,6 +157,8 @@ class NodeCommand(DhtCommand):
                 monitor.why_not_ready = lambda: "" if node.state == "serving" else node.state
                 took_s = time.perf_counter() - started
                 print(f"Node {peer.rpc.peer_id.short} serves {num_experts} experts, ready after {took_s:.1f} s")
+                if replicas is not None:
+                    print(f"Slots of its experts (slot:experts): {node.status()['replicas']['summary']}")
                 print(join_line("train", self.network, peer), flush=True)
                 if faults is not None:
                     print(f"This node misbehaves on purpose: --faults {' '.join(self.faults)}", flush=True)

@@ -113,6 +113,10 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
     title += _staleness(now)
     rows = [_node_row(node, before.get(node.peer_id), now.get(node.peer_id)) for node in nodes]
     tables = [_table(title, ("node", "address", "experts", "calls/s", "queue", "busy", "updates", "state"), rows)]
+    if replicating := [node for node in nodes if "slots" in node.info]:
+        rows = [_replica_row(node, now.get(node.peer_id)) for node in replicating]
+        columns = ("node", "address", "slot:experts", "averages", "failed", "state")
+        tables.append(_table("nodes that share experts with others", columns, rows))
     if trainers:
         rows = [_row(each, *_TRAINER_FACTS) for each in trainers]
         columns = ("trainer", "address", "step", "loss", "items/s", "failed calls", "balance", "bias", "state")
@@ -148,6 +152,13 @@ def _node_row(node: Member, before: Mapping[str, Any] | None, now: Mapping[str, 
         str(sum(now.get("updates", {}).values())),
         f"up {now.get('uptime_s', 0):.0f} s" if state == "serving" else state,
     ]
+
+
+def _replica_row(node: Member, status: Mapping[str, Any] | None) -> list[str]:
+    """Slots and averages as the node has announced them, and why averages failed, as it says when it is asked."""
+    failed = ((status or {}).get("replicas") or {}).get("failed")
+    reasons = failed if isinstance(failed, dict) else {}
+    return [*_row(node, "slots", "averages", "averages_failed"), ", ".join(f"{why}: {n}" for why, n in reasons.items())]
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -140,11 +140,12 @@ class Replicas:
         await self.listing.withdraw(uids)
 
     def status(self) -> dict[str, Any]:
-        """Under "replicas": the `slots` by uid, `slots_lost` to others, `averages` made (experts, summed over rounds),
+        """Under "replicas": the `slots` by uid and their `summary`, `slots_lost` to others, `averages` made (experts, summed over rounds),
         averages `failed` by reason, states `taken` from others and `given` to them, and those `not_taken` by reason."""
         return {
             "replicas": {
                 "slots": {str(uid): slot for uid, slot in self.listing.claims.held.items()},
+                "summary": self.listing.summary,
                 "slots_lost": self.listing.claims.lost,
                 "averages": self.averager.averages,
                 "failed": dict(self.averager.failed),
