@@ -87,7 +87,7 @@ class NodeCommand(DhtCommand):
     """Seconds between checkpoints; one more is written when the node is stopped."""
     replicate: bool = False
     """Serve the experts beside other nodes that serve them too, all with this flag: begin with the state that they have
-    there, share the load, and average with them. Without it one who else serves them is warned of by name."""
+    there, share the load, and average with them. Without it a warning names the others."""
     average_period_s: float = 30.0
     """Seconds between two averages with the other nodes, the same on all of them; at least 23. With --replicate."""
     warm_up_rows: int = 16

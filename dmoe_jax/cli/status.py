@@ -115,8 +115,8 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
     tables = [_table(title, ("node", "address", "experts", "calls/s", "queue", "busy", "updates", "state"), rows)]
     if replicating := [node for node in nodes if "slots" in node.info]:
         rows = [_replica_row(node, now.get(node.peer_id)) for node in replicating]
-        columns = ("node", "address", "slot:experts", "averages", "failed", "state")
-        tables.append(_table("nodes that share experts with others", columns, rows))
+        of_replicas = ("node", "address", "slot:experts", "averages", "failed", "state")
+        tables.append(_table("nodes that share experts with others", of_replicas, rows))
     if trainers:
         rows = [_row(each, *_TRAINER_FACTS) for each in trainers]
         columns = ("trainer", "address", "step", "loss", "items/s", "failed calls", "balance", "bias", "state")

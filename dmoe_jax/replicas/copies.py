@@ -62,10 +62,10 @@ class CopyLayout:
         """
         if not np.isfinite(average).all():
             return None
-        names = sorted(_averaged(state))  # as JAX orders a dictionary
-        sizes = [int(np.prod(np.shape(leaf))) for leaf in map(_averaged(state).get, names)]
-        ends = np.cumsum(sizes)
-        where = {name: slice(end - size, end) for name, size, end in zip(names, sizes, ends, strict=True)}
+        where, start = {}, 0
+        for name, leaf in sorted(_averaged(state).items()):  # as JAX orders a dictionary
+            where[name] = slice(start, start + leaf.size)
+            start += leaf.size
 
         def merged(path: Any, leaf: Any) -> Any:
             name = jax.tree_util.keystr(path)

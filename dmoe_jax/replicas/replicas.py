@@ -140,8 +140,9 @@ class Replicas:
         await self.listing.withdraw(uids)
 
     def status(self) -> dict[str, Any]:
-        """Under "replicas": the `slots` by uid and their `summary`, `slots_lost` to others, `averages` made (experts, summed over rounds),
-        averages `failed` by reason, states `taken` from others and `given` to them, and those `not_taken` by reason."""
+        """Under "replicas": the `slots` by uid and their `summary`, `slots_lost` to others, `averages` made (experts,
+        summed over rounds), averages `failed` by reason, states `taken` from others and `given` to them, and those
+        `not_taken` by reason."""
         return {
             "replicas": {
                 "slots": {str(uid): slot for uid, slot in self.listing.claims.held.items()},
