@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
     import optax
 
     from dmoe_jax.experts import Expert
+    from dmoe_jax.replicas import ReplicaConfig
     from dmoe_jax.swarm import Swarm
 
 _OF_ADAM = ("learning_rate", "warmup_steps", "weight_decay", "grad_clip", "staleness_power")
@@ -103,12 +104,9 @@ class NodeCommand(DhtCommand):
         check_positive(self, "announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip")
         check_at_least(0, self, "warmup_steps", "weight_decay", "staleness_power")
         num_experts, faults = self._count_experts(), self._fault_plan()
-        if not self.replicate and "average_period_s" in changed(self):
-            raise UsageError("--average-period-s would have no effect without --replicate")
         set_up_jax()
         from dmoe_jax.cli.compiling import compiled_once
         from dmoe_jax.node.server import NodeConfig
-        from dmoe_jax.replicas import ReplicaConfig
         from dmoe_jax.swarm import open_swarm
 
         with mistakes_in_one_line():
@@ -119,7 +117,7 @@ class NodeCommand(DhtCommand):
                 announce_period_s=self.announce_period_s,
                 record_lifetime_s=3 * self.announce_period_s,
             )
-            replicas = ReplicaConfig(average_period_s=self.average_period_s) if self.replicate else None
+            replicas = self._replica_config()
             expert, optimizer = await trio.to_thread.run_sync(
                 lambda: (self._make_expert(), self._make_optimizer()), abandon_on_cancel=True
             )
@@ -165,6 +163,15 @@ class NodeCommand(DhtCommand):
                 await trio.sleep_forever()
             monitor.why_not_ready = lambda: "leaving"
         return EXIT_INTERRUPTED
+
+    def _replica_config(self) -> "ReplicaConfig | None":
+        from dmoe_jax.replicas import ReplicaConfig
+
+        if self.replicate:
+            return ReplicaConfig(average_period_s=self.average_period_s)
+        if "average_period_s" in changed(self):
+            raise UsageError("--average-period-s would have no effect without --replicate")
+        return None
 
     def _programs(self) -> str:
         """What is compiled, told from what other nodes compile."""

@@ -132,12 +132,15 @@ class ExpertCaller:
                     request = LayerRequest(method, some, inputs, output_grads, config, common)
                     nursery.start_soon(functools.partial(self._place, request, finish, moves, retry=retry))
         for part in open_parts.values():
-            text = f"expert {part.call.uid} at {part.call.contact} was given up {config.grace_s:g} s after the others"
-            self.statistics.note_failure(LATE, text)
-            self._note_end(method, part, LATE)
-            self._note_time(method, part)
-            self.directory.health.late(host_target(part.call.contact), trio.current_time())
+            self._note_late(method, part, config.grace_s)
         return answers
+
+    def _note_late(self, method: str, part: PlacedCall, grace_s: float) -> None:
+        text = f"expert {part.call.uid} at {part.call.contact} was given up {grace_s:g} s after the others"
+        self.statistics.note_failure(LATE, text)
+        self._note_end(method, part, LATE)
+        self._note_time(method, part)
+        self.directory.health.late(host_target(part.call.contact), trio.current_time())
 
     def _placed(self, calls: Sequence[ExpertCall], seen: Sequence[int | None] | None, now: float) -> list[PlacedCall]:
         """The calls as parts of requests; those whose node failed just now at another one, if there is one."""

@@ -10,7 +10,8 @@ nothing; then it withdraws its experts from the DHT, and answers what it had acc
 A request may ask several experts; each of its parts is a job of its own. What is ready goes ahead of the rest.
 
 Tensors arrive decoded, however their trainer chose to send them; those of the answer are compressed only if the
-request names a compression. They are activations and gradients: no method sends an expert's parameters.
+request names a compression. They are activations and gradients: no method here sends an expert's parameters; a node
+that replicates its experts gives their states to others who serve them (`dmoe_jax.replicas.state`).
 
 Answers carry how many updates the expert has taken, and a backward request carries as "seen" what the answer to its
 forward said. The updates since then are its staleness, which the optimiser is told: the mean over the rows of a batch,
