@@ -2,7 +2,9 @@
 
 An expert `ffn.3.17` is announced under each of its prefixes: key `ffn.` has a subkey `3` (there is something in row
 3) and key `ffn.3.` a subkey `17` with the contact that serves it. Entries live until their expiration: owners announce
-again and again, and silence is how a crashed one disappears.
+again and again, and silence is how a crashed one disappears. Several nodes may serve one expert, each in a slot of its
+own (`dmoe_jax.slots`): a reader gets one of them, another one when that fails or has no room, and the expert counts as
+dead only when all of them do.
 
 `ExpertDirectory` keeps the children of the prefixes that its trainer uses and refreshes them in the background, so
 that a training step normally finds everything at hand. Records come from strangers: whatever is malformed is ignored.
@@ -16,12 +18,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import trio
 
-from dmoe_jax.grid import ExpertUid, check_prefix, key_prefix, parse_coordinate, steps
+from dmoe_jax.grid import ExpertUid, check_prefix, key_prefix, steps
 from dmoe_jax.members import list_members, withdraw
 from dmoe_jax.routing.beam_search import Coordinates, search_beams
+from dmoe_jax.slots import Child, Renewals, Replica, by_preference, children_of_untrusted, subkey_of
 from net.dht.messages import contact_to_wire, parse_contact_untrusted
 from net.dht.node import DhtNode, StoreItem
-from net.dht.records import Dictionary, Record, Value, live, merge
+from net.dht.records import Record, Value, live, merge
 from net.errors import RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
@@ -62,40 +65,68 @@ def host_target(contact: Contact) -> tuple[PeerId, str]:
     return contact.peer_id, _SERVICE
 
 
+def expert_target(contact: Contact, uid: str) -> tuple[PeerId, str]:
+    """The same for the failures of a single expert there, whatever its host is like."""
+    return contact.peer_id, uid
+
+
 async def declare_experts(
-    dht: DhtNode, uids: Sequence[ExpertUid], contact: Contact, *, expiration: float
+    dht: DhtNode,
+    uids: Sequence[ExpertUid],
+    contact: Contact,
+    *,
+    expiration: float,
+    slots: Mapping[ExpertUid, int] | None = None,
 ) -> dict[ExpertUid, bool]:
     """Announce that `contact` serves these experts until `expiration` (swarm time, seconds).
 
+    Args:
+      slots: the slot of each expert, see `dmoe_jax.slots`; 0 for those that are not named.
+
     Returns:
       for each uid whether its announcement stands (see `DhtNode.store_many`). It does not if another host has
-      announced the same expert for longer, or nobody could be reached.
+      announced the same expert for longer in that slot, or nobody could be reached.
+
+    Raises:
+      ValueError: there is no such slot.
     """
+    slots = slots or {}
     items: dict[tuple[str, str], StoreItem] = {}
     for uid in uids:
-        *inner, last = steps(uid)
+        *inner, last = _steps(uid, slots)
         values = {**dict.fromkeys(inner, True), last: contact_to_wire(contact)}
         for (key, subkey), value in values.items():
             items[key, subkey] = StoreItem(key=key, subkey=subkey, value=value, expiration=expiration)
     accepted = dict(zip(items, await dht.store_many(items.values()), strict=True))
     # Only the last step counts. An inner one is rejected when another host vouches for the row for longer: just as
     # good.
-    return {uid: accepted[steps(uid)[-1]] for uid in uids}
+    return {uid: accepted[_steps(uid, slots)[-1]] for uid in uids}
 
 
-async def withdraw_experts(dht: DhtNode, uids: Sequence[ExpertUid], contact: Contact) -> None:
+async def withdraw_experts(
+    dht: DhtNode, uids: Sequence[ExpertUid], contact: Contact, *, slots: Mapping[ExpertUid, int] | None = None
+) -> None:
     """Take this contact's announcements back: its entries become None and end just after they would have ended.
+
+    Args:
+      slots: as of `declare_experts`.
 
     Entries of rows (`ffn.` -> `3`) stay until they end, since others may serve experts there; readers cope
     with rows that have no living child. Announcements of other hosts stay.
     """
-    await withdraw(dht, [steps(uid)[-1] for uid in uids], lambda value: _is_of(value, contact))
+    await withdraw(dht, [_steps(uid, slots or {})[-1] for uid in uids], lambda value: _is_of(value, contact))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Child:
-    contact: Contact | None  # who serves the expert; None for a row or other inner step
-    expiration: float
+async def find_replicas(dht: DhtNode, uids: Sequence[ExpertUid]) -> dict[ExpertUid, tuple[Replica, ...]]:
+    """Who serves these experts now, in the order of slots, straight from the DHT: what a node wants to know of others.
+
+    Records come from strangers; whatever is malformed is left out.
+    """
+    rows = {uid: steps(uid)[-1][0] for uid in uids}
+    found = await dht.get_many(rows.values())
+    children = {row: children_of_untrusted(record) for row, record in found.items()}
+    now = dht.clock.now()
+    return {uid: children[row].get(uid.coordinates[-1], Child()).living(now) for uid, row in rows.items()}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,7 +134,7 @@ class _Cached:
     used_at: float
     fetched_at: float = -math.inf
     record: Record | None = None
-    children: dict[int, _Child] = field(default_factory=dict)
+    children: dict[int, Child] = field(default_factory=dict)
 
 
 class ExpertDirectory:
@@ -115,7 +146,7 @@ class ExpertDirectory:
 
     def __init__(self, dht: DhtNode, nursery: trio.Nursery, *, swarm: str, config: DirectoryConfig) -> None:
         self.health: PeerHealth = dht.health
-        """Who failed, shared with RPC. Targets are `host_target(contact)` and the uids of single experts, as texts."""
+        """Who failed, shared with RPC. Targets are of `host_target` and of `expert_target`."""
         self._dht = dht
         self._nursery = nursery
         self._swarm = swarm
@@ -125,6 +156,7 @@ class ExpertDirectory:
         self._in_flight: dict[str, trio.Event] = {}
         self._call_seconds: dict[PeerId, float] = {}
         self._busy_until: dict[PeerId, float] = {}
+        self._renewals = Renewals()
         self._loads_asked_at = -math.inf
 
     def call_seconds(self) -> Mapping[PeerId, float]:
@@ -152,12 +184,29 @@ class ExpertDirectory:
         until = trio.current_time() + retry_after_s
         self._busy_until[contact.peer_id] = max(until, self._busy_until.get(contact.peer_id, -math.inf))
 
-    def avoid(self, uid: str, reason: str) -> None:
-        """One expert failed, whatever its host is like: it counts as dead for 1, 2, 4, ... seconds."""
-        now = trio.current_time()
+    def avoid(self, uid: str, contact: Contact, reason: str) -> None:
+        """One expert failed, whatever its host is like: there it counts as dead for 1, 2, 4, ... seconds."""
+        now, target = trio.current_time(), expert_target(contact, uid)
         # Calls that were under way together fail together: one failure, not several.
-        if not self.health.blocks(uid, now, self._pause):
-            self.health.failed(uid, now, reason)
+        if not self.health.blocks(target, now, self._pause):
+            self.health.failed(target, now, reason)
+
+    def answers(self, uid: str, contact: Contact) -> bool:
+        """Whether an expert may be asked there, as far as is known: neither it nor its host failed just now."""
+        return not self._is_avoided(contact, uid)
+
+    def another(self, uid: str, contact: Contact) -> Contact | None:
+        """Who else serves an expert and has neither failed of late nor is busy, from memory; None if nobody does."""
+        name, _, coordinate = uid.rpartition(".")
+        cached = self._cache.get(f"{name}.")
+        child = cached.children.get(int(coordinate)) if cached else None
+        others = [
+            replica.contact
+            for replica in (child.living(self._now()) if child else ())
+            if replica.contact.peer_id != contact.peer_id and not self._is_avoided(replica.contact, uid)
+        ]
+        best = self._best(others)
+        return None if best is None or self._suspicion(best) > 1 or self._is_busy(best) else best
 
     async def served_prefixes(self) -> tuple[str, ...]:
         """The prefixes of all experts that the nodes of this swarm list, sorted."""
@@ -262,14 +311,17 @@ class ExpertDirectory:
 
     async def _fetch(self, names: list[str]) -> None:
         try:
+            asked_at = trio.current_time()
             found = await self._dht.get_many(names)
             now = self._now()
             for name in names:
                 cached = self._cache.setdefault(name, _Cached(used_at=now))
                 # Merged, not replaced: a lookup that missed a replica must not make experts disappear.
                 cached.record = live(merge(cached.record, found[name]), now)
-                cached.children = _parse_children(cached.record)
+                cached.children = by_preference(children_of_untrusted(cached.record), name, self._dht.peer_id)
                 cached.fetched_at = now
+            children = [each for name in names if name in self._cache for each in self._cache[name].children.values()]
+            self._renewals.note(children, self._troubled_at, asked_at)
         finally:
             for name in names:
                 self._in_flight.pop(name).set()
@@ -286,17 +338,39 @@ class ExpertDirectory:
 
     def _living(self, name: str, now: float) -> dict[int, Contact | None]:
         cached = self._cache.get(name)
-        living = {
-            coordinate: child.contact
-            for coordinate, child in (cached.children.items() if cached else ())
-            if child.expiration > now
-            and (child.contact is None or not self._is_avoided(child.contact, f"{name}{coordinate}"))
-        }
+        living: dict[int, Contact | None] = {}
+        for coordinate, child in cached.children.items() if cached else ():
+            if child.row_until > now:
+                living[coordinate] = None
+                continue
+            uid = f"{name}{coordinate}"
+            contacts = [each.contact for each in child.living(now) if not self._is_avoided(each.contact, uid)]
+            if (best := self._best(contacts)) is not None:
+                living[coordinate] = best
         if self._busy_until:
             # Where all are busy they are asked all the same: who waits for its turn learns more than who goes without.
             free = {coordinate: who for coordinate, who in living.items() if who is None or not self._is_busy(who)}
             return free or living
         return living
+
+    def _best(self, contacts: Sequence[Contact]) -> Contact | None:
+        """The first of an expert's replicas that has room, if one has.
+
+        One that failed of late comes last until it has announced itself again, though its pause may be over: where
+        others serve the expert, nobody need lose a call to find out whether it lives.
+        """
+        if len(contacts) < 2:
+            return contacts[0] if contacts else None
+        return min(contacts, key=lambda contact: (self._suspicion(contact), self._is_busy(contact)))
+
+    def _suspicion(self, contact: Contact) -> int:
+        """2 for a host that failed and neither answered nor announced itself since, 1 for one that was only late."""
+        if not self._renewals.awaits(contact.peer_id, self._troubled_at(contact.peer_id)):
+            return 0
+        return 2 if self.health.has_failed(host_target(contact)) else 1
+
+    def _troubled_at(self, peer_id: PeerId) -> float | None:
+        return self.health.troubled_at((peer_id, _SERVICE))
 
     def _is_busy(self, contact: Contact) -> bool:
         until = self._busy_until.get(contact.peer_id, -math.inf)
@@ -307,7 +381,8 @@ class ExpertDirectory:
 
     def _is_avoided(self, contact: Contact, uid: str) -> bool:
         now = trio.current_time()
-        return any(self.health.blocks(target, now, self._pause) for target in (host_target(contact), uid))
+        targets = host_target(contact), expert_target(contact, uid)
+        return any(self.health.blocks(target, now, self._pause) for target in targets)
 
     def _lifetime(self, cached: _Cached) -> float:
         return self._config.ttl_s if cached.children else self._config.negative_ttl_s
@@ -330,18 +405,10 @@ async def open_expert_directory(
         yield directory
 
 
-def _parse_children(record: Record | None) -> dict[int, _Child]:
-    """The well-formed children of a prefix, by coordinate; strangers write records, so anything else is left out."""
-    children: dict[int, _Child] = {}
-    entries = record.entries if isinstance(record, Dictionary) else {}
-    for subkey, entry in entries.items():
-        try:
-            coordinate = parse_coordinate(subkey)
-            contact = None if entry.value is True else parse_contact_untrusted(entry.value)
-        except (ValueError, RemoteProtocolError):
-            continue
-        children[coordinate] = _Child(contact=contact, expiration=entry.expiration)
-    return dict(sorted(children.items()))
+def _steps(uid: ExpertUid, slots: Mapping[ExpertUid, int]) -> list[tuple[str, str]]:
+    """Key and subkey of each step that leads to an expert, the last one to its slot."""
+    *inner, (key, coordinate) = steps(uid)
+    return [*inner, (key, subkey_of(coordinate, slots.get(uid, 0)))]
 
 
 def _is_of(value: Value, contact: Contact) -> bool:

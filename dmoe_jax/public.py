@@ -44,6 +44,7 @@ from dmoe_jax.optim import (
 )
 from dmoe_jax.optim.collaborative import LossScale, collaborative
 from dmoe_jax.recipe import Recipe, make_optimizer
+from dmoe_jax.replicas import ReplicaConfig
 from dmoe_jax.routing import Router, RouterError, Scores, chain, from_linen, from_nnx, make_router, product_key, score
 from dmoe_jax.security import Plain, Tls
 from dmoe_jax.swarm import Served, ServedExpert, Swarm, open_swarm
@@ -75,6 +76,7 @@ __all__ = [
     "Recipe",
     "Recording",
     "RemoteMixture",
+    "ReplicaConfig",
     "Router",
     "RouterError",
     "Scores",

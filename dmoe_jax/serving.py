@@ -14,11 +14,13 @@ from dmoe_jax.claims.records import check_claimable
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.node.backend import ExpertBackend, make_backend
-from dmoe_jax.node.devices import PlacedDevice
+from dmoe_jax.node.devices import PlacedDevice, all_of
+from dmoe_jax.node.listing import SoleListing
 from dmoe_jax.node.placement import Place, bytes_by_place
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
 from dmoe_jax.peer import SwarmPeer
+from dmoe_jax.replicas import ReplicaConfig, fetch_state, replicating
 from net.identity import Contact
 from net.nursery import background_nursery
 
@@ -92,6 +94,26 @@ def checkpoints_of(saver: ExpertSaver) -> Source:
         return await saver.restore_one(uid, backend) is not None
 
     return Source(name="checkpoint", fill=fill)
+
+
+def copies_of_others(peer: SwarmPeer, devices: Sequence[PlacedDevice], *, swarm: str) -> Source:
+    """The nodes that serve an expert all the same, though it seemed vacant, and give its state to newcomers."""
+    device, timeout_s = all_of(devices), ReplicaConfig().fetch_timeout_s
+
+    async def fill(uid: str, backend: ExpertBackend) -> bool:
+        taken = await fetch_state(
+            uid,
+            backend,
+            caller=peer.rpc,
+            dht=peer.dht,
+            swarm=swarm,
+            device=device,
+            rng=peer.rng,
+            timeout_s=timeout_s,
+        )
+        return taken is not None
+
+    return Source(name="replica", fill=fill)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +225,13 @@ class _ClaimingNode:
         await self._node.introduce(uids)
 
 
+def _sole_listing(peer: SwarmPeer, *, claims: bool) -> SoleListing | None:
+    """Announces experts alone; who else does is the claimer's business if there is one."""
+    if peer.rpc.address is None:
+        return None
+    return SoleListing(peer.dht, Contact(peer.rpc.peer_id, peer.rpc.address), warns=not claims)
+
+
 async def serve_until_left(
     peer: SwarmPeer,
     devices: Sequence[PlacedDevice],
@@ -213,17 +242,20 @@ async def serve_until_left(
     period_s: float,
     on_progress: Callable[[str], None],
     claimable: Claimable | None = None,
-    sources: Sequence[Source] = (),
     compiling: AbstractAsyncContextManager[object] = nullcontext(),  # noqa: B008 (stateless)
+    replicate: ReplicaConfig | None = None,
     task_status: trio.TaskStatus[Served] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve experts until `Served.close`; they are saved every `period_s` seconds and once more at the end.
 
     Args:
       backends: the experts to begin with; none, if it claims some.
-      claimable: what it may claim; those are claimed that nobody serves, at first while the programs are compiled.
-      sources: what a claimed expert begins with, tried in this order; its seed if it is in none of them.
+      claimable: what it may claim; those are claimed that nobody serves, at first while the programs are compiled. They
+        begin with the copy of another node if there is one, else with what the saver's folder has, else with their
+        seeds.
       compiling: see `open_expert_node`.
+      replicate: the experts are replicas of those that other nodes serve, and begin with the state that they have
+        there.
     """
     served: Served | None = None
     claimer: Claimer | None = None
@@ -231,6 +263,8 @@ async def serve_until_left(
     def begin_to_claim(node: ExpertNode) -> None:
         nonlocal claimer
         if claimable is not None:
+            sources = [copies_of_others(peer, devices, swarm=config.swarm)]
+            sources += [] if saver is None else [checkpoints_of(saver)]
             begin = functools.partial(begin_from, sources)
             host = _ClaimingNode(node, backends, devices, claimable.make, begin)
             claimer = Claimer(
@@ -242,6 +276,16 @@ async def serve_until_left(
     try:
         async with (
             background_nursery() as nursery,
+            replicating(
+                peer.rpc,
+                peer.dht,
+                backends,
+                swarm=config.swarm,
+                device=all_of(devices),
+                rng=peer.rng,
+                config=replicate,
+                on_progress=on_progress,
+            ) as replicas,
             open_expert_node(
                 peer.rpc,
                 peer.dht,
@@ -251,6 +295,7 @@ async def serve_until_left(
                 prototypes=() if claimable is None else claimable.prototypes,
                 on_progress=on_progress,
                 on_open=begin_to_claim,
+                listing=replicas or _sole_listing(peer, claims=claimable is not None),
                 compiling=compiling,
             ) as node,
         ):

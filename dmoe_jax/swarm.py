@@ -43,13 +43,13 @@ from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.node.sharding import MeshShape, ShardingRule, shard_largest_dimension
 from dmoe_jax.peer import SwarmPeer, open_peer
+from dmoe_jax.replicas import ReplicaConfig
 from dmoe_jax.routing.base import Router
 from dmoe_jax.security import Security, Tls
 from dmoe_jax.serving import (
     Claimable,
     Served,
     ServedExpert,
-    checkpoints_of,
     claimable_of,
     fixed_of,
     serve_until_left,
@@ -122,6 +122,7 @@ class Swarm(AveragingSwarm):
         checkpoint_dir: str | Path | None = None,
         checkpoint_period_s: float = 60.0,
         claim: ClaimConfig | None = None,
+        replicas: ReplicaConfig | None = None,
         on_progress: Callable[[str], None] = lambda text: None,
         compiling: AbstractAsyncContextManager[object] = nullcontext(),  # noqa: B008 (stateless)
     ) -> Served:
@@ -150,6 +151,8 @@ class Swarm(AveragingSwarm):
           claim: serve only those of the experts that nobody else serves, at most so many, and take up more whenever the
             node of some has died or left; see `dmoe_jax.claims`. They begin with what `checkpoint_dir`, which all nodes
             should share, has of them, else with their seeds. Returns when there is nothing more to claim for now.
+          replicas: serve the experts beside others who serve them too: begin with their state, share the load, and
+            average with them. All of them need it. None: whoever else serves one of them is warned of by name.
           on_progress: told what it is doing, in a few words.
           compiling: is entered while programs are compiled, so that processes of one machine may wait for each other.
 
@@ -169,6 +172,8 @@ class Swarm(AveragingSwarm):
         config = NodeConfig(swarm=self.name) if config is None else replace(config, swarm=self.name)
         if warm_up_rows is not None:
             config = replace(config, warm_up_rows=warm_up_rows)
+        if claim is not None and replicas is not None:
+            raise ValueError("replicas has no use beside claim: a node claims only what nobody else serves")
         seed = self.seed if seed is None else seed
         own = node_devices(self.device, devices, mesh, sharding_rule)
         places = [each.place for each in own]
@@ -190,7 +195,7 @@ class Swarm(AveragingSwarm):
             period_s=checkpoint_period_s,
             on_progress=on_progress,
             claimable=claimable,
-            sources=() if saver is None else (checkpoints_of(saver),),
+            replicate=replicas,
             compiling=compiling,
         )
         served: Served = await self._nursery.start(serving, self.peer, own, backends, config, saver)
@@ -290,7 +295,8 @@ class Swarm(AveragingSwarm):
         return await list_members(self.dht, self.name)
 
     async def experts(self) -> dict[str, ServedExpert]:
-        """Every expert that a node of this swarm serves now, by uid. Nodes that do not answer are left out."""
+        """Every expert that a node of this swarm serves now, by uid; of replicas the one with the most updates. Nodes
+        that do not answer are left out."""
         found: dict[str, ServedExpert] = {}
 
         async def ask(contact: Contact) -> None:
@@ -301,7 +307,7 @@ class Swarm(AveragingSwarm):
                 return
             updates = reply.body.get("updates")
             for uid, count in updates.items() if isinstance(updates, dict) else ():
-                if isinstance(count, int):
+                if isinstance(count, int) and (uid not in found or count > found[uid].updates):
                     found[uid] = ServedExpert(contact=contact, updates=count)
 
         async with trio.open_nursery() as nursery:

@@ -48,6 +48,7 @@ class _Record:
     failures: int = 0
     late: int = 0
     failed_at: float = 0.0
+    troubled_at: float = 0.0
     reason: str = ""
 
 
@@ -70,17 +71,29 @@ class PeerHealth:
         record.failures += 1
         record.late = 0
         record.failed_at, record.reason = now, reason
+        record.troubled_at = now
 
     def late(self, target: Hashable, now: float) -> None:
         """Note that an answer was no longer waited for. `LATE_LIMIT` in a row count as a failure."""
         record = self._touch(target)
         record.late += 1
+        record.troubled_at = now
         if record.late >= LATE_LIMIT:
             self.failed(target, now, f"late {LATE_LIMIT} times in a row")
 
     def succeeded(self, target: Hashable) -> None:
         """Forget the failures of a target that has answered."""
         self._records.pop(target, None)
+
+    def troubled_at(self, target: Hashable) -> float | None:
+        """When it last failed or was late, seconds; None if it has answered since, or never did either."""
+        record = self._records.get(target)
+        return None if record is None else record.troubled_at
+
+    def has_failed(self, target: Hashable) -> bool:
+        """Whether it has failed, and not only been late, and not answered since."""
+        record = self._records.get(target)
+        return record is not None and record.failures > 0
 
     def why_not(self, target: Hashable, now: float, pause: Pause) -> str | None:
         """Why it is to be left alone at `now`; None if it may be tried."""

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from dmoe_jax.claims.claiming import MAX_CLAIMABLE, Listing
 from dmoe_jax.grid import ExpertUid, check_prefix, steps
+from dmoe_jax.slots import children_of_untrusted
 from net.dht.messages import contact_to_wire, parse_contact_untrusted
 from net.dht.node import StoreItem
 from net.dht.records import Dictionary, Entry, Record, Value
@@ -79,18 +80,19 @@ def read_claims(
     return found
 
 
-def read_listings(key: str, record: Record | None, uids: Collection[str], *, now: float) -> dict[str, Listing]:
-    """Who announces these experts under a key such as `ffn.3.`, by uid."""
+def read_listings(
+    key: str, record: Record | None, uids: Collection[str], *, now: float, dead: Collection[PeerId] = ()
+) -> dict[str, Listing]:
+    """Who announces these experts under a key such as `ffn.3.`, by uid.
+
+    Of the replicas of an expert (`dmoe_jax.slots`) the first that is not among the `dead` stands for all.
+    """
     found: dict[str, Listing] = {}
-    for subkey, entry in (record.entries if isinstance(record, Dictionary) else {}).items():
-        uid = f"{key}{subkey}"
-        if uid not in uids or entry.expiration <= now:
-            continue
-        try:
-            contact = parse_contact_untrusted(entry.value)
-        except RemoteProtocolError:  # a row, or an announcement that was taken back
-            continue
-        found[uid] = Listing(contact=contact, expiration=entry.expiration)
+    for coordinate, child in children_of_untrusted(record).items():
+        living = child.living(now)
+        if living and (uid := f"{key}{coordinate}") in uids:
+            first = next((each for each in living if each.contact.peer_id not in dead), living[0])
+            found[uid] = Listing(contact=first.contact, expiration=first.expiration)
     return found
 
 

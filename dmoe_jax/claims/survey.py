@@ -55,7 +55,7 @@ class Survey:
         now = self._dht.clock.now()
         view_listed, view_claims = {}, {}
         for row in self._rows:
-            view_listed.update(read_listings(row, self._records.get(row), self._uids, now=now))
+            view_listed.update(read_listings(row, self._records.get(row), self._uids, now=now, dead=dead))
         for prefix in self._prefixes:
             view_claims.update(read_claims(prefix, self._records.get(claims_key(prefix)), self._uids, now=now))
         claimants = tuple(

@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
 
     from dmoe_jax.claims.claiming import ClaimConfig
     from dmoe_jax.experts import Expert
+    from dmoe_jax.replicas import ReplicaConfig
     from dmoe_jax.swarm import Swarm
 
 _DEFAULT_EXPERTS = ("layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]")
@@ -97,6 +98,11 @@ class NodeCommand(DhtCommand):
     node saved them. Nodes may share it."""
     checkpoint_period_s: float = 60.0
     """Seconds between saves, of the experts that have learnt since; one more is made when the node is stopped."""
+    replicate: bool = False
+    """Serve the experts beside other nodes that serve them too, all with this flag: begin with the state that they have
+    there, share the load, and average with them. Without it a warning names the others. Not together with --claim."""
+    average_period_s: float = 30.0
+    """Seconds between two averages with the other nodes, the same on all of them; at least 23. With --replicate."""
     warm_up_rows: int = 16
     """Compile for batches of up to this many samples before announcing the experts."""
     max_batch_rows: int = 256
@@ -135,6 +141,7 @@ class NodeCommand(DhtCommand):
                 record_lifetime_s=3 * self.announce_period_s,
             )
             claim = None if self.claim is None else ClaimConfig(max_experts=self.claim, of=self.of)
+            replicas = self._replica_config()
             expert, optimizer = await trio.to_thread.run_sync(
                 lambda: (self._make_expert(), self._make_optimizer()), abandon_on_cancel=True
             )
@@ -172,6 +179,7 @@ class NodeCommand(DhtCommand):
                             checkpoint_dir=self.checkpoint_dir,
                             checkpoint_period_s=self.checkpoint_period_s,
                             claim=claim,
+                            replicas=replicas,
                             on_progress=said,
                             compiling=compiling,
                         )
@@ -183,12 +191,25 @@ class NodeCommand(DhtCommand):
                 print(
                     f"Node {peer.rpc.peer_id.short} serves {len(served.uids)} experts{more}, ready after {took_s:.1f} s"
                 )
+                if replicas is not None:
+                    print(f"Slots of its experts (slot:experts): {node.status()['replicas']['summary']}")
                 print(join_line("train", self.network, peer), flush=True)
                 if faults is not None:
                     print(f"This node misbehaves on purpose: --faults {' '.join(self.faults)}", flush=True)
                 await trio.sleep_forever()
             monitor.why_not_ready = lambda: "leaving"
         return EXIT_INTERRUPTED
+
+    def _replica_config(self) -> "ReplicaConfig | None":
+        from dmoe_jax.replicas import ReplicaConfig
+
+        if self.replicate and self.claim is not None:
+            raise UsageError("--replicate has no use beside --claim: a node claims only what nobody else serves")
+        if self.replicate:
+            return ReplicaConfig(average_period_s=self.average_period_s)
+        if "average_period_s" in changed(self):
+            raise UsageError("--average-period-s would have no effect without --replicate")
+        return None
 
     def _programs(self) -> str:
         """What is compiled, told from what other nodes compile."""

@@ -119,6 +119,10 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
     if rows := [_claims_row(node, claims) for node in nodes if (claims := _claims_of(now.get(node.peer_id)))]:
         columns = ("node", "may claim", "won", "lost", "failed", "given up", *_ORIGINS)
         tables.append(_table("claims, and what the experts that were taken up began with", columns, rows))
+    if replicating := [node for node in nodes if "slots" in node.info]:
+        rows = [_replica_row(node, now.get(node.peer_id)) for node in replicating]
+        of_replicas = ("node", "address", "slot:experts", "averages", "failed", "state")
+        tables.append(_table("nodes that share experts with others", of_replicas, rows))
     if trainers:
         rows = [_row(each, *_TRAINER_FACTS) for each in trainers]
         columns = ("trainer", "address", "step", "loss", "items/s", "failed calls", "balance", "bias", "state")
@@ -167,6 +171,13 @@ def _claims_row(node: Member, claims: Mapping[str, Any]) -> list[str]:
     origins = adopted if isinstance(adopted, Mapping) else {}
     counts = [claims.get(name, "?") for name in ("room", "won", "lost", "failed", "given_up")]
     return [node.peer_id.short, *map(str, counts), *(str(origins.get(origin, 0)) for origin in _ORIGINS)]
+
+
+def _replica_row(node: Member, status: Mapping[str, Any] | None) -> list[str]:
+    """Slots and averages as the node has announced them, and why averages failed, as it says when it is asked."""
+    failed = ((status or {}).get("replicas") or {}).get("failed")
+    reasons = failed if isinstance(failed, dict) else {}
+    return [*_row(node, "slots", "averages", "averages_failed"), ", ".join(f"{why}: {n}" for why, n in reasons.items())]
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

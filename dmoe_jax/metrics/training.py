@@ -81,6 +81,8 @@ def call_families(recorder: TrainingRecorder, statistics: CallStatistics) -> Ite
     yield by_label("counter", "dmoe_train_calls_failed_total", text, "reason", statistics.failures)
     text = "Expert calls that a busy node asked to come again later."
     yield counter("dmoe_train_calls_asked_again_total", text, statistics.asked_again)
+    text = "Expert calls that were asked of another node, because the first had failed."
+    yield counter("dmoe_train_calls_moved_total", text, statistics.moved)
     yield by_label("histogram", "dmoe_train_call_seconds", "Time of an answered call.", "kind", recorder.calls)
     text = "Samples that went through a layer with no expert at all."
     yield counter("dmoe_train_samples_without_experts_total", text, statistics.skipped_samples)

@@ -3,19 +3,30 @@
 One `ExpertCall` asks one expert for the rows of a batch that chose it. `fan_out` runs a batch of them under one
 deadline and one quorum and returns the answers by call, None for a call that failed or was late. The calls of one node
 travel in one request; their answers come back one by one as they are ready.
+
+Replicas. Several nodes may serve one expert. A backward goes where its forward went, which knows what it has answered
+and how stale a gradient is, as long as that node answers. A call that fails while there is time, and that may be right
+elsewhere, is asked of another node once. So may a backward: its gradients are computed from inputs that it brings, and
+it makes the copy there learn in place of the one that is gone. What it says that its forward has "seen" stays behind:
+that counts the updates of another copy, and there would pass for any staleness or none; without it nothing is stale.
+
+Could both learn from one gradient, because the first had computed it when its line broke? Then it stands once in each
+of two copies, and since replicas average, in their mean at its full size once, as if nothing had failed. In one copy it
+never stands twice: each knows the ids of what it was asked.
 """
 
 import functools
+import logging
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import trio
 
-from dmoe_jax.directory import ExpertDirectory, host_target
+from dmoe_jax.directory import ExpertDirectory, expert_target, host_target
 from dmoe_jax.expert_calls import Answer, outcomes_of_untrusted
 from dmoe_jax.experts.base import TensorSpec
 from dmoe_jax.mixture.capacity import CallTimes
@@ -24,9 +35,19 @@ from dmoe_jax.mixture.quorum import Quorum
 from dmoe_jax.mixture.requests import ExpertCall, LayerRequest, PlacedCall, grouped, row_bytes_of
 from dmoe_jax.mixture.statistics import BAD_ANSWER, LATE, NOT_FINITE, CallRecord, CallStatistics, reason_of
 from net.errors import CallFailed, ConnectionLost, NetError, PeerBusy, RemoteProtocolError
-from net.identity import PeerId
+from net.identity import Contact, PeerId
 from net.rpc.base import Caller, Reply
 from net.types import Array
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer, and the call that it is an answer to: at the node that gave it."""
+
+    call: ExpertCall
+    answer: Answer
 
 
 class ExpertCaller:
@@ -61,7 +82,7 @@ class ExpertCaller:
         common: Mapping[str, Any],
         seen: Sequence[int | None] | None = None,
         retry: bool = False,
-    ) -> list[Answer | None]:
+    ) -> list[Answered | None]:
         """Run all calls at once; the answers in order, None where there is none.
 
         Calls of one node travel together, see `dmoe_jax.expert_calls`, and yet each is answered, and given up, by
@@ -74,57 +95,77 @@ class ExpertCaller:
           replies: what each answer must carry, for each row.
           config: how long to wait, and how tensors travel.
           common: what each request says beside its parts.
-          seen: for each call how many updates its expert had taken in the forward pass.
+          seen: for each call how many updates its expert had taken in the forward pass, at that very node.
           retry: whether what is not answered when a connection breaks is asked once more with the same ids.
 
         An answer of another shape, or with NaN or infinity in it, is none: it counts neither for the quorum nor for the
         expert. If cancelled, every call is cancelled, at the nodes too. Never raises for what a peer did.
         """
         quorum = Quorum([call.rows for call in calls], num_samples=len(inputs[0]), k_min=config.k_min)
-        answers: list[Answer | None] = [None] * len(calls)
-        finished = [False] * len(calls)
-        started = trio.current_time()
+        answers: list[Answered | None] = [None] * len(calls)
+        began = trio.current_time()
+        parts = self._placed(calls, seen, began)
+        open_parts = dict(enumerate(parts))
 
-        def finish(index: int, outcome: Answer | _Failure) -> None:
+        def finish(part: PlacedCall, outcome: Answer | _Failure) -> None:
             """A call has come to its end; each does once, or is given up."""
-            call, finished[index] = calls[index], True
+            call = part.call
+            del open_parts[part.index]
             if isinstance(outcome, Answer) and (fault := fault_in(outcome, replies, rows=len(call.rows))):
                 outcome = _Failure(*fault, blame=True)
             if isinstance(outcome, Answer):
-                answers[index] = outcome
-            self._note_outcome(method, call, started, outcome)
-            self._note_time(method, call, started)
-            quorum.note(index, answered=answers[index] is not None)
+                answers[part.index] = Answered(call, outcome)
+            self._note_outcome(method, part, outcome)
+            self._note_time(method, part)
+            quorum.note(part.index, answered=answers[part.index] is not None)
             if quorum.reached and scope.deadline == math.inf:
                 scope.deadline = trio.current_time() + config.grace_s
 
+        def moves(part: PlacedCall) -> None:
+            open_parts[part.index] = part
+
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
-                for indices in grouped(calls, row_bytes=row_bytes_of(inputs, output_grads), most=config.max_parts):
-                    parts = [
-                        PlacedCall(calls[index], index, None if seen is None else seen[index], secrets.token_bytes(16))
-                        for index in indices
-                    ]
-                    request = LayerRequest(method, parts, inputs, output_grads, config, common)
-                    nursery.start_soon(functools.partial(self._ask, request, finish, retry=retry))
-        for call, done in zip(calls, finished, strict=True):
-            if not done:
-                text = f"expert {call.uid} at {call.contact} was given up {config.grace_s:g} s after the others"
-                self.statistics.note_failure(LATE, text)
-                self._note_end(method, call, started, LATE)
-                self._note_time(method, call, started)
-                self.directory.health.late(host_target(call.contact), trio.current_time())
+                placed = [part.call for part in parts]
+                for indices in grouped(placed, row_bytes=row_bytes_of(inputs, output_grads), most=config.max_parts):
+                    some = [parts[index] for index in indices]
+                    request = LayerRequest(method, some, inputs, output_grads, config, common)
+                    nursery.start_soon(functools.partial(self._place, request, finish, moves, retry=retry))
+        for part in open_parts.values():
+            self._note_late(method, part, config.grace_s)
         return answers
+
+    def _note_late(self, method: str, part: PlacedCall, grace_s: float) -> None:
+        text = f"expert {part.call.uid} at {part.call.contact} was given up {grace_s:g} s after the others"
+        self.statistics.note_failure(LATE, text)
+        self._note_end(method, part, LATE)
+        self._note_time(method, part)
+        self.directory.health.late(host_target(part.call.contact), trio.current_time())
+
+    def _placed(self, calls: Sequence[ExpertCall], seen: Sequence[int | None] | None, now: float) -> list[PlacedCall]:
+        """The calls as parts of requests; those whose node failed just now at another one, if there is one."""
+        parts = []
+        for index, call in enumerate(calls):
+            part = PlacedCall(call, index, None if seen is None else seen[index], secrets.token_bytes(16), now)
+            is_gone = seen is not None and not self.directory.answers(call.uid, call.contact)
+            other = self.directory.another(call.uid, call.contact) if is_gone else None
+            parts.append(part if other is None else self._moved(part, other))
+        return parts
+
+    def _moved(self, part: PlacedCall, other: Contact) -> PlacedCall:
+        self.statistics.moved += 1
+        return replace(part, call=replace(part.call, contact=other), seen=None, began=trio.current_time())
 
     def slowness(self, hosts: Iterable[PeerId]) -> dict[PeerId, float]:
         """How many times as long as the median of these hosts each takes for our calls, of those called of late."""
         return self._times.slowness(hosts, trio.current_time())
 
-    def _note_time(self, method: str, call: ExpertCall, started: float) -> None:
+    def _note_time(self, method: str, part: PlacedCall) -> None:
         now = trio.current_time()
-        self._times.note(method, call.contact.peer_id, now - started, now)
+        self._times.note(method, part.call.contact.peer_id, now - part.began, now)
 
-    def _note_end(self, method: str, call: ExpertCall, began: float, outcome: str) -> None:
+    def _note_end(self, method: str, part: PlacedCall, outcome: str) -> None:
+        call = part.call
         if self.on_call is not None:
             self.on_call(
                 CallRecord(
@@ -133,36 +174,86 @@ class ExpertCaller:
                     contact=call.contact,
                     rows=len(call.rows),
                     outcome=outcome,
-                    began=began,
+                    began=part.began,
                     ended=trio.current_time(),
                 )
             )
 
-    async def _ask(
-        self, request: LayerRequest, finish: Callable[[int, "Answer | _Failure"], None], *, retry: bool
+    async def _place(
+        self,
+        request: LayerRequest,
+        finish: Callable[[PlacedCall, "Answer | _Failure"], None],
+        moves: Callable[[PlacedCall], None],
+        *,
+        retry: bool,
     ) -> None:
-        """Place a request, and say of each of its parts how it ended.
+        """Place a request, say of each of its parts how it ended, and ask for those that failed elsewhere, once."""
+        deadline = trio.current_time() + request.config.timeout_s
+        elsewhere: dict[Contact, list[PlacedCall]] = {}
+        for part, failure in await self._ask(request, finish, deadline, retry=retry, may_move=True):
+            call, is_over = part.call, trio.current_time() >= deadline
+            other = None if is_over else self.directory.another(call.uid, call.contact)
+            if other is None:
+                finish(part, failure)
+                continue
+            logger.debug("expert %s at %s: %s; asked of %s", call.uid, call.contact, failure.text, other)
+            if failure.blame:
+                self.directory.avoid(call.uid, call.contact, failure.reason)
+            moved = self._moved(part, other)
+            moves(moved)
+            elsewhere.setdefault(other, []).append(moved)
 
-        Parts for which the node has no room yet are asked again when it says, if there is time until then.
+        async def ask(parts: Sequence[PlacedCall]) -> None:
+            again = replace(request, parts=parts)
+            for part, failure in await self._ask(again, finish, deadline, retry=retry, may_move=False):
+                finish(part, failure)
+
+        async with trio.open_nursery() as nursery:
+            for parts in elsewhere.values():
+                nursery.start_soon(ask, parts)
+
+    async def _ask(
+        self,
+        request: LayerRequest,
+        finish: Callable[[PlacedCall, "Answer | _Failure"], None],
+        deadline: float,
+        *,
+        retry: bool,
+        may_move: bool,
+    ) -> list[tuple[PlacedCall, "_Failure"]]:
+        """Place a request, say of each of its parts how it was answered, and return those that were not, with the
+        reasons.
+
+        Parts for which the node has no room yet are asked again when it says, if there is time until then; or, with
+        `may_move`, returned if another node serves their expert and is not busy.
         """
         left = {part.index: part for part in request.parts}
         contact = request.parts[0].call.contact
-        deadline = trio.current_time() + request.config.timeout_s
+        lost: list[tuple[PlacedCall, _Failure]] = []
         while left:
             asked, again_at = list(left.values()), dict[int, float]()
 
-            def take(answer: Reply, asked: Sequence[PlacedCall] = asked, again_at: dict[int, float] = again_at) -> None:
+            def take(
+                answer: Reply,
+                asked: Sequence[PlacedCall] = asked,
+                again_at: dict[int, float] = again_at,
+                lost: list[tuple[PlacedCall, _Failure]] = lost,
+            ) -> None:
                 open_parts = {number: part for number, part in enumerate(asked) if part.index in left.keys() - again_at}
                 for number, outcome in _outcomes(answer, open_parts):
-                    index = open_parts[number].index
+                    part = open_parts[number]
                     if isinstance(outcome, PeerBusy) and outcome.retry_after_s is not None:
                         self.directory.busy(contact, outcome.retry_after_s)
                         at = trio.current_time() + outcome.retry_after_s
-                        if at < deadline:
-                            again_at[index] = at
+                        is_better_off = may_move and self.directory.another(part.call.uid, contact) is not None
+                        if at < deadline and not is_better_off:
+                            again_at[part.index] = at
                             continue
-                    del left[index]
-                    finish(index, _failure_of(outcome) if isinstance(outcome, CallFailed) else outcome)
+                    del left[part.index]
+                    if isinstance(outcome, CallFailed):
+                        lost.append((part, _failure_of(outcome)))
+                    else:
+                        finish(part, outcome)
 
             body, tensors = request.encoded(asked)
             try:
@@ -176,24 +267,24 @@ class ExpertCaller:
                 failure = _Failure(reason_of(error), str(error))
             except NetError as error:
                 failure = _failure_of(error)
-            for index in left.keys() - again_at:
-                del left[index]
-                finish(index, failure)
+            lost += [(left.pop(index), failure) for index in left.keys() - again_at]
             if again_at:
                 self.statistics.asked_again += len(again_at)
                 await trio.sleep_until(max(again_at.values()))
+        return lost
 
-    def _note_outcome(self, method: str, call: ExpertCall, started: float, outcome: "Answer | _Failure") -> None:
+    def _note_outcome(self, method: str, part: PlacedCall, outcome: "Answer | _Failure") -> None:
+        call = part.call
         if isinstance(outcome, Answer):
             self.statistics.ok += 1
             self.statistics.host[call.uid] = call.contact
-            self.directory.health.succeeded(call.uid)
-            self._note_end(method, call, started, "ok")
+            self.directory.health.succeeded(expert_target(call.contact, call.uid))
+            self._note_end(method, part, "ok")
             return
         self.statistics.note_failure(outcome.reason, f"expert {call.uid} at {call.contact}: {outcome.text}")
         if outcome.blame:
-            self.directory.avoid(call.uid, outcome.reason)
-        self._note_end(method, call, started, outcome.reason)
+            self.directory.avoid(call.uid, call.contact, outcome.reason)
+        self._note_end(method, part, outcome.reason)
 
 
 @dataclass(frozen=True, slots=True)

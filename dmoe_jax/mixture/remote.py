@@ -78,8 +78,8 @@ class Residual(NamedTuple):
 
     Attributes:
       inputs: the experts' inputs, each [batch, ...].
-      answered: for each call that was answered: the call, and how many updates the expert had taken, as it said; None
-        if it said no such thing. The backward pass tells it what it said.
+      answered: for each call that was answered: the call, at the node that did, and how many updates the expert had
+        taken there, as it said; None if it said no such thing. The backward pass goes there and tells it what it said.
       body: what the requests said beside their parts; the backward pass says the same.
     """
 
@@ -246,11 +246,12 @@ class RemoteMixture:
         )
         outputs = np.zeros((*choice.indices.shape[:2], *spec.shape), spec.dtype)
         answered = np.zeros(choice.indices.shape[:2], bool)
-        for call, answer in zip(calls, answers, strict=True):
-            if answer is not None:
-                outputs[call.rows, call.slots] = answer.tensors[0]
+        for each in answers:
+            if each is not None:
+                call = each.call
+                outputs[call.rows, call.slots] = each.answer.tensors[0]
                 answered[call.rows, call.slots] = True
-                residual.answered.append((call, answer.updates))
+                residual.answered.append((call, each.answer.updates))
         found, replied = ({call.uid for call in each} for each in (calls, (call for call, _ in residual.answered)))
         self._note_answers(answered, found=len(found), replied=len(replied))
         return outputs, answered, residual
@@ -275,11 +276,12 @@ class RemoteMixture:
             retry=True,
         )
         wanted = [array for array in sums if array is not None]
-        for (call, updates), answer in zip(residual.answered, returned, strict=True):
-            if answer is not None:
-                for array, grad in zip(wanted, answer.tensors, strict=True):
+        for (call, updates), each in zip(residual.answered, returned, strict=True):
+            if each is not None:
+                for array, grad in zip(wanted, each.answer.tensors, strict=True):
                     _add_rows(array, call.rows, grad)
-                self._note_update(call, updates, answer.updates)
+                is_same_copy = each.call.contact == call.contact
+                self._note_update(call, updates if is_same_copy else None, each.answer.updates)
         return tuple(sums)
 
     async def check(self, *, timeout_s: float = 60.0, say: Callable[[str], None] = lambda _: None) -> int:

@@ -43,14 +43,16 @@ class PlacedCall:
 
     Attributes:
       index: its place among the calls of the layer.
-      seen: see `ExpertCaller.fan_out`.
+      seen: see `ExpertCaller.fan_out`; None for a call that was moved to another node than its forward's.
       id: names it across retries.
+      began: when this node was first asked, by trio's clock.
     """
 
     call: ExpertCall
     index: int
     seen: int | None
     id: bytes
+    began: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,8 @@ class CallStatistics:
     """Calls that brought nothing, by reason; see `REASONS`."""
     asked_again: int = 0
     """Times that a busy node asked for a call to come again later, and it did."""
+    moved: int = 0
+    """Calls that were asked of another node that serves the same expert, because the first one failed, or had."""
     skipped_samples: int = 0
     """Samples that went through a layer with no expert at all."""
     staleness_total: int = 0

@@ -4,9 +4,10 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from dmoe_jax.directory import declare_experts, withdraw_experts
+from dmoe_jax.directory import declare_experts
 from dmoe_jax.grid import ExpertUid
 from dmoe_jax.members import MAX_GRIDS, declare_member, withdraw_member
+from dmoe_jax.node.listing import ExpertListing, SoleListing
 from net.dht.node import DhtNode
 from net.dht.records import Value
 from net.identity import Contact
@@ -22,9 +23,14 @@ class Announcements:
       contact: where the node is called.
       swarm: under which name it is listed.
       lifetime_s: seconds for which an announcement is valid.
+      listing: keeps the experts listed; None: a `SoleListing`.
     """
 
-    def __init__(self, dht: DhtNode, contact: Contact, *, swarm: str, lifetime_s: float) -> None:
+    def __init__(
+        self, dht: DhtNode, contact: Contact, *, swarm: str, lifetime_s: float, listing: ExpertListing | None = None
+    ) -> None:
+        self.listing = listing or SoleListing(dht, contact)
+        """Announces the experts."""
         self._dht, self._contact, self._swarm, self._lifetime_s = dht, contact, swarm, lifetime_s
         self._outlasted: dict[ExpertUid, float] = {}  # at most one for each expert that the node serves
 
@@ -36,7 +42,7 @@ class Announcements:
           uids: its experts.
         """
         grids = list(dict.fromkeys(uid.prefix for uid in uids))[:MAX_GRIDS]
-        facts = {"role": "node", "experts": len(uids), "grids": grids, **info}
+        facts = {"role": "node", "experts": len(uids), "grids": grids, **self.listing.facts(), **info}
         peer_id = self._contact.peer_id
         await declare_member(self._dht, self._swarm, peer_id, self._contact, facts, expiration=self._expiration())
 
@@ -52,7 +58,7 @@ class Announcements:
             by_expiration.setdefault(expiration, []).append(uid)
         missing: list[ExpertUid] = []
         for expiration, some in by_expiration.items():
-            listed = await declare_experts(self._dht, some, self._contact, expiration=expiration)
+            listed = await self.listing.announce(some, expiration=expiration)
             missing += [uid for uid, stands in listed.items() if not stands]
         if missing:
             logger.warning("%d experts could not be announced, among them %s", len(missing), missing[0])
@@ -72,7 +78,7 @@ class Announcements:
 
     async def withdraw(self, uids: Sequence[ExpertUid]) -> None:
         """Take all announcements back; what cannot be reached expires."""
-        await withdraw_experts(self._dht, uids, self._contact)
+        await self.listing.withdraw(uids)
         await withdraw_member(self._dht, self._swarm, self._contact.peer_id, "node")
 
     def _expiration(self) -> float:

@@ -13,7 +13,8 @@ nothing; then it withdraws its experts from the DHT, and answers what it had acc
 A request may ask several experts; each of its parts is a job of its own. What is ready goes ahead of the rest.
 
 Tensors arrive decoded, however their trainer chose to send them; those of the answer are compressed only if the
-request names a compression. They are activations and gradients: no method sends an expert's parameters.
+request names a compression. They are activations and gradients: no method here sends an expert's parameters; a node
+that replicates its experts gives their states to others who serve them (`dmoe_jax.replicas.state`).
 
 Answers carry how many updates the expert has taken, and a backward request carries as "seen" what the answer to its
 forward said. The updates since then are its staleness, which the optimiser is told: the mean over the rows of a batch,
@@ -42,6 +43,7 @@ from dmoe_jax.node.announcements import Announcements, LoadReport
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.batching import QueueFull
 from dmoe_jax.node.devices import PlacedDevice, placed
+from dmoe_jax.node.listing import ExpertListing
 from dmoe_jax.node.replay import ReplayCache
 from dmoe_jax.node.requests import ExpertRequest, parse_request, uid_of
 from dmoe_jax.node.runner import Job
@@ -101,6 +103,7 @@ class ExpertNode:
       device: runs and compiles them; or several, one for each place in which experts live.
       config: settings.
       prototypes: experts of the kinds that it may adopt later, for which it compiles beforehand.
+      listing: keeps the experts listed; None: as a `SoleListing` does.
 
     Raises:
       ValueError: if there is nothing to serve, now or later, or an expert lives where there is no device.
@@ -115,6 +118,7 @@ class ExpertNode:
         device: Device | Sequence[PlacedDevice],
         config: NodeConfig,
         prototypes: Sequence[ExpertBackend] = (),
+        listing: ExpertListing | None = None,
     ) -> None:
         if not backends and not prototypes:
             raise ValueError("an expert node needs at least one expert")
@@ -134,7 +138,9 @@ class ExpertNode:
             "node.status": self._status,
         }
         """Its RPC methods."""
-        self._announcements = Announcements(dht, contact, swarm=config.swarm, lifetime_s=config.record_lifetime_s)
+        self._announcements = Announcements(
+            dht, contact, swarm=config.swarm, lifetime_s=config.record_lifetime_s, listing=listing
+        )
         self._backends = backends
         self._experts = {uid: backend.expert for uid, backend in backends.items()}  # without those it is giving up
         self._uids = {uid: parse_uid(uid) for uid in backends}  # the same ones
@@ -164,8 +170,9 @@ class ExpertNode:
         `waiting_rows` in the queue, seconds `uptime_s`, seconds `busy_s` in which devices worked on batches, `devices`,
         which is what each device does (see `DeviceRunners.status`) and sums up to the `batches`, `rows` and so on here,
         `updates` of each expert, `steps`, the updates of all experts since the start, and their mean `staleness`, None
-        before the first; `answered` calls, their `rows`, and the seconds `call_s` that they spent here in all; if it
-        claims experts, `claims`, see `dmoe_jax.claims.claimer.Claimer.status`.
+        before the first; `answered` calls, their `rows`, and the seconds `call_s` that they spent here in all; what its
+        listing says, such as `replicas`; and if it claims experts `claims`, see
+        `dmoe_jax.claims.claimer.Claimer.status`.
         """
         runner, counts, backends = self._runner, self._runner.counts, self._backends.values()
         steps = self._gone[0] + sum(backend.steps_here for backend in backends)
@@ -187,6 +194,7 @@ class ExpertNode:
             "updates": {uid: self._backends[uid].update_count for uid in self._experts},
             "steps": steps,
             "staleness": staleness / steps if steps else None,
+            **self._announcements.listing.status(),
         }
         return status if self.claims is None else status | {"claims": self.claims()}
 
@@ -412,6 +420,7 @@ async def open_expert_node(
     on_progress: Callable[[str], None] = lambda text: None,
     on_open: Callable[[ExpertNode], None] = lambda node: None,
     compiling: AbstractAsyncContextManager[object] = nullcontext(),  # noqa: B008 (stateless)
+    listing: ExpertListing | None = None,
 ) -> AsyncIterator[ExpertNode]:
     """Serve `backends` (by uid) at `caller` while the context is open, and announce node and experts in the DHT.
 
@@ -427,6 +436,7 @@ async def open_expert_node(
       on_progress: told each state on the way, such as "compiling 2 of 5".
       on_open: told of the node before it is warm: it may adopt experts from then on.
       compiling: what to compile in, so that processes of one machine do not all do the same work.
+      listing: as of `ExpertNode`.
 
     Raises:
       ValueError: if there is no expert, one lives where there is no device, or the peer does not listen or serves
@@ -435,7 +445,7 @@ async def open_expert_node(
     if caller.address is None:
         raise ValueError("an expert node must listen: its peer is in client mode")
     contact = Contact(caller.peer_id, caller.address)
-    node = ExpertNode(backends, contact, dht, device=device, config=config, prototypes=prototypes)
+    node = ExpertNode(backends, contact, dht, device=device, config=config, prototypes=prototypes, listing=listing)
     with handlers(caller, node.handlers, max_concurrent=config.max_concurrent_calls):
         async with background_nursery() as nursery:
             nursery.start_soon(node.run)

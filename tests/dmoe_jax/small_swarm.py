@@ -129,7 +129,7 @@ async def find_experts(directory: ExpertDirectory, uids: Iterable[ExpertUid]) ->
 def avoided(directory: ExpertDirectory) -> list[PeerId | str]:
     """The hosts, and the single experts by uid, that count as dead now because they failed."""
     targets = directory.health.blocked(trio.current_time(), directory._pause)
-    return [target if isinstance(target, str) else target[0] for target in targets]
+    return [peer_id if service == "expert" else service for peer_id, service in targets]
 
 
 def close(left: Any, right: Any, atol: float = 1e-5) -> None:

@@ -81,6 +81,16 @@ def test_status_shows_claims() -> None:
     assert re.search(r"02020202 +1 +\? +\? +\? +\? +0 +0 +0", text)
 
 
+def test_status_shows_who_shares_experts_and_why_averages_failed() -> None:
+    """In a table of their own, which is not there without them."""
+    nodes = [member(1, "node", state="serving", slots="0:6 1:2", averages=40, averages_failed=3), member(2, "node")]
+    now = {nodes[0].peer_id: {"replicas": {"failed": {"not finite": 3}}}}
+    text = tables(nodes, {}, now)
+    assert re.search(r"01010101 +127\.0\.0\.1:1001 +0:6 1:2 +40 +3 +not finite: 3", text)
+    assert re.search(r"01010101 +127\.0\.0\.1:1001 +0:6 1:2 +40 +3 *\n", tables(nodes, {}, {}))
+    assert "share experts" not in tables(nodes[1:], {}, {})
+
+
 def test_status_says_that_nobody_is_listed() -> None:
     """A name with a slip of the pen is no empty table."""
     assert "Nobody is listed under the name 'test'" in tables([], {}, {})

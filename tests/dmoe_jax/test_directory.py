@@ -216,7 +216,7 @@ async def test_a_failing_expert_is_avoided_and_not_its_host(autojump_clock: Mock
         async with open_expert_directory(nodes[1]) as directory:
             for pause_s in (1.0, 2.0, 4.0):
                 for _ in range(3):
-                    directory.avoid(str(bad), "not finite")
+                    directory.avoid(str(bad), HOSTS[0], "not finite")
                 started = now()
                 assert await find_experts(directory, [bad, good]) == {bad: None, good: HOSTS[0]}
                 assert avoided(directory) == [str(bad)]
@@ -251,7 +251,7 @@ async def test_with_no_backoff_nobody_is_avoided(autojump_clock: MockClock) -> N
         await declare_experts(nodes[0], wanted, HOSTS[0], expiration=now() + 60)
         async with open_expert_directory(nodes[1], config=DirectoryConfig(backoff_base_s=0.0)) as directory:
             directory.health.failed(host_target(HOSTS[0]), now(), "no answer")
-            directory.avoid("ffn.0.0", "not finite")
+            directory.avoid("ffn.0.0", HOSTS[0], "not finite")
             assert list((await find_experts(directory, wanted)).values()) == [HOSTS[0]] * 2
             assert avoided(directory) == []
 

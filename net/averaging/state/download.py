@@ -108,6 +108,7 @@ async def download_state(
     attempts: int | None = None,
     expects: Callable[[int, Table], bool] = lambda version, table: True,
     accepts: Callable[[SharedState], bool] = lambda state: True,
+    known: Sequence[Contact] | None = None,
 ) -> SharedState | None:
     """The freshest state that a donor gives.
 
@@ -121,6 +122,7 @@ async def download_state(
       expects: whether a state of this version and table is of use; asked before anything is allocated for it. The
         table has `[dtype name, shape]` for each array.
       accepts: whether the values are. A donor whose state is not is not asked again.
+      known: the donors, the one to begin with first; None: those that are announced in the DHT.
 
     Returns: the state; its arrays are read-only. None: nobody is announced who might have one.
 
@@ -136,6 +138,7 @@ async def download_state(
         min_version=min_version,
         deadline=trio.current_time() + timeout_s,
         expects=expects,
+        known=known,
     )
     with trio.move_on_at(search.deadline):
         pause_s = 0.1
@@ -177,6 +180,7 @@ class _Search:
     min_version: int
     deadline: float  # by trio's clock
     expects: Callable[[int, Table], bool]
+    known: Sequence[Contact] | None = None
     partial: _Partial | None = None
     banned: set[PeerId] = field(default_factory=set)
     num_announced: int = 0  # donors that the last look at the DHT found
@@ -186,6 +190,9 @@ class _Search:
 
     async def donors(self) -> list[Contact]:
         """Donors that live, the furthest first; at the same version in random order."""
+        if self.known is not None:
+            self.num_announced = len(self.known)
+            return await self._living([contact for contact in self.known if contact.peer_id not in self.banned])
         record = await self.dht.get(state_key(self.prefix))
         found = []
         for subkey, entry in record.entries.items() if isinstance(record, Dictionary) else ():

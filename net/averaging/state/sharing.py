@@ -20,7 +20,8 @@ Peers of earlier versions give no hashes. Then all pieces come from one donor.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,11 +159,7 @@ class StateSharing:
         if self._caller.address is None:
             return
         contact = contact_to_wire(Contact(self._caller.peer_id, self._caller.address))
-        open_method, chunk_method = state_methods(self._prefix)
-        with (
-            handlers(self._caller, {open_method: self._serve_open}, max_concurrent=16),
-            handlers(self._caller, {chunk_method: self._serve_chunk}),
-        ):
+        with self.serving():
             while True:
                 await self._dht.store(
                     state_key(self._prefix),
@@ -172,6 +169,25 @@ class StateSharing:
                 )
                 await trio.sleep(self._config.announce_period_s)
                 self._forget_old()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Serve as long as the block lasts, without announcing it: to those who know of this donor by other ways.
+
+        Raises:
+          ValueError: the caller serves a state under this prefix already.
+        """
+        open_method, chunk_method = state_methods(self._prefix)
+        with (
+            handlers(self._caller, {open_method: self._serve_open}, max_concurrent=16),
+            handlers(self._caller, {chunk_method: self._serve_chunk}),
+        ):
+            yield
+
+    @property
+    def used_at(self) -> float:
+        """When a snapshot was last asked for, by trio's clock; minus infinity if none is held."""
+        return max((held.used_at for held in self._snapshots.values()), default=-math.inf)
 
     async def _serve_open(self, request: Request) -> Reply:
         min_version, offered, wanted, with_hashes = read_request(request, **_OPEN)
