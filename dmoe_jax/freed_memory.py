@@ -46,7 +46,7 @@ def keep_freed_memory() -> bool:
     return libc is not None and all(libc.mallopt(option, value) == 1 for option, value in _MALLOPT.items())
 
 
-def give_back(*, beyond_bytes: int = 0) -> bool:
+def give_back(beyond_bytes: int = 0) -> bool:
     """Give freed memory back to the system, if more than so many bytes of the heap are free.
 
     Nobody can allocate meanwhile, about 0.1 s for each GB, and the system must clear what is wanted again: so not after

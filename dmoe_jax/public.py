@@ -29,7 +29,7 @@ from dmoe_jax.mixture.coverage import TooFewExperts
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.model import Evaluation, Model, Outcome
-from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.optim import (
     apply_average,
     averaging_due,

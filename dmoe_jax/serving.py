@@ -14,13 +14,14 @@ from dmoe_jax.claims.records import check_claimable
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.node.backend import ExpertBackend, make_backend
+from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, all_of
 from dmoe_jax.node.listing import SoleListing
 from dmoe_jax.node.placement import Place, bytes_by_place
 from dmoe_jax.node.saving import ExpertSaver
-from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
+from dmoe_jax.node.server import ExpertNode, open_expert_node
 from dmoe_jax.peer import SwarmPeer
-from dmoe_jax.replicas import ReplicaConfig, fetch_state, replicating
+from dmoe_jax.replicas import ReplicaConfig, replicating
 from net.identity import Contact
 from net.nursery import background_nursery
 
@@ -94,26 +95,6 @@ def checkpoints_of(saver: ExpertSaver) -> Source:
         return await saver.restore_one(uid, backend) is not None
 
     return Source(name="checkpoint", fill=fill)
-
-
-def copies_of_others(peer: SwarmPeer, devices: Sequence[PlacedDevice], *, swarm: str) -> Source:
-    """The nodes that serve an expert all the same, though it seemed vacant, and give its state to newcomers."""
-    device, timeout_s = all_of(devices), ReplicaConfig().fetch_timeout_s
-
-    async def fill(uid: str, backend: ExpertBackend) -> bool:
-        taken = await fetch_state(
-            uid,
-            backend,
-            caller=peer.rpc,
-            dht=peer.dht,
-            swarm=swarm,
-            device=device,
-            rng=peer.rng,
-            timeout_s=timeout_s,
-        )
-        return taken is not None
-
-    return Source(name="replica", fill=fill)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,8 +232,7 @@ async def serve_until_left(
     Args:
       backends: the experts to begin with; none, if it claims some.
       claimable: what it may claim; those are claimed that nobody serves, at first while the programs are compiled. They
-        begin with the copy of another node if there is one, else with what the saver's folder has, else with their
-        seeds.
+        begin with what the saver's folder has, else with their seeds.
       compiling: see `open_expert_node`.
       replicate: the experts are replicas of those that other nodes serve, and begin with the state that they have
         there.
@@ -263,9 +243,8 @@ async def serve_until_left(
     def begin_to_claim(node: ExpertNode) -> None:
         nonlocal claimer
         if claimable is not None:
-            sources = [copies_of_others(peer, devices, swarm=config.swarm)]
-            sources += [] if saver is None else [checkpoints_of(saver)]
-            begin = functools.partial(begin_from, sources)
+            # No living copies among them: an expert of which there is one is not vacant.
+            begin = functools.partial(begin_from, () if saver is None else (checkpoints_of(saver),))
             host = _ClaimingNode(node, backends, devices, claimable.make, begin)
             claimer = Claimer(
                 peer.rpc, peer.dht, config.swarm, claimable.uids, claimable.config, host, on_progress=on_progress

@@ -11,7 +11,8 @@ import trio
 
 from dmoe_jax.device import Device, InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.server import NodeConfig, open_expert_node
+from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.node.server import open_expert_node
 from dmoe_jax.peer import SIM_PORT, open_peer
 from net.errors import DialFailed
 from net.identity import Address

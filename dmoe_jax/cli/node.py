@@ -127,8 +127,8 @@ class NodeCommand(DhtCommand):
         from dmoe_jax.claims.claiming import ClaimConfig
         from dmoe_jax.cli.compiling import compiled_once
         from dmoe_jax.device import ThreadDevice
+        from dmoe_jax.node.config import NodeConfig
         from dmoe_jax.node.devices import node_devices
-        from dmoe_jax.node.server import NodeConfig
         from dmoe_jax.swarm import open_swarm
 
         with mistakes_in_one_line():

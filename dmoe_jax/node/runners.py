@@ -7,7 +7,7 @@ device whose experts nobody asks does not make room for the others' requests, wh
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import trio
@@ -51,7 +51,8 @@ class DeviceRunners:
                 raise ValueError(f"expert {uid} lives at place {backend.place.number}, but there are {len(devices)}")
         self._backends = backends
         self._places = [each.place for each in devices]
-        self._compiles_aside = devices[0].device.compiles_aside
+        self._first_device = devices[0].device
+        self._compiles_aside = self._first_device.compiles_aside
         self._first_rows = min(warm_up_rows, max_batch_rows)
         recorder = recorder or NodeRecorder()
         self._runners = [
@@ -140,6 +141,11 @@ class DeviceRunners:
     async def compile(self, backend: ExpertBackend, bucket: int, scratch: PyTree = None) -> PyTree:
         """Compile for batches of so many rows; see `BatchRunner.compile`."""
         return await self._runner_of(backend).compile(backend, bucket, scratch)
+
+    async def aside(self, function: Callable[..., object], *args: Any) -> None:
+        """Do what concerns the whole process beside the devices; nothing in virtual time, where many nodes share one."""
+        if self._compiles_aside:
+            await self._first_device.aside(function, *args)
 
     async def run(self) -> None:
         """Serve all queues for ever. If cancelled, the batches that run are finished first (see `Device.run`)."""

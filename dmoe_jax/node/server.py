@@ -27,21 +27,22 @@ RPC methods (body -> body):
 """
 
 import functools
-import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import trio
 
 from dmoe_jax.device import Device
 from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, answer_of
+from dmoe_jax.freed_memory import give_back
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.announcements import Announcements, LoadReport
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.batching import QueueFull
+from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.listing import ExpertListing
 from dmoe_jax.node.replay import ReplayCache
@@ -55,42 +56,8 @@ from net.identity import Contact, PeerId
 from net.nursery import background_nursery
 from net.rpc.base import Caller, Handler, Reply, Request, handlers
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeConfig:
-    """Settings of an expert node."""
-
-    swarm: str = "dmoe"
-    """Name under which the node is listed in the DHT."""
-    max_batch_rows: int = 256
-    """Most rows of one XLA call, and of one request."""
-    warm_up_rows: int = 16
-    """Rows for which programs are compiled before the experts are announced, on a device that compiles aside."""
-    max_waiting_rows: int = 4096
-    """Most rows in the queue of a device; beyond it requests are answered "busy". 16 full batches: about as long as a
-    trainer waits before it goes on without us."""
-    announce_period_s: float = 10.0
-    """Seconds between announcements in the DHT."""
-    record_lifetime_s: float = 30.0
-    """Seconds for which an announcement is valid: three periods, so that one lost announcement does no harm."""
-    max_wait_s: float = 10.0
-    """Most seconds of work in the queue of a device; beyond it too. Whoever waits longer has given up: it is the
-    time-out of `Swarm.mixture`. Infinity: any."""
-    max_concurrent_calls: int = 256
-    """Calls of one method in progress at once, waiting ones included."""
-    leave_timeout_s: float = 5.0
-    """A node that leaves answers what it has accepted, for at most so many seconds; 0 drops it."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.leave_timeout_s < math.inf:
-            raise ValueError(f"leave_timeout_s must be 0 or a number of seconds, got {self.leave_timeout_s}")
-        if not self.max_wait_s > 0:
-            raise ValueError(f"max_wait_s must be a number of seconds above 0, got {self.max_wait_s}")
-        if self.record_lifetime_s <= self.announce_period_s:
-            raise ValueError(
-                f"record_lifetime_s must exceed announce_period_s, or experts vanish between announcements; "
-                f"got {self.record_lifetime_s} and {self.announce_period_s}"
-            )
+_MOST_FREE_BYTES = 128 << 20
+"""Freed memory that a node may keep for further batches for longer than an announcement's period."""
 
 
 class ExpertNode:
@@ -205,6 +172,7 @@ class ExpertNode:
             while True:
                 await trio.sleep(self.config.announce_period_s)
                 await self.introduce()
+                await self._runner.aside(give_back, _MOST_FREE_BYTES)
 
     async def warm_up(self, on_progress: Callable[[str], None]) -> None:
         """Compile for batches of up to `warm_up_rows`, listed as compiling, and then announce the experts.
@@ -221,6 +189,8 @@ class ExpertNode:
             scratch[kind] = await self._runner.compile(backend, bucket, scratch.pop(kind, None))
         scratch.clear()
         self._prototypes = ()
+        if cold:
+            await self._runner.aside(give_back)  # compiling leaves holes in the heap
         self.state = "serving"
         await self.introduce()
         self.warm.set()

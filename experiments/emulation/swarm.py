@@ -21,7 +21,7 @@ from dmoe_jax.emulator import Data, Emulator, EventOrder, OrderRecorder
 from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.grid import ExpertUid, all_uids
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.peer import open_peer
 from dmoe_jax.swarm import open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer

@@ -17,8 +17,8 @@ from jax import monitoring
 
 from dmoe_jax.cli.common import set_up_jax
 from dmoe_jax.experts.base import init_by_uid
+from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.programs import expert_programs
-from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.serving import Served
 from dmoe_jax.swarm import open_swarm
 from experiments.node_speed.cases import Case

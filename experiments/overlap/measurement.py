@@ -16,7 +16,7 @@ from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL
-from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.security import Plain
 from dmoe_jax.swarm import Swarm, open_swarm

@@ -29,7 +29,7 @@ from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.node.backend import ExpertBackend, make_backends
-from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.swarm import open_swarm
 from dmoe_jax.trainer import Trainer

@@ -20,7 +20,7 @@ from dmoe_jax.grid import parse_uid
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.swarm import open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer

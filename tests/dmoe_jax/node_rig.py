@@ -15,7 +15,8 @@ from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, outcomes_of_untrust
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.server import ExpertNode, NodeConfig, open_expert_node
+from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.node.server import ExpertNode, open_expert_node
 from net.clock import SwarmClock
 from net.dht.node import open_dht_node
 from net.identity import Address, PeerId

@@ -18,7 +18,8 @@ from dmoe_jax.grid import ExpertUid, all_uids, key_prefix
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.server import ExpertNode, NodeConfig
+from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.node.server import ExpertNode
 from dmoe_jax.routing.base import Router
 from dmoe_jax.swarm import Swarm, open_swarm
 from net.clock import SwarmClock

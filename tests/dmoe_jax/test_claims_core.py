@@ -340,6 +340,19 @@ def test_listings_are_read_row_by_row() -> None:
     assert found == {"ffn.0.1": Listing(contact=CONTACTS[0], expiration=now + 10)}
 
 
+def test_an_expert_is_listed_as_long_as_one_of_its_replicas_lives() -> None:
+    """Slot 0 comes first unless its node is dead; without it the others stand for the expert, which is not vacant."""
+    first, second = (make_entry(contact_to_wire(contact), 15.0) for contact in CONTACTS[:2])
+    record = Dictionary(entries={"1": first, "1~2": second, "2~1": second})
+    uids = {"ffn.0.1", "ffn.0.2"}
+    for dead, expected in ((set(), 0), ({CONTACTS[0].peer_id}, 1), ({each.peer_id for each in CONTACTS[:2]}, 0)):
+        found = read_listings("ffn.0.", record, uids, now=5.0, dead=dead)
+        assert {uid: listing.contact for uid, listing in found.items()} == {
+            "ffn.0.1": CONTACTS[expected],
+            "ffn.0.2": CONTACTS[1],
+        }
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

@@ -14,7 +14,7 @@ from dmoe_jax.expert_calls import BACKWARD, FORWARD
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.mixture.remote import Choice, RemoteMixture
 from dmoe_jax.mixture.requests import REQUEST_BYTES, ExpertCall, grouped
-from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.product_key import product_key
 from net.errors import CallRefused, ConnectionLost
 from net.identity import Address, Contact, PeerId

@@ -12,7 +12,7 @@ from dmoe_jax.device import CostModel, DeviceTime, InlineDevice, ThreadDevice
 from dmoe_jax.metrics.families import Histogram
 from dmoe_jax.metrics.node import node_families
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.node.config import NodeConfig
 from net.errors import CallFailed, CallRefused, PeerTimeout
 from tests.dmoe_jax.node_rig import EXPERT, SGD, open_rig, rows
 

@@ -15,7 +15,7 @@ import trio
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.mixture.local import init_opt_states, local_mixture, update_experts
-from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.base import gather_logits
 from dmoe_jax.routing.product_key import product_key
 from net.errors import CallRefused, ConnectionLost, NoQuorum

@@ -15,7 +15,8 @@ from dmoe_jax.experts import expert_from_linen
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.members import list_members
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.server import NodeConfig, open_expert_node
+from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.node.server import open_expert_node
 from net.clock import SwarmClock
 from net.dht.node import open_dht_node
 from net.errors import CallRefused, RemoteFailure

@@ -21,7 +21,8 @@ from dmoe_jax.experts.dropout import row_keys_of_seed
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.members import list_members
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.server import NodeConfig, open_expert_node
+from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.node.server import open_expert_node
 from net.clock import SwarmClock
 from net.dht.node import open_dht_node
 from net.errors import CallRefused, NetError, PeerBusy, PeerTimeout, RemoteFailure

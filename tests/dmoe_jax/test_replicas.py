@@ -13,7 +13,7 @@ import trio
 
 from dmoe_jax.device import CostModel, InlineDevice
 from dmoe_jax.experts import expert_from_functions
-from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.replicas import ReplicaConfig, Replicas
 from dmoe_jax.routing.base import Scores
 from dmoe_jax.routing.product_key import product_key

@@ -17,7 +17,7 @@ from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import LayerMemory, empty_memory, step_keys
-from dmoe_jax.node.server import NodeConfig
+from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.base import Router, RouterError, Scores
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.product_key import product_key

@@ -1,0 +1,41 @@
+"""Settings of an expert node."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """Settings of an expert node."""
+
+    swarm: str = "dmoe"
+    """Name under which the node is listed in the DHT."""
+    max_batch_rows: int = 256
+    """Most rows of one XLA call, and of one request."""
+    warm_up_rows: int = 16
+    """Rows for which programs are compiled before the experts are announced, on a device that compiles aside."""
+    max_waiting_rows: int = 4096
+    """Most rows in the queue of a device; beyond it requests are answered "busy". 16 full batches: about as long as a
+    trainer waits before it goes on without us."""
+    announce_period_s: float = 10.0
+    """Seconds between announcements in the DHT."""
+    record_lifetime_s: float = 30.0
+    """Seconds for which an announcement is valid: three periods, so that one lost announcement does no harm."""
+    max_wait_s: float = 10.0
+    """Most seconds of work in the queue of a device; beyond it too. Whoever waits longer has given up: it is the
+    time-out of `Swarm.mixture`. Infinity: any."""
+    max_concurrent_calls: int = 256
+    """Calls of one method in progress at once, waiting ones included."""
+    leave_timeout_s: float = 5.0
+    """A node that leaves answers what it has accepted, for at most so many seconds; 0 drops it."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.leave_timeout_s < math.inf:
+            raise ValueError(f"leave_timeout_s must be 0 or a number of seconds, got {self.leave_timeout_s}")
+        if not self.max_wait_s > 0:
+            raise ValueError(f"max_wait_s must be a number of seconds above 0, got {self.max_wait_s}")
+        if self.record_lifetime_s <= self.announce_period_s:
+            raise ValueError(
+                f"record_lifetime_s must exceed announce_period_s, or experts vanish between announcements; "
+                f"got {self.record_lifetime_s} and {self.announce_period_s}"
+            )
