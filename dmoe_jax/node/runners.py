@@ -143,7 +143,7 @@ class DeviceRunners:
         return await self._runner_of(backend).compile(backend, bucket, scratch)
 
     async def aside(self, function: Callable[..., object], *args: Any) -> None:
-        """Do what concerns the whole process beside the devices; nothing in virtual time, where many nodes share one."""
+        """Do what concerns the whole process beside the devices; not in virtual time, where many nodes share one."""
         if self._compiles_aside:
             await self._first_device.aside(function, *args)
 

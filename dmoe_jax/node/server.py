@@ -56,8 +56,9 @@ from net.identity import Contact, PeerId
 from net.nursery import background_nursery
 from net.rpc.base import Caller, Handler, Reply, Request, handlers
 
+_TIDY_S = 10.0
 _MOST_FREE_BYTES = 128 << 20
-"""Freed memory that a node may keep for further batches for longer than an announcement's period."""
+"""Freed memory that a node keeps for further batches, and no longer than `_TIDY_S` more than that."""
 
 
 class ExpertNode:
@@ -169,10 +170,16 @@ class ExpertNode:
         """Serve and announce for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._runner.run)
+            nursery.start_soon(self._tidy)
             while True:
                 await trio.sleep(self.config.announce_period_s)
                 await self.introduce()
-                await self._runner.aside(give_back, _MOST_FREE_BYTES)
+
+    async def _tidy(self) -> None:
+        """Give freed memory back now and then; by itself, since it waits for what is compiled."""
+        while True:
+            await trio.sleep(_TIDY_S)
+            await self._runner.aside(give_back, _MOST_FREE_BYTES)
 
     async def warm_up(self, on_progress: Callable[[str], None]) -> None:
         """Compile for batches of up to `warm_up_rows`, listed as compiling, and then announce the experts.
