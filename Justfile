@@ -3,7 +3,7 @@
 default:
     @just --list
 
-# train a DMoE Transformer-XL over a local swarm of real processes (about four minutes on two cores)
+# train a DMoE Transformer-XL over a local swarm of real processes (about five minutes on two cores)
 demo *ARGS:
     python -m dmoe_jax.cli demo {{ARGS}}
 

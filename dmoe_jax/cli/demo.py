@@ -31,7 +31,7 @@ _QUICK_EVALUATIONS = {"eval_tokens": 8192, "final_eval_tokens": 16384}
 class DemoCommand:
     """Train a small DMoE Transformer-XL over a local swarm of real processes and kill a node on the way.
 
-    It takes about four minutes on two cores, and leaves a run folder with figure and report.
+    It takes about five minutes on two cores, and leaves a run folder with figure and report.
     """
 
     quick: bool = False
@@ -44,10 +44,11 @@ class DemoCommand:
     """Print the headline figures as one JSON object on the last line."""
     data: str = "auto"
     """Corpus: auto, wikitext-2 or embedded."""
-    route: Route = "sequence"
+    route: Route = "token"
     """What has experts of its own; as for `dmoe train`, sequence or token."""
-    router: str = "product_key"
-    """Chooses the experts; as for `dmoe train`, such as balanced, switch or my_file.py:my_router."""
+    router: str | None = None
+    """Chooses the experts; as for `dmoe train`, such as balanced, switch or my_file.py:my_router. Default: what costs
+    least perplexity, balanced where tokens choose and product_key where sequences do."""
     num_nodes: int = 4
     """Expert node processes; at least three."""
     num_processes: int = 2
@@ -58,7 +59,7 @@ class DemoCommand:
     """Trunk updates of a process between two averages."""
     steps: int = 600
     """Trunk updates of each process, all its trainers together."""
-    max_minutes: float = 3.0
+    max_minutes: float = 4.0
     """The trainer stops after this many minutes even if steps are left."""
     kill_trainer: bool = False
     """Kill the second trainer process too, with SIGKILL, after half of the training."""
@@ -99,7 +100,7 @@ class DemoCommand:
             out=self.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"),
             data=self.data,
             route=self.route,
-            router=self.router,
+            router=self.router or ("balanced" if self.route == "token" else "product_key"),
             steps=steps,
             max_minutes=max_minutes,
             average_every=self.average_every,

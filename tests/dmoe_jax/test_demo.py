@@ -106,6 +106,13 @@ def test_nodes_and_trainers_route_the_same(tmp_path: Path) -> None:
     assert [spec.shape for spec in node._make_expert().inputs] == [(node.expert.d_model,)]
 
 
+def test_the_router_follows_who_chooses(tmp_path: Path) -> None:
+    """An even load costs nothing where tokens choose, and perplexity where sequences do (experiments/demo)."""
+    assert (DemoCommand(out=tmp_path)._up().route, DemoCommand(out=tmp_path)._up().router) == ("token", "balanced")
+    assert DemoCommand(out=tmp_path, route="sequence")._up().router == "product_key"
+    assert DemoCommand(out=tmp_path, router="hash")._up().router == "hash"
+
+
 def test_up_serves_what_an_own_model_needs(tmp_path: Path) -> None:
     """Own kinds, own optimisers and own patterns reach the nodes; the model reaches the trainer."""
     up = UpCommand(
@@ -160,7 +167,7 @@ def test_the_demonstration_is_a_swarm_of_up() -> None:
     up.check()
     assert (len(up.hands()), up.trainers, up.network_flags()) == (4, 2, ["--insecure-loopback"])
     node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.flags_of_nodes())
-    assert (node.freeze_experts, node.warm_up_rows, node.seed) == (True, 4, 5)
+    assert (node.freeze_experts, node.warm_up_rows, node.seed) == (True, 64, 5)
     train: TrainCommand = parse_command_line(
         TrainCommand, prog="train", args=["--join", "127.0.0.1:1", *up.flags_of_trainer(0)]
     )
