@@ -90,8 +90,8 @@ class NodeCommand(DhtCommand):
     max_batch_rows: int = 256
     """Most samples of one XLA call."""
     devices: str | None = None
-    """JAX devices of this machine over which the experts are spread, each expert on one: 0-7, 0,2,5 or all. Default: the
-    first one."""
+    """JAX devices of this machine over which the experts are spread, each expert on one: 0-7, 0,2,5 or all. Default:
+    the first one."""
     mesh: str | None = None
     """Spread each expert over several devices, such as data=2,model=4: rows of a batch over data, parameters and
     optimiser state over model. With --devices as many meshes as these make up share the experts: 8 devices and model=4
