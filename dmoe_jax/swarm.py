@@ -37,7 +37,7 @@ from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallRecord, CallStatistics
 from dmoe_jax.model import Model
 from dmoe_jax.node.backend import make_backends
-from dmoe_jax.node.devices import all_of, node_devices
+from dmoe_jax.node.devices import PlacedDevice, all_of, node_devices
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.node.sharding import MeshShape, ShardingRule, shard_largest_dimension
@@ -107,7 +107,7 @@ class Swarm(AveragingSwarm):
         seed: int | None = None,
         config: NodeConfig | None = None,
         warm_up_rows: int | None = None,
-        devices: str | int | None = None,
+        devices: str | int | Sequence[PlacedDevice] | None = None,
         mesh: MeshShape | str | None = None,
         sharding_rule: ShardingRule = shard_largest_dimension,
         checkpoint_dir: str | Path | None = None,
@@ -128,7 +128,8 @@ class Swarm(AveragingSwarm):
             wanted, beside the serving. None: as configured.
           devices: the local JAX devices over which the experts are spread, each expert on one, about as many bytes on
             each: their numbers as "0-7", "0,2,5" or "all", or how many. In virtual time a number of simulated devices,
-            which work at the same time. None: JAX's default device.
+            which work at the same time. None: JAX's default device. For a node that spans processes, what
+            `dmoe_jax.node.lockstep.open_lead` yields.
           mesh: such as "data=2,model=4": each expert is spread over a mesh of so many of the devices, rows of a batch
             over `data`, parameters and optimiser state over `model`. More devices make several meshes side by side,
             which share the experts; without `devices` there is one mesh, of the first devices.
@@ -156,9 +157,10 @@ class Swarm(AveragingSwarm):
         own = node_devices(self.device, devices, mesh, sharding_rule)
         seed = self.seed if seed is None else seed
         make = functools.partial(make_backends, seed=seed, places=[each.place for each in own])
-        backends = await self.device.run(make, experts, optimizer)
+        backends = await all_of(own).run(make, experts, optimizer)
         saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, all_of(own))
-        if saver is not None and (restored := saver.restore()) is not None:
+        # On the device: whatever spans processes can be read only while this one's event loop runs.
+        if saver is not None and (restored := await all_of(own).run(saver.restore)) is not None:
             on_progress(f"going on from a checkpoint in {checkpoint_dir} ({restored} updates)")
         serving = functools.partial(serve_until_left, period_s=checkpoint_period_s, on_progress=on_progress)
         served: Served = await self._nursery.start(serving, self.peer, own, backends, config, saver)

@@ -73,6 +73,7 @@ SHELLS = {
     "dmoe_jax.flax_layers.host_call",
     "dmoe_jax.device",
     "dmoe_jax.node.devices",
+    "dmoe_jax.node.lockstep",
     "dmoe_jax.node.runner",
     "dmoe_jax.node.runners",
     "dmoe_jax.node.saving",

@@ -17,8 +17,9 @@ from dmoe_jax.cli import main
 from dmoe_jax.device import AllDevices, CostModel, DeviceTime, InlineDevice
 from dmoe_jax.metrics.node import node_families
 from dmoe_jax.node.backend import ExpertBackend, bucket_of, buckets_up_to
-from dmoe_jax.node.devices import PlacedDevice, node_devices
+from dmoe_jax.node.devices import PlacedDevice, node_devices, placed
 from dmoe_jax.node.placement import Place, bytes_by_place, spread
+from dmoe_jax.node.runners import DeviceRunners
 from dmoe_jax.node.sharding import MeshShape, layouts_on, parse_devices, shard_largest_dimension
 from dmoe_jax.swarm import open_swarm
 from net.transport.sim import run, simulate
@@ -272,9 +273,8 @@ def test_a_simulated_swarm_serves_on_two_devices() -> None:
     run(main)
 
 
-async def test_an_expert_without_a_device(autojump_clock: trio.testing.MockClock) -> None:
+def test_an_expert_without_a_device() -> None:
     """It is refused when the node begins."""
     lost = {"ffn.0": ExpertBackend(EXPERT, SGD, EXPERT.init(jax.random.key(0)), place=Place(number=1))}
-    with trio.testing.RaisesGroup(trio.testing.Matcher(ValueError, "expert ffn.0 lives at place 1, but there are 1")):
-        async with open_rig(backends=lost):
-            pass
+    with pytest.raises(ValueError, match=r"expert ffn\.0 lives at place 1, but there are 1"):
+        DeviceRunners(lost, placed(InlineDevice()), max_batch_rows=4, max_waiting_rows=4, warm_up_rows=1)
