@@ -44,9 +44,7 @@ class DistributedOptions:
             numbers = f"{self.process_id} of {self.num_processes}"
             raise UsageError(f"--process-id must be from 0 to --num-processes less one, got {numbers}")
         if devices is not None:
-            raise UsageError(
-                "--devices would have no effect beside --distributed: all devices of all processes are used"
-            )
+            raise UsageError("--devices would have no effect beside --distributed, which takes all of all processes")
         self._host()
 
     @property
@@ -75,6 +73,9 @@ class DistributedOptions:
             return
         import jax
 
+        # It would take SIGTERM for itself, which asks a node to leave in order.
+        jax.config.update("jax_enable_preemption_service", False)
+
         def initialize() -> None:
             jax.distributed.initialize(
                 self.distributed,
@@ -88,6 +89,14 @@ class DistributedOptions:
             await trio.to_thread.run_sync(initialize, abandon_on_cancel=True)
         except RuntimeError as error:
             raise UsageError(f"--distributed {self.distributed}: {one_line(error)}") from error
+
+    def end(self, status: object) -> None:
+        """End a process that failed at once: what JAX does at the end would wait for those that are gone. Nothing
+        without the flag."""
+        if self.distributed is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status if isinstance(status, int) else 1)
 
 
 def end_soon(sentence: str) -> None:

@@ -105,6 +105,14 @@ class NodeCommand(DhtCommand):
     faults: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FAULT=RATE [FAULT=RATE ...]")] = ()
     """Misbehave on purpose in a share of expert calls: refuse, hang, die, garbage, wrong_shape, late=RATE:MEAN_S."""
 
+    def run(self) -> int:
+        """Serve until interrupted; the exit status."""
+        try:
+            return super().run()
+        except SystemExit as failed:
+            self.processes.end(failed.code)
+            raise
+
     async def _serve(self, stop: Stop) -> int:
         check_positive(self, "announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip")
         check_at_least(0, self, "warmup_steps", "weight_decay", "staleness_power")

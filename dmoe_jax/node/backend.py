@@ -201,6 +201,7 @@ class ExpertBackend:
         if self.place.layout is not None and self.programs.state is not None:
             self._tell("compile", number=bucket)
             self._compile(bucket, self.place.layout, *self.programs.state)
+            self._tell("meet")  # warm is what is warm in all processes
             return scratch
         specs = (*self.expert.inputs, self.expert.output)
         *inputs, grads = (np.zeros((bucket, *spec.shape), spec.dtype) for spec in specs)

@@ -2,8 +2,8 @@
 
 Theory of operation. All processes have joined by `jax.distributed.initialize`, and hold each expert together on a mesh
 of all their devices. Process 0 serves; before each piece of work it sends an order (`dmoe_jax.node.orders`) to the
-others, over a TCP connection to each, and they start the same programs in the same order. Nobody answers orders: what
-the programs exchange keeps the processes together, and what waits on a connection is no more than one turn's batches.
+others, over a TCP connection to each, and they start the same programs in the same order. What the programs
+exchange keeps the processes together, so that nobody answers orders, but for one byte when programs are compiled.
 
 Where process 0 listens, and a secret that the others show it, it tells them through JAX. A process that is gone takes
 its part of every expert along, so that the others end, too: they see its connection close. XLA may wait for ever for
@@ -12,6 +12,7 @@ one that is gone; whoever calls this must be ready to end the process (`on_lost`
 
 import logging
 import secrets
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -90,15 +91,19 @@ async def open_lead(
     # No bound: the event loop never waits for a process, and before a second turn has begun the first is done by all.
     send, receive = trio.open_memory_channel[_Parts | None](float("inf"))
 
+    followers = await _accept_all(listeners, secret)
+    meeting = _Meeting(len(followers))
+
     def tell(order: Order) -> None:
         token.run_sync_soon(send.send_nowait, encode_order(order))  # from the device's thread, or from this one
+        if order.kind == "meet":
+            meeting.wait()
 
-    followers = await _accept_all(listeners, secret)
     async with background_nursery() as nursery, AsyncExitStack() as stack:
         for stream in followers.values():
             await stack.enter_async_context(stream)
         all_told, watching = trio.Event(), trio.CancelScope()
-        nursery.start_soon(_watch_all, followers, watching, on_lost)
+        nursery.start_soon(_watch_all, followers, watching, meeting, on_lost)
         nursery.start_soon(_send_orders, receive, followers, all_told, on_lost)
         try:
             yield _devices(mesh, rule, tell)
@@ -153,8 +158,10 @@ async def follow(
         nursery.start_soon(_receive_orders, stream, send, on_lost)
         async for order in receive:
             if order.kind == "leave":
-                nursery.cancel_scope.cancel()
                 break
+            if order.kind == "meet":
+                await stream.send_all(b"\0")
+                continue
             try:
                 await place.device.run(obey, order)
             except UpdateRejected:
@@ -233,19 +240,48 @@ async def _send_orders(
 
 
 async def _watch_all(
-    followers: Mapping[int, trio.SocketStream], scope: trio.CancelScope, on_lost: Callable[[str], None]
+    followers: Mapping[int, trio.SocketStream],
+    scope: trio.CancelScope,
+    meeting: "_Meeting",
+    on_lost: Callable[[str], None],
 ) -> None:
-    """Raise when one of them is gone; they say nothing."""
+    """Raise when one of them is gone; what they say is that they have come to a meeting."""
 
     async def watch(number: int, stream: trio.SocketStream) -> None:
-        if await _receive_exactly(stream, 1) is None:
-            raise _lost(number, on_lost)
-        raise ProcessFailed(f"process {number} of the node spoke, where it should only listen")
+        while await _receive_exactly(stream, 1) is not None:
+            meeting.came()
+        meeting.call_off()
+        raise _lost(number, on_lost)
 
     with scope:
         async with trio.open_nursery() as nursery:
             for number, stream in followers.items():
                 nursery.start_soon(watch, number, stream)
+
+
+class _Meeting:
+    """Where the device's thread of process 0 waits for the other processes."""
+
+    def __init__(self, others: int) -> None:
+        self._others = others
+        self._came = threading.Semaphore(0)
+        self._is_off = False
+
+    def wait(self) -> None:
+        """Return when all have come. Raises ProcessFailed if one is gone."""
+        for _ in range(self._others):
+            self._came.acquire()
+        if self._is_off:
+            raise ProcessFailed("a process of the node is gone")
+
+    def came(self) -> None:
+        """One of them has."""
+        self._came.release()
+
+    def call_off(self) -> None:
+        """One of them is gone."""
+        self._is_off = True
+        self._came.release(self._others)
 
 
 async def _receive_orders(
@@ -262,6 +298,8 @@ async def _receive_orders(
         if parsed is None or body is None:
             raise _lost(0, on_lost)
         await send.send(order_of(parsed, body))
+        if parsed.kind == "leave":
+            return
 
 
 async def _receive_exactly(stream: trio.SocketStream, nbytes: int) -> bytearray | None:

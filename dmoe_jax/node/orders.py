@@ -18,7 +18,7 @@ from net.types import Array
 from net.wire import codec
 from net.wire.fields import integer, several, text
 
-KINDS = ("make", "forward", "backward", "compile", "gather", "load", "leave")
+KINDS = ("make", "forward", "backward", "compile", "gather", "load", "meet", "leave")
 LENGTH_BYTES = 4
 MAX_ARRAYS = 4096
 MAX_ORDER_BYTES = 2**40
@@ -34,7 +34,8 @@ class Order:
 
     Attributes:
       kind: "make" the expert; "forward" or "backward" of a batch; "compile" for batches of `number` rows; "gather" the
-        state; "load" a state with an update count of `number`; "leave", for good.
+        state; "load" a state with an update count of `number`; "meet", to say that what was ordered before is done;
+        "leave", for good.
       uid: the expert.
       number: see there.
       inputs, output_grads, keys, seen: as of `ExpertBackend.backward`.
@@ -52,7 +53,7 @@ class Order:
 
 
 Tell = Callable[[Order], None]
-"""Sends an order on its way, without waiting."""
+"""Sends an order on its way, without waiting for anything but a "meet"."""
 
 _ARRAYS = ("inputs", "output_grads", "keys", "seen", "state")
 
