@@ -79,14 +79,18 @@ class Device(Protocol):
 
 
 class ThreadDevice:
-    """One worker thread: calls run in the order in which they were made, off the event loop. Another one compiles."""
+    """One worker thread: calls run in the order in which they were made, off the event loop. Another one compiles.
+
+    Args:
+      compiles_beside: False: the same one compiles, in its turn.
+    """
 
     compiles_aside = True
     turn_s = 2e-3
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiles_beside: bool = True) -> None:
         self._limiter = trio.CapacityLimiter(1)
-        self._aside = trio.CapacityLimiter(1)
+        self._aside = trio.CapacityLimiter(1) if compiles_beside else self._limiter
         self._busy = DeviceTime()
 
     @property
@@ -107,7 +111,7 @@ class ThreadDevice:
         return self._limiter
 
     def another(self) -> "ThreadDevice":
-        return ThreadDevice()
+        return ThreadDevice(compiles_beside=self._aside is not self._limiter)
 
 
 Cost = Callable[[str, int], float]

@@ -39,7 +39,7 @@ from dmoe_jax.mixture.statistics import CallRecord, CallStatistics
 from dmoe_jax.model import Model
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.devices import node_devices
+from dmoe_jax.node.devices import PlacedDevice, all_of, node_devices
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.sharding import MeshShape, ShardingRule, shard_largest_dimension
 from dmoe_jax.peer import SwarmPeer, open_peer
@@ -116,7 +116,7 @@ class Swarm(AveragingSwarm):
         seed: int | None = None,
         config: NodeConfig | None = None,
         warm_up_rows: int | None = None,
-        devices: str | int | None = None,
+        devices: str | int | Sequence[PlacedDevice] | None = None,
         mesh: MeshShape | str | None = None,
         sharding_rule: ShardingRule = shard_largest_dimension,
         checkpoint_dir: str | Path | None = None,
@@ -140,7 +140,8 @@ class Swarm(AveragingSwarm):
             wanted, beside the serving. None: as configured.
           devices: the local JAX devices over which the experts are spread, each expert on one, about as many bytes on
             each: their numbers as "0-7", "0,2,5" or "all", or how many. In virtual time a number of simulated devices,
-            which work at the same time. None: JAX's default device.
+            which work at the same time. None: JAX's default device. For a node that spans processes, what
+            `dmoe_jax.node.lockstep.open_lead` yields.
           mesh: such as "data=2,model=4": each expert is spread over a mesh of so many of the devices, rows of a batch
             over `data`, parameters and optimiser state over `model`. More devices make several meshes side by side,
             which share the experts; without `devices` there is one mesh, of the first devices.
@@ -180,12 +181,12 @@ class Swarm(AveragingSwarm):
         claimable: Claimable | None = None
         if claim is not None:
             prepare = functools.partial(claimable_of, seed=seed, places=places)
-            claimable = await self.device.run(prepare, experts, claim, optimizer)
+            claimable = await all_of(own).run(prepare, experts, claim, optimizer)
             experts = fixed_of(experts, claim)
         backends: dict[str, ExpertBackend] = {}
         if claimable is None or experts:
             make = functools.partial(make_backends, seed=seed, places=places)
-            backends = await self.device.run(make, experts, optimizer)
+            backends = await all_of(own).run(make, experts, optimizer)
         saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, own)
         if saver is not None and (restored := await saver.restore()):
             several = f"{len(restored)} of {len(backends)} experts"

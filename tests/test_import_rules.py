@@ -81,6 +81,7 @@ SHELLS = {
     "dmoe_jax.node.announcements",
     "dmoe_jax.node.devices",
     "dmoe_jax.node.listing",
+    "dmoe_jax.node.lockstep",
     "dmoe_jax.node.runner",
     "dmoe_jax.node.runners",
     "dmoe_jax.node.saving",

@@ -23,6 +23,7 @@ from dmoe_jax.cli.common import (
     set_up_jax,
 )
 from dmoe_jax.cli.dht import DhtCommand
+from dmoe_jax.cli.distributed import DistributedOptions, end_soon
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop
 from dmoe_jax.cli.network import join_line, join_swarm
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
@@ -36,6 +37,7 @@ if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
 
     from dmoe_jax.claims.claiming import ClaimConfig
     from dmoe_jax.experts import Expert
+    from dmoe_jax.node.devices import PlacedDevice
     from dmoe_jax.replicas import ReplicaConfig
     from dmoe_jax.swarm import Swarm
 
@@ -114,25 +116,37 @@ class NodeCommand(DhtCommand):
     """Spread each expert over several devices, such as data=2,model=4: rows of a batch over data, parameters and
     optimiser state over model. With --devices as many meshes as these make up share the experts: 8 devices and model=4
     make two. Default: an expert lives on one device."""
+    processes: Annotated[DistributedOptions, tyro.conf.arg(name="")] = field(default_factory=DistributedOptions)
+    """Whether the node is several processes."""
     announce_period_s: float = 10.0
     """Seconds between announcements in the DHT; they are valid three times as long."""
     faults: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FAULT=RATE [FAULT=RATE ...]")] = ()
     """Misbehave on purpose in a share of expert calls: refuse, hang, die, garbage, wrong_shape, late=RATE:MEAN_S."""
 
+    def run(self) -> int:
+        """Serve until interrupted; the exit status."""
+        try:
+            return super().run()
+        except SystemExit as failed:
+            self.processes.end(failed.code)
+            raise
+
     async def _serve(self, stop: Stop) -> int:
         check_positive(self, "announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip")
         check_at_least(0, self, "warmup_steps", "weight_decay", "staleness_power")
         named, num_experts, faults = self._named(), self._count_experts(), self._fault_plan()
+        self.processes.check(devices=self.devices)
+        if self.processes.distributed is not None and (self.claim is not None or self.replicate):
+            raise UsageError("--distributed does not go together with --claim or --replicate yet")
         set_up_jax()
+        await self.processes.initialize()
         from dmoe_jax.claims.claiming import ClaimConfig
         from dmoe_jax.cli.compiling import compiled_once
-        from dmoe_jax.device import ThreadDevice
         from dmoe_jax.node.config import NodeConfig
-        from dmoe_jax.node.devices import node_devices
         from dmoe_jax.swarm import open_swarm
 
         with mistakes_in_one_line():
-            node_devices(ThreadDevice(), self.devices, self.mesh)  # whether there are so many
+            self._check_devices()
             config = NodeConfig(
                 swarm=self.swarm,
                 max_batch_rows=self.max_batch_rows,
@@ -145,8 +159,11 @@ class NodeCommand(DhtCommand):
             expert, optimizer = await trio.to_thread.run_sync(
                 lambda: (self._make_expert(), self._make_optimizer()), abandon_on_cancel=True
             )
+        if self.processes.follows:
+            return await self._follow(stop, expert, optimizer)
         joining = join_swarm(self.network, join=self.join, listen=self.listen, faults=faults)
         async with (
+            self._opened_lead() as placed,
             self.metrics.opened("node") as monitor,
             joining as peer,
             open_swarm(peer=peer, name=self.swarm, seed=self.seed) as swarm,
@@ -174,8 +191,8 @@ class NodeCommand(DhtCommand):
                             dict.fromkeys(named, expert),
                             optimizer=optimizer,
                             config=config,
-                            devices=self.devices,
-                            mesh=self.mesh,
+                            devices=self.devices if placed is None else placed,
+                            mesh=self.mesh if placed is None else None,
                             checkpoint_dir=self.checkpoint_dir,
                             checkpoint_period_s=self.checkpoint_period_s,
                             claim=claim,
@@ -210,6 +227,44 @@ class NodeCommand(DhtCommand):
         if "average_period_s" in changed(self):
             raise UsageError("--average-period-s would have no effect without --replicate")
         return None
+
+    def _check_devices(self) -> None:
+        """Raise ValueError if there are not so many devices."""
+        from dmoe_jax.device import ThreadDevice
+        from dmoe_jax.node.devices import node_devices
+        from dmoe_jax.node.lockstep import mesh_of_all
+
+        if self.processes.distributed is None:
+            node_devices(ThreadDevice(), self.devices, self.mesh)
+        else:
+            mesh_of_all(self.mesh)
+
+    @asynccontextmanager
+    async def _opened_lead(self) -> AsyncIterator["tuple[PlacedDevice, ...] | None"]:
+        """The devices of all processes, if there are several."""
+        from dmoe_jax.node.lockstep import mesh_of_all, open_lead
+
+        if self.processes.distributed is None:
+            yield None
+            return
+        async with open_lead(host=self.processes.host, mesh=mesh_of_all(self.mesh), on_lost=end_soon) as placed:
+            yield placed
+
+    async def _follow(self, stop: Stop, expert: "Expert", optimizer: "optax.GradientTransformation | None") -> int:
+        """Do as process 0 does until it leaves; the exit status. Being asked to stop ends the whole node."""
+        from dmoe_jax.node.lockstep import follow, mesh_of_all
+
+        del stop  # without a body: everything is cancelled, and process 0 notices
+        print(f"process {self.processes.process_id} does as process 0 does", flush=True)
+        await follow(
+            dict.fromkeys((str(uid) for pattern in self._named() for uid in expand_grid_pattern(pattern)), expert),
+            optimizer,
+            host=self.processes.host,
+            seed=self.seed,
+            mesh=mesh_of_all(self.mesh),
+            on_lost=end_soon,
+        )
+        return 0
 
     def _programs(self) -> str:
         """What is compiled, told from what other nodes compile."""

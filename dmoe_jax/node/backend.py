@@ -21,6 +21,7 @@ import optax
 
 from dmoe_jax.experts.base import Expert, init_by_uid, key_of_uid
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
+from dmoe_jax.node.orders import Order
 from dmoe_jax.node.placement import DEFAULT_PLACE, Place, spread
 from dmoe_jax.node.programs import expert_programs, nbytes_of, own_copy, state_nbytes
 from dmoe_jax.node.sharding import Layout, put, to_host
@@ -49,6 +50,7 @@ class ExpertBackend:
       params: initial parameters, which are copied: updates donate the buffers, and optimisers such as prodigy keep
         the initial parameters in their state.
       place: where the expert lives.
+      uid: its name in orders to other processes, if the place has such.
 
     Raises:
       ValueError: if the optimiser cannot work on a node, see `check_optimizer`, or a layout does not fit the state.
@@ -61,10 +63,12 @@ class ExpertBackend:
         params: PyTree,
         *,
         place: Place = DEFAULT_PLACE,
+        uid: str = "",
     ) -> None:
         self.expert = expert
         self.place = place
         """Where it lives."""
+        self._uid = uid
         self.update_count = 0
         """Optimiser steps taken. Replies carry it, and backward requests that of their forward: hence the staleness."""
         self.steps_here = 0
@@ -94,12 +98,16 @@ class ExpertBackend:
 
         Whatever spans processes is gathered, by all of them at once, and is NumPy arrays.
         """
+        self._tell("gather")
         state = jax.tree.map(_as_data, {"params": self._params, "opt_state": self._opt_state})
         spans_processes = self.place.layout is not None and self.place.layout.spans_processes
         return jax.tree.map(to_host, state) if spans_processes else state
 
     def load(self, state: dict[str, PyTree], *, update_count: int) -> None:
         """Take up a saved state of the same structure, laid out over devices as the present one is."""
+        if self.place.tell is not None:
+            leaves = jax.tree.leaves((state["params"], state["opt_state"]))
+            self._tell("load", number=update_count, state=tuple(map(np.asarray, leaves)))
         own, saved = (self._params, self._opt_state), (state["params"], state["opt_state"])
         self._params, self._opt_state = jax.tree.map(_laid_out_like, own, saved)
         self.update_count = update_count
@@ -115,6 +123,7 @@ class ExpertBackend:
 
     def begin_forward(self, inputs: Sequence[Array], keys: Array | None = None) -> Callable[[], tuple[Array, ...]]:
         """Have XLA begin a `forward`; what is returned waits for it, and returns the output as the only one."""
+        self._tell("forward", inputs=tuple(inputs), keys=keys)
         rows = inputs[0].shape[0]
         padded, padded_keys = self._for_program((tuple(inputs), keys), rows)
         output = self.programs.apply(self._params, padded, padded_keys)
@@ -144,6 +153,7 @@ class ExpertBackend:
 
         It must be called before anything else is done with this expert.
         """
+        self._tell("backward", inputs=tuple(inputs), output_grads=output_grads, keys=keys, seen=seen)
         rows = output_grads.shape[0]
         staleness = 0.0 if seen is None else float(np.maximum(self.update_count - seen, 0).mean())
         arguments = self._for_program((tuple(inputs), output_grads, keys, np.float32(staleness)), rows)
@@ -189,7 +199,9 @@ class ExpertBackend:
         if bucket in self.programs.warm:
             return scratch
         if self.place.layout is not None and self.programs.state is not None:
+            self._tell("compile", number=bucket)
             self._compile(bucket, self.place.layout, *self.programs.state)
+            self._tell("meet")  # warm is what is warm in all processes
             return scratch
         specs = (*self.expert.inputs, self.expert.output)
         *inputs, grads = (np.zeros((bucket, *spec.shape), spec.dtype) for spec in specs)
@@ -201,6 +213,32 @@ class ExpertBackend:
             _, _, *scratch = jax.block_until_ready(self.programs.grad_and_update(*arguments))
         self.programs.warm.add(bucket)
         return scratch
+
+    def obey(self, order: Order) -> None:
+        """Do what another process does with the same expert, which told of it by this order.
+
+        Raises:
+          UpdateRejected: it was, there as well.
+          ValueError: the order does not fit the expert.
+        """
+        if order.kind == "forward":
+            self.forward(order.inputs, order.keys)
+        elif order.kind == "backward" and order.output_grads is not None:
+            self.backward(order.inputs, order.output_grads, order.keys, order.seen)
+        elif order.kind == "compile":
+            self.warm_up_bucket(order.number)
+        elif order.kind == "gather":
+            _ = self.state
+        elif order.kind == "load":
+            params, opt_state = jax.tree.unflatten(jax.tree.structure((self._params, self._opt_state)), order.state)
+            self.load({"params": params, "opt_state": opt_state}, update_count=order.number)
+        else:
+            raise ValueError(f"an expert cannot obey an order to {order.kind}")
+
+    def _tell(self, kind: str, **work: Any) -> None:
+        """Tell the other processes that hold parts of this expert of what begins now."""
+        if self.place.tell is not None:
+            self.place.tell(Order(kind=kind, uid=self._uid, **work))
 
     def _compile(self, bucket: int, layout: Layout, params: PyTree, opt_state: PyTree) -> None:
         def shape(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -285,13 +323,15 @@ def make_backend(
       ValueError: see `ExpertBackend`.
     """
     key = jax.random.key(seed)
+    if place.tell is not None:
+        place.tell(Order(kind="make", uid=str(uid)))
     programs = expert_programs(expert, optimizer, place.layout)
     if programs.init is None:
         params = init_by_uid(key, expert, uid.prefix, uid.coordinates)
     else:
         # As NumPy's, so that processes which share a mesh give the same to each of their devices.
         params = programs.init(np.asarray(jax.random.key_data(key_of_uid(key, uid.prefix, uid.coordinates))))
-    return ExpertBackend(expert, optimizer, params, place=place)
+    return ExpertBackend(expert, optimizer, params, place=place, uid=str(uid))
 
 
 def bucket_of(rows: int, parts: int = 1) -> int:

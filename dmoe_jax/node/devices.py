@@ -34,7 +34,7 @@ def all_of(devices: Sequence[PlacedDevice]) -> Device:
 
 def node_devices(
     device: Device,
-    devices: str | int | None,
+    devices: str | int | Sequence[PlacedDevice] | None,
     mesh: MeshShape | str | None,
     rule: ShardingRule = shard_largest_dimension,
 ) -> tuple[PlacedDevice, ...]:
@@ -43,13 +43,18 @@ def node_devices(
     Args:
       device: the process's own; it works at the first place if that is where JAX puts what it is told nothing of.
       devices: numbers among the local JAX devices (see `parse_devices`), or how many of them, from the first; None:
-        as many as a mesh takes. In virtual time a number is one of simulated devices.
+        as many as a mesh takes. In virtual time a number is one of simulated devices. Devices that are placed already
+        are taken as they are.
       mesh: the shape of the mesh that each expert lies on; None: an expert lives on one device.
       rule: how arrays are split over a mesh.
 
     Raises:
       ValueError: devices or mesh are written otherwise, or there are not so many devices.
     """
+    if devices is not None and not isinstance(devices, str | int):
+        if mesh is not None:
+            raise ValueError(f"the mesh {mesh} would have no effect beside devices that are placed already")
+        return tuple(devices)
     shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
     if devices is None and shape is None:
         return (PlacedDevice(place=DEFAULT_PLACE, device=device),)

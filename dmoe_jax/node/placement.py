@@ -7,6 +7,7 @@ which it began. Experts are spread so that the places hold about the same number
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dmoe_jax.node.orders import Tell
 from dmoe_jax.node.sharding import Layout
 
 
@@ -18,6 +19,9 @@ class Place:
     """Its position among them."""
     layout: Layout | None = None
     """How an expert lies there; None: JAX decides, which puts it on its default device."""
+
+    tell: Tell | None = None
+    """Told of each piece of work before it begins, if other processes hold parts of the experts, too; see `orders`."""
 
     @property
     def name(self) -> str:

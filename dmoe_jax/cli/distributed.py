@@ -1,0 +1,111 @@
+"""`dmoe node --distributed`: one node of several processes."""
+
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Annotated
+
+import trio
+import tyro
+
+from dmoe_jax.cli.common import UsageError, one_line
+from net.identity import Address
+
+_END_TIMEOUT_S = 10.0
+"""XLA may wait for ever for a process that is gone: so long after that this one ends, whatever it is at."""
+
+_SHUTDOWN_TIMEOUT_S = 10
+"""In which processes that end wait for each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedOptions:
+    """Several processes that make up one node, on one host or several."""
+
+    distributed: Annotated[str | None, tyro.conf.arg(metavar="COORDINATOR:PORT")] = None
+    """Make one node of several processes, which hold each expert together on a mesh of all their devices (--mesh;
+    default: all along model). Start the same command with the same flags in each of them; process 0 runs on the host
+    COORDINATOR, talks to the swarm, and when it leaves the others do, too. The port is for jax.distributed."""
+    num_processes: int | None = None
+    """How many processes there are."""
+    process_id: int | None = None
+    """Which of them this is, from 0."""
+
+    def check(self, *, devices: str | None) -> None:
+        """Raise `UsageError` if the flags do not belong together."""
+        if self.distributed is None:
+            if self.num_processes is not None or self.process_id is not None:
+                raise UsageError("--num-processes and --process-id would have no effect without --distributed")
+            return
+        if self.num_processes is None or self.process_id is None:
+            raise UsageError("--distributed needs --num-processes and --process-id")
+        if self.num_processes < 1 or not 0 <= self.process_id < self.num_processes:
+            numbers = f"{self.process_id} of {self.num_processes}"
+            raise UsageError(f"--process-id must be from 0 to --num-processes less one, got {numbers}")
+        if devices is not None:
+            raise UsageError("--devices would have no effect beside --distributed, which takes all of all processes")
+        self._host()
+
+    @property
+    def follows(self) -> bool:
+        """Whether this process does as process 0 does."""
+        return self.distributed is not None and self.process_id != 0
+
+    @property
+    def host(self) -> str:
+        """Where process 0 is."""
+        return self._host()
+
+    def _host(self) -> str:
+        try:
+            return Address.parse(self.distributed or "").host
+        except ValueError as error:
+            raise UsageError(f"--distributed: {error}") from error
+
+    async def initialize(self) -> None:
+        """Have JAX see the devices of all processes; nothing without the flag. Before JAX computes anything.
+
+        Raises:
+          UsageError: the others do not come, or the coordinator cannot be reached.
+        """
+        if self.distributed is None:
+            return
+        import jax
+
+        # It would take SIGTERM for itself, which asks a node to leave in order.
+        jax.config.update("jax_enable_preemption_service", False)
+
+        def initialize() -> None:
+            jax.distributed.initialize(
+                self.distributed,
+                self.num_processes,
+                self.process_id,
+                shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
+            )
+
+        print(f"process {self.process_id} of {self.num_processes} waits for the others", flush=True)
+        try:
+            await trio.to_thread.run_sync(initialize, abandon_on_cancel=True)
+        except RuntimeError as error:
+            raise UsageError(f"--distributed {self.distributed}: {one_line(error)}") from error
+
+    def end(self, status: object) -> None:
+        """End a process that failed at once: what JAX does at the end would wait for those that are gone. Nothing
+        without the flag."""
+        if self.distributed is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status if isinstance(status, int) else 1)
+
+
+def end_soon(sentence: str) -> None:
+    """End this process within ten seconds, with this sentence, unless it has ended by itself."""
+
+    def end() -> None:
+        print(f"dmoe: error: {sentence}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(_END_TIMEOUT_S, end)
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,324 @@
+"""A node that spans processes, on one host or several: one of them talks to the swarm, the others do as it does.
+
+Theory of operation. All processes have joined by `jax.distributed.initialize`, and hold each expert together on a mesh
+of all their devices. Process 0 serves; before each piece of work it sends an order (`dmoe_jax.node.orders`) to the
+others, over a TCP connection to each, and they start the same programs in the same order. What the programs
+exchange keeps the processes together, so that nobody answers orders, but for one byte when programs are compiled.
+
+Where process 0 listens, and a secret that the others show it, it tells them through JAX. A process that is gone takes
+its part of every expert along, so that the others end, too: they see its connection close. XLA may wait for ever for
+one that is gone; whoever calls this must be ready to end the process (`on_lost`).
+"""
+
+import logging
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import jax
+import numpy as np
+import optax
+import trio
+from jax.experimental import multihost_utils
+
+from dmoe_jax.device import ThreadDevice
+from dmoe_jax.experts.base import Expert
+from dmoe_jax.grid import parse_uid
+from dmoe_jax.node.backend import ExpertBackend, UpdateRejected, make_backend
+from dmoe_jax.node.devices import PlacedDevice
+from dmoe_jax.node.orders import LENGTH_BYTES, Order, Tell, encode_order, order_of, parse_header_untrusted
+from dmoe_jax.node.placement import Place
+from dmoe_jax.node.sharding import Layout, MeshShape, ShardingRule, shard_largest_dimension
+from dmoe_jax.processes import ProcessFailed
+from net.errors import RemoteProtocolError
+from net.nursery import background_nursery
+from net.wire.codec import MAX_ENCODED_BYTES
+
+logger = logging.getLogger(__name__)
+
+SECRET_BYTES = 32
+CONNECT_TIMEOUT_S = 60.0
+_GREETING_TIMEOUT_S = 5.0
+_MAX_GREETINGS = 1024
+_LEAVE_TIMEOUT_S = 2.0
+_MAX_WAITING_ORDERS = 64
+_CHUNK_BYTES = 1 << 20
+
+_Parts = list[bytes | memoryview]
+"""Of an order, as `encode_order` makes them."""
+
+
+def mesh_of_all(mesh: MeshShape | str | None) -> MeshShape:
+    """The mesh that the devices of all processes make up; None: they share each expert.
+
+    Raises:
+      ValueError: it has another number of devices than there are, or is written otherwise.
+    """
+    count = jax.device_count()
+    shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh or MeshShape(model=count)
+    if shape.num_devices != count:
+        raise ValueError(f"a mesh {shape} takes {shape.num_devices} devices, but all processes together have {count}")
+    return shape
+
+
+@asynccontextmanager
+async def open_lead(
+    *,
+    host: str,
+    mesh: MeshShape | None = None,
+    rule: ShardingRule = shard_largest_dimension,
+    on_lost: Callable[[str], None] = lambda text: None,
+) -> AsyncIterator[tuple[PlacedDevice, ...]]:
+    """What process 0 gives to `Swarm.serve` as `devices`: while the block is open the others do as it does.
+
+    On leaving, the others are told to leave.
+
+    Args:
+      host: where the others reach this process; a name or address of this host.
+      mesh: all devices of all processes; None: each expert is shared by all.
+      rule: how arrays are split over the mesh.
+      on_lost: told that a process is gone, in a sentence, before the block is cancelled.
+
+    Raises:
+      ProcessFailed: a process is gone, or did not come within a minute.
+    """
+    listeners = await trio.open_tcp_listeners(0, host=host)
+    secret = secrets.token_bytes(SECRET_BYTES)
+    port = listeners[0].socket.getsockname()[1]
+    await trio.to_thread.run_sync(_through_jax, port.to_bytes(2, "big") + secret)
+    token = trio.lowlevel.current_trio_token()
+    # No bound: the event loop never waits for a process, and before a second turn has begun the first is done by all.
+    send, receive = trio.open_memory_channel[_Parts | None](float("inf"))
+
+    followers = await _accept_all(listeners, secret)
+    meeting = _Meeting(len(followers))
+
+    def tell(order: Order) -> None:
+        token.run_sync_soon(send.send_nowait, encode_order(order))  # from the device's thread, or from this one
+        if order.kind == "meet":
+            meeting.wait()
+
+    async with background_nursery() as nursery, AsyncExitStack() as stack:
+        for stream in followers.values():
+            await stack.enter_async_context(stream)
+        all_told, watching = trio.Event(), trio.CancelScope()
+        nursery.start_soon(_watch_all, followers, watching, meeting, on_lost)
+        nursery.start_soon(_send_orders, receive, followers, all_told, on_lost)
+        try:
+            yield _devices(mesh, rule, tell)
+        finally:
+            watching.cancel()  # they close their ends as they leave
+            with trio.move_on_after(_LEAVE_TIMEOUT_S, shield=True):
+                tell(Order(kind="leave"))
+                token.run_sync_soon(send.send_nowait, None)
+                await all_told.wait()
+
+
+async def follow(
+    experts: Mapping[str, Expert],
+    optimizer: optax.GradientTransformation | None,
+    *,
+    host: str,
+    seed: int,
+    mesh: MeshShape | None = None,
+    rule: ShardingRule = shard_largest_dimension,
+    on_lost: Callable[[str], None] = lambda text: None,
+) -> None:
+    """What every other process does: as process 0 says, until that leaves.
+
+    Args:
+      experts, optimizer, seed, mesh, rule: as process 0 serves them; `experts` by the uid of each.
+      host: where process 0 is reached.
+      on_lost: told that process 0 is gone, in a sentence.
+
+    Raises:
+      ProcessFailed: process 0 is gone, or cannot be reached.
+    """
+    told = await trio.to_thread.run_sync(_through_jax, bytes(2 + SECRET_BYTES), abandon_on_cancel=True)
+    port, secret = int.from_bytes(told[:2], "big"), told[2:]
+    try:
+        with trio.fail_after(CONNECT_TIMEOUT_S):
+            stream = await trio.open_tcp_stream(host, port)
+            await stream.send_all(secret + jax.process_index().to_bytes(4, "big"))
+    except (OSError, trio.TooSlowError, trio.BrokenResourceError) as error:
+        raise ProcessFailed(f"process 0 of the node cannot be reached at {host}:{port}: {error}") from error
+    (place,) = _devices(mesh, rule, None)
+    backends: dict[str, ExpertBackend] = {}
+
+    def obey(order: Order) -> None:
+        if order.kind == "make":
+            uid = parse_uid(order.uid)
+            backends[order.uid] = make_backend(uid, experts[order.uid], optimizer, seed=seed, place=place.place)
+        else:
+            backends[order.uid].obey(order)
+
+    send, receive = trio.open_memory_channel[Order](_MAX_WAITING_ORDERS)
+    async with stream, trio.open_nursery() as nursery:
+        nursery.start_soon(_receive_orders, stream, send, on_lost)
+        async for order in receive:
+            if order.kind == "leave":
+                break
+            if order.kind == "meet":
+                await stream.send_all(b"\0")
+                continue
+            try:
+                await place.device.run(obey, order)
+            except UpdateRejected:
+                pass  # by all processes alike
+            except Exception:
+                # Process 0 failed in the same way, and has told who asked.
+                logger.exception("an order to %s for expert %r failed", order.kind, order.uid)
+
+
+def _devices(mesh: MeshShape | None, rule: ShardingRule, tell: Tell | None) -> tuple[PlacedDevice, ...]:
+    layout = Layout(devices=tuple(jax.devices()), mesh_shape=mesh_of_all(mesh), rule=rule)
+    # Compiling takes its turn: it is an order like others, and all processes obey in one order.
+    device = ThreadDevice(compiles_beside=False)
+    return (PlacedDevice(place=Place(layout=layout, tell=tell), device=device),)
+
+
+def _through_jax(data: bytes) -> bytes:
+    """What process 0 calls this with, for all processes, which call it at the same time with as many bytes."""
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.frombuffer(data, np.uint8))).astype(np.uint8))
+
+
+async def _accept_all(listeners: list[trio.SocketListener], secret: bytes) -> dict[int, trio.SocketStream]:
+    """A connection to each other process, by its number. Whoever does not know the secret is turned away."""
+    expected, found = set(range(1, jax.process_count())), dict[int, trio.SocketStream]()
+
+    async def greet(stream: trio.SocketStream) -> None:
+        with trio.move_on_after(_GREETING_TIMEOUT_S):
+            greeting = await _receive_exactly(stream, SECRET_BYTES + 4)
+            number = 0 if greeting is None else int.from_bytes(greeting[SECRET_BYTES:], "big")
+            known = greeting is not None and secrets.compare_digest(bytes(greeting[:SECRET_BYTES]), secret)
+            if known and number in expected - set(found):
+                found[number] = stream
+                if not expected - set(found):
+                    nursery.cancel_scope.cancel()
+                return
+        await trio.aclose_forcefully(stream)
+
+    async def accept(listener: trio.SocketListener) -> None:
+        while True:
+            stream = await listener.accept()
+            if len(nursery.child_tasks) < _MAX_GREETINGS:
+                nursery.start_soon(greet, stream)
+            else:
+                await trio.aclose_forcefully(stream)
+
+    with trio.move_on_after(CONNECT_TIMEOUT_S):
+        async with trio.open_nursery() as nursery:
+            for listener in listeners if expected else ():
+                nursery.start_soon(accept, listener)
+    for listener in listeners:
+        await listener.aclose()
+    if missing := sorted(expected - set(found)):
+        raise ProcessFailed(f"process {missing[0]} of the node did not connect within {CONNECT_TIMEOUT_S:.0f} s")
+    return found
+
+
+async def _send_orders(
+    receive: trio.MemoryReceiveChannel[_Parts | None],
+    followers: Mapping[int, trio.SocketStream],
+    all_told: trio.Event,
+    on_lost: Callable[[str], None],
+) -> None:
+    """Send each order to everybody, until there is None. Even when all else is cancelled: half an order is none."""
+    with trio.CancelScope(shield=True):
+        async for parts in receive:
+            if parts is None:
+                break
+            for number, stream in followers.items():
+                try:
+                    for part in parts:
+                        await stream.send_all(part)
+                except trio.BrokenResourceError as error:
+                    all_told.set()
+                    raise _lost(number, on_lost) from error
+    all_told.set()
+
+
+async def _watch_all(
+    followers: Mapping[int, trio.SocketStream],
+    scope: trio.CancelScope,
+    meeting: "_Meeting",
+    on_lost: Callable[[str], None],
+) -> None:
+    """Raise when one of them is gone; what they say is that they have come to a meeting."""
+
+    async def watch(number: int, stream: trio.SocketStream) -> None:
+        while await _receive_exactly(stream, 1) is not None:
+            meeting.came()
+        meeting.call_off()
+        raise _lost(number, on_lost)
+
+    with scope:
+        async with trio.open_nursery() as nursery:
+            for number, stream in followers.items():
+                nursery.start_soon(watch, number, stream)
+
+
+class _Meeting:
+    """Where the device's thread of process 0 waits for the other processes."""
+
+    def __init__(self, others: int) -> None:
+        self._others = others
+        self._came = threading.Semaphore(0)
+        self._is_off = False
+
+    def wait(self) -> None:
+        """Return when all have come. Raises ProcessFailed if one is gone."""
+        for _ in range(self._others):
+            self._came.acquire()
+        if self._is_off:
+            raise ProcessFailed("a process of the node is gone")
+
+    def came(self) -> None:
+        """One of them has."""
+        self._came.release()
+
+    def call_off(self) -> None:
+        """One of them is gone."""
+        self._is_off = True
+        self._came.release(self._others)
+
+
+async def _receive_orders(
+    stream: trio.SocketStream, send: trio.MemorySendChannel[Order], on_lost: Callable[[str], None]
+) -> None:
+    while True:
+        length = await _receive_exactly(stream, LENGTH_BYTES)
+        nbytes = 0 if length is None else int.from_bytes(length, "big")
+        if nbytes > MAX_ENCODED_BYTES:
+            raise RemoteProtocolError(f"an order's header of {nbytes} bytes, at most {MAX_ENCODED_BYTES} are allowed")
+        header = None if length is None else await _receive_exactly(stream, nbytes)
+        parsed = None if header is None else parse_header_untrusted(bytes(header))
+        body = None if parsed is None else await _receive_exactly(stream, parsed.nbytes)
+        if parsed is None or body is None:
+            raise _lost(0, on_lost)
+        await send.send(order_of(parsed, body))
+        if parsed.kind == "leave":
+            return
+
+
+async def _receive_exactly(stream: trio.SocketStream, nbytes: int) -> bytearray | None:
+    """So many bytes; None if the other end closed or vanished before."""
+    data = bytearray(nbytes)
+    view, start = memoryview(data), 0
+    while start < nbytes:
+        try:
+            chunk = await stream.receive_some(min(nbytes - start, _CHUNK_BYTES))
+        except trio.BrokenResourceError:
+            return None
+        if not chunk:
+            return None
+        view[start : start + len(chunk)] = chunk
+        start += len(chunk)
+    return data
+
+
+def _lost(number: int, on_lost: Callable[[str], None]) -> ProcessFailed:
+    text = f"process {number} of the node is gone, and with it its part of every expert"
+    on_lost(text)
+    return ProcessFailed(text)

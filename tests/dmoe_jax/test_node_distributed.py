@@ -1,0 +1,186 @@
+"""A node of two processes: what it answers is what one does, and neither outlives the other."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from dmoe_jax.cli import main
+from dmoe_jax.cli.network import NetworkOptions, join_swarm
+from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, outcomes_of_untrusted
+from dmoe_jax.experts import feedforward
+from dmoe_jax.node.backend import make_backends
+from dmoe_jax.node.orders import Order, encode_order, order_of, parse_header_untrusted
+from dmoe_jax.recipe import Recipe, make_optimizer
+from net.errors import RemoteProtocolError
+from net.identity import Contact
+from net.wire import codec
+from net.wire.tensors import plain
+from tests.dmoe_jax.node_rig import rows
+
+ROOT = Path(__file__).parents[2]
+FLAGS = (
+    "--insecure-loopback --expert feedforward --d-model 16 --experts ffn.[0:2] --warm-up-rows 4 --mesh data=2,model=2"
+)
+
+
+@contextlib.contextmanager
+def two_processes(tmp_path: Path) -> Iterator[tuple[list[subprocess.Popen[str]], str]]:
+    """A node of two processes with two devices each, and its contact."""
+    # Below the ports that the system gives away, and another one for each process of tests.
+    coordinator = f"127.0.0.1:{20000 + os.getpid() % 10000}"
+    flags = [*FLAGS.split(), "--checkpoint-dir", str(tmp_path / "checkpoints"), "--distributed", coordinator]
+    xla = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for number in range(2):
+            log = stack.enter_context((tmp_path / f"{number}.log").open("w"))
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "dmoe_jax.cli",
+                    "node",
+                    *flags,
+                    "--num-processes",
+                    "2",
+                    "--process-id",
+                    str(number),
+                ],
+                env=os.environ | {"XLA_FLAGS": xla, "JAX_PLATFORMS": "cpu"},
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        lines = processes[0].stdout
+        assert lines is not None
+        found = next(filter(None, (re.search(r"--join (\S+)", line) for line in lines)), None)
+        assert found is not None, (tmp_path / "0.log").read_text()
+        yield processes, found[1]
+
+
+async def ask(contact: str, method: str, uid: str, *tensors: np.ndarray) -> np.ndarray:
+    """What an expert answers to all rows."""
+    count = len(tensors[0])
+    index = np.arange(count, dtype=np.int32)
+    body = {"parts": [{"uid": uid, "rows": count} | ({"id": os.urandom(8)} if method == BACKWARD else {})]}
+    async with join_swarm(NetworkOptions(insecure_loopback=True), join=[contact]) as peer:
+        reply = await peer.rpc.call(Contact.parse(contact), method, body, (index, *tensors), timeout_s=60)
+    ((_, outcome),) = outcomes_of_untrusted(reply, {0: count})
+    assert isinstance(outcome, Answer)
+    return np.asarray(plain(outcome.tensors[0]))
+
+
+@pytest.mark.slow
+async def test_two_processes_answer_as_one(tmp_path: Path) -> None:
+    """Gradients and outputs over three updates are those of one process. Stopped, both end, and what they have learnt
+    is saved; started again, they go on from there."""
+    optimizer = make_optimizer(Recipe(total_steps=None))
+    alone = make_backends({"ffn.[0:2]": feedforward(d_model=16)}, optimizer, seed=0)["ffn.1"]
+    for attempt in range(2):
+        with two_processes(tmp_path) as (processes, contact):
+            for step in range(3):
+                x, grads = rows(3 + 2 * step, 16, seed=step), rows(3 + 2 * step, 16, seed=10 + attempt)
+                found = await ask(contact, BACKWARD, "ffn.1", x, grads)
+                np.testing.assert_allclose(found, alone.backward([x], grads)[0], atol=1e-4)
+                found = await ask(contact, FORWARD, "ffn.1", x)
+                np.testing.assert_allclose(found, alone.forward([x]), atol=1e-4)
+            processes[0].send_signal(signal.SIGTERM)
+            logs = [(tmp_path / f"{number}.log").read_text() for number in range(2)]
+            assert [process.wait(timeout=120) for process in processes] == [130, 0], logs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_neither_outlives_the_other(tmp_path: Path, killed: int) -> None:
+    """The one that is left says why it ends, and does so soon."""
+    with two_processes(tmp_path) as (processes, _):
+        processes[killed].kill()
+        assert processes[1 - killed].wait(timeout=60) != 0
+    if killed == 1:  # when process 0 is gone, JAX itself may end the other before it can speak
+        sentence = "dmoe: error: process 1 of the node is gone, and with it its part of every expert"
+        assert (tmp_path / "0.log").read_text().splitlines()[-1] == sentence
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--num-processes 2", "--num-processes and --process-id would have no effect without --distributed"),
+        ("--distributed a:1 --num-processes 2", "--distributed needs --num-processes and --process-id"),
+        ("--distributed a:1 --num-processes 2 --process-id 2", "--process-id must be from 0 to .* got 2 of 2"),
+        ("--distributed a --num-processes 2 --process-id 0", "--distributed: expected .*HOST:PORT, got 'a'"),
+        ("--distributed a:1 --num-processes 2 --process-id 0 --devices all", "--devices would have no effect beside"),
+    ],
+)
+def test_wrong_flags(
+    flags: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line before anything is started."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)  # how such a process ends; this one is pytest's
+    with pytest.raises(SystemExit) as exit_:
+        main(["node", *flags.split()])
+    assert exit_.value.code == 1
+    assert re.match(f"dmoe: error: {line}", error := capsys.readouterr().err), error
+    assert error.count("\n") == 1
+
+
+def test_orders_come_back_as_they_were() -> None:
+    """Every field, with arrays of several types, without elements and without dimensions."""
+    order = Order(
+        kind="backward",
+        uid="ffn.1",
+        number=7,
+        inputs=(rows(3), np.zeros((3, 0), np.int64)),
+        output_grads=jax.numpy.ones((3, 2), "bfloat16"),
+        seen=np.arange(3),
+        state=(np.array(True), np.float32(2.5)),  # type: ignore[arg-type]
+    )
+    length, header, *parts = encode_order(order)
+    assert int.from_bytes(length, "big") == len(header)
+    parsed = parse_header_untrusted(bytes(header))
+    body = bytearray(b"".join(parts))
+    assert parsed.nbytes == len(body)
+    found = order_of(parsed, body)
+    assert (found.kind, found.uid, found.number, found.keys) == ("backward", "ffn.1", 7, None)
+    for a, b in zip(jax.tree.leaves(_arrays(found)), jax.tree.leaves(_arrays(order)), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_array_equal(a, b)
+
+
+def _arrays(order: Order) -> object:
+    return order.inputs, order.output_grads, order.seen, order.state
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        7,
+        {},
+        {"kind": "obey", "uid": "", "number": 0, "arrays": []},
+        {"kind": "load", "uid": 3, "number": 0, "arrays": []},
+        {"kind": "load", "uid": "", "number": -1, "arrays": []},
+        {"kind": "load", "uid": "", "number": 0, "arrays": [["state", "object", [1]]]},
+        {"kind": "load", "uid": "", "number": 0, "arrays": [["state", "float99", [1]]]},
+        {"kind": "load", "uid": "", "number": 0, "arrays": [["kind", "float32", [1]]]},
+        {"kind": "load", "uid": "", "number": 0, "arrays": [["state", "float32", [-1]]]},
+        {"kind": "load", "uid": "", "number": 0, "arrays": [["state", "float32", [2**40, 2**40]]]},
+        {"kind": "load", "uid": "", "number": 0, "arrays": [["state", "float32"]]},
+    ],
+)
+def test_what_is_no_order_is_refused(body: object) -> None:
+    """With the one error for what a peer sent."""
+    with pytest.raises(RemoteProtocolError):
+        parse_header_untrusted(codec.encode(body))
