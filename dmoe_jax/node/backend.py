@@ -11,7 +11,7 @@ changes nothing (`UpdateRejected`).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,9 @@ from dmoe_jax.node.programs import expert_programs, nbytes_of, own_copy, state_n
 from dmoe_jax.node.sharding import Layout, put, to_host
 from dmoe_jax.types import PyTree
 from net.types import Array
+
+MAX_REMEMBERED = 1024
+"""Requests of which an expert remembers that it has learnt from them. A retry comes within one call's deadline."""
 
 
 class UpdateRejected(ValueError):
@@ -71,6 +74,9 @@ class ExpertBackend:
         self._uid = uid
         self.update_count = 0
         """Optimiser steps taken. Replies carry it, and backward requests that of their forward: hence the staleness."""
+        self.learnt_from: dict[bytes, None] = {}
+        """Names of the newest backward requests among these steps, oldest first, at most `MAX_REMEMBERED`. Saved with
+        the expert: a retry that comes after a restart must not train it twice."""
         self.steps_here = 0
         """Those of them that this process took."""
         self.staleness_total = 0.0
@@ -103,7 +109,7 @@ class ExpertBackend:
         spans_processes = self.place.layout is not None and self.place.layout.spans_processes
         return jax.tree.map(to_host, state) if spans_processes else state
 
-    def load(self, state: dict[str, PyTree], *, update_count: int) -> None:
+    def load(self, state: dict[str, PyTree], *, update_count: int, learnt_from: Iterable[bytes] = ()) -> None:
         """Take up a saved state of the same structure, laid out over devices as the present one is."""
         if self.place.tell is not None:
             leaves = jax.tree.leaves((state["params"], state["opt_state"]))
@@ -111,6 +117,7 @@ class ExpertBackend:
         own, saved = (self._params, self._opt_state), (state["params"], state["opt_state"])
         self._params, self._opt_state = jax.tree.map(_laid_out_like, own, saved)
         self.update_count = update_count
+        self.learnt_from = dict.fromkeys(learnt_from)
 
     def forward(self, inputs: Sequence[Array], keys: Array | None = None) -> Array:
         """Output for `inputs`, each [rows, ...]. Rows are padded and cut again.
@@ -130,7 +137,12 @@ class ExpertBackend:
         return lambda: (np.asarray(output)[:rows],)
 
     def backward(
-        self, inputs: Sequence[Array], output_grads: Array, keys: Array | None = None, seen: Array | None = None
+        self,
+        inputs: Sequence[Array],
+        output_grads: Array,
+        keys: Array | None = None,
+        seen: Array | None = None,
+        requests: Sequence[bytes] = (),
     ) -> tuple[Array, ...]:
         """Gradients of the differentiable inputs, taken at the current parameters, which are then updated once.
 
@@ -140,14 +152,20 @@ class ExpertBackend:
           keys: as of the forward.
           seen: int64 [rows], the update count at each row's forward, at least 0. The optimiser is told the rows' mean
             staleness; counts beyond today's, of an expert that was restored since, have none. None: nothing is stale.
+          requests: names of the requests in it, see `learnt_from`.
 
         Raises:
           UpdateRejected: the update or a gradient is not finite; nothing was changed.
         """
-        return self.begin_backward(inputs, output_grads, keys, seen)()
+        return self.begin_backward(inputs, output_grads, keys, seen, requests)()
 
     def begin_backward(
-        self, inputs: Sequence[Array], output_grads: Array, keys: Array | None = None, seen: Array | None = None
+        self,
+        inputs: Sequence[Array],
+        output_grads: Array,
+        keys: Array | None = None,
+        seen: Array | None = None,
+        requests: Sequence[bytes] = (),
     ) -> Callable[[], tuple[Array, ...]]:
         """Have XLA begin a `backward`; what is returned waits for it, returns the gradients and counts the update.
 
@@ -169,9 +187,15 @@ class ExpertBackend:
                 self.update_count += 1
                 self.steps_here += 1
                 self.staleness_total += staleness
+                self._remember(requests)
             return tuple(np.asarray(grad)[:rows] for grad in input_grads)
 
         return finish
+
+    def _remember(self, requests: Iterable[bytes]) -> None:
+        self.learnt_from.update(dict.fromkeys(requests))
+        while len(self.learnt_from) > MAX_REMEMBERED:
+            del self.learnt_from[next(iter(self.learnt_from))]
 
     @property
     def warm_rows(self) -> int:

@@ -8,6 +8,7 @@ An expert that is not finite is worth nothing: it is not saved, and one that an 
 
 import logging
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -52,13 +53,13 @@ class ExpertStore:
         """The updates of an expert's newest checkpoint; None if there is none."""
         return max(_numbered(self.folder / uid), default=None)
 
-    def save(self, uid: str, updates: int, state: dict[str, PyTree]) -> bool:
+    def save(self, uid: str, updates: int, state: dict[str, PyTree], learnt_from: Iterable[bytes] = ()) -> bool:
         """Write an expert unless it was written with so many updates already, and forget its oldest checkpoints.
 
         Args:
           uid: which expert.
           updates: optimiser steps that it has taken.
-          state: see `ExpertBackend.state`; in arrays that nobody changes meanwhile.
+          state, learnt_from: see `ExpertBackend`; in arrays that nobody changes meanwhile.
 
         Returns: whether it is on the disk; False, with a warning, if it is not finite.
         """
@@ -67,7 +68,8 @@ class ExpertStore:
             return False
         own = self.folder / uid
         if updates not in _numbered(own):
-            self._files.write(own / str(updates), state, {"updates": updates})
+            facts = {"updates": updates, "learnt_from": [name.hex() for name in learnt_from]}
+            self._files.write(own / str(updates), state, facts)
         self._prune(own, updates)
         return True
 
@@ -83,7 +85,7 @@ class ExpertStore:
             updates = left[-1]
             tried.add(updates)
             try:
-                state, _ = self._files.read(self.folder / uid / str(updates), backend.state)
+                state, facts = self._files.read(self.folder / uid / str(updates), backend.state)
             except CheckpointError:
                 raise
             except (OSError, ValueError, KeyError) as error:
@@ -92,7 +94,8 @@ class ExpertStore:
                 )
                 continue
             if is_sound(state):
-                backend.load(state, update_count=updates)
+                names = map(bytes.fromhex, facts.get("learnt_from", ()))
+                backend.load(state, update_count=updates, learnt_from=names)
                 return updates
             logger.warning("expert %s is not finite in its checkpoint %d; an older one is tried", uid, updates)
         if tried:

@@ -5,6 +5,9 @@ but before the reply arrives, the trainer sends the same id again and gets the r
 optimiser step. Beyond the bounds the oldest finished entries are forgotten; a retry comes within one call deadline, so
 the bounds only have to outlast that. What still waits or runs is never forgotten, whatever came after it: its retry
 would train a second time. The node's queue bounds how much that is.
+
+What an expert has learnt from it knows by itself for longer, and through a restart too, though without the answers
+(`ExpertBackend.learnt_from`): such a retry is refused.
 """
 
 from collections.abc import Callable

@@ -45,6 +45,7 @@ class Job:
       key: jobs of equal keys run together: (uid, kind, whether rows have dropout keys).
       rows: how many it brings.
       expected_s: seconds of the device that they will take, as far as that is known.
+      replay_key: names a backward request, who asked it and of which expert; None: it may be asked once only.
       request: what was asked; gone when it is answered, so that a remembered job (replay) keeps its reply alone.
       waiters: the calls that want the answer, each an event that is set when there is one.
       is_done: there is an answer: `results` and the expert's count of `updates`, or an `error`.
@@ -58,6 +59,7 @@ class Job:
         "is_done",
         "key",
         "kind",
+        "replay_key",
         "request",
         "results",
         "rows",
@@ -65,8 +67,9 @@ class Job:
         "waiters",
     )
 
-    def __init__(self, request: ExpertRequest) -> None:
+    def __init__(self, request: ExpertRequest, replay_key: bytes | None = None) -> None:
         self.request = request
+        self.replay_key = replay_key
         self.kind = "forward" if request.output_grads is None else "backward"
         self.key = (request.uid, self.kind, request.keys is not None)
         self.rows = request.rows
@@ -367,7 +370,7 @@ class BatchRunner:
         backend = self._backends[jobs[0].request.uid]
         inputs, grads, keys, seen = _joined(jobs)
         if grads is not None:
-            return await self._device.run(backend.backward, inputs, grads, keys, seen, spent=spent)
+            return await self._device.run(backend.backward, inputs, grads, keys, seen, _names_of(jobs), spent=spent)
         rows = inputs[0].shape[0]
         step = min(rows, self._row_limit(jobs[0].key))
         outputs = []
@@ -384,7 +387,7 @@ class BatchRunner:
         inputs, grads, keys, seen = _joined(jobs)
         if grads is None:
             return backend.begin_forward(inputs, keys)
-        return backend.begin_backward(inputs, grads, keys, seen)
+        return backend.begin_backward(inputs, grads, keys, seen, _names_of(jobs))
 
     def _refuse(self, job: Job, rejected: UpdateRejected) -> None:
         self.counts.rejected[rejected.reason] += 1
@@ -411,6 +414,11 @@ def _uid_of(key: Hashable) -> str:
 
 def _rows_of(jobs: Sequence[Job]) -> int:
     return sum(job.rows for job in jobs)
+
+
+def _names_of(jobs: Sequence[Job]) -> tuple[bytes, ...]:
+    """By which an expert remembers that it has learnt from these requests."""
+    return tuple(job.replay_key for job in jobs if job.replay_key is not None)
 
 
 def _joined(jobs: Sequence[Job]) -> tuple[list[Array], Array | None, Array | None, Array]:

@@ -76,9 +76,9 @@ class ExpertSaver:
         learnt = [(uid, backend) for uid, backend in self._backends.items() if self._has_learnt(uid, backend)]
         for uid, backend in learnt:
             device = self._device_of(backend)
-            updates, state = await device.run(_snapshot, backend)
+            updates, learnt_from, state = await device.run(_snapshot, backend)
             try:
-                if await device.aside(self._store.save, uid, updates, state):
+                if await device.aside(self._store.save, uid, updates, state, learnt_from):
                     self._saved[uid] = updates
             except (OSError, ValueError) as error:  # Orbax raises ValueError where a disk is full
                 failed[uid] = error
@@ -104,6 +104,6 @@ class ExpertSaver:
         return backend.update_count != self._saved.get(uid, 0)
 
 
-def _snapshot(backend: ExpertBackend) -> tuple[int, dict[str, PyTree]]:
-    """Count and copy of one moment: on the device's thread no batch can come between them."""
-    return backend.update_count, host_copy(backend.state)
+def _snapshot(backend: ExpertBackend) -> tuple[int, tuple[bytes, ...], dict[str, PyTree]]:
+    """Count, requests and copy of one moment: on the device's thread no batch can come between them."""
+    return backend.update_count, tuple(backend.learnt_from), host_copy(backend.state)

@@ -27,6 +27,7 @@ RPC methods (body -> body):
 """
 
 import functools
+import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import asdict
@@ -340,37 +341,42 @@ class ExpertNode:
         finally:
             for job in jobs.values():
                 self.recorder.given_up(kind)
-                if not job.waiters and self._runner.withdraw(job):
-                    self._replays.forget(_replay_key(request.peer_id, job.request))
+                if not job.waiters and self._runner.withdraw(job) and job.replay_key is not None:
+                    self._replays.forget(job.replay_key)
 
     def _job_of(self, part: ExpertRequest, peer_id: PeerId) -> Job:
         """The job that computes this part: a new one, or that of the same part if it was asked before.
 
         Raises:
-          CallRefused: the node is leaving.
+          CallRefused: the node is leaving, or the expert has learnt from the request, whose answer is gone.
           PeerBusy: too much waits; half of it will be done when it is asked to retry.
         """
         replay_key = _replay_key(peer_id, part)
-        if part.request_id is not None and (known := self._replays.find(replay_key)) is not None:
+        if replay_key is not None and (known := self._replays.find(replay_key)) is not None:
             self._counts["replayed"] += 1
             return known
+        if replay_key in self._backends[part.uid].learnt_from:
+            self._counts["replayed"] += 1
+            raise CallRefused(f"expert {part.uid} has learnt from this request before; its answer is not kept any more")
         if self.state == "leaving":
             raise CallRefused("this node is leaving the swarm")
-        job = Job(part)
+        job = Job(part, replay_key)
         try:
             self._runner.submit(job)
         except QueueFull as full:
             self._counts["busy"] += 1
             raise PeerBusy(f"the node is busy: {full}", retry_after_s=full.waiting_s / 2) from full
         self._counts[job.kind] += 1
-        if part.request_id is not None:
+        if replay_key is not None:
             self._replays.remember(replay_key, job, nbytes=sum(array.nbytes for array in part.inputs))
         return job
 
 
-def _replay_key(peer_id: PeerId, part: ExpertRequest) -> bytes:
-    """Trainer and expert are part of the key: equal ids of others do not get these gradients."""
-    return peer_id.raw + part.uid.encode() + b"/" + (part.request_id or b"")
+def _replay_key(peer_id: PeerId, part: ExpertRequest) -> bytes | None:
+    """Trainer and expert are part of the key: equal ids of others do not get these gradients. None without an id."""
+    if part.request_id is None:
+        return None
+    return hashlib.blake2b(peer_id.raw + part.uid.encode() + b"/" + part.request_id, digest_size=16).digest()
 
 
 async def _one_of(jobs: Iterable[Job]) -> None:

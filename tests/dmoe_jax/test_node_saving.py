@@ -1,9 +1,11 @@
 """A node's experts survive it: saved while they learn, restored to the bit, never mixed up with others."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -11,9 +13,12 @@ import trio
 
 from dmoe_jax.checkpoints import CheckpointError, CheckpointFiles
 from dmoe_jax.device import InlineDevice
+from dmoe_jax.experts import expert_from_functions
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.saving import ExpertSaver
+from net.errors import CallRefused
+from tests.dmoe_jax.node_rig import open_rig
 
 OPTIMIZER = optax.adam(1e-2)
 X = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
@@ -239,3 +244,43 @@ async def test_random_keys_in_a_state_are_saved(tmp_path: Path) -> None:
     for backends in (first, second):
         backends["a.0"].backward([X], X)
     jax.tree.map(np.testing.assert_array_equal, first["a.0"].state, second["a.0"].state)
+
+
+SCALE = expert_from_functions(
+    lambda key: {"w": jnp.zeros(64)}, lambda params, x: x * params["w"], jnp.ones((1, 64)), name="scale"
+)
+"""Exactly linear: a gradient of the output that is 1 at i, for an input of ones, has SGD take 1 off weight i."""
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_nothing_is_learnt_twice_through_fifty_kills(tmp_path: Path, seed: int) -> None:
+    """Each request has a weight of its own; after kills at any moment, and retries of what was answered or not, weight
+    i is 0 or -1, and -1 if the expert was saved after the answer."""
+
+    async def life(rng: np.random.Generator, life_number: int, sure: set[int]) -> None:
+        """One node, from its checkpoint until it is killed; its trainer asks again what it asked the last ones."""
+        backend = ExpertBackend(SCALE, optax.sgd(1.0), SCALE.init(jax.random.key(0)))
+        saver = ExpertSaver(tmp_path, {"s.0": backend}, InlineDevice())
+        await saver.restore()
+        async with open_rig(backends={"s.0": backend}) as rig:
+            weights = np.asarray(backend.params["w"])
+            assert set(weights) <= {0, -1}
+            assert set(np.flatnonzero(weights)) >= sure
+            answered = set(np.flatnonzero(weights))
+            for index in rng.permutation(np.arange(max(0, life_number - 8), life_number + 1)):
+                grads = np.eye(64, dtype=np.float32)[[index]]
+                is_known = index in answered
+                with pytest.raises(CallRefused, match="has learnt from") if is_known else nullcontext():
+                    await rig.backward("s.0", b"%016d" % index, np.ones((1, 64), np.float32), grads)
+                answered.add(index)
+                if rng.random() < 0.2:
+                    await saver.save()
+                    sure |= answered
+
+    async def main() -> None:
+        rng, sure = np.random.default_rng(seed), set[int]()
+        for number in range(50):
+            await life(rng, number, sure)
+        assert len(sure) > 30
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
