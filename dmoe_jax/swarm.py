@@ -26,6 +26,7 @@ import optax
 import trio
 
 from dmoe_jax.claims.claiming import ClaimConfig
+from dmoe_jax.claims.host import Claimable, claimable_of, fixed_of
 from dmoe_jax.device import Device, InlineDevice, ThreadDevice
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
 from dmoe_jax.expert_calls import MAX_PARTS
@@ -46,14 +47,7 @@ from dmoe_jax.peer import SwarmPeer, open_peer
 from dmoe_jax.replicas import ReplicaConfig
 from dmoe_jax.routing.base import Router
 from dmoe_jax.security import Security, Tls
-from dmoe_jax.serving import (
-    Claimable,
-    Served,
-    ServedExpert,
-    claimable_of,
-    fixed_of,
-    serve_until_left,
-)
+from dmoe_jax.serving import Served, ServedExpert, serve_until_left
 from dmoe_jax.swarm_averaging import AveragingSwarm
 from dmoe_jax.trainer import Trainer, Trainers
 from dmoe_jax.trunk import SharedTrunk

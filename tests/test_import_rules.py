@@ -61,6 +61,7 @@ SHELLS = {
     "dmoe_jax.emulator.recording",
     "dmoe_jax.runs.run_folder",
     "dmoe_jax.claims.claimer",
+    "dmoe_jax.claims.host",
     "dmoe_jax.claims.survey",
     "dmoe_jax.claims.watch",
     "dmoe_jax.directory",

@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -37,8 +37,11 @@ if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
 
     from dmoe_jax.claims.claiming import ClaimConfig
     from dmoe_jax.experts import Expert
+    from dmoe_jax.node.config import NodeConfig
     from dmoe_jax.node.devices import PlacedDevice
+    from dmoe_jax.peer import SwarmPeer
     from dmoe_jax.replicas import ReplicaConfig
+    from dmoe_jax.serving import Served
     from dmoe_jax.swarm import Swarm
 
 _DEFAULT_EXPERTS = ("layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]")
@@ -132,30 +135,14 @@ class NodeCommand(DhtCommand):
             raise
 
     async def _serve(self, stop: Stop) -> int:
-        check_positive(self, "announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip")
-        check_at_least(0, self, "warmup_steps", "weight_decay", "staleness_power")
-        named, num_experts, faults = self._named(), self._count_experts(), self._fault_plan()
-        self.processes.check(devices=self.devices)
-        if self.processes.distributed is not None and (self.claim is not None or self.replicate):
-            raise UsageError("--distributed does not go together with --claim or --replicate yet")
+        faults = self._check()
         set_up_jax()
         await self.processes.initialize()
-        from dmoe_jax.claims.claiming import ClaimConfig
-        from dmoe_jax.cli.compiling import compiled_once
-        from dmoe_jax.node.config import NodeConfig
         from dmoe_jax.swarm import open_swarm
 
         with mistakes_in_one_line():
             self._check_devices()
-            config = NodeConfig(
-                swarm=self.swarm,
-                max_batch_rows=self.max_batch_rows,
-                warm_up_rows=self.warm_up_rows,
-                announce_period_s=self.announce_period_s,
-                record_lifetime_s=3 * self.announce_period_s,
-            )
-            claim = None if self.claim is None else ClaimConfig(max_experts=self.claim, of=self.of)
-            replicas = self._replica_config()
+            config, claim, replicas = self._node_config(), self._claim_config(), self._replica_config()
             expert, optimizer = await trio.to_thread.run_sync(
                 lambda: (self._make_expert(), self._make_optimizer()), abandon_on_cancel=True
             )
@@ -181,41 +168,79 @@ class NodeCommand(DhtCommand):
                 doing = text
                 print(text, flush=True)
 
+            serving = partial(
+                swarm.serve,
+                dict.fromkeys(self._named(), expert),
+                optimizer=optimizer,
+                config=config,
+                devices=self.devices if placed is None else placed,
+                mesh=self.mesh if placed is None else None,
+                checkpoint_dir=self.checkpoint_dir,
+                checkpoint_period_s=self.checkpoint_period_s,
+                claim=claim,
+                replicas=replicas,
+                on_progress=said,
+            )
             with stop.body():
-                once = compiled_once(self._programs(), while_waiting=_listed_as_waiting(swarm, num_experts, claim))
-                # A node that claims is listed already while it waits, and claims its experts.
-                before, compiling = (once, nullcontext()) if claim is None else (nullcontext(), once)
-                async with before:
-                    with mistakes_in_one_line():
-                        served = await swarm.serve(
-                            dict.fromkeys(named, expert),
-                            optimizer=optimizer,
-                            config=config,
-                            devices=self.devices if placed is None else placed,
-                            mesh=self.mesh if placed is None else None,
-                            checkpoint_dir=self.checkpoint_dir,
-                            checkpoint_period_s=self.checkpoint_period_s,
-                            claim=claim,
-                            replicas=replicas,
-                            on_progress=said,
-                            compiling=compiling,
-                        )
+                served = await self._begin(swarm, serving, claim)
                 node = served.node
                 monitor.show(lambda: node_families(node.recorder, node.status()))
                 monitor.why_not_ready = lambda: "" if node.state == "serving" else node.state
-                took_s = time.perf_counter() - started
-                more = "" if node.claims is None else f" and may claim {node.claims()['room']} more"
-                print(
-                    f"Node {peer.rpc.peer_id.short} serves {len(served.uids)} experts{more}, ready after {took_s:.1f} s"
-                )
-                if replicas is not None:
-                    print(f"Slots of its experts (slot:experts): {node.status()['replicas']['summary']}")
-                print(join_line("train", self.network, peer), flush=True)
-                if faults is not None:
-                    print(f"This node misbehaves on purpose: --faults {' '.join(self.faults)}", flush=True)
+                self._say_what_is_served(served, peer, took_s=time.perf_counter() - started)
                 await trio.sleep_forever()
             monitor.why_not_ready = lambda: "leaving"
         return EXIT_INTERRUPTED
+
+    def _check(self) -> FaultPlan | None:
+        """Raise `UsageError` if flags are out of range or do not go together; else what is to go wrong on purpose."""
+        check_positive(self, "announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip")
+        check_at_least(0, self, "warmup_steps", "weight_decay", "staleness_power")
+        self._count_experts()
+        self.processes.check(devices=self.devices)
+        if self.processes.distributed is not None and (self.claim is not None or self.replicate):
+            raise UsageError("--distributed does not go together with --claim or --replicate yet")
+        return self._fault_plan()
+
+    async def _begin(
+        self, swarm: "Swarm", serving: "Callable[..., Awaitable[Served]]", claim: "ClaimConfig | None"
+    ) -> "Served":
+        """Serve, compiling what other processes of this machine do not compile already."""
+        from dmoe_jax.cli.compiling import compiled_once
+
+        waiting = _listed_as_waiting(swarm, self._count_experts(), claim)
+        once = compiled_once(self._programs(), while_waiting=waiting)
+        # A node that claims is listed already while it waits, and claims its experts.
+        before, compiling = (once, nullcontext()) if claim is None else (nullcontext(), once)
+        async with before:
+            with mistakes_in_one_line():
+                return await serving(compiling=compiling)
+        raise AssertionError("nothing swallows exceptions")
+
+    def _say_what_is_served(self, served: "Served", peer: "SwarmPeer", *, took_s: float) -> None:
+        node = served.node
+        more = "" if node.claims is None else f" and may claim {node.claims()['room']} more"
+        print(f"Node {peer.rpc.peer_id.short} serves {len(served.uids)} experts{more}, ready after {took_s:.1f} s")
+        if self.replicate:
+            print(f"Slots of its experts (slot:experts): {node.status()['replicas']['summary']}")
+        print(join_line("train", self.network, peer), flush=True)
+        if self.faults:
+            print(f"This node misbehaves on purpose: --faults {' '.join(self.faults)}", flush=True)
+
+    def _node_config(self) -> "NodeConfig":
+        from dmoe_jax.node.config import NodeConfig
+
+        return NodeConfig(
+            swarm=self.swarm,
+            max_batch_rows=self.max_batch_rows,
+            warm_up_rows=self.warm_up_rows,
+            announce_period_s=self.announce_period_s,
+            record_lifetime_s=3 * self.announce_period_s,
+        )
+
+    def _claim_config(self) -> "ClaimConfig | None":
+        from dmoe_jax.claims.claiming import ClaimConfig
+
+        return None if self.claim is None else ClaimConfig(max_experts=self.claim, of=self.of)
 
     def _replica_config(self) -> "ReplicaConfig | None":
         from dmoe_jax.replicas import ReplicaConfig
