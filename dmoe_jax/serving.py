@@ -15,7 +15,7 @@ from dmoe_jax.node.listing import SoleListing
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import ExpertNode, open_expert_node
 from dmoe_jax.peer import SwarmPeer
-from dmoe_jax.replicas import ReplicaConfig, replicating
+from dmoe_jax.replicas import ReplicaConfig, Replicas, replicating
 from net.identity import Contact
 from net.nursery import background_nursery
 
@@ -64,6 +64,20 @@ def _sole_listing(peer: SwarmPeer, *, claims: bool) -> SoleListing | None:
     return SoleListing(peer.dht, Contact(peer.rpc.peer_id, peer.rpc.address), warns=not claims)
 
 
+def _replicating(
+    peer: SwarmPeer,
+    devices: Sequence[PlacedDevice],
+    backends: Mapping[str, ExpertBackend],
+    swarm: str,
+    config: ReplicaConfig | None,
+    on_progress: Callable[[str], None],
+) -> AbstractAsyncContextManager[Replicas | None]:
+    device = all_of(devices)
+    return replicating(
+        peer.rpc, peer.dht, backends, swarm=swarm, device=device, rng=peer.rng, config=config, on_progress=on_progress
+    )
+
+
 async def serve_until_left(
     peer: SwarmPeer,
     devices: Sequence[PlacedDevice],
@@ -103,16 +117,7 @@ async def serve_until_left(
     try:
         async with (
             background_nursery() as nursery,
-            replicating(
-                peer.rpc,
-                peer.dht,
-                backends,
-                swarm=config.swarm,
-                device=all_of(devices),
-                rng=peer.rng,
-                config=replicate,
-                on_progress=on_progress,
-            ) as replicas,
+            _replicating(peer, devices, backends, config.swarm, replicate, on_progress) as replicas,
             open_expert_node(
                 peer.rpc,
                 peer.dht,

@@ -147,20 +147,8 @@ def test_experts_outlive_their_node(tmp_path: Path) -> None:
         await world.until(lambda: len(world.served) == 3 and world.all_served_once(SMALL), within_s=60)
         losses: list[tuple[float, float]] = []
 
-        async def train() -> None:
-            device = InlineDevice(CostModel(call_s=0.1))
-            async with open_swarm(
-                ENTRANCE, network=world.network, host="trainer", listen=None, seed=1, device=device
-            ) as swarm:
-                mixture = swarm.mixture("ffn", MODEL.expert(), ROUTER, k_best=3, grace_s=0.5, timeout_s=2.0)
-                rng = np.random.default_rng(0)
-                xs = rng.normal(size=(16, 32, 6)).astype(np.float32)
-                batches = [itertools.cycle(mlp.Batch(x, np.argmax(x[:, :3], axis=1).astype(np.int32)) for x in xs)] * 2
-                trainers = swarm.trainer(mlp.MLP(MODEL, ROUTER, [mixture]), optax.sgd(0.05), batches)
-                await trainers.run(10**6, lambda step: losses.append((trio.current_time(), step.loss)))
-
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(train)
+            nursery.start_soon(train, world, losses)
             await trio.sleep(2 * SAVE_PERIOD_S)
             killed = world.served["node1"].node
             updates, saved = killed.status()["updates"], saved_updates(tmp_path)
@@ -198,6 +186,17 @@ def test_experts_outlive_their_node(tmp_path: Path) -> None:
         assert len(after) > 0.7 * len(before)
 
     in_world(body)
+
+
+async def train(world: World, losses: list[tuple[float, float]]) -> None:
+    """Two trainers, until they are cancelled; notes when each step ended, and its loss."""
+    device = InlineDevice(CostModel(call_s=0.1))
+    async with open_swarm(ENTRANCE, network=world.network, host="trainer", listen=None, seed=1, device=device) as swarm:
+        mixture = swarm.mixture("ffn", MODEL.expert(), ROUTER, k_best=3, grace_s=0.5, timeout_s=2.0)
+        xs = np.random.default_rng(0).normal(size=(16, 32, 6)).astype(np.float32)
+        batches = [itertools.cycle(mlp.Batch(x, np.argmax(x[:, :3], axis=1).astype(np.int32)) for x in xs)] * 2
+        trainers = swarm.trainer(mlp.MLP(MODEL, ROUTER, [mixture]), optax.sgd(0.05), batches)
+        await trainers.run(10**6, lambda step: losses.append((trio.current_time(), step.loss)))
 
 
 def saved_updates(folder: Path) -> dict[str, set[int]]:
