@@ -27,9 +27,7 @@ from net.wire.tensors import plain
 from tests.dmoe_jax.node_rig import rows
 
 ROOT = Path(__file__).parents[2]
-FLAGS = (
-    "--insecure-loopback --expert feedforward --d-model 16 --experts ffn.[0:2] --warm-up-rows 4 --mesh data=2,model=2"
-)
+FLAGS = "--insecure-loopback --expert feedforward --d-model 16 --experts ffn.[0:2] --warm-up-rows 4"
 
 
 @contextlib.contextmanager
@@ -37,31 +35,30 @@ def two_processes(tmp_path: Path) -> Iterator[tuple[list[subprocess.Popen[str]],
     """A node of two processes with two devices each, and its contact."""
     # Below the ports that the system gives away, and another one for each process of tests.
     coordinator = f"127.0.0.1:{20000 + os.getpid() % 10000}"
-    flags = [*FLAGS.split(), "--checkpoint-dir", str(tmp_path / "checkpoints"), "--distributed", coordinator]
+    flags = [
+        *FLAGS.split(),
+        "--mesh",
+        "data=2,model=2",
+        "--checkpoint-dir",
+        str(tmp_path / "checkpoints"),
+        "--distributed",
+        coordinator,
+    ]
     xla = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     with contextlib.ExitStack() as stack:
         processes = []
         for number in range(2):
             log = stack.enter_context((tmp_path / f"{number}.log").open("w"))
+            own = ["--num-processes", "2", "--process-id", str(number)]
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "dmoe_jax.cli",
-                    "node",
-                    *flags,
-                    "--num-processes",
-                    "2",
-                    "--process-id",
-                    str(number),
-                ],
+                [sys.executable, "-m", "dmoe_jax.cli", "node", *flags, *own],
                 env=os.environ | {"XLA_FLAGS": xla, "JAX_PLATFORMS": "cpu"},
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
             )
-            stack.callback(process.wait)
+            stack.enter_context(process)
             stack.callback(process.kill)
             processes.append(process)
         lines = processes[0].stdout
@@ -144,9 +141,9 @@ def test_orders_come_back_as_they_were() -> None:
         uid="ffn.1",
         number=7,
         inputs=(rows(3), np.zeros((3, 0), np.int64)),
-        output_grads=jax.numpy.ones((3, 2), "bfloat16"),
+        output_grads=np.ones((3, 2), jax.numpy.bfloat16),
         seen=np.arange(3),
-        state=(np.array(True), np.float32(2.5)),  # type: ignore[arg-type]
+        state=(np.array(True), np.array(2.5, np.float32)),
     )
     length, header, *parts = encode_order(order)
     assert int.from_bytes(length, "big") == len(header)
