@@ -117,7 +117,7 @@ class NodeCommand(DhtCommand):
         check_positive(self, "announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip")
         check_at_least(0, self, "warmup_steps", "weight_decay", "staleness_power")
         num_experts, faults = self._count_experts(), self._fault_plan()
-        self.processes.check(devices=self.devices)
+        self.processes.check(devices=self.devices, checkpoint_dir=self.checkpoint_dir)
         set_up_jax()
         await self.processes.initialize()
         from dmoe_jax.cli.compiling import compiled_once
