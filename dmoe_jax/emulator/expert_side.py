@@ -8,7 +8,7 @@ import optax
 
 from dmoe_jax.emulator.state import Calls, Events, Experts, at, is_finite, put
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.node.backend import check_optimizer
+from dmoe_jax.node.programs import check_optimizer
 from dmoe_jax.types import PyTree
 
 LayerState = tuple[Experts, Calls]
