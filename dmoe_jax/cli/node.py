@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
 
     from dmoe_jax.experts import Expert
     from dmoe_jax.node.devices import PlacedDevice
+    from dmoe_jax.node.server import NodeConfig
     from dmoe_jax.swarm import Swarm
 
 _OF_ADAM = ("learning_rate", "warmup_steps", "weight_decay", "grad_clip", "staleness_power")
@@ -121,18 +122,11 @@ class NodeCommand(DhtCommand):
         set_up_jax()
         await self.processes.initialize()
         from dmoe_jax.cli.compiling import compiled_once
-        from dmoe_jax.node.server import NodeConfig
         from dmoe_jax.swarm import open_swarm
 
         with mistakes_in_one_line():
             self._check_devices()
-            config = NodeConfig(
-                swarm=self.swarm,
-                max_batch_rows=self.max_batch_rows,
-                warm_up_rows=self.warm_up_rows,
-                announce_period_s=self.announce_period_s,
-                record_lifetime_s=3 * self.announce_period_s,
-            )
+            config = self._node_config()
             expert, optimizer = await trio.to_thread.run_sync(
                 lambda: (self._make_expert(), self._make_optimizer()), abandon_on_cancel=True
             )
@@ -180,6 +174,17 @@ class NodeCommand(DhtCommand):
                 await trio.sleep_forever()
             monitor.why_not_ready = lambda: "leaving"
         return EXIT_INTERRUPTED
+
+    def _node_config(self) -> "NodeConfig":
+        from dmoe_jax.node.server import NodeConfig
+
+        return NodeConfig(
+            swarm=self.swarm,
+            max_batch_rows=self.max_batch_rows,
+            warm_up_rows=self.warm_up_rows,
+            announce_period_s=self.announce_period_s,
+            record_lifetime_s=3 * self.announce_period_s,
+        )
 
     def _check_devices(self) -> None:
         """Raise ValueError if there are not so many devices."""
