@@ -160,7 +160,7 @@ async def follow(
             if order.kind == "leave":
                 break
             if order.kind == "meet":
-                await stream.send_all(b"\0")
+                await _come_to_meeting(stream, on_lost)
                 continue
             try:
                 await place.device.run(obey, order)
@@ -169,6 +169,13 @@ async def follow(
             except Exception:
                 # Process 0 failed in the same way, and has told who asked.
                 logger.exception("an order to %s for expert %r failed", order.kind, order.uid)
+
+
+async def _come_to_meeting(stream: trio.SocketStream, on_lost: Callable[[str], None]) -> None:
+    try:
+        await stream.send_all(b"\0")
+    except trio.BrokenResourceError as error:
+        raise _lost(0, on_lost) from error
 
 
 def _devices(mesh: MeshShape | None, rule: ShardingRule, tell: Tell | None) -> tuple[PlacedDevice, ...]:

@@ -135,6 +135,13 @@ def order_of(header: Header, body: bytearray) -> Order:
         count = math.prod(shape)
         found[name].append(np.frombuffer(body, dtype, count, start).reshape(shape))
         start += count * dtype.itemsize
-    one = {name: next(iter(found[name]), None) for name in ("output_grads", "keys", "seen")}
-    many = {name: tuple(found[name]) for name in ("inputs", "state")}
-    return Order(kind=header.kind, uid=header.uid, number=header.number, **many, **one)
+    return Order(
+        kind=header.kind,
+        uid=header.uid,
+        number=header.number,
+        inputs=tuple(found["inputs"]),
+        output_grads=next(iter(found["output_grads"]), None),
+        keys=next(iter(found["keys"]), None),
+        seen=next(iter(found["seen"]), None),
+        state=tuple(found["state"]),
+    )

@@ -1,6 +1,7 @@
 """What `test_node_devices` has a process of eight devices do; it prints a line for each thing that holds."""
 
 import functools
+import gc
 import tempfile
 import threading
 from collections.abc import Callable
@@ -183,6 +184,23 @@ async def saved_and_restored(swarm: Swarm, folder: Path, compilations: Compilati
     print("saved and restored")
 
 
+def held_once() -> None:
+    """An expert on the sixth device leaves nothing of its size on the first, and on its own no second copy."""
+
+    def held(number: int) -> int:
+        return sum(leaf.nbytes for leaf in jax.live_arrays() if leaf.devices() == {jax.devices()[number]})
+
+    expert = feedforward(d_model=WIDTH, expansion=3)
+    gc.collect()
+    before = held(0), held(5)
+    (backend,) = on(node_devices(ThreadDevice(), "5", None), "ffn.0", expert).values()
+    backend.warm_up(2)
+    gc.collect()
+    assert held(0) - before[0] < 64  # a key, at most
+    assert held(5) - before[1] == backend.nbytes
+    print("held once")
+
+
 def refused() -> None:
     """What cannot be laid out says so in a line."""
     rules: list[ShardingRule] = [
@@ -236,6 +254,7 @@ async def main() -> None:
     await two_devices_at_once()
     await an_expert_on_a_mesh(compilations)
     a_rule_of_ones_own()
+    held_once()
     with tempfile.TemporaryDirectory() as folder:
         async with open_swarm(security=Plain()) as swarm:
             await saved_and_restored(swarm, Path(folder), compilations)

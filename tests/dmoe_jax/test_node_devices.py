@@ -47,6 +47,7 @@ def test_eight_devices() -> None:
         "two devices at once",
         "an expert on a mesh",
         "a rule of one's own",
+        "held once",
         "saved and restored",
         "devices '0-8' name number 8, but the last of 8 is 7",
         "9 devices, but there are 8",
