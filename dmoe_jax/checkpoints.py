@@ -93,8 +93,17 @@ class CheckpointFiles:
         import orbax.checkpoint as ocp
 
         self._args = ocp.args
-        items = {_STATE: ocp.PyTreeCheckpointHandler(use_compression=False), _FACTS: ocp.JsonCheckpointHandler()}
-        self._checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler(**items))
+        # Of a node of several processes one writes, what is whole there; Orbax would have it wait for the others.
+        alone = {"primary_host": jax.process_index(), "active_processes": {jax.process_index()}}
+        here = ocp.options.MultiprocessingOptions(**alone, barrier_sync_key_prefix="alone")
+        items = {
+            _STATE: ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=here),
+            _FACTS: ocp.JsonCheckpointHandler(multiprocessing_options=here),
+        }
+        composite = ocp.CompositeCheckpointHandler(
+            composite_options=ocp.CompositeOptions(multiprocessing_options=here), **items
+        )
+        self._checkpointer = ocp.Checkpointer(composite, multiprocessing_options=here)
 
     def write(self, path: Path, state: PyTree, facts: Mapping[str, Any]) -> None:
         """Write a checkpoint; like `Checkpoints.save`.

@@ -4,7 +4,6 @@ import os
 import sys
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import trio
@@ -33,7 +32,7 @@ class DistributedOptions:
     process_id: int | None = None
     """Which of them this is, from 0."""
 
-    def check(self, *, devices: str | None, checkpoint_dir: Path | None) -> None:
+    def check(self, *, devices: str | None) -> None:
         """Raise `UsageError` if the flags do not belong together."""
         if self.distributed is None:
             if self.num_processes is not None or self.process_id is not None:
@@ -46,8 +45,6 @@ class DistributedOptions:
             raise UsageError(f"--process-id must be from 0 to --num-processes less one, got {numbers}")
         if devices is not None:
             raise UsageError("--devices would have no effect beside --distributed, which takes all of all processes")
-        if checkpoint_dir is not None:
-            raise UsageError("--checkpoint-dir does not work beside --distributed: Orbax would wait for the others")
         self._host()
 
     @property

@@ -196,7 +196,7 @@ class NodeCommand(DhtCommand):
         check_positive(self, "announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip")
         check_at_least(0, self, "warmup_steps", "weight_decay", "staleness_power")
         self._count_experts()
-        self.processes.check(devices=self.devices, checkpoint_dir=self.checkpoint_dir)
+        self.processes.check(devices=self.devices)
         if self.processes.distributed is not None and (self.claim is not None or self.replicate):
             raise UsageError("--distributed does not go together with --claim or --replicate yet")
         return self._fault_plan()

@@ -31,11 +31,11 @@ FLAGS = "--insecure-loopback --expert feedforward --d-model 16 --experts ffn.[0:
 
 
 @contextlib.contextmanager
-def two_processes(tmp_path: Path) -> Iterator[tuple[list[subprocess.Popen[str]], str]]:
+def two_processes(tmp_path: Path, *more: str) -> Iterator[tuple[list[subprocess.Popen[str]], str]]:
     """A node of two processes with two devices each, and its contact."""
     # Below the ports that the system gives away, and another one for each process of tests.
     coordinator = f"127.0.0.1:{20000 + os.getpid() % 10000}"
-    flags = [*FLAGS.split(), "--mesh", "data=2,model=2", "--distributed", coordinator]
+    flags = [*FLAGS.split(), "--mesh", "data=2,model=2", "--distributed", coordinator, *more]
     xla = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     with contextlib.ExitStack() as stack:
         processes = []
@@ -74,10 +74,12 @@ async def ask(contact: str, method: str, uid: str, *tensors: np.ndarray) -> np.n
 
 @pytest.mark.slow
 async def test_two_processes_answer_as_one(tmp_path: Path) -> None:
-    """Gradients and outputs over three updates are those of one process. Stopped, both end in order."""
+    """Gradients and outputs over three updates are those of one process. Stopped, both end in order; started again they
+    go on from the checkpoint that one of them has written."""
     optimizer = NodeCommand()._make_optimizer()
     alone = make_backends({"ffn.[0:2]": feedforward(d_model=16)}, optimizer, seed=0)["ffn.1"]
-    with two_processes(tmp_path) as (processes, contact):
+    saving = "--checkpoint-dir", str(tmp_path / "experts")
+    with two_processes(tmp_path, *saving) as (processes, contact):
         for step in range(3):
             x, grads = rows(3 + 2 * step, 16, seed=step), rows(3 + 2 * step, 16, seed=10)
             found = await ask(contact, BACKWARD, "ffn.1", x, grads)
@@ -87,6 +89,10 @@ async def test_two_processes_answer_as_one(tmp_path: Path) -> None:
         processes[0].send_signal(signal.SIGTERM)
         logs = [(tmp_path / f"{number}.log").read_text() for number in range(2)]
         assert [process.wait(timeout=60) for process in processes] == [130, 0], logs
+    assert [path.name for path in (tmp_path / "experts").iterdir()] == ["ffn.1"]
+    with two_processes(tmp_path, *saving) as (_, contact):
+        found = await ask(contact, FORWARD, "ffn.1", x)
+        np.testing.assert_allclose(found, alone.forward([x]), atol=1e-4)
 
 
 @pytest.mark.slow
@@ -109,7 +115,7 @@ def test_neither_outlives_the_other(tmp_path: Path, killed: int) -> None:
         ("--distributed a:1 --num-processes 2 --process-id 2", "--process-id must be from 0 to .* got 2 of 2"),
         ("--distributed a --num-processes 2 --process-id 0", "--distributed: expected .*HOST:PORT, got 'a'"),
         ("--distributed a:1 --num-processes 2 --process-id 0 --devices all", "--devices would have no effect beside"),
-        ("--distributed a:1 --num-processes 2 --process-id 0 --checkpoint-dir b", "--checkpoint-dir does not work"),
+        ("--distributed a:1 --num-processes 2 --process-id 0 --replicate", "--distributed does not go together with"),
     ],
 )
 def test_wrong_flags(
