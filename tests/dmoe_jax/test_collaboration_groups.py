@@ -54,6 +54,7 @@ def check(lives: list[Life], steps: int) -> None:
         assert len(bits) == 1
 
 
+@pytest.mark.slow
 def test_sixteen_in_rows_of_four_make_the_steps_of_one_machine() -> None:
     async def body(world: World) -> None:
         for spec in SPECS:

@@ -1,5 +1,6 @@
 """Peers of a collaboration find out what their lines carry, and share out the reducing by it."""
 
+import pytest
 import trio
 
 from dmoe_jax.collaboration import CollaborationConfig
@@ -49,6 +50,7 @@ def averaged_s(lives: list[Life]) -> float:
     return max(done.averaged_s for life in lives for done in life.steps if done.number == STEPS)
 
 
+@pytest.mark.slow
 def test_shares_follow_the_lines_that_peers_measured() -> None:
     """With equal shares a slow line sends (1 + 4 / 6) vectors at half a MB a second, 6.7 s; once the fast ones reduce
     nearly all, little more than one, 4 s. Before that, members wait behind vectors for longer than `silence_s` and take

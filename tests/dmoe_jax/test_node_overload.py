@@ -1,5 +1,6 @@
 """A node that is asked for more than it can do: who is turned away, and what the others wait."""
 
+import pytest
 import trio
 
 from dmoe_jax.device import CostModel
@@ -11,6 +12,7 @@ CONFIG = NodeConfig(max_batch_rows=4, max_wait_s=2.0)
 TENTH = CostModel(row_s=0.1)
 
 
+@pytest.mark.slow
 async def test_a_flood_of_backward_calls_leaves_room_for_forward_ones(autojump_clock: trio.testing.MockClock) -> None:
     """Fifty callers ask for fifty times of what the node can do. A forward call is always taken, and no call waits for
     longer than the bound and the batch that runs."""

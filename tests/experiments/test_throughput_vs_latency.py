@@ -164,6 +164,7 @@ def test_trainers_reach_the_lag_ceiling_when_computing_is_free() -> None:
     assert virtual(load, free).samples_per_s == pytest.approx(lag_ceiling(load, 4))
 
 
+@pytest.mark.slow
 def test_trainers_reach_the_compute_ceiling_where_delays_are_short() -> None:
     """24 trainers, 5 ms of delay: both devices are always busy, mostly with two requests at once."""
     load = replace(LOAD, trainers=24, delay=Delay(0.005), calls=480)
