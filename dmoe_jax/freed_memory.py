@@ -3,7 +3,7 @@
 XLA on a CPU allocates the temporary buffers of every call. Those of a training step have hundreds of megabytes, which
 glibc maps and unmaps: the system clears each of their pages in every step, a third of the time of a small model. So a
 process may keep them (`keep_freed_memory`). Then it holds the most memory that it ever had at once, with all the holes
-that compiling left; a process that runs for days gives back what it does not use now and then (`give_back`).
+that compiling left; so one that has nothing to do gives back what it does not use (`give_back`).
 """
 
 import ctypes

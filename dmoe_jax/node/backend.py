@@ -106,8 +106,12 @@ class ExpertBackend:
         """
         self._tell("gather")
         state = jax.tree.map(_as_data, {"params": self._params, "opt_state": self._opt_state})
-        spans_processes = self.place.layout is not None and self.place.layout.spans_processes
-        return jax.tree.map(to_host, state) if spans_processes else state
+        return jax.tree.map(to_host, state) if self.spans_processes else state
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether parts of it are in other processes."""
+        return self.place.layout is not None and self.place.layout.spans_processes
 
     def load(self, state: dict[str, PyTree], *, update_count: int, learnt_from: Iterable[bytes] = ()) -> None:
         """Take up a saved state of the same structure, laid out over devices as the present one is."""

@@ -3,13 +3,14 @@
 An expert of 1,200 updates is the checkpoint FOLDER/UID/1200: parameters, optimiser state, and facts. Several nodes may
 share a folder. Where two have served one expert apart from each other, the one of more updates counts.
 
-An expert that is not finite is worth nothing: it is not saved, and one that an older version saved is not taken up.
+An expert that is not finite is worth nothing: one that is there all the same is not taken up.
 """
 
 import logging
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,25 +54,19 @@ class ExpertStore:
         """The updates of an expert's newest checkpoint; None if there is none."""
         return max(_numbered(self.folder / uid), default=None)
 
-    def save(self, uid: str, updates: int, state: dict[str, PyTree], learnt_from: Iterable[bytes] = ()) -> bool:
+    def save(self, uid: str, updates: int, state: dict[str, PyTree], learnt_from: Iterable[bytes] = ()) -> None:
         """Write an expert unless it was written with so many updates already, and forget its oldest checkpoints.
 
         Args:
           uid: which expert.
           updates: optimiser steps that it has taken.
-          state, learnt_from: see `ExpertBackend`; in arrays that nobody changes meanwhile.
-
-        Returns: whether it is on the disk; False, with a warning, if it is not finite.
+          state, learnt_from: see `ExpertBackend`; sound, and in arrays that nobody changes meanwhile.
         """
-        if not is_sound(state):
-            logger.warning("expert %s is not finite: it is not saved, its last good checkpoint stays", uid)
-            return False
         own = self.folder / uid
         if updates not in _numbered(own):
             facts = {"updates": updates, "learnt_from": [name.hex() for name in learnt_from]}
             self._files.write(own / str(updates), state, facts)
         self._prune(own, updates)
-        return True
 
     def restore(self, uid: str, backend: ExpertBackend) -> int | None:
         """Have a backend take up the newest sound checkpoint of an expert; returns its updates, None if there is none.
@@ -125,15 +120,20 @@ def saved_uids(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.name for path in folder.glob("*.*") if _is_uid(path.name) and _numbered(path)))
 
 
-def is_sound(state: dict[str, PyTree]) -> bool:
-    """Whether an expert's parameters are finite, and its optimiser's state, which may start at infinity, is not NaN."""
+def is_sound(state: dict[str, PyTree], xp: Any = np) -> Any:
+    """Whether an expert's parameters are finite, and its optimiser's state, which may start at infinity, is not NaN.
 
-    def inexact(part: str) -> list[np.ndarray]:
-        leaves = map(np.asarray, jax.tree.leaves(state[part]))
-        return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    Args:
+      xp: NumPy, or `jax.numpy` to look under `jit`.
+    """
 
-    finite = all(np.isfinite(leaf).all() for leaf in inexact("params"))
-    return finite and not any(np.isnan(leaf).any() for leaf in inexact("opt_state"))
+    def inexact(part: str) -> list[Any]:
+        return [
+            leaf for leaf in map(xp.asarray, jax.tree.leaves(state[part])) if jnp.issubdtype(leaf.dtype, jnp.inexact)
+        ]
+
+    finite = [xp.isfinite(leaf).all() for leaf in inexact("params")]
+    return xp.stack([*finite, *(~xp.isnan(leaf).any() for leaf in inexact("opt_state")), xp.asarray(True)]).all()
 
 
 def _is_uid(name: str) -> bool:

@@ -58,8 +58,8 @@ from net.nursery import background_nursery
 from net.rpc.base import Caller, Handler, Reply, Request, handlers
 
 _TIDY_S = 10.0
-_MOST_FREE_BYTES = 128 << 20
-"""Freed memory that a node keeps for further batches, and no longer than `_TIDY_S` more than that."""
+_MOST_FREE_BYTES = 64 << 20
+"""Freed memory that a node keeps when nobody has called it for so many seconds."""
 
 
 class ExpertNode:
@@ -177,10 +177,16 @@ class ExpertNode:
                 await self.introduce()
 
     async def _tidy(self) -> None:
-        """Give freed memory back now and then; by itself, since it waits for what is compiled."""
+        """Give freed memory back when nobody calls; by itself, since it waits for what is compiled.
+
+        While batches run they would only have to wait for the system to clear the same pages again.
+        """
+        batches = 0
         while True:
             await trio.sleep(_TIDY_S)
-            await self._runner.aside(give_back, _MOST_FREE_BYTES)
+            before, batches = batches, self._runner.counts.batches
+            if batches == before:
+                await self._runner.aside(give_back, _MOST_FREE_BYTES)
 
     async def warm_up(self, on_progress: Callable[[str], None]) -> None:
         """Compile for batches of up to `warm_up_rows`, listed as compiling, and then announce the experts.

@@ -111,7 +111,25 @@ async def test_only_one_expert_is_copied_at_a_time(tmp_path: Path) -> None:
     for backend in backends.values():
         backend.backward([X], X)
     await ExpertSaver(tmp_path, backends, Watched()).save()
-    assert turns == [("_snapshot", 0), ("_snapshot", 1), ("_snapshot", 2)]
+    assert turns == [("_shapes", 0), ("_snapshot", 0), ("_snapshot", 1), ("_snapshot", 2)]
+
+
+async def test_a_snapshot_is_no_view(tmp_path: Path) -> None:
+    """What was copied stays as it was when updates reuse the expert's buffers, whatever they do to views of these."""
+
+    class Learning(InlineDevice):
+        async def aside(self, function: Any, *args: Any) -> Any:
+            if getattr(function, "__name__", "") == "save":
+                backends["a.0"].backward([X], X)
+            return await super().aside(function, *args)
+
+    backends = experts("a.0")
+    backends["a.0"].backward([X], X)
+    before = jax.tree.map(np.array, backends["a.0"].state)
+    await ExpertSaver(tmp_path, backends, Learning()).save()
+    again = experts("a.0", seed=9)
+    assert await ExpertSaver(tmp_path, again, InlineDevice()).restore() == {"a.0": 1}
+    jax.tree.map(np.testing.assert_array_equal, again["a.0"].state, before)
 
 
 async def test_other_experts_are_refused(tmp_path: Path) -> None:
