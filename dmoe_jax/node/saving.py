@@ -3,9 +3,9 @@
 A node that starts with the folder of an earlier one, or of several, takes its experts up where they were last saved.
 What was learnt since is lost with a killed node; a node that is stopped saves once more.
 
-The device is held for as long as it takes to copy one expert there and to look whether it is finite: 0.1 s for 1.2 GB
-on a CPU. (Into pages that the system has to clear first NumPy took twenty times as long; XLA takes larger pages.) The rest,
-and the disk, go on beside the serving. Memory holds one copy of one expert at a time.
+The device is held for as long as it takes to copy one expert there and to look whether it is finite: 0.1 s for
+1.2 GB on a CPU. (Into pages that the system has to clear first NumPy took twenty times as long; XLA takes larger
+pages.) The rest, and the disk, go on beside the serving. Memory holds one copy of one expert at a time.
 """
 
 import logging
