@@ -10,10 +10,16 @@ What an expert has learnt from it knows by itself for longer, and through a rest
 (`ExpertBackend.learnt_from`): such a retry is refused.
 """
 
+import hashlib
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Work = TypeVar("Work")
+
+
+def name_of(peer: bytes, uid: str, request_id: bytes) -> bytes:
+    """Of a backward request. Trainer and expert are part of it: equal ids of others do not get these gradients."""
+    return hashlib.blake2b(peer + uid.encode() + b"/" + request_id, digest_size=16).digest()
 
 
 class ReplayCache(Generic[Work]):

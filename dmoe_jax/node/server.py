@@ -27,7 +27,6 @@ RPC methods (body -> body):
 """
 
 import functools
-import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import asdict
@@ -46,7 +45,7 @@ from dmoe_jax.node.batching import QueueFull
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.listing import ExpertListing
-from dmoe_jax.node.replay import ReplayCache
+from dmoe_jax.node.replay import ReplayCache, name_of
 from dmoe_jax.node.requests import ExpertRequest, parse_request, uid_of
 from dmoe_jax.node.runner import Job
 from dmoe_jax.node.runners import DeviceRunners
@@ -357,7 +356,7 @@ class ExpertNode:
           CallRefused: the node is leaving, or the expert has learnt from the request, whose answer is gone.
           PeerBusy: too much waits; half of it will be done when it is asked to retry.
         """
-        replay_key = _replay_key(peer_id, part)
+        replay_key = None if part.request_id is None else name_of(peer_id.raw, part.uid, part.request_id)
         if replay_key is not None and (known := self._replays.find(replay_key)) is not None:
             self._counts["replayed"] += 1
             return known
@@ -376,13 +375,6 @@ class ExpertNode:
         if replay_key is not None:
             self._replays.remember(replay_key, job, nbytes=sum(array.nbytes for array in part.inputs))
         return job
-
-
-def _replay_key(peer_id: PeerId, part: ExpertRequest) -> bytes | None:
-    """Trainer and expert are part of the key: equal ids of others do not get these gradients. None without an id."""
-    if part.request_id is None:
-        return None
-    return hashlib.blake2b(peer_id.raw + part.uid.encode() + b"/" + part.request_id, digest_size=16).digest()
 
 
 async def _one_of(jobs: Iterable[Job]) -> None:
