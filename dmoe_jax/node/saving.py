@@ -107,8 +107,8 @@ class ExpertSaver:
                 logger.warning("%s", error)
 
     async def _warm_up(self, backend: ExpertBackend, device: Device) -> None:
-        """Compile the copying of an expert of this kind, beside the device."""
-        if id(backend.programs) not in self._warm:
+        """Compile the copying of an expert of this kind, beside the device. What spans processes is not copied."""
+        if id(backend.programs) not in self._warm and not backend.spans_processes:
             await device.aside(_compile_copy, await device.run(_shapes, backend))
             self._warm.add(id(backend.programs))
 
@@ -135,9 +135,7 @@ def _copied(state: dict[str, PyTree]) -> tuple[Any, dict[str, PyTree]]:
 
 
 def _shapes(backend: ExpertBackend) -> PyTree:
-    """Shape, type and sharding of each array; None if nothing is copied."""
-    if backend.spans_processes:
-        return None
+    """Shape, type and sharding of each array."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), backend.state
     )
