@@ -138,7 +138,7 @@ class ClaimTotals:
     given_up: int = 0
     """Experts that were left to another node that served them too."""
     adopted: dict[str, int] = field(default_factory=dict)
-    """Experts that were taken up, by what they began with: "replica", "checkpoint" or "seed"."""
+    """Experts that were taken up, by what they began with: "checkpoint" or "seed"."""
 
 
 class Claiming:

@@ -28,7 +28,7 @@ _TRAINER_FACTS = ("step", "loss", "items_per_s", "failed_calls", "load_entropy",
 """What a trainer tells of itself, in the order of its row. The entropy of its load is 1 where all experts share it
 alike; biases are those of a balanced router."""
 
-_ORIGINS = ("replica", "checkpoint", "seed")
+_ORIGINS = ("checkpoint", "seed")
 """What a claimed expert may have begun with."""
 
 _ONCE_INTERVAL_S = 0.5
@@ -117,8 +117,8 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
     rows = [_node_row(node, before.get(node.peer_id), now.get(node.peer_id)) for node in nodes]
     tables = [_table(title, ("node", "address", "experts", "calls/s", "queue", "busy", "updates", "state"), rows)]
     if rows := [_claims_row(node, claims) for node in nodes if (claims := _claims_of(now.get(node.peer_id)))]:
-        columns = ("node", "may claim", "won", "lost", "failed", "given up", *_ORIGINS)
-        tables.append(_table("claims, and what the experts that were taken up began with", columns, rows))
+        of_claims = ("node", "may claim", "won", "lost", "failed", "given up", *_ORIGINS)
+        tables.append(_table("claims, and what the experts that were taken up began with", of_claims, rows))
     if replicating := [node for node in nodes if "slots" in node.info]:
         rows = [_replica_row(node, now.get(node.peer_id)) for node in replicating]
         of_replicas = ("node", "address", "slot:experts", "averages", "failed", "state")

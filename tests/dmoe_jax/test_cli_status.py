@@ -76,9 +76,9 @@ def test_status_shows_claims() -> None:
     now[nodes[1].peer_id] = counters | {"claims": claims}
     now[nodes[2].peer_id] = counters | {"claims": {"room": 1, "adopted": 3}}
     text = tables(nodes, {}, now)
-    assert re.search(r"node +may claim +won +lost +failed +given up +replica +checkpoint +seed", text)
-    assert re.search(r"01010101 +62 +3 +5 +6 +7 +0 +8 +9", text)
-    assert re.search(r"02020202 +1 +\? +\? +\? +\? +0 +0 +0", text)
+    assert re.search(r"node +may claim +won +lost +failed +given up +checkpoint +seed", text)
+    assert re.search(r"01010101 +62 +3 +5 +6 +7 +8 +9", text)
+    assert re.search(r"02020202 +1 +\? +\? +\? +\? +0 +0", text)
 
 
 def test_status_shows_who_shares_experts_and_why_averages_failed() -> None:
