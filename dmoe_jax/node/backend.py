@@ -113,15 +113,20 @@ class ExpertBackend:
         """Whether parts of it are in other processes."""
         return self.place.layout is not None and self.place.layout.spans_processes
 
-    def load(self, state: dict[str, PyTree], *, update_count: int, learnt_from: Iterable[bytes] = ()) -> None:
-        """Take up a saved state of the same structure, laid out over devices as the present one is."""
+    def load(self, state: dict[str, PyTree], *, update_count: int, learnt_from: Iterable[bytes] | None = None) -> None:
+        """Take up a state of the same structure, laid out over devices as the present one is.
+
+        Args:
+          learnt_from: with a saved state; None: the names stay, as where copies of the expert are averaged.
+        """
         if self.place.tell is not None:
             leaves = jax.tree.leaves((state["params"], state["opt_state"]))
             self._tell("load", number=update_count, state=tuple(map(np.asarray, leaves)))
         own, saved = (self._params, self._opt_state), (state["params"], state["opt_state"])
         self._params, self._opt_state = jax.tree.map(_laid_out_like, own, saved)
         self.update_count = update_count
-        self.learnt_from = dict.fromkeys(learnt_from)
+        if learnt_from is not None:
+            self.learnt_from = dict.fromkeys(learnt_from)
 
     def forward(self, inputs: Sequence[Array], keys: Array | None = None) -> Array:
         """Output for `inputs`, each [rows, ...]. Rows are padded and cut again.

@@ -32,6 +32,16 @@ def experts(*uids: str, d_model: int = 4, seed: int = 0) -> dict[str, ExpertBack
     }
 
 
+def test_an_average_forgets_no_request() -> None:
+    """A state that is put in between two batches leaves what the expert has learnt from; a saved one brings its own."""
+    backend = experts("a.0")["a.0"]
+    backend.backward([X], X, None, None, (b"first",))
+    backend.load(jax.tree.map(np.array, backend.state), update_count=1)
+    assert list(backend.learnt_from) == [b"first"]
+    backend.load(jax.tree.map(np.array, backend.state), update_count=1, learnt_from=[b"saved"])
+    assert list(backend.learnt_from) == [b"saved"]
+
+
 async def test_experts_go_on_where_they_were(tmp_path: Path) -> None:
     """After a restart the same gradient leads to the same parameters: Adam's moments came back too."""
     first = experts("a.0", "a.1")

@@ -164,7 +164,7 @@ def test_a_swarm_is_interrupted_and_resumed(tmp_path: Path) -> None:
     stdout, stderr = second.communicate(timeout=400)
     assert second.returncode == 0, stderr
     assert f"continuing from step {reached}" in stderr
-    assert "going on from a checkpoint" in (out / "logs" / "node0.log").read_text()
+    assert "experts go on from" in (out / "logs" / "node0.log").read_text()
     headline = json.loads(stdout.splitlines()[-1])
     assert (headline["where"], headline["router"]) == ("swarm", "product_key")
     assert headline["models"]["dmoe"]["steps"] == reached + 10
