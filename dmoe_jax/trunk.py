@@ -26,7 +26,7 @@ from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tre
 from dmoe_jax.averaging.settings import DEFAULTS
 from dmoe_jax.checkpoints import host_copy
 from dmoe_jax.device import Device
-from dmoe_jax.optim.moshpit import averaging_due
+from dmoe_jax.optim.hosting import averaging_due
 from dmoe_jax.types import PyTree
 from net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
 from net.dht.node import DhtNode

@@ -4,8 +4,9 @@
   averaged with other peers'; `dmoe_jax.averaging` carries them over the network.
 - `moshpit_round` and its like average over a leading axis of simulated peers, on one device or split over a mesh;
   `averaging_methods` are what Moshpit is compared with.
-- `streaming_diloco`, `noloco` and `sparta` are optimisers that send less, or at other times; `ErrorFeedback` compresses
-  what `moshpit_average` sends (`compression`). `experiments.less_traffic` compares them.
+- `streaming_diloco`, `noloco` and `sparta` are optimisers that send less, or at other times; the first two leave
+  averaging to the host as `moshpit_average` does (`hosting`). `ErrorFeedback` compresses what `moshpit_average` sends
+  (`compression`). `experiments.less_traffic` compares them all.
 - `scale_by_staleness` makes the updates of stale gradients smaller; `scale_by_stale_adam` is Adam that gives them no
   momentum; `compensate_delay` corrects them.
 
@@ -29,14 +30,9 @@ from dmoe_jax.optim.compression import (
     sparse_vector,
     zero_residual,
 )
-from dmoe_jax.optim.moshpit import (
-    apply_average,
-    averaged_kind,
-    averaging_due,
-    moshpit_average,
-    with_average,
-)
-from dmoe_jax.optim.moshpit_state import MoshpitState, Sent, what_to_send
+from dmoe_jax.optim.hosting import averaged_kind, averaging_due, num_fragments, what_to_send, with_average
+from dmoe_jax.optim.moshpit import apply_average, moshpit_average
+from dmoe_jax.optim.moshpit_state import MoshpitState, Sent
 from dmoe_jax.optim.noloco import NoLoCoState, noloco
 from dmoe_jax.optim.peer_axis import (
     FailureRule,
@@ -75,6 +71,7 @@ __all__ = [
     "moshpit_round",
     "moshpit_rounds",
     "noloco",
+    "num_fragments",
     "over_axis",
     "push_sum_round",
     "random_cells",

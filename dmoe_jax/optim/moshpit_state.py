@@ -146,25 +146,25 @@ def receive(state: MoshpitState, sent: Sent, averaged: PyTree | None) -> tuple[P
       ValueError: the average has another structure or other shapes than what was sent.
     """
     if averaged is not None:
-        _check_like(averaged, sent.tree)
+        check_like(averaged, sent.tree)
     own = jax.tree.map(wide, sent.tree if sent.whole is None else sent.whole)
     new = own if averaged is None else jax.tree.map(wide, averaged)
-    is_good = jnp.asarray(averaged is not None) & _all_finite(new)
+    is_good = jnp.asarray(averaged is not None) & all_finite(new)
     if state.accumulated is not None:
         # Without an average, the step with the peer's own gradients; none if these are no numbers either.
         incoming = optax.tree.where(is_good, new, own)
-        is_there = _all_finite(incoming)
+        is_there = all_finite(incoming)
     elif state.anchor is not None:
-        is_good &= _all_finite(own)
+        is_good &= all_finite(own)
         incoming, is_there = (new, own), is_good
     else:
         incoming = jax.tree.map(jnp.subtract, new, own)
-        is_good &= _all_finite(incoming)
+        is_good &= all_finite(incoming)
         is_there = is_good
     state = _without(state, sent, is_good)
     if sent.residual is not None:
         # A lost averaging leaves the residual: what it offered is offered again, or was the peer's own step.
-        is_good &= _all_finite(sent.residual)
+        is_good &= all_finite(sent.residual)
         state = state._replace(residual=optax.tree.where(is_good, sent.residual, state.residual))
     state = state._replace(due=jnp.zeros((), bool), rounds=state.rounds + 1, lost=state.lost + ~is_good)
     return incoming, is_there, state
@@ -182,7 +182,7 @@ def _without(state: MoshpitState, sent: Sent, is_good: Bool[Array, ""]) -> Moshp
     whole = sent.tree if sent.whole is None else sent.whole
     rest = jax.tree.map(lambda total, mean: total - wide(mean) * count, state.accumulated, whole)
     # Nothing came: exactly zero, without rounding. A gradient that is no number ends with the averaging it was in.
-    is_kept = (steps > 0) & _all_finite(rest)
+    is_kept = (steps > 0) & all_finite(rest)
     return state._replace(
         steps=jnp.where(is_kept, steps, 0),
         samples=None if samples is None else jnp.where(is_kept, samples, 0),
@@ -204,7 +204,8 @@ def without_gathered(tree: PyTree) -> PyTree:
     return map_state(emptied, tree)
 
 
-def _check_like(averaged: PyTree, sent: PyTree) -> None:
+def check_like(averaged: PyTree, sent: PyTree) -> None:
+    """Raises `ValueError` where an average has another structure or other shapes than what was sent."""
     structure: Any = jax.tree.structure(sent)
     if jax.tree.structure(averaged) != structure:
         raise ValueError(f"expected an average of the structure {structure}, got {averaged!r:.200}")
@@ -215,7 +216,8 @@ def _check_like(averaged: PyTree, sent: PyTree) -> None:
             raise ValueError(f"the average{name} has the shape {jnp.shape(leaf)}, what was sent {jnp.shape(own)}")
 
 
-def _all_finite(tree: PyTree) -> Bool[Array, ""]:
+def all_finite(tree: PyTree) -> Bool[Array, ""]:
+    """Whether every number of the tree is."""
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from dmoe_jax.optim.moshpit import Average
+from dmoe_jax.optim.moshpit_state import Sent, all_finite, check_like, typed_like
 from dmoe_jax.optim.peer_axis import wide
 from dmoe_jax.types import PyTree
 
@@ -29,19 +30,51 @@ class NoLoCoState(NamedTuple):
       steps: updates so far.
       slow: phi, the parameters after the last outer step.
       momentum: delta, the last outer step, float32.
+      offered: updates behind what was offered last; None where the host has no part, as the next three.
+      due: whether enough updates were made for the next averaging.
+      arrived: whether `incoming` waits for the next update.
+      incoming: the group's means of theta - phi and of phi, and the peer's own theta - phi that was among them.
     """
 
     inner: PyTree
     steps: Int[Array, ""]
     slow: PyTree
     momentum: PyTree
+    offered: Int[Array, ""] | None = None
+    due: Bool[Array, ""] | None = None
+    arrived: Bool[Array, ""] | None = None
+    incoming: tuple[PyTree, PyTree, PyTree] | None = None
+
+    def offer(self, params: PyTree) -> Sent:
+        """What this peer offers now: the pair (theta - phi, phi) in float32, in arrays of its own."""
+        ways = jax.tree.map(lambda own, slow: wide(own) - wide(slow), params, self.slow)
+        return Sent((ways, jax.tree.map(lambda leaf: jnp.array(wide(leaf)), self.slow)), jnp.array(self.steps), None)
+
+    def receive(self, sent: Sent, averaged: PyTree | None) -> "NoLoCoState":
+        """The state in which the next update makes the outer step; see `optim.with_average`."""
+        assert self.due is not None
+        state = self._replace(offered=sent.steps, due=jnp.zeros_like(self.due))
+        if averaged is None:
+            return state
+        check_like(averaged, sent.tree)
+        mean_way, mean_slow = jax.tree.map(lambda leaf: jnp.array(wide(jnp.asarray(leaf))), averaged)
+        is_good = all_finite((mean_way, mean_slow, sent.tree[0]))
+        # Copies: later steps may donate the state, and what was sent is the host's.
+        return state._replace(incoming=(mean_way, mean_slow, jax.tree.map(jnp.array, sent.tree[0])), arrived=is_good)
+
+    def emptied(self) -> "NoLoCoState":
+        """Without anything that is under way: for a peer that takes this state over."""
+        if self.offered is None:
+            return self
+        due, arrived = jax.tree.map(jnp.zeros_like, (self.due, self.arrived))
+        return self._replace(offered=jnp.array(self.steps), due=due, arrived=arrived)
 
 
 def noloco(
     inner: optax.GradientTransformation,
     *,
-    average: Average,
     every: int,
+    average: Average | None = None,
     momentum: float = MOMENTUM,
     rate: ArrayLike = RATE,
     pull: ArrayLike = PULL,
@@ -58,13 +91,15 @@ def noloco(
     matrix each time; its spectral radius says how fast peers draw together. In pairs that are drawn anew each time it
     is below 1 for 0 < gamma < 2 (1 - alpha^2), and 0.70 with the defaults. (The matrix is in the tests.)
 
-    An outcome that is not finite leaves the parameters where the inner steps brought them.
+    An outcome that is not finite leaves the parameters where the inner steps brought them, and so does one that never
+    comes. Between the network's hosts training goes on meanwhile: theta then keeps what it has learnt since.
 
     Args:
       inner: any optimiser.
-      average: (tree, round_number) -> the mean over the peer's group, over an axis of `vmap` or `shard_map`. It gets
-        two trees at once, theta - phi and phi. The paper's: pairs drawn anew each time; see `over_axis`.
       every: updates between two outer steps.
+      average: (tree, round_number) -> the mean over the peer's group, over an axis of `vmap` or `shard_map`. It gets
+        two trees at once, theta - phi and phi. The paper's: pairs drawn anew each time; see `over_axis`. None: the host
+        averages between updates, as of `moshpit_average`; in groups of two with `TreeAveragerConfig(side=2, dims=...)`.
       momentum, rate, pull: alpha, beta and gamma; the last two may be traced.
 
     Raises:
@@ -75,48 +110,75 @@ def noloco(
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum must be at least 0 and below 1, got {momentum}")
     inner = optax.with_extra_args_support(inner)
-    one_step = partial(_outer_step, average=average, every=every, momentum=momentum, rate=rate, pull=pull)
+    outer_step = partial(_outer_step, momentum=momentum, rate=rate, pull=pull)
 
     def init(params: PyTree) -> NoLoCoState:
-        still = jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), params)
-        return NoLoCoState(inner.init(params), jnp.zeros((), jnp.int32), jax.tree.map(jnp.array, params), still)
+        def still() -> PyTree:
+            return jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), params)
+
+        state = NoLoCoState(inner.init(params), jnp.zeros((), jnp.int32), jax.tree.map(jnp.array, params), still())
+        if average is not None:
+            return state
+        no, zero = (jnp.zeros((), bool) for _ in range(2)), jnp.zeros((), jnp.int32)
+        due, arrived = no
+        return state._replace(offered=zero, due=due, arrived=arrived, incoming=(still(), still(), still()))
+
+    def average_now(moved: PyTree, state: NoLoCoState) -> tuple[PyTree, NoLoCoState]:
+        assert average is not None
+        sent = state.offer(moved)
+        mean_way, mean_slow = average(sent.tree, state.steps // every - 1)
+        return outer_step(moved, state, (mean_way, mean_slow, sent.tree[0]))
+
+    def arrive(moved: PyTree, state: NoLoCoState) -> tuple[PyTree, NoLoCoState]:
+        assert state.incoming is not None
+        return outer_step(moved, state, state.incoming)
 
     def update(
-        updates: PyTree, state: NoLoCoState, params: PyTree | None = None, **extra: Any
+        updates: PyTree,
+        state: NoLoCoState,
+        params: PyTree | None = None,
+        *,
+        without_gradient: bool = False,
+        **extra: Any,
     ) -> tuple[PyTree, NoLoCoState]:
         if params is None:
             raise ValueError("noloco wants the parameters: update(grads, state, params)")
-        updates, inner_state = inner.update(updates, state.inner, params, **extra)
-        state = state._replace(inner=inner_state, steps=state.steps + 1)
+        if not without_gradient:
+            updates, inner_state = inner.update(updates, state.inner, params, **extra)
+            state = state._replace(inner=inner_state, steps=state.steps + 1)
         moved = jax.tree.map(lambda own, change: wide(own) + change, params, updates)
-        is_due = state.steps % every == 0
-        moved, slow, delta = jax.lax.cond(
-            is_due, one_step, lambda params, state: (params, state.slow, state.momentum), moved, state
-        )
+        if average is not None:
+            is_due, one_step = state.steps % every == 0, average_now
+        else:
+            assert state.arrived is not None
+            assert state.offered is not None
+            is_due, one_step = state.arrived, arrive
+            state = state._replace(arrived=jnp.zeros_like(is_due), due=state.steps - state.offered >= every)
+        moved, state = jax.lax.cond(is_due, one_step, lambda *kept: kept, moved, state)
         change = jax.tree.map(lambda new, own: (new - own).astype(own.dtype), moved, params)
-        return change, state._replace(slow=slow, momentum=delta)
+        return change, state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _outer_step(
-    params: PyTree,
+    moved: PyTree,
     state: NoLoCoState,
+    incoming: tuple[PyTree, PyTree, PyTree],
     *,
-    average: Average,
-    every: int,
     momentum: float,
     rate: ArrayLike,
     pull: ArrayLike,
-) -> tuple[PyTree, PyTree, PyTree]:
-    """(theta, phi, delta) after it."""
-    ways = jax.tree.map(lambda own, slow: own - wide(slow), params, state.slow)
-    mean_way, mean_slow = average((ways, jax.tree.map(wide, state.slow)), state.steps // every - 1)
+) -> tuple[PyTree, NoLoCoState]:
+    """theta and the state after it, with what came of an averaging. What theta learnt since the peer sent it stays."""
+    mean_way, mean_slow, own_way = incoming
     delta = jax.tree.map(
         lambda last, way, slow, middle: momentum * last + rate * way - pull * (wide(slow) - middle),
         state.momentum, mean_way, state.slow, mean_slow,
     )  # fmt: skip
-    moved = jax.tree.map(lambda slow, step: wide(slow) + step, state.slow, delta)
-    is_good = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(moved)]))
-    slow = jax.tree.map(lambda new, old: jnp.where(is_good, new, wide(old)).astype(old.dtype), moved, state.slow)
-    return optax.tree.where(is_good, moved, params), slow, optax.tree.where(is_good, delta, state.momentum)
+    stepped = jax.tree.map(lambda own, step, way: own + step - way, moved, delta, own_way)
+    slow = jax.tree.map(lambda slow, step: wide(slow) + step, state.slow, delta)
+    is_good = all_finite(slow)
+    kept = optax.tree.where(is_good, typed_like(slow, state.slow), state.slow)
+    delta = optax.tree.where(is_good, delta, state.momentum)
+    return optax.tree.where(is_good, stepped, moved), state._replace(slow=kept, momentum=delta)

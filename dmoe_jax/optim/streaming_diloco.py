@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, Bool, Int
 
 from dmoe_jax.optim.moshpit import Average
-from dmoe_jax.optim.moshpit_state import typed_like
+from dmoe_jax.optim.moshpit_state import Sent, all_finite, check_like, typed_like
 from dmoe_jax.optim.peer_axis import wide
 from dmoe_jax.types import PyTree
 
@@ -31,24 +31,65 @@ class StreamingDiLoCoState(NamedTuple):
       steps: updates so far.
       rounds: averagings so far, each of one fragment; the number of the next.
       anchor: the parameters after each fragment's last outer step: the same at all peers.
-      under_way: the averages that are to arrive, float32, zero where there is none.
+      under_way: the averages that are to arrive, float32, zero where there is none. For each fragment a dict of its
+        arrays by their place among those of the parameters, "0" for the first.
       outer: of the outer optimiser, one for each fragment.
+      due: bool [P], fragments whose turn it is to leave; None where the host has no part, as the next two.
+      left: int32 [P], after which update the fragment left whose average is in `under_way`.
+      arrived: bool [P], whether there is one.
     """
 
     inner: PyTree
     steps: Int[Array, ""]
     rounds: Int[Array, ""]
     anchor: PyTree
-    under_way: PyTree
+    under_way: tuple[dict[str, Array], ...]
     outer: tuple[PyTree, ...]
+    due: Bool[Array, " P"] | None = None
+    left: Int[Array, " P"] | None = None
+    arrived: Bool[Array, " P"] | None = None
+
+    @property
+    def members(self) -> list[list[int]]:
+        """The places among the arrays of the parameters of each fragment's."""
+        return [sorted(map(int, fragment)) for fragment in self.under_way]
+
+    def offer(self, params: PyTree, fragment: int) -> Sent:
+        """What this peer offers of a fragment now: a list of arrays, anchor - theta, float32."""
+        anchor, own = jax.tree.leaves(self.anchor), jax.tree.leaves(params)
+        ways = [wide(anchor[place]) - wide(own[place]) for place in self.members[fragment]]
+        return Sent(ways, jnp.array(self.steps), None)
+
+    def receive(self, sent: Sent, averaged: PyTree | None, fragment: int) -> "StreamingDiLoCoState":
+        """The state in which a coming update makes the fragment's outer step; see `optim.with_average`."""
+        assert self.due is not None
+        assert self.left is not None
+        assert self.arrived is not None
+        state = self._replace(due=self.due.at[fragment].set(False), rounds=self.rounds + 1)
+        if averaged is None:
+            return state
+        check_like(averaged, sent.tree)
+        arrays = [jnp.array(wide(jnp.asarray(leaf))) for leaf in averaged]
+        flying = dict(zip(map(str, self.members[fragment]), arrays, strict=True))
+        under_way = (*self.under_way[:fragment], flying, *self.under_way[fragment + 1 :])
+        return state._replace(
+            under_way=under_way,
+            left=self.left.at[fragment].set(sent.steps),
+            arrived=self.arrived.at[fragment].set(all_finite((averaged, sent.tree))),
+        )
+
+    def emptied(self) -> "StreamingDiLoCoState":
+        """Without anything that is under way: for a peer that takes this state over."""
+        due, arrived = jax.tree.map(jnp.zeros_like, (self.due, self.arrived))
+        return self._replace(due=due, arrived=arrived)
 
 
 def streaming_diloco(
     inner: optax.GradientTransformation,
     *,
-    average: Average,
     every: int,
     fragments: int | PyTree,
+    average: Average | None = None,
     overlap: int = 0,
     mixing: float = 0.5,
     outer: optax.GradientTransformation | None = None,
@@ -62,13 +103,16 @@ def streaming_diloco(
                                     theta_p  <- alpha theta_p + (1 - alpha) anchor_p
 
     One fragment, no overlap and no mixing (alpha = 0) are DiLoCo: `moshpit_average(what="pseudo_gradients")`.
-    Here the average is computed when it leaves, and kept for tau steps: the oracle for a network that takes so long.
-    An average that is not finite is lost: the fragment goes on to its next one.
+    With `average` it is computed when it leaves, and kept for tau steps. Without, the host averages each fragment that
+    is due while training goes on: what comes back within tau steps is used after them, so that peers stay together,
+    and what takes longer at the next update. An average that is lost, or not finite, leaves its fragment to its next
+    one.
 
     Args:
       inner: any optimiser.
-      average: (list of arrays, round_number) -> list, over an axis of `vmap` or `shard_map`; as of `moshpit_average`.
       every: updates between two averagings of the same fragment.
+      average: (list of arrays, round_number) -> list, over an axis of `vmap` or `shard_map`; as of `moshpit_average`.
+        None: the host averages between updates; see `dmoe_jax.averaging`.
       fragments: how many; array i of the model is then in fragment i mod P, which spreads the layers of each over the
         depth of the model (the paper's "strided"). Or a tree with the number of each array's fragment, from 0.
       overlap: tau, updates from the averaging to its use; below `every`.
@@ -100,7 +144,7 @@ class _Streaming:
 
     inner: optax.GradientTransformationExtraArgs
     outer: optax.GradientTransformation
-    average: Average
+    average: Average | None
     every: int
     fragments: int | PyTree
     overlap: int
@@ -108,18 +152,23 @@ class _Streaming:
 
     def init(self, params: PyTree) -> StreamingDiLoCoState:
         leaves = jax.tree.leaves(params)
-        return StreamingDiLoCoState(
+        members = self.members(len(leaves))
+        state = StreamingDiLoCoState(
             inner=self.inner.init(params),
             steps=jnp.zeros((), jnp.int32),
             rounds=jnp.zeros((), jnp.int32),
             anchor=jax.tree.map(jnp.array, params),
-            under_way=jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), params),
-            outer=tuple(self.outer.init(_pick(leaves, members)) for members in self.members(params)),
+            under_way=tuple({str(place): jnp.zeros_like(wide(leaves[place])) for place in each} for each in members),
+            outer=tuple(self.outer.init(_pick(leaves, each)) for each in members),
         )
+        if self.average is not None:
+            return state
+        count = len(members)
+        due, arrived = jnp.zeros(count, bool), jnp.zeros(count, bool)
+        return state._replace(due=due, left=jnp.zeros(count, jnp.int32), arrived=arrived)
 
-    def members(self, params: PyTree) -> list[list[int]]:
-        """The places among the leaves of each fragment's arrays."""
-        count = len(jax.tree.leaves(params))
+    def members(self, count: int) -> list[list[int]]:
+        """The places among `count` arrays of each fragment's."""
         fragments = self.fragments
         if isinstance(fragments, int):
             numbers = [place % fragments for place in range(count)]
@@ -134,44 +183,90 @@ class _Streaming:
         return [[place for place in range(count) if numbers[place] == fragment] for fragment in range(total)]
 
     def update(
-        self, updates: PyTree, state: StreamingDiLoCoState, params: PyTree | None = None, **extra: Any
+        self,
+        updates: PyTree,
+        state: StreamingDiLoCoState,
+        params: PyTree | None = None,
+        *,
+        without_gradient: bool = False,
+        **extra: Any,
     ) -> tuple[PyTree, StreamingDiLoCoState]:
-        """One update."""
+        """One update; see `optim.apply_average` for one without a gradient."""
         if params is None:
             raise ValueError("streaming_diloco wants the parameters: update(grads, state, params)")
-        updates, inner = self.inner.update(updates, state.inner, params, **extra)
-        steps, rounds = state.steps + 1, state.rounds
+        if not without_gradient:
+            updates, inner = self.inner.update(updates, state.inner, params, **extra)
+            state = state._replace(inner=inner, steps=state.steps + 1)
         before, structure = jax.tree.flatten(params)
         moved = [wide(own) + change for own, change in zip(before, jax.tree.leaves(updates), strict=True)]
-        anchor, under_way = jax.tree.leaves(state.anchor), jax.tree.leaves(state.under_way)
-        outer = list(state.outer)
-        members = self.members(params)
-        for number, places in enumerate(members):
-            offset = number * self.every // len(members)
-            leaves_now = (steps - offset) % self.every == 0
-            # The first time is at the offset, or where this is 0 after a whole period: before, nothing has left.
-            has_left = steps - self.overlap >= (offset or self.every)
-            arrives_now = ((steps - offset - self.overlap) % self.every == 0) & has_left
-            ways = [wide(anchor[place]) - moved[place] for place in places]
-            flying = jax.lax.cond(
-                leaves_now, self._averaged, lambda _, kept, __: kept, ways, _pick(under_way, places), rounds
-            )
-            rounds = rounds + leaves_now
-            mine, fixed = _pick(moved, places), _pick(anchor, places)
-            mine, fixed, outer[number] = jax.lax.cond(
-                arrives_now & _all_finite(flying), self._outer_step, lambda _, *kept: kept, flying, mine, fixed,
-                outer[number],
-            )  # fmt: skip
-            for place, way, own, new in zip(places, flying, mine, fixed, strict=True):
-                under_way[place], moved[place], anchor[place] = way, own, new
+        for number in range(len(state.under_way)):
+            if self.average is not None:
+                state, arrives_now = self._averaged(number, moved, state)
+            else:
+                state, arrives_now = self._awaited(number, state, is_step=not without_gradient)
+            moved, state = self._arrive(number, moved, state, arrives_now)
         change = [(new - own).astype(own.dtype) for new, own in zip(moved, before, strict=True)]
-        fixed_tree, flying_tree = (jax.tree.unflatten(structure, each) for each in (anchor, under_way))
-        return jax.tree.unflatten(structure, change), StreamingDiLoCoState(
-            inner, steps, rounds, fixed_tree, flying_tree, tuple(outer)
-        )
+        return jax.tree.unflatten(structure, change), state
 
-    def _averaged(self, ways: list[Array], _: list[Array], rounds: Array) -> list[Array]:
-        return [wide(leaf) for leaf in self.average(ways, rounds)]
+    def _leaves_now(self, number: int, state: StreamingDiLoCoState) -> Array:
+        # An offset of 0 leaves after a whole period for the first time: before, nothing was learnt.
+        return (state.steps - self._offset(number, state)) % self.every == 0
+
+    def _offset(self, number: int, state: StreamingDiLoCoState) -> int:
+        return number * self.every // len(state.under_way)
+
+    def _averaged(
+        self, number: int, moved: list[Array], state: StreamingDiLoCoState
+    ) -> tuple[StreamingDiLoCoState, Array]:
+        """The state in which a fragment was averaged if it leaves now, and whether its average is to be used now."""
+        offset, places, kept = self._offset(number, state), state.members[number], _in_order(state.under_way[number])
+        anchor = jax.tree.leaves(state.anchor)
+        leaves_now = self._leaves_now(number, state)
+        has_left = state.steps - self.overlap >= (offset or self.every)
+        arrives_now = ((state.steps - offset - self.overlap) % self.every == 0) & has_left
+
+        def average(ways: list[Array], _: list[Array], rounds: Array) -> list[Array]:
+            assert self.average is not None
+            return [wide(leaf) for leaf in self.average(ways, rounds)]
+
+        ways = [wide(anchor[place]) - moved[place] for place in places]
+        arrays = jax.lax.cond(leaves_now, average, lambda _, kept, __: kept, ways, kept, state.rounds)
+        under_way = (
+            *state.under_way[:number],
+            dict(zip(map(str, places), arrays, strict=True)),
+            *state.under_way[number + 1 :],
+        )
+        state = state._replace(under_way=under_way, rounds=state.rounds + leaves_now)
+        return state, arrives_now & all_finite(arrays)
+
+    def _awaited(
+        self, number: int, state: StreamingDiLoCoState, *, is_step: bool
+    ) -> tuple[StreamingDiLoCoState, Array]:
+        """The state in which the host is told that a fragment is due, and whether what it brought is to be used now."""
+        assert state.due is not None
+        assert state.left is not None
+        assert state.arrived is not None
+        arrives_now = state.arrived[number] & (state.steps - state.left[number] >= self.overlap)
+        is_due = state.due[number] | (self._leaves_now(number, state) & is_step)
+        state = state._replace(
+            due=state.due.at[number].set(is_due),
+            arrived=state.arrived.at[number].set(state.arrived[number] & ~arrives_now),
+        )
+        return state, arrives_now
+
+    def _arrive(
+        self, number: int, moved: list[Array], state: StreamingDiLoCoState, arrives_now: Array
+    ) -> tuple[list[Array], StreamingDiLoCoState]:
+        """Parameters and state after the outer step of a fragment, if its average is to be used now."""
+        places, flying = state.members[number], _in_order(state.under_way[number])
+        anchor, structure = jax.tree.flatten(state.anchor)
+        operands = flying, _pick(moved, places), _pick(anchor, places), state.outer[number]
+        mine, fixed, outer = jax.lax.cond(arrives_now, self._outer_step, lambda _, *kept: kept, *operands)
+        moved = list(moved)
+        for place, own, new in zip(places, mine, fixed, strict=True):
+            moved[place], anchor[place] = own, new
+        outers = (*state.outer[:number], outer, *state.outer[number + 1 :])
+        return moved, state._replace(anchor=jax.tree.unflatten(structure, anchor), outer=outers)
 
     def _outer_step(
         self, arrived: list[Array], mine: list[Array], anchor: list[Array], outer: PyTree
@@ -183,9 +278,10 @@ class _Streaming:
         return [kept * own + taken * wide(new) for own, new in zip(mine, anchor, strict=True)], anchor, outer
 
 
+def _in_order(fragment: dict[str, Array]) -> list[Array]:
+    """Its arrays by their places; the keys of a dict come back from JAX in the order of text, "10" before "2"."""
+    return [fragment[place] for place in sorted(fragment, key=int)]
+
+
 def _pick(leaves: Sequence[Array], places: Sequence[int]) -> list[Array]:
     return [leaves[place] for place in places]
-
-
-def _all_finite(leaves: Sequence[Array]) -> Bool[Array, ""]:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))

@@ -12,15 +12,21 @@ import pytest
 
 from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.optim import (
+    NoLoCoState,
+    apply_average,
+    averaging_due,
     distortion,
     gossip_round,
     moshpit_average,
     noloco,
+    num_fragments,
     over_axis,
     random_groups_round,
     sparta,
     sparta_masks,
     streaming_diloco,
+    what_to_send,
+    with_average,
 )
 
 RNG = np.random.default_rng(0)
@@ -324,3 +330,103 @@ def test_fragments_must_cover_the_model() -> None:
     optimizer = streaming_diloco(optax.sgd(1.0), average=pmean, every=3, fragments={"a": 0, "b": 2})
     with pytest.raises(ValueError, match=r"expected a fragment .* for 2 arrays, got \[0, 2\]"):
         optimizer.init({"a": jnp.ones(1), "b": jnp.ones(1)})
+
+
+def train_by_hosts(
+    optimizer: Any, start: dict[str, np.ndarray], grads: dict[str, np.ndarray], *, steps: int, at_once: bool
+) -> tuple[list[Any], list[Any]]:
+    """Parameters and state of each peer, where hosts exchange what is offered after each update.
+
+    `at_once`: what came is applied before the next update.
+    """
+    update = jax.jit(optimizer.update)
+    params = [{name: jnp.asarray(value[peer]) for name, value in start.items()} for peer in range(PEERS)]
+    states = [optimizer.init(each) for each in params]
+    for step in range(steps):
+        for peer in range(PEERS):
+            grad = {name: value[step, peer] for name, value in grads.items()}
+            updates, states[peer] = update(grad, states[peer], params[peer])
+            params[peer] = optax.apply_updates(params[peer], updates)
+        for fragment in range(num_fragments(states[0])):
+            if not averaging_due(states[0], fragment):
+                continue
+            offers = [what_to_send(*each, fragment=fragment) for each in zip(states, params, strict=True)]
+            mean = jax.tree.map(lambda *arrays: np.mean(arrays, axis=0), *(offer.tree for offer in offers))
+            states = [
+                with_average(state, offer, mean, fragment=fragment) for state, offer in zip(states, offers, strict=True)
+            ]
+            assert not averaging_due(states[0], fragment)
+        if at_once:
+            for peer in range(PEERS):
+                params[peer], states[peer] = apply_average(optimizer, states[peer], params[peer])
+    return params, states
+
+
+MANY = {f"{number:02}": np.tile(RNG.normal(size=2), (PEERS, 1)).astype(np.float32) for number in range(25)}
+"""So many arrays that two fragments have more than ten each: places are in the order of numbers and not of text."""
+
+
+@pytest.mark.parametrize(("overlap", "mixing", "fragments"), [(0, 0.0, 3), (2, 0.5, 3), (4, 0.3, 2), (1, 1.0, 1)])
+def test_streaming_diloco_by_hosts_is_that_of_the_axis(overlap: int, mixing: float, fragments: int) -> None:
+    """What hosts bring before tau steps are over is used after them: the same numbers."""
+    steps, every = 17, 6
+    grads = {name: RNG.normal(size=(steps, PEERS, 2)).astype(np.float32) for name in MANY}
+    settings: dict[str, Any] = {"every": every, "fragments": fragments, "overlap": overlap, "mixing": mixing}
+    expected, expected_state = train(
+        streaming_diloco(optax.adam(RATE), average=pmean, **settings), MANY, grads, steps=steps
+    )
+    by_hosts = streaming_diloco(optax.adam(RATE), **settings)
+    params, states = train_by_hosts(by_hosts, MANY, grads, steps=steps, at_once=overlap == 0)
+    for peer in range(PEERS):
+        close(params[peer], {name: value[peer] for name, value in expected.items()})
+        close(states[peer].anchor, {name: value[peer] for name, value in expected_state.anchor.items()})
+        assert states[peer].rounds == expected_state.rounds[peer]
+
+
+def test_noloco_by_hosts_is_that_of_the_axis() -> None:
+    """With what came applied before the next update, as the paper does."""
+    start, grads = start_and_grads(13)
+    expected, expected_state = train(noloco(optax.adam(RATE), average=pmean, every=4), start, grads, steps=13)
+    params, states = train_by_hosts(noloco(optax.adam(RATE), every=4), start, grads, steps=13, at_once=True)
+    for peer in range(PEERS):
+        close(params[peer], {name: value[peer] for name, value in expected.items()})
+        close(states[peer].slow, {name: value[peer] for name, value in expected_state.slow.items()})
+
+
+@pytest.mark.parametrize(
+    "make", [functools.partial(noloco, every=2), functools.partial(streaming_diloco, every=2, fragments=1)]
+)
+def test_what_is_lost_or_late_costs_nothing_that_was_learnt(make: Any) -> None:
+    """Nobody else is there: a lost round leaves a peer alone, and one that comes late keeps what came after it."""
+    optimizer = make(optax.sgd(1.0))
+    params = {"w": jnp.zeros(1)}
+    state = optimizer.init(params)
+
+    def step(params: Any, state: Any, times: int) -> Any:
+        for _ in range(times):
+            updates, state = optimizer.update({"w": jnp.full(1, -1.0)}, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    params, state = step(params, state, 2)
+    sent = what_to_send(state, params)
+    for lost in (None, jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan, np.float32), sent.tree)):
+        after, _ = step(params, with_average(state, sent, lost), 1)
+        np.testing.assert_array_equal(after["w"], 3.0)
+    assert averaging_due(state)
+    with pytest.raises(ValueError, match="structure"):
+        with_average(state, sent, params)
+    params, state = step(params, state, 3)  # the answer takes three updates
+    arrived = with_average(state, sent, sent.tree)
+    with pytest.raises(ValueError, match="not been applied"):
+        what_to_send(arrived, params)
+    alone, _ = step(params, state, 1)
+    met, after = step(params, arrived, 1)
+    if isinstance(state, NoLoCoState):
+        # phi was 0, theta 2 when it was sent: delta = 0.7 * 2, and the four updates since stay.
+        np.testing.assert_allclose(met["w"], 1.4 + 4, rtol=1e-6)
+        np.testing.assert_allclose(after.slow["w"], 1.4, rtol=1e-6)
+    else:
+        # Nesterov's first step is 0.4 * (1 + 0.9) * 2 = 1.52; half of 6 and half of that.
+        np.testing.assert_allclose(met["w"], 0.5 * 6 + 0.5 * 1.52, rtol=1e-6)
+    np.testing.assert_allclose(alone["w"], 6.0)
