@@ -70,6 +70,8 @@ class Round:
 
     number: int
     """Rounds of this peer before it."""
+    fragment: int = 0
+    """Which part of the model it averaged, where these are averaged one by one (`streaming_diloco`)."""
     peers: int
     """Members of the group, this peer included."""
     received: float

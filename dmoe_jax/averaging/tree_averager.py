@@ -1,9 +1,10 @@
 """Rounds of averaging beside a training loop: see `dmoe_jax.averaging`."""
 
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import numpy as np
@@ -13,8 +14,16 @@ import trio
 from dmoe_jax.averaging.donor import donor_source, is_finite_state, table_of, tree_like
 from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, RoleName, Round, TreeAveragerConfig
 from dmoe_jax.device import Device, ThreadDevice
-from dmoe_jax.optim.moshpit import What, averaged_kind, averaging_due, with_average
-from dmoe_jax.optim.moshpit_state import Sent, find_state, what_to_send, without_gathered
+from dmoe_jax.optim.hosting import (
+    averaged_kind,
+    averages_by_host,
+    averaging_due,
+    offered_trees,
+    what_to_send,
+    with_average,
+    without_gathered,
+)
+from dmoe_jax.optim.moshpit_state import Sent
 from dmoe_jax.optim.tree_vectors import TreeLayout
 from dmoe_jax.types import PyTree
 from net.averaging.averager import Averager, AveragingStep, open_averager
@@ -43,29 +52,41 @@ class _UnderWay:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class Fragment:
+    """A part of the model that is averaged by itself; most optimisers have one.
+
+    Attributes:
+      number: of it, from 0.
+      turn: a dropped round has to end before the next.
+    """
+
+    number: int
+    averager: Averager
+    layout: TreeLayout
+    turn: trio.Lock = field(default_factory=trio.Lock)
+    under_way: _UnderWay | None = None
+
+
 class TreeAverager:
     """Averages what an optimiser offers with the peers of one name. Made by `open_tree_averager`."""
 
     def __init__(
         self,
-        averager: Averager,
-        layout: TreeLayout,
+        fragments: Sequence[Fragment],
         *,
-        what: What,
+        what: str,
         role: RoleName = "auto",
         device: Device,
         nursery: trio.Nursery,
         on_round: Callable[[Round], None],
     ) -> None:
-        self._averager = averager
-        self._layout = layout
+        self._fragments = fragments
         self._what = what
         self._role = role
         self._device = device
         self._nursery = nursery
         self._on_round = on_round
-        self._under_way: _UnderWay | None = None
-        self._turn = trio.Lock()
         self._missed_in_a_row = 0
         self._left_behind = trio.Event()
         self._held_back = ""
@@ -77,7 +98,7 @@ class TreeAverager:
     @property
     def is_under_way(self) -> bool:
         """Whether a round has begun whose outcome `step` has not put into an optimiser's state yet."""
-        return self._under_way is not None
+        return any(fragment.under_way is not None for fragment in self._fragments)
 
     @property
     def is_left_behind(self) -> bool:
@@ -107,23 +128,28 @@ class TreeAverager:
         """
         if self._role == Role.AUXILIARY:
             raise ValueError("an auxiliary peer has nothing to average: call assist")
-        if self._under_way is None:
-            if not await self._device.run(averaging_due, opt_state):
-                return opt_state
-            if averaged_kind(opt_state) != self._what:
-                raise ValueError(f"the averager is for {self._what}, the optimiser averages {averaged_kind(opt_state)}")
-            sent = await self._device.run(what_to_send, opt_state, params)
-            self._layout.check(sent.tree)
-            self._under_way = _UnderWay(sent)
-            self._nursery.start_soon(self._carry, self._under_way)
-        this = self._under_way
-        if wait:
-            await this.done.wait()
-        if not this.done.is_set() or this is not self._under_way:
-            return opt_state
-        opt_state = await self._device.run(with_average, opt_state, this.sent, this.averaged)
-        self._under_way = None
+        for fragment in self._fragments:
+            if fragment.under_way is None and await self._device.run(averaging_due, opt_state, fragment.number):
+                await self._begin(fragment, opt_state, params)
+        for fragment in self._fragments:
+            this = fragment.under_way
+            if this is None:
+                continue
+            if wait:
+                await this.done.wait()
+            if this.done.is_set() and this is fragment.under_way:
+                receive = partial(with_average, fragment=fragment.number)
+                opt_state = await self._device.run(receive, opt_state, this.sent, this.averaged)
+                fragment.under_way = None
         return opt_state
+
+    async def _begin(self, fragment: Fragment, opt_state: PyTree, params: PyTree) -> None:
+        if (kind := averaged_kind(opt_state)) != self._what:
+            raise ValueError(f"the averager is for {self._what}, the optimiser averages {kind}")
+        sent = await self._device.run(partial(what_to_send, fragment=fragment.number), opt_state, params)
+        fragment.layout.check(sent.tree)
+        fragment.under_way = _UnderWay(sent)
+        self._nursery.start_soon(self._carry, fragment, fragment.under_way)
 
     async def assist(self) -> None:
         """Reduce for others, round after round, until cancelled: what an auxiliary peer does.
@@ -131,9 +157,16 @@ class TreeAverager:
         Raises:
           ValueError: this peer's role is another.
         """
+        if self._role != Role.AUXILIARY:
+            raise ValueError(f"only an auxiliary peer assists; this peer's role is {self._role}")
+        async with trio.open_nursery() as nursery:
+            for fragment in self._fragments:
+                nursery.start_soon(self._assist, fragment.averager)
+
+    async def _assist(self, averager: Averager) -> None:
         while True:
             try:
-                await self._averager.step(None)
+                await averager.step(None)
             except NetError as error:
                 self.why_not = f"the network failed ({type(error).__name__})"
                 await trio.sleep(1.0)
@@ -173,7 +206,7 @@ class TreeAverager:
         self._missed_in_a_row = 0
         table = table_of(tree)
         try:
-            state = await self._averager.download_state(
+            state = await self._fragments[0].averager.download_state(
                 min_version=version + min_lead,
                 timeout_s=_CATCH_UP_TIMEOUT_S,
                 attempts=_CATCH_UP_ATTEMPTS,
@@ -189,19 +222,20 @@ class TreeAverager:
         return state.version, without_gathered(await self._device.run(tree_like, tree, state.tensors))
 
     def state_was_taken(self) -> None:
-        """Drop the round that is under way, for its difference belongs to a state that is no more."""
+        """Drop the rounds that are under way, for their difference belongs to a state that is no more."""
         self.totals.states_taken += 1
-        if self._under_way is not None:
-            self._under_way.scope.cancel()
-            self._under_way.done.set()
-            self._under_way = None
+        for fragment in self._fragments:
+            if fragment.under_way is not None:
+                fragment.under_way.scope.cancel()
+                fragment.under_way.done.set()
+                fragment.under_way = None
 
-    async def _carry(self, under_way: _UnderWay) -> None:
+    async def _carry(self, fragment: Fragment, under_way: _UnderWay) -> None:
         """Run one round to its end, and tell of it."""
-        number, began, done = self._averager.round_number, trio.current_time(), None
+        number, began, done = fragment.averager.round_number, trio.current_time(), None
         with under_way.scope:
-            async with self._turn:  # a dropped round has to end first
-                done, why_lost = await self._attempt(under_way)
+            async with fragment.turn:
+                done, why_lost = await self._attempt(fragment, under_way)
         if under_way.scope.cancelled_caught:
             return
         self.why_not = why_lost
@@ -209,6 +243,7 @@ class TreeAverager:
         self._on_round(
             Round(
                 number=number,
+                fragment=fragment.number,
                 peers=len(done.peers) if done is not None else 1,
                 received=done.received if done is not None else 0.0,
                 took_s=trio.current_time() - began,
@@ -216,12 +251,12 @@ class TreeAverager:
             )
         )
 
-    async def _attempt(self, under_way: _UnderWay) -> tuple[AveragingStep | None, str]:
+    async def _attempt(self, fragment: Fragment, under_way: _UnderWay) -> tuple[AveragingStep | None, str]:
         """Carry a round out, and leave its average in `under_way`; returns what it came to and why it is lost."""
         if self._held_back:
             self._left_behind.set()
             return None, self._missed(self._held_back, reason="held back")
-        vector = await self._device.run(self._layout.to_vector, under_way.sent.tree)
+        vector = await self._device.run(fragment.layout.to_vector, under_way.sent.tree)
         samples = under_way.sent.samples
         weight = 1.0 if samples is None else await self._device.run(float, samples)
         name = self._what.replace("_", "-")
@@ -232,7 +267,7 @@ class TreeAverager:
         if not WEIGHTS[0] <= weight <= WEIGHTS[1]:
             return None, self._rejected(f"a weight of {weight:g} samples is not from {WEIGHTS[0]:g} to {WEIGHTS[1]:g}")
         try:
-            done = await self._averager.step(vector, weight=weight)
+            done = await fragment.averager.step(vector, weight=weight)
         except NetError as error:
             return None, self._missed(f"the network failed: {error}", reason=f"network: {type(error).__name__}")
         if done.received == 0:
@@ -240,7 +275,7 @@ class TreeAverager:
         self._missed_in_a_row = 0
         if not np.isfinite(done.average).all():
             return done, self._rejected(f"the average of {name} is not finite")
-        under_way.averaged = await self._device.run(self._layout.to_tree, done.average)
+        under_way.averaged = await self._device.run(fragment.layout.to_tree, done.average)
         self.totals.done += 1
         self.totals.peers_met += len(done.peers) - 1
         return done, ""
@@ -278,8 +313,9 @@ async def open_tree_averager(
     Args:
       caller: places and serves the calls. dht: where groups and donors are found.
       params: of the model, for their names, shapes and types. Peers with others are refused.
-      optimizer: with one `moshpit_average` in it, which leaves averaging to the host.
-      name: peers that give the same name average with each other; 1 to 64 letters, digits, '_' or '-'.
+      optimizer: with one `moshpit_average`, `noloco` or `streaming_diloco` in it, which leaves averaging to the host.
+      name: peers that give the same name average with each other; 1 to 64 letters, digits, '_' or '-'. With several
+        fragments (`streaming_diloco`) they meet under name-0, name-1 and so on.
       state: makes this peer a donor for newcomers: (how far it is, its state), or None. Everything the loop goes on
         from belongs into the state: parameters, optimiser state. It is called from the event loop; where the training
         runs in a thread of its own, keep version and state in one tuple and replace it as a whole.
@@ -293,27 +329,34 @@ async def open_tree_averager(
         floating-point numbers, or the state has an array that cannot travel.
     """
     opt_state = jax.eval_shape(optimizer.init, params)
-    if find_state(opt_state).arrived is None:
+    if not averages_by_host(opt_state):
         raise ValueError("this optimiser was made with `average` and averages by itself")
-    what = averaged_kind(opt_state)
-    layout, device = TreeLayout(params), device or ThreadDevice()
-    async with (
-        open_averager(
-            caller,
-            dht,
-            prefix=name,
-            size=layout.size,
-            grid=config.grid(),
-            rng=random.SystemRandom() if rng is None else rng,
-            schema=f"{what}\n{layout.schema}",
-            role=None if config.role == "auto" else Role(config.role),
-            speeds=config.speeds,
-            measures_line=config.measures_line,
-            state=state if state is None or isinstance(state, StateSource) else donor_source(state, device),
-            config=config.averager(),
-        ) as averager,
-        background_nursery() as nursery,
-    ):
-        yield TreeAverager(
-            averager, layout, what=what, role=config.role, device=device, nursery=nursery, on_round=on_round
-        )
+    what, trees, device = averaged_kind(opt_state), offered_trees(optimizer, params), device or ThreadDevice()
+    rng = random.SystemRandom() if rng is None else rng
+    source = state if state is None or isinstance(state, StateSource) else donor_source(state, device)
+    fragments: list[Fragment] = []
+    async with AsyncExitStack() as stack:
+        for number, tree in enumerate(trees):
+            layout, is_first = TreeLayout(tree), number == 0
+            averager = await stack.enter_async_context(
+                open_averager(
+                    caller,
+                    dht,
+                    prefix=name if len(trees) == 1 else f"{name}-{number}",
+                    size=layout.size,
+                    grid=config.grid(),
+                    rng=rng,
+                    schema=f"{what}\n{layout.schema}",
+                    role=None if config.role == "auto" else Role(config.role),
+                    # One line: what the first averager finds out of it counts for all.
+                    speeds=config.speeds if is_first else fragments[0].averager.known_speeds,
+                    measures_line=config.measures_line and is_first,
+                    state=source if is_first else None,
+                    config=config.averager(),
+                )
+            )
+            fragments.append(Fragment(number=number, averager=averager, layout=layout))
+        async with background_nursery() as nursery:
+            yield TreeAverager(
+                fragments, what=what, role=config.role, device=device, nursery=nursery, on_round=on_round
+            )

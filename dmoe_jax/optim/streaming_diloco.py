@@ -115,7 +115,8 @@ def streaming_diloco(
         None: the host averages between updates; see `dmoe_jax.averaging`.
       fragments: how many; array i of the model is then in fragment i mod P, which spreads the layers of each over the
         depth of the model (the paper's "strided"). Or a tree with the number of each array's fragment, from 0.
-      overlap: tau, updates from the averaging to its use; below `every`.
+      overlap: tau, updates from the averaging to its use; below `every`. Between hosts at least 2 pass: what came is
+        put into the state after one update, and used by the next.
       mixing: alpha, how much of their own parameters peers keep then. The paper uses 0.5.
       outer: default: SGD with Nesterov momentum, rate 0.4 and 0.9.
 

@@ -40,7 +40,7 @@ class CompareRoutersSettings(TrainingSettings):
 
     quick_steps: ClassVar[Mapping[Place, int]] = {"local": 20, "simulated": 32, "emulated": 32}
     quick_eval_tokens: ClassVar[int] = 4096
-    may_differ: ClassVar[tuple[str, ...]] = ("routers", "seeds", "jobs")
+    may_differ: ClassVar[tuple[str, ...]] = ("routers", "seeds", "jobs", "keep_checkpoints")
 
     where: Literal["auto", "local", "simulated", "emulated"] = "auto"  # type: ignore[assignment]
     """local: at once on this device. simulated: slow trainers in virtual time, whose calls may fail. emulated: the same
@@ -62,6 +62,8 @@ class CompareRoutersSettings(TrainingSettings):
     jobs: int | None = None
     """Runs trained at once, each in a process with its share of the cores. Default: two where simulated or emulated and
     there are two cores, else one."""
+    keep_checkpoints: bool = False
+    """Keep what finished runs have saved, for `dmoe inspect`. An emulated swarm has a gigabyte of it for each run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -56,6 +56,11 @@ def router_runs(
             for router, spec in routers.items():
                 label = condition.label(router)
                 own = {"seed": seed, "router": spec, "out": out / run_name(label, seed), **condition.changes}
-                training = Training(label=label, settings=TransformerXLSettings(**{**shared, **own}), may_fail=True)
+                training = Training(
+                    label=label,
+                    settings=TransformerXLSettings(**{**shared, **own}),
+                    may_fail=True,
+                    keeps_checkpoints=settings.keep_checkpoints,
+                )
                 runs.append(RouterRun(router=router, condition=condition, training=training))
     return runs

@@ -98,7 +98,14 @@ def shares_of_cores(jobs: int) -> list[tuple[int, ...]]:
 async def _train(training: Training, deadline: Deadline, cores: tuple[int, ...], console: Console) -> None:
     """Train in a child, and show the child's lines under the run's label and seed."""
     label, settings = training.label, deadline.within(training.settings)
-    job = json.dumps({"label": label, "may_fail": training.may_fail, "cores": cores})
+    job = json.dumps(
+        {
+            "label": label,
+            "may_fail": training.may_fail,
+            "keeps_checkpoints": training.keeps_checkpoints,
+            "cores": cores,
+        }
+    )
     child = partial(
         trio.run_process,
         [sys.executable, "-m", "experiments.transformer_xl.side_by_side", job, *settings.flags()],
@@ -146,7 +153,12 @@ def _main() -> None:
         os.sched_setaffinity(0, job["cores"])
     with one_line_errors(NAME, expected=FAILURES):
         set_up_jax()
-        training = Training(label=job["label"], settings=settings, may_fail=job["may_fail"])
+        training = Training(
+            label=job["label"],
+            settings=settings,
+            may_fail=job["may_fail"],
+            keeps_checkpoints=job["keeps_checkpoints"],
+        )
         carry_out(training, load_corpus(source=settings.data))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from dmoe_jax.trainer import first_leaf
 from dmoe_jax.training.plan import Plan
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.run import train, train_without_waiting
-from dmoe_jax.training.saving import prepare_run
+from dmoe_jax.training.saving import CHECKPOINT_FOLDER, finished_headline, prepare_run
 from dmoe_jax.training.task import language_task
 from experiments.bench import Run
 from experiments.transformer_xl.emulated import EmulatedDmoe
@@ -248,3 +249,6 @@ def carry_out(training: Training, corpus: Corpus) -> None:
         if not training.may_fail or expected is None or others is not None:
             raise
         print(f"{training.label} failed: {one_line(first_leaf(expected))}", file=sys.stderr)
+        return
+    if not training.keeps_checkpoints and finished_headline(RunFolder(own.out)) is not None:
+        shutil.rmtree(own.out / CHECKPOINT_FOLDER, ignore_errors=True)

@@ -30,6 +30,8 @@ class Training:
     """With one model, one seed, and the run's own folder as `out`."""
     may_fail: bool = False
     """Whether the others go on if this one ends in a loss that is not finite, or the like."""
+    keeps_checkpoints: bool = True
+    """Whether its checkpoints stay when it is finished; it needs none of them any more."""
 
 
 def labels(settings: TransformerXLSettings) -> dict[str, Model]:

@@ -107,8 +107,8 @@ class Averager:
     size: int
     grid: MoshpitGrid
     role: Role
-    speeds: Speeds
-    """What is known of this machine from the beginning."""
+    speeds: Speeds | Callable[[], Speeds]
+    """What is known of this machine from the beginning, or a function that says what is known now."""
     monitor: LineMonitor | None
     """Finds out what is not."""
     is_compressed: bool
@@ -126,6 +126,12 @@ class Averager:
 
     def __post_init__(self) -> None:
         self._is_stepping = False
+
+    def known_speeds(self) -> Speeds:
+        """What is known of this machine now."""
+        if self.monitor is not None:
+            return self.monitor.speeds()
+        return self.speeds if isinstance(self.speeds, Speeds) else self.speeds()
 
     async def step(self, vector: Array | None, *, weight: float = 1.0) -> AveragingStep:
         """Average with this round's group.
@@ -149,7 +155,7 @@ class Averager:
             role=self.role,
             wanted_slot=self.grid.slot(self.cell, self.round_number),
             weight=weight,
-            speeds=self.speeds if self.monitor is None else self.monitor.speeds(),
+            speeds=self.known_speeds(),
         )
         self._is_stepping = True
         try:
@@ -258,7 +264,7 @@ async def open_averager(
     schema: str = "",
     cell: int | None = None,
     role: Role | None = None,
-    speeds: Speeds = UNKNOWN,
+    speeds: Speeds | Callable[[], Speeds] = UNKNOWN,
     measures_line: bool = False,
     state: StateSource | None = None,
     config: AveragerConfig = AveragerConfig(),
@@ -274,7 +280,7 @@ async def open_averager(
       schema: what the numbers mean (names and shapes of the parameters): peers of another schema are refused.
       cell: where on the grid to begin, 0 to `grid.num_cells` - 1; None: anywhere.
       role: None: a client if the caller cannot be called, else a node.
-      speeds: of this machine, for the share that it reduces.
+      speeds: of this machine, for the share that it reduces; or a function that says what is known of them now.
       measures_line: whether to find out what `speeds` does not say of the line; see `net.averaging.line.monitor`.
       state: this peer's whole state, for newcomers; None: it is no donor.
 
@@ -308,7 +314,7 @@ async def open_planned_averager(
     rng: random.Random,
     cell: int | None = None,
     role: Role | None = None,
-    speeds: Speeds = UNKNOWN,
+    speeds: Speeds | Callable[[], Speeds] = UNKNOWN,
     measures_line: bool = False,
     state: StateSource | None = None,
     config: AveragerConfig = AveragerConfig(),
@@ -332,7 +338,8 @@ async def open_planned_averager(
         monitor = None
         if measures_line:
             # Chance of its own, but not of another kind than all of this peer's: simulations repeat.
-            monitor = LineMonitor(caller, prefix=prefix, known=speeds, rng=random.Random(caller.peer_id.raw))
+            known = speeds if isinstance(speeds, Speeds) else speeds()
+            monitor = LineMonitor(caller, prefix=prefix, known=known, rng=random.Random(caller.peer_id.raw))
             stack.callback(monitor.close)
         nursery = await stack.enter_async_context(background_nursery())
         if role is not Role.AUXILIARY:

@@ -18,6 +18,7 @@ from dmoe_jax.averaging import (
     TreeAveragerConfig,
     open_tree_averager,
 )
+from dmoe_jax.averaging.tree_averager import Fragment
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.optim import apply_average, moshpit_average
 from dmoe_jax.optim.tree_vectors import TreeLayout
@@ -239,8 +240,7 @@ def test_lost_rounds_have_their_reason(averager: Averager, weight: float, expect
     async def main() -> TreeAverager:
         async with trio.open_nursery() as nursery:
             tree_averager = TreeAverager(
-                averager,
-                TreeLayout(loop.params),
+                [Fragment(number=0, averager=averager, layout=TreeLayout(loop.params))],
                 what="parameters",
                 device=InlineDevice(),
                 nursery=nursery,
@@ -361,7 +361,7 @@ def test_what_cannot_work_is_refused() -> None:
     async def body(swarm: Swarm) -> None:
         loop = Loop(moshpit_average(optax.sgd(1.0), what="gradients"))
         async with open_place(swarm, "ann") as place:
-            with pytest.raises(ValueError, match="one moshpit_average in it, found 0"):
+            with pytest.raises(ValueError, match="or streaming_diloco in it, found 0"):
                 await opened(loop, place, optax.sgd(1.0))
             with pytest.raises(ValueError, match="averages by itself"):
                 await opened(loop, place, moshpit_average(optax.sgd(1.0), average=lambda tree, number: tree))

@@ -442,7 +442,7 @@ def test_wrong_arguments_are_named() -> None:
         with_average(state, sent, [jnp.ones(2)])
     with pytest.raises(ValueError, match="averages by itself"):
         with_average(moshpit_average(sgd, average=pmean).init(params), sent, params)
-    with pytest.raises(ValueError, match="one moshpit_average in it, found 0"):
+    with pytest.raises(ValueError, match="or streaming_diloco in it, found 0"):
         averaging_due(sgd.init(params))
     with pytest.raises(ValueError, match="has arrived and not been applied"):
         what_to_send(with_average(state, sent, params), params)
