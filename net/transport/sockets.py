@@ -134,11 +134,14 @@ class ByteStream:
         with suppress(OSError):
             self.num_sent += self._sock.send(data)
 
-    async def receive_into(self, *buffers: memoryview) -> int:
-        """Fill the buffers, one after the other, with what is there, or with what comes first.
+    async def receive_into(self, buffers: Callable[[], tuple[memoryview, ...]]) -> int:
+        """Fill buffers, one after the other, with what is there, or with what comes first.
 
-        The buffers are not touched before the last moment: no other task runs between that and the return. No
-        checkpoint while there is something to read, but one for every `_TURN_BYTES` at least.
+        No checkpoint while there is something to read, but one for every `_TURN_BYTES` at least.
+
+        Args:
+          buffers: asked for them when there may be something to read. No other task runs between that and the return:
+            memory that is withdrawn while this waits is not written to.
 
         Returns:
           how many bytes; 0 once the peer has ended its side of the connection.
@@ -152,7 +155,7 @@ class ByteStream:
                     raise trio.ClosedResourceError("it was closed on this side")
                 if self._turn_bytes < _TURN_BYTES:
                     try:
-                        nbytes = self._recv(buffers)
+                        nbytes = self._recv(buffers())
                     except BlockingIOError:
                         pass
                     else:

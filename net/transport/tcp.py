@@ -13,6 +13,7 @@ from net.identity import Address, PeerId
 from net.transport.sockets import ByteStream, SocketListener, batches, connect, listen
 from net.wire.frame_reader import FrameReader
 from net.wire.frames import MAX_BODY_BYTES, Frame, Part
+from net.wire.sinks import Sinks
 
 
 class TcpLink:
@@ -20,7 +21,8 @@ class TcpLink:
 
     def __init__(self, stream: ByteStream, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._stream = stream
-        self._reader = FrameReader(max_body_bytes=max_body_bytes)
+        self.sinks = Sinks()
+        self._reader = FrameReader(max_body_bytes=max_body_bytes, sinks=self.sinks)
 
     @property
     def remote_address(self) -> Address:
@@ -62,7 +64,7 @@ class TcpLink:
             frame = self._reader.next_frame_untrusted()
             if frame is not None:
                 return frame
-            nbytes = await self._stream.receive_into(*self._reader.buffers())
+            nbytes = await self._stream.receive_into(self._reader.buffers)
             if nbytes == 0:
                 if self._reader.at_boundary:
                     return None

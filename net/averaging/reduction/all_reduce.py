@@ -8,9 +8,10 @@ Failures. A reducer that is lost costs its part: there the members keep their ow
 missing in what was not averaged yet. How long either may be silent is in `AllReduceConfig`; a broken connection is
 noticed at once. Nothing is tried again: the next all-reduce of the group's members does the same work.
 
-Memory. The average is one array as long as the vector, into which answers are copied and the own part is averaged;
+Memory. The average is one array as long as the vector, into which answers are received and the own part is averaged;
 chunks are sent as views of the vector, answers as views of the average. Beside the two there are the chunks that came
-to be averaged, up to `window_bytes`, and as many answers that come in.
+to be averaged, up to `window_bytes`. Of a chunk that did not come back in the end, whatever has come of it is
+overwritten with own values.
 
 Windows. On a long line `window_bytes` would leave it idle. So the window towards each reducer follows the line
 (`net.averaging.window`, `exchange.Pace`), as far as the reducer grants: a chunk says how many its sender would like to
@@ -61,8 +62,8 @@ _MAX_PAST_GROUPS = 64
 """Groups that are over and still known, so that late calls are refused at once. More only make them wait."""
 
 _KEPT_BYTES = 8 * 2**20
-"""Twice as much may stay with the process between all-reduces: the chunks that a member holds for others, and the
-answers that come in, each up to `window_bytes`. With half as much they are paged in afresh now and then."""
+"""Twice as much may stay with the process between all-reduces: the chunks that a member holds for others, up to
+`window_bytes`, and what else is in work. With half as much they are paged in afresh now and then."""
 
 
 # Compared by identity: arrays have no single answer to `==`.
@@ -274,6 +275,6 @@ def _keep_own(
             where = parts[index].chunk(chunk)
             if count:
                 num_received += where.stop - where.start
-            elif vector is not None:
-                average[where] = vector[where]
+            else:  # part of an answer may be there
+                average[where] = 0.0 if vector is None else vector[where]
     return num_received / average.size
