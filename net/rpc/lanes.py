@@ -142,9 +142,7 @@ class Lanes:
         calls = [meter.placed(now) for meter in meters]
         connection.bulk_bytes += bulk_bytes
         try:
-            reply = await connection.call(
-                method, body, tensors, deadline=deadline, on_partial=on_partial, into=into
-            )
+            reply = await connection.call(method, body, tensors, deadline=deadline, on_partial=on_partial, into=into)
         except BaseException:
             for meter in meters:
                 meter.failed()

@@ -234,11 +234,10 @@ class FrameReader:
 
     def _assembly_untrusted(self, header: dict[str, Any], table: list[Any], nbytes: int) -> _Assembly:
         """The frame that this header begins, with room for its body."""
-        sink = None if self._sinks is None or not nbytes else self._sinks.take_untrusted(header, table)
-        if sink is not None:
-            memory = sink.memory
-        else:
-            memory = aligned_buffer(nbytes) if nbytes else memoryview(b"")
+        if not nbytes:
+            return _Assembly(header=header, table=table, nbytes=0, memory=memoryview(b""), sink=None)
+        sink = None if self._sinks is None else self._sinks.take_untrusted(header, table)
+        memory = aligned_buffer(nbytes) if sink is None else sink.memory
         return _Assembly(header=header, table=table, nbytes=nbytes, memory=memory, sink=sink)
 
     def _fill(self, assembly: _Assembly, nbytes: int) -> None:

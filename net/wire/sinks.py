@@ -101,7 +101,7 @@ def check_sink(into: Tensor) -> None:
 
 
 def put_into(into: Tensor, tensors: Sequence[Outgoing]) -> tuple[Outgoing, ...]:
-    """The tensors of an answer, in the array into which they were to come: copied there unless they were received there.
+    """The tensors of an answer, in the array where they were to come: copied unless they were received there.
 
     Returns: one read-only view of `into`, if it is one tensor of its dtype and shape; else the tensors as they are, and
       `into` is not written to.
