@@ -10,7 +10,7 @@ import trio
 
 from net.errors import ConnectionLost, ListenFailed
 from net.identity import Address, PeerId
-from net.transport.sockets import ByteStream, SocketListener, batches, connect, listen
+from net.transport.sockets import MAX_PIECES, ByteStream, SocketListener, batches, connect, listen
 from net.wire.frame_reader import FrameReader
 from net.wire.frames import MAX_BODY_BYTES, Frame, Part
 from net.wire.sinks import Sinks
@@ -55,9 +55,14 @@ class TcpLink:
         Raises:
           trio.BusyResourceError: another task is sending, or nothing more can be sent.
         """
-        with self._stream.sending():
+        stream = self._stream
+        stream.begin_sending()
+        if len(parts) == 1 and len(parts[0].pieces) <= MAX_PIECES:  # a chunk of a large frame: nothing to join or cut
+            await stream.send_all(parts[0].pieces)
+        else:
             for batch in batches(parts):
-                await self._stream.send_all(batch)
+                await stream.send_all(batch)
+        stream.end_sending()
 
     async def receive(self) -> Frame | None:
         while True:

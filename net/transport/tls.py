@@ -131,9 +131,10 @@ class TlsLink:
           trio.BusyResourceError: another task is sending, or nothing more can be sent.
         """
         self._check_usable()
-        with self._stream.sending():
-            for batch in batches(parts):
-                await self._stream.send_all(list(self._encrypted(batch)))
+        self._stream.begin_sending()
+        for batch in batches(parts):
+            await self._stream.send_all(list(self._encrypted(batch)))
+        self._stream.end_sending()
 
     def _encrypted(self, batch: Sequence[bytes | memoryview]) -> Iterator[bytes]:
         for piece in batch:
@@ -194,8 +195,10 @@ class TlsLink:
                 await trio.lowlevel.checkpoint()
             else:
                 self._engine.close()
-                with suppress(ConnectionLost), self._stream.sending():
+                with suppress(ConnectionLost):
+                    self._stream.begin_sending()
                     await self._flush()
+                    self._stream.end_sending()
         finally:
             self._stream.close()
 

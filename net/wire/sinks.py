@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from net.wire.tensors import DTYPES, MAX_RANK, Outgoing, Tensor, plain
+from net.wire.tensors import DTYPES, MAX_RANK, Outgoing, Tensor, name_of, plain
 
 _REPLY_KEYS = frozenset({"type", "id", "body"})
 """Of the header of a reply, without the table of its tensors (`net.wire.messages`)."""
@@ -36,7 +36,7 @@ class Sink:
         check_sink(into)
         self.memory = into.reshape(-1).view(np.uint8).data
         """Its bytes, writable."""
-        self.row = [into.dtype.name, list(into.shape)]
+        self.row = [name_of(into.dtype), list(into.shape)]
         """The row of a frame's table of tensors that describes it."""
         self.is_withdrawn = False
         """Nothing may be written there any more."""
@@ -94,7 +94,7 @@ def check_sink(into: Tensor) -> None:
     if not isinstance(into, np.ndarray):
         raise ValueError(f"an answer is received into a NumPy array, got {type(into).__name__}")
     flags = into.flags
-    if DTYPES.get(into.dtype.name) != into.dtype or into.ndim > MAX_RANK:
+    if DTYPES.get(name_of(into.dtype) or "") != into.dtype or into.ndim > MAX_RANK:
         raise ValueError(f"no tensor of dtype {into.dtype} and rank {into.ndim} can be received")
     if not (flags.writeable and flags.c_contiguous):
         raise ValueError("an array into which an answer is received must be writable and C-contiguous")
