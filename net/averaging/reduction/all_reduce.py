@@ -10,7 +10,8 @@ noticed at once. Nothing is tried again: the next all-reduce of the group's memb
 
 Memory. The average is one array as long as the vector, into which answers are received and the own part is averaged;
 chunks are sent as views of the vector, answers as views of the average. Beside the two there are the chunks that came
-to be averaged, up to `window_bytes`. Of a chunk that did not come back in the end, whatever has come of it is
+to be averaged, up to `window_bytes`. The average's memory stays with the process and is used again for the next one of
+that size, if nobody has the last one any more: pages that are touched for the first time cost a tenth. Of a chunk that did not come back in the end, whatever has come of it is
 overwritten with own values.
 
 Windows. On a long line `window_bytes` would leave it idle. So the window towards each reducer follows the line
@@ -33,6 +34,7 @@ has told its reducers different weights: the average is not complete.
 """
 
 import math
+import sys
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -112,6 +114,7 @@ class AllReduce:
         self._past: deque[frozenset[bytes]] = deque(maxlen=_MAX_PAST_GROUPS)
         self._num_early: Counter[PeerId] = Counter()
         self._arrival = trio.Event()  # of the next group
+        self._last: Array | None = None  # average, see `_memory`
         caller.add_handler(self._method, self._serve, max_concurrent=MAX_CALLS)
         # glibc gives freed memory back to the system beyond a threshold that follows the largest block ever freed, from
         # 128 KiB up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD). So one is freed here, which costs nothing as nobody has
@@ -119,7 +122,8 @@ class AllReduce:
         np.empty(_KEPT_BYTES, np.uint8)
 
     def close(self) -> None:
-        """Serve no more calls."""
+        """Serve no more calls, and keep no memory."""
+        self._last = None
         self._caller.remove_handler(self._method)
 
     def knows(self, group_id: bytes) -> bool:
@@ -167,7 +171,9 @@ class AllReduce:
             raise ValueError(f"the weight of a vector is from 0 to {MAX_WEIGHT:g}, got {weight}")
         weight = None if weight is None else float(weight)  # as the wire demands
         own = group.index(self._caller.peer_id)
-        average = np.zeros(size, np.float32) if vector is None else np.empty(size, np.float32)
+        average = self._memory(size)
+        if vector is None:
+            average[:] = 0.0
         exchange = self._exchange(group, own, vector, average, weight, group_size)
         self._reducing[group.group_id] = tuple(exchange.reducers.values())
         self._sending[group.group_id] = tuple(exchange.senders)
@@ -183,7 +189,21 @@ class AllReduce:
                 del self._running[group_id]
             del self._reducing[group.group_id], self._sending[group.group_id]
             self._past.append(frozenset({group.group_id, *exchange.reducers}))
-        return _result(group, exchange, vector, average)
+        result = _result(group, exchange, vector, average)
+        self._last = average
+        return result
+
+    def _memory(self, size: int) -> Array:
+        """An array for the next average: that of the last one, if nobody has it any more.
+
+        Whoever has an array, or a view of it or of its bytes (a caller with a result, an answer that is still leaving)
+        has a reference to it: with the two that are here there is nobody else.
+        """
+        last, self._last = self._last, None
+        if last is None or last.size != size or sys.getrefcount(last) != 2:
+            return np.empty(size, np.float32)
+        last.flags.writeable = True
+        return last
 
     def _exchange(
         self,
