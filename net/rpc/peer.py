@@ -217,8 +217,7 @@ class RpcPeer:
         carried out the call.
 
         Raises:
-          ValueError: `timeout_s` is not a number, or above `MAX_TIMEOUT_S` (a day); or nothing can be received into
-            `into`.
+          ValueError: `timeout_s` is not a number or above `MAX_TIMEOUT_S` (a day), or `into` cannot be received into.
         """
         if into is not None:
             check_sink(into)
@@ -243,8 +242,7 @@ class RpcPeer:
                     way, peer_id = connection, connection.remote.peer_id if connection.remote else None
                     place = connection.call
                     if bulk_bytes:
-                        where = address_of(target)
-                        place = partial(self._lanes.call, connection, where, bulk_bytes=bulk_bytes)
+                        place = partial(self._lanes.call, connection, address_of(target), bulk_bytes=bulk_bytes)
                     reply = await place(
                         method, body, tensors, deadline=scope.deadline, on_partial=on_partial, into=into
                     )

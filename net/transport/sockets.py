@@ -33,8 +33,8 @@ _JOIN_BYTES = 16 * 1024
 than a microsecond, about as much as one more piece, and it is the most that one TLS record holds."""
 
 _TURN_BYTES = 2**20
-"""Received from one connection, or sent on it, before other tasks get a turn: up to a millisecond's work. With a quarter
-of it an all-reduce over plain TCP took 6 % more processor time, in turns of the event loop."""
+"""Received from one connection, or sent on it, before other tasks get a turn: up to a millisecond's work. With a
+quarter of it an all-reduce over plain TCP took 6 % more processor time, in turns of the event loop."""
 
 MAX_PIECES = 64
 """In one system call: well below every system's limit (POSIX promises 16, all that matter have 1024), which only

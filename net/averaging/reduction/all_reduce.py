@@ -10,9 +10,9 @@ noticed at once. Nothing is tried again: the next all-reduce of the group's memb
 
 Memory. The average is one array as long as the vector, into which answers are received and the own part is averaged;
 chunks are sent as views of the vector, answers as views of the average. Beside the two there are the chunks that came
-to be averaged, up to `window_bytes`. The average's memory stays with the process and is used again for the next one of
-that size, if nobody has the last one any more: pages that are touched for the first time cost a tenth. Of a chunk that did not come back in the end, whatever has come of it is
-overwritten with own values.
+to be averaged, up to `window_bytes`. Of a chunk that did not come back in the end, whatever has come of it is
+overwritten with own values. The average's memory stays with the process, and is used for the next one of that size if
+nobody has the last one any more: pages that are touched for the first time cost a tenth.
 
 Windows. On a long line `window_bytes` would leave it idle. So the window towards each reducer follows the line
 (`net.averaging.window`, `exchange.Pace`), as far as the reducer grants: a chunk says how many its sender would like to
