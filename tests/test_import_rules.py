@@ -111,7 +111,11 @@ ONLY_IN = {
     "cbor2": {"net.wire.codec"},
     "orbax": {"dmoe_jax.checkpoints"},
     "cryptography": {"net.keys"},
-    "numpy": {"net.types", "net.wire.tensors", "net.wire.compression", "net.wire.sparse", "net.averaging"},
+    "numpy": {
+        "net.types",
+        *(f"net.wire.{each}" for each in ("tensors", "compression", "sinks", "sparse")),
+        "net.averaging",
+    },
     "socket": {"net.transport.sockets"},
     "ssl": {"net.transport.tls_engine"},
     "h11": {"dmoe_jax.metrics.http"},

@@ -29,7 +29,7 @@ from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from net.identity import Address, Contact
 from net.rpc.base import Body, Caller, Handler, Reply, Request
-from net.wire.tensors import Outgoing
+from net.wire.tensors import Outgoing, Tensor
 
 _METHODS = {FORWARD_CALL: FORWARD, BACKWARD_CALL: BACKWARD}
 
@@ -199,9 +199,10 @@ class _RecordedCaller:
         timeout_s: float,
         bulk_bytes: int = 0,
         on_partial: Callable[[Reply], None] | None = None,
+        into: Tensor | None = None,
     ) -> Reply:
         """As `Caller.call`."""
-        options: dict[str, Any] = {"timeout_s": timeout_s, "bulk_bytes": bulk_bytes}
+        options: dict[str, Any] = {"timeout_s": timeout_s, "bulk_bytes": bulk_bytes, "into": into}
         if method not in _METHODS or self._trainer is None:
             return await self._caller.call(target, method, body, tensors, on_partial=on_partial, **options)
         parts = body["parts"]

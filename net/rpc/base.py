@@ -127,6 +127,7 @@ class Caller(Protocol):
         timeout_s: float,
         bulk_bytes: int = 0,
         on_partial: Callable[[Reply], None] | None = None,
+        into: Tensor | None = None,
     ) -> Reply:
         """Call `method` at `target` and wait for the answer.
 
@@ -141,11 +142,17 @@ class Caller(Protocol):
         With `on_partial` the call takes partials: it is called, in the caller's task, with each part of the answer that
         comes ahead of the reply, also of a call that then fails.
 
+        `into` is an array for the answer, writable and C-contiguous. If the reply is one tensor of its dtype and shape,
+        the array holds it, received straight from the network where that can be, and the reply's tensor is a read-only
+        view of it. Any other reply is as it would be without. While the call is under way anything may be written
+        there, also if it then fails; once it has ended, in whatever way, nothing more.
+
         Raises:
           PeerUnavailable: `DialFailed`, `PeerTimeout` or `ConnectionLost`.
           CallFailed: `CallRefused`, `PeerBusy` or `RemoteFailure`, with the peer's message.
           RemoteProtocolError: the peer's answer broke the rules; the connection is dropped.
           LocalProtocolError: the call itself cannot be sent (too large, or not CBOR).
+          ValueError: nothing can be received into `into`.
         """
         ...
 

@@ -17,7 +17,8 @@ from net.rpc.session import Action, RpcSession
 from net.transport.base import Link
 from net.wire.frames import Frame, Part
 from net.wire.messages import CallCancel, CallError, CallPartial, CallReply, CallStart, Hello
-from net.wire.tensors import Outgoing, plain
+from net.wire.sinks import put_into
+from net.wire.tensors import Outgoing, Tensor, plain
 
 _log = logging.getLogger(__name__)
 
@@ -214,13 +215,14 @@ class Connection:
         *,
         deadline: float,
         on_partial: Callable[[Reply], None] | None = None,
+        into: Tensor | None = None,
     ) -> Reply:
         """Call the peer and wait. If cancelled, the call is taken back or called off; nobody waits for that.
 
         Args:
           deadline: the caller's, seconds of trio's clock. It is sent along; enforcing it here is the caller's
             part.
-          on_partial: see `net.rpc.base.Caller.call`.
+          on_partial, into: see `net.rpc.base.Caller.call`.
         """
         if self.cause is not None:
             raise self._lost()
@@ -231,8 +233,12 @@ class Connection:
         pending = self._pending[call_id] = _PendingCall()
         self._wake.set()
         try:
+            if into is not None:
+                self.link.sinks.offer(call_id, into)
             await pending.wait(on_partial)
         finally:
+            if into is not None:
+                self.link.sinks.withdraw(call_id)
             # A no-op when the call has been answered. Synchronous: a cancelled task could not wait here.
             if self._pending.pop(call_id, None) is not None:
                 self.session.abandon_call(call_id)
@@ -243,7 +249,7 @@ class Connection:
             case CallError(kind=kind, message=message):
                 raise CALL_ERRORS[kind](message)
             case CallReply(body=body, tensors=tensors):
-                return Reply(body=body, tensors=tuple(tensors))
+                return Reply(body=body, tensors=tuple(tensors) if into is None else put_into(into, tensors))
 
     def _lost(self) -> NetError:
         """A fresh error for each caller, since raising one object in several tasks would mix their tracebacks."""

@@ -29,7 +29,7 @@ from net.rpc.connection import Connection
 from net.rpc.connections import ConnectionTable
 from net.rpc.service import LANES, MAX_LANES
 from net.wire.fields import integer
-from net.wire.tensors import Outgoing
+from net.wire.tensors import Outgoing, Tensor
 
 LANE_BYTES = 3 * 2**19
 """Under way in one direction, as measured by the calls of one end, for which there is a lane: less than half of a
@@ -111,6 +111,7 @@ class Lanes:
         deadline: float,
         bulk_bytes: int,
         on_partial: Callable[[Reply], None] | None = None,
+        into: Tensor | None = None,
     ) -> Reply:
         """`Connection.call` on the best connection with the peer at the other end of `first`.
 
@@ -141,7 +142,7 @@ class Lanes:
         calls = [meter.placed(now) for meter in meters]
         connection.bulk_bytes += bulk_bytes
         try:
-            reply = await connection.call(method, body, tensors, deadline=deadline, on_partial=on_partial)
+            reply = await connection.call(method, body, tensors, deadline=deadline, on_partial=on_partial, into=into)
         except BaseException:
             for meter in meters:
                 meter.failed()

@@ -105,14 +105,16 @@ class Outbox:
         while self._plain and nbytes < max_nbytes:
             key, encoded = self._plain.popitem(last=False)
             nbytes += self._append(parts, done, key, whole_part(encoded))
-        for key, encoded in self._startable(self._small, reserve=0):
-            if nbytes >= max_nbytes:
-                break
-            del self._small[key]
-            self._free_bytes -= self._cost(key, encoded)
-            self._count(key, -encoded.body_nbytes)
-            nbytes += self._append(parts, done, key, whole_part(encoded))
-        nbytes += self._open_streams(parts)
+        if self._small:
+            for key, encoded in self._startable(self._small, reserve=0):
+                if nbytes >= max_nbytes:
+                    break
+                del self._small[key]
+                self._free_bytes -= self._cost(key, encoded)
+                self._count(key, -encoded.body_nbytes)
+                nbytes += self._append(parts, done, key, whole_part(encoded))
+        if self._large:
+            nbytes += self._open_streams(parts)
         is_first = True
         while self._streams and (is_first or nbytes < max_nbytes):
             is_first = False

@@ -35,7 +35,8 @@ from net.wire.compression import COMPRESSIONS
 from net.wire.fields import MAX_HOST_CHARACTERS
 from net.wire.frame_reader import WINDOW_BYTES
 from net.wire.messages import INSTANCE_BYTES, MAX_TIMEOUT_S, Hello, is_host
-from net.wire.tensors import Outgoing
+from net.wire.sinks import check_sink
+from net.wire.tensors import Outgoing, Tensor
 
 _log = logging.getLogger(__name__)
 
@@ -205,6 +206,7 @@ class RpcPeer:
         timeout_s: float,
         bulk_bytes: int = 0,
         on_partial: Callable[[Reply], None] | None = None,
+        into: Tensor | None = None,
     ) -> Reply:
         """Call `method` at `target`, see `Caller.call`.
 
@@ -215,8 +217,10 @@ class RpcPeer:
         carried out the call.
 
         Raises:
-          ValueError: `timeout_s` is not a number, or above `MAX_TIMEOUT_S` (a day).
+          ValueError: `timeout_s` is not a number or above `MAX_TIMEOUT_S` (a day), or `into` cannot be received into.
         """
+        if into is not None:
+            check_sink(into)
         if not timeout_s <= MAX_TIMEOUT_S:
             raise ValueError(f"timeout_s must be at most {MAX_TIMEOUT_S:g} s, got {timeout_s!r}")
         if timeout_s <= 0:  # what is left of somebody's time may be nothing: then nothing is sent
@@ -232,15 +236,16 @@ class RpcPeer:
         try:
             with trio.move_on_after(timeout_s) as scope:
                 if way is None:
-                    reply = await self._service.call_itself(method, body, tensors, on_partial)
+                    reply = await self._service.call_itself(method, body, tensors, on_partial, into)
                 else:
                     connection = way if isinstance(way, Connection) else await self._dialled(way)
                     way, peer_id = connection, connection.remote.peer_id if connection.remote else None
                     place = connection.call
                     if bulk_bytes:
-                        where = address_of(target)
-                        place = partial(self._lanes.call, connection, where, bulk_bytes=bulk_bytes)
-                    reply = await place(method, body, tensors, deadline=scope.deadline, on_partial=on_partial)
+                        place = partial(self._lanes.call, connection, address_of(target), bulk_bytes=bulk_bytes)
+                    reply = await place(
+                        method, body, tensors, deadline=scope.deadline, on_partial=on_partial, into=into
+                    )
             if scope.cancelled_caught and isinstance(way, Dial):
                 raise DialFailed(f"cannot connect to {target} within {timeout_s:g} s")
             if scope.cancelled_caught:

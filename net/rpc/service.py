@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -12,7 +12,8 @@ from net.identity import Address, PeerId
 from net.rpc.base import Body, Handler, Reply, Request
 from net.wire.codec import decode_untrusted, encode
 from net.wire.messages import MAX_METHOD_CHARACTERS
-from net.wire.tensors import Outgoing, as_received
+from net.wire.sinks import put_into
+from net.wire.tensors import Outgoing, Tensor, as_received
 
 _log = logging.getLogger(__name__)
 
@@ -135,6 +136,7 @@ class Service:
         body: Body,
         tensors: Sequence[Outgoing],
         on_partial: Callable[[Reply], None] | None = None,
+        into: Tensor | None = None,
     ) -> Reply:
         """Serve a call of this peer to itself: a trainer and the experts that it calls may live in one process. There
         is no connection, and yet nothing in the request or the reply is shared between both ends.
@@ -161,9 +163,10 @@ class Service:
         with trio.CancelScope() as scope, entry.serving("this peer itself"):
             self._own_calls[scope] = None
             try:
-                return _received(await entry.run(request))
+                reply = _received(await entry.run(request))
             finally:
                 del self._own_calls[scope]
+            return reply if into is None else replace(reply, tensors=put_into(into, reply.tensors))
         raise ConnectionLost("this peer was closed")
 
     def close(self) -> None:

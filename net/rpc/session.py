@@ -90,6 +90,7 @@ class RpcSession:
         self.is_leaving = False
         """One of the two wants to part: place no more calls here."""
         self._window_bytes = hello.window_bytes
+        self._gathered_bytes = max(1, hello.window_bytes // 8)  # of credit at most; see the sum in `net.rpc.outbox`
         self._last_placed = 0  # highest id that we used
         self._placed: dict[int, bool] = {}  # calls of ours without an answer, and whether they take partials
         self._running: dict[int, int] = {}  # calls of the peer's whose answer has not left, and their window cost
@@ -218,9 +219,8 @@ class RpcSession:
 
     @property
     def _owes_credit(self) -> bool:
-        # An eighth: see the sum in `net.rpc.outbox`.
         # One credit at a time: the next one in the queue would take the place of the first.
-        return self._owed_bytes >= max(1, self._window_bytes // 8) and _CREDIT not in self._outbox
+        return self._owed_bytes >= self._gathered_bytes and _CREDIT not in self._outbox
 
     def take_parts(self, max_nbytes: int) -> list[Part]:
         """The next parts to write, in order: about `max_nbytes`, but at least one if anything can leave.

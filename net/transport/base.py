@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from net.identity import Address, PeerId
 from net.wire.frames import Frame, Part
+from net.wire.sinks import Sinks
 
 
 class Link(Protocol):
@@ -39,6 +40,12 @@ class Link(Protocol):
     @property
     def num_sent(self) -> int:
         """Bytes sent so far, as the network took them over."""
+        ...
+
+    @property
+    def sinks(self) -> Sinks:
+        """Where callers offer memory for the tensors of the answers that come over this link. It may be received there,
+        and need not."""
         ...
 
     async def handshake(self) -> None:

@@ -10,9 +10,10 @@ import trio
 
 from net.errors import ConnectionLost, ListenFailed
 from net.identity import Address, PeerId
-from net.transport.sockets import ByteStream, SocketListener, batches, connect, listen
+from net.transport.sockets import MAX_PIECES, ByteStream, SocketListener, batches, connect, listen
 from net.wire.frame_reader import FrameReader
 from net.wire.frames import MAX_BODY_BYTES, Frame, Part
+from net.wire.sinks import Sinks
 
 
 class TcpLink:
@@ -20,7 +21,8 @@ class TcpLink:
 
     def __init__(self, stream: ByteStream, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._stream = stream
-        self._reader = FrameReader(max_body_bytes=max_body_bytes)
+        self.sinks = Sinks()
+        self._reader = FrameReader(max_body_bytes=max_body_bytes, sinks=self.sinks)
 
     @property
     def remote_address(self) -> Address:
@@ -53,16 +55,21 @@ class TcpLink:
         Raises:
           trio.BusyResourceError: another task is sending, or nothing more can be sent.
         """
-        with self._stream.sending():
+        stream = self._stream
+        stream.begin_sending()
+        if len(parts) == 1 and len(parts[0].pieces) <= MAX_PIECES:  # a chunk of a large frame: nothing to join or cut
+            await stream.send_all(parts[0].pieces)
+        else:
             for batch in batches(parts):
-                await self._stream.send_all(batch)
+                await stream.send_all(batch)
+        stream.end_sending()
 
     async def receive(self) -> Frame | None:
         while True:
             frame = self._reader.next_frame_untrusted()
             if frame is not None:
                 return frame
-            nbytes = await self._stream.receive_into(*self._reader.buffers())
+            nbytes = await self._stream.receive_into(self._reader.buffers)
             if nbytes == 0:
                 if self._reader.at_boundary:
                     return None

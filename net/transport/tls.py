@@ -20,6 +20,7 @@ from net.transport.sockets import BATCH_BYTES, ByteStream, SocketListener, batch
 from net.transport.tls_engine import REFUSED, TlsEngine, client_context, server_context
 from net.wire.frame_reader import FrameReader
 from net.wire.frames import MAX_BODY_BYTES, Frame, Part
+from net.wire.sinks import Sinks
 
 _MAX_HANDSHAKE_BYTES = 64 * 1024
 """What a peer may send before it is known. Ours send less than 2 KiB; a first frame may come along with the rest."""
@@ -55,7 +56,8 @@ class TlsLink:
         self._engine = engine
         self._admit = admit
         self._scratch = scratch
-        self._reader = FrameReader(max_body_bytes=max_body_bytes)
+        self.sinks = Sinks()
+        self._reader = FrameReader(max_body_bytes=max_body_bytes, sinks=self.sinks)
         self._remote_peer_id: PeerId | None = None  # set only once the peer is proven and admitted
 
     @property
@@ -111,7 +113,7 @@ class TlsLink:
             await self._flush()
             if received > _MAX_HANDSHAKE_BYTES:
                 raise HandshakeFailed(f"{self.remote_address} sent {received} bytes and no end of a handshake")
-            nbytes = await self._stream.receive_into(self._scratch[:_HANDSHAKE_RECEIVE_BYTES])
+            nbytes = await self._stream.receive_into(lambda: (self._scratch[:_HANDSHAKE_RECEIVE_BYTES],))
             if nbytes == 0:
                 raise ConnectionLost(f"{self.remote_address} went away during the handshake")
             received += nbytes
@@ -129,9 +131,10 @@ class TlsLink:
           trio.BusyResourceError: another task is sending, or nothing more can be sent.
         """
         self._check_usable()
-        with self._stream.sending():
-            for batch in batches(parts):
-                await self._stream.send_all(list(self._encrypted(batch)))
+        self._stream.begin_sending()
+        for batch in batches(parts):
+            await self._stream.send_all(list(self._encrypted(batch)))
+        self._stream.end_sending()
 
     def _encrypted(self, batch: Sequence[bytes | memoryview]) -> Iterator[bytes]:
         for piece in batch:
@@ -165,7 +168,7 @@ class TlsLink:
 
     async def _receive_ciphertext(self) -> None:
         try:
-            nbytes = await self._stream.receive_into(self._scratch)
+            nbytes = await self._stream.receive_into(self._whole_scratch)
             if nbytes == 0:  # anybody on the way can forge this end, and cut off what should have come before it
                 raise ConnectionLost(f"connection to {self.remote_address} lost: it ended without a farewell")
         except ConnectionLost as exc:
@@ -173,6 +176,9 @@ class TlsLink:
                 raise HandshakeFailed(f"{self.remote_address} went down, or {REFUSED}") from exc
             raise
         self._engine.feed(self._scratch[:nbytes])
+
+    def _whole_scratch(self) -> tuple[memoryview]:
+        return (self._scratch,)
 
     def _check_usable(self) -> None:
         if self._stream.is_closed:
@@ -189,8 +195,10 @@ class TlsLink:
                 await trio.lowlevel.checkpoint()
             else:
                 self._engine.close()
-                with suppress(ConnectionLost), self._stream.sending():
+                with suppress(ConnectionLost):
+                    self._stream.begin_sending()
                     await self._flush()
+                    self._stream.end_sending()
         finally:
             self._stream.close()
 

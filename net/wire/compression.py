@@ -41,6 +41,7 @@ _STEPS = 127.0
 """Of the int8 scale to either side. Not 128: the scale is symmetric, and the largest value exact."""
 
 _FLOAT32 = np.dtype("<f4")
+_FLOAT32S = (_FLOAT32, np.dtype(">f4"))
 
 
 class Compression(enum.StrEnum):
@@ -89,7 +90,7 @@ class Compressed:
 
 def is_compressible(tensor: Array) -> bool:
     """Whether `tensor` may be wrapped in `Compressed`: a NumPy array of float32, in either byte order."""
-    return isinstance(tensor, np.ndarray) and tensor.dtype.name == "float32"
+    return isinstance(tensor, np.ndarray) and tensor.dtype in _FLOAT32S
 
 
 def encoded_nbytes(compression: Compression, size: int) -> int:

@@ -2,7 +2,8 @@
 
 The shell asks `FrameReader` where to receive, tells it how much came, and takes frames out. Small frames are parsed
 out of one scratch buffer, all that a `recv` brought; a body that has not arrived whole is received straight into the
-fresh aligned buffer in which its tensors will live.
+fresh aligned buffer in which its tensors will live, or into memory that whoever waits for it has offered
+(`net.wire.sinks`).
 
 Memory. Nothing is allocated for a length that a peer merely claims: a header grows the scratch buffer by at most
 64 KiB, and a body's buffer is allocated, its pages untouched, once the header's tensor table agrees with the body
@@ -28,6 +29,7 @@ from net.wire.frames import (
     Frame,
     PartKind,
 )
+from net.wire.sinks import Sink, Sinks
 from net.wire.tensors import aligned_buffer, body_nbytes_untrusted, view_untrusted
 
 WINDOW_BYTES = 64 * 2**20
@@ -58,13 +60,25 @@ class _Assembly:
 
     header: dict[str, Any]
     table: list[Any]
-    body: memoryview
+    nbytes: int
+    """Of the body."""
+    memory: memoryview
+    sink: Sink | None
+    """Whose memory that is, if it is not the frame's own."""
     filled: int = 0
     stream: int | None = None
 
+    @property
+    def body(self) -> memoryview:
+        """Where the body goes, as long as nobody else has run."""
+        if self.sink is not None and self.sink.is_withdrawn:
+            # What has come is lost, and nobody waits for the frame: it is only parsed to its end.
+            self.memory, self.sink = aligned_buffer(self.nbytes), None
+        return self.memory
+
     def finish_untrusted(self) -> Frame:
         tensors = view_untrusted(self.table, self.body)
-        return Frame(header=self.header, tensors=tensors, body_nbytes=self.body.nbytes)
+        return Frame(header=self.header, tensors=tensors, body_nbytes=self.nbytes)
 
 
 class FrameReader:
@@ -75,9 +89,17 @@ class FrameReader:
     Args:
       max_body_bytes: frames with larger bodies are refused.
       window_bytes: see the head of this file.
+      sinks: memory that is offered for bodies; None: there never is any.
     """
 
-    def __init__(self, *, max_body_bytes: int = MAX_BODY_BYTES, window_bytes: int = WINDOW_BYTES) -> None:
+    def __init__(
+        self,
+        *,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        window_bytes: int = WINDOW_BYTES,
+        sinks: Sinks | None = None,
+    ) -> None:
+        self._sinks = sinks
         self._max_body_bytes = max_body_bytes
         self._window_bytes = window_bytes
         self._scratch = bytearray(_SCRATCH_BYTES)
@@ -97,7 +119,8 @@ class FrameReader:
     def buffer(self) -> memoryview:
         """Where the next bytes of the stream belong; never empty once `next_frame_untrusted` has returned None.
 
-        Valid until the next call of any other method.
+        Valid until the next call of any other method, and until another task runs: memory that was offered may be
+        withdrawn.
         """
         if self._target is not None:
             return self._target.body[self._target.filled : self._target_end]
@@ -137,7 +160,7 @@ class FrameReader:
             if target.filled < self._target_end:
                 return None
             self._target = None
-            if target.filled == target.body.nbytes:
+            if target.filled == target.nbytes:
                 self._forget(target)
                 return target.finish_untrusted()
 
@@ -157,7 +180,7 @@ class FrameReader:
         assembly = self._streams.get(number)
         if assembly is None:
             raise RemoteProtocolError(f"a part of stream {number}, which is not open")
-        left = assembly.body.nbytes - assembly.filled
+        left = assembly.nbytes - assembly.filled
         if kind == PartKind.RESET:
             if nbytes:
                 raise RemoteProtocolError(f"the end of stream {number} announces {nbytes} bytes, expected none")
@@ -199,8 +222,7 @@ class FrameReader:
         if body_nbytes_untrusted(table) != body_nbytes:
             raise RemoteProtocolError(f"tensor table and body length ({body_nbytes}) disagree")
         self._start = head_end
-        body = aligned_buffer(body_nbytes) if body_nbytes else memoryview(b"")
-        assembly = _Assembly(header=header, table=table, body=body)
+        assembly = self._assembly_untrusted(header, table, body_nbytes)
         if kind == PartKind.WHOLE:
             self._fill(assembly, body_nbytes)
         else:
@@ -209,6 +231,14 @@ class FrameReader:
             self._streams[stream] = assembly
             self._under_way += cost
         return True
+
+    def _assembly_untrusted(self, header: dict[str, Any], table: list[Any], nbytes: int) -> _Assembly:
+        """The frame that this header begins, with room for its body."""
+        if not nbytes:
+            return _Assembly(header=header, table=table, nbytes=0, memory=memoryview(b""), sink=None)
+        sink = None if self._sinks is None else self._sinks.take_untrusted(header, table)
+        memory = aligned_buffer(nbytes) if sink is None else sink.memory
+        return _Assembly(header=header, table=table, nbytes=nbytes, memory=memory, sink=sink)
 
     def _fill(self, assembly: _Assembly, nbytes: int) -> None:
         """The next `nbytes` bytes belong to `assembly`; those that came along already are moved there."""
@@ -225,7 +255,7 @@ class FrameReader:
     def _forget(self, assembly: _Assembly) -> None:
         if assembly.stream is not None:
             del self._streams[assembly.stream]
-            self._under_way -= window_cost(assembly.body.nbytes, self._window_bytes)
+            self._under_way -= window_cost(assembly.nbytes, self._window_bytes)
 
     def _make_room(self, nbytes: int) -> None:
         """Let scratch hold `nbytes` from the first unparsed byte on: move that to the front, or grow."""

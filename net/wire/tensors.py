@@ -67,7 +67,15 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 """What may travel, by its name on the wire. A constant: nobody writes to it."""
 
+_NAMES = {dtype.newbyteorder(order): name for name, dtype in DTYPES.items() for order in "<>"}
+"""The names again, by dtype in either byte order: NumPy takes ten calls to make one."""
+
 _BYTE_GAPS = tuple(bytes(size) for size in range(ALIGNMENT))
+
+
+def name_of(dtype: np.dtype[Any]) -> str | None:
+    """The name of a dtype on the wire, whatever its byte order; None: it cannot travel."""
+    return _NAMES.get(dtype)
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
@@ -106,7 +114,7 @@ def as_received(outgoing: Outgoing) -> Tensor:
     """
     _describe_one(outgoing)
     tensor = plain(outgoing)
-    dtype, flags = DTYPES[tensor.dtype.name], tensor.flags
+    dtype, flags = DTYPES[_NAMES[tensor.dtype]], tensor.flags
     is_plain = not isinstance(outgoing, Compressed)
     if is_plain and tensor.dtype == dtype and flags.c_contiguous and _is_frozen(tensor):
         return tensor
@@ -236,16 +244,17 @@ def _describe_one(outgoing: Outgoing) -> list[Any]:
     tensor = plain(outgoing)
     if not isinstance(tensor, np.ndarray):
         raise LocalProtocolError(f"a tensor is a NumPy array, got {type(tensor).__name__}")
-    if DTYPES.get(tensor.dtype.name) != tensor.dtype.newbyteorder("<"):
+    name = name_of(tensor.dtype)
+    if name is None:
         raise LocalProtocolError(f"dtype {tensor.dtype} cannot be sent; these can: {', '.join(DTYPES)}")
     if tensor.ndim > MAX_RANK:
         raise LocalProtocolError(f"tensor of rank {tensor.ndim}, at most {MAX_RANK} dimensions are allowed")
-    row: list[Any] = [tensor.dtype.name, list(tensor.shape)]
+    row: list[Any] = [name, list(tensor.shape)]
     return [*row, outgoing.compression.value] if isinstance(outgoing, Compressed) else row
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    little = np.ascontiguousarray(tensor, dtype=DTYPES[tensor.dtype.name])
+    little = np.ascontiguousarray(tensor, dtype=DTYPES[_NAMES[tensor.dtype]])
     # Through uint8, since the buffer protocol knows no bfloat16. `reshape` is a view: the array is contiguous.
     return little.reshape(-1).view(np.uint8).data
 

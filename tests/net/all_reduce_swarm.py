@@ -64,13 +64,11 @@ class Watched:
         method: str,
         body: Body,
         tensors: Sequence[Outgoing] = (),
-        *,
-        timeout_s: float,
-        bulk_bytes: int = 0,
+        **options: Any,
     ) -> Reply:
         if self.before_call is not None:
             await self.before_call()
-        return await self._caller.call(target, method, body, tensors, timeout_s=timeout_s, bulk_bytes=bulk_bytes)
+        return await self._caller.call(target, method, body, tensors, **options)
 
 
 class Swarm:

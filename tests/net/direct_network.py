@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import trio
@@ -22,6 +23,7 @@ from net.identity import Address, Contact, PeerId
 from net.peer_health import PeerHealth
 from net.rpc.base import Body, Handler, Reply, Request
 from net.rpc.bulk import BulkTraffic
+from net.wire.sinks import put_into
 from net.wire.tensors import Outgoing, Tensor, as_received, body_nbytes_untrusted, describe
 
 
@@ -134,6 +136,7 @@ class DirectCaller:
         timeout_s: float,
         bulk_bytes: int = 0,
         on_partial: Callable[[Reply], None] | None = None,
+        into: Tensor | None = None,
     ) -> Reply:
         """Sleep once, then run the target's handler: of whoever sits at a contact's address, for nothing is proven."""
         address = target.address if isinstance(target, Contact) else target
@@ -151,7 +154,7 @@ class DirectCaller:
             self.health.succeeded(service)
             raise
         self.health.succeeded(service)
-        return reply
+        return reply if into is None else replace(reply, tensors=put_into(into, reply.tensors))
 
     async def _call(
         self,

@@ -8,9 +8,11 @@ Failures. A reducer that is lost costs its part: there the members keep their ow
 missing in what was not averaged yet. How long either may be silent is in `AllReduceConfig`; a broken connection is
 noticed at once. Nothing is tried again: the next all-reduce of the group's members does the same work.
 
-Memory. The average is one array as long as the vector, into which answers are copied and the own part is averaged;
+Memory. The average is one array as long as the vector, into which answers are received and the own part is averaged;
 chunks are sent as views of the vector, answers as views of the average. Beside the two there are the chunks that came
-to be averaged, up to `window_bytes`, and as many answers that come in.
+to be averaged, up to `window_bytes`. Of a chunk that did not come back in the end, whatever has come of it is
+overwritten with own values. The average's memory stays with the process, and is used for the next one of that size if
+nobody has the last one any more: pages that are touched for the first time cost a tenth.
 
 Windows. On a long line `window_bytes` would leave it idle. So the window towards each reducer follows the line
 (`net.averaging.window`, `exchange.Pace`), as far as the reducer grants: a chunk says how many its sender would like to
@@ -32,6 +34,7 @@ has told its reducers different weights: the average is not complete.
 """
 
 import math
+import sys
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,8 +64,8 @@ _MAX_PAST_GROUPS = 64
 """Groups that are over and still known, so that late calls are refused at once. More only make them wait."""
 
 _KEPT_BYTES = 8 * 2**20
-"""Twice as much may stay with the process between all-reduces: the chunks that a member holds for others, and the
-answers that come in, each up to `window_bytes`. With half as much they are paged in afresh now and then."""
+"""Twice as much may stay with the process between all-reduces: the chunks that a member holds for others, up to
+`window_bytes`, and what else is in work. With half as much they are paged in afresh now and then."""
 
 
 # Compared by identity: arrays have no single answer to `==`.
@@ -111,6 +114,7 @@ class AllReduce:
         self._past: deque[frozenset[bytes]] = deque(maxlen=_MAX_PAST_GROUPS)
         self._num_early: Counter[PeerId] = Counter()
         self._arrival = trio.Event()  # of the next group
+        self._last: Array | None = None  # average, see `_memory`
         caller.add_handler(self._method, self._serve, max_concurrent=MAX_CALLS)
         # glibc gives freed memory back to the system beyond a threshold that follows the largest block ever freed, from
         # 128 KiB up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD). So one is freed here, which costs nothing as nobody has
@@ -118,7 +122,8 @@ class AllReduce:
         np.empty(_KEPT_BYTES, np.uint8)
 
     def close(self) -> None:
-        """Serve no more calls."""
+        """Serve no more calls, and keep no memory."""
+        self._last = None
         self._caller.remove_handler(self._method)
 
     def knows(self, group_id: bytes) -> bool:
@@ -166,7 +171,9 @@ class AllReduce:
             raise ValueError(f"the weight of a vector is from 0 to {MAX_WEIGHT:g}, got {weight}")
         weight = None if weight is None else float(weight)  # as the wire demands
         own = group.index(self._caller.peer_id)
-        average = np.zeros(size, np.float32) if vector is None else np.empty(size, np.float32)
+        average = self._memory(size)
+        if vector is None:
+            average[:] = 0.0
         exchange = self._exchange(group, own, vector, average, weight, group_size)
         self._reducing[group.group_id] = tuple(exchange.reducers.values())
         self._sending[group.group_id] = tuple(exchange.senders)
@@ -182,7 +189,21 @@ class AllReduce:
                 del self._running[group_id]
             del self._reducing[group.group_id], self._sending[group.group_id]
             self._past.append(frozenset({group.group_id, *exchange.reducers}))
-        return _result(group, exchange, vector, average)
+        result = _result(group, exchange, vector, average)
+        self._last = average
+        return result
+
+    def _memory(self, size: int) -> Array:
+        """An array for the next average: that of the last one, if nobody has it any more.
+
+        Whoever has an array, or a view of it or of its bytes (a caller with a result, an answer that is still leaving)
+        has a reference to it: with the two that are here there is nobody else.
+        """
+        last, self._last = self._last, None
+        if last is None or last.size != size or sys.getrefcount(last) != 2:
+            return np.empty(size, np.float32)
+        last.flags.writeable = True
+        return last
 
     def _exchange(
         self,
@@ -274,6 +295,6 @@ def _keep_own(
             where = parts[index].chunk(chunk)
             if count:
                 num_received += where.stop - where.start
-            elif vector is not None:
-                average[where] = vector[where]
+            else:  # part of an answer may be there
+                average[where] = 0.0 if vector is None else vector[where]
     return num_received / average.size

@@ -344,26 +344,27 @@ class ChunkSender:
         wish = min(MAX_ROOM, 2 * self._window.wanted_bytes // self._part.chunk_bytes)
         vectors = None if ready.vectors == 1 else ready.vectors
         name = ChunkName(self._group_id, self._vector.size, where.start, wish, ready.weight, vectors)
-        reply = await self._placed(name, values)
+        average = self._average[where]
+        reply = await self._placed(name, values, into=average)
         num_senders = _SENDERS.of_untrusted(reply.body, "senders")
         total_weight = TOTAL_WEIGHT.of_untrusted(reply.body, "weight")
         is_difference = FLAG.of_untrusted(reply.body, "difference")
         received = values_untrusted([plain(tensor) for tensor in reply.tensors], values.size)
         if is_difference:
-            np.add(values, received, out=self._average[where])
-        else:
-            self._average[where] = received
+            np.add(values, received, out=average)
+        elif received.ctypes.data != average.ctypes.data:  # it came compressed
+            average[:] = received
         self.num_senders[chunk] = num_senders
         self.total_weights[chunk] = self._announced_weight if total_weight is None else total_weight
         room = ROOM.of_untrusted(reply.body, "room")
         if room is not None:
             self._window.most_bytes = min(MAX_ROOM, room) * self._part.chunk_bytes
 
-    async def _placed(self, name: ChunkName, values: Array) -> Reply:
+    async def _placed(self, name: ChunkName, values: Array, *, into: Array) -> Reply:
         body, tensors = name.body(), (as_outgoing(values, self._compression),)
         for pause_s in _PAUSES_S:
             try:
-                return await self._call(body, tensors, bulk_bytes=values.nbytes)
+                return await self._call(body, tensors, bulk_bytes=values.nbytes, into=into)
             except (DialFailed, PeerBusy):
                 await trio.sleep(pause_s)
-        return await self._call(body, tensors, bulk_bytes=values.nbytes)
+        return await self._call(body, tensors, bulk_bytes=values.nbytes, into=into)

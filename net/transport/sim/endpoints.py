@@ -13,6 +13,7 @@ from net.transport.sim.flow import Fin, Flow, Medium, Payload, Reset, Syn, SynAc
 from net.transport.sim.frames import CheckedPassage, FramePassage
 from net.transport.sim.links import Latency, SimHost, model_between, stream_key
 from net.wire.frames import Frame, Part
+from net.wire.sinks import Sinks
 
 _TELLING_BYTES = 4096
 
@@ -75,7 +76,7 @@ class SimLink:
     __slots__ = (
         "_at_boundary", "_cause", "_inbox", "_is_closed", "_is_established", "_is_proved", "_is_sending",
         "_num_moved", "_num_received", "_num_sent", "_number", "_own_id", "_passage", "_receiver", "_remote_address",
-        "_sender", "_topology", "cut_number", "flow", "host", "other",
+        "_sender", "_topology", "cut_number", "flow", "host", "other", "sinks",
     )  # fmt: skip
 
     def __init__(
@@ -89,6 +90,7 @@ class SimLink:
         self._number = number
         self._own_id = own_id
         self._remote_address = remote_address
+        self.sinks = Sinks()  # never taken up: frames are handed over, not their bytes
         self._passage = CheckedPassage() if topology.check_frames else FramePassage()
         self._sender = Waiter()
         self._is_sending = False
