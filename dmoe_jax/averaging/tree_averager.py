@@ -4,6 +4,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import trio
 
 from dmoe_jax.averaging.donor import donor_source, is_finite_state, table_of, tree_like
 from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, RoleName, Round, TreeAveragerConfig
+from dmoe_jax.averaging.sparse import SparseOffers, sparse_offers
 from dmoe_jax.device import Device, ThreadDevice
 from dmoe_jax.optim.moshpit import What, averaged_kind, averaging_due, with_average
 from dmoe_jax.optim.moshpit_state import Sent, find_state, what_to_send, without_gathered
@@ -53,6 +55,7 @@ class TreeAverager:
         *,
         what: What,
         role: RoleName = "auto",
+        sparse: SparseOffers | None = None,
         device: Device,
         nursery: trio.Nursery,
         on_round: Callable[[Round], None],
@@ -61,6 +64,7 @@ class TreeAverager:
         self._layout = layout
         self._what = what
         self._role = role
+        self._sparse = sparse
         self._device = device
         self._nursery = nursery
         self._on_round = on_round
@@ -112,7 +116,8 @@ class TreeAverager:
                 return opt_state
             if averaged_kind(opt_state) != self._what:
                 raise ValueError(f"the averager is for {self._what}, the optimiser averages {averaged_kind(opt_state)}")
-            sent = await self._device.run(what_to_send, opt_state, params)
+            feedback = None if self._sparse is None else self._sparse.feedback
+            sent = await self._device.run(partial(what_to_send, opt_state, params, feedback=feedback))
             self._layout.check(sent.tree)
             self._under_way = _UnderWay(sent)
             self._nursery.start_soon(self._carry, self._under_way)
@@ -213,6 +218,8 @@ class TreeAverager:
                 received=done.received if done is not None else 0.0,
                 took_s=trio.current_time() - began,
                 why_lost=why_lost,
+                moved_bytes=done.moved_bytes if done is not None else 0.0,
+                lost=done.lost if done is not None else {},
             )
         )
 
@@ -221,11 +228,15 @@ class TreeAverager:
         if self._held_back:
             self._left_behind.set()
             return None, self._missed(self._held_back, reason="held back")
-        vector = await self._device.run(self._layout.to_vector, under_way.sent.tree)
+        if self._sparse is None:
+            vector = await self._device.run(self._layout.to_vector, under_way.sent.tree)
+            is_finite = bool(np.isfinite(vector).all())
+        else:
+            vector, is_finite = await self._device.run(self._sparse.vector_of, under_way.sent)
         samples = under_way.sent.samples
         weight = 1.0 if samples is None else await self._device.run(float, samples)
         name = self._what.replace("_", "-")
-        if not np.isfinite(vector).all():
+        if not is_finite:
             if self._what != "gradients":  # they are gone with their round, parameters stay
                 self._left_behind.set()
             return None, self._rejected(f"this peer's {name} are not finite")
@@ -240,9 +251,12 @@ class TreeAverager:
         self._missed_in_a_row = 0
         if not np.isfinite(done.average).all():
             return done, self._rejected(f"the average of {name} is not finite")
-        under_way.averaged = await self._device.run(self._layout.to_tree, done.average)
+        layout = self._layout if self._sparse is None else self._sparse.layout
+        under_way.averaged = await self._device.run(layout.to_tree, done.average)
         self.totals.done += 1
         self.totals.peers_met += len(done.peers) - 1
+        self.totals.moved_bytes += done.moved_bytes
+        self.totals.peers_lost.update(done.lost.values())
         return done, ""
 
     def _missed(self, why: str, *, reason: str = "") -> str:
@@ -289,14 +303,16 @@ async def open_tree_averager(
       on_round: called after each round, in the event loop.
 
     Raises:
-      ValueError: an argument is out of range, the optimiser does not average by the host, a parameter is not of
-        floating-point numbers, or the state has an array that cannot travel.
+      ValueError: an argument is out of range, the optimiser does not average by the host or is not made for sparse
+        payloads as `config.sparse` says, a parameter is not of floating-point numbers, or the state has an array that
+        cannot travel.
     """
     opt_state = jax.eval_shape(optimizer.init, params)
     if find_state(opt_state).arrived is None:
         raise ValueError("this optimiser was made with `average` and averages by itself")
     what = averaged_kind(opt_state)
     layout, device = TreeLayout(params), device or ThreadDevice()
+    sparse = sparse_offers(opt_state, params, config.sparse)
     async with (
         open_averager(
             caller,
@@ -310,10 +326,19 @@ async def open_tree_averager(
             speeds=config.speeds,
             measures_line=config.measures_line,
             state=state if state is None or isinstance(state, StateSource) else donor_source(state, device),
+            sparse=None if sparse is None else sparse.payload,
+            compute=device.run,
             config=config.averager(),
         ) as averager,
         background_nursery() as nursery,
     ):
         yield TreeAverager(
-            averager, layout, what=what, role=config.role, device=device, nursery=nursery, on_round=on_round
+            averager,
+            layout,
+            what=what,
+            role=config.role,
+            sparse=sparse,
+            device=device,
+            nursery=nursery,
+            on_round=on_round,
         )
