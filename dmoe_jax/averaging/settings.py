@@ -54,9 +54,13 @@ class TreeAveragerConfig:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
         if self.sparse is not None and self.compression != "none":
-            raise ValueError(f"sparse values travel in a few bits as they are: compression {self.compression!r} is for all")
+            raise ValueError(
+                f"sparse values travel in a few bits as they are: compression {self.compression!r} is for all"
+            )
         if self.sparse is not None and self.role == "auxiliary":
-            raise ValueError("sparse payloads are gathered and not reduced: an auxiliary peer has nothing to do for them")
+            raise ValueError(
+                "sparse payloads are gathered and not reduced: an auxiliary peer has nothing to do for them"
+            )
         # The parts check the rest: a wrong value is refused here, and not when it is used.
         self.grid()
         self.averager()

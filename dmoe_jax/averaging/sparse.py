@@ -51,10 +51,14 @@ def sparse_offers(opt_state: PyTree, params: PyTree, feedback: ErrorFeedback | N
     keeps_residual = find_state(opt_state).residual is not None
     if feedback is None:
         if keeps_residual:
-            raise ValueError("the optimiser was made with `compress`: give the same to the averager's config as `sparse`")
+            raise ValueError(
+                "the optimiser was made with `compress`: give the same to the averager's config as `sparse`"
+            )
         return None
     if not keeps_residual:
-        raise ValueError("sparse payloads need the error feedback: make the optimiser with moshpit_average(compress=...)")
+        raise ValueError(
+            "sparse payloads need the error feedback: make the optimiser with moshpit_average(compress=...)"
+        )
     residual = jax.eval_shape(zero_residual, params)
     sizes = tuple(leaf.size for leaf in jax.tree.leaves(residual))
     payload = SparseLayout(coding=feedback.coding, sizes=sizes)
