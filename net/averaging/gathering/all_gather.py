@@ -73,7 +73,8 @@ class Gathered:
     lost: dict[int, str]
     """Why the others are not."""
     sent_bytes: int
-    """Of payloads that left this member and arrived, also of others' that it has passed on so far."""
+    """Of payloads that left this member and arrived, others' that it has passed on too, since the last gathering ended:
+    slower members fetch after the end, which counts for the next one."""
 
 
 class AllGather:
@@ -95,6 +96,7 @@ class AllGather:
         self._held: OrderedDict[bytes, _Gathering] = OrderedDict()
         """The group at work, and the last one that is over: others may still fetch from it."""
         self._past: deque[bytes] = deque(maxlen=_MAX_PAST_GROUPS)
+        self._sent_bytes = 0
         self._num_early: Counter[PeerId] = Counter()
         self._arrival = trio.Event()  # of the next group
         caller.add_handler(self._bring, self._serve_bring, max_concurrent=MAX_CALLS)
@@ -123,7 +125,8 @@ class AllGather:
         Raises:
           ValueError: this peer is not in the group.
         """
-        gathering = _Gathering(self._caller, (self._bring, self._fetch), group, payload, self._config)
+        methods = self._bring, self._fetch
+        gathering = _Gathering(self._caller, methods, group, payload, self._config, on_sent=self._count)
         self._held[group.group_id] = gathering
         while len(self._held) > 2:
             self._past.append(self._held.popitem(last=False)[0])
@@ -134,7 +137,11 @@ class AllGather:
                 await gathering.run()
         finally:
             gathering.close()
-        return gathering.gathered()
+        sent_bytes, self._sent_bytes = self._sent_bytes, 0
+        return gathering.gathered(sent_bytes)
+
+    def _count(self, nbytes: int) -> None:
+        self._sent_bytes += nbytes
 
     async def _serve_bring(self, request: Request) -> Reply:
         group_id, nbytes, start = read_request(request, group=GROUP_ID, size=NBYTES, start=NBYTES)
@@ -184,10 +191,18 @@ class _Gathering:
     Args:
       methods: to bring a piece, and to fetch one.
       payload: this member's.
+      on_sent: told how many bytes of payloads have left.
     """
 
     def __init__(
-        self, caller: Caller, methods: tuple[str, str], group: Group, payload: Array, config: GatherConfig
+        self,
+        caller: Caller,
+        methods: tuple[str, str],
+        group: Group,
+        payload: Array,
+        config: GatherConfig,
+        *,
+        on_sent: Callable[[int], None],
     ) -> None:
         self._caller = caller
         self._bring, self._fetch = methods
@@ -207,7 +222,7 @@ class _Gathering:
         )
         self._nodes = [place for place, member in enumerate(group.members) if member.role is Role.NODE and place != own]
         self._is_closed = False
-        self._sent_bytes = 0
+        self._on_sent = on_sent
         self._changed = trio.Event()  # set, and replaced, when a payload is whole, or is not waited for any more
 
     async def run(self) -> None:
@@ -224,13 +239,13 @@ class _Gathering:
         self._is_closed = True
         self._wake()
 
-    def gathered(self) -> Gathered:
+    def gathered(self, sent_bytes: int) -> Gathered:
         """What has come of it."""
         whole, lost = self._core.whole, self._core.lost
         return Gathered(
             payloads={place: whole[place] for place in sorted(whole)},
             lost={place: lost.get(place, OUT_OF_TIME) for place in sorted(self._places.values()) if place not in whole},
-            sent_bytes=self._sent_bytes,
+            sent_bytes=sent_bytes,
         )
 
     def receive_untrusted(self, request: Request, nbytes: int, start: int) -> None:
@@ -264,7 +279,7 @@ class _Gathering:
         if payload is None:
             raise RemoteProtocolError(f"this peer has no payload of member {of}")
         piece = payload[self._core.piece(start)]
-        self._sent_bytes += piece.size
+        self._on_sent(piece.size)
         return Reply(tensors=(piece,))
 
     def _place_untrusted(self, peer_id: PeerId) -> int:
@@ -279,7 +294,7 @@ class _Gathering:
         async def bring(start: int) -> None:
             piece = self._payload[self._core.piece(start)]
             await self._call(self._contact(place), self._bring, {"start": start}, piece)
-            self._sent_bytes += piece.size
+            self._on_sent(piece.size)
 
         try:
             await self._all_pieces(place, bring)
