@@ -251,7 +251,9 @@ class Averager:
         if self.gather is not None:
             mean = await self.gather.run(group, offer, timeout_s=timeout_s)
             received = 1.0 if mean.num_others else 0.0
-            return _Exchanged(mean.average, received, mean.lost, mean.lost.keys(), mean.sent_bytes, not mean.lost)
+            return _Exchanged(
+                mean.average, received, mean.lost, mean.lost.keys(), float(mean.sent_bytes), not mean.lost
+            )
         result = await self.all_reduce.run(group, offer, size=self.size, timeout_s=timeout_s)
         moved_bytes = traffic_of(group, group.index(self.caller.peer_id), self.size)
         lost = dict.fromkeys((*result.lost_reducers, *result.lost_senders), LOST_IN_ALL_REDUCE)
