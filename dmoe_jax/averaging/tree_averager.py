@@ -26,6 +26,8 @@ from net.dht.node import DhtNode
 from net.errors import NetError
 from net.nursery import background_nursery
 from net.rpc.base import Caller
+from net.types import Array
+from net.wire.sparse import SparseVector
 
 MISSED_BEFORE_CATCHING_UP = 3
 """Rounds in a row that may come to nothing before a peer should ask whether the others have left it behind."""
@@ -228,11 +230,7 @@ class TreeAverager:
         if self._held_back:
             self._left_behind.set()
             return None, self._missed(self._held_back, reason="held back")
-        if self._sparse is None:
-            vector = await self._device.run(self._layout.to_vector, under_way.sent.tree)
-            is_finite = bool(np.isfinite(vector).all())
-        else:
-            vector, is_finite = await self._device.run(self._sparse.vector_of, under_way.sent)
+        vector, is_finite = await self._device.run(self._offered, under_way.sent)
         samples = under_way.sent.samples
         weight = 1.0 if samples is None else await self._device.run(float, samples)
         name = self._what.replace("_", "-")
@@ -258,6 +256,13 @@ class TreeAverager:
         self.totals.moved_bytes += done.moved_bytes
         self.totals.peers_lost.update(done.lost.values())
         return done, ""
+
+    def _offered(self, sent: Sent) -> tuple[Array | SparseVector, bool]:
+        """What travels, on the host, and whether all of it is finite."""
+        if self._sparse is not None:
+            return self._sparse.vector_of(sent)
+        vector = self._layout.to_vector(sent.tree)
+        return vector, bool(np.isfinite(vector).all())
 
     def _missed(self, why: str, *, reason: str = "") -> str:
         self.totals.missed += 1

@@ -261,10 +261,13 @@ class Averager:
 
     async def _alone(self, me: Member, vector: Array | SparseVector | None) -> AveragingStep:
         """The outcome of a step in which nobody was met."""
+        average: Array = np.zeros(self.size, np.float32)
         if isinstance(vector, SparseVector):
-            vector = await self.compute(to_dense, vector)
+            average = await self.compute(to_dense, vector)
+        elif vector is not None:
+            average = vector
         return AveragingStep(
-            average=np.zeros(self.size, np.float32) if vector is None else vector,
+            average=average,
             received=0.0,
             peers=(me.peer_id,),
             round_number=self.round_number,
