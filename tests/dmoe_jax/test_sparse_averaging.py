@@ -102,9 +102,10 @@ class Peers:
         self.averagers: dict[int, TreeAverager] = {}
         self._config, self._roles = config, roles
 
-    def run(self, live: Live, *, dying: Mapping[int, int] | None = None) -> None:
-        """Let all live at once. Who is `dying` falls silent at its n-th piece of a payload in the second round."""
+    def run(self, live: Live, *, dying: Mapping[int, int] | None = None, silent: bool = True) -> None:
+        """Let all live at once. Who is `dying` is gone at its n-th piece of a payload in the second round."""
         dying = dying or {}
+        self._silent = silent
 
         async def body(swarm: Swarm) -> None:
             ended = [trio.Event() for _ in self.learners]
@@ -122,7 +123,9 @@ class Peers:
         async with (
             open_place(swarm, name) as place,
             open_tree_averager(
-                place.rpc if dies_at is None else Mortal(place.rpc, swarm, name, dies_at),
+                place.rpc
+                if dies_at is None
+                else Mortal(place.rpc, swarm, HostDown(name, silent=self._silent), dies_at),
                 place.dht,
                 learner.params,
                 optimizer=learner.optimizer,
@@ -139,10 +142,10 @@ class Peers:
 
 
 class Mortal:
-    """A caller whose host is unplugged when it would bring the n-th piece of a payload in the second round."""
+    """A caller whose host dies when it would bring the n-th piece of a payload in the second round."""
 
-    def __init__(self, caller: RpcPeer, swarm: Swarm, host: str, dies_at: int) -> None:
-        self._caller, self._swarm, self._host = caller, swarm, host
+    def __init__(self, caller: RpcPeer, swarm: Swarm, death: HostDown, dies_at: int) -> None:
+        self._caller, self._swarm, self._death = caller, swarm, death
         self._left = dies_at
 
     def __getattr__(self, name: str) -> Any:
@@ -153,7 +156,7 @@ class Mortal:
             self._left -= 1
             if self._left <= 0:
                 await trio.sleep(0.5)  # what it has brought, and its word on the group if it leads, arrives
-                self._swarm.network.apply(HostDown(self._host, silent=True))
+                self._swarm.network.apply(self._death)
                 await trio.sleep_forever()
         return await self._caller.call(target, method, *args, **settings)
 
@@ -218,14 +221,16 @@ def test_four_peers_end_where_the_oracle_does(what: str) -> None:
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(residual)) > 0.01
 
 
-@pytest.mark.parametrize("dies_at", [1, 2])
-def test_who_dies_in_a_round_is_left_out_or_in_by_all(dies_at: int) -> None:
-    """It brings its payload to nobody, or to one other only, and falls silent in the second round. The three others end
-    with the same parameters: without its payload, or, since they ask each other for it, with it."""
+@pytest.mark.parametrize(("dies_at", "silent"), [(1, True), (1, False), (2, True)])
+def test_who_dies_in_a_round_is_left_out_or_in_by_all(dies_at: int, silent: bool) -> None:
+    """It brings its payload to nobody, or to one other only, and is gone in the second round, with a word or without.
+
+    The three others end with the same parameters: without its payload, or, as they ask each other for it, with it.
+    """
     samples, grads = [1.0] * 4, grads_of(3, 4)
     # A payload is one piece.
     peers = Peers([Learner() for _ in samples], config_of(4))
-    peers.run(partial(together, grads, samples), dying={3: dies_at})
+    peers.run(partial(together, grads, samples), dying={3: dies_at}, silent=silent)
     alive = peers.learners[:3]
     for index in range(3):
         totals = peers.averagers[index].totals
