@@ -33,8 +33,7 @@ from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.line.monitor import LineMonitor
 from net.averaging.plan import AveragingPlan, announce_plan
 from net.averaging.reduction.all_reduce import AllReduce
-from net.averaging.reduction.load_balance import bytes_each_way
-from net.averaging.reduction.partition import AllReduceConfig, parts_of
+from net.averaging.reduction.partition import AllReduceConfig, traffic_of
 from net.averaging.reduction.reducer import is_finite
 from net.averaging.speeds import UNKNOWN, Speeds
 from net.averaging.state.download import download_state
@@ -281,14 +280,6 @@ class Averager:
         if not self.is_compressed:
             self.monitor.carried(up_bytes=moved_bytes, down_bytes=moved_bytes, seconds=seconds)
         self.monitor.measure_if_due(group, self.nursery)
-
-
-def traffic_of(group: Group, index: int, size: int) -> float:
-    """Bytes of float32 that a member sends in the group's all-reduce of `size` numbers; it receives as many."""
-    part = parts_of(group, size, chunk_size=size)[index]
-    num_vectors = sum(member.sends for member in group.members)
-    share = (part.end - part.start) / size
-    return 4 * size * bytes_each_way(group.members[index].role, share, num_vectors=num_vectors)
 
 
 def _role_of(caller: Caller, role: Role | None) -> Role:
