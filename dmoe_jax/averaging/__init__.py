@@ -23,6 +23,17 @@ A newcomer takes the whole state of the peer that is furthest. Peers offer their
 
 In the loop the same is worth it whenever `averager.is_left_behind`.
 
+On a line that is thin only the largest changes need to travel, in two bits each, while the rest is kept for later
+(SparseLoCo). Members then gather each other's payloads, and nobody reduces for others:
+
+    feedback = ErrorFeedback()                                      # of dmoe_jax.optim
+    optimizer = moshpit_average(
+        optax.adamw(3e-4), every=25, what="pseudo_gradients", outer=optax.sgd(1.0), compress=feedback
+    )
+    config = TreeAveragerConfig(sparse=feedback)
+
+What is kept is in the optimiser's state, and so in checkpoints. A lost round changes nothing of it.
+
 What hivemind has and this has not: a target batch size, with peers that accumulate gradients until all of them together
 have seen so many samples. Here each peer counts its own updates.
 """

@@ -2,12 +2,15 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from dmoe_jax.optim.compression import ErrorFeedback
 from net.averaging.averager import AveragerConfig
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.speeds import UNKNOWN, Speeds
+from net.identity import PeerId
 from net.wire.compression import Compression
 
 RoleName = Literal["auto", "node", "client", "auxiliary"]
@@ -29,6 +32,10 @@ class TreeAveragerConfig:
     """Longest that a round takes, seconds."""
     compression: CompressionName = "none"
     """How numbers travel."""
+    sparse: ErrorFeedback | None = None
+    """How few of them travel, the same for all: the largest of each block in two or four bits, in an all-gather among
+    the members of a group. It is for an optimiser whose `moshpit_average` was made with `compress`, of gradients or
+    pseudo-gradients, and instead of `compression`. None: all numbers travel."""
     role: RoleName = "auto"
     """A "client" is never called by others, who reduce its part, too; an "auxiliary" peer has nothing to average and
     reduces for others (see `TreeAverager.assist`). "auto": a client where nobody can call, else a node."""
@@ -46,6 +53,14 @@ class TreeAveragerConfig:
         for name in ("window_s", "timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
+        if self.sparse is not None and self.compression != "none":
+            raise ValueError(
+                f"sparse values travel in a few bits as they are: compression {self.compression!r} is for all"
+            )
+        if self.sparse is not None and self.role == "auxiliary":
+            raise ValueError(
+                "sparse payloads are gathered and not reduced: an auxiliary peer has nothing to do for them"
+            )
         # The parts check the rest: a wrong value is refused here, and not when it is used.
         self.grid()
         self.averager()
@@ -80,6 +95,10 @@ class Round:
     """Seconds from its beginning to its end."""
     why_lost: str
     """Why there is no average; empty if there is one."""
+    moved_bytes: float = 0.0
+    """What this peer sent: with sparse payloads just their bytes, else those of float32 in the all-reduce."""
+    lost: Mapping[PeerId, str] = field(default_factory=dict)
+    """Members of the group that the average goes without, and why."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,6 +113,10 @@ class AveragingTotals:
     """Rounds in which the average, or what this peer would have sent, was not finite or of no valid weight."""
     peers_met: int = 0
     """Other members of the groups of all rounds that were done, added up."""
+    moved_bytes: float = 0.0
+    """Sent in the rounds that were done; see `Round.moved_bytes`."""
+    peers_lost: Counter[str] = field(default_factory=Counter)
+    """Members of these groups that an average went without, by reason."""
     states_taken: int = 0
     """Whole states taken from others."""
     reasons: Counter[str] = field(default_factory=Counter)
@@ -107,4 +130,6 @@ class AveragingTotals:
             "averages_rejected": self.rejected,
             "mean_group_size": 1 + self.peers_met / self.done if self.done else None,
             "states_taken": self.states_taken,
+            "averaged_mb_sent": self.moved_bytes / 1e6,
+            "averaging_peers_lost": self.peers_lost.total(),
         }

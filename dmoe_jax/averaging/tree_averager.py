@@ -13,6 +13,7 @@ import trio
 
 from dmoe_jax.averaging.donor import donor_source, is_finite_state, table_of, tree_like
 from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, RoleName, Round, TreeAveragerConfig
+from dmoe_jax.averaging.sparse import SparseOffers, sparse_offers
 from dmoe_jax.device import Device, ThreadDevice
 from dmoe_jax.optim.hosting import (
     averaged_kind,
@@ -33,6 +34,8 @@ from net.dht.node import DhtNode
 from net.errors import NetError
 from net.nursery import background_nursery
 from net.rpc.base import Caller
+from net.types import Array
+from net.wire.sparse import SparseVector
 
 MISSED_BEFORE_CATCHING_UP = 3
 """Rounds in a row that may come to nothing before a peer should ask whether the others have left it behind."""
@@ -77,6 +80,7 @@ class TreeAverager:
         *,
         what: str,
         role: RoleName = "auto",
+        sparse: SparseOffers | None = None,
         device: Device,
         nursery: trio.Nursery,
         on_round: Callable[[Round], None],
@@ -84,6 +88,7 @@ class TreeAverager:
         self._fragments = fragments
         self._what = what
         self._role = role
+        self._sparse = sparse
         self._device = device
         self._nursery = nursery
         self._on_round = on_round
@@ -146,7 +151,9 @@ class TreeAverager:
     async def _begin(self, fragment: Fragment, opt_state: PyTree, params: PyTree) -> None:
         if (kind := averaged_kind(opt_state)) != self._what:
             raise ValueError(f"the averager is for {self._what}, the optimiser averages {kind}")
-        sent = await self._device.run(partial(what_to_send, fragment=fragment.number), opt_state, params)
+        feedback = None if self._sparse is None else self._sparse.feedback
+        offer = partial(what_to_send, fragment=fragment.number, feedback=feedback)
+        sent = await self._device.run(offer, opt_state, params)
         fragment.layout.check(sent.tree)
         fragment.under_way = _UnderWay(sent)
         self._nursery.start_soon(self._carry, fragment, fragment.under_way)
@@ -248,6 +255,8 @@ class TreeAverager:
                 received=done.received if done is not None else 0.0,
                 took_s=trio.current_time() - began,
                 why_lost=why_lost,
+                moved_bytes=done.moved_bytes if done is not None else 0.0,
+                lost=done.lost if done is not None else {},
             )
         )
 
@@ -256,11 +265,11 @@ class TreeAverager:
         if self._held_back:
             self._left_behind.set()
             return None, self._missed(self._held_back, reason="held back")
-        vector = await self._device.run(fragment.layout.to_vector, under_way.sent.tree)
+        vector, is_finite = await self._device.run(self._offered, fragment, under_way.sent)
         samples = under_way.sent.samples
         weight = 1.0 if samples is None else await self._device.run(float, samples)
         name = self._what.replace("_", "-")
-        if not np.isfinite(vector).all():
+        if not is_finite:
             if self._what != "gradients":  # they are gone with their round, parameters stay
                 self._left_behind.set()
             return None, self._rejected(f"this peer's {name} are not finite")
@@ -275,10 +284,20 @@ class TreeAverager:
         self._missed_in_a_row = 0
         if not np.isfinite(done.average).all():
             return done, self._rejected(f"the average of {name} is not finite")
-        under_way.averaged = await self._device.run(fragment.layout.to_tree, done.average)
+        layout = fragment.layout if self._sparse is None else self._sparse.layout
+        under_way.averaged = await self._device.run(layout.to_tree, done.average)
         self.totals.done += 1
         self.totals.peers_met += len(done.peers) - 1
+        self.totals.moved_bytes += done.moved_bytes
+        self.totals.peers_lost.update(done.lost.values())
         return done, ""
+
+    def _offered(self, fragment: Fragment, sent: Sent) -> tuple[Array | SparseVector, bool]:
+        """What travels, on the host, and whether all of it is finite."""
+        if self._sparse is not None:
+            return self._sparse.vector_of(sent)
+        vector = fragment.layout.to_vector(sent.tree)
+        return vector, bool(np.isfinite(vector).all())
 
     def _missed(self, why: str, *, reason: str = "") -> str:
         self.totals.missed += 1
@@ -325,14 +344,15 @@ async def open_tree_averager(
       on_round: called after each round, in the event loop.
 
     Raises:
-      ValueError: an argument is out of range, the optimiser does not average by the host, a parameter is not of
-        floating-point numbers, or the state has an array that cannot travel.
+      ValueError: an argument is out of range, the optimiser does not average by the host or is not made for sparse
+        payloads as `config.sparse` says, a parameter is not of floating-point numbers, or the state has an array that
+        cannot travel.
     """
     opt_state = jax.eval_shape(optimizer.init, params)
     if not averages_by_host(opt_state):
         raise ValueError("this optimiser was made with `average` and averages by itself")
     what, trees, device = averaged_kind(opt_state), offered_trees(optimizer, params), device or ThreadDevice()
-    rng = random.SystemRandom() if rng is None else rng
+    sparse, rng = sparse_offers(opt_state, params, config.sparse), random.SystemRandom() if rng is None else rng
     source = state if state is None or isinstance(state, StateSource) else donor_source(state, device)
     fragments: list[Fragment] = []
     async with AsyncExitStack() as stack:
@@ -352,11 +372,19 @@ async def open_tree_averager(
                     speeds=config.speeds if is_first else fragments[0].averager.known_speeds,
                     measures_line=config.measures_line and is_first,
                     state=source if is_first else None,
+                    sparse=None if sparse is None else sparse.payload,
+                    compute=device.run,
                     config=config.averager(),
                 )
             )
             fragments.append(Fragment(number=number, averager=averager, layout=layout))
         async with background_nursery() as nursery:
             yield TreeAverager(
-                fragments, what=what, role=config.role, device=device, nursery=nursery, on_round=on_round
+                fragments,
+                what=what,
+                role=config.role,
+                sparse=sparse,
+                device=device,
+                nursery=nursery,
+                on_round=on_round,
             )

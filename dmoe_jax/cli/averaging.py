@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     import optax
 
     from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig
+    from dmoe_jax.averaging.settings import CompressionName
     from dmoe_jax.collaboration import CollaborationConfig
     from dmoe_jax.device import Device
+    from dmoe_jax.optim.compression import ErrorFeedback
     from dmoe_jax.trunk import SharedTrunk
     from net.averaging.speeds import Speeds
     from net.dht.node import DhtNode
@@ -58,12 +60,20 @@ class AveragingOptions:
     """Megabits a second that this machine can send, for its share of the work; 0: it is measured."""
     average_down: float = 0.0
     """Megabits a second that it can receive; 0: it is measured."""
-    average_compression: Literal["none", "float16", "bfloat16", "blockwise8"] = "none"
-    """How numbers travel. With --target-batch-size all processes make the same step whatever is lost on the way."""
-    outer_learning_rate: float = 0.7
-    """Step size of the outer optimiser, which only pseudo-gradients have."""
-    outer_momentum: float = 0.9
-    """Nesterov momentum of the outer optimiser."""
+    average_compression: Literal["none", "float16", "bfloat16", "blockwise8", "top-k"] = "none"
+    """How numbers travel. With --target-batch-size all processes make the same step whatever is lost on the way. top-k:
+    the largest of each block in a few bits, the rest is kept for later (error feedback, SparseLoCo); for gradients and
+    pseudo-gradients with --average-every, the same for all processes."""
+    average_kept: int = 64
+    """With top-k: values that travel of each block of 4,096, the same for all."""
+    average_value_bits: Literal[2, 4] = 2
+    """With top-k: bits of a value that travels, with its sign; the same for all."""
+    average_residual_decay: float = 0.95
+    """With top-k: what is left from one average to the next of what did not travel, 0 to 1."""
+    outer_learning_rate: float | None = None
+    """Step size of the outer optimiser, which only pseudo-gradients have. Default: 0.7, with top-k 1."""
+    outer_momentum: float | None = None
+    """Nesterov momentum of the outer optimiser. Default: 0.9, with top-k 0: what is kept for later takes its place."""
 
     def check(self) -> None:
         """Refuse flags that cannot be meant.
@@ -80,9 +90,12 @@ class AveragingOptions:
         if self.average_group_size and not self.target_batch_size:
             raise UsageError("--average-group-size is for --target-batch-size; else see --average-side, --average-dims")
         check_at_least(2, self, "average_side")
-        check_positive(self, "average_window_s", "average_timeout_s", "outer_learning_rate")
-        if not 0 <= self.outer_momentum < 1:
+        check_positive(self, "average_window_s", "average_timeout_s")
+        if self.outer_learning_rate is not None:
+            check_positive(self, "outer_learning_rate")
+        if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
             raise UsageError(f"--outer-momentum must be at least 0 and below 1, got {self.outer_momentum}")
+        self._check_sparse()
         try:
             check_prefix(self.average_name)
             self.config()
@@ -90,6 +103,44 @@ class AveragingOptions:
                 self.collaboration()
         except ValueError as error:
             raise UsageError(f"--average-...: {error}") from error
+
+    def _check_sparse(self) -> None:
+        """Refuse top-k where the largest values alone are of no use.
+
+        Raises:
+          UsageError: naming the flag.
+        """
+        if not self.is_sparse:
+            return
+        if self.target_batch_size:
+            raise UsageError(
+                "--average-compression top-k is for --average-every: a batch of --target-batch-size is reduced, not "
+                "gathered; take blockwise8 there"
+            )
+        if self.average_every and self.kind == "parameters":
+            raise UsageError(
+                "--average-compression top-k is for --average gradients or pseudo-gradients: the largest parameters "
+                "alone are no model"
+            )
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether only the largest values travel."""
+        return self.average_compression == "top-k"
+
+    def feedback(self) -> "ErrorFeedback | None":
+        """How few values travel; None: all do.
+
+        Raises:
+          ValueError: a setting is out of range.
+        """
+        if not self.is_sparse:
+            return None
+        from dmoe_jax.optim.compression import ErrorFeedback
+        from net.wire.sparse import SparseCoding
+
+        coding = SparseCoding(kept=self.average_kept, bits=self.average_value_bits)
+        return ErrorFeedback(coding=coding, decay=self.average_residual_decay)
 
     def config(self) -> "TreeAveragerConfig":
         """The averager's settings.
@@ -104,10 +155,16 @@ class AveragingOptions:
             dims=self.average_dims,
             window_s=self.average_window_s,
             timeout_s=self.average_timeout_s,
-            compression=self.average_compression,
+            compression=self._codec,
+            sparse=self.feedback(),
             role="client" if self.average_client else "auto",
             speeds=speeds_of(self.average_up, self.average_down),
         )
+
+    @property
+    def _codec(self) -> "CompressionName":
+        """How numbers travel where all do."""
+        return "none" if self.average_compression == "top-k" else self.average_compression
 
     @property
     def kind(self) -> Literal["parameters", "gradients", "pseudo_gradients"]:
@@ -127,7 +184,13 @@ class AveragingOptions:
 
         if self.kind != "pseudo_gradients":
             return None
-        return optax.sgd(self.outer_learning_rate, momentum=self.outer_momentum, nesterov=True)
+        rate, momentum = (1.0, 0.0) if self.is_sparse else (0.7, 0.9)
+        rate = rate if self.outer_learning_rate is None else self.outer_learning_rate
+        momentum = momentum if self.outer_momentum is None else self.outer_momentum
+        # Without a momentum there is no state of it, which would be as large as the parameters. An explicit 0 has one,
+        # as checkpoints of earlier versions do.
+        plain = self.is_sparse and self.outer_momentum is None
+        return optax.sgd(rate, momentum=None if plain else momentum, nesterov=not plain)
 
     def collaboration(self) -> "CollaborationConfig":
         """How this process takes part in one large batch.
@@ -144,7 +207,7 @@ class AveragingOptions:
             timeout_s=self.average_timeout_s,
             role="client" if self.average_client else "auto",
             speeds=speeds_of(self.average_up, self.average_down),
-            compression=self.average_compression,
+            compression=self._codec,
         )
 
     def wrap(self, inner: "optax.GradientTransformation") -> "optax.GradientTransformation":
@@ -154,7 +217,12 @@ class AveragingOptions:
         from dmoe_jax.optim import moshpit_average
 
         return moshpit_average(
-            inner, every=self.average_every, what=self.kind, outer=self.outer(), weighted=self.average_by_samples
+            inner,
+            every=self.average_every,
+            what=self.kind,
+            outer=self.outer(),
+            weighted=self.average_by_samples,
+            compress=self.feedback(),
         )
 
 

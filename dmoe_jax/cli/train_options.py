@@ -265,6 +265,12 @@ def check_changes(out: Path, saved: Mapping[str, Any], settings: Mapping[str, An
     # A run of an older version had what is the default now.
     before = flat(plain(TrainOptions(join=()).settings())) | flat(saved)
     now = flat(plain(settings))
+    compression = "averaging.average_compression"
+    if before[compression] != now[compression] and "top-k" in (before[compression], now[compression]):
+        raise UsageError(
+            f"the run in {out} was begun with {flag_of(compression)} {before[compression]!r} and cannot be resumed "
+            f"with {now[compression]!r}: what top-k keeps for later is in the checkpoint"
+        )
     for name in (*_FIXED, *_ON_OR_OFF):
         was, is_now = before[name], now[name]
         if was != is_now and (name in _FIXED or bool(was) != bool(is_now)):

@@ -276,7 +276,14 @@ def _round_record(done: Round) -> tuple[str, dict[str, object]]:
     """What the metrics say of a round of averaging."""
     if done.why_lost:
         return "event", {"name": "average_lost", "detail": done.why_lost}
-    return "average", {"round": done.number, "peers": done.peers, "received": done.received, "took_s": done.took_s}
+    return "average", {
+        "round": done.number,
+        "peers": done.peers,
+        "peers_lost": len(done.lost),
+        "received": done.received,
+        "sent_bytes": done.moved_bytes,
+        "took_s": done.took_s,
+    }
 
 
 class _Facts:

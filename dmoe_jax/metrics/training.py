@@ -28,6 +28,10 @@ class TrainingRecorder:
         """Rounds of averaging by outcome: "ok", "partial" (some numbers did not come back) or "lost"."""
         self.average_s = Histogram(_SECONDS_OF_AVERAGES)
         """Seconds of these rounds; in a collaboration from this peer's last micro-batch to the step."""
+        self.average_bytes = 0.0
+        """Sent in these rounds, not in a collaboration's; see `Round.moved_bytes`."""
+        self.average_peers_lost: Counter[str] = Counter()
+        """Members of groups that an average went without, by reason."""
 
     def step(self, span: StepSpan) -> None:
         """A trainer's step has ended."""
@@ -43,6 +47,8 @@ class TrainingRecorder:
         """A round of averaging has ended."""
         self.averages["lost" if done.why_lost else "ok" if done.received >= 1 else "partial"] += 1
         self.average_s.observe(done.took_s)
+        self.average_bytes += done.moved_bytes
+        self.average_peers_lost.update(done.lost.values())
 
     def global_step(self, done: GlobalStep) -> None:
         """A step of a collaboration was made."""
@@ -72,6 +78,10 @@ def training_families(
     yield by_label("counter", "dmoe_train_averages_total", text, "outcome", recorder.averages)
     text = "Time of a round of averaging, whatever came of it; of a swarm's step since the last micro-batch for it."
     yield histogram("dmoe_train_average_seconds", text, recorder.average_s)
+    text = "Sent in rounds of averaging: of top-k the bytes of payloads, else of float32 before compression."
+    yield counter("dmoe_train_average_sent_bytes_total", text, recorder.average_bytes)
+    text = "Members of groups that an average went without, by reason."
+    yield by_label("counter", "dmoe_train_average_peers_lost_total", text, "reason", recorder.average_peers_lost)
 
 
 def call_families(recorder: TrainingRecorder, statistics: CallStatistics) -> Iterator[Family]:

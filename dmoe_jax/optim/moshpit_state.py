@@ -14,6 +14,9 @@ from dmoe_jax.optim.peer_axis import wide
 from dmoe_jax.types import PyTree
 from net.wire.sparse import SparseBlocks
 
+_compress = jax.jit(compress, static_argnums=2)
+"""On the host it is one program then, and not a hundred small ones with all of their results in memory."""
+
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
@@ -121,7 +124,7 @@ def what_to_send(opt_state: PyTree, params: PyTree, *, feedback: ErrorFeedback |
     steps = jnp.array(state.steps)
     if feedback is None:
         return Sent(tree, steps, samples)
-    sent = compress(tree, state.residual, feedback)
+    sent = _compress(tree, state.residual, feedback)
     return Sent(sent.tree, steps, samples, tree, sent.parts, sent.residual)
 
 

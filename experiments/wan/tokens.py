@@ -2,7 +2,8 @@
 
 Eight machines compute 512 tokens a second each. With *gradients* every step of the optimiser is one of all machines
 together. With *pseudo-gradients* (DiLoCo) and *parameters* (Moshpit averaging as `dmoe train --average-every` does it)
-each machine takes steps of its own, with its eighth of the batch, and they meet every so many of these.
+each machine takes steps of its own, with its eighth of the batch, and they meet every so many of these. With *sparse
+pseudo-gradients* (SparseLoCo, `dmoe train --average-compression top-k`) only the largest of them travel.
 """
 
 import random
@@ -18,7 +19,7 @@ from matplotlib.axes import Axes
 
 from dmoe_jax.averaging import TreeAveragerConfig, open_tree_averager
 from dmoe_jax.device import InlineDevice
-from dmoe_jax.optim import moshpit_average
+from dmoe_jax.optim import ErrorFeedback, moshpit_average
 from dmoe_jax.peer import SIM_PORT, open_peer
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import GREY, dress, series_style
@@ -32,14 +33,17 @@ from net.identity import Address
 from net.transport.sim import Constant, HostOptions, run, simulate
 from net.transport.sim.network import SimNetwork
 
-Method = Literal["gradients", "pseudo-gradients", "parameters"]
-METHODS: tuple[Method, ...] = ("gradients", "pseudo-gradients", "parameters")
+Method = Literal["gradients", "pseudo-gradients", "parameters", "sparse pseudo-gradients"]
+METHODS: tuple[Method, ...] = ("gradients", "pseudo-gradients", "parameters", "sparse pseudo-gradients")
 
 NUM_PEERS = 8
 TOKENS_PER_S = 512
 """Of each machine."""
-EVERY = {"gradients": 1, "pseudo-gradients": 50, "parameters": 10}
+EVERY = {"gradients": 1, "pseudo-gradients": 50, "parameters": 10, "sparse pseudo-gradients": 50}
 """Steps between two averages: of DiLoCo (Douillard et al. 2023, the shortest of its ablation), and of `dmoe up`."""
+
+SPARSE = ErrorFeedback()
+"""64 values of each 4,096 in two bits: SparseLoCo's setting."""
 
 MICRO_BATCHES = 4
 """Of a machine for each step with gradients: the swarm finds the end of a batch by them."""
@@ -94,8 +98,8 @@ def traffic_of(method: Method, *, num_params: int, batch: int, seed: int) -> Tra
       num_params: of the model, float32.
       batch: tokens of a step of the optimiser, of all machines together.
     """
-    if method == "parameters":
-        return _moshpit(num_params=num_params, batch=batch, seed=seed)
+    if method in ("parameters", "sparse pseudo-gradients"):
+        return run(_average, method, num_params, batch, seed, seed=seed)
     return _collaboration(method, num_params=num_params, batch=batch, seed=seed)
 
 
@@ -136,16 +140,12 @@ def _collaboration(method: Method, *, num_params: int, batch: int, seed: int) ->
     return found[0]
 
 
-def _moshpit(*, num_params: int, batch: int, seed: int) -> Traffic:
-    return run(_average_parameters, num_params, batch, seed, seed=seed)
-
-
-async def _average_parameters(num_params: int, batch: int, seed: int) -> Traffic:
+async def _average(method: Method, num_params: int, batch: int, seed: int) -> Traffic:
     line = HostOptions(up_bps=LINE_BPS, down_bps=LINE_BPS)
-    rounds, counts = _Counter(), _averages_of("parameters")
+    rounds, counts = _Counter(), _averages_of(method)
     async with simulate(seed=seed, latency=Constant(ROUND_TRIP_MS / 2000), hosts=line) as network:
         for index in range(NUM_PEERS):
-            network.start(f"peer{index}", _moshpit_peer, network, index, num_params, batch, rounds)
+            network.start(f"peer{index}", _moshpit_peer, network, index, method, num_params, batch, rounds)
         await rounds.wait_for(NUM_PEERS * _SKIPPED)
         tokens, nbytes, began = rounds.tokens, network.statistics().nbytes, trio.current_time()
         await rounds.wait_for(NUM_PEERS * (_SKIPPED + counts))
@@ -176,13 +176,21 @@ class _Counter:
             await self._changed.wait()
 
 
-async def _moshpit_peer(network: SimNetwork, index: int, num_params: int, batch: int, counter: _Counter) -> None:
-    optimizer = moshpit_average(optax.sgd(1e-3), every=EVERY["parameters"])
+async def _moshpit_peer(
+    network: SimNetwork, index: int, method: Method, num_params: int, batch: int, counter: _Counter
+) -> None:
+    sparse = SPARSE if method == "sparse pseudo-gradients" else None
+    optimizer = moshpit_average(optax.sgd(1e-3), every=EVERY[method])
+    if sparse is not None:
+        outer = optax.sgd(1.0)
+        optimizer = moshpit_average(
+            optax.sgd(1e-3), every=EVERY[method], what="pseudo_gradients", outer=outer, compress=sparse
+        )
     params = {"w": jnp.zeros(num_params)}
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     grads = {"w": jnp.full(num_params, 1e-3)}
     # Peers do not measure their lines here, which takes up to 44 MB in five minutes; see `TreeAveragerConfig`.
-    config = TreeAveragerConfig(side=NUM_PEERS, measures_line=False)
+    config = TreeAveragerConfig(side=NUM_PEERS, measures_line=False, sparse=sparse)
     joins = [Address("peer0", SIM_PORT)] if index else []
     async with (
         open_peer(joins, network=network, host=f"peer{index}", seed=index) as place,
@@ -210,7 +218,7 @@ def figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Bytes a token by method, of the largest model with the smallest batch."""
     largest = max((each["num_params"], -each["batch"]) for each in records)
     return {
-        f"bytes_per_token_{record['method'].replace('-', '_')}": record["nbytes"] / record["tokens"]
+        f"bytes_per_token_{record['method'].replace('-', '_').replace(' ', '_')}": record["nbytes"] / record["tokens"]
         for record in records
         if (record["num_params"], -record["batch"]) == largest
     }

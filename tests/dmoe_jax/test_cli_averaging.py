@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -52,6 +53,45 @@ def test_a_collaboration_may_average_in_groups() -> None:
             AveragingOptions(target_batch_size=64, average_group_size=group_size).check()
     with pytest.raises(UsageError, match="--average-group-size is for --target-batch-size"):
         AveragingOptions(average_every=10, average_group_size=8).check()
+
+
+def test_top_k_has_its_settings_and_an_outer_optimiser_without_momentum() -> None:
+    """What is kept for later takes its place; flags that are given count. The optimiser keeps it in its state."""
+    words = ["--average-every", "50", "--average", "pseudo-gradients", "--average-compression", "top-k"]
+    options = tyro.cli(AveragingOptions, args=[*words, "--average-kept", "32", "--average-value-bits", "4"])
+    options.check()
+    sparse = options.config().sparse
+    assert sparse is not None
+    assert (sparse.coding.kept, sparse.coding.bits, sparse.coding.block_size, sparse.decay) == (32, 4, 4096, 0.95)
+    assert options.config().compression == "none"
+    state = options.wrap(optax.sgd(1.0)).init(jnp.zeros(3))
+    assert state.residual.tolist() == [0.0] * 3
+    # The outer step at rate 1 without momentum; the dense one has the parameters' size of momentum.
+    for flags, num_arrays in ([], 0), (["--outer-momentum", "0.5"], 1):
+        outer = tyro.cli(AveragingOptions, args=[*words, *flags]).outer()
+        assert outer is not None
+        outer_state = outer.init(jnp.zeros(3))
+        updates, _ = outer.update(jnp.ones(3), outer_state)
+        assert len(jax.tree.leaves(outer_state)) == num_arrays
+        # Nesterov's first step goes 1 + momentum times as far.
+        assert updates.tolist() == [-1.0 - 0.5 * num_arrays] * 3
+    assert AveragingOptions(average_every=5).config().sparse is None
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"average_every": 5}, "top-k is for --average gradients or pseudo-gradients"),
+        ({"target_batch_size": 64}, "top-k is for --average-every: a batch of --target-batch-size is reduced"),
+        ({"average_every": 5, "average": "gradients", "average_kept": 0}, "kept must be from 1 to the block size 4096"),
+        ({"average_every": 5, "average": "gradients", "average_kept": 4097}, "kept must be from 1"),
+        ({"average_every": 5, "average": "gradients", "average_residual_decay": 1.5}, "decay must be from 0 to 1"),
+    ],
+)
+def test_top_k_where_it_is_of_no_use_is_refused(wishes: dict[str, Any], message: str) -> None:
+    """With a sentence that names what is wrong."""
+    with pytest.raises(UsageError, match=message):
+        AveragingOptions(average_compression="top-k", **wishes).check()
 
 
 @pytest.mark.parametrize("what", ["parameters", "gradients", "pseudo-gradients"])

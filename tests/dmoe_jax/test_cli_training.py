@@ -125,6 +125,20 @@ def test_a_run_from_before_a_flag_had_its_default() -> None:
         check_changes(Path("run"), saved, now.settings())
 
 
+def test_a_resumed_run_cannot_begin_or_cease_to_keep_values_for_later() -> None:
+    """They are in the checkpoint with top-k, and only then; other compressions may change."""
+
+    def settings(compression: Any, **wishes: Any) -> dict[str, Any]:
+        averaging = AveragingOptions(average_every=5, average_compression=compression, **wishes)
+        return plain(TrainOptions(join=(), averaging=averaging).settings())
+
+    check_changes(Path("run"), settings("none"), settings("float16"))
+    check_changes(Path("run"), settings("top-k"), settings("top-k", average_kept=32))
+    for then, now in (("none", "top-k"), ("top-k", "float16")):
+        with pytest.raises(UsageError, match=f"--average-compression '{then}' and cannot be resumed with '{now}'"):
+            check_changes(Path("run"), settings(then), settings(now))
+
+
 def test_a_resumed_run_has_its_own_flags(tmp_path: Path) -> None:
     """What is not typed is as it was, in every group; what is typed counts, even if it is the default."""
     out = tmp_path / "run"

@@ -88,6 +88,9 @@ def test_two_trunks_meet_in_the_middle_and_keep_their_progress() -> None:
                 "averages_rejected": 0,
                 "mean_group_size": 2.0,
                 "states_taken": 0,
+                # Each of the two reduces three of six float32 numbers: it sends the other three, and three means.
+                "averaged_mb_sent": 24e-6,
+                "averaging_peers_lost": 0,
             }
 
         async def comes_later(averager: TreeAverager, trunk: SharedTrunk) -> None:

@@ -70,7 +70,12 @@ KILLS = [
 TOKENS = [
     {"method": method, "num_params": size, "batch": 1024, "nbytes": nbytes, "tokens": 100.0, "averages": 1}
     for size in (10, 20)
-    for method, nbytes in (("gradients", 100 * size), ("pseudo-gradients", 2 * size), ("parameters", 10 * size))
+    for method, nbytes in (
+        ("gradients", 100 * size),
+        ("pseudo-gradients", 2 * size),
+        ("parameters", 10 * size),
+        ("sparse pseudo-gradients", size),
+    )
 ]
 LOOP = [
     {"period_s": 1.0, "turn": turn, "steps_per_s": fast, "steps_per_s_alone": 10.0, "averages": 4}
@@ -96,6 +101,7 @@ def test_figures_of_hand_made_records(tmp_path: Path) -> None:
         "unplug_next_step_s": 6.0,
         "bytes_per_token_gradients": 20.0,
         "bytes_per_token_pseudo_gradients": 0.4,
+        "bytes_per_token_sparse_pseudo_gradients": 0.2,
         "loop_ratio_1s": 0.85,
     }
     assert {name: result.figures[name] for name in expected} == pytest.approx(expected)

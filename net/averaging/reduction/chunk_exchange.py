@@ -10,6 +10,7 @@ import numpy as np
 import trio
 
 from net.averaging.grouping.group import MAX_GROUP_SIZE, Group, Member
+from net.averaging.placing import placed
 from net.averaging.reduction.partition import (
     MAX_ROOM,
     MAX_WINDOW,
@@ -22,16 +23,12 @@ from net.averaging.reduction.partition import (
 from net.averaging.reduction.reducer import Array, PartReduction, values_untrusted
 from net.averaging.window import BulkWindow
 from net.dht.calls import PEER_ERRORS
-from net.errors import CallRefused, DialFailed, PeerBusy, RemoteProtocolError
+from net.errors import CallRefused, RemoteProtocolError
 from net.identity import PeerId
 from net.rpc.base import Caller, Reply, Request
 from net.rpc.bulk import MemoryBudget
 from net.wire.fields import FLAG, integer
 from net.wire.tensors import Outgoing, as_outgoing, plain
-
-_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""Before a call that the reducer has not had is placed again. When a group begins all of its members dial each other at
-once, and of two connections that meet one goes; and whoever has just been too busy may not be for long."""
 
 _SENDERS = integer(1, MAX_GROUP_SIZE)
 
@@ -362,9 +359,4 @@ class ChunkSender:
 
     async def _placed(self, name: ChunkName, values: Array, *, into: Array) -> Reply:
         body, tensors = name.body(), (as_outgoing(values, self._compression),)
-        for pause_s in _PAUSES_S:
-            try:
-                return await self._call(body, tensors, bulk_bytes=values.nbytes, into=into)
-            except (DialFailed, PeerBusy):
-                await trio.sleep(pause_s)
-        return await self._call(body, tensors, bulk_bytes=values.nbytes, into=into)
+        return await placed(lambda: self._call(body, tensors, bulk_bytes=values.nbytes, into=into))

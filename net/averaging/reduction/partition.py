@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, WEIGHTS, Group
-from net.averaging.reduction.load_balance import peer_fractions, split_by_shares
+from net.averaging.reduction.load_balance import bytes_each_way, peer_fractions, split_by_shares
 from net.errors import RemoteProtocolError
 from net.rpc.base import Body
 from net.wire.compression import BLOCK_SIZE, Compression
@@ -159,6 +159,14 @@ def parts_of(group: Group, size: int, *, chunk_size: int) -> tuple[Part, ...]:
         parts[index] = Part(start=start, end=start + lengths[index], chunk_size=chunk_size)
         start += lengths[index]
     return tuple(parts[index] for index in range(len(lengths)))
+
+
+def traffic_of(group: Group, index: int, size: int) -> float:
+    """Bytes of float32 that a member sends in the group's all-reduce of `size` numbers; it receives as many."""
+    part = parts_of(group, size, chunk_size=size)[index]
+    num_vectors = sum(member.sends for member in group.members)
+    share = (part.end - part.start) / size
+    return 4 * size * bytes_each_way(group.members[index].role, share, num_vectors=num_vectors)
 
 
 class ChunkName(NamedTuple):

@@ -1,0 +1,359 @@
+"""Averaging in which only the largest values travel, among real averagers in virtual time, beside its oracle in JAX."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import trio
+
+from dmoe_jax.averaging import TreeAverager, TreeAveragerConfig, open_tree_averager
+from dmoe_jax.checkpoints import Checkpoints
+from dmoe_jax.device import InlineDevice
+from dmoe_jax.optim import ErrorFeedback, apply_average, moshpit_average, what_to_send, with_average
+from dmoe_jax.types import PyTree
+from net.identity import Address, Contact
+from net.rpc.base import Reply
+from net.rpc.peer import RpcPeer
+from net.transport.sim.events import HostDown
+from net.wire.sparse import SparseCoding, all_gather_nbytes
+from tests.net.averaging_swarm import Swarm, in_swarm, open_place
+
+FEEDBACK = ErrorFeedback(coding=SparseCoding(block_size=16, kept=3), decay=0.9)
+SHAPES = {"a": (5, 9), "b": (7,)}
+EVERY = 2
+RNG = np.random.default_rng(0)
+PERIOD_S = 20.0
+
+
+def optimizer_of(what: Any = "pseudo_gradients", average: Any = None) -> Any:
+    """SparseLoCo in small, or gradients."""
+    outer = optax.sgd(1.0) if what == "pseudo_gradients" else None
+    return moshpit_average(
+        optax.adam(0.1), every=EVERY, what=what, outer=outer, weighted=True, average=average, compress=FEEDBACK
+    )
+
+
+@functools.cache
+def compiled(what: str) -> tuple[Any, Any, Any]:
+    """An optimiser of those above whose averages come by the host, its jitted update, and what applies an average."""
+    optimizer = optimizer_of(what)
+    return optimizer, jax.jit(optimizer.update), jax.jit(partial(apply_average, optimizer))
+
+
+def config_of(side: int, **settings: Any) -> TreeAveragerConfig:
+    """Averaging in groups of so many."""
+    return TreeAveragerConfig(**{"side": side, "window_s": 2.0, "timeout_s": 12.0, "sparse": FEEDBACK} | settings)
+
+
+def grads_of(rounds: int, peers: int) -> list[PyTree]:
+    """A tree of [peers, ...] for each step of so many rounds."""
+    return [
+        {name: RNG.normal(size=(peers, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+        for _ in range(rounds * EVERY)
+    ]
+
+
+def at(tree: PyTree, peer: int) -> PyTree:
+    """One peer's part."""
+    return jax.tree.map(lambda leaf: leaf[peer], tree)
+
+
+class Learner:
+    """A training loop of one's own: a peer's state, and its steps."""
+
+    def __init__(self, what: str = "pseudo_gradients") -> None:
+        self.optimizer, self._update, self._apply = compiled(what)
+        self.params: PyTree = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+        self.opt_state = self.optimizer.init(self.params)
+
+    def learn(self, grads: PyTree, samples: float) -> None:
+        """One update."""
+        updates, self.opt_state = self._update(grads, self.opt_state, self.params, samples=samples)
+        self.params = optax.apply_updates(self.params, updates)
+
+    async def round(self, averager: TreeAverager, grads: Sequence[PyTree], samples: float) -> None:
+        """The steps between two averages, and the average."""
+        for each in grads:
+            self.learn(each, samples)
+            self.opt_state = await averager.step(self.opt_state, self.params, wait=True)
+        self.apply_average()
+
+    def apply_average(self) -> None:
+        """Go on from the average, if one has arrived."""
+        self.params, self.opt_state = self._apply(self.opt_state, self.params)
+
+
+Live = Callable[[TreeAverager, Learner, int], Any]
+
+
+class Peers:
+    """Peers that live until they are done; `averagers` are theirs."""
+
+    def __init__(self, learners: Sequence[Learner], config: TreeAveragerConfig, **roles: TreeAveragerConfig) -> None:
+        self.learners = list(learners)
+        self.averagers: dict[int, TreeAverager] = {}
+        self._config, self._roles = config, roles
+
+    def run(self, live: Live, *, dying: Mapping[int, int] | None = None, silent: bool = True) -> None:
+        """Let all live at once. Who is `dying` is gone at its n-th piece of a payload in the second round."""
+        dying = dying or {}
+        self._silent = silent
+
+        async def body(swarm: Swarm) -> None:
+            ended = [trio.Event() for _ in self.learners]
+            for index in range(len(self.learners)):
+                swarm.network.start(f"peer{index}", self._main, swarm, index, live, ended[index], dying.get(index))
+            with trio.fail_after(1000.0):
+                for index, event in enumerate(ended):
+                    if index not in dying:
+                        await event.wait()
+
+        in_swarm(body)
+
+    async def _main(self, swarm: Swarm, index: int, live: Live, ended: trio.Event, dies_at: int | None) -> None:
+        learner, name = self.learners[index], f"peer{index}"
+        async with (
+            open_place(swarm, name) as place,
+            open_tree_averager(
+                place.rpc
+                if dies_at is None
+                else Mortal(place.rpc, swarm, HostDown(name, silent=self._silent), dies_at),
+                place.dht,
+                learner.params,
+                optimizer=learner.optimizer,
+                name="run",
+                device=InlineDevice(),
+                rng=place.rng,
+                config=self._roles.get(name, self._config),
+            ) as averager,
+        ):
+            self.averagers[index] = averager
+            await live(averager, learner, index)
+            ended.set()
+            await trio.sleep_forever()
+
+
+class Mortal:
+    """A caller whose host dies when it would bring the n-th piece of a payload in the second round."""
+
+    def __init__(self, caller: RpcPeer, swarm: Swarm, death: HostDown, dies_at: int) -> None:
+        self._caller, self._swarm, self._death = caller, swarm, death
+        self._left = dies_at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._caller, name)
+
+    async def call(self, target: Contact | Address, method: str, *args: Any, **settings: Any) -> Reply:
+        if method.endswith(".bring") and trio.current_time() >= 2 * PERIOD_S:
+            self._left -= 1
+            if self._left <= 0:
+                await trio.sleep(0.5)  # what it has brought, and its word on the group if it leads, arrives
+                self._swarm.network.apply(self._death)
+                await trio.sleep_forever()
+        return await self._caller.call(target, method, *args, **settings)
+
+
+def on_one_device(what: str, grads: Sequence[PyTree], samples: Sequence[float]) -> PyTree:
+    """Where all peers end, [peers, ...], by `optim` over an axis of simulated peers."""
+
+    def mean(tree: PyTree, round_number: Any, weight: Any) -> PyTree:
+        total = jax.lax.psum(weight, "peers")
+        return jax.tree.map(lambda leaf: jax.lax.psum(leaf * weight, "peers") / total, tree)
+
+    optimizer = optimizer_of(what, mean)
+    counts = jnp.array(samples)
+
+    def one(params: PyTree, state: PyTree, grad: PyTree, count: Any) -> tuple[PyTree, PyTree]:
+        updates, state = optimizer.update(grad, state, params, samples=count)
+        return optax.apply_updates(params, updates), state
+
+    params = {name: jnp.zeros((len(samples), *shape)) for name, shape in SHAPES.items()}
+    state = jax.vmap(optimizer.init)(params)
+    step = jax.jit(jax.vmap(one, axis_name="peers"))
+    for each in grads:
+        params, state = step(params, state, each, counts)
+    return params
+
+
+async def together(
+    grads: Sequence[PyTree], samples: Sequence[float], averager: TreeAverager, learner: Learner, index: int
+) -> None:
+    """All rounds, which all peers begin together."""
+    for number in range(len(grads) // EVERY):
+        await trio.sleep_until((number + 1) * PERIOD_S)
+        steps = grads[number * EVERY : (number + 1) * EVERY]
+        await learner.round(averager, [at(each, index) for each in steps], samples[index])
+
+
+def weighted_mean(weights: Sequence[float], trees: Sequence[PyTree]) -> PyTree:
+    """In float64."""
+    return jax.tree.map(lambda *leaves: np.average(np.stack(leaves), axis=0, weights=weights), *trees)
+
+
+@pytest.mark.parametrize("what", ["pseudo_gradients", pytest.param("gradients", marks=pytest.mark.slow)])
+def test_four_peers_end_where_the_oracle_does(what: str) -> None:
+    """To rounding, after three rounds, in which each counts by its samples; one of them cannot be called.
+
+    Each node brings its payload of blocks of 16, 16, 13 and 7 values to the two others, and gives it to the client.
+    """
+    samples, grads = [1.0, 2.0, 3.0, 6.0], grads_of(3, 4)
+    peers = Peers([Learner(what) for _ in samples], config_of(4), peer3=config_of(4, role="client"))
+    peers.run(partial(together, grads, samples))
+    expected = on_one_device(what, grads, samples)
+    for index, learner in enumerate(peers.learners):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), learner.params, at(expected, index))
+        totals = peers.averagers[index].totals
+        assert (totals.done, totals.peers_met, totals.missed, totals.rejected) == (3, 9, 0, 0)
+        assert not totals.peers_lost
+        if index < 3:
+            # In each of three rounds to two others; what the client fetched last may not be counted any more.
+            assert totals.moved_bytes >= 3 * all_gather_nbytes(FEEDBACK.coding, (45, 7), 3)
+    # Not because nothing was kept back.
+    residual = peers.learners[0].opt_state.residual
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(residual)) > 0.01
+
+
+@pytest.mark.parametrize(("dies_at", "silent"), [(1, True), (1, False), (2, True)])
+def test_who_dies_in_a_round_is_left_out_or_in_by_all(dies_at: int, silent: bool) -> None:
+    """It brings its payload to nobody, or to one other only, and is gone in the second round, with a word or without.
+
+    The three others end with the same parameters: without its payload, or, as they ask each other for it, with it.
+    """
+    samples, grads = [1.0] * 4, grads_of(3, 4)
+    # A payload is one piece.
+    peers = Peers([Learner() for _ in samples], config_of(4))
+    peers.run(partial(together, grads, samples), dying={3: dies_at}, silent=silent)
+    alive = peers.learners[:3]
+    for index in range(3):
+        totals = peers.averagers[index].totals
+        # The third round begins without the fourth peer, and its group when the window ends.
+        assert (totals.done, totals.missed) == (3, 0)
+        assert totals.peers_lost.total() == (1 if dies_at == 1 else 0)
+    for learner in alive[1:]:
+        jax.tree.map(np.testing.assert_array_equal, learner.opt_state.anchor, alive[0].opt_state.anchor)
+    assert peers.averagers[0].totals.peers_met == 3 + 3 + 2
+
+
+def test_what_a_lost_round_offered_is_offered_again() -> None:
+    """In the second of three rounds the two do not meet: residual and anchor stay as they were, and in the end each is
+    where pure functions lead in which that round had no average. Nothing is lost, and nothing is applied twice."""
+    samples, grads = [1.0, 3.0], grads_of(3, 2)
+    before, after = dict[int, Any](), dict[int, Any]()
+
+    async def live(averager: TreeAverager, learner: Learner, index: int) -> None:
+        for number in range(3):
+            # In the second round the other comes when the first one's step has ended.
+            await trio.sleep_until(40.0 * (number + 1) + (20.0 if number == 1 and index == 1 else 0.0))
+            steps = [at(each, index) for each in grads[number * EVERY : (number + 1) * EVERY]]
+            if number == 1:
+                before[index] = learner.opt_state
+            await learner.round(averager, steps, samples[index])
+            if number == 1:
+                after[index] = learner.opt_state
+
+    peers = Peers([Learner() for _ in samples], config_of(2))
+    peers.run(live)
+    for index, averager in peers.averagers.items():
+        assert (averager.totals.done, averager.totals.missed) == (2, 1)
+        assert averager.why_not == ""
+        for name in ("residual", "anchor"):
+            kept, was = getattr(after[index], name), getattr(before[index], name)
+            jax.tree.map(np.testing.assert_array_equal, kept, was)
+        assert any(leaf.any() for leaf in jax.tree.leaves(after[index].residual))
+
+    pure = [Learner() for _ in samples]
+    for number in range(3):
+        sent = []
+        for index, learner in enumerate(pure):
+            for each in grads[number * EVERY : (number + 1) * EVERY]:
+                learner.learn(at(each, index), samples[index])
+            sent.append(what_to_send(learner.opt_state, learner.params, feedback=FEEDBACK))
+        weights = [float(each.weight) for each in sent]
+        mean = weighted_mean(weights, [each.tree for each in sent])
+        for learner, each in zip(pure, sent, strict=True):
+            learner.opt_state = with_average(learner.opt_state, each, None if number == 1 else mean)
+            learner.apply_average()
+    for learner, expected in zip(peers.learners, pure, strict=True):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), learner.params, expected.params)
+
+
+def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
+    """Two rounds, a checkpoint on disk, two rounds of new processes: bit for bit as four rounds at once."""
+    samples, grads = [1.0, 3.0], grads_of(4, 2)
+
+    def trained(rounds: Sequence[PyTree], learners: list[Learner]) -> list[Learner]:
+        peers = Peers(learners, config_of(2))
+        peers.run(partial(together, rounds, samples))
+        assert [averager.totals.done for averager in peers.averagers.values()] == [len(rounds) // EVERY] * 2
+        return learners
+
+    whole = trained(grads, [Learner() for _ in samples])
+    resumed = []
+    for index, learner in enumerate(trained(grads[: 2 * EVERY], [Learner() for _ in samples])):
+        checkpoints = Checkpoints(tmp_path / f"{index}")
+        checkpoints.save(1, {"params": learner.params, "opt_state": learner.opt_state}, {})
+        new = Learner()
+        _, state, _ = checkpoints.restore_latest({"params": new.params, "opt_state": new.opt_state})
+        new.params, new.opt_state = jax.tree.map(jnp.asarray, (state["params"], state["opt_state"]))
+        resumed.append(new)
+        checkpoints.close()
+    for new, old in zip(trained(grads[2 * EVERY :], resumed), whole, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, (new.params, new.opt_state), (old.params, old.opt_state))
+
+
+def test_numbers_that_are_none_are_not_sent() -> None:
+    """They are counted, nobody gets them, and the residual stays finite."""
+    learners = [Learner() for _ in range(2)]
+    bad = {name: jnp.full(shape, jnp.nan) for name, shape in SHAPES.items()}
+
+    async def live(averager: TreeAverager, learner: Learner, index: int) -> None:
+        await trio.sleep_until(PERIOD_S)
+        good = jax.tree.map(jnp.ones_like, bad)
+        await learner.round(averager, [bad if index == 0 else good] * EVERY, 1.0)
+
+    peers = Peers(learners, config_of(2))
+    peers.run(live)
+    assert peers.averagers[0].why_not == "this peer's pseudo-gradients are not finite"
+    assert (peers.averagers[0].totals.rejected, peers.averagers[1].totals.missed) == (1, 1)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(learners[0].opt_state.residual))
+
+
+def test_wrong_combinations_are_refused_at_start() -> None:
+    """Settings that contradict each other, or the optimiser; and peers of other settings do not meet."""
+    with pytest.raises(ValueError, match="compression 'float16' is for all"):
+        config_of(2, compression="float16")
+    with pytest.raises(ValueError, match="an auxiliary peer has nothing to do"):
+        config_of(2, role="auxiliary")
+
+    @asynccontextmanager
+    async def opened(place: Any, optimizer: Any, config: TreeAveragerConfig) -> Any:
+        params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+        async with open_tree_averager(
+            place.rpc, place.dht, params, optimizer=optimizer, name="run", device=InlineDevice(), config=config
+        ) as averager:
+            yield averager
+
+    async def body(swarm: Swarm) -> None:
+        async with open_place(swarm, "ann") as place:
+            for optimizer, config, message in (
+                (optimizer_of(), TreeAveragerConfig(), "give the same to the averager's config as `sparse`"),
+                (moshpit_average(optax.sgd(1.0)), config_of(2), "make the optimiser with moshpit_average"),
+                (optimizer_of(), config_of(2**30), "bytes of memory, more than the"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    async with opened(place, optimizer, config):
+                        raise AssertionError("it was opened")
+
+    in_swarm(body)
+    other = ErrorFeedback(coding=SparseCoding(block_size=16, kept=4), decay=0.9)
+    peers = Peers([Learner() for _ in range(2)], config_of(2), peer1=config_of(2, sparse=other))
+    peers.run(partial(together, grads_of(1, 2), [1.0, 1.0]))
+    assert [(each.totals.done, each.totals.missed) for each in peers.averagers.values()] == [(0, 1)] * 2

@@ -1,0 +1,269 @@
+"""Payloads that each member of a group gets from all others: who is there, who dies, and who lies."""
+
+import re
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from net.averaging.gathering.payloads import BROKE_RULES, SILENT, UNREACHABLE, GatherConfig, Payloads
+from net.averaging.gathering.sparse_mean import SparseGather, SparseLayout, SparseMean
+from net.errors import CallRefused, RemoteProtocolError
+from net.transport.sim.events import Partition
+from net.wire.sparse import (
+    SparseBlocks,
+    SparseCoding,
+    SparseVector,
+    all_gather_nbytes,
+    all_reduce_nbytes,
+    mean_of_sparse,
+    sparse_nbytes,
+)
+from tests.net.gathering_group import CONFIG, NBYTES, Members, T, payload_of, with_members
+
+STARTS = range(0, NBYTES, 100)
+GONE = Partition((frozenset({"host3"}),))
+"""The fourth member hears nothing and says nothing any more."""
+
+
+def assert_all_have(found: dict[int, Any], places: set[int]) -> None:
+    """Just these payloads, whole, in the order of the group."""
+    for gathered in found.values():
+        assert list(gathered.payloads) == sorted(places)
+        for place in places:
+            np.testing.assert_array_equal(gathered.payloads[place], payload_of(place))
+
+
+@pytest.mark.parametrize("clients", [(), (1,), (0, 2, 3)], ids=["nodes", "a client", "one node alone"])
+def test_everybody_gets_what_everybody_has(clients: tuple[int, ...]) -> None:
+    """Whoever can be called: a client brings its payload to each node, and fetches all others from them."""
+
+    async def body(members: Members) -> None:
+        found = await members.gather(range(4))
+        assert len(found) == 4
+        assert_all_have(found, {0, 1, 2, 3})
+        assert not any(gathered.lost for gathered in found.values())
+        for place, gathered in found.items():
+            if place in clients:
+                assert gathered.sent_bytes == (4 - len(clients)) * NBYTES
+            elif not clients:
+                assert gathered.sent_bytes == 3 * NBYTES
+
+    with_members(body, 4, clients)
+
+
+def test_a_payload_that_reached_one_living_node_reaches_all() -> None:
+    """The fourth brings its whole payload to one member, and dies: the others ask that one, and all have the same."""
+
+    async def body(members: Members) -> None:
+        async with trio.open_nursery() as nursery:
+            found: dict[int, Any] = {}
+
+            async def living() -> None:
+                found.update(await members.gather([0, 1, 2]))
+
+            nursery.start_soon(living)
+            await members.bring(3, 1, STARTS)
+            members.network.apply(GONE)
+        assert_all_have(found, {0, 1, 2, 3})
+        assert trio.current_time() < 3 * T
+
+    with_members(body, 4)
+
+
+@pytest.mark.parametrize("client", [(), (2,)], ids=["nodes", "with a client"])
+def test_who_dies_midway_is_left_out_everywhere(client: tuple[int, ...]) -> None:
+    """It has brought half of its payload to all: nobody waits for long, and all have the other three."""
+
+    async def body(members: Members) -> None:
+        async with trio.open_nursery() as nursery:
+            found: dict[int, Any] = {}
+
+            async def living() -> None:
+                found.update(await members.gather([0, 1, 2]))
+
+            nursery.start_soon(living)
+            for place in (0, 1):
+                await members.bring(3, place, STARTS[:5])
+            members.network.apply(GONE)
+        assert_all_have(found, {0, 1, 2})
+        assert {why for gathered in found.values() for why in gathered.lost.values()} <= {SILENT, UNREACHABLE}
+        assert all(set(gathered.lost) == {3} for gathered in found.values())
+        assert trio.current_time() < 4 * T
+
+    with_members(body, 4, client)
+
+
+@pytest.mark.parametrize(
+    ("starts", "piece", "fields", "message"),
+    [
+        ([0], np.zeros(99, np.uint8), {}, "expected one tensor of 100 bytes"),
+        ([900], np.zeros(100, np.uint8), {}, "expected one tensor of 50 bytes"),
+        ([0], np.zeros(25, np.float32), {}, "expected one tensor of 100 bytes"),
+        ([50], None, {}, "no piece of 100 bytes begins at 50"),
+        ([1000], None, {}, "no piece of 100 bytes begins at 1000"),
+        ([0], None, {"size": 2**40}, f"payloads of this group have {NBYTES} bytes, not {2**40}"),
+        ([0], None, {"start": -1}, "start must be an integer"),
+        ([0, 0], None, {}, "this piece came before"),
+        ([0], None, {"group": b"h" * 16}, "does not gather with group"),
+    ],
+)
+def test_pieces_that_are_none_are_refused(starts: list[int], piece: Any, fields: dict[str, Any], message: str) -> None:
+    """With a word to their sender, and the others have what they have without it."""
+
+    async def body(members: Members) -> None:
+        async with trio.open_nursery() as nursery:
+            found: dict[int, Any] = {}
+
+            async def honest() -> None:
+                found.update(await members.gather([0, 1]))
+
+            nursery.start_soon(honest)
+            with pytest.raises(CallRefused, match=re.escape(message)):
+                await members.bring(2, 0, starts, piece, **fields)
+        assert_all_have(found, {0, 1})
+        assert set(found[0].lost) == {2}
+
+    with_members(body, 3)
+
+
+def test_strangers_bring_and_fetch_nothing() -> None:
+    """Who is not in the group is refused, and members fetch what there is and nothing else."""
+
+    async def body(members: Members) -> None:
+        group = members.group
+        members.group = type(group)(group_id=group.group_id, members=group.members[:2], side=2)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(members.gather, [0, 1])
+            await trio.sleep(1.0)
+            contact = group.members[0].contact
+            asked = {"group": group.group_id, "size": NBYTES, "start": 0}
+            with pytest.raises(CallRefused, match="no payload in this group"):
+                await members.bring(2, 0, [0])
+            for caller, of, message in ((2, 0, "you have no payload"), (1, 2, "no payload of member 2"), (1, -1, "of")):
+                with pytest.raises(CallRefused, match=message):
+                    await members.callers[caller].call(contact, "averaging.x.fetch", {**asked, "of": of}, timeout_s=5.0)
+            # Its own gathering is over: what it holds is still given.
+            reply = await members.callers[1].call(contact, "averaging.x.fetch", {**asked, "of": 1}, timeout_s=5.0)
+            np.testing.assert_array_equal(reply.tensors[0], payload_of(1)[:100])
+
+    with_members(body, 3)
+
+
+def test_memory_is_taken_for_what_is_sound() -> None:
+    """One refused piece costs nothing, and puts its sender out; a silent member is out when its time is over."""
+    own = payload_of(0)
+    core = Payloads([0, 1, 2], (0, own), chunk_bytes=100, silence_s=2.0, now=10.0)
+    with pytest.raises(RemoteProtocolError, match="expected one tensor of 100 bytes"):
+        core.receive_untrusted(1, 0, [np.zeros(10**6, np.uint8)], 10.0)
+    assert core.lost == {1: BROKE_RULES}
+    with pytest.raises(RemoteProtocolError, match="too late"):
+        core.receive_untrusted(1, 0, [payload_of(1)[:100]], 10.0)
+    core.receive_untrusted(2, 0, [payload_of(2)[:100]], 11.0)
+    assert core.deadline(2) == 13.0
+    core.tick(2, 12.9)
+    assert core.is_awaited(2)
+    core.tick(2, 13.0)
+    assert core.lost == {1: BROKE_RULES, 2: SILENT}
+    core.take(2, payload_of(2))  # another has it
+    assert (list(core.whole), core.lost) == ([0, 2], {1: BROKE_RULES})
+
+
+CODING = SparseCoding(block_size=16, kept=4)
+SIZES = (40, 7)
+
+
+def vector_of(seed: int, coding: SparseCoding = CODING, sizes: tuple[int, ...] = SIZES) -> SparseVector:
+    """With as many values as there is room for."""
+    rng, parts = np.random.default_rng(seed), list[SparseBlocks]()
+    for group in (group for size in sizes for group in coding.blocks(size)):
+        shape = (group.num_blocks, group.kept)
+        indices = np.argsort(rng.random((group.num_blocks, group.length)), axis=1)[:, : group.kept].astype(np.int32)
+        levels = (rng.integers(2, 4, shape) * rng.choice([-1, 1], shape)).astype(np.int8)
+        parts.append(SparseBlocks(indices, levels, rng.random(group.num_blocks).astype(np.float32) + 0.5))
+    return SparseVector(coding=coding, sizes=sizes, parts=tuple(parts))
+
+
+async def averaged(
+    members: Members, vectors: dict[int, SparseVector], config: GatherConfig = CONFIG
+) -> dict[int, SparseMean]:
+    """The means that members come to."""
+    found: dict[int, SparseMean] = {}
+
+    async def one(place: int, vector: SparseVector) -> None:
+        layout = SparseLayout(coding=vector.coding, sizes=vector.sizes)
+        gather = SparseGather(members.callers[place], prefix="x", layout=layout, config=config)
+        found[place] = await gather.run(members.group, await gather.packed(vector))
+
+    async with trio.open_nursery() as nursery:
+        for place, vector in vectors.items():
+            nursery.start_soon(one, place, vector)
+    return found
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_all_hold_the_same_weighted_mean(is_there: bool) -> None:
+    """To the last bit; weights are 1, 2 and 3. A payload of the right length that is no vector is left out by all."""
+
+    async def body(members: Members) -> None:
+        vectors = {place: vector_of(place) for place in range(3)}
+
+        async def brings_anything() -> None:
+            nbytes = sparse_nbytes(CODING, SIZES)
+            for place in (0, 1):
+                await members.bring(2, place, [0], np.full(nbytes, 255, np.uint8), size=nbytes)
+
+        async with trio.open_nursery() as nursery:
+            if not is_there:
+                nursery.start_soon(brings_anything)
+            found = await averaged(members, {n: each for n, each in vectors.items() if is_there or n < 2})
+        count = 3 if is_there else 2
+        expected = mean_of_sparse([vectors[n] for n in range(count)], [1.0, 2.0, 3.0][:count])
+        assert len(found) == count
+        for mean in found.values():
+            np.testing.assert_array_equal(mean.average, expected)
+            assert mean.num_others == count - 1
+            assert dict(mean.lost) == ({} if is_there else {members.group.members[2].peer_id: BROKE_RULES})
+
+    with_members(body, 3)
+
+
+def test_a_million_values_take_a_hundredth_of_float32() -> None:
+    """Counted is all that the network delivers to the four hosts: frames, headers, handshakes and answers.
+
+    A payload in place of a float32 vector is 195 times smaller (84 bytes for a block of 16,384). In an all-reduce of
+    four a vector leaves each member 1.5 times, in the all-gather three payloads do: so half of that is left, which is
+    why the second bound is 90; with 48 of 4,096 values it is above 100, too.
+    """
+
+    async def body(members: Members, kept: int, least: float) -> None:
+        coding, size = SparseCoding(kept=kept), 1_000_000
+        vectors = {place: vector_of(place, coding, (size,)) for place in range(4)}
+        before = members.network.statistics().nbytes
+        found = await averaged(members, vectors, GatherConfig())
+        delivered = members.network.statistics().nbytes - before
+        assert all(mean.num_others == 3 for mean in found.values())
+        assert {mean.sent_bytes for mean in found.values()} == {all_gather_nbytes(coding, (size,), 4)}
+        assert delivered * 100 <= 4 * 3 * 4 * size
+        assert delivered * least <= 4 * all_reduce_nbytes(size, 4)
+
+    for kept, least in ((64, 90), (48, 100)):
+        with_members(partial(body, kept=kept, least=least), 4)
+
+
+def test_what_cannot_be_gathered_is_refused() -> None:
+    """Vectors of another layout, layouts without a value, too much memory for a group, times that are none."""
+    layout = SparseLayout(coding=CODING, sizes=SIZES)
+    with pytest.raises(ValueError, match="expected a sparse vector of 47 values"):
+        layout.check(vector_of(0, CODING, (48,)))
+    with pytest.raises(ValueError, match="at least one value"):
+        SparseLayout(coding=CODING, sizes=())
+    nbytes = 8 * sparse_nbytes(CODING, SIZES)
+    layout.check_memory(8, GatherConfig(max_bytes=nbytes))
+    with pytest.raises(ValueError, match=f"take {nbytes} bytes of memory, more than the {nbytes - 1}"):
+        layout.check_memory(8, GatherConfig(max_bytes=nbytes - 1))
+    for wrong in ({"chunk_bytes": 0}, {"sender_timeout_s": 0.0}, {"timeout_s": 1e9}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            GatherConfig(**wrong)  # type: ignore[arg-type]
