@@ -3,10 +3,11 @@
 Not imported by any other module of the package: those import one another, and `import net.errors` stays cheap.
 """
 
-from net.averaging.averager import Averager, AveragerConfig, AveragingStep, open_averager
+from net.averaging.averager import Averager, AveragerConfig, AveragingStep
 from net.averaging.grouping.group import Role
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaking import AssemblyConfig
+from net.averaging.opening import open_averager
 from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import Speeds
 from net.averaging.state.download import StateUnavailable

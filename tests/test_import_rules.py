@@ -42,6 +42,7 @@ SHELLS = {
     "net.averaging.grouping.matchmaker",
     "net.averaging.assisting",
     "net.averaging.averager",
+    "net.averaging.opening",
     "net.averaging.collaboration.assisting",
     "net.averaging.collaboration.board",
     "net.averaging.collaboration.rounds",

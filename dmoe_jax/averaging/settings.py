@@ -36,6 +36,9 @@ class TreeAveragerConfig:
     """How few of them travel, the same for all: the largest of each block in two or four bits, in an all-gather among
     the members of a group. It is for an optimiser whose `moshpit_average` was made with `compress`, of gradients or
     pseudo-gradients, and instead of `compression`. None: all numbers travel."""
+    share: float = 1.0
+    """Of the parameters, drawn anew for each group, that are averaged; the rest stays as it is (SPARTA). The same for
+    all, and only for an optimiser that averages parameters."""
     role: RoleName = "auto"
     """A "client" is never called by others, who reduce its part, too; an "auxiliary" peer has nothing to average and
     reduces for others (see `TreeAverager.assist`). "auto": a client where nobody can call, else a node."""
@@ -53,6 +56,10 @@ class TreeAveragerConfig:
         for name in ("window_s", "timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {self.share}")
+        if self.sparse is not None and self.share < 1:
+            raise ValueError(f"sparse values are few already: a share of {self.share} is for parameters")
         if self.sparse is not None and self.compression != "none":
             raise ValueError(
                 f"sparse values travel in a few bits as they are: compression {self.compression!r} is for all"

@@ -27,8 +27,9 @@ from dmoe_jax.optim.hosting import (
 from dmoe_jax.optim.moshpit_state import Sent
 from dmoe_jax.optim.tree_vectors import TreeLayout
 from dmoe_jax.types import PyTree
-from net.averaging.averager import Averager, AveragingStep, open_averager
+from net.averaging.averager import Averager, AveragingStep
 from net.averaging.grouping.group import WEIGHTS, Role
+from net.averaging.opening import open_averager
 from net.averaging.state.sharing import MAX_VERSION, StateSource
 from net.dht.node import DhtNode
 from net.errors import NetError
@@ -352,6 +353,8 @@ async def open_tree_averager(
     if not averages_by_host(opt_state):
         raise ValueError("this optimiser was made with `average` and averages by itself")
     what, trees, device = averaged_kind(opt_state), offered_trees(optimizer, params), device or ThreadDevice()
+    if config.share < 1 and what != "parameters":
+        raise ValueError(f"a share of {config.share} is for an optimiser that averages parameters, this one: {what}")
     sparse, rng = sparse_offers(opt_state, params, config.sparse), random.SystemRandom() if rng is None else rng
     source = state if state is None or isinstance(state, StateSource) else donor_source(state, device)
     fragments: list[Fragment] = []
@@ -373,6 +376,7 @@ async def open_tree_averager(
                     measures_line=config.measures_line and is_first,
                     state=source if is_first else None,
                     sparse=None if sparse is None else sparse.payload,
+                    share=config.share,
                     compute=device.run,
                     config=config.averager(),
                 )

@@ -35,14 +35,22 @@ class AveragingOptions:
     """Train with one large batch of this many tokens (samples of your own --model), which all processes with this flag
     gather together; 0: each process steps by itself. Whoever joins, leaves or is slow, --steps and schedules count the
     steps of all. With --average parameters or pseudo-gradients processes step by themselves in between."""
-    average: Literal["auto", "parameters", "gradients", "pseudo-gradients"] = "auto"
+    average: Literal["auto", "parameters", "gradients", "pseudo-gradients", "noloco"] = "auto"
     """What is averaged, the same for all processes: parameters as they are; accumulated gradients, with one step of the
     optimiser for each average; or how far parameters came since the last average, which an outer optimiser takes as a
-    gradient (DiLoCo). auto: parameters, but with --target-batch-size gradients."""
+    gradient (DiLoCo). noloco: the latter with parameters drawn together as well, for groups that are small: see
+    --average-side 2 and --average-dims. auto: parameters, but with --target-batch-size gradients."""
+    average_share: float = 1.0
+    """Of the parameters, drawn anew for each group, that are averaged, such as 0.005 every update (SPARTA); the same
+    for all processes."""
+    average_fragments: int = 1
+    """With pseudo-gradients: parts of the model that are averaged by turns, each every --average-every updates, while
+    training goes on (Streaming DiLoCo); the same for all processes."""
     average_name: str = "trunk"
     """Processes that give the same name average with each other."""
     average_by_samples: bool = True
-    """Whether a process counts by the samples that it has seen since its last average, or all count alike."""
+    """Whether a process counts by the samples that it has seen since its last average, or all count alike, as they
+    always do with noloco and with --average-fragments."""
     average_side: int = 4
     """Processes in a full group, the same for all."""
     average_dims: int = 1
@@ -71,7 +79,8 @@ class AveragingOptions:
     average_residual_decay: float = 0.95
     """With top-k: what is left from one average to the next of what did not travel, 0 to 1."""
     outer_learning_rate: float | None = None
-    """Step size of the outer optimiser, which only pseudo-gradients have. Default: 0.7, with top-k 1."""
+    """Step size of the outer optimiser, which only pseudo-gradients have. Default: 0.7, with top-k 1, with
+    --average-fragments 0.4."""
     outer_momentum: float | None = None
     """Nesterov momentum of the outer optimiser. Default: 0.9, with top-k 0: what is kept for later takes its place."""
 
@@ -96,8 +105,11 @@ class AveragingOptions:
         if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
             raise UsageError(f"--outer-momentum must be at least 0 and below 1, got {self.outer_momentum}")
         self._check_sparse()
+        self._check_method()
         try:
-            check_prefix(self.average_name)
+            check_prefix(
+                self.average_name if self.average_fragments == 1 else f"{self.average_name}-{self.average_fragments}"
+            )
             self.config()
             if self.target_batch_size:
                 self.collaboration()
@@ -122,6 +134,29 @@ class AveragingOptions:
                 "--average-compression top-k is for --average gradients or pseudo-gradients: the largest parameters "
                 "alone are no model"
             )
+
+    def _check_method(self) -> None:
+        """Refuse what belongs to another method of averaging.
+
+        Raises:
+          UsageError: naming the flag.
+        """
+        check_at_least(1, self, "average_fragments")
+        if not 0 < self.average_share <= 1:
+            raise UsageError(f"--average-share must be above 0 and at most 1, got {self.average_share}")
+        if self.average_share < 1 and (self.kind != "parameters" or self.target_batch_size):
+            raise UsageError("--average-share is for --average parameters with --average-every")
+        if self.average_fragments > 1 and (self.kind != "pseudo_gradients" or self.target_batch_size):
+            raise UsageError("--average-fragments is for --average pseudo-gradients with --average-every")
+        if self.average_every and self.average_fragments > self.average_every:
+            raise UsageError(
+                f"--average-fragments {self.average_fragments} cannot each have a turn within --average-every "
+                f"{self.average_every} updates"
+            )
+        if self.average == "noloco" and self.target_batch_size:
+            raise UsageError("--average noloco is for --average-every: with --target-batch-size all step together")
+        if self.is_sparse and (self.average == "noloco" or self.average_fragments > 1):
+            raise UsageError("--average-compression top-k is for gradients or pseudo-gradients of the whole model")
 
     @property
     def is_sparse(self) -> bool:
@@ -157,6 +192,7 @@ class AveragingOptions:
             timeout_s=self.average_timeout_s,
             compression=self._codec,
             sparse=self.feedback(),
+            share=self.average_share,
             role="client" if self.average_client else "auto",
             speeds=speeds_of(self.average_up, self.average_down),
         )
@@ -167,7 +203,7 @@ class AveragingOptions:
         return "none" if self.average_compression == "top-k" else self.average_compression
 
     @property
-    def kind(self) -> Literal["parameters", "gradients", "pseudo_gradients"]:
+    def kind(self) -> Literal["parameters", "gradients", "pseudo_gradients", "noloco"]:
         """What is averaged."""
         if self.average == "auto":
             return "gradients" if self.target_batch_size else "parameters"
@@ -184,7 +220,7 @@ class AveragingOptions:
 
         if self.kind != "pseudo_gradients":
             return None
-        rate, momentum = (1.0, 0.0) if self.is_sparse else (0.7, 0.9)
+        rate, momentum = (1.0, 0.0) if self.is_sparse else (0.4 if self.average_fragments > 1 else 0.7, 0.9)
         rate = rate if self.outer_learning_rate is None else self.outer_learning_rate
         momentum = momentum if self.outer_momentum is None else self.outer_momentum
         # Without a momentum there is no state of it, which would be as large as the parameters. An explicit 0 has one,
@@ -214,8 +250,14 @@ class AveragingOptions:
         """The trunk's optimiser: `inner`, averaged with others' as these flags say; without averaging, as it is."""
         if not self.average_every:
             return inner
-        from dmoe_jax.optim import moshpit_average
+        from dmoe_jax.optim import moshpit_average, noloco, streaming_diloco
 
+        if self.kind == "noloco":
+            return noloco(inner, every=self.average_every)
+        if self.average_fragments > 1:
+            return streaming_diloco(
+                inner, every=self.average_every, fragments=self.average_fragments, outer=self.outer()
+            )
         return moshpit_average(
             inner,
             every=self.average_every,

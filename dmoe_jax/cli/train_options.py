@@ -151,6 +151,7 @@ _FIXED = (
     "data.data",
     "averaging.average",
     "averaging.average_by_samples",
+    "averaging.average_fragments",
 )
 """Settings that decide what is trained, or on what: a resumed run must have the same."""
 

@@ -159,7 +159,7 @@ async def _opened_together(
 ) -> AsyncIterator[_Opened]:
     """Trainers that fill one large batch together with other processes."""
     averaging = options.averaging
-    assert averaging.target_batch_size is not None
+    assert averaging.kind != "noloco"  # refused by `check`
     steps: deque[GlobalStep] = deque()
 
     def stepped(done: GlobalStep) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import trio
 
-from net.averaging.averager import Averager, AveragerConfig, AveragingStep, open_planned_averager
+from net.averaging.averager import Averager, AveragerConfig, AveragingStep
 from net.averaging.grouping.group import Role
+from net.averaging.opening import open_planned_averager
 from net.averaging.plan import AveragingPlan, find_plan, wait_for_plan
 from net.averaging.speeds import UNKNOWN, Speeds
 from net.dht.node import DhtNode

@@ -13,34 +13,29 @@ Sparse vectors (`net.wire.sparse`) are gathered and not reduced: with a `SparseL
 (`gathering`), and each member computes the mean. Nobody reduces for others then, so there are no auxiliary peers.
 """
 
-import functools
 import math
-import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import trio
 
+from net.averaging.drawing import drawn_places, put_back, taken
 from net.averaging.gathering.payloads import GatherConfig
-from net.averaging.gathering.sparse_mean import Compute, SparseGather, SparseLayout, inline
+from net.averaging.gathering.sparse_mean import Compute, SparseGather
 from net.averaging.grouping.group import Group, Member, Role
-from net.averaging.grouping.group_key import MoshpitGrid, check_prefix
+from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.line.monitor import LineMonitor
-from net.averaging.plan import AveragingPlan, announce_plan
 from net.averaging.reduction.all_reduce import AllReduce
 from net.averaging.reduction.partition import AllReduceConfig, traffic_of
 from net.averaging.reduction.reducer import is_finite
-from net.averaging.speeds import UNKNOWN, Speeds
-from net.averaging.state.download import download_state
-from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
+from net.averaging.speeds import Speeds
+from net.averaging.state.sharing import SharedState, StateSharingConfig
 from net.dht.node import DhtNode
 from net.identity import PeerId
-from net.nursery import background_nursery
 from net.rpc.base import Caller
 from net.types import Array
 from net.wire.compression import Compression
@@ -129,6 +124,9 @@ class Averager:
     caller: Caller
     dht: DhtNode
     size: int
+    """Numbers that are averaged."""
+    drawn_from: int | None
+    """Numbers of the vector, if a group averages a few of them only (`net.averaging.drawing`); None: all are."""
     grid: MoshpitGrid
     role: Role
     speeds: Speeds | Callable[[], Speeds]
@@ -167,8 +165,8 @@ class Averager:
         If cancelled, the group goes on without this peer's part, and the round does not count.
 
         Args:
-          vector: float32 [size], finite, not to be written to meanwhile; None for an auxiliary peer. Where the averager
-            was opened with `sparse`, a sparse vector of that layout.
+          vector: float32 [size] as the averager was opened with, finite, not to be written to meanwhile; None for an
+            auxiliary peer. Where the averager was opened with `sparse`, a sparse vector of that layout.
           weight: of the vector, such as the samples behind it; see `group.WEIGHTS` for what it may be.
 
         Raises:
@@ -210,9 +208,9 @@ class Averager:
             raise ValueError(f"an auxiliary peer has no vector, all others have one; this peer's role is {self.role}")
         if vector is None:
             return
-        if vector.dtype != np.float32 or vector.shape != (self.size,) or not vector.flags.c_contiguous:
+        if vector.dtype != np.float32 or vector.shape != (self._whole,) or not vector.flags.c_contiguous:
             shape = list(vector.shape)
-            raise ValueError(f"expected contiguous float32 [{self.size}], got {vector.dtype} {shape}")
+            raise ValueError(f"expected contiguous float32 [{self._whole}], got {vector.dtype} {shape}")
         if not is_finite(vector):  # before others wait for it
             raise ValueError("some of the vector's values are not finite: others would refuse them")
 
@@ -259,14 +257,21 @@ class Averager:
             return _Exchanged(
                 mean.average, received, mean.lost, mean.lost.keys(), float(mean.sent_bytes), not mean.lost
             )
-        result = await self.all_reduce.run(group, offer, size=self.size, timeout_s=timeout_s)
+        places, part = None, offer
+        if self.drawn_from is not None and offer is not None:
+            places = await self.compute(drawn_places, group.group_id, self.drawn_from, self.size)
+            part = await self.compute(taken, offer, places)
+        result = await self.all_reduce.run(group, part, size=self.size, timeout_s=timeout_s)
+        average = result.average
+        if places is not None:
+            average = await self.compute(put_back, offer, places, average)
         moved_bytes = traffic_of(group, group.index(self.caller.peer_id), self.size)
         lost = dict.fromkeys((*result.lost_reducers, *result.lost_senders), LOST_IN_ALL_REDUCE)
-        return _Exchanged(result.average, result.received, lost, result.lost_senders, moved_bytes, result.complete)
+        return _Exchanged(average, result.received, lost, result.lost_senders, moved_bytes, result.complete)
 
     async def _alone(self, me: Member, vector: Array | SparseVector | None) -> AveragingStep:
         """The outcome of a step in which nobody was met."""
-        average: Array = np.zeros(self.size, np.float32)
+        average: Array = np.zeros(self._whole, np.float32)
         if isinstance(vector, SparseVector):
             average = await self.compute(to_dense, vector)
         elif vector is not None:
@@ -279,6 +284,11 @@ class Averager:
             weight=me.weight,
         )
 
+    @property
+    def _whole(self) -> int:
+        """Numbers of a vector."""
+        return self.size if self.drawn_from is None else self.drawn_from
+
     def _learn(self, group: Group, moved_bytes: float, seconds: float) -> None:
         """What an all-reduce tells of this peer's line, and whether to ask the group for more."""
         if self.monitor is None:
@@ -286,164 +296,3 @@ class Averager:
         if not self.is_compressed:
             self.monitor.carried(up_bytes=moved_bytes, down_bytes=moved_bytes, seconds=seconds)
         self.monitor.measure_if_due(group, self.nursery)
-
-
-def _role_of(caller: Caller, role: Role | None) -> Role:
-    """The role that was asked for, or the one that suits the caller.
-
-    Raises:
-      ValueError: others would have to call one who listens nowhere.
-    """
-    if role is None:
-        return Role.CLIENT if caller.address is None else Role.NODE
-    if caller.address is None and role is not Role.CLIENT:
-        raise ValueError(f"a peer that listens nowhere can only be a client, got role {role}")
-    return role
-
-
-async def _download(monitor: LineMonitor | None, *args: Any, **settings: Any) -> SharedState | None:
-    """A whole state, by `download_state`; what it tells of this peer's line is noted."""
-    began = trio.current_time()
-    state = await download_state(*args, **settings)
-    if monitor is not None and state is not None:
-        nbytes = sum(tensor.nbytes for tensor in state.tensors)
-        monitor.carried(down_bytes=nbytes, seconds=trio.current_time() - began)
-    return state
-
-
-@asynccontextmanager
-async def open_averager(
-    caller: Caller,
-    dht: DhtNode,
-    *,
-    prefix: str,
-    size: int,
-    grid: MoshpitGrid,
-    rng: random.Random,
-    schema: str = "",
-    cell: int | None = None,
-    role: Role | None = None,
-    speeds: Speeds | Callable[[], Speeds] = UNKNOWN,
-    measures_line: bool = False,
-    state: StateSource | None = None,
-    sparse: SparseLayout | None = None,
-    compute: Compute = inline,
-    config: AveragerConfig = AveragerConfig(),
-) -> AsyncIterator[Averager]:
-    """An averager that lives as long as the block.
-
-    Args:
-      caller: places and serves the calls. dht: where groups and donors are found.
-      prefix: what is averaged, 1 to 64 letters, digits, '_' or '-'; one averager for each prefix and caller.
-      size: numbers in the vector.
-      grid: the same for all peers.
-      rng: draws the cell and the ids of groups.
-      schema: what the numbers mean (names and shapes of the parameters): peers of another schema are refused.
-      cell: where on the grid to begin, 0 to `grid.num_cells` - 1; None: anywhere.
-      role: None: a client if the caller cannot be called, else a node.
-      speeds: of this machine, for the share that it reduces; or a function that says what is known of them now.
-      measures_line: whether to find out what `speeds` does not say of the line; see `net.averaging.line.monitor`.
-      state: this peer's whole state, for newcomers; None: it is no donor.
-      sparse: what vectors look like, if they are sparse; the same at all peers, or they do not meet.
-      compute: runs what takes long with sparse vectors, off the event loop; by default, in it.
-
-    Raises:
-      ValueError: an argument is out of range, or a peer is to be an auxiliary for sparse vectors.
-    """
-    if sparse is not None:
-        if sparse.size != size:
-            raise ValueError(f"the sparse layout has {sparse.size} values, and size is {size}")
-        schema = f"{sparse.schema}\n{schema}"
-    plan = AveragingPlan.of(size=size, grid=grid, schema=schema)
-    async with open_planned_averager(
-        caller,
-        dht,
-        plan,
-        prefix=prefix,
-        rng=rng,
-        cell=cell,
-        role=role,
-        speeds=speeds,
-        measures_line=measures_line,
-        state=state,
-        sparse=sparse,
-        compute=compute,
-        config=config,
-    ) as averager:
-        yield averager
-
-
-@asynccontextmanager
-async def open_planned_averager(
-    caller: Caller,
-    dht: DhtNode,
-    plan: AveragingPlan,
-    *,
-    prefix: str,
-    rng: random.Random,
-    cell: int | None = None,
-    role: Role | None = None,
-    speeds: Speeds | Callable[[], Speeds] = UNKNOWN,
-    measures_line: bool = False,
-    state: StateSource | None = None,
-    sparse: SparseLayout | None = None,
-    compute: Compute = inline,
-    config: AveragerConfig = AveragerConfig(),
-) -> AsyncIterator[Averager]:
-    """Do as `open_averager` does, with a plan that was made already, or that other peers have announced.
-
-    Args:
-      plan: size, grid and schema in one. Whoever has a vector announces it, for auxiliary peers.
-    """
-    check_prefix(prefix)
-    size, grid, agreed = plan.size, plan.grid, plan.schema
-    if cell is not None and not 0 <= cell < grid.num_cells:
-        raise ValueError(f"cells go from 0 to {grid.num_cells - 1}, got {cell}")
-    role = _role_of(caller, role)
-    if sparse is not None:
-        if role is Role.AUXILIARY:
-            raise ValueError(
-                "sparse vectors are gathered and not reduced: an auxiliary peer has nothing to do for them"
-            )
-        sparse.check_memory(grid.side, config.gather)
-    async with AsyncExitStack() as stack:
-        # Each serves calls from its making on, until it is closed; then the prefix is free again.
-        matchmaker = Matchmaker(caller, dht, prefix=prefix, grid=grid, schema=agreed, rng=rng, config=config.assembly)
-        stack.callback(matchmaker.close)
-        all_reduce = AllReduce(caller, prefix=prefix, config=config.all_reduce)
-        stack.callback(all_reduce.close)
-        gather = None
-        if sparse is not None:
-            gather = SparseGather(caller, prefix=prefix, layout=sparse, config=config.gather, compute=compute)
-            stack.callback(gather.close)
-        monitor = None
-        if measures_line:
-            # Chance of its own, but not of another kind than all of this peer's: simulations repeat.
-            known = speeds if isinstance(speeds, Speeds) else speeds()
-            monitor = LineMonitor(caller, prefix=prefix, known=known, rng=random.Random(caller.peer_id.raw))
-            stack.callback(monitor.close)
-        nursery = await stack.enter_async_context(background_nursery())
-        if role is not Role.AUXILIARY and sparse is None:  # plans are for auxiliary peers
-            nursery.start_soon(announce_plan, dht, prefix, caller.peer_id, plan)
-        if state is not None:
-            nursery.start_soon(StateSharing(caller, dht, prefix=prefix, source=state, config=config.state).run)
-        yield Averager(
-            caller=caller,
-            dht=dht,
-            size=size,
-            grid=grid,
-            cell=rng.randrange(grid.num_cells) if cell is None else cell,
-            role=role,
-            speeds=speeds,
-            monitor=monitor,
-            is_compressed=sparse is not None or config.all_reduce.compression is not Compression.NONE,
-            matchmaker=matchmaker,
-            all_reduce=all_reduce,
-            gather=gather,
-            compute=compute,
-            download_state=functools.partial(
-                _download, monitor, caller, dht, prefix=prefix, rng=rng, config=config.state
-            ),
-            nursery=nursery,
-            step_timeout_s=config.step_timeout_s,
-        )

@@ -351,9 +351,10 @@ def test_peers_that_average_something_else_do_not_meet() -> None:
 def test_what_cannot_work_is_refused() -> None:
     """An optimiser that does not average, or does so by itself; another optimiser's state; values out of range."""
 
-    async def opened(loop: Loop, place: Any, optimizer: Any) -> TreeAverager:
+    async def opened(loop: Loop, place: Any, optimizer: Any, share: float = 1.0) -> TreeAverager:
+        config = TreeAveragerConfig(share=share)
         async with open_tree_averager(
-            place.rpc, place.dht, loop.params, optimizer=optimizer, name="run", device=InlineDevice()
+            place.rpc, place.dht, loop.params, optimizer=optimizer, name="run", config=config, device=InlineDevice()
         ) as averager:
             await loop.step(averager, 0.0)
             return averager
@@ -367,6 +368,8 @@ def test_what_cannot_work_is_refused() -> None:
                 await opened(loop, place, moshpit_average(optax.sgd(1.0), average=lambda tree, number: tree))
             with pytest.raises(ValueError, match="is for parameters, the optimiser averages gradients"):
                 await opened(loop, place, moshpit_average(optax.sgd(1.0)))
+            with pytest.raises(ValueError, match=r"a share of 0\.1 is for an optimiser that averages parameters"):
+                await opened(loop, place, loop.optimizer, share=0.1)
 
     in_swarm(body)
     for wrong, message in (
@@ -374,6 +377,7 @@ def test_what_cannot_work_is_refused() -> None:
         ({"dims": 0}, "dims"),
         ({"role": "leader"}, "role is one of auto, node, client, auxiliary, got 'leader'|parameter 'role'"),
         ({"window_s": 0.0}, "window_s"),
+        ({"share": 0.0}, "share must be above 0 and at most 1, got 0.0"),
         ({"timeout_s": 0.0}, "timeout_s must be a positive number of seconds, got 0.0"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):  # whoever looks first, we or the types

@@ -14,8 +14,9 @@ from dmoe_jax.cli.assist import AssistCommand
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.network import NetworkOptions, join_swarm
 from dmoe_jax.cli.status import read_members
-from net.averaging.averager import AveragerConfig, AveragingStep, open_averager
+from net.averaging.averager import AveragerConfig, AveragingStep
 from net.averaging.grouping.group_key import MoshpitGrid
+from net.averaging.opening import open_averager
 from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import Speeds
 from net.wire.compression import Compression

@@ -10,7 +10,7 @@ import tyro
 
 from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.common import UsageError
-from dmoe_jax.optim import apply_average, averaged_kind, what_to_send, with_average
+from dmoe_jax.optim import apply_average, averaged_kind, num_fragments, what_to_send, with_average
 from net.averaging.speeds import Speeds
 from net.wire.compression import Compression
 
@@ -121,3 +121,37 @@ def test_the_outer_optimiser_is_that_of_the_flags() -> None:
         sent = what_to_send(state, params)
         params, _ = apply_average(optimizer, with_average(state, sent, sent.tree), params)
         assert params.tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"average_share": 0.0}, "--average-share must be above 0 and at most 1, got 0.0"),
+        ({"average_share": 0.1, "average": "gradients"}, "--average-share is for --average parameters"),
+        ({"average_share": 0.1, "average_every": 0, "target_batch_size": 64}, "--average-share is for --average para"),
+        ({"average_fragments": 0}, "--average-fragments must be at least 1"),
+        ({"average_fragments": 2}, "--average-fragments is for --average pseudo-gradients"),
+        ({"average_fragments": 6, "average": "pseudo-gradients"}, "cannot each have a turn within --average-every 5"),
+        ({"average": "noloco", "average_every": 0, "target_batch_size": 64}, "noloco is for --average-every"),
+        ({"average": "noloco", "average_compression": "top-k"}, "top-k is for gradients or pseudo-gradients"),
+    ],
+)
+def test_methods_that_do_not_fit_are_refused(wishes: dict[str, Any], message: str) -> None:
+    """Naming the flag, before anything is set up."""
+    with pytest.raises(UsageError, match=message):
+        AveragingOptions(**{"average_every": 5, **wishes}).check()
+
+
+def test_methods_become_their_optimisers() -> None:
+    """The trunk's optimiser says what it averages, and in how many parts."""
+    params = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    for wishes, kind, fragments in (
+        ({"average": "noloco"}, "noloco", 1),
+        ({"average": "pseudo-gradients", "average_fragments": 2}, "streaming", 2),
+        ({"average_share": 0.1}, "parameters", 1),
+    ):
+        options = AveragingOptions(average_every=5, **wishes)  # type: ignore[arg-type]
+        options.check()
+        state = options.wrap(optax.adam(1e-3)).init(params)
+        assert (averaged_kind(state), num_fragments(state)) == (kind, fragments)
+        assert options.config().share == wishes.get("average_share", 1.0)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import trio
 
-from net.averaging.averager import AveragerConfig, AveragingStep, open_averager
+from net.averaging.averager import AveragerConfig, AveragingStep
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaking import AssemblyConfig
+from net.averaging.opening import open_averager
 from net.averaging.reduction.partition import AllReduceConfig
 from tests.net.averaging_swarm import Swarm, open_place
 

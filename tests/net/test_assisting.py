@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from net.averaging.assisting import assist
-from net.averaging.averager import AveragingStep, open_averager
+from net.averaging.averager import AveragingStep
 from net.averaging.grouping.group_key import MoshpitGrid
+from net.averaging.opening import open_averager
 from net.averaging.plan import AveragingPlan, find_plan, parse_plan_untrusted, plan_key
 from net.averaging.speeds import Speeds
 from net.errors import RemoteProtocolError

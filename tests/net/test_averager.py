@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.averager import Averager, AveragingStep, open_averager
+from net.averaging.averager import Averager, AveragingStep
 from net.averaging.grouping.group import Role
 from net.averaging.grouping.group_key import MoshpitGrid
+from net.averaging.opening import open_averager
 from net.averaging.state.sharing import SharedState, StateSource
 from net.errors import CallRefused
 from net.transport.sim.events import HostDown

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.averager import Averager, AveragerConfig, open_averager
+from net.averaging.averager import Averager, AveragerConfig
 from net.averaging.grouping.group import Group, Member
 from net.averaging.grouping.group_key import MoshpitGrid, group_key
 from net.averaging.grouping.join_messages import (
@@ -15,6 +15,7 @@ from net.averaging.grouping.join_messages import (
     group_body,
     parse_request_untrusted,
 )
+from net.averaging.opening import open_averager
 from net.errors import CallRefused
 from net.identity import Contact
 from net.rpc.base import Handler, Reply, Request

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.averager import AveragingStep, open_averager
+from net.averaging.averager import AveragingStep
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.line.monitor import PERIOD_S, LineMonitor
+from net.averaging.opening import open_averager
 from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import UNKNOWN, Speeds
 from net.averaging.state.sharing import SharedState, StateSource
