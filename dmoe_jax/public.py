@@ -31,14 +31,17 @@ from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.optim import (
+    ErrorFeedback,
     apply_average,
     averaging_due,
     compensate_delay,
     moshpit_average,
     moshpit_round,
     moshpit_rounds,
+    noloco,
     scale_by_stale_adam,
     scale_by_staleness,
+    streaming_diloco,
     what_to_send,
     with_average,
 )
@@ -61,6 +64,7 @@ __all__ = [
     "CollaborativeTrainers",
     "CostModel",
     "DirectoryConfig",
+    "ErrorFeedback",
     "Evaluation",
     "Expert",
     "GlobalStep",
@@ -114,6 +118,7 @@ __all__ = [
     "moshpit_average",
     "moshpit_round",
     "moshpit_rounds",
+    "noloco",
     "open_collaboration",
     "open_swarm",
     "open_tree_averager",
@@ -122,6 +127,7 @@ __all__ = [
     "scale_by_stale_adam",
     "scale_by_staleness",
     "score",
+    "streaming_diloco",
     "transformer_xl_layer",
     "value_and_grad",
     "what_to_send",
