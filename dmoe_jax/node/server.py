@@ -141,10 +141,10 @@ class ExpertNode:
         calls served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
         `waiting_rows` in the queue, seconds `uptime_s`, seconds `busy_s` in which devices worked on batches, `devices`,
         which is what each device does (see `DeviceRunners.status`) and sums up to the `batches`, `rows` and so on here,
-        `strategies` by which they are run (see `Strategies.status`), `updates` of each expert, `steps`, the updates of all experts since the start, and their mean `staleness`, None
-        before the first; `answered` calls, their `rows`, and the seconds `call_s` that they spent here in all; what its
-        listing says, such as `replicas`; and if it claims experts `claims`, see
-        `dmoe_jax.claims.claimer.Claimer.status`.
+        `strategies` by which they are run (see `Strategies.status`), `updates` of each expert, `steps`, the updates of
+        all experts since the start, and their mean `staleness`, None before the first; `answered` calls, their `rows`,
+        the seconds `call_s` that they spent here in all; what its listing says, such as `replicas`; and if it claims
+        experts `claims`, see `dmoe_jax.claims.claimer.Claimer.status`.
         """
         runner, counts, backends = self._runner, self._runner.counts, self._backends.values()
         steps = self._gone[0] + sum(backend.steps_here for backend in backends)
@@ -200,8 +200,8 @@ class ExpertNode:
         if self._runner.cold_programs(self._prototypes):
             await self.introduce()
         await self._strategies.settle(on_progress)
-        cold = self._runner.cold_programs(self._prototypes)
         scratch: dict[int, PyTree] = {}
+        cold = self._runner.cold_programs(self._prototypes)
         for number, (backend, bucket) in enumerate(cold, start=1):
             self.state = f"compiling {number} of {len(cold)}"
             on_progress(self.state)

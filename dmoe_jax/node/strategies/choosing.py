@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.strategies.programs import Form
 from dmoe_jax.node.strategies.stack import Stack, StackedBatch, StackedStore, why_not_alike
 from dmoe_jax.node.strategies.store import SingleStore, State
 
@@ -118,10 +119,10 @@ def measure(backend: ExpertBackend, *, experts: int, rows: int, clock: Callable[
     return Measured(experts=together, rows=rows, single_s=single_s, stacked_s=stacked_s)
 
 
-def stack_up(backends: Sequence[ExpertBackend]) -> None:
-    """Move experts into one stack, while none of their batches runs; blocks."""
+def stack_up(backends: Sequence[ExpertBackend], form: Form | None = None) -> None:
+    """Move experts into one stack, see `Stack`, while none of their batches runs; blocks."""
     states = [backend.store.take() for backend in backends if isinstance(backend.store, SingleStore)]
-    stack = Stack(backends[0].expert, backends[0].optimizer, states, backends[0].place)
+    stack = Stack(backends[0].expert, backends[0].optimizer, states, backends[0].place, form=form)
     for index, backend in enumerate(backends):
         backend.store = StackedStore(stack, index)
 

@@ -23,6 +23,8 @@ from dmoe_jax.types import PyTree
 
 Form = Literal["looped", "vmapped"]
 
+_ForwardBackward = tuple[Callable[..., Any], Callable[..., tuple[Any, tuple[Any, ...], PyTree]]]
+
 
 class StackFunctions(NamedTuple):
     """What is compiled; every array of a batch has the axes [batches, rows, ...].
@@ -49,7 +51,8 @@ def stack_functions(expert: Expert, optimizer: optax.GradientTransformation | No
       ValueError: if the optimiser cannot work on a node, see `check_optimizer`.
     """
     apply, grad_and_update = functions_of(expert, optimizer)
-    return StackFunctions(*(_looped if form == "looped" else _vmapped)(apply, grad_and_update), _read, _write)
+    forward, backward = (_looped if form == "looped" else _vmapped)(apply, grad_and_update)
+    return StackFunctions(forward, backward, _read, _write)
 
 
 def _read(state: PyTree, index: Any) -> PyTree:
@@ -60,7 +63,7 @@ def _write(state: PyTree, index: Any, own: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf, part: jax.lax.dynamic_update_index_in_dim(leaf, part, index, 0), state, own)
 
 
-def _looped(apply: Callable[..., Any], grad_and_update: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+def _looped(apply: Callable[..., Any], grad_and_update: Callable[..., Any]) -> _ForwardBackward:
     def forward(params: PyTree, index: Any, count: Any, inputs: tuple[Any, ...], keys: Any) -> Any:
         def one(number: Any) -> Any:
             own_inputs, own_keys = _read((inputs, keys), number)
@@ -91,7 +94,7 @@ def _looped(apply: Callable[..., Any], grad_and_update: Callable[..., Any]) -> t
     return forward, backward
 
 
-def _vmapped(apply: Callable[..., Any], grad_and_update: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+def _vmapped(apply: Callable[..., Any], grad_and_update: Callable[..., Any]) -> _ForwardBackward:
     def chosen(state: PyTree, index: Any) -> PyTree:
         return jax.tree.map(lambda leaf: leaf.at[index].get(mode="clip"), state)
 

@@ -9,6 +9,7 @@ Batches begin in the device's thread, and another one may read or load an expert
 nobody takes hold of arrays that an update has been given.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -112,7 +113,7 @@ class Stack:
     def read(self, index: int) -> State:
         """A copy of the state of one expert."""
         with self._lock:
-            return self._read(self._state, np.int32(index))  # type: ignore[no-any-return]
+            return self._read(self._state, np.int32(index))
 
     def write(self, index: int, saved: State) -> None:
         """Take up a state of one expert, see `Store.write`."""
@@ -127,9 +128,11 @@ class Stack:
         with self._lock:
             outputs = program(self._state[0], index, np.int32(len(batches)), inputs, keys)
         on_host = _fetched(outputs)
-        return [
-            lambda number=number, batch=batch: on_host()[number, : batch.rows] for number, batch in enumerate(batches)
-        ]
+
+        def finish(number: int, batch: StackedBatch) -> Array:
+            return on_host()[number, : batch.rows]
+
+        return [functools.partial(finish, number, batch) for number, batch in enumerate(batches)]
 
     def begin_backward(self, batches: Sequence[StackedBatch]) -> list[FinishBackward]:
         """Have XLA begin the backward passes and updates of several experts; what waits for each."""
@@ -144,7 +147,7 @@ class Stack:
             finite, input_grads = on_host()
             return finite[number], tuple(grad[number, : batch.rows] for grad in input_grads)
 
-        return [lambda number=number, batch=batch: finish(number, batch) for number, batch in enumerate(batches)]
+        return [functools.partial(finish, number, batch) for number, batch in enumerate(batches)]
 
     def most_together(self, rows: int) -> int:
         """The most experts of a program for so many rows of each."""
@@ -264,8 +267,10 @@ def why_not_alike(states: Sequence[State]) -> str:
     """Why these states cannot be stacked; empty: they can."""
     if not states or not jax.tree.leaves(states[0]):
         return "they have no state"
-    first, *others = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) for state in states)
-    if any(jax.tree.structure(other) != jax.tree.structure(first) or other != first for other in others):
+    first, *others = (
+        (jax.tree.structure(state), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]) for state in states
+    )
+    if any(other != first for other in others):
         return "their states differ in shape or type"
     return ""
 

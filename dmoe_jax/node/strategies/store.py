@@ -42,10 +42,15 @@ class Programs(Protocol):
 class Store(Protocol):
     """The state of one expert and what runs on it."""
 
-    programs: Programs
-    """Shared by all experts of this kind, optimiser and place."""
-    nbytes: int
-    """Bytes of its parameters and optimiser state, all parts together."""
+    @property
+    def programs(self) -> Programs:
+        """Shared by all experts of this kind, optimiser and place."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its parameters and optimiser state, all parts together."""
+        ...
 
     def read(self) -> State:
         """The state; valid until the next `begin_backward`."""
