@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +28,7 @@ class NodeConfig:
     """Calls of one method in progress at once, waiting ones included."""
     leave_timeout_s: float = 5.0
     """A node that leaves answers what it has accepted, for at most so many seconds; 0 drops it."""
-    strategy: Literal["auto", "single", "stacked"] = "auto"
+    strategy: str = "auto"
     """How experts are run: "single", each by programs of its own; "stacked", many of a kind by one program; "auto", as
     both measure when the node starts. See `dmoe_jax.node.strategies`."""
 

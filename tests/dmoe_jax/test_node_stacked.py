@@ -152,9 +152,9 @@ def test_states_are_held_once_and_changed_in_place(form: Form) -> None:
     """The single states are gone; an update's arrays lie where the old ones did, and XLA needs less room than a second
     copy of the stack takes."""
     held = sum(leaf.nbytes for leaf in jax.live_arrays())
-    backends, stack = stacked_backends(16, form=form)
+    backends, stack = stacked_backends(32, form=form)
     one = nbytes_of(backends[0].store.read())
-    assert sum(leaf.nbytes for leaf in jax.live_arrays()) - held == 16 * one == 16 * backends[0].nbytes
+    assert sum(leaf.nbytes for leaf in jax.live_arrays()) - held == 32 * one == 32 * backends[0].nbytes
     leaves = jax.tree.leaves(stack._state)
     pointers = {leaf.unsafe_buffer_pointer() for leaf in leaves}
     begin_together([(backend, Batch(inputs=(rows(2),), output_grads=rows(2))) for backend in backends[:2]])()
@@ -162,7 +162,7 @@ def test_states_are_held_once_and_changed_in_place(form: Form) -> None:
     assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(stack._state)} == pointers
     (program,) = stack.programs.backward.values()
     # Vmapped, the states of the two, their gradients and what becomes of them; looped, those of one.
-    assert program.memory_analysis().temp_size_in_bytes < 8 * one  # type: ignore[attr-defined]
+    assert program.memory_analysis().temp_size_in_bytes < 16 * one  # type: ignore[attr-defined]
 
 
 def test_loading_one_leaves_the_others_alone() -> None:

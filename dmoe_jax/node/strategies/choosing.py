@@ -14,7 +14,7 @@ from dmoe_jax.node.strategies.programs import Form
 from dmoe_jax.node.strategies.stack import Stack, StackedBatch, StackedStore, why_not_alike
 from dmoe_jax.node.strategies.store import SingleStore, State
 
-StrategyName = Literal["auto", "single", "stacked"]
+Strategy = Literal["single", "stacked"]
 
 TYPICAL_ROWS = 16
 TYPICAL_EXPERTS = 8
@@ -45,7 +45,7 @@ class Measured:
 class Choice:
     """How the experts of one kind are run in one place."""
 
-    strategy: Literal["single", "stacked"]
+    strategy: Strategy
     """Which."""
     why: str
     """The reason, in a sentence without its stop."""

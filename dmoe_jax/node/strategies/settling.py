@@ -14,7 +14,6 @@ from dmoe_jax.node.strategies.choosing import (
     TYPICAL_ROWS,
     Choice,
     Measured,
-    StrategyName,
     chosen_by,
     kinds_of,
     measure,
@@ -43,7 +42,7 @@ class Strategies:
         self,
         backends: dict[str, ExpertBackend],
         devices: Sequence[PlacedDevice],
-        strategy: StrategyName,
+        strategy: str,
         *,
         warm_up_rows: int,
         may_adopt: bool,
@@ -92,7 +91,7 @@ class Strategies:
         if stack_of(backends[0]) is not None:
             return Choice(strategy="stacked", why="they have been stacked before")
         if self._strategy != "auto":
-            return Choice(strategy=self._strategy, why="it was asked for")
+            return Choice(strategy="stacked" if self._strategy == "stacked" else "single", why="it was asked for")
         if self._why[uids]:
             return Choice(strategy="single", why=self._why[uids])
         if device.is_simulated:
