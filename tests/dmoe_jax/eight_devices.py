@@ -78,7 +78,7 @@ async def sixteen_experts_on_eight_devices(compilations: Compilations) -> None:
     """Each device has two; what they answer and learn is what one device does, and nothing is compiled meanwhile."""
     devices = node_devices(ThreadDevice(), "all", None)
     backends, alone = on(devices, "ffn.[0:16]"), on(devices[:1], "ffn.[0:16]")
-    async with open_rig(device=devices, backends=backends, config=NodeConfig(warm_up_rows=4)) as rig:
+    async with open_rig(device=devices, backends=backends, config=NodeConfig(warm_up_rows=4, strategy="single")) as rig:
         before = compilations.count
         answers = await ask_everyone(rig, list(backends))
         assert compilations.count == before
@@ -94,6 +94,28 @@ async def sixteen_experts_on_eight_devices(compilations: Compilations) -> None:
     assert all(each["busy_s"] > 0 for each in status["devices"])
     np.testing.assert_allclose(sum(each["busy_s"] for each in status["devices"]), status["busy_s"])
     print("sixteen experts on eight devices")
+
+
+async def stacked_on_eight_devices(compilations: Compilations) -> None:
+    """Each device has a stack of its two experts, which stays there; answers and states are those of single ones."""
+    devices = node_devices(ThreadDevice(), "all", None)
+    backends, alone = on(devices, "ffn.[0:16]"), on(devices[:1], "ffn.[0:16]")
+    uids = list(backends)
+    async with open_rig(device=devices, backends=alone, config=NodeConfig(warm_up_rows=4, strategy="single")) as rig:
+        expected = await ask_everyone(rig, uids)
+    async with open_rig(
+        device=devices, backends=backends, config=NodeConfig(warm_up_rows=4, strategy="stacked")
+    ) as rig:
+        settled = rig.node.status()["strategies"]
+        assert [(each["place"], each["experts"]) for each in settled] == [(f"cpu:{i}", 2) for i in range(8)]
+        assert {uid: leaf.devices() for uid in uids for leaf in jax.tree.leaves(backends[uid].state)} == {
+            uid: {jax.devices()[backends[uid].place.number]} for uid in uids
+        }
+        compiled = compilations.count
+        agree(await ask_everyone(rig, uids), expected, 1e-5)
+        assert compilations.count == compiled
+    agree([backends[uid].state for uid in uids], [alone[uid].state for uid in uids], 1e-5)
+    print("stacked on eight devices")
 
 
 async def two_devices_at_once() -> None:
@@ -251,6 +273,7 @@ def flat(tree: Any) -> list[tuple[str, Any]]:
 async def main() -> None:
     compilations = Compilations()
     await sixteen_experts_on_eight_devices(compilations)
+    await stacked_on_eight_devices(compilations)
     await two_devices_at_once()
     await an_expert_on_a_mesh(compilations)
     a_rule_of_ones_own()

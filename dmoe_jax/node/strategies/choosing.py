@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.strategies.buckets import bucket_of
 from dmoe_jax.node.strategies.programs import Form
-from dmoe_jax.node.strategies.stack import Stack, StackedBatch, StackedStore, why_not_alike
+from dmoe_jax.node.strategies.stack import Stack, StackedBatch, StackedStore, most_in_program, why_not_alike
 from dmoe_jax.node.strategies.store import SingleStore, State
 
 Strategy = Literal["single", "stacked"]
@@ -24,6 +25,9 @@ MOST_TRIED_BYTES = 256 << 20
 program: XLA takes longer for one of them than to start."""
 _MARGIN = 0.9
 """Of the time of `single`, which `stacked` must be below: it copies each state out and in, which other work slows."""
+_WORTH_S = 5e-3
+"""Of a batch of a single expert, beyond which the start of its program is nothing and `stacked` is not tried: it would
+have to be compiled."""
 _MIN_TURNS, _MAX_TURNS, _ENOUGH_S = 5, 21, 0.3
 
 
@@ -37,8 +41,8 @@ class Measured:
     """Rows of each one's batch."""
     single_s: float
     """Seconds with a program for each."""
-    stacked_s: float
-    """Seconds with one for all."""
+    stacked_s: float | None
+    """Seconds with one for all; None: it was not tried, since a batch takes so long that nothing would be gained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +86,13 @@ def why_single(backends: Sequence[ExpertBackend], *, may_adopt: bool) -> str:
 def chosen_by(measured: Measured) -> Choice:
     """The faster one, as far as the difference is more than nothing."""
     turn = f"{measured.experts} experts with {measured.rows} rows each take"
-    times = f"{1e3 * measured.stacked_s:.3g} ms by one program, {1e3 * measured.single_s:.3g} ms by one each"
+    single = f"{1e3 * measured.single_s:.3g} ms by programs of their own"
+    if measured.stacked_s is None:
+        why = f"{turn} {single}, beside which starting these is little"
+        return Choice(strategy="single", why=why, measured=measured)
+    why = f"{turn} {single}, {1e3 * measured.stacked_s:.3g} ms by one program"
     is_faster = measured.stacked_s < _MARGIN * measured.single_s
-    return Choice(strategy="stacked" if is_faster else "single", why=f"{turn} {times}", measured=measured)
+    return Choice(strategy="stacked" if is_faster else "single", why=why, measured=measured)
 
 
 def measure(backend: ExpertBackend, *, experts: int, rows: int, clock: Callable[[], float]) -> Measured | None:
@@ -97,25 +105,25 @@ def measure(backend: ExpertBackend, *, experts: int, rows: int, clock: Callable[
 
     Returns: None if batches of so many rows are too large to share a program.
     """
-    zeros = jax.tree.map(jnp.zeros_like, backend.params)
-    optimizer, place = backend.optimizer, backend.place
-    stores = [SingleStore(backend.expert, optimizer, zeros, place) for _ in range(experts)]
-    copies: list[State] = [jax.tree.map(jnp.copy, store.read()) for store in stores]
-    stack = Stack(backend.expert, optimizer, copies, place)
-    together = min(stack.most_together(rows), experts)
+    together = most_in_program(backend.expert, experts, bucket_of(rows))
     if together == 1:
         return None
+    together = min(together, experts)
+    zeros = jax.tree.map(jnp.zeros_like, backend.params)
+    stores = [SingleStore(backend.expert, backend.optimizer, zeros, backend.place) for _ in range(together)]
     specs = (*backend.expert.inputs, backend.expert.output)
     *inputs, grads = (np.zeros((rows, *spec.shape), jnp.dtype(spec.dtype)) for spec in specs)
-    batches = [StackedBatch(index=i, inputs=tuple(inputs), output_grads=grads) for i in range(together)]
 
     def single() -> None:
-        _wait([store.begin_backward(tuple(inputs), grads, None, 0.0) for store in stores[:together]])
+        _wait([store.begin_backward(tuple(inputs), grads, None, 0.0) for store in stores])
 
-    def stacked() -> None:
-        _wait(stack.begin_backward(batches))
-
-    single_s, stacked_s = _medians((single, stacked), clock)
+    (single_s,) = _medians([single], clock)
+    if single_s > together * _WORTH_S:
+        return Measured(experts=together, rows=rows, single_s=single_s, stacked_s=None)
+    copies: list[State] = [jax.tree.map(jnp.copy, store.read()) for store in stores]
+    stack = Stack(backend.expert, backend.optimizer, copies, backend.place)
+    batches = [StackedBatch(index=i, inputs=tuple(inputs), output_grads=grads) for i in range(together)]
+    single_s, stacked_s = _medians([single, lambda: _wait(stack.begin_backward(batches))], clock)
     return Measured(experts=together, rows=rows, single_s=single_s, stacked_s=stacked_s)
 
 

@@ -78,8 +78,8 @@ class Strategies:
     def status(self) -> list[dict[str, Any]]:
         """What was chosen for each kind in each place, as plain CBOR data.
 
-        Keys: `expert`, the kind's name; `place`; `experts`, how many; `strategy`; `why`; and if both were measured
-        `measured`: `experts` and `rows` of the turn, and its seconds `single_s` and `stacked_s`.
+        Keys: `expert`, the kind's name; `place`; `experts`, how many; `strategy`; `why`; and if it was measured
+        `measured`: `experts` and `rows` of the turn, and its seconds `single_s` and `stacked_s` (None: not tried).
         """
         return [
             {"expert": kind, "place": place, "experts": count, **asdict(choice)}

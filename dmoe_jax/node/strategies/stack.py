@@ -69,6 +69,8 @@ class StackPrograms:
     """By rows, batches, and whether there are dropout keys."""
     backward: dict[tuple[int, int, bool], Callable[..., Any]] = field(default_factory=dict)
     """Likewise."""
+    access: tuple[Callable[..., PyTree], Callable[..., PyTree]] | None = None
+    """What reads and what writes the state of one expert."""
 
 
 class Stack:
@@ -108,18 +110,19 @@ class Stack:
         self._lock = threading.Lock()
         self._one = jax.tree.map(self._shape_of, states[0])
         self._state = _stacked(states)
-        self._read, self._write = self._compiled_access()
 
     def read(self, index: int) -> State:
         """A copy of the state of one expert."""
+        program = self._access()[0]
         with self._lock:
-            return self._read(self._state, np.int32(index))
+            return program(self._state, np.int32(index))
 
     def write(self, index: int, saved: State) -> None:
         """Take up a state of one expert, see `Store.write`."""
         own = jax.tree.map(laid_out_like, self.read(index), saved)
+        program = self._access()[1]
         with self._lock:
-            self._state = self._write(self._state, np.int32(index), own)
+            self._state = program(self._state, np.int32(index), own)
 
     def begin_forward(self, batches: Sequence[StackedBatch]) -> list[FinishForward]:
         """Have XLA begin the forward passes of several experts; what waits for each."""
@@ -151,22 +154,18 @@ class Stack:
 
     def most_together(self, rows: int) -> int:
         """The most experts of a program for so many rows of each."""
-        return self._most_in(warm_bucket_of(rows, self.programs))
+        return most_in_program(self.expert, self.size, warm_bucket_of(rows, self.programs))
 
     def compile(self, bucket: int) -> None:
         """Compile for batches of so many rows, from shapes; may run beside the device."""
-        most = self._most_in(bucket)
+        most = most_in_program(self.expert, self.size, bucket)
         sizes = [most] if self.form == "looped" else [1 << power for power in range(most.bit_length())]
         for count in sizes:
             for has_keys in (False, True) if self.expert.takes_key else (False,):
                 self._forward(bucket, count, has_keys)
                 self._backward(bucket, count, has_keys)
+        self._access()
         self.programs.warm.add(bucket)
-
-    def _most_in(self, bucket: int) -> int:
-        row_bytes = max(1, *(_row_bytes(spec) for spec in (*self.expert.inputs, self.expert.output)))
-        bounds = MAX_TOGETHER, bucket_of(self.size), _MAX_ROWS // bucket, _MAX_BYTES // (bucket * row_bytes)
-        return _power_below(min(bounds))
 
     def _forward(self, rows: int, count: int, has_keys: bool) -> Callable[..., Any]:
         if (size := (rows, count, has_keys)) not in self.programs.forward:
@@ -182,16 +181,19 @@ class Stack:
             self.programs.backward[size] = jitted.lower(*arguments).compile()
         return self.programs.backward[size]
 
-    def _compiled_access(self) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
-        state = self._shapes()
-        read = jax.jit(self._functions.read).lower(state, _int32()).compile()
-        write = jax.jit(self._functions.write, donate_argnums=0).lower(state, _int32(), self._one).compile()
-        return read, write
+    def _access(self) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
+        """What reads and writes one expert."""
+        if self.programs.access is None:
+            state = self._shapes()
+            read = jax.jit(self._functions.read).lower(state, _int32()).compile()
+            write = jax.jit(self._functions.write, donate_argnums=0).lower(state, _int32(), self._one).compile()
+            self.programs.access = read, write
+        return self.programs.access
 
     def _joined(self, batches: Sequence[StackedBatch]) -> tuple[Array, int, Any]:
         """(which experts, rows of each, the arguments of a program behind `count`), batches and rows filled up."""
         rows = warm_bucket_of(max(batch.rows for batch in batches), self.programs)
-        most = self._most_in(rows)
+        most = most_in_program(self.expert, self.size, rows)
         if len(batches) > most:
             raise ValueError(f"expected at most {most} experts with {rows} rows in one program, got {len(batches)}")
         count = most if self.form == "looped" else bucket_of(len(batches))
@@ -255,6 +257,12 @@ class StackedStore:
     def warm_up_bucket(self, bucket: int, scratch: PyTree) -> PyTree:
         self.stack.compile(bucket)
         return scratch
+
+
+def most_in_program(expert: Expert, size: int, bucket: int) -> int:
+    """The most experts, of a stack of so many, that a program for this bucket takes; a power of two."""
+    row_bytes = max(1, *(_row_bytes(spec) for spec in (*expert.inputs, expert.output)))
+    return _power_below(min(MAX_TOGETHER, bucket_of(size), _MAX_ROWS // bucket, _MAX_BYTES // (bucket * row_bytes)))
 
 
 def form_for(place: Place) -> Form:
