@@ -22,6 +22,7 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from dmoe_jax.experts.base import Expert, TensorSpec
+from dmoe_jax.freed_memory import give_back
 from dmoe_jax.node.placement import Place
 from dmoe_jax.node.programs import nbytes_of
 from dmoe_jax.node.strategies.buckets import bucket_of
@@ -36,6 +37,8 @@ _MAX_ROWS = 512
 _MAX_BYTES = 1 << 20
 """Rows of one program, and bytes of each of its inputs; a single expert's may be more. Beyond it starting a program is
 little."""
+_LARGE_BYTES = 16 << 20
+"""Of a stacked array: so much freed memory is worth giving back to the system."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +299,8 @@ def _stacked(states: list[State]) -> PyTree:
     stacked = []
     while columns:
         stacked.append(jax.block_until_ready(_stack(*columns.pop(0))))
+        if stacked[-1].nbytes > _LARGE_BYTES:
+            give_back()  # what was freed lies in pieces too small for the next array
     return jax.tree.unflatten(structure, stacked)
 
 
