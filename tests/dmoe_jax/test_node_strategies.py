@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,15 +14,18 @@ from flax import linen as nn
 
 from dmoe_jax.cli import main
 from dmoe_jax.device import ThreadDevice
-from dmoe_jax.experts import expert_from_linen
+from dmoe_jax.experts import expert_from_functions, expert_from_linen
 from dmoe_jax.node.backend import ExpertBackend, make_backends, stack_of
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.expert_store import saved_uids
 from dmoe_jax.node.placement import Place
 from dmoe_jax.node.saving import ExpertSaver
-from dmoe_jax.node.strategies.choosing import Measured, chosen_by, measure
+from dmoe_jax.node.strategies import choosing
+from dmoe_jax.node.strategies.choosing import Measured, chosen_by, measure, stack_up
 from dmoe_jax.node.strategies.settling import Strategies
+from dmoe_jax.replicas.averaging import add_average
+from dmoe_jax.replicas.copies import CopyLayout
 from tests.dmoe_jax.node_rig import SGD, open_rig, rows
 from tests.dmoe_jax.test_node_turns import UIDS, TurnDevice, ask_all, backends
 
@@ -163,3 +167,44 @@ async def test_stacked_experts_are_saved_one_by_one(tmp_path: Path, autojump_clo
             states = {uid: jax.tree.map(np.asarray, backend.state) for uid, backend in experts.items()}
         assert experts["ffn.1"].update_count == number
     assert saved_uids(tmp_path) == ("ffn.1",)  # the others have learnt nothing
+
+
+async def test_what_fails_when_it_is_tried_is_single(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node serves; its log says why."""
+    monkeypatch.setattr(choosing, "_WORTH_S", 1e9)  # tried even on a machine that is busy
+    first: list[int] = []
+
+    def apply(params: Any, x: Any) -> Any:
+        if len(first) == 2:
+            raise RuntimeError("not like this")
+        return params["w"] * x
+
+    expert = expert_from_functions(lambda key: {"w": jnp.ones(4)}, apply, rows(1))
+    experts = make_backends({"odd.[0:2]": expert}, SGD, seed=0)
+    experts["odd.0"].warm_up_bucket(1)
+    first += [1, 2]
+    strategies = Strategies(experts, placed(ThreadDevice()), "auto", warm_up_rows=1, may_adopt=False)
+    await strategies.settle(lambda text: None)
+    (settled,) = strategies.status()
+    assert (settled["strategy"], settled["why"]) == ("single", "trying the other one raised RuntimeError")
+    assert "was tried and failed" in caplog.text
+    assert experts["odd.0"].backward([rows(1)], rows(1))[0].shape == (1, 4)
+
+
+def test_replicas_average_a_stacked_expert() -> None:
+    """As they do a single one: what came back less what was sent is added, and the others keep their states."""
+    stacked, single = dense(2), dense(2)
+    stack_up(list(stacked.values()))
+    for experts in (stacked, single):
+        backend = experts["ffn.1"]
+        backend.backward([rows(2)], rows(2))
+        layout = CopyLayout(backend.state)
+        sent = layout.vector(backend.state)
+        assert add_average(backend, layout, sent, sent + 1)
+        assert backend.update_count == 1
+    for uid in stacked:
+        jax.tree.map(
+            lambda own, other: np.testing.assert_allclose(own, other, rtol=1e-6), stacked[uid].state, single[uid].state
+        )

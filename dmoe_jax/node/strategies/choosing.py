@@ -117,13 +117,15 @@ def measure(backend: ExpertBackend, *, experts: int, rows: int, clock: Callable[
     def single() -> None:
         _wait([store.begin_backward(tuple(inputs), grads, None, 0.0) for store in stores])
 
-    (single_s,) = _medians([single], clock)
-    if single_s > together * _WORTH_S:
-        return Measured(experts=together, rows=rows, single_s=single_s, stacked_s=None)
+    (times,) = _timed([single], clock)
+    # The least: other processes compile at the same time, and a small expert must not be taken for a large one.
+    if min(times) > together * _WORTH_S:
+        return Measured(experts=together, rows=rows, single_s=statistics.median(times), stacked_s=None)
     copies: list[State] = [jax.tree.map(jnp.copy, store.read()) for store in stores]
     stack = Stack(backend.expert, backend.optimizer, copies, backend.place)
     batches = [StackedBatch(index=i, inputs=tuple(inputs), output_grads=grads) for i in range(together)]
-    single_s, stacked_s = _medians([single, lambda: _wait(stack.begin_backward(batches))], clock)
+    turns = [single, lambda: _wait(stack.begin_backward(batches))]
+    single_s, stacked_s = map(statistics.median, _timed(turns, clock))
     return Measured(experts=together, rows=rows, single_s=single_s, stacked_s=stacked_s)
 
 
@@ -140,8 +142,8 @@ def _wait(finishes: Sequence[Callable[[], Any]]) -> None:
         finish()
 
 
-def _medians(turns: Sequence[Callable[[], None]], clock: Callable[[], float]) -> list[float]:
-    """The median seconds of each, which take turns after one that does not count: it compiles."""
+def _timed(turns: Sequence[Callable[[], None]], clock: Callable[[], float]) -> list[list[float]]:
+    """The seconds of each, again and again: they alternate, after one round that does not count, since it compiles."""
     times: list[list[float]] = [[] for _ in turns]
     for turn in turns:
         turn()
@@ -150,4 +152,4 @@ def _medians(turns: Sequence[Callable[[], None]], clock: Callable[[], float]) ->
             started = clock()
             turn()
             own.append(clock() - started)
-    return [statistics.median(own) for own in times]
+    return times

@@ -107,7 +107,11 @@ class Strategies:
             experts,
         )
         if alike not in self._measured:
-            self._measured[alike] = await device.aside(_measured, backends[0], experts, self._rows)
+            try:
+                self._measured[alike] = await device.aside(_measured, backends[0], experts, self._rows)
+            except Exception as error:  # an expert of a user's own may raise anything
+                logger.warning("stacking experts %s was tried and failed", backends[0].expert.name, exc_info=error)
+                return Choice(strategy="single", why=f"trying the other one raised {type(error).__name__}")
         measured = self._measured[alike]
         if measured is None:
             return Choice(strategy="single", why=f"batches of {self._rows} rows are too large to share a program")
