@@ -219,8 +219,8 @@ def groups(pieces: Sequence[Piece], most: int) -> list[list[int]]:
 
 
 def test_batches_of_a_stack_share_programs() -> None:
-    """Up to 16 rows are alike; larger ones are filled up to twice their bucket at most, and no program is overfull."""
+    """Up to 16 rows they are filled up to four times their bucket, beyond to twice; and no program is overfull."""
     small = [Piece("a", bucket) for bucket in (1, 16, 4)]
-    assert groups([*small, Piece("b", 1), Piece(None, 1), Piece(None, 1)], 8) == [[0, 1, 2], [3], [4], [5]]
+    assert groups([*small, Piece("b", 1), Piece(None, 1), Piece(None, 1)], 8) == [[0], [1, 2], [3], [4], [5]]
     assert groups([Piece("a", bucket) for bucket in (1, 64, 32, 16, 128)], 8) == [[0], [1, 4], [2, 3]]
     assert groups([Piece("a", 1)] * 5, 2) == [[0, 1], [2, 3], [4]]

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-_ALIKE_ROWS = 16
-"""Up to so many rows a batch costs about as much as any other: what it costs is the optimiser's step."""
-_MOST_PADDING = 2
-"""Otherwise a batch is filled up to at most so many times its bucket."""
+_FEW_ROWS = 16
+"""Up to so many, what a batch costs is mostly the optimiser's step."""
+_MOST_PADDING, _MOST_PADDING_OF_FEW = 2, 4
+"""A batch is filled up to at most so many times its bucket."""
 
 
 class Piece(NamedTuple):
@@ -37,7 +37,7 @@ def grouped(pieces: Sequence[Piece], most_together: Callable[[int, int], int]) -
         while own:
             first = pieces[own[0]].bucket
             most = max(1, most_together(own[0], first))
-            least = 1 if first <= _ALIKE_ROWS else first // _MOST_PADDING
+            least = first // (_MOST_PADDING_OF_FEW if first <= _FEW_ROWS else _MOST_PADDING)
             group = [position for position in own if pieces[position].bucket >= least][:most]
             own = [position for position in own if position not in group]
             groups.append(sorted(group))

@@ -136,7 +136,7 @@ class Stack:
         on_host = _fetched(outputs)
 
         def finish(number: int, batch: StackedBatch) -> Array:
-            return on_host()[number, : batch.rows]
+            return _own_rows(on_host(), number, batch)
 
         return [functools.partial(finish, number, batch) for number, batch in enumerate(batches)]
 
@@ -151,7 +151,7 @@ class Stack:
 
         def finish(number: int, batch: StackedBatch) -> tuple[Array, tuple[Array, ...]]:
             finite, input_grads = on_host()
-            return finite[number], tuple(grad[number, : batch.rows] for grad in input_grads)
+            return finite[number], tuple(_own_rows(grad, number, batch) for grad in input_grads)
 
         return [functools.partial(finish, number, batch) for number, batch in enumerate(batches)]
 
@@ -314,6 +314,11 @@ def _fetched(results: PyTree) -> Callable[[], Any]:
         return found[0]
 
     return fetch
+
+
+def _own_rows(results: Array, number: int, batch: StackedBatch) -> Array:
+    """A copy: answers are remembered, and one of them shall not keep those of all experts."""
+    return results[number, : batch.rows].copy()
 
 
 def _filled(arrays: Sequence[Array | None], count: int, rows: int) -> Array | None:
