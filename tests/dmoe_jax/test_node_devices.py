@@ -45,7 +45,7 @@ def test_eight_devices() -> None:
     fits = "which does not fit the mesh data=2,model=4"
     assert done.stdout.splitlines() == [
         "sixteen experts on eight devices",
-        "stacked on eight devices",
+        "stacked on two devices",
         "two devices at once",
         "an expert on a mesh",
         "a rule of one's own",
