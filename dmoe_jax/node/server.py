@@ -123,9 +123,7 @@ class ExpertNode:
             max_wait_s=config.max_wait_s,
             recorder=self.recorder,
         )
-        self._strategies = Strategies(
-            backends, placed(device), config.strategy, warm_up_rows=config.warm_up_rows, may_adopt=bool(prototypes)
-        )
+        self._strategies = Strategies(backends, placed(device), config, may_adopt=bool(prototypes))
         self._replays: ReplayCache[Job] = ReplayCache(is_finished=lambda job: job.is_done)
         self._num_calls = 0  # accepted and not yet answered
         self._answered_all = trio.Event()  # set, and replaced, when there is none left
@@ -142,9 +140,9 @@ class ExpertNode:
         `waiting_rows` in the queue, seconds `uptime_s`, seconds `busy_s` in which devices worked on batches, `devices`,
         which is what each device does (see `DeviceRunners.status`) and sums up to the `batches`, `rows` and so on here,
         `strategies` by which they are run (see `Strategies.status`), `updates` of each expert, `steps`, the updates of
-        all experts since the start, and their mean `staleness`, None before the first; `answered` calls, their `rows`,
-        the seconds `call_s` that they spent here in all; what its listing says, such as `replicas`; and if it claims
-        experts `claims`, see `dmoe_jax.claims.claimer.Claimer.status`.
+        all of them since the start, and their mean `staleness`, None before the first; `answered` calls, their `rows`,
+        and the seconds `call_s` that they spent here; what its listing says, such as `replicas`; and if it claims
+        experts `claims`, see `Claimer.status`.
         """
         runner, counts, backends = self._runner, self._runner.counts, self._backends.values()
         steps = self._gone[0] + sum(backend.steps_here for backend in backends)

@@ -76,7 +76,9 @@ async def test_a_node_does_what_it_measured(compilations: Any) -> None:
     """Whichever was faster; and then nothing is compiled any more."""
     said: list[str] = []
     experts = dense(3, optax.adam(0.1))
-    strategies = Strategies(experts, placed(ThreadDevice()), "auto", warm_up_rows=2, may_adopt=False)
+    strategies = Strategies(
+        experts, placed(ThreadDevice()), NodeConfig(strategy="auto", warm_up_rows=2), may_adopt=False
+    )
     await strategies.settle(said.append)
     (settled,) = strategies.status()
     measured = settled["measured"]
@@ -134,9 +136,11 @@ async def test_what_cannot_be_stacked_is_single_or_refused(strategy: Any, autoju
     for experts, devices, may_adopt, why in cases:
         if strategy == "stacked":
             with pytest.raises(ValueError, match=f"the strategy stacked does not do for .*{why}"):
-                Strategies(experts, devices, strategy, warm_up_rows=2, may_adopt=may_adopt)
+                Strategies(experts, devices, NodeConfig(strategy=strategy, warm_up_rows=2), may_adopt=may_adopt)
         else:
-            strategies = Strategies(experts, devices, strategy, warm_up_rows=2, may_adopt=may_adopt)
+            strategies = Strategies(
+                experts, devices, NodeConfig(strategy=strategy, warm_up_rows=2), may_adopt=may_adopt
+            )
             await strategies.settle(lambda text: None)
             assert strategies.status()[0]["strategy"] == "single"
             assert why in strategies.status()[0]["why"]
@@ -185,7 +189,9 @@ async def test_what_fails_when_it_is_tried_is_single(
     experts = make_backends({"odd.[0:2]": expert}, SGD, seed=0)
     experts["odd.0"].warm_up_bucket(1)
     first += [1, 2]
-    strategies = Strategies(experts, placed(ThreadDevice()), "auto", warm_up_rows=1, may_adopt=False)
+    strategies = Strategies(
+        experts, placed(ThreadDevice()), NodeConfig(strategy="auto", warm_up_rows=1), may_adopt=False
+    )
     await strategies.settle(lambda text: None)
     (settled,) = strategies.status()
     assert (settled["strategy"], settled["why"]) == ("single", "trying the other one raised RuntimeError")

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dmoe_jax.node.backend import ExpertBackend, stack_of
+from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice
 from dmoe_jax.node.strategies.choosing import (
     MOST_TRIED_BYTES,
@@ -30,8 +31,8 @@ class Strategies:
     Args:
       backends: the experts that it begins with, by uid.
       devices: where they live.
-      strategy: "stacked" or "single" for all of them; "auto": what suits each kind.
-      warm_up_rows: rows for which programs are compiled before the node serves.
+      config: has the strategy for all of them, or "auto": what suits each kind; and the rows for which programs are
+        compiled before the node serves.
       may_adopt: experts come and go.
 
     Raises:
@@ -42,11 +43,11 @@ class Strategies:
         self,
         backends: dict[str, ExpertBackend],
         devices: Sequence[PlacedDevice],
-        strategy: str,
+        config: NodeConfig,
         *,
-        warm_up_rows: int,
         may_adopt: bool,
     ) -> None:
+        strategy, warm_up_rows = config.strategy, config.warm_up_rows
         self._devices, self._strategy, self._rows = devices, strategy, max(1, min(warm_up_rows, TYPICAL_ROWS))
         self._kinds = {tuple(uids): [backends[uid] for uid in uids] for uids in kinds_of(backends)}
         self._why = {uids: why_single(own, may_adopt=may_adopt) for uids, own in self._kinds.items()}
