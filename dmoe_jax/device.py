@@ -42,6 +42,9 @@ class Device(Protocol):
     """Whether `aside` leaves the device free. If not, compiling takes no time at all, as in virtual time, and nothing
     is gained by compiling before there is need."""
 
+    is_simulated: bool
+    """Whether its seconds are declared ones, so that a measurement would say nothing and make runs differ."""
+
     turn_s: float
     """Work of about so many seconds is worth one call of `run`: the way there and back costs as much as a small batch.
     0: the way costs nothing."""
@@ -86,6 +89,7 @@ class ThreadDevice:
     """
 
     compiles_aside = True
+    is_simulated = False
     turn_s = 2e-3
 
     def __init__(self, *, compiles_beside: bool = True) -> None:
@@ -151,6 +155,7 @@ class InlineDevice:
     """
 
     compiles_aside = False
+    is_simulated = True
     turn_s = 0.0
 
     def __init__(self, cost: Cost = CostModel()) -> None:
@@ -193,6 +198,7 @@ class AllDevices:
     def __init__(self, devices: Sequence[Device]) -> None:
         self._first, *self._others = devices
         self.compiles_aside = self._first.compiles_aside
+        self.is_simulated = self._first.is_simulated
         self.turn_s = self._first.turn_s
 
     @property

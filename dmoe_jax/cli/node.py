@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import trio
 import tyro
@@ -112,6 +112,9 @@ class NodeCommand(DhtCommand):
     """Compile for batches of up to this many samples before announcing the experts."""
     max_batch_rows: int = 256
     """Most samples of one XLA call."""
+    strategy: Literal["auto", "single", "stacked"] = "auto"
+    """How experts are run: single, each by programs of its own; stacked, many of a kind by one program, which pays for
+    small ones; auto, as both measure when the node starts."""
     devices: str | None = None
     """JAX devices of this machine over which the experts are spread, each expert on one: 0-7, 0,2,5 or all. Default:
     the first one."""
@@ -199,6 +202,10 @@ class NodeCommand(DhtCommand):
         self.processes.check(devices=self.devices)
         if self.processes.distributed is not None and (self.claim is not None or self.replicate):
             raise UsageError("--distributed does not go together with --claim or --replicate yet")
+        others = {"--claim": self.claim, "--mesh": self.mesh, "--distributed": self.processes.distributed}
+        for flag, value in others.items():
+            if self.strategy == "stacked" and value is not None:
+                raise UsageError(f"--strategy stacked does not go together with {flag}")
         return self._fault_plan()
 
     async def _begin(
@@ -233,6 +240,7 @@ class NodeCommand(DhtCommand):
             swarm=self.swarm,
             max_batch_rows=self.max_batch_rows,
             warm_up_rows=self.warm_up_rows,
+            strategy=self.strategy,
             announce_period_s=self.announce_period_s,
             record_lifetime_s=3 * self.announce_period_s,
         )
@@ -294,7 +302,7 @@ class NodeCommand(DhtCommand):
     def _programs(self) -> str:
         """What is compiled, told from what other nodes compile."""
         rates = [getattr(self, name) for name in (*_OF_ADAM, "freeze_experts", "warm_up_rows")]
-        return repr((self.kind, self.expert, self.route, self.optimizer, rates, self.devices, self.mesh))
+        return repr((self.kind, self.expert, self.route, self.optimizer, rates, self.strategy, self.devices, self.mesh))
 
     def _make_optimizer(self) -> "optax.GradientTransformation | None":
         """What the experts learn with; None: nothing is learnt."""

@@ -10,8 +10,9 @@ One gradient of finite numbers can make an expert NaN for everybody, for good. S
 changes nothing (`UpdateRejected`).
 """
 
-import math
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,8 +24,11 @@ from dmoe_jax.experts.base import Expert, init_by_uid, key_of_uid
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.node.orders import Order
 from dmoe_jax.node.placement import DEFAULT_PLACE, Place, spread
-from dmoe_jax.node.programs import expert_programs, nbytes_of, own_copy, state_nbytes
-from dmoe_jax.node.sharding import Layout, put, to_host
+from dmoe_jax.node.programs import expert_programs, state_nbytes
+from dmoe_jax.node.sharding import to_host
+from dmoe_jax.node.strategies.buckets import bucket_of, buckets_up_to
+from dmoe_jax.node.strategies.stack import Stack, StackedBatch, StackedStore
+from dmoe_jax.node.strategies.store import FinishBackward, Programs, SingleStore, Store
 from dmoe_jax.types import PyTree
 from net.types import Array
 
@@ -42,6 +46,22 @@ class UpdateRejected(ValueError):
     def __init__(self, reason: str) -> None:
         super().__init__(f"the {reason} is not finite")
         self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one expert is to compute at once: the arguments of `ExpertBackend.backward`, or of `forward`."""
+
+    inputs: tuple[Array, ...]
+    """Each [rows, ...]."""
+    output_grads: Array | None = None
+    """[rows, ...]; None: a forward pass."""
+    keys: Array | None = None
+    """uint32 [rows, 2], or None."""
+    seen: Array | None = None
+    """int64 [rows], or None; of a backward pass."""
+    requests: tuple[bytes, ...] = ()
+    """Likewise."""
 
 
 class ExpertBackend:
@@ -81,22 +101,25 @@ class ExpertBackend:
         """Those of them that this process took."""
         self.staleness_total = 0.0
         """The staleness of each of these, summed up."""
-        self.programs = expert_programs(expert, optimizer, place.layout)
-        """Shared by all experts of this kind, optimiser and layout."""
-        self._trains = optimizer is not None
-        if self.programs.init_opt_state is not None and self.programs.state is not None:
-            self._params = jax.tree.map(_laid_out, self.programs.state[0], params)
-            self._opt_state = self.programs.init_opt_state(self._params)
-        else:
-            self._params = jax.tree.map(own_copy, params)
-            self._opt_state = jax.tree.map(own_copy, optimizer.init(self._params)) if optimizer is not None else ()
-        self.nbytes = nbytes_of((self._params, self._opt_state))
+        self.optimizer = optimizer
+        """Steps it."""
+        self.store: Store = SingleStore(expert, optimizer, params, place)
+        """Where its state lies, and what runs on it. Replaced while no batch runs, where experts are stacked."""
+
+    @property
+    def programs(self) -> Programs:
+        """Shared by all experts of this kind, optimiser and place."""
+        return self.store.programs
+
+    @property
+    def nbytes(self) -> int:
         """Bytes of its parameters and optimiser state, all parts together."""
+        return self.store.nbytes
 
     @property
     def params(self) -> PyTree:
         """The current parameters. Valid until the next `backward`, which donates them."""
-        return self._params
+        return self.store.read()[0]
 
     @property
     def state(self) -> dict[str, PyTree]:
@@ -105,7 +128,8 @@ class ExpertBackend:
         Whatever spans processes is gathered, by all of them at once, and is NumPy arrays.
         """
         self._tell("gather")
-        state = jax.tree.map(_as_data, {"params": self._params, "opt_state": self._opt_state})
+        params, opt_state = self.store.read()
+        state = jax.tree.map(_as_data, {"params": params, "opt_state": opt_state})
         return jax.tree.map(to_host, state) if self.spans_processes else state
 
     @property
@@ -122,8 +146,7 @@ class ExpertBackend:
         if self.place.tell is not None:
             leaves = jax.tree.leaves((state["params"], state["opt_state"]))
             self._tell("load", number=update_count, state=tuple(map(np.asarray, leaves)))
-        own, saved = (self._params, self._opt_state), (state["params"], state["opt_state"])
-        self._params, self._opt_state = jax.tree.map(_laid_out_like, own, saved)
+        self.store.write((state["params"], state["opt_state"]))
         self.update_count = update_count
         if learnt_from is not None:
             self.learnt_from = dict.fromkeys(learnt_from)
@@ -140,10 +163,8 @@ class ExpertBackend:
     def begin_forward(self, inputs: Sequence[Array], keys: Array | None = None) -> Callable[[], tuple[Array, ...]]:
         """Have XLA begin a `forward`; what is returned waits for it, and returns the output as the only one."""
         self._tell("forward", inputs=tuple(inputs), keys=keys)
-        rows = inputs[0].shape[0]
-        padded, padded_keys = self._for_program((tuple(inputs), keys), rows)
-        output = self.programs.apply(self._params, padded, padded_keys)
-        return lambda: (np.asarray(output)[:rows],)
+        finish = self.store.begin_forward(tuple(inputs), keys)
+        return lambda: (finish(),)
 
     def backward(
         self,
@@ -181,25 +202,36 @@ class ExpertBackend:
         It must be called before anything else is done with this expert.
         """
         self._tell("backward", inputs=tuple(inputs), output_grads=output_grads, keys=keys, seen=seen)
-        rows = output_grads.shape[0]
-        staleness = 0.0 if seen is None else float(np.maximum(self.update_count - seen, 0).mean())
-        arguments = self._for_program((tuple(inputs), output_grads, keys, np.float32(staleness)), rows)
-        finite, input_grads, self._params, self._opt_state = self.programs.grad_and_update(
-            self._params, self._opt_state, *arguments
-        )
+        staleness = self.staleness_of(seen)
+        finish = self.store.begin_backward(tuple(inputs), output_grads, keys, staleness)
+        return lambda: self.count_update(*finish(), staleness=staleness, requests=requests)
 
-        def finish() -> tuple[Array, ...]:
-            update_finite, grads_finite = np.asarray(finite)
-            if not (update_finite and grads_finite):
-                raise UpdateRejected("input gradient" if update_finite else "update")
-            if self._trains:
-                self.update_count += 1
-                self.steps_here += 1
-                self.staleness_total += staleness
-                self._remember(requests)
-            return tuple(np.asarray(grad)[:rows] for grad in input_grads)
+    def staleness_of(self, seen: Array | None) -> float:
+        """The mean staleness of rows that have seen these update counts, see `backward`."""
+        return 0.0 if seen is None else float(np.maximum(self.update_count - seen, 0).mean())
 
-        return finish
+    def count_update(
+        self, finite: Array, input_grads: tuple[Array, ...], *, staleness: float, requests: Iterable[bytes]
+    ) -> tuple[Array, ...]:
+        """Take note of an update that its store has made, unless it is not finite; returns the gradients.
+
+        Args:
+          finite, input_grads: as of `Store.begin_backward`.
+          staleness: which the optimiser was told.
+          requests: names of the requests in it, see `learnt_from`.
+
+        Raises:
+          UpdateRejected: the update or a gradient is not finite; nothing was changed.
+        """
+        update_finite, grads_finite = finite
+        if not (update_finite and grads_finite):
+            raise UpdateRejected("input gradient" if update_finite else "update")
+        if self.optimizer is not None:
+            self.update_count += 1
+            self.steps_here += 1
+            self.staleness_total += staleness
+            self._remember(requests)
+        return input_grads
 
     def _remember(self, requests: Iterable[bytes]) -> None:
         self.learnt_from.update(dict.fromkeys(requests))
@@ -231,20 +263,9 @@ class ExpertBackend:
         """
         if bucket in self.programs.warm:
             return scratch
-        if self.place.layout is not None and self.programs.state is not None:
-            self._tell("compile", number=bucket)
-            self._compile(bucket, self.place.layout, *self.programs.state)
-            self._tell("meet")  # warm is what is warm in all processes
-            return scratch
-        specs = (*self.expert.inputs, self.expert.output)
-        *inputs, grads = (np.zeros((bucket, *spec.shape), spec.dtype) for spec in specs)
-        for keys in (None, np.zeros((bucket, 2), np.uint32)) if self.expert.takes_key else (None,):
-            if scratch is None:
-                scratch = jax.tree.map(jnp.zeros_like, (self._params, self._opt_state))
-            jax.block_until_ready(self.programs.apply(scratch[0], tuple(inputs), keys))
-            arguments = (*scratch, tuple(inputs), grads, keys, np.float32(0))
-            _, _, *scratch = jax.block_until_ready(self.programs.grad_and_update(*arguments))
-        self.programs.warm.add(bucket)
+        self._tell("compile", number=bucket)
+        scratch = self.store.warm_up_bucket(bucket, scratch)
+        self._tell("meet")  # warm is what is warm in all processes
         return scratch
 
     def obey(self, order: Order) -> None:
@@ -263,7 +284,7 @@ class ExpertBackend:
         elif order.kind == "gather":
             _ = self.state
         elif order.kind == "load":
-            params, opt_state = jax.tree.unflatten(jax.tree.structure((self._params, self._opt_state)), order.state)
+            params, opt_state = jax.tree.unflatten(jax.tree.structure(self.store.read()), order.state)
             self.load({"params": params, "opt_state": opt_state}, update_count=order.number)
         else:
             raise ValueError(f"an expert cannot obey an order to {order.kind}")
@@ -272,18 +293,6 @@ class ExpertBackend:
         """Tell the other processes that hold parts of this expert of what begins now."""
         if self.place.tell is not None:
             self.place.tell(Order(kind=kind, uid=self._uid, **work))
-
-    def _compile(self, bucket: int, layout: Layout, params: PyTree, opt_state: PyTree) -> None:
-        def shape(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
-            return layout.shape_for_program(shape, dtype)
-
-        specs = (*self.expert.inputs, self.expert.output)
-        *inputs, grads = (shape(bucket, *spec.shape, dtype=spec.dtype) for spec in specs)
-        for keys in (None, shape(bucket, 2, dtype=np.uint32)) if self.expert.takes_key else (None,):
-            self.programs.apply.lower(params, tuple(inputs), keys).compile()  # type: ignore[attr-defined]
-            arguments = params, opt_state, tuple(inputs), grads, keys, shape(dtype=np.float32)
-            self.programs.grad_and_update.lower(*arguments).compile()  # type: ignore[attr-defined]
-        self.programs.warm.add(bucket)
 
     def bucket_of(self, rows: int) -> int:
         """Rows of the program for a batch of so many: a power of two, times the parts into which rows are split."""
@@ -297,11 +306,64 @@ class ExpertBackend:
     def _row_parts(self) -> int:
         return 1 if self.place.layout is None else self.place.layout.mesh_shape.data
 
-    def _for_program(self, tree: PyTree, rows: int) -> Any:
-        """Padded to the smallest warm bucket for so many rows, if there is one, and where the program wants it."""
-        warm = (bucket for bucket in tuple(self.programs.warm) if bucket >= rows)
-        padded = _padded(tree, min(warm, default=self.bucket_of(rows)))
-        return padded if self.place.layout is None else self.place.layout.for_program(padded)
+
+def stack_of(backend: ExpertBackend) -> Stack | None:
+    """The stack that an expert lies in; None: it lies by itself."""
+    return backend.store.stack if isinstance(backend.store, StackedStore) else None
+
+
+def begin_together(
+    batches: Sequence[tuple[ExpertBackend, Batch]],
+) -> Callable[[], list[tuple[Array, ...] | UpdateRejected]]:
+    """Have XLA begin batches of different experts, of one stack if there are several; all forward, or all backward.
+
+    Returns: waits for them; the output or the input gradients of each batch, or why its update was rejected. What is
+      rejected changes nothing of the others.
+    """
+    if len(batches) > 1:
+        return _begin_stacked(batches)
+    ((backend, batch),) = batches
+    if batch.output_grads is None:
+        finish = backend.begin_forward(batch.inputs, batch.keys)
+    else:
+        finish = backend.begin_backward(batch.inputs, batch.output_grads, batch.keys, batch.seen, batch.requests)
+    return lambda: [_unless_rejected(finish)]
+
+
+def _begin_stacked(
+    batches: Sequence[tuple[ExpertBackend, Batch]],
+) -> Callable[[], list[tuple[Array, ...] | UpdateRejected]]:
+    stores = [backend.store for backend, _ in batches]
+    staleness = [backend.staleness_of(batch.seen) for backend, batch in batches]
+    stacked = [
+        StackedBatch(
+            index=store.index, inputs=batch.inputs, output_grads=batch.output_grads, keys=batch.keys, staleness=stale
+        )
+        for store, (_, batch), stale in zip(stores, batches, staleness, strict=True)
+        if isinstance(store, StackedStore)
+    ]
+    stack = stack_of(batches[0][0])
+    if stack is None or any(stack_of(backend) is not stack for backend, _ in batches):
+        raise ValueError("experts that share a program must lie in one stack")
+    if stacked[0].output_grads is None:
+        outputs = stack.begin_forward(stacked)
+        return lambda: [(finish(),) for finish in outputs]
+    begun = list(zip(stack.begin_backward(stacked), batches, staleness, strict=True))
+
+    def outcome(finish: FinishBackward, backend: ExpertBackend, batch: Batch, stale: float) -> tuple[Array, ...]:
+        return backend.count_update(*finish(), staleness=stale, requests=batch.requests)
+
+    return lambda: [
+        _unless_rejected(functools.partial(outcome, finish, backend, batch, stale))
+        for finish, (backend, batch), stale in begun
+    ]
+
+
+def _unless_rejected(finish: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...] | UpdateRejected:
+    try:
+        return finish()
+    except UpdateRejected as rejected:
+        return rejected
 
 
 def make_backends(
@@ -367,43 +429,5 @@ def make_backend(
     return ExpertBackend(expert, optimizer, params, place=place, uid=str(uid))
 
 
-def bucket_of(rows: int, parts: int = 1) -> int:
-    """Programs are compiled for these numbers of rows: the next power of two, of rows in each of so many parts."""
-    if rows < 1:
-        raise ValueError(f"a batch has at least one row, got {rows}")
-    return parts << (math.ceil(rows / parts) - 1).bit_length()
-
-
-def buckets_up_to(max_rows: int, parts: int = 1) -> tuple[int, ...]:
-    """Every bucket that batches of 1..max_rows rows can fall into, ascending."""
-    return tuple(parts << power for power in range((bucket_of(max_rows, parts) // parts).bit_length()))
-
-
 def _as_data(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-
-
-def _laid_out_like(own: Any, saved: Any) -> Any:
-    if jnp.issubdtype(own.dtype, jax.dtypes.prng_key):
-        keys = jax.random.wrap_key_data(jnp.array(saved), impl=jax.random.key_impl(own))
-        return jax.device_put(keys, own.sharding) if own.committed else keys
-    if not own.committed:
-        return jnp.array(saved, dtype=own.dtype)
-    # From the host: on the way there no device holds an array of which it shall have a part.
-    return put(np.asarray(saved, dtype=own.dtype), own.sharding)
-
-
-def _laid_out(shape: jax.ShapeDtypeStruct, leaf: Any) -> Any:
-    """A buffer of the backend's own, as `shape` says."""
-    own = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    return put(own.astype(shape.dtype) if own.dtype != shape.dtype else own, shape.sharding)
-
-
-def _padded(tree: PyTree, rows: int) -> Any:
-    """The tree with zero rows appended to each array that has fewer."""
-
-    def padded(array: Array) -> Array:
-        missing = rows - array.shape[0]
-        return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) if missing else array
-
-    return jax.tree.map(lambda leaf: padded(leaf) if leaf.ndim else leaf, tree)

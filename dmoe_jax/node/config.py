@@ -28,8 +28,13 @@ class NodeConfig:
     """Calls of one method in progress at once, waiting ones included."""
     leave_timeout_s: float = 5.0
     """A node that leaves answers what it has accepted, for at most so many seconds; 0 drops it."""
+    strategy: str = "auto"
+    """How experts are run: "single", each by programs of its own; "stacked", many of a kind by one program; "auto", as
+    both measure when the node starts. See `dmoe_jax.node.strategies`."""
 
     def __post_init__(self) -> None:
+        if self.strategy not in ("auto", "single", "stacked"):
+            raise ValueError(f"strategy must be one of auto, single, stacked, got {self.strategy!r}")
         if not 0 <= self.leave_timeout_s < math.inf:
             raise ValueError(f"leave_timeout_s must be 0 or a number of seconds, got {self.leave_timeout_s}")
         if not self.max_wait_s > 0:

@@ -58,7 +58,7 @@ def expert_programs(
     Raises:
       ValueError: if the optimiser cannot work on a node, see `check_optimizer`, or the layout does not fit the state.
     """
-    apply, grad_and_update = _functions(expert, optimizer)
+    apply, grad_and_update = functions_of(expert, optimizer)
     if layout is None:
         return ExpertPrograms(jax.jit(apply), jax.jit(grad_and_update, donate_argnums=(0, 1)), set())
     shapes = state_shapes(expert, optimizer)
@@ -100,10 +100,14 @@ def state_nbytes(expert: Expert, optimizer: optax.GradientTransformation | None)
 
 
 @functools.cache
-def _functions(
+def functions_of(
     expert: Expert, optimizer: optax.GradientTransformation | None
 ) -> tuple[Callable[..., Any], Callable[..., tuple[Any, tuple[Any, ...], PyTree, PyTree]]]:
-    """`apply` and `grad_and_update` before they are compiled: the same for every layout."""
+    """`apply` and `grad_and_update` of `ExpertPrograms` before they are compiled: the same for every layout.
+
+    Raises:
+      ValueError: if the optimiser cannot work on a node, see `check_optimizer`.
+    """
     if optimizer is not None:
         check_optimizer(expert, optimizer)
         optimizer = optax.with_extra_args_support(optimizer)

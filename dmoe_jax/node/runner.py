@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import cast
 
@@ -24,82 +24,18 @@ import numpy as np
 import trio
 
 from dmoe_jax.device import Device, DeviceTime
-from dmoe_jax.expert_calls import Answer
 from dmoe_jax.metrics.node import KINDS, NodeRecorder
-from dmoe_jax.node.backend import ExpertBackend, UpdateRejected
+from dmoe_jax.node.backend import Batch, ExpertBackend, UpdateRejected, begin_together, stack_of
 from dmoe_jax.node.batching import BatchQueue
-from dmoe_jax.node.requests import ExpertRequest
-from dmoe_jax.node.turns import BatchTimes, Finish, run_turn
+from dmoe_jax.node.job import Job
+from dmoe_jax.node.strategies.grouping import Piece, grouped
+from dmoe_jax.node.strategies.store import warm_bucket_of
+from dmoe_jax.node.turns import BatchTimes, run_turn
 from dmoe_jax.types import PyTree
-from net.errors import CallFailed, CallRefused, RemoteFailure
+from net.errors import CallRefused, RemoteFailure
 from net.types import Array
 
 logger = logging.getLogger(__name__)
-
-
-class Job:
-    """A part of a request on its way through the queue and the device.
-
-    Attributes:
-      kind: "forward" or "backward".
-      key: jobs of equal keys run together: (uid, kind, whether rows have dropout keys).
-      rows: how many it brings.
-      expected_s: seconds of the device that they will take, as far as that is known.
-      replay_key: names a backward request, who asked it and of which expert; None: it may be asked once only.
-      request: what was asked; gone when it is answered, so that a remembered job (replay) keeps its reply alone.
-      waiters: the calls that want the answer, each an event that is set when there is one.
-      is_done: there is an answer: `results` and the expert's count of `updates`, or an `error`.
-      arrived_at: when it came, by trio's clock.
-    """
-
-    __slots__ = (
-        "arrived_at",
-        "error",
-        "expected_s",
-        "is_done",
-        "key",
-        "kind",
-        "replay_key",
-        "request",
-        "results",
-        "rows",
-        "updates",
-        "waiters",
-    )
-
-    def __init__(self, request: ExpertRequest, replay_key: bytes | None = None) -> None:
-        self.request = request
-        self.replay_key = replay_key
-        self.kind = "forward" if request.output_grads is None else "backward"
-        self.key = (request.uid, self.kind, request.keys is not None)
-        self.rows = request.rows
-        self.expected_s = 0.0
-        self.waiters: list[trio.Event] = []
-        self.arrived_at = trio.current_time()
-        self.is_done = False
-        self.results: tuple[Array, ...] = ()
-        self.updates = 0
-        self.error: CallFailed | None = None
-
-    def answer(self, results: tuple[Array, ...], updates: int) -> None:
-        """It was computed."""
-        self.results, self.updates = results, updates
-        self._end()
-
-    def fail(self, error: CallFailed) -> None:
-        """It was not, or changed nothing."""
-        self.error = error
-        self._end()
-
-    def outcome(self) -> Answer | CallFailed:
-        """What became of it; of one that is done."""
-        return self.error or Answer(updates=self.updates, tensors=self.results)
-
-    def _end(self) -> None:
-        self.is_done = True
-        del self.request
-        for event in self.waiters:
-            event.set()
 
 
 @dataclass(slots=True)
@@ -240,8 +176,18 @@ class BatchRunner:
                 nursery.start_soon(self._run_cold, backend, jobs, backend.bucket_of(rows))
             else:
                 turn[jobs[0].request.uid] = jobs
-                expected_s += self._times.expected_s(self._size_of(jobs))
+                expected_s += self._expected_s(jobs, turn)
         return list(turn.values())
+
+    def _expected_s(self, jobs: Sequence[Job], turn: Iterable[str]) -> float:
+        """Seconds by which this batch makes the turn longer, which has those of these experts, its own among them."""
+        share, backend = self._times.expected_s(self._size_of(jobs)), self._backends[jobs[0].request.uid]
+        stack = stack_of(backend)
+        if stack is None or stack.form == "looped":
+            return share
+        # What is computed at the same time takes about as long as one: only when there is no room left it counts.
+        most = stack.most_together(_rows_of(jobs))
+        return 0.0 if sum(stack_of(self._backends[uid]) is stack for uid in turn) % most else most * share
 
     def _has_run(self, turn: Sequence[Sequence[Job]]) -> None:
         """These batches were answered."""
@@ -300,19 +246,38 @@ class BatchRunner:
                 await self._run_batch(jobs)
 
     async def _run_together(self, turn: Sequence[Sequence[Job]]) -> None:
+        """Have XLA begin all of it before anybody waits for the first; batches of one stack share a program."""
         started, spent = trio.current_time(), DeviceTime()
-        sizes = [self._size_of(jobs) for jobs in turn]
-        begins = [functools.partial(self._begin, jobs) for jobs in turn]
+        groups = [[turn[position] for position in group] for group in self._groups(turn)]
+        begins = [functools.partial(self._begin, group) for group in groups]
         try:
             outcomes = await self._device.run(run_turn, begins, time.perf_counter, spent=spent)
         finally:
             self.counts.busy_s += spent.seconds
-        for jobs, size, outcome in zip(turn, sizes, outcomes, strict=True):
-            if outcome.error is None:
-                self._note_time(jobs, size, outcome.seconds)
-                self._answer(jobs, outcome.results, started, outcome.seconds)
-            else:
-                await self._go_without(jobs, outcome.error)
+        for group, outcome in zip(groups, outcomes, strict=True):
+            share_s = outcome.seconds / len(group)
+            found = outcome.results or [outcome.error] * len(group)
+            for jobs, results in zip(group, found, strict=True):
+                if isinstance(results, Exception):
+                    await self._go_without(jobs, results)
+                else:
+                    self._note_time(jobs, self._size_of(jobs), share_s)
+                    self._answer(jobs, results, started, share_s)
+
+    def _groups(self, turn: Sequence[Sequence[Job]]) -> list[list[int]]:
+        """Which batches of a turn share a program."""
+        pieces = []
+        for jobs in turn:
+            backend, (_, *kind) = self._backends[jobs[0].request.uid], jobs[0].key
+            stack = stack_of(backend)
+            key = None if stack is None else (id(stack), *kind)
+            pieces.append(Piece(key, warm_bucket_of(_rows_of(jobs), backend.programs)))
+
+        def most_together(position: int, bucket: int) -> int:
+            stack = stack_of(self._backends[turn[position][0].request.uid])
+            return 1 if stack is None else stack.most_together(bucket)
+
+        return grouped(pieces, most_together)
 
     async def _run_batch(self, jobs: Sequence[Job]) -> None:
         started, spent, size = trio.current_time(), DeviceTime(), self._size_of(jobs)
@@ -368,9 +333,12 @@ class BatchRunner:
     async def _compute(self, jobs: Sequence[Job], spent: DeviceTime) -> tuple[Array, ...]:
         """Output, or gradients of the inputs, for the rows of all jobs; the device's seconds are added to `spent`."""
         backend = self._backends[jobs[0].request.uid]
-        inputs, grads, keys, seen = _joined(jobs)
+        batch = _joined(jobs)
+        inputs, keys, grads = batch.inputs, batch.keys, batch.output_grads
         if grads is not None:
-            return await self._device.run(backend.backward, inputs, grads, keys, seen, _names_of(jobs), spent=spent)
+            return await self._device.run(
+                backend.backward, inputs, grads, keys, batch.seen, batch.requests, spent=spent
+            )
         rows = inputs[0].shape[0]
         step = min(rows, self._row_limit(jobs[0].key))
         outputs = []
@@ -381,13 +349,9 @@ class BatchRunner:
             outputs.append(await self._device.run(backend.forward, own, own_keys, spent=spent))
         return (_stack(outputs),)
 
-    def _begin(self, jobs: Sequence[Job]) -> Finish:
-        """Have XLA begin a batch; in the device's thread."""
-        backend = self._backends[jobs[0].request.uid]
-        inputs, grads, keys, seen = _joined(jobs)
-        if grads is None:
-            return backend.begin_forward(inputs, keys)
-        return backend.begin_backward(inputs, grads, keys, seen, _names_of(jobs))
+    def _begin(self, group: Sequence[Sequence[Job]]) -> Callable[[], Sequence[tuple[Array, ...] | Exception]]:
+        """Have XLA begin batches that share a program, or one that has its own; in the device's thread."""
+        return begin_together([(self._backends[jobs[0].request.uid], _joined(jobs)) for jobs in group])
 
     def _refuse(self, job: Job, rejected: UpdateRejected) -> None:
         self.counts.rejected[rejected.reason] += 1
@@ -416,20 +380,21 @@ def _rows_of(jobs: Sequence[Job]) -> int:
     return sum(job.rows for job in jobs)
 
 
-def _names_of(jobs: Sequence[Job]) -> tuple[bytes, ...]:
-    """By which an expert remembers that it has learnt from these requests."""
-    return tuple(job.replay_key for job in jobs if job.replay_key is not None)
-
-
-def _joined(jobs: Sequence[Job]) -> tuple[list[Array], Array | None, Array | None, Array]:
-    """The rows of all jobs: inputs, gradients of the output if they have any, dropout keys likewise, and `seen`."""
+def _joined(jobs: Sequence[Job]) -> Batch:
+    """The rows of all jobs."""
     parts = [job.request for job in jobs]
-    inputs = [_stack(arrays) for arrays in zip(*(part.inputs for part in parts), strict=True)]
+    inputs = tuple(_stack(arrays) for arrays in zip(*(part.inputs for part in parts), strict=True))
     grads = [part.output_grads for part in parts if part.output_grads is not None]
     keys = [part.keys for part in parts if part.keys is not None]
-    # Not how stale they are: until the device has time for them, other batches may step the expert.
-    seen = np.repeat([part.seen for part in parts], [part.rows for part in parts])
-    return inputs, _stack(grads) if grads else None, _stack(keys) if keys else None, seen
+    return Batch(
+        inputs=inputs,
+        output_grads=_stack(grads) if grads else None,
+        keys=_stack(keys) if keys else None,
+        # Not how stale they are: until the device has time for them, other batches may step the expert.
+        seen=np.repeat([part.seen for part in parts], [part.rows for part in parts]),
+        # By which an expert remembers that it has learnt from these requests.
+        requests=tuple(job.replay_key for job in jobs if job.replay_key is not None),
+    )
 
 
 def _stack(arrays: Sequence[Array]) -> Array:

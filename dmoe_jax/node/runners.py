@@ -15,8 +15,9 @@ import trio
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.devices import PlacedDevice
+from dmoe_jax.node.job import Job
 from dmoe_jax.node.placement import bytes_by_place
-from dmoe_jax.node.runner import BatchCounts, BatchRunner, Job
+from dmoe_jax.node.runner import BatchCounts, BatchRunner
 from dmoe_jax.types import PyTree
 
 

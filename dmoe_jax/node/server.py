@@ -44,11 +44,12 @@ from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.batching import QueueFull
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
+from dmoe_jax.node.job import Job
 from dmoe_jax.node.listing import ExpertListing
 from dmoe_jax.node.replay import ReplayCache, name_of
 from dmoe_jax.node.requests import ExpertRequest, parse_request, uid_of
-from dmoe_jax.node.runner import Job
 from dmoe_jax.node.runners import DeviceRunners
+from dmoe_jax.node.strategies.settling import Strategies
 from dmoe_jax.types import PyTree
 from net.dht.node import DhtNode
 from net.errors import CallFailed, CallRefused, PeerBusy
@@ -122,6 +123,7 @@ class ExpertNode:
             max_wait_s=config.max_wait_s,
             recorder=self.recorder,
         )
+        self._strategies = Strategies(backends, placed(device), config, may_adopt=bool(prototypes))
         self._replays: ReplayCache[Job] = ReplayCache(is_finished=lambda job: job.is_done)
         self._num_calls = 0  # accepted and not yet answered
         self._answered_all = trio.Event()  # set, and replaced, when there is none left
@@ -137,10 +139,10 @@ class ExpertNode:
         calls served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
         `waiting_rows` in the queue, seconds `uptime_s`, seconds `busy_s` in which devices worked on batches, `devices`,
         which is what each device does (see `DeviceRunners.status`) and sums up to the `batches`, `rows` and so on here,
-        `updates` of each expert, `steps`, the updates of all experts since the start, and their mean `staleness`, None
-        before the first; `answered` calls, their `rows`, and the seconds `call_s` that they spent here in all; what its
-        listing says, such as `replicas`; and if it claims experts `claims`, see
-        `dmoe_jax.claims.claimer.Claimer.status`.
+        `strategies` by which they are run (see `Strategies.status`), `updates` of each expert, `steps`, the updates of
+        all of them since the start, and their mean `staleness`, None before the first; `answered` calls, their `rows`,
+        and the seconds `call_s` that they spent here; what its listing says, such as `replicas`; and if it claims
+        experts `claims`, see `Claimer.status`.
         """
         runner, counts, backends = self._runner, self._runner.counts, self._backends.values()
         steps = self._gone[0] + sum(backend.steps_here for backend in backends)
@@ -159,6 +161,7 @@ class ExpertNode:
             "call_s": counts.call_s,
             "waiting_rows": runner.waiting_rows,
             "devices": runner.status(),
+            "strategies": self._strategies.status(),
             "updates": {uid: self._backends[uid].update_count for uid in self._experts},
             "steps": steps,
             "staleness": staleness / steps if steps else None,
@@ -192,9 +195,11 @@ class ExpertNode:
 
         Calls are answered meanwhile, as soon as the program that they need is compiled.
         """
-        if cold := self._runner.cold_programs(self._prototypes):
+        if self._runner.cold_programs(self._prototypes):
             await self.introduce()
+        await self._strategies.settle(on_progress)
         scratch: dict[int, PyTree] = {}
+        cold = self._runner.cold_programs(self._prototypes)
         for number, (backend, bucket) in enumerate(cold, start=1):
             self.state = f"compiling {number} of {len(cold)}"
             on_progress(self.state)

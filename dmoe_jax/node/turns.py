@@ -8,16 +8,13 @@ takes is known from those of its size before it; one of an unknown size ends its
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
-
-from net.types import Array
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-Finish = Callable[[], tuple[Array, ...]]
-"""Waits for XLA and returns a batch's results."""
-Begin = Callable[[], Finish]
-"""Has XLA begin a batch."""
+Begin = Callable[[], Callable[[], Sequence[Any]]]
+"""Has XLA begin a program, which carries out one batch or several; what it returns waits for it, and returns what
+became of each batch."""
 
 _NEWEST = 0.2
 """Weight of the newest time in the mean: of the last five, about."""
@@ -25,26 +22,26 @@ _NEWEST = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a batch.
+    """What became of a program.
 
     Attributes:
-      results: the output, or the gradients of the inputs; none if it failed.
+      results: what its `Begin` says of each batch; none if it failed.
       error: why it failed; None: it did not.
       seconds: its share of the turn.
     """
 
-    results: tuple[Array, ...] = ()
+    results: Sequence[Any] = ()
     error: Exception | None = None
     seconds: float
 
 
-def run_turn(batches: Sequence[Begin], clock: Callable[[], float]) -> list[Outcome]:
-    """Begin all batches, then wait for one after the other. What one of them raises concerns that one alone.
+def run_turn(programs: Sequence[Begin], clock: Callable[[], float]) -> list[Outcome]:
+    """Begin all programs, then wait for one after the other. What one of them raises concerns that one alone.
 
-    The seconds of a batch, by `clock`, are those from the end of the one before it: their sum is that of the turn.
+    The seconds of a program, by `clock`, are those from the end of the one before it: their sum is that of the turn.
     """
     since = clock()
-    begun = [_tried(begin) for begin in batches]
+    begun = [_tried(begin) for begin in programs]
     outcomes = []
     for finish in begun:
         results = finish if isinstance(finish, Exception) else _tried(finish)

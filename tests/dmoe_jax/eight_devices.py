@@ -78,7 +78,7 @@ async def sixteen_experts_on_eight_devices(compilations: Compilations) -> None:
     """Each device has two; what they answer and learn is what one device does, and nothing is compiled meanwhile."""
     devices = node_devices(ThreadDevice(), "all", None)
     backends, alone = on(devices, "ffn.[0:16]"), on(devices[:1], "ffn.[0:16]")
-    async with open_rig(device=devices, backends=backends, config=NodeConfig(warm_up_rows=4)) as rig:
+    async with open_rig(device=devices, backends=backends, config=NodeConfig(warm_up_rows=4, strategy="single")) as rig:
         before = compilations.count
         answers = await ask_everyone(rig, list(backends))
         assert compilations.count == before
@@ -94,6 +94,27 @@ async def sixteen_experts_on_eight_devices(compilations: Compilations) -> None:
     assert all(each["busy_s"] > 0 for each in status["devices"])
     np.testing.assert_allclose(sum(each["busy_s"] for each in status["devices"]), status["busy_s"])
     print("sixteen experts on eight devices")
+
+
+async def stacked_on_two_devices(compilations: Compilations) -> None:
+    """Each has a stack of its two experts, which stays there; answers and states are those of single ones."""
+    devices = node_devices(ThreadDevice(), "2,5", None)
+    backends, alone = on(devices, "ffn.[0:4]"), on(node_devices(ThreadDevice(), "0", None), "ffn.[0:4]")
+    async with open_rig(
+        device=devices, backends=backends, config=NodeConfig(warm_up_rows=4, strategy="stacked")
+    ) as rig:
+        settled = rig.node.status()["strategies"]
+        assert [(each["place"], each["experts"]) for each in settled] == [("cpu:2", 2), ("cpu:5", 2)]
+        compiled = compilations.count
+        answers = await ask_everyone(rig, list(backends))
+        assert compilations.count == compiled
+    for number, (uid, backend) in enumerate(alone.items()):
+        x, grads = rows(3, WIDTH, seed=number), rows(3, WIDTH, seed=100 + number)
+        agree(answers[uid], [backend.forward([x]), *backend.backward([x], grads)], 1e-6)
+        agree(backends[uid].state, backend.state, 1e-6)
+        device = jax.devices()[(2, 5)[number % 2]]
+        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(backends[uid].state))
+    print("stacked on two devices")
 
 
 async def two_devices_at_once() -> None:
@@ -251,6 +272,7 @@ def flat(tree: Any) -> list[tuple[str, Any]]:
 async def main() -> None:
     compilations = Compilations()
     await sixteen_experts_on_eight_devices(compilations)
+    await stacked_on_two_devices(compilations)
     await two_devices_at_once()
     await an_expert_on_a_mesh(compilations)
     a_rule_of_ones_own()

@@ -15,10 +15,9 @@ from dmoe_jax.experts.dropout import row_keys_of_seed
 from dmoe_jax.node.backend import (
     ExpertBackend,
     UpdateRejected,
-    bucket_of,
-    buckets_up_to,
     make_backends,
 )
+from dmoe_jax.node.strategies.buckets import bucket_of, buckets_up_to
 
 EXPERT = feedforward(d_model=6)
 OPTIMIZER = optax.adam(1e-2)

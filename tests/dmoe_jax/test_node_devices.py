@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec
 from dmoe_jax.cli import main
 from dmoe_jax.device import AllDevices, CostModel, DeviceTime, InlineDevice
 from dmoe_jax.metrics.node import node_families
-from dmoe_jax.node.backend import ExpertBackend, bucket_of, buckets_up_to
+from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.devices import PlacedDevice, node_devices, placed
 from dmoe_jax.node.placement import Place, bytes_by_place, spread
 from dmoe_jax.node.runners import DeviceRunners
 from dmoe_jax.node.sharding import MeshShape, layouts_on, parse_devices, shard_largest_dimension
+from dmoe_jax.node.strategies.buckets import bucket_of, buckets_up_to
 from dmoe_jax.swarm import open_swarm
 from net.transport.sim import run, simulate
 from tests.dmoe_jax.node_rig import EXPERT, SGD, Rig, open_rig, rows
@@ -44,6 +45,7 @@ def test_eight_devices() -> None:
     fits = "which does not fit the mesh data=2,model=4"
     assert done.stdout.splitlines() == [
         "sixteen experts on eight devices",
+        "stacked on two devices",
         "two devices at once",
         "an expert on a mesh",
         "a rule of one's own",
