@@ -152,6 +152,13 @@ class Collaboration:
         coming = self._forming.coming
         return coming is not None and self._gathering_since is None and coming.group is not None
 
+    @property
+    def quiet_s(self) -> float:
+        """Seconds until groups form for the next step, as far as the swarm's progress foretells it; 0 if they do."""
+        if self._forming.coming is not None:
+            return 0.0
+        return max(0.0, self._forming.ends_at - self._config.lead_s - self._dht.clock.now())
+
     def report(self) -> Report:
         """What this peer says of itself."""
         now = self._dht.clock.now()
