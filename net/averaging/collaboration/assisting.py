@@ -72,7 +72,6 @@ async def assist_collaboration(
             role=Role.AUXILIARY,
             speeds=speeds,
             measures_line=measures_line,
-            quiet_s=lambda: math.inf,  # it hears of a step when groups form for it, some seconds before it
             nursery=nursery,
             rng=rng,
             config=config,

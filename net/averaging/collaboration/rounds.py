@@ -129,8 +129,8 @@ class StepAveraging:
       plan: of the peers' vectors; see `plan_of`.
       role: what this peer does. speeds: what is known of its line, for its share.
       measures_line: whether to find out the rest, in `nursery`; see `net.averaging.line.monitor`.
-      quiet_s: seconds until a group is to begin to average, as far as that is foretold.
       rng: draws what is drawn.
+      quiet_s: seconds until groups form again, as far as that is foretold: a measurement that does not fit is not begun.
       on_lost: somebody does not answer any more.
 
     Raises:
@@ -147,10 +147,10 @@ class StepAveraging:
         role: Role,
         speeds: Speeds,
         measures_line: bool,
-        quiet_s: Callable[[], float],
         nursery: trio.Nursery,
         rng: random.Random,
         config: RoundConfig,
+        quiet_s: Callable[[], float] = lambda: math.inf,
         on_lost: Callable[[PeerId], None] = lambda peer_id: None,
     ) -> None:
         self._caller = caller

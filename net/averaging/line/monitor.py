@@ -11,7 +11,8 @@ its own, and again every five minutes; what it finds is the least that its line 
 
 In a collaboration, where all average together step after step, a peer measures in its turn (`net.averaging.line.turns`)
 and in the time in which nobody averages. What is found is thrown away when something else was under way meanwhile: an
-averaging that begins ends the measurement at once, and so does another peer that measures against this one.
+averaging that begins ends the measurement at once, and so does another peer that measures against this one; and where
+round trips are longer than they have been nothing is measured.
 """
 
 import math
@@ -51,6 +52,9 @@ _TIMEOUT_S = 10.0
 _SPREAD_S = 20.0
 """Members of a group end a round together, and measure one after the other rather than all at once."""
 
+_IN_USE, _IN_USE_S = 2.0, 0.05
+"""A line is in use if a round trip takes longer than so many times the shortest of late, and so many seconds."""
+
 _WANTED = integer(0, _PIECE_BYTES)
 
 
@@ -82,7 +86,8 @@ class LineMonitor:
         caller.add_handler(self._method, self._serve, max_concurrent=_MAX_CALLS)
 
     def close(self) -> None:
-        """Serve no more calls."""
+        """Serve no more calls, and measure no more in turn."""
+        self._turn.cancel()
         self._caller.remove_handler(self._method)
 
     def speeds(self) -> Speeds:
@@ -150,7 +155,7 @@ class LineMonitor:
             self._is_measuring = True
             try:
                 with trio.move_on_after(MEASURING_S) as in_time:
-                    is_found = await self.measure(peers)
+                    is_found = await self.measure(peers, only_if_idle=True)
             finally:
                 self._is_measuring = False
             if in_time.cancelled_caught:
@@ -159,10 +164,13 @@ class LineMonitor:
                 self.outcomes["measured"] += 1
                 self._due = trio.current_time() + PERIOD_S
             else:
-                self.outcomes["nobody answered"] += 1
+                self.outcomes["nobody answered, or the line was in use"] += 1
 
-    async def measure(self, peers: Sequence[Contact]) -> bool:
+    async def measure(self, peers: Sequence[Contact], *, only_if_idle: bool = False) -> bool:
         """Exchange some bytes with a few of these peers. If nobody answers nothing is learnt, nor if it is cancelled.
+
+        Args:
+          only_if_idle: learn nothing if round trips show that the lines are in use, as by somebody who takes a state.
 
         Returns: whether something was learnt.
         """
@@ -170,8 +178,12 @@ class LineMonitor:
         found = await self._all(chosen, self._ask_for_nothing)
         # Once more: the first calls may have had to dial.
         found = await self._all([peer for peer, _ in found], self._ask_for_nothing)
-        if not found:
+        least = {peer: self._caller.bulk.path(peer.peer_id).round_trip_s for peer, _ in found}
+        is_idle = all(now_s <= _IN_USE * (least[peer] or now_s) + _IN_USE_S for peer, now_s in found)
+        if not found or (only_if_idle and not is_idle):
             return False
+        # With a round trip that is too long, because something else was on its way, the line would look too fast.
+        found = [(peer, min(now_s, least[peer] or now_s)) for peer, now_s in found]
         up, down = await self._rate(found, is_up=True), await self._rate(found, is_up=False)
         self._meter.carried(up=up, down=down, now=trio.current_time())
         return up is not None or down is not None
