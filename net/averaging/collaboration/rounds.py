@@ -130,7 +130,7 @@ class StepAveraging:
       role: what this peer does. speeds: what is known of its line, for its share.
       measures_line: whether to find out the rest, in `nursery`; see `net.averaging.line.monitor`.
       rng: draws what is drawn.
-      quiet_s: seconds until groups form again, as far as that is foretold: a measurement that does not fit is not begun.
+      quiet_s: seconds until groups form again, as far as is foretold: a measurement that does not fit is not begun.
       on_lost: somebody does not answer any more.
 
     Raises:
