@@ -45,7 +45,7 @@ class CollaborationConfig:
     "auto": a client where nobody can call, else a node."""
     speeds: Speeds = UNKNOWN
     """What this machine's line carries, for the share that it reduces."""
-    measures_line: bool = True
+    measures_line: bool = False
     """Whether to find out what `speeds` does not say of the line, every five minutes by up to 22 MB each way, exchanged
     with others of the group between two steps, one peer after the other. Where less than 12 s are left between an
     averaging and the forming of the next group nobody measures, and shares stay equal."""

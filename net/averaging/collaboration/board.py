@@ -121,8 +121,8 @@ class ProgressBoard:
     @property
     def is_followed(self) -> bool:
         """Whether somebody with gradients is behind, and takes what it lacks from others."""
-        own = self._own().standing
-        return any(each.gathers and each.standing < own for each in self._known(self._dht.clock.now()))
+        step = self._own().step
+        return any(each.gathers and each.step < step for each in self._known(self._dht.clock.now()))
 
     @property
     def view(self) -> Forecast:
