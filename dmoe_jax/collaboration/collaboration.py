@@ -42,6 +42,7 @@ class Collaboration:
         on_step: Callable[[GlobalStep], None],
     ) -> None:
         self._state = state
+        self._rounds = rounds
         self._caller = caller
         self._dht = dht
         self._role = role
@@ -142,6 +143,11 @@ class Collaboration:
         return {**facts(self.view, self._config.target_batch_size), "averaged_s": self._stepping.averaged_s}
 
     @property
+    def measurements(self) -> Mapping[str, int]:
+        """How many measurements of its line this peer has made, by what became of them."""
+        return self._rounds.measurements
+
+    @property
     def is_left_behind(self) -> bool:
         """Whether somebody is further, or in a chain that goes on where this one does not."""
         return self._forming.coming is None and self.view.leader is not None
@@ -151,6 +157,14 @@ class Collaboration:
         """Whether it averages with a group now, and waits for that."""
         coming = self._forming.coming
         return coming is not None and self._gathering_since is None and coming.group is not None
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds until groups form for the next step, as far as the swarm's progress foretells it; 0 if they do, or if
+        somebody is behind and takes the state, which measurements would hold up."""
+        if self._forming.coming is not None or self.board.is_followed:
+            return 0.0
+        return max(0.0, self._forming.ends_at - self._config.lead_s - self._dht.clock.now())
 
     def report(self) -> Report:
         """What this peer says of itself."""

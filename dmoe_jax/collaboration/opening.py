@@ -62,6 +62,7 @@ async def open_collaboration(
             role=role,
             speeds=config.speeds,
             measures_line=config.measures_line,
+            quiet_s=lambda: peer.quiet_s,
             nursery=nursery,
             rng=rng,
             config=config.rounds(),

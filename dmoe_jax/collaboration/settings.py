@@ -46,9 +46,10 @@ class CollaborationConfig:
     speeds: Speeds = UNKNOWN
     """What this machine's line carries, for the share that it reduces."""
     measures_line: bool = False
-    """Whether to find out what `speeds` does not say of the line, every five minutes by up to 22 MB each way,
-    exchanged with others of the group in the half minute after a step. Where steps come faster than that, averages and
-    measurements disturb each other, and what is found is too little: leave it off there."""
+    """Whether to find out what `speeds` does not say of the line, every five minutes by up to 22 MB each way, exchanged
+    with others of the group between two steps, one peer after the other. Where less than 12 s are left between an
+    averaging and the forming of the next group nobody measures, and shares stay equal. What it costs newcomers, who
+    take the state at that time, is not measured yet: hence off unless asked for."""
     compression: CompressionName = "none"
     """How numbers travel that this peer sends: its gradients, and the means that it reduces. What each may lose is said
     in `net.wire.compression`; whatever it is, all peers make the same step, to the last bit. Each may choose its own.

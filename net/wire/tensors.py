@@ -67,7 +67,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 """What may travel, by its name on the wire. A constant: nobody writes to it."""
 
-_NAMES = {each: name for name, dtype in DTYPES.items() for each in (dtype, dtype.newbyteorder(">"))}
+_NAMES = {each: name for name, dtype in DTYPES.items() for each in (dtype.newbyteorder("<"), dtype.newbyteorder(">"))}
 """The names again, by dtype in either byte order: NumPy takes ten calls to make one."""
 
 _BYTE_GAPS = tuple(bytes(size) for size in range(ALIGNMENT))

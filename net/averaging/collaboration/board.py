@@ -119,6 +119,12 @@ class ProgressBoard:
         return tuple(Contact(each.peer_id, each.address) for each in further if each.address is not None)
 
     @property
+    def is_followed(self) -> bool:
+        """Whether somebody with gradients is behind, and takes what it lacks from others."""
+        step = self._own().step
+        return any(each.gathers and each.step < step for each in self._known(self._dht.clock.now()))
+
+    @property
     def view(self) -> Forecast:
         """The swarm as of the last reading, extrapolated to now."""
         now = self._dht.clock.now()

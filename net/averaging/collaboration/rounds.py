@@ -24,7 +24,7 @@ import hashlib
 import math
 import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -112,9 +112,12 @@ def plan_of(*, size: int, side: int, schema: str, group_size: int | None = None)
     Raises:
       ValueError: size, side or group size is out of range.
     """
-    # The first line keeps those apart who bring their weights with the chunks, and those of earlier versions.
+    # The first line keeps those apart who bring their weights with the chunks, and cut the vector as `cautious` says,
+    # and those of earlier versions.
     grid = MoshpitGrid(side=side, dims=1)
-    return AveragingPlan.of(size=size, grid=grid, schema=f"weights with chunks\n{schema}", group_size=group_size)
+    return AveragingPlan.of(
+        size=size, grid=grid, schema=f"weights with chunks, unknown lines are slow\n{schema}", group_size=group_size
+    )
 
 
 class StepAveraging:
@@ -127,6 +130,7 @@ class StepAveraging:
       role: what this peer does. speeds: what is known of its line, for its share.
       measures_line: whether to find out the rest, in `nursery`; see `net.averaging.line.monitor`.
       rng: draws what is drawn.
+      quiet_s: seconds until groups form again, as far as is foretold: a measurement that does not fit is not begun.
       on_lost: somebody does not answer any more.
 
     Raises:
@@ -146,6 +150,7 @@ class StepAveraging:
         nursery: trio.Nursery,
         rng: random.Random,
         config: RoundConfig,
+        quiet_s: Callable[[], float] = lambda: math.inf,
         on_lost: Callable[[PeerId], None] = lambda peer_id: None,
     ) -> None:
         self._caller = caller
@@ -166,6 +171,8 @@ class StepAveraging:
         identical = replace(config.all_reduce, is_identical=True)
         self._all_reduce = AllReduce(caller, prefix=prefix, config=identical)
         self._settlement = Settlement(caller, prefix=prefix, rng=rng, config=config.settlement)
+        self._step = 0  # whose group was looked for last
+        self._quiet_s = quiet_s
         self._monitor: LineMonitor | None = None
         if measures_line:
             # Chance of its own, but not of another kind than all of this peer's: simulations repeat.
@@ -176,6 +183,16 @@ class StepAveraging:
         for part in (self._matchmaker, self._all_reduce, self._settlement, self._monitor):
             if part is not None:
                 part.close()
+
+    @property
+    def measurements(self) -> Mapping[str, int]:
+        """What became of this peer's measurements of its line, if it makes any."""
+        return {} if self._monitor is None else self._monitor.outcomes
+
+    def _disturb(self) -> None:
+        """Measure nothing beside an averaging."""
+        if self._monitor is not None:
+            self._monitor.disturb("a step began")
 
     async def find_group(
         self,
@@ -194,6 +211,8 @@ class StepAveraging:
           others: peers that begin at that time, too.
           fewest: how few members with gradients make a group, asked when it is to begin.
         """
+        self._step = step
+        self._disturb()
         me = Member(
             peer_id=self._caller.peer_id,
             address=None if self._role is Role.CLIENT else self._caller.address,
@@ -212,6 +231,7 @@ class StepAveraging:
             fewest=fewest,
         )
         if group is not None:
+            group = cautious(group)
             # From now on, though we may compute for a while: others who ask are told that we shall vote.
             self._settlement.open(group)
         return group
@@ -237,7 +257,11 @@ class StepAveraging:
         """
         if vector is not None and (vector.dtype != np.float32 or vector.shape != (self._size,)):
             raise ValueError(f"expected float32 [{self._size}], got {vector.dtype} {list(vector.shape)}")
+        step = self._step
+        self._disturb()
         averaged = await self._average(group, vector, weight, note)
+        if self._monitor is not None and averaged is not None and averaged.attempts:
+            self._monitor.measure_in_turn(group, step, self._nursery, self._quiet_s)
         self._patience = min(max((2.0 if averaged is None else _CALMING) * self._patience, 1.0), _MOST_PATIENT)
         self._settlement.silence_s = self._patience * self._config.settlement.silence_s
         return averaged
@@ -288,10 +312,7 @@ class StepAveraging:
             result = await self._all_reduce.run(
                 group, vector, size=self._size, weight=weight, group_size=self._group_size
             )
-        # Incomplete: the group averages once more, which measuring would disturb. How long it took tells
-        # nothing: others may have compressed what they sent.
-        if self._monitor is not None and result.complete:
-            self._monitor.measure_if_due(group, self._nursery)
+        # How long it took tells nothing of the line: others may have compressed what they sent.
         return result
 
     async def _watch(self, group: Group, member: Member) -> None:
@@ -305,6 +326,21 @@ class StepAveraging:
                 return
             except (CallFailed, RemoteProtocolError):
                 continue  # it lives
+
+
+def cautious(group: Group) -> Group:
+    """The group with unknown lines taken to be as slow as the slowest that is known of those who can reduce.
+
+    While peers find out what their lines carry, one after the other, a slow one that has not yet must not be given more
+    than an equal share because some are known to be fast. So it never is: nobody has a smaller share than the slowest.
+    """
+    reducers = [member.speeds for member in group.members if member.role is not Role.CLIENT]
+    least = Speeds(
+        up=min((each.up for each in reducers if each.up is not None), default=None),
+        down=min((each.down for each in reducers if each.down is not None), default=None),
+    )
+    members = tuple(replace(member, speeds=member.speeds.or_else(least)) for member in group.members)
+    return replace(group, members=members)
 
 
 def has_majority(group: Group, following: Group) -> bool:

@@ -8,10 +8,16 @@ whoever waits for others looks as slow as they are, and would for ever, since sh
 also asks a few of those whom it has met to take and to give some bytes, all at once and for nothing else: first a few,
 then four times as many, until they take a third of a second or come to 16 MiB. It does so after a round, at a moment of
 its own, and again every five minutes; what it finds is the least that its line carries between it and them together.
+
+In a collaboration, where all average together step after step, a peer measures in its turn (`net.averaging.line.turns`)
+and in the time in which nobody averages. What is found is thrown away when something else was under way meanwhile: an
+averaging that begins ends the measurement at once, and so does another peer that measures against this one; and where
+round trips are longer than they have been nothing is measured.
 """
 
 import math
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
@@ -19,6 +25,7 @@ import trio
 
 from net.averaging.grouping.group import Group, Role
 from net.averaging.line.meter import Answer, LineMeter, rate_of
+from net.averaging.line.turns import MEASURING_S, has_time, wait_of
 from net.averaging.speeds import Speeds
 from net.dht.calls import PEER_ERRORS
 from net.errors import CallRefused, RemoteProtocolError
@@ -45,6 +52,9 @@ _TIMEOUT_S = 10.0
 _SPREAD_S = 20.0
 """Members of a group end a round together, and measure one after the other rather than all at once."""
 
+_IN_USE, _IN_USE_S = 2.0, 0.05
+"""A line is in use if a round trip takes longer than so many times the shortest of late, and so many seconds."""
+
 _WANTED = integer(0, _PIECE_BYTES)
 
 
@@ -69,10 +79,15 @@ class LineMonitor:
         self._meter = LineMeter()
         self._due = -math.inf
         self._bytes = np.zeros(_PIECE_BYTES, np.uint8)
+        self._turn = trio.CancelScope()  # of the measurement in this peer's turn, or the wait for it
+        self._is_measuring = False
+        self.outcomes: Counter[str] = Counter()
+        """What became of the measurements in this peer's turn."""
         caller.add_handler(self._method, self._serve, max_concurrent=_MAX_CALLS)
 
     def close(self) -> None:
-        """Serve no more calls."""
+        """Serve no more calls, and measure no more in turn."""
+        self._turn.cancel()
         self._caller.remove_handler(self._method)
 
     def speeds(self) -> Speeds:
@@ -86,12 +101,14 @@ class LineMonitor:
 
     def is_due(self) -> bool:
         """Whether it is time for a measurement. Whoever is told so makes it: the next is due later."""
-        now = trio.current_time()
-        is_known = self._known.up is not None and self._known.down is not None
-        if is_known or now < self._due:
+        if not self._is_due():
             return False
-        self._due = now + PERIOD_S
+        self._due = trio.current_time() + PERIOD_S
         return True
+
+    def _is_due(self) -> bool:
+        is_known = self._known.up is not None and self._known.down is not None
+        return not is_known and trio.current_time() >= self._due
 
     def measure_if_due(self, group: Group, nursery: trio.Nursery) -> None:
         """If it is time, measure against the other members of a group, in `nursery`."""
@@ -105,15 +122,71 @@ class LineMonitor:
         await trio.sleep(self._rng.uniform(0.0, _SPREAD_S))
         await self.measure(peers)
 
-    async def measure(self, peers: Sequence[Contact]) -> None:
-        """Exchange some bytes with a few of these peers. If nobody answers nothing is learnt."""
+    def measure_in_turn(self, group: Group, step: int, nursery: trio.Nursery, quiet_s: Callable[[], float]) -> None:
+        """If it is time, measure against the other members of a group in this peer's turn, in `nursery`.
+
+        To be called when the group has settled an averaging. The next one must be told of by `disturb`.
+
+        Args:
+          step: number of what was averaged, the same in all members.
+          quiet_s: seconds for which nobody will average, as far as is foretold; asked when the turn comes.
+        """
+        others = [each for each in group.members if each.peer_id != self._caller.peer_id]
+        contacts = [each.contact for each in others if each.role is not Role.CLIENT]
+        wait_s = wait_of(group.index(self._caller.peer_id), step=step, num_members=len(group.members))
+        self._turn.cancel()
+        if contacts and self._is_due():
+            self._turn = trio.CancelScope()
+            nursery.start_soon(self._take_turn, contacts, self._turn, wait_s, quiet_s)
+
+    def disturb(self, why: str) -> None:
+        """Something else takes of the line from now on: nothing is measured beside it."""
+        if self._is_measuring:
+            self.outcomes[why] += 1
+        self._turn.cancel()
+
+    async def _take_turn(
+        self, peers: Sequence[Contact], turn: trio.CancelScope, wait_s: float, quiet_s: Callable[[], float]
+    ) -> None:
+        with turn:
+            await trio.sleep(wait_s)
+            if not has_time(quiet_s()):
+                return
+            self._is_measuring = True
+            try:
+                with trio.move_on_after(MEASURING_S) as in_time:
+                    is_found = await self.measure(peers, only_if_idle=True)
+            finally:
+                self._is_measuring = False
+            if in_time.cancelled_caught:
+                self.outcomes["it took too long"] += 1
+            elif is_found:
+                self.outcomes["measured"] += 1
+                self._due = trio.current_time() + PERIOD_S
+            else:
+                self.outcomes["nobody answered, or the line was in use"] += 1
+
+    async def measure(self, peers: Sequence[Contact], *, only_if_idle: bool = False) -> bool:
+        """Exchange some bytes with a few of these peers. If nobody answers nothing is learnt, nor if it is cancelled.
+
+        Args:
+          only_if_idle: learn nothing if round trips show that the lines are in use, as by somebody who takes a state.
+
+        Returns: whether something was learnt.
+        """
         chosen = self._rng.sample(list(peers), min(MAX_PEERS, len(peers)))
         found = await self._all(chosen, self._ask_for_nothing)
         # Once more: the first calls may have had to dial.
         found = await self._all([peer for peer, _ in found], self._ask_for_nothing)
-        if found:
-            up, down = await self._rate(found, is_up=True), await self._rate(found, is_up=False)
-            self._meter.carried(up=up, down=down, now=trio.current_time())
+        least = {peer: self._caller.bulk.path(peer.peer_id).round_trip_s for peer, _ in found}
+        is_idle = all(now_s <= _IN_USE * (least[peer] or now_s) + _IN_USE_S for peer, now_s in found)
+        if not found or (only_if_idle and not is_idle):
+            return False
+        # With a round trip that is too long, because something else was on its way, the line would look too fast.
+        found = [(peer, min(now_s, least[peer] or now_s)) for peer, now_s in found]
+        up, down = await self._rate(found, is_up=True), await self._rate(found, is_up=False)
+        self._meter.carried(up=up, down=down, now=trio.current_time())
+        return up is not None or down is not None
 
     async def _ask_for_nothing(self, peer: Contact) -> None:
         """A round trip without any load; it fails where the peer averages something else."""
@@ -169,4 +242,6 @@ class LineMonitor:
             wanted = _WANTED.of_untrusted(request.body, "wanted")
         except RemoteProtocolError as error:
             raise CallRefused(str(error)) from error
+        if self._is_measuring and (wanted or request.tensors):
+            self.disturb("another peer measured")
         return Reply(tensors=(self._bytes[:wanted],) if wanted else ())
