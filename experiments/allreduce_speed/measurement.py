@@ -23,7 +23,7 @@ SIDES = ("blocking", "rpc")
 
 RATIOS = (
     Ratio("allreduce_tls_ratio", "wall_s", "rpc_tls", "blocking_tls", "<=", 3.0),
-    Ratio("allreduce_plain_ratio", "wall_s", "rpc_plain", "blocking_plain", "<=", 4.0),
+    Ratio("allreduce_plain_ratio", "wall_s", "rpc_plain", "blocking_plain", "<=", 3.0),
 )
 MEMORY_BAR = Bar(name="memory_ratio", bound=2.5)
 """The most that a member may need, over the vector."""
