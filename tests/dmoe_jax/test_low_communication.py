@@ -362,8 +362,8 @@ def train_by_hosts(
     return params, states
 
 
-MANY = {f"{number:02}": np.tile(RNG.normal(size=2), (PEERS, 1)).astype(np.float32) for number in range(25)}
-"""So many arrays that two fragments have more than ten each: places are in the order of numbers and not of text."""
+MANY = {f"{number:02}": np.tile(RNG.normal(size=2), (PEERS, 1)).astype(np.float32) for number in range(12)}
+"""So many arrays that a fragment has the places 1, 4, 7 and 10: in the order of numbers and not of text."""
 
 
 @pytest.mark.parametrize(("overlap", "mixing", "fragments"), [(0, 0.0, 3), (2, 0.5, 3), (4, 0.3, 2), (1, 1.0, 1)])
