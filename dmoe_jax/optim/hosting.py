@@ -77,9 +77,12 @@ def averaging_due(opt_state: PyTree, fragment: int | None = None) -> bool:
       opt_state: of the optimiser, or of what is composed around it.
       fragment: of which one; None: of any.
     """
-    due = host_state(opt_state).due
+    state = host_state(opt_state)
+    due = state.due
     if due is None:
         return False
+    if isinstance(state, StreamingDiLoCoState) and state.arrived is not None:
+        due = due & ~state.arrived  # what came late waits for its update, and is used before the fragment leaves again
     return bool(due.any() if fragment is None or due.ndim == 0 else due[fragment])
 
 

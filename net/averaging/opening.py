@@ -41,6 +41,13 @@ def _role_of(caller: Caller, role: Role | None) -> Role:
     return role
 
 
+def _check_sparse(sparse: SparseLayout, role: Role, grid: MoshpitGrid, config: AveragerConfig) -> None:
+    """Refuse what cannot be done with sparse vectors. Raises `ValueError`."""
+    if role is Role.AUXILIARY:
+        raise ValueError("sparse vectors are gathered and not reduced: an auxiliary peer has nothing to do for them")
+    sparse.check_memory(grid.side, config.gather)
+
+
 async def _download(monitor: LineMonitor | None, *args: Any, **settings: Any) -> SharedState | None:
     """A whole state, by `download_state`; what it tells of this peer's line is noted."""
     began = trio.current_time()
@@ -153,11 +160,7 @@ async def open_planned_averager(
         raise ValueError(f"cells go from 0 to {grid.num_cells - 1}, got {cell}")
     role = _role_of(caller, role)
     if sparse is not None:
-        if role is Role.AUXILIARY:
-            raise ValueError(
-                "sparse vectors are gathered and not reduced: an auxiliary peer has nothing to do for them"
-            )
-        sparse.check_memory(grid.side, config.gather)
+        _check_sparse(sparse, role, grid, config)
     async with AsyncExitStack() as stack:
         # Each serves calls from its making on, until it is closed; then the prefix is free again.
         matchmaker = Matchmaker(caller, dht, prefix=prefix, grid=grid, schema=agreed, rng=rng, config=config.assembly)

@@ -430,3 +430,20 @@ def test_what_is_lost_or_late_costs_nothing_that_was_learnt(make: Any) -> None:
         # Nesterov's first step is 0.4 * (1 + 0.9) * 2 = 1.52; half of 6 and half of that.
         np.testing.assert_allclose(met["w"], 0.5 * 6 + 0.5 * 1.52, rtol=1e-6)
     np.testing.assert_allclose(alone["w"], 6.0)
+
+
+def test_a_fragment_that_waits_to_be_used_does_not_leave_again() -> None:
+    """A round that began late is not over its overlap when the fragment's next turn comes: first it is used."""
+    optimizer = streaming_diloco(optax.sgd(1.0), every=6, fragments=1, overlap=5)
+    params = {"w": jnp.zeros(1)}
+    state = optimizer.init(params)
+    left_at = []
+    for step in range(1, 19):
+        updates, state = optimizer.update({"w": jnp.full(1, -1.0)}, state, params)
+        params = optax.apply_updates(params, updates)
+        if step >= 10 and averaging_due(state):  # the host was busy until then
+            sent = what_to_send(state, params)
+            left_at.append(step)
+            state = with_average(state, sent, sent.tree)
+    # Due since 6; what left at 10 is used at 15, though the next turn was at 12; then at 20 what left at 15.
+    assert left_at == [10, 15]
