@@ -248,11 +248,38 @@ class _Moshpit:
         if not without_gradient:
             state = counted(state, grads, samples if self.weighted else None, self.every)
         if self.average is None:
-            arrived, state = state.arrived, state._replace(arrived=jnp.zeros((), bool))
-            return jax.lax.cond(arrived, apply, lambda _, *kept: kept, state.incoming, updates, state)
+            return self._apply_if_arrived(apply, updates, state)
         if self.every == 1 and not without_gradient:
             return average_now(updates, state)  # no branch around what may be a collective operation
         return jax.lax.cond(state.due, average_now, lambda *kept: kept, updates, state)
+
+    def _apply_if_arrived(
+        self,
+        apply: Callable[[PyTree, PyTree, MoshpitState], tuple[PyTree, MoshpitState]],
+        updates: PyTree,
+        state: MoshpitState,
+    ) -> tuple[PyTree, MoshpitState]:
+        """The update with what the host brought, if there is any.
+
+        XLA copies whatever goes through a branch, at each update: only what an average changes does, and nothing where
+        the average is merely added. Adam's state alone is twice the model.
+        """
+        assert state.arrived is not None
+        if self.what == "parameters":
+            added, _ = apply(state.incoming, updates, state)
+            updates = optax.tree.where(state.arrived, added, updates)
+            return updates, state._replace(arrived=jnp.zeros((), bool))
+        changing = ("inner",) if self.what == "gradients" else ("anchor", "outer")
+
+        def with_incoming(incoming: PyTree, updates: PyTree, changed: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
+            updates, after = apply(incoming, updates, state._replace(**changed))
+            return updates, {name: getattr(after, name) for name in changing}
+
+        changed = {name: getattr(state, name) for name in changing}
+        updates, changed = jax.lax.cond(
+            state.arrived, with_incoming, lambda _, *kept: kept, state.incoming, updates, changed
+        )
+        return updates, state._replace(arrived=jnp.zeros((), bool), **changed)
 
 
 def _outer_step(

@@ -75,8 +75,8 @@ def measure(run: Run[WanSettings]) -> None:
     """Turns with and without averaging, for each period."""
     settings = run.settings
     with open_helpers("experiments.wan.partner", [{"num_params": settings.loop_params}]) as (partner,):
-        for period_s in settings.loop_periods_s:
-            for turn in range(settings.loop_turns):
+        for period_s in settings.chosen_loop_periods_s:
+            for turn in range(settings.chosen_loop_turns):
                 # Which of the two comes first changes from turn to turn: what drifts counts for both.
                 order = (False, True) if turn % 2 else (True, False)
                 found = {averages: trio.run(_turn, settings, partner.hello["contact"], period_s, averages)

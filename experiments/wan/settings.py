@@ -63,14 +63,20 @@ class WanSettings(Settings):
     """Parameters of the model of `loop`, about."""
     loop_s: float = 30.0
     """Seconds of each turn of `loop`, at least."""
+    loop_periods_s: tuple[float, ...] = (1.0, 5.0, 30.0)
+    """Seconds between two averages of `loop`; with --quick at most the first two."""
+    loop_turns: int = 8
+    """Turns of `loop`, with and without averaging each, at every period; with --quick at most two."""
     kills: int = 6
     """Peers killed at each round trip of `kill`; with --quick at most three."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "mib", "rounds", "state_mib", "budget_mib", "seeds", "kills", "loop_params")
+        self.require_at_least(1, "mib", "rounds", "state_mib", "budget_mib", "seeds", "kills", "loop_params", "loop_turns")
         self.require_above(1, "minutes")
         self.require_above(0, "loop_s")
+        if not self.loop_periods_s or min(self.loop_periods_s) <= 0:
+            raise ValueError(f"--loop-periods-s needs numbers above 0, one at least; got {self.loop_periods_s}")
         if not 2 <= self.peers <= 64:
             raise ValueError(f"--peers must be 2 to 64, got {self.peers}")
         if not 2 <= self.donors <= 8:
@@ -109,11 +115,11 @@ class WanSettings(Settings):
         return (2**15,) if self.quick else (2**15, 2**17)
 
     @property
-    def loop_periods_s(self) -> tuple[float, ...]:
+    def chosen_loop_periods_s(self) -> tuple[float, ...]:
         """Seconds between two averages of `loop`."""
-        return (1.0, 5.0) if self.quick else (1.0, 3.0, 10.0, 30.0)
+        return self.loop_periods_s[: 2 if self.quick else None]
 
     @property
-    def loop_turns(self) -> int:
-        """Of `loop`, with and without averaging each, at every period."""
-        return 2 if self.quick else 8
+    def chosen_loop_turns(self) -> int:
+        """Of `loop`, at each period."""
+        return min(self.loop_turns, 2) if self.quick else self.loop_turns
