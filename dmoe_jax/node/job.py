@@ -1,5 +1,7 @@
 """A part of a request on its way through a node."""
 
+from collections.abc import Callable
+
 import trio
 
 from dmoe_jax.expert_calls import Answer
@@ -18,7 +20,7 @@ class Job:
       expected_s: seconds of the device that they will take, as far as that is known.
       replay_key: names a backward request, who asked it and of which expert; None: it may be asked once only.
       request: what was asked; gone when it is answered, so that a remembered job (replay) keeps its reply alone.
-      waiters: the calls that want the answer, each an event that is set when there is one.
+      waiters: of the calls that want the answer, each called when there is one.
       is_done: there is an answer: `results` and the expert's count of `updates`, or an `error`.
       arrived_at: when it came, by trio's clock.
     """
@@ -45,7 +47,7 @@ class Job:
         self.key = (request.uid, self.kind, request.keys is not None)
         self.rows = request.rows
         self.expected_s = 0.0
-        self.waiters: list[trio.Event] = []
+        self.waiters: list[Callable[[], None]] = []
         self.arrived_at = trio.current_time()
         self.is_done = False
         self.results: tuple[Array, ...] = ()
@@ -69,5 +71,6 @@ class Job:
     def _end(self) -> None:
         self.is_done = True
         del self.request
-        for event in self.waiters:
-            event.set()
+        waiters, self.waiters = self.waiters, []
+        for tell in waiters:
+            tell()

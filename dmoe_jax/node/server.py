@@ -1,7 +1,7 @@
 """The expert node: serves experts to trainers, batch by batch.
 
-Theory of operation. Each call is checked and becomes a job in the queue of a `BatchRunner`, which runs batches on a
-device, off the event loop; each device, or mesh of devices, has one for the experts that live there. While a batch
+Theory of operation. Each call is checked and becomes a job (`dmoe_jax.node.answering`) in the queue of a `BatchRunner`,
+which runs batches on a device, off the event loop; each device, or mesh of devices, has one for the experts that live there. While a batch
 runs, further requests gather, so a busy node makes larger batches by itself.
 The node lists its experts in the DHT. Jobs whose caller has given up leave the queue before they cost anything.
 
@@ -26,7 +26,6 @@ RPC methods (body -> body):
   node.status      {} -> counters, see `ExpertNode.status`
 """
 
-import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import asdict
@@ -35,25 +34,21 @@ from typing import Any
 import trio
 
 from dmoe_jax.device import Device
-from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, answer_of
 from dmoe_jax.freed_memory import give_back
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.announcements import Announcements, LoadReport
+from dmoe_jax.node.answering import Answering
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.batching import QueueFull
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
-from dmoe_jax.node.job import Job
 from dmoe_jax.node.listing import ExpertListing
-from dmoe_jax.node.replay import ReplayCache, name_of
-from dmoe_jax.node.requests import ExpertRequest, parse_request, uid_of
+from dmoe_jax.node.requests import uid_of
 from dmoe_jax.node.runners import DeviceRunners
 from dmoe_jax.node.strategies.settling import Strategies
 from dmoe_jax.types import PyTree
 from net.dht.node import DhtNode
-from net.errors import CallFailed, CallRefused, PeerBusy
-from net.identity import Contact, PeerId
+from net.identity import Contact
 from net.nursery import background_nursery
 from net.rpc.base import Caller, Handler, Reply, Request, handlers
 
@@ -100,13 +95,6 @@ class ExpertNode:
         """What it says of its claims, if it claims experts, see `dmoe_jax.claims`; `room` and `scope` among it."""
         self.warm = trio.Event()
         """Set when its programs are compiled and its experts announced."""
-        self.handlers: Mapping[str, Handler] = {
-            "expert.info": self._info,
-            FORWARD: functools.partial(self._compute, backward=False),
-            BACKWARD: functools.partial(self._compute, backward=True),
-            "node.status": self._status,
-        }
-        """Its RPC methods."""
         self._announcements = Announcements(
             dht, contact, swarm=config.swarm, lifetime_s=config.record_lifetime_s, listing=listing
         )
@@ -123,12 +111,17 @@ class ExpertNode:
             max_wait_s=config.max_wait_s,
             recorder=self.recorder,
         )
+        self._answering = Answering(
+            self._experts, backends, self._runner, max_rows=config.max_batch_rows, recorder=self.recorder
+        )
         self._strategies = Strategies(backends, placed(device), config, may_adopt=bool(prototypes))
-        self._replays: ReplayCache[Job] = ReplayCache(is_finished=lambda job: job.is_done)
-        self._num_calls = 0  # accepted and not yet answered
-        self._answered_all = trio.Event()  # set, and replaced, when there is none left
+        self.handlers: Mapping[str, Handler] = {
+            "expert.info": self._info,
+            **self._answering.handlers,
+            "node.status": self._status,
+        }
+        """Its RPC methods."""
         self._started_at = trio.current_time()
-        self._counts = {"forward": 0, "backward": 0, "busy": 0, "replayed": 0}
         self._gone = (0, 0.0)  # steps and staleness of experts that were given up
         self._load = LoadReport(self._started_at)
 
@@ -148,7 +141,7 @@ class ExpertNode:
         steps = self._gone[0] + sum(backend.steps_here for backend in backends)
         staleness = self._gone[1] + sum(backend.staleness_total for backend in backends)
         status = {
-            **self._counts,
+            **self._answering.counts,
             "batches": counts.batches,
             "failed": counts.failed,
             "rejected": dict(counts.rejected),
@@ -173,6 +166,7 @@ class ExpertNode:
         """Serve and announce for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._runner.run)
+            nursery.start_soon(self._answering.run)
             nursery.start_soon(self._tidy)
             while True:
                 await trio.sleep(self.config.announce_period_s)
@@ -270,11 +264,11 @@ class ExpertNode:
         """From now on refuse forward and backward calls: this node leaves. Those that it has accepted go on, and what
         was asked before may be asked again."""
         self.state = "leaving"
+        self._answering.is_leaving = True
 
     async def answer_accepted(self) -> None:
         """Return when every call that was accepted is answered, or given up by its caller."""
-        while self._num_calls:
-            await self._answered_all.wait()
+        await self._answering.answer_accepted()
 
     async def withdraw(self) -> None:
         """Take the announcements back, so that trainers stop calling at once; what cannot be reached expires."""
@@ -298,100 +292,6 @@ class ExpertNode:
             "warm_rows": backend.warm_rows,
         }
         return Reply(body=body)
-
-    async def _compute(self, request: Request, *, backward: bool) -> Reply:
-        """Answer a forward or backward request, part by part.
-
-        If it is cancelled, its jobs that wait in the queue are dropped, but for those that somebody else wants.
-
-        Raises:
-          CallRefused: the request as a whole does not fit.
-        """
-        self._num_calls += 1
-        try:
-            return await self._answer(request, backward=backward)
-        finally:
-            self._num_calls -= 1
-            if not self._num_calls:
-                self._answered_all.set()
-                self._answered_all = trio.Event()
-
-    async def _answer(self, request: Request, *, backward: bool) -> Reply:
-        kind = "backward" if backward else "forward"
-        try:
-            parsed, compression = parse_request(
-                request, self._experts, max_rows=self.config.max_batch_rows, backward=backward
-            )
-        except CallRefused:
-            self.recorder.does_not_fit(kind)
-            raise
-        ready: list[tuple[int, Answer | CallFailed]] = []  # outcomes that the caller does not have yet
-        jobs: dict[int, Job] = {}  # parts that wait
-        for number, part in enumerate(parsed):
-            if isinstance(part, CallRefused):
-                self.recorder.does_not_fit(kind)
-                ready.append((number, part))
-                continue
-            try:
-                jobs[number] = self._job_of(part, request.peer_id)
-            except CallFailed as error:
-                self.recorder.ended(kind, error)
-                ready.append((number, error))
-        try:
-            while True:
-                for number in [number for number, job in jobs.items() if job.is_done]:
-                    outcome = jobs.pop(number).outcome()
-                    self.recorder.ended(kind, outcome if isinstance(outcome, CallFailed) else None)
-                    ready.append((number, outcome))
-                if not jobs:
-                    return answer_of(ready, compression)
-                if ready and request.send_partial is not None and request.send_partial(answer_of(ready, compression)):
-                    ready = []
-                await _one_of(jobs.values())
-        finally:
-            for job in jobs.values():
-                self.recorder.given_up(kind)
-                if not job.waiters and self._runner.withdraw(job) and job.replay_key is not None:
-                    self._replays.forget(job.replay_key)
-
-    def _job_of(self, part: ExpertRequest, peer_id: PeerId) -> Job:
-        """The job that computes this part: a new one, or that of the same part if it was asked before.
-
-        Raises:
-          CallRefused: the node is leaving, or the expert has learnt from the request, whose answer is gone.
-          PeerBusy: too much waits; half of it will be done when it is asked to retry.
-        """
-        replay_key = None if part.request_id is None else name_of(peer_id.raw, part.uid, part.request_id)
-        if replay_key is not None and (known := self._replays.find(replay_key)) is not None:
-            self._counts["replayed"] += 1
-            return known
-        if replay_key in self._backends[part.uid].learnt_from:
-            self._counts["replayed"] += 1
-            raise CallRefused(f"expert {part.uid} has learnt from this request before; its answer is not kept any more")
-        if self.state == "leaving":
-            raise CallRefused("this node is leaving the swarm")
-        job = Job(part, replay_key)
-        try:
-            self._runner.submit(job)
-        except QueueFull as full:
-            self._counts["busy"] += 1
-            raise PeerBusy(f"the node is busy: {full}", retry_after_s=full.waiting_s / 2) from full
-        self._counts[job.kind] += 1
-        if replay_key is not None:
-            self._replays.remember(replay_key, job, nbytes=sum(array.nbytes for array in part.inputs))
-        return job
-
-
-async def _one_of(jobs: Iterable[Job]) -> None:
-    """Return when one of these has been done, none of which is yet."""
-    news, waiting = trio.Event(), list(jobs)
-    for job in waiting:
-        job.waiters.append(news)
-    try:
-        await news.wait()
-    finally:
-        for job in waiting:
-            job.waiters.remove(news)
 
 
 @asynccontextmanager

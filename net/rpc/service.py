@@ -42,15 +42,26 @@ class Method:
         Raises:
           TypeError: the handler returned something else than a `Reply`.
         """
-        reply = await self.handler(request)
+        return self.check(await self.handler(request))
+
+    def check(self, reply: object) -> Reply:
+        """What the handler answered. Raises `TypeError` if it is no `Reply`."""
         if not isinstance(reply, Reply):
             raise TypeError(f"a handler must return a Reply, got {type(reply).__name__}")
         return reply
 
     @contextmanager
     def serving(self, caller: str) -> Iterator[None]:
-        """Guard the serving of an admitted call: its place is free afterwards, and what the handler raises goes into
-        our log, while the caller only learns that it failed.
+        """Guard the serving of an admitted call, see `guarded`: its place is free afterwards."""
+        try:
+            with self.guarded(caller):
+                yield
+        finally:
+            self.num_running -= 1
+
+    @contextmanager
+    def guarded(self, caller: str) -> Iterator[None]:
+        """What the handler raises goes into our log, while the caller only learns that it failed.
 
         Raises:
           CallFailed: the handler's own words for its caller as they are, or `RemoteFailure` for anything else.
@@ -71,8 +82,6 @@ class Method:
             if cancelled is not None:
                 raise cancelled from None
             raise RemoteFailure(failure) from failed
-        finally:
-            self.num_running -= 1
 
 
 async def _ping(_: Request) -> Reply:
