@@ -15,7 +15,7 @@ from dmoe_jax.collaboration.standing import Standing
 from dmoe_jax.types import PyTree
 from net.averaging.collaboration.board import ProgressBoard
 from net.averaging.collaboration.progress import CHAIN_BYTES, Report, next_chain
-from net.averaging.collaboration.step_log import POLL_S, StepFollower, StepLog
+from net.averaging.collaboration.step_log import POLL_S, StepBrought, StepFollower, StepLog
 from net.averaging.state.download import download_state
 from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
 from net.dht.node import DhtNode
@@ -24,8 +24,6 @@ from net.nursery import background_nursery
 from net.rpc.base import Caller
 
 _TIMEOUT_S = 600.0
-_MAX_ASKED = 4
-"""Peers that are asked in turn for what steps brought, while the ones before fail."""
 _CONFIG = StateSharingConfig(announce_period_s=10.0, max_lag=0)
 
 
@@ -65,8 +63,8 @@ class Following:
             caller,
             prefix=name,
             size=state.layout.size,
-            # Whoever is further; and once nobody is, those who may be soon.
-            donors=lambda: (board.ahead or board.contacts)[:_MAX_ASKED],
+            # Whoever is further, and then those who may be soon.
+            donors=lambda: list(dict.fromkeys((*board.ahead, *board.contacts))),
         )
         self._follows = trio.Event()
 
@@ -79,12 +77,23 @@ class Following:
             nursery.start_soon(self._log.run)
             nursery.start_soon(self._follow_along)
 
-    async def _follow_along(self) -> None:
-        """Fetch what steps bring, from the moment that this peer has to catch up until it makes a step with others."""
+    async def _follow_along(self, downloading: trio.CancelScope | None = None) -> None:
+        """Fetch what steps bring, from the moment that this peer has to catch up until it makes a step with others.
+
+        Args:
+          downloading: cancelled as soon as there is something to go on with from here, without a state.
+        """
         while True:
             await self._follows.wait()
             await self._follower.ask()
+            if downloading is not None and self._next is not None:
+                downloading.cancel()
             await trio.sleep(POLL_S)
+
+    @property
+    def _next(self) -> StepBrought | None:
+        """What the step after this peer's last one brought, if that has come."""
+        return self._follower.following(self._standing.step, self._standing.chain)
 
     def in_step(self) -> None:
         """This peer has made a step with the others."""
@@ -108,9 +117,13 @@ class Following:
         if leader.chain == standing.chain:  # with delayed updates: its last step is under way, and will be told
             await self._board.wait_for_news()
             return False
-        async with background_nursery() as nursery:
-            nursery.start_soon(self._follow_along)
-            taken = await self._download(leader)
+        taken: SharedState | None = None
+        with trio.CancelScope() as downloading:
+            async with background_nursery() as nursery:
+                nursery.start_soon(self._follow_along, downloading)
+                taken = await self._download(leader)
+        if taken is None and await self._follow():
+            return True
         if taken is None or (taken.version, taken.facts["trained"]) <= (standing.step, standing.trained):
             self._board.refresh()
             await self._board.wait_for_news()
@@ -127,7 +140,7 @@ class Following:
     async def _follow(self) -> bool:
         """Make the steps that were fetched and go on where this peer stands; whether there were any."""
         standing, has_moved = self._standing, False
-        while (brought := self._follower.following(standing.step, standing.chain)) is not None:
+        while (brought := self._next) is not None:
             standing.totals.samples_lost += standing.gathered
             # With delayed updates: what was averaged beside this batch comes first, before it is forgotten.
             last = standing.under_way

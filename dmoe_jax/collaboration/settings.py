@@ -45,11 +45,11 @@ class CollaborationConfig:
     "auto": a client where nobody can call, else a node."""
     speeds: Speeds = UNKNOWN
     """What this machine's line carries, for the share that it reduces."""
-    measures_line: bool = False
+    measures_line: bool = True
     """Whether to find out what `speeds` does not say of the line, every five minutes by up to 22 MB each way, exchanged
-    with others of the group between two steps, one peer after the other. Where less than 12 s are left between an
-    averaging and the forming of the next group nobody measures, and shares stay equal. What it costs newcomers, who
-    take the state at that time, is not measured yet: hence off unless asked for."""
+    with others of the group between two steps, one peer after the other. Nobody measures where less than 12 s are left
+    between an averaging and the forming of the next group, so that shares stay equal, or while a newcomer takes the
+    state."""
     compression: CompressionName = "none"
     """How numbers travel that this peer sends: its gradients, and the means that it reduces. What each may lose is said
     in `net.wire.compression`; whatever it is, all peers make the same step, to the last bit. Each may choose its own.

@@ -96,6 +96,29 @@ async def test_a_few_are_kept_and_none_when_nobody_asks_any_more() -> None:
         nursery.cancel_scope.cancel()
 
 
+@in_simulation
+async def test_whoever_was_asked_before_is_asked_again_for_it_has_kept_what_comes() -> None:
+    """Though another is first in the list now, because it was heard of first: nobody had asked that one."""
+    async with peers(3) as (kept, other, own), trio.open_nursery() as nursery:
+        logs = [StepLog(each, prefix="x") for each in (kept, other)]
+        for log in logs:
+            nursery.start_soon(log.run)
+        donors = [kept, other]
+        follower = follower_of(own, donors)
+        await follower.ask()
+        for log in logs:
+            log.keep(brought(1))
+        donors.reverse()
+        await follower.ask()
+        assert follower.following(0, chain_after(0)) is not None
+        donors.remove(kept)  # it is gone
+        await follower.ask()
+        logs[1].keep(brought(2))
+        await follower.ask()
+        assert follower.following(1, chain_after(1)) is not None
+        nursery.cancel_scope.cancel()
+
+
 @pytest.mark.parametrize("fault", ["silent", "short", "not finite", "too many"])
 def test_who_gives_nothing_of_use_is_passed_over(fault: str) -> None:
     @in_simulation

@@ -20,7 +20,7 @@ from net.averaging.collaboration.progress import CHAIN_BYTES, MAX_SAMPLES, MAX_S
 from net.averaging.window import BulkWindow
 from net.dht.calls import PEER_ERRORS
 from net.errors import CallRefused, RemoteProtocolError
-from net.identity import Contact
+from net.identity import Contact, PeerId
 from net.rpc.base import Caller, Reply, Request, handlers, read_request
 from net.types import Array
 from net.wire.fields import Field, integer, octets, real, row_untrusted, rows
@@ -32,6 +32,8 @@ KEEP_S = 30.0
 """For so long after somebody has asked a peer keeps its averages, seconds."""
 POLL_S = 1.0
 """How often a newcomer asks."""
+MAX_ASKED = 4
+"""Peers that it asks in turn, while the ones before fail."""
 
 _PIECE = 2**18
 """Numbers in a piece."""
@@ -122,7 +124,8 @@ class StepFollower:
     Args:
       caller: places the calls. prefix: of the collaboration.
       size: numbers in a mean.
-      donors: who may be asked, the best first; looked at again each time.
+      donors: who may be asked, the best first; looked at again each time. Whoever was asked last is asked again, as long
+        as it is among them: it keeps what it will bring, and the others need not.
     """
 
     def __init__(self, caller: Caller, *, prefix: str, size: int, donors: Callable[[], Sequence[Contact]]) -> None:
@@ -131,15 +134,18 @@ class StepFollower:
         self._size = size
         self._donors = donors
         self._after = 0
+        self._keeper: PeerId | None = None  # who answered last, and so keeps its steps
         self._found: dict[tuple[int, bytes], StepBrought] = {}
         self._turn = trio.Lock()
 
     async def ask(self) -> None:
         """Fetch what is new now. Returns when everything has come that somebody had, or nobody answers."""
         async with self._turn:
-            for donor in self._donors():
+            donors = sorted(self._donors(), key=lambda each: each.peer_id != self._keeper)
+            for donor in donors[:MAX_ASKED]:
                 try:
                     await self._fetch_news(donor)
+                    self._keeper = donor.peer_id
                     return
                 except PEER_ERRORS:
                     continue
