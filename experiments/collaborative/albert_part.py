@@ -31,7 +31,7 @@ _MORE_STEPS = 2
 """Steps of the swarms beyond those of the one machine: they may need one more to come to its loss."""
 
 _REPLAYED = 10
-"""Steps that are repeated by one process with the very same samples."""
+"""Steps that are repeated by one process with the very same samples, at most: of the last step not all members are known."""
 
 _SHORTER = {50: 10}
 """Steps of swarms whose messages are too many for all of them."""
@@ -89,7 +89,7 @@ def _facts(task: AlbertTask, specs: Sequence[PeerSpec], played: Together, *, rep
         "chains_apart": played.chains_apart,
     }
     if replays:
-        found = compare_with_one_machine(played.problem, played.lives, min(_REPLAYED, played.curve.last.step))
+        found = compare_with_one_machine(played.problem, played.lives, min(_REPLAYED, played.curve.last.step - 1))
         facts["same_samples"] = math.nan if found.unexplained else found.difference
     return facts
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Int
@@ -50,6 +51,9 @@ class TaskSize:
     """Global steps until then."""
     total_steps: int = 32
     """Global steps after which the step size would be 0."""
+    sent: int = 2**20
+    """Numbers that peers average; those that the model has not are zeros. On lines that are made as much thinner as the
+    vector is shorter than the paper's, the messages by which many peers find each other would else outweigh it."""
 
     def __post_init__(self) -> None:
         check_positive(num_words=self.num_words, target=self.target, held_out=self.held_out)
@@ -115,7 +119,7 @@ class AlbertTask:
     text: MaskedText
     held_out: MaskedBatch
     params: PyTree
-    """To begin with."""
+    """To begin with: the model's, and zeros that stay so, see `TaskSize.sent`."""
     optimizer: optax.GradientTransformation
     """LAMB under a clipped gradient."""
 
@@ -126,11 +130,12 @@ class AlbertTask:
 
     def loss(self, params: PyTree) -> float:
         """On the held-out samples: masked words plus sentence order, nats."""
-        return float(_loss(self.config)(params, self.held_out))
+        return float(_loss(self.config)(params["model"], self.held_out))
 
     def gradient(self, params: PyTree, numbers: Sequence[int]) -> PyTree:
         """Mean gradient of the samples of these numbers, in one compiled call."""
-        return _gradient(self.config)(params, self.text.batch(numbers))
+        grads = _gradient(self.config)(params["model"], self.text.batch(numbers))
+        return {"model": grads, "zeros": self.params["zeros"]}
 
     def batch_gradient(self, params: PyTree, numbers: Sequence[int]) -> PyTree:
         """Mean gradient of many samples, in several calls of which the last ones are smaller."""
@@ -202,12 +207,14 @@ def albert_task(size: TaskSize = TaskSize(), *, seed: int = 0, corpus: Corpus | 
         total_steps=size.total_steps,
         grad_clip=1.0,
     )
+    model = init_albert(jax.random.key(seed), config)
+    num_zeros = max(0, size.sent - sum(leaf.size for leaf in jax.tree.leaves(model)))
     return AlbertTask(
         size=size,
         config=config,
         text=text,
         held_out=held_out.batch(range(min(size.held_out, held_out.num_chunks))),
-        params=init_albert(jax.random.key(seed), config),
+        params={"model": model, "zeros": jnp.zeros(num_zeros)},
         optimizer=albert_optimizer(recipe),
     )
 

@@ -26,6 +26,7 @@ TINY = TaskSize(
     held_out=16,
     warmup_steps=1,
     total_steps=20,
+    sent=20_000,
 )
 STEPS = 5
 
