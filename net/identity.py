@@ -119,3 +119,8 @@ class Contact:
 def address_of(target: Contact | Address) -> Address:
     """Where a contact listens; an address is that itself."""
     return target.address if isinstance(target, Contact) else target
+
+
+def peer_id_of(target: "Contact | Address | PeerId") -> "PeerId | None":
+    """Who is meant; None: whoever answers at an address."""
+    return target.peer_id if isinstance(target, Contact) else target if isinstance(target, PeerId) else None

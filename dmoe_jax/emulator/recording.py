@@ -27,7 +27,7 @@ from dmoe_jax.grid import parse_uid
 from dmoe_jax.model import Model, Outcome
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
-from net.identity import Address, Contact
+from net.identity import Address, Contact, PeerId
 from net.rpc.base import Body, Caller, Handler, Reply, Request
 from net.wire.tensors import Outgoing, Tensor
 
@@ -191,7 +191,7 @@ class _RecordedCaller:
 
     async def call(
         self,
-        target: Contact | Address,
+        target: Contact | Address | PeerId,
         method: str,
         body: Body,
         tensors: Sequence[Outgoing] = (),

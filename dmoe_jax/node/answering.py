@@ -104,9 +104,7 @@ class Answering:
         except CallRefused:
             self._recorder.does_not_fit(kind)
             raise
-        call = _Call(
-            kind, compression=compression, respond=respond, send_partial=request.send_partial, note=self._note
-        )
+        call = _Call(kind, compression=compression, respond=respond, send_partial=request.send_partial, note=self._note)
         for number, part in enumerate(parsed):
             if isinstance(part, CallRefused):
                 self._recorder.does_not_fit(kind)

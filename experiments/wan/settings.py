@@ -72,7 +72,9 @@ class WanSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "mib", "rounds", "state_mib", "budget_mib", "seeds", "kills", "loop_params", "loop_turns")
+        self.require_at_least(
+            1, "mib", "rounds", "state_mib", "budget_mib", "seeds", "kills", "loop_params", "loop_turns"
+        )
         self.require_above(1, "minutes")
         self.require_above(0, "loop_s")
         if not self.loop_periods_s or min(self.loop_periods_s) <= 0:

@@ -119,7 +119,7 @@ class Caller(Protocol):
 
     async def call(
         self,
-        target: Contact | Address,
+        target: Contact | Address | PeerId,
         method: str,
         body: Body,
         tensors: Sequence[Outgoing] = (),
@@ -132,7 +132,8 @@ class Caller(Protocol):
         """Call `method` at `target` and wait for the answer.
 
         A `Contact` is called on any connection with that peer, and dialling it checks that it is who answers; an
-        `Address` is whoever answers there, for joining a swarm. The deadline travels with the call and the handler is
+        `Address` is whoever answers there, for joining a swarm; a `PeerId` is called on a connection that there is,
+        for peers that cannot be dialled: without one it is a `DialFailed`. The deadline travels with the call and the handler is
         cancelled when it passes. Cancelling this function cancels the handler too (best effort: a message is sent,
         nobody waits for it).
 

@@ -330,9 +330,7 @@ class Connection:
         handler = method.handler
         if isinstance(handler, TasklessHandler) and self._faults is None:
             caller = str(self.link.remote_address)
-            self._taskless.begin(
-                call_id, self._request(start), method, handler, caller=caller, deadline=deadline
-            )
+            self._taskless.begin(call_id, self._request(start), method, handler, caller=caller, deadline=deadline)
             return
         scope = self._handler_scopes[call_id] = trio.CancelScope(deadline=deadline)
         nursery.start_soon(self._serve, start, scope, method)

@@ -7,7 +7,7 @@ peer sends. What tells is that bytes move, in either direction and of whatever c
 import trio
 
 from net.errors import PeerTimeout
-from net.identity import Contact
+from net.identity import Contact, PeerId
 from net.nursery import background_nursery
 from net.rpc.base import Body, Caller, Reply
 from net.rpc.service import PING
@@ -17,7 +17,7 @@ _LOOKS = 4
 
 
 async def call_living(
-    caller: Caller, target: Contact, method: str, body: Body, *, silence_s: float, timeout_s: float
+    caller: Caller, target: Contact | PeerId, method: str, body: Body, *, silence_s: float, timeout_s: float
 ) -> Reply:
     """Call, and wait for the answer until nothing has moved between us and the peer for `silence_s`.
 
@@ -28,12 +28,13 @@ async def call_living(
       PeerTimeout: silence, or the time is over. And as of `Caller.call`.
     """
     reply: Reply | None = None
+    peer_id = target if isinstance(target, PeerId) else target.peer_id
 
     async def watch(scope: trio.CancelScope) -> None:
-        num_moved, since = caller.moved_bytes(target.peer_id), trio.current_time()
+        num_moved, since = caller.moved_bytes(peer_id), trio.current_time()
         while trio.current_time() - since < silence_s:
             await trio.sleep(silence_s / _LOOKS)
-            if (now := caller.moved_bytes(target.peer_id)) != num_moved:
+            if (now := caller.moved_bytes(peer_id)) != num_moved:
                 num_moved, since = now, trio.current_time()
         scope.cancel()
 
@@ -46,7 +47,7 @@ async def call_living(
     return reply
 
 
-async def ping(caller: Caller, target: Contact, *, silence_s: float) -> None:
+async def ping(caller: Caller, target: Contact | PeerId, *, silence_s: float) -> None:
     """Return once the peer has shown that it lives.
 
     Raises:

@@ -19,7 +19,7 @@ from net.errors import (
     PeerUnavailable,
     RemoteProtocolError,
 )
-from net.identity import Address, Contact, PeerId, address_of
+from net.identity import Address, Contact, PeerId, address_of, peer_id_of
 from net.nursery import background_nursery
 from net.peer_health import Pause, PeerHealth
 from net.rpc.base import Body, Handler, Reply
@@ -51,9 +51,6 @@ _PATIENCE_S = 3.0
 DIAL_PAUSE = Pause(first_s=0.2, longest_s=30.0, forgiven=1)
 """How long a target is left alone after failed dials. The first costs nothing: a process that was just restarted, or
 one that gave a connection up the moment we used it, answers the next call."""
-
-CHECK_PERIOD_S = 5.0
-"""How often all connections are looked at: one timer for each peer, not for each connection."""
 
 
 @asynccontextmanager
@@ -108,7 +105,7 @@ async def open_rpc_peer(
             )
             if listener is not None:
                 nursery.start_soon(peer._accept, listener)
-            nursery.start_soon(peer._look_after_connections)
+            nursery.start_soon(peer._connections.look_after)
             try:
                 yield peer
             finally:
@@ -150,7 +147,7 @@ class RpcPeer:
         """Every dial and every call's end goes into it."""
         self.bulk = bulk
         """Every bulk call goes into it."""
-        self._itself = () if address is None else (address, Contact(peer_id, address))
+        self._itself = (peer_id,) if address is None else (peer_id, address, Contact(peer_id, address))
         self._faults = None if faults is None else faults.of(peer_id)
         self._max_outgoing = max_outgoing_connections
         self._max_incoming = max_incoming_connections
@@ -198,7 +195,7 @@ class RpcPeer:
 
     async def call(
         self,
-        target: Contact | Address,
+        target: Contact | Address | PeerId,
         method: str,
         body: Body,
         tensors: Sequence[Outgoing] = (),
@@ -229,7 +226,7 @@ class RpcPeer:
         if self._is_closed:
             raise ConnectionLost("this peer was closed")
         is_own = target in self._itself
-        peer_id = self.peer_id if is_own else target.peer_id if isinstance(target, Contact) else None
+        peer_id = self.peer_id if is_own else peer_id_of(target)
         way = None if is_own else self._way_to(target)  # whoever is not even tried has not failed again
         dialled = isinstance(way, Dial)
         started = trio.current_time()
@@ -241,7 +238,7 @@ class RpcPeer:
                     connection = way if isinstance(way, Connection) else await self._dialled(way)
                     way, peer_id = connection, connection.remote.peer_id if connection.remote else None
                     place = connection.call
-                    if bulk_bytes:
+                    if bulk_bytes and not isinstance(target, PeerId):
                         place = partial(self._lanes.call, connection, address_of(target), bulk_bytes=bulk_bytes)
                     reply = await place(
                         method, body, tensors, deadline=scope.deadline, on_partial=on_partial, into=into
@@ -273,13 +270,18 @@ class RpcPeer:
         self._is_closed = True
         self._service.close()
 
-    def _way_to(self, target: Contact | Address) -> "Connection | Dial":
+    def _way_to(self, target: Contact | Address | PeerId) -> "Connection | Dial":
         """The open connection, or the dial that all who call the target meanwhile wait for; await it at once.
 
         Raises:
-          DialFailed: this peer may not dial it now.
+          DialFailed: this peer may not dial it now, or cannot.
         """
-        if (way := self._connections.find(target) or self._dials.get(target)) is not None:
+        connection = self._connections.find(target)
+        if connection is not None:
+            return connection
+        if isinstance(target, PeerId):
+            raise DialFailed(f"there is no connection with {target}")
+        if (way := self._dials.get(target)) is not None:
             return way
         if isinstance(target, Contact) and target.peer_id == self.peer_id:
             raise DialFailed(f"{target} is this peer itself")
@@ -440,11 +442,3 @@ class RpcPeer:
         )
         self._connections.add(connection)
         return connection
-
-    async def _look_after_connections(self) -> None:
-        """Close idle connections and notice dead ones."""
-        while True:
-            await trio.sleep(CHECK_PERIOD_S)
-            now = trio.current_time()
-            for connection in self._connections:
-                connection.check(now)

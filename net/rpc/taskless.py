@@ -156,4 +156,3 @@ class TasklessCalls:
         call = self._calls.pop(call_id)
         call.method.num_running -= 1
         return call
-

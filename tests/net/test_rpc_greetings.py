@@ -11,7 +11,8 @@ from net.errors import ConnectionLost, DialFailed
 from net.identity import Address, Contact, PeerId
 from net.rpc.base import Reply, Request
 from net.rpc.connection import HELLO_TIMEOUT_S, LEAVE_S
-from net.rpc.peer import CHECK_PERIOD_S, open_rpc_peer
+from net.rpc.connections import CHECK_PERIOD_S
+from net.rpc.peer import open_rpc_peer
 from net.transport.base import Link, Transport
 from net.transport.sim import simulate
 from net.wire.messages import CallReply, Goodbye

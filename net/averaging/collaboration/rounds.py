@@ -25,6 +25,7 @@ import math
 import random
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -40,8 +41,9 @@ from net.averaging.plan import AveragingPlan
 from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import Speeds
+from net.dht.calls import PEER_ERRORS
 from net.dht.node import DhtNode
-from net.errors import CallFailed, PeerUnavailable, RemoteProtocolError
+from net.errors import CallFailed, DialFailed, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
 from net.rpc.base import Caller
@@ -234,6 +236,7 @@ class StepAveraging:
             group = cautious(group)
             # From now on, though we may compute for a while: others who ask are told that we shall vote.
             self._settlement.open(group)
+            self._greet(group)
         return group
 
     def postpone(self, begins_at: float) -> None:
@@ -307,7 +310,7 @@ class StepAveraging:
         partners = self._all_reduce.partners(group, self._size, group_size=self._group_size)
         async with background_nursery() as nursery:
             for member in group.members:
-                if member.address is not None and member.peer_id in partners:
+                if member.peer_id in partners:
                     nursery.start_soon(self._watch, group, member)
             result = await self._all_reduce.run(
                 group, vector, size=self._size, weight=weight, group_size=self._group_size
@@ -316,16 +319,40 @@ class StepAveraging:
         return result
 
     async def _watch(self, group: Group, member: Member) -> None:
-        """Go on without a member that falls silent: one that is killed brings nothing, and says nothing."""
+        """Go on without a member that falls silent: one that is killed brings nothing, and says nothing.
+
+        One that cannot be called is asked over the connection that it has made; without one it is silent.
+        """
+        target = member.peer_id if member.address is None else member.contact
+        heard_at = trio.current_time()
         while True:
             await trio.sleep(self._config.poll_s)
+            silence_s = self._patience * self._config.silence_s
             try:
-                await ping(self._caller, member.contact, silence_s=self._patience * self._config.silence_s)
-            except PeerUnavailable:
+                await ping(self._caller, target, silence_s=silence_s)
+            except PeerUnavailable as error:
+                is_awaited = member.address is None and isinstance(error, DialFailed)
+                if is_awaited and trio.current_time() - heard_at < silence_s:
+                    continue
                 self._all_reduce.lose(group.group_id, member.peer_id)
                 return
             except (CallFailed, RemoteProtocolError):
-                continue  # it lives
+                pass  # it lives
+            heard_at = trio.current_time()
+
+    def _greet(self, group: Group) -> None:
+        """Connect with those who will wait for this peer, if they cannot: then they see whether it lives."""
+        if self._role is not Role.CLIENT:
+            return
+
+        async def connect(contact: Contact) -> None:
+            with suppress(*PEER_ERRORS):
+                await ping(self._caller, contact, silence_s=self._config.silence_s)
+
+        partners = self._all_reduce.partners(group, self._size, group_size=self._group_size)
+        for member in group.members:
+            if member.address is not None and member.peer_id in partners:
+                self._nursery.start_soon(connect, member.contact)
 
 
 def cautious(group: Group) -> Group:
