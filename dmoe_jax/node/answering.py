@@ -138,9 +138,10 @@ class Answering:
         if not call.jobs:
             self._forget(call)
             call.respond(answer_of(call.ready, call.compression))
-        elif call.ready and call.send_partial is not None:
-            if call.send_partial(answer_of(call.ready, call.compression)):
-                call.ready = []
+        elif (
+            call.ready and call.send_partial is not None and call.send_partial(answer_of(call.ready, call.compression))
+        ):
+            call.ready = []
 
     def _give_up(self, call: "_Call") -> None:
         """Nobody waits for this call any more."""

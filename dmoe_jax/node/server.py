@@ -1,9 +1,9 @@
 """The expert node: serves experts to trainers, batch by batch.
 
 Theory of operation. Each call is checked and becomes a job (`dmoe_jax.node.answering`) in the queue of a `BatchRunner`,
-which runs batches on a device, off the event loop; each device, or mesh of devices, has one for the experts that live there. While a batch
-runs, further requests gather, so a busy node makes larger batches by itself.
-The node lists its experts in the DHT. Jobs whose caller has given up leave the queue before they cost anything.
+which runs batches on a device, off the event loop; each device, or mesh of devices, has one for the experts that live
+there. While a batch runs, further requests gather, so a busy node makes larger batches by itself. The node lists its
+experts in the DHT. Jobs whose caller has given up leave the queue before they cost anything.
 
 Experts may come and go while others are served (`adopt`, `give_up`): queue, runner and savers share one mapping.
 

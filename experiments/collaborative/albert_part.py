@@ -31,7 +31,8 @@ _MORE_STEPS = 2
 """Steps of the swarms beyond those of the one machine: they may need one more to come to its loss."""
 
 _REPLAYED = 10
-"""Steps that are repeated by one process with the very same samples, at most: of the last step not all members are known."""
+"""Steps that are repeated by one process with the very same samples, at most; not the last step, of which not all
+members are known."""
 
 _SHORTER = {50: 10}
 """Steps of swarms whose messages are too many for all of them."""

@@ -133,9 +133,9 @@ class Caller(Protocol):
 
         A `Contact` is called on any connection with that peer, and dialling it checks that it is who answers; an
         `Address` is whoever answers there, for joining a swarm; a `PeerId` is called on a connection that there is,
-        for peers that cannot be dialled: without one it is a `DialFailed`. The deadline travels with the call and the handler is
-        cancelled when it passes. Cancelling this function cancels the handler too (best effort: a message is sent,
-        nobody waits for it).
+        for peers that cannot be dialled: without one it is a `DialFailed`. The deadline travels with the call, and the
+        handler is cancelled when it passes. Cancelling this function cancels the handler too (best effort: a message is
+        sent, nobody waits for it).
 
         `bulk_bytes` above 0 marks one of many calls that carry much: the larger of what it and its answer carry. Such
         calls may take connections of their own (`net.rpc.lanes`), and so arrive in another order than they left in.

@@ -1,4 +1,5 @@
-"""One live connection: a link, its session, one reader, one writer, and a task for each call being served that needs one."""
+"""One live connection: a link, its session, one reader, one writer, and a task for each call being served that needs
+one."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""Handlers that begin a call and return: answered later, given up, and failing, between peers and of a peer to itself."""
+"""Handlers that begin a call and return: answered later, given up, and failing; for others and for a peer itself."""
 
 import logging
 from contextlib import suppress

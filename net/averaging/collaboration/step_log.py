@@ -124,8 +124,8 @@ class StepFollower:
     Args:
       caller: places the calls. prefix: of the collaboration.
       size: numbers in a mean.
-      donors: who may be asked, the best first; looked at again each time. Whoever was asked last is asked again, as long
-        as it is among them: it keeps what it will bring, and the others need not.
+      donors: who may be asked, the best first; looked at again each time. Whoever was asked last is asked again, as
+        long as it is among them: it keeps what it will bring, and the others need not.
     """
 
     def __init__(self, caller: Caller, *, prefix: str, size: int, donors: Callable[[], Sequence[Contact]]) -> None:
