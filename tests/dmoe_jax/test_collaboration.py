@@ -160,6 +160,37 @@ def test_one_joins_and_one_is_killed_while_it_averages(victim: int, silent: bool
     assert took_s < 10
 
 
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_client_that_is_killed_costs_no_more_than_others(silent: bool) -> None:
+    """It dies when its group is there and before it has brought anything. Nobody can call it: the others ask over the
+    connections that it has made."""
+    specs, took_s, died_at = machines(), 0.0, 0
+    specs[3] = replace(specs[3], client=True, micro_batch=16)  # of 2 s: the others are done sooner
+
+    async def body(world: World) -> None:
+        nonlocal took_s, died_at
+        for spec in specs:
+            world.start(spec)
+        await world.wait_for_step(4)
+        client = next(life.peer for life in world.lives if life.spec.client)
+        assert client is not None
+
+        def others_wait() -> bool:
+            coming = client._forming.coming
+            return client.step >= 4 and coming is not None and coming.group is not None
+
+        await until(lambda: others_wait() and not client.is_averaging)
+        world.kill(specs[3].name, silent=silent)
+        died_at, killed_at = client.step, trio.current_time()
+        await world.wait_for_step(died_at + 1)
+        took_s = trio.current_time() - killed_at
+        await world.wait_for_step(died_at + 2)
+        await trio.sleep(1)
+
+    check_one_machine(in_world(body, latency_s=0.05), died_at + 2)
+    assert took_s < 10
+
+
 def test_clients_bring_and_auxiliaries_only_reduce() -> None:
     specs = [replace(spec, client=number in (1, 2)) for number, spec in enumerate(machines()[:4])]
     assisted: list[int] = []
