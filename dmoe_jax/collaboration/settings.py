@@ -46,10 +46,11 @@ class CollaborationConfig:
     speeds: Speeds = UNKNOWN
     """What this machine's line carries, for the share that it reduces."""
     measures_line: bool = True
-    """Whether to find out what `speeds` does not say of the line, every five minutes by up to 22 MB each way, exchanged
-    with others of the group between two steps, one peer after the other. Nobody measures where less than 12 s are left
-    between an averaging and the forming of the next group, so that shares stay equal, or while a newcomer takes the
-    state."""
+    """Whether to find out what `speeds` does not say of the line, every five minutes by about a vector and at most 22
+    MB each way, exchanged with others of the group between two steps, one peer after the other; more rarely where
+    averages are rare, so that it comes to a quarter of their bytes at most. Nobody measures where less than 12 s are
+    left between an averaging and the forming of the next group, so that shares stay equal, or while a newcomer takes
+    the state."""
     compression: CompressionName = "none"
     """How numbers travel that this peer sends: its gradients, and the means that it reduces. What each may lose is said
     in `net.wire.compression`; whatever it is, all peers make the same step, to the last bit. Each may choose its own.

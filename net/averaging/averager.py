@@ -295,4 +295,5 @@ class Averager:
             return
         if not self.is_compressed:
             self.monitor.carried(up_bytes=moved_bytes, down_bytes=moved_bytes, seconds=seconds)
+        self.monitor.averaged(moved_bytes)
         self.monitor.measure_if_due(group, self.nursery)

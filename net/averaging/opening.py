@@ -175,7 +175,8 @@ async def open_planned_averager(
         if measures_line:
             # Chance of its own, but not of another kind than all of this peer's: simulations repeat.
             known = speeds if isinstance(speeds, Speeds) else speeds()
-            monitor = LineMonitor(caller, prefix=prefix, known=known, rng=random.Random(caller.peer_id.raw))
+            own_chance = random.Random(caller.peer_id.raw)
+            monitor = LineMonitor(caller, prefix=prefix, known=known, rng=own_chance, vector_bytes=4 * size)
             stack.callback(monitor.close)
         nursery = await stack.enter_async_context(background_nursery())
         if role is not Role.AUXILIARY and sparse is None:  # plans are for auxiliary peers

@@ -205,3 +205,22 @@ async def test_a_state_that_was_downloaded_tells_of_the_line() -> None:
         assert monitor.speeds().up is None
         # Finding the donor, and the round trips of its pieces, take their time, too.
         assert 3e6 < (monitor.speeds().down or 0.0) <= 4e6
+
+
+@in_simulation
+async def test_where_averages_are_small_or_rare_measuring_moves_less() -> None:
+    """About a vector each way; and no second time before averages have moved four times as much."""
+    lines = {"a": HostOptions(up_bps=20 * MB, down_bps=20 * MB), "b": HostOptions()}
+    async with peers_on(lines) as (a, b):
+        monitors_of([b])
+        mine = LineMonitor(a, prefix="x", known=UNKNOWN, rng=random.Random(0), vector_bytes=2_000_000)
+        assert mine.is_due()
+        before = a.moved_bytes(b.peer_id)
+        assert await mine.measure(contacts_of([b]))
+        moved = a.moved_bytes(b.peer_id) - before
+        assert 2 * 2_000_000 < moved < 2 * 3_500_000
+        await trio.sleep(PERIOD_S)
+        mine.averaged(3 * moved / 2)
+        assert not mine.is_due()
+        mine.averaged(2 * moved / 2)
+        assert mine.is_due()

@@ -178,7 +178,10 @@ class StepAveraging:
         self._monitor: LineMonitor | None = None
         if measures_line:
             # Chance of its own, but not of another kind than all of this peer's: simulations repeat.
-            self._monitor = LineMonitor(caller, prefix=prefix, known=speeds, rng=random.Random(caller.peer_id.raw))
+            own_chance = random.Random(caller.peer_id.raw)
+            self._monitor = LineMonitor(
+                caller, prefix=prefix, known=speeds, rng=own_chance, vector_bytes=4 * self._size
+            )
 
     def close(self) -> None:
         """Serve no more calls."""
@@ -264,6 +267,7 @@ class StepAveraging:
         self._disturb()
         averaged = await self._average(group, vector, weight, note)
         if self._monitor is not None and averaged is not None and averaged.attempts:
+            self._monitor.averaged(4 * self._size)
             self._monitor.measure_in_turn(group, step, self._nursery, self._quiet_s)
         self._patience = min(max((2.0 if averaged is None else _CALMING) * self._patience, 1.0), _MOST_PATIENT)
         self._settlement.silence_s = self._patience * self._config.settlement.silence_s

@@ -6,8 +6,10 @@ Theory of operation. An all-reduce and the download of a state tell something by
 bytes in their time. But in a group with equal shares all members move as much in the same time, that of the slowest:
 whoever waits for others looks as slow as they are, and would for ever, since shares follow what is known. So a peer
 also asks a few of those whom it has met to take and to give some bytes, all at once and for nothing else: first a few,
-then four times as many, until they take a third of a second or come to 16 MiB. It does so after a round, at a moment of
-its own, and again every five minutes; what it finds is the least that its line carries between it and them together.
+then four times as many, until they take a third of a second or come to 16 MiB, or to a vector. It does so after a
+round, at a moment of its own, and again every five minutes; what it finds is the least that its line carries between it
+and them together. It does so less often where averages are rare: what measuring moves is a quarter at most of what
+averages have moved since the last time.
 
 In a collaboration, where all average together step after step, a peer measures in its turn (`net.averaging.line.turns`)
 and in the time in which nobody averages. What is found is thrown away when something else was under way meanwhile: an
@@ -44,6 +46,8 @@ three seconds, a hundredth of that time, and a fast one for less."""
 
 # A direction comes to a third more than the last step.
 _FIRST_BYTES, _MOST_BYTES, _PIECE_BYTES = 2**18, 2**24, 2**16
+_WORTH = 4.0
+"""Bytes of averages since the last measurement, over its own: with fewer it is not worth another one."""
 _MAX_CALLS = 256
 """Served at once: all pieces of one who measures against this peer alone. None of them takes time here."""
 
@@ -66,18 +70,25 @@ class LineMonitor:
       prefix: what is averaged.
       known: what need not be measured.
       rng: chooses whom to ask, and when.
+      vector_bytes: of what is averaged; a measurement moves little more.
 
     Raises:
       ValueError: the caller has such a method already.
     """
 
-    def __init__(self, caller: Caller, *, prefix: str, known: Speeds, rng: random.Random) -> None:
+    def __init__(
+        self, caller: Caller, *, prefix: str, known: Speeds, rng: random.Random, vector_bytes: int = _MOST_BYTES
+    ) -> None:
         self._caller = caller
         self._method = f"averaging.{prefix}.line"
         self._known = known
         self._rng = rng
         self._meter = LineMeter()
         self._due = -math.inf
+        self._most_bytes = min(max(vector_bytes, _FIRST_BYTES), _MOST_BYTES)
+        self._spent = 0.0  # bytes each way of the last measurement that was not broken off
+        self._spending = 0.0  # and of the one that is under way
+        self._averaged = 0.0  # and of averages since then
         self._bytes = np.zeros(_PIECE_BYTES, np.uint8)
         self._turn = trio.CancelScope()  # of the measurement in this peer's turn, or the wait for it
         self._is_measuring = False
@@ -99,6 +110,10 @@ class LineMonitor:
         if seconds > 0:
             self._meter.carried(up=up_bytes / seconds, down=down_bytes / seconds, now=trio.current_time())
 
+    def averaged(self, nbytes: float) -> None:
+        """So many bytes were moved each way to average."""
+        self._averaged += nbytes
+
     def is_due(self) -> bool:
         """Whether it is time for a measurement. Whoever is told so makes it: the next is due later."""
         if not self._is_due():
@@ -108,7 +123,8 @@ class LineMonitor:
 
     def _is_due(self) -> bool:
         is_known = self._known.up is not None and self._known.down is not None
-        return not is_known and trio.current_time() >= self._due
+        is_worth = self._averaged >= _WORTH * self._spent
+        return not is_known and is_worth and trio.current_time() >= self._due
 
     def measure_if_due(self, group: Group, nursery: trio.Nursery) -> None:
         """If it is time, measure against the other members of a group, in `nursery`."""
@@ -184,7 +200,9 @@ class LineMonitor:
             return False
         # With a round trip that is too long, because something else was on its way, the line would look too fast.
         found = [(peer, min(now_s, least[peer] or now_s)) for peer, now_s in found]
+        self._spending = 0.0
         up, down = await self._rate(found, is_up=True), await self._rate(found, is_up=False)
+        self._spent, self._averaged = self._spending, 0.0
         self._meter.carried(up=up, down=down, now=trio.current_time())
         return up is not None or down is not None
 
@@ -209,15 +227,16 @@ class LineMonitor:
                     raise RemoteProtocolError(f"expected {size} bytes")
 
             placed = [peer for peer, _ in found for _ in range(num_pieces)]
+            self._spending += nbytes / 2  # in each of two directions
             answered = await self._all(placed, exchange)
             answers = [Answer(after_s, piece.size, round_trips[peer.peer_id]) for peer, after_s in answered]
             newest = rate_of(answers, num_placed=len(placed))
             if newest is None:
                 return rate
             rate, longest = newest, max(answer.after_s - answer.round_trip_s for answer in answers)
-            if longest >= _LONG_ENOUGH_S or nbytes >= _MOST_BYTES:
+            if longest >= _LONG_ENOUGH_S or nbytes >= self._most_bytes:
                 return rate
-            nbytes *= 4
+            nbytes = min(4 * nbytes, self._most_bytes)
 
     async def _all(
         self, peers: Sequence[Contact], call: Callable[[Contact], Awaitable[object]]
