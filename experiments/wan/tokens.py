@@ -251,7 +251,8 @@ def draw(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
             axes.plot(sizes, [_per_token(each) for each in own], "o" + line, color=color, ms=3, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.legend(fontsize=8, frameon=False)
+    axes.set_ylim(top=30 * axes.get_ylim()[1])  # room for the legend
+    axes.legend(fontsize=8, frameon=False, loc="upper left")
     axes.set_ylabel("bytes a token, all lines together", fontsize=9, color=GREY)
     axes.set_xticks(sorted({each["num_params"] for each in records}))
     axes.set_xticklabels([f"{each / 1e6:.2g} M" for each in sorted({each["num_params"] for each in records})])
