@@ -3,7 +3,7 @@ one."""
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -41,6 +41,9 @@ and both ends work at the same time instead of by turns."""
 SILENCE_S = 30.0
 """A peer that is silent for so long while calls are under way is pinged, and after as long again it is taken for gone.
 TCP alone would wait a quarter of an hour for a peer that vanished without a word."""
+
+CHECK_PERIOD_S = 5.0
+"""How often all connections are looked at: one timer for each peer, not for each connection."""
 
 IDLE_S = 120.0
 """The first connection with a peer is closed after so long without calls. Trainers call every few seconds, DHT peers
@@ -394,3 +397,16 @@ class Connection:
             peer_address=None if remote.port is None else Address(host, remote.port),
             send_partial=partial(self._send_partial, start.call_id) if start.partials else None,
         )
+
+
+async def look_after(connections: Iterable[Connection]) -> None:
+    """Close idle connections and notice dead ones, for ever.
+
+    Args:
+      connections: looked at again each time.
+    """
+    while True:
+        await trio.sleep(CHECK_PERIOD_S)
+        now = trio.current_time()
+        for connection in connections:
+            connection.check(now)

@@ -10,16 +10,11 @@ Beside it there may be *lanes* (`net.rpc.lanes`), further connections for bulk, 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import trio
-
 from net.errors import ConnectionLost, RemoteProtocolError
 from net.identity import Address, Contact, PeerId
 from net.rpc.connection import Connection
 from net.rpc.service import MAX_LANES
 from net.wire.messages import Hello
-
-CHECK_PERIOD_S = 5.0
-"""How often all connections are looked at: one timer for each peer, not for each connection."""
 
 LANE_IDLE_S = 15.0
 """A lane without calls for so long is closed."""
@@ -56,14 +51,6 @@ class ConnectionTable:
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(tuple(self._all))
-
-    async def look_after(self) -> None:
-        """Close idle connections and notice dead ones, for ever."""
-        while True:
-            await trio.sleep(CHECK_PERIOD_S)
-            now = trio.current_time()
-            for connection in self:
-                connection.check(now)
 
     def find(self, target: Contact | Address | PeerId) -> Connection | None:
         """The connection that takes calls to this peer, or to whoever answered at this address."""

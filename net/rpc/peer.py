@@ -24,7 +24,7 @@ from net.nursery import background_nursery
 from net.peer_health import Pause, PeerHealth
 from net.rpc.base import Body, Handler, Reply
 from net.rpc.bulk import BulkTraffic, MemoryBudget
-from net.rpc.connection import HELLO_TIMEOUT_S, Connection
+from net.rpc.connection import HELLO_TIMEOUT_S, Connection, look_after
 from net.rpc.connections import ConnectionTable, RpcStatistics
 from net.rpc.dial import Dial
 from net.rpc.faults import FaultInjector
@@ -105,7 +105,7 @@ async def open_rpc_peer(
             )
             if listener is not None:
                 nursery.start_soon(peer._accept, listener)
-            nursery.start_soon(peer._connections.look_after)
+            nursery.start_soon(look_after, peer._connections)
             try:
                 yield peer
             finally:

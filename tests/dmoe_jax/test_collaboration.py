@@ -272,6 +272,7 @@ def test_a_newcomer_is_in_step_though_its_state_takes_longer_than_a_step(delayed
         for spec in specs[:3]:
             world.start(spec)
         await world.wait_for_step(3)
+        await trio.sleep(14.0 if delayed else 0.0)  # longer steps: so that the next one comes while the state travels
         joined_at = world.step
         world.start(specs[3])
         await world.wait_for_step(8)

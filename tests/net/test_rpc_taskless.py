@@ -11,7 +11,7 @@ import trio
 from net.errors import CallFailed, CallRefused, ConnectionLost, PeerBusy, PeerTimeout, RemoteFailure
 from net.identity import Address
 from net.rpc.base import Reply, Request
-from net.rpc.connections import CHECK_PERIOD_S
+from net.rpc.connection import CHECK_PERIOD_S
 from net.rpc.faults import Fault, FaultInjector, FaultPlan
 from net.rpc.peer import open_rpc_peer
 from net.rpc.taskless import Answer, GiveUp, TasklessHandler
