@@ -121,6 +121,6 @@ def address_of(target: Contact | Address) -> Address:
     return target.address if isinstance(target, Contact) else target
 
 
-def peer_id_of(target: "Contact | Address | PeerId") -> "PeerId | None":
+def peer_id_of(target: Contact | Address | PeerId) -> PeerId | None:
     """Who is meant; None: whoever answers at an address."""
     return target.peer_id if isinstance(target, Contact) else target if isinstance(target, PeerId) else None

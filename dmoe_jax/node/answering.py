@@ -197,12 +197,12 @@ class _Call:
       compression: of the tensors in the answer.
       respond: gives the answer.
       send_partial: as of `net.rpc.base.Request`. The request itself is not kept: its tensors are the jobs'.
-      has_news: to be called when one of the jobs is done.
+      note: is told of this call when one of its jobs is done.
       jobs: parts that wait, by their number in the request.
       ready: outcomes that the caller does not have yet.
     """
 
-    __slots__ = ("compression", "has_news", "jobs", "kind", "ready", "respond", "send_partial")
+    __slots__ = ("compression", "jobs", "kind", "note", "ready", "respond", "send_partial")
 
     def __init__(
         self,
@@ -217,6 +217,10 @@ class _Call:
         self.compression = compression
         self.respond = respond
         self.send_partial = send_partial
-        self.has_news = functools.partial(note, self)
+        self.note = note
         self.jobs: dict[int, Job] = {}
         self.ready: list[tuple[int, Answer | CallFailed]] = []
+
+    def has_news(self) -> None:
+        """One of the jobs is done."""
+        self.note(self)

@@ -3,7 +3,7 @@
 import functools
 import random
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from typing import Any
 
 import trio
@@ -163,26 +163,24 @@ async def open_planned_averager(
         _check_sparse(sparse, role, grid, config)
     async with AsyncExitStack() as stack:
         # Each serves calls from its making on, until it is closed; then the prefix is free again.
-        matchmaker = Matchmaker(caller, dht, prefix=prefix, grid=grid, schema=agreed, rng=rng, config=config.assembly)
-        stack.callback(matchmaker.close)
-        all_reduce = AllReduce(caller, prefix=prefix, config=config.all_reduce)
-        stack.callback(all_reduce.close)
-        gather = None
+        opened = stack.enter_context
+        matchmaker = opened(
+            closing(Matchmaker(caller, dht, prefix=prefix, grid=grid, schema=agreed, rng=rng, config=config.assembly))
+        )
+        all_reduce = opened(closing(AllReduce(caller, prefix=prefix, config=config.all_reduce)))
+        gather = monitor = None
         if sparse is not None:
             gather = SparseGather(caller, prefix=prefix, layout=sparse, config=config.gather, compute=compute)
-            stack.callback(gather.close)
-        monitor = None
+            opened(closing(gather))
         if measures_line:
-            # Chance of its own, but not of another kind than all of this peer's: simulations repeat.
             known = speeds if isinstance(speeds, Speeds) else speeds()
-            own_chance = random.Random(caller.peer_id.raw)
-            monitor = LineMonitor(caller, prefix=prefix, known=known, rng=own_chance, vector_bytes=4 * size)
-            stack.callback(monitor.close)
+            monitor = opened(closing(LineMonitor(caller, prefix=prefix, known=known, vector_bytes=4 * size)))
         nursery = await stack.enter_async_context(background_nursery())
         if role is not Role.AUXILIARY and sparse is None:  # plans are for auxiliary peers
             nursery.start_soon(announce_plan, dht, prefix, caller.peer_id, plan)
         if state is not None:
             nursery.start_soon(StateSharing(caller, dht, prefix=prefix, source=state, config=config.state).run)
+        download = functools.partial(_download, monitor, caller, dht, prefix=prefix, rng=rng, config=config.state)
         yield Averager(
             caller=caller,
             dht=dht,
@@ -198,9 +196,7 @@ async def open_planned_averager(
             all_reduce=all_reduce,
             gather=gather,
             compute=compute,
-            download_state=functools.partial(
-                _download, monitor, caller, dht, prefix=prefix, rng=rng, config=config.state
-            ),
+            download_state=download,
             nursery=nursery,
             step_timeout_s=config.step_timeout_s,
         )

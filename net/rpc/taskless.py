@@ -116,7 +116,8 @@ class TasklessCalls:
         except CallFailed as error:
             answer(error)
             return
-        call.give_up = give_up
+        if self._calls.get(call_id) is call:  # else it is answered already
+            call.give_up = give_up
 
     def _say(self, call_id: int, outcome: Reply | CallFailed, method: Method, caller: str) -> None:
         if isinstance(outcome, CallFailed):
@@ -133,13 +134,14 @@ class TasklessCalls:
         """Nobody wants the answer to a call any more; whether it is one of these."""
         if call_id not in self._calls:
             return False
-        call = self._end(call_id)
+        give_up, method = self._calls[call_id].give_up, self._calls[call_id].method
+        self._end(call_id)
         self._forget(call_id)
-        if call.give_up is not None:
+        if give_up is not None:
             try:
-                call.give_up()
+                give_up()
             except Exception:
-                _log.exception("a call of %r could not be given up", call.method.name)
+                _log.exception("a call of %r could not be given up", method.name)
         return True
 
     def sweep(self, now: float) -> None:
@@ -152,7 +154,8 @@ class TasklessCalls:
         for call_id in list(self._calls):
             self.give_up(call_id)
 
-    def _end(self, call_id: int) -> _Call:
+    def _end(self, call_id: int) -> None:
         call = self._calls.pop(call_id)
         call.method.num_running -= 1
-        return call
+        # It leads to the answer, and so to this call: a circle, in which large arrays would wait for the collector.
+        call.give_up = None

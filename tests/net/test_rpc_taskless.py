@@ -1,6 +1,8 @@
 """Handlers that begin a call and return: answered later, given up, and failing; for others and for a peer itself."""
 
+import gc
 import logging
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -171,6 +173,43 @@ async def test_the_end_of_the_connection_gives_all_calls_up() -> None:
                 await desk.given_up.wait()
         for _, answer in desk.waiting:
             answer(Reply())
+
+
+async def test_an_answered_call_is_not_left_to_the_garbage_collector() -> None:
+    """What a call holds may be large: it is gone with the answer."""
+
+    class Work:
+        """What a handler puts somewhere: it knows how to answer, and how it is given up leads to it."""
+
+        def __init__(self, answer: Answer) -> None:
+            self.answer = answer
+
+        def give_up(self) -> None: ...
+
+    works: list[weakref.ref[Work]] = []
+    waiting: list[Work] = []
+
+    def begin(request: Request, answer: Answer) -> GiveUp:
+        work = Work(answer)
+        works.append(weakref.ref(work))
+        waiting.append(work)
+        if request.body["at once"]:
+            waiting.pop().answer(Reply())
+        return work.give_up
+
+    async with peers() as (server, client, address):
+        server.add_handler("work", TasklessHandler(begin))
+        gc.disable()
+        try:
+            await client.call(address, "work", {"at once": True}, timeout_s=LONG_S)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lambda: client.call(address, "work", {"at once": False}, timeout_s=LONG_S))
+                while not waiting:  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+                waiting.pop().answer(Reply())
+            assert [work() for work in works] == [None, None]
+        finally:
+            gc.enable()
 
 
 async def test_faults_strike_such_calls_too() -> None:

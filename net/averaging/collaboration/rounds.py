@@ -177,11 +177,7 @@ class StepAveraging:
         self._quiet_s = quiet_s
         self._monitor: LineMonitor | None = None
         if measures_line:
-            # Chance of its own, but not of another kind than all of this peer's: simulations repeat.
-            own_chance = random.Random(caller.peer_id.raw)
-            self._monitor = LineMonitor(
-                caller, prefix=prefix, known=speeds, rng=own_chance, vector_bytes=4 * self._size
-            )
+            self._monitor = LineMonitor(caller, prefix=prefix, known=speeds, vector_bytes=4 * self._size)
 
     def close(self) -> None:
         """Serve no more calls."""

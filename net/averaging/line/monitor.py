@@ -69,7 +69,7 @@ class LineMonitor:
       caller: places and serves the calls.
       prefix: what is averaged.
       known: what need not be measured.
-      rng: chooses whom to ask, and when.
+      rng: chooses whom to ask, and when. None: chance of this peer's own, but the same in every run.
       vector_bytes: of what is averaged; a measurement moves little more.
 
     Raises:
@@ -77,12 +77,18 @@ class LineMonitor:
     """
 
     def __init__(
-        self, caller: Caller, *, prefix: str, known: Speeds, rng: random.Random, vector_bytes: int = _MOST_BYTES
+        self,
+        caller: Caller,
+        *,
+        prefix: str,
+        known: Speeds,
+        rng: random.Random | None = None,
+        vector_bytes: int = _MOST_BYTES,
     ) -> None:
         self._caller = caller
         self._method = f"averaging.{prefix}.line"
         self._known = known
-        self._rng = rng
+        self._rng = rng or random.Random(caller.peer_id.raw)
         self._meter = LineMeter()
         self._due = -math.inf
         self._most_bytes = min(max(vector_bytes, _FIRST_BYTES), _MOST_BYTES)
