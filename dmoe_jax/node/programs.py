@@ -5,7 +5,8 @@ They are pure, and shared by every expert of one kind, optimiser and layout. The
 donated. With a layout, what an update returns is pinned to lie as what it was given, so that nothing drifts to other
 devices and nothing is compiled twice.
 
-The step itself looks whether its outcome is finite, and keeps the old parameters and state if it is not.
+The step itself looks whether its outcome is finite, and keeps the old parameters and state if it is not
+(`dmoe_jax.node.finite_update`).
 """
 
 import functools
@@ -19,6 +20,7 @@ import numpy as np
 import optax
 
 from dmoe_jax.experts.base import Expert
+from dmoe_jax.node.finite_update import stays_finite, update_unless_not_finite
 from dmoe_jax.node.sharding import Layout
 from dmoe_jax.types import PyTree
 
@@ -58,7 +60,8 @@ def expert_programs(
     Raises:
       ValueError: if the optimiser cannot work on a node, see `check_optimizer`, or the layout does not fit the state.
     """
-    apply, grad_and_update = functions_of(expert, optimizer)
+    is_whole = layout is None or len(layout.devices) == 1
+    apply, grad_and_update = functions_of(expert, optimizer, is_whole=is_whole)
     if layout is None:
         return ExpertPrograms(jax.jit(apply), jax.jit(grad_and_update, donate_argnums=(0, 1)), set())
     shapes = state_shapes(expert, optimizer)
@@ -101,9 +104,12 @@ def state_nbytes(expert: Expert, optimizer: optax.GradientTransformation | None)
 
 @functools.cache
 def functions_of(
-    expert: Expert, optimizer: optax.GradientTransformation | None
+    expert: Expert, optimizer: optax.GradientTransformation | None, *, is_whole: bool = True
 ) -> tuple[Callable[..., Any], Callable[..., tuple[Any, tuple[Any, ...], PyTree, PyTree]]]:
-    """`apply` and `grad_and_update` of `ExpertPrograms` before they are compiled: the same for every layout.
+    """`apply` and `grad_and_update` of `ExpertPrograms` before they are compiled.
+
+    Args:
+      is_whole: an expert lies on one device, not spread over several.
 
     Raises:
       ValueError: if the optimiser cannot work on a node, see `check_optimizer`.
@@ -127,18 +133,15 @@ def functions_of(
 
         _, pull_back = jax.vjp(output, params, tuple(inputs[i] for i in positions))
         param_grads, input_grads = pull_back(output_grads)
-        old = new = params, opt_state
-        if optimizer is not None:
-            updates, new_state = optimizer.update(param_grads, opt_state, params, staleness=staleness)
-            new = optax.apply_updates(params, updates), new_state
-        zeros = jax.tree.map(jnp.zeros_like, input_grads)
-        finite = jnp.stack([_stays_finite(old, new), _stays_finite(zeros, input_grads)])
-
-        def chosen(before: Any, after: Any) -> Any:
-            # In the type that it had: a state that changed its type would be compiled for again.
-            return jnp.where(finite.all(), after if after.dtype == before.dtype else after.astype(before.dtype), before)
-
-        return finite, input_grads, *jax.tree.map(chosen, old, new)
+        state = params, opt_state
+        if optimizer is None:
+            zeros = jax.tree.map(jnp.zeros_like, input_grads)
+            finite = jnp.stack([jnp.array(True), stays_finite(zeros, input_grads, is_whole=is_whole)])
+        else:
+            finite, state = update_unless_not_finite(
+                optimizer, state, param_grads, input_grads, staleness, is_whole=is_whole
+            )
+        return finite, input_grads, *state
 
     return apply, grad_and_update
 
@@ -163,14 +166,6 @@ def check_optimizer(expert: Expert, optimizer: optax.GradientTransformation) -> 
     shapes = [jax.tree.map(lambda leaf: leaf.shape, state) for state in (before, after)]
     if shapes[0] != shapes[1]:
         raise ValueError("this optimiser cannot train an expert on a node: its update changes the shape of its state")
-
-
-def _stays_finite(old: PyTree, new: PyTree) -> Any:
-    """Whether no number became NaN or infinite. What was so before may stay: some optimisers start from infinity."""
-    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-    inexact = [(before, after) for before, after in pairs if jnp.issubdtype(before.dtype, jnp.inexact)]
-    sound = [(jnp.isfinite(after) | ~jnp.isfinite(before)).all() for before, after in inexact]
-    return jnp.stack(sound or [jnp.array(True)]).all()
 
 
 def own_copy(leaf: Any) -> Any:

@@ -1,0 +1,105 @@
+"""An update that leaves parameters and optimiser state as they were where its outcome would not be finite.
+
+What an optimiser makes of finite gradients may be anything, so its outcome is looked at, every number of it, before any
+of the old state is given up. On a CPU the outcome is computed twice: once inside the reduction that looks at it, which
+stores nothing, and once more in place, inside a branch. Selecting between old and new instead, number by number,
+stores the outcome before it is known to be good: with Adam two and a half times the memory of the parameters, and up to
+twice the time of the whole step. A GPU would wait for the host to take the branch, so there numbers are selected.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental.layout import Layout as ArrayLayout
+from jax.experimental.layout import with_layout_constraint
+
+from dmoe_jax.types import PyTree
+
+State = tuple[PyTree, PyTree]
+"""Parameters and optimiser state."""
+
+
+def update_unless_not_finite(
+    optimizer: optax.GradientTransformationExtraArgs,
+    state: State,
+    grads: PyTree,
+    input_grads: tuple[Any, ...],
+    staleness: Any,
+    *,
+    is_whole: bool,
+) -> tuple[Any, State]:
+    """Take an optimiser step, if it and the gradients that go back to the trainer are finite.
+
+    Args:
+      optimizer: is given `staleness`.
+      state: to be donated to the program that this is traced into.
+      grads: of the parameters.
+      input_grads: of the expert's inputs; nothing is done with them.
+      staleness: float32.
+      is_whole: the state lies on one device, not spread over several.
+
+    Returns: (bool [2]: the update, and the input gradients, are finite; the new state, or the old one).
+    """
+    if is_whole:
+        grads = jax.tree.map(_in_rows, grads)
+
+    def step(state: State, grads: PyTree) -> State:
+        params, opt_state = state
+        updates, new_state = optimizer.update(grads, opt_state, params, staleness=staleness)
+        return jax.tree.map(_typed_like, (optax.apply_updates(params, updates), new_state), state)
+
+    zeros = jax.tree.map(jnp.zeros_like, input_grads)
+    outcome = stays_finite(state, step(state, grads), is_whole=is_whole)
+    finite = jnp.stack([outcome, stays_finite(zeros, input_grads, is_whole=is_whole)])
+    new = jax.lax.platform_dependent(
+        state, grads, finite.all(), cpu=functools.partial(_branched, step), default=functools.partial(_selected, step)
+    )
+    return finite, cast(State, new)
+
+
+def stays_finite(old: PyTree, new: PyTree, *, is_whole: bool) -> Any:
+    """Whether no number became NaN or infinite. What was so before may stay: some optimisers start from infinity.
+
+    Args:
+      is_whole: as of `update_unless_not_finite`.
+    """
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    sound = [
+        jnp.isfinite(after) | ~jnp.isfinite(before)
+        for before, after in pairs
+        if jnp.issubdtype(before.dtype, jnp.inexact)
+    ]
+    if is_whole:
+        # Arrays of one shape, such as a parameter and its moments, at once: what they are computed from is read once.
+        by_shape: dict[tuple[int, ...], list[Any]] = {}
+        for each in sound:
+            by_shape.setdefault(each.shape, []).append(each)
+        sound = [functools.reduce(jnp.logical_and, alike) for alike in by_shape.values()]
+    return jnp.stack([each.all() for each in sound] or [jnp.array(True)]).all()
+
+
+def _branched(step: Callable[[State, PyTree], State], state: State, grads: PyTree, is_good: Any) -> State:
+    return cast(State, jax.lax.cond(is_good, step, lambda state, grads: state, state, grads))
+
+
+def _selected(step: Callable[[State, PyTree], State], state: State, grads: PyTree, is_good: Any) -> State:
+    chosen = functools.partial(jnp.where, is_good)
+    return cast(State, jax.tree.map(chosen, step(state, grads), state))
+
+
+def _typed_like(new: Any, old: Any) -> Any:
+    """In the type that it had: a state that changed its type would be compiled for again. Random keys know no
+    `astype`."""
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def _in_rows(grad: Any) -> Any:
+    """Laid out in memory as parameters are. XLA would take a product's transpose as it comes, and the branch would then
+    read it across: with one row it takes half as long again."""
+    if grad.ndim < 2 or not jnp.issubdtype(grad.dtype, jnp.inexact):  # integers have no gradient, but a placeholder
+        return grad
+    return with_layout_constraint(grad, ArrayLayout(tuple(range(grad.ndim))))
