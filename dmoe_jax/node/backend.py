@@ -244,29 +244,17 @@ class ExpertBackend:
         return max(tuple(self.programs.warm), default=0)
 
     def warm_up(self, max_rows: int) -> None:
-        """Compile every bucket up to `max_rows` without changing the expert."""
-        scratch: PyTree = None
+        """Compile every bucket up to `max_rows`; the expert stays as it is."""
         for bucket in self.buckets_up_to(max_rows):
-            scratch = self.warm_up_bucket(bucket, scratch)
+            self.warm_up_bucket(bucket)
 
-    def warm_up_bucket(self, bucket: int, scratch: PyTree = None) -> PyTree:
-        """Compile for batches of this many rows, unless that is done.
-
-        May run in another thread than the batches: programs are tried on zeros; what an update donates is not touched.
-        With a layout they are compiled from shapes and not tried: of two threads that start programs on the same mesh
-        each might hold a device that the other's waits for.
-
-        Args:
-          scratch: what the last bucket's call returned, which is donated; None: zeros are made. Parameters and states
-            that were made for each bucket anew would leave as many holes in the heap.
-        Returns: the state that the programs were tried on.
-        """
+    def warm_up_bucket(self, bucket: int) -> None:
+        """Compile for batches of this many rows, unless that is done. May run in another thread than the batches."""
         if bucket in self.programs.warm:
-            return scratch
+            return
         self._tell("compile", number=bucket)
-        scratch = self.store.warm_up_bucket(bucket, scratch)
+        self.store.compile(bucket)
         self._tell("meet")  # warm is what is warm in all processes
-        return scratch
 
     def obey(self, order: Order) -> None:
         """Do what another process does with the same expert, which told of it by this order.

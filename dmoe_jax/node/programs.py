@@ -1,4 +1,4 @@
-"""The compiled programs of one kind of expert: its forward pass, and its backward pass with the optimiser's step.
+"""The programs of one kind of expert: its forward pass, and its backward pass with the optimiser's step.
 
 They are pure, and shared by every expert of one kind, optimiser and layout. The backward pass recomputes the forward
 (Learning@home section 3.3), with the same dropout keys, and applies the optimiser at once; parameters and state are
@@ -11,8 +11,8 @@ The step itself looks whether its outcome is finite, and keeps the old parameter
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,27 +25,94 @@ from dmoe_jax.node.sharding import Layout
 from dmoe_jax.types import PyTree
 
 
-class ExpertPrograms(NamedTuple):
-    """The compiled programs of one expert kind. `keys` is None, or a dropout key for each row.
+class ExpertPrograms:
+    """The programs of one expert kind. `keys` is None, or a dropout key for each row.
 
-    Attributes:
-      apply: (params, inputs, keys) -> output.
-      grad_and_update: (params, opt_state, inputs, output_grads, keys, staleness) -> (finite, input_grads, params,
-        opt_state), with a gradient for each differentiable input, in order. `staleness` is for the optimiser, float32.
-        `finite` is bool [2]: the update, and the input gradients. If one of them is not finite, params and opt_state
-        are returned as they came.
-      warm: the buckets for which they are compiled.
-      init: (key data) -> params, and
-      init_opt_state: (params) -> opt_state, both laid out; None without a layout, as the next.
-      state: shape, type and sharding of each array of (params, opt_state).
+    What is compiled ahead (`compile`) is compiled from shapes, and nothing is kept of it but the machine's code: what
+    JAX remembers of a program that it traces by itself is several times as large.
+
+    Args:
+      expert: what is computed.
+      optimizer: what trains it; None: it never changes.
+      layout: where the state lies, and stays; None: where JAX puts it.
+
+    Raises:
+      ValueError: if the optimiser cannot work on a node, see `check_optimizer`, or the layout does not fit the state.
     """
 
-    apply: Callable[..., Any]
-    grad_and_update: Callable[..., tuple[Any, tuple[Any, ...], PyTree, PyTree]]
-    warm: set[int]
-    init: Callable[..., PyTree] | None = None
-    init_opt_state: Callable[..., PyTree] | None = None
-    state: tuple[PyTree, PyTree] | None = None
+    def __init__(
+        self, expert: Expert, optimizer: optax.GradientTransformation | None, layout: Layout | None = None
+    ) -> None:
+        self._expert = expert
+        self._layout = layout
+        is_whole = layout is None or len(layout.devices) == 1
+        self._apply, self._grad_and_update = functions_of(expert, optimizer, is_whole=is_whole)
+        self._forward_options: dict[str, Any] = {}
+        self._backward_options: dict[str, Any] = {"donate_argnums": (0, 1)}
+        self.warm: set[int] = set()
+        """The numbers of rows for which they are compiled."""
+        self.state = jax.tree.map(_strongly_typed, state_shapes(expert, optimizer))
+        """Shape and type of each array of (params, opt_state), and with a layout its sharding."""
+        self.init: Callable[..., PyTree] | None = None
+        """(key data) -> params, laid out; None without a layout."""
+
+        def init_opt_state(params: PyTree) -> PyTree:
+            return () if optimizer is None else jax.tree.map(own_copy, optimizer.init(params))
+
+        self.init_opt_state = jax.jit(init_opt_state)
+        """(params) -> opt_state, which lies where it shall stay."""
+        if layout is not None:
+            params, opt_state = self._lay_out(layout)
+            self.init_opt_state = jax.jit(init_opt_state, in_shardings=(params,), out_shardings=opt_state)
+        self.apply = jax.jit(self._apply, **self._forward_options)
+        """(params, inputs, keys) -> output, for any number of rows."""
+        self.grad_and_update = jax.jit(self._grad_and_update, **self._backward_options)
+        """(params, opt_state, inputs, output_grads, keys, staleness) -> (finite, input_grads, params, opt_state), for
+        any number of rows, with a gradient for each differentiable input, in order. `staleness` is for the optimiser,
+        float32. `finite` is bool [2]: the update, and the input gradients. If one of them is not finite, params and
+        opt_state are returned as they came."""
+        self._compiled: dict[tuple[int, bool], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+    def of_rows(self, rows: int, *, has_keys: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """`apply` and `grad_and_update` for exactly so many rows, with or without keys: those that are compiled, or
+        what compiles them when it is called."""
+        return self._compiled.get((rows, has_keys), (self.apply, self.grad_and_update))
+
+    def compile(self, rows: int) -> None:
+        """Compile for so many rows; may run in another thread than the batches."""
+        params, opt_state = self.state
+        specs = (*self._expert.inputs, self._expert.output)
+        *inputs, grads = (self._shape((rows, *spec.shape), spec.dtype) for spec in specs)
+        for keys in (None, self._shape((rows, 2), np.uint32)) if self._expert.takes_key else (None,):
+            forward = compiled_alone(self._apply, (params, tuple(inputs), keys), **self._forward_options)
+            arguments = params, opt_state, tuple(inputs), grads, keys, self._shape((), np.float32)
+            backward = compiled_alone(self._grad_and_update, arguments, **self._backward_options)
+            self._compiled[rows, keys is not None] = forward, backward
+        self.warm.add(rows)
+
+    def _lay_out(self, layout: Layout) -> tuple[PyTree, PyTree]:
+        """Have programs keep the state as the layout says; the shardings of params and opt_state."""
+        params = layout.state_shardings({"params": self.state[0]})["params"]
+        opt_state = layout.state_shardings({"opt_state": self.state[1]})["opt_state"]
+        rows, everywhere, results = layout.rows, layout.everywhere, layout.results
+        self.state = jax.tree.map(_with_sharding, self.state, (params, opt_state))
+        self._forward_options = {"in_shardings": (params, rows, rows), "out_shardings": results}
+        self._backward_options |= {
+            "in_shardings": (params, opt_state, rows, rows, rows, everywhere),
+            "out_shardings": (everywhere, results, params, opt_state),
+        }
+
+        def init(key_data: Any) -> PyTree:
+            return jax.tree.map(own_copy, self._expert.init(jax.random.wrap_key_data(key_data)))
+
+        self.init = jax.jit(init, out_shardings=params)
+        return params, opt_state
+
+    def _shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """Of an argument that comes from the host."""
+        if self._layout is None:
+            return jax.ShapeDtypeStruct(shape, dtype)
+        return self._layout.shape_for_program(shape, dtype)
 
 
 @functools.cache
@@ -54,40 +121,27 @@ def expert_programs(
 ) -> ExpertPrograms:
     """Programs for `expert` trained by `optimizer`; cached, so equal arguments share their compiled code.
 
-    Args:
-      layout: where the state lies, and stays; None: where JAX puts it.
-
     Raises:
-      ValueError: if the optimiser cannot work on a node, see `check_optimizer`, or the layout does not fit the state.
+      ValueError: see `ExpertPrograms`.
     """
-    is_whole = layout is None or len(layout.devices) == 1
-    apply, grad_and_update = functions_of(expert, optimizer, is_whole=is_whole)
-    if layout is None:
-        return ExpertPrograms(jax.jit(apply), jax.jit(grad_and_update, donate_argnums=(0, 1)), set())
-    shapes = state_shapes(expert, optimizer)
-    params = layout.state_shardings({"params": shapes[0]})["params"]
-    opt_state = layout.state_shardings({"opt_state": shapes[1]})["opt_state"]
-    rows, everywhere, results = layout.rows, layout.everywhere, layout.results
+    return ExpertPrograms(expert, optimizer, layout)
 
-    def init(key_data: Any) -> PyTree:
-        return jax.tree.map(own_copy, expert.init(jax.random.wrap_key_data(key_data)))
 
-    def init_opt_state(params: PyTree) -> PyTree:
-        return () if optimizer is None else jax.tree.map(own_copy, optimizer.init(params))
+def compiled_alone(function: Callable[..., Any], arguments: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """A program for arguments of these shapes and types, of which JAX remembers nothing else.
 
-    return ExpertPrograms(
-        apply=jax.jit(apply, in_shardings=(params, rows, rows), out_shardings=results),
-        grad_and_update=jax.jit(
-            grad_and_update,
-            donate_argnums=(0, 1),
-            in_shardings=(params, opt_state, rows, rows, rows, everywhere),
-            out_shardings=(everywhere, results, params, opt_state),
-        ),
-        warm=set(),
-        init=jax.jit(init, out_shardings=params),
-        init_opt_state=jax.jit(init_opt_state, in_shardings=(params,), out_shardings=opt_state),
-        state=jax.tree.map(_with_sharding, shapes, (params, opt_state)),
-    )
+    Args:
+      function: to be traced.
+      arguments: trees of `jax.ShapeDtypeStruct`.
+      options: as of `jax.jit`.
+    """
+
+    # JAX remembers traces and what they were lowered to as long as their function lives: so it gets one of its own.
+    @functools.wraps(function)
+    def own(*args: Any) -> Any:
+        return function(*args)
+
+    return jax.jit(own, **options).lower(*arguments).compile()
 
 
 @functools.cache
@@ -171,6 +225,16 @@ def check_optimizer(expert: Expert, optimizer: optax.GradientTransformation) -> 
 def own_copy(leaf: Any) -> Any:
     """A buffer of the backend's own, strongly typed: a weak type would be compiled for once more after one update."""
     return jnp.array(leaf, dtype=jnp.result_type(leaf))
+
+
+@jax.jit
+def own_copies(tree: PyTree) -> PyTree:
+    """`own_copy` of each array, by one program: what XLA and JAX keep of a program is a megabyte, however small."""
+    return jax.tree.map(own_copy, tree)
+
+
+def _strongly_typed(shape: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype)
 
 
 def _with_sharding(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:

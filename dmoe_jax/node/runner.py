@@ -31,7 +31,6 @@ from dmoe_jax.node.job import Job
 from dmoe_jax.node.strategies.grouping import Piece, grouped
 from dmoe_jax.node.strategies.store import warm_bucket_of
 from dmoe_jax.node.turns import BatchTimes, run_turn
-from dmoe_jax.types import PyTree
 from net.errors import CallRefused, RemoteFailure
 from net.types import Array
 
@@ -134,16 +133,11 @@ class BatchRunner:
         for event in self._finishing:
             event.set()
 
-    async def compile(self, backend: ExpertBackend, bucket: int, scratch: PyTree = None) -> PyTree:
-        """Compile for batches of so many rows, beside the device, unless that is done; one program at a time.
-
-        Args:
-          scratch, and what is returned: see `ExpertBackend.warm_up_bucket`.
-        """
+    async def compile(self, backend: ExpertBackend, bucket: int) -> None:
+        """Compile for batches of so many rows, beside the device, unless that is done; one program at a time."""
         async with self._compiling:
-            if bucket in backend.programs.warm:
-                return scratch
-            return await self._device.aside(backend.warm_up_bucket, bucket, scratch)
+            if bucket not in backend.programs.warm:
+                await self._device.aside(backend.warm_up_bucket, bucket)
 
     async def run(self) -> None:
         """Serve the queue for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""

@@ -18,7 +18,6 @@ from dmoe_jax.node.devices import PlacedDevice
 from dmoe_jax.node.job import Job
 from dmoe_jax.node.placement import bytes_by_place
 from dmoe_jax.node.runner import BatchCounts, BatchRunner
-from dmoe_jax.types import PyTree
 
 
 class DeviceRunners:
@@ -139,9 +138,9 @@ class DeviceRunners:
         ]
         return sorted(cold, key=lambda each: each[1])
 
-    async def compile(self, backend: ExpertBackend, bucket: int, scratch: PyTree = None) -> PyTree:
+    async def compile(self, backend: ExpertBackend, bucket: int) -> None:
         """Compile for batches of so many rows; see `BatchRunner.compile`."""
-        return await self._runner_of(backend).compile(backend, bucket, scratch)
+        await self._runner_of(backend).compile(backend, bucket)
 
     async def aside(self, function: Callable[..., object], *args: Any) -> None:
         """Do what concerns the whole process beside the devices; not in virtual time, where many nodes share one."""

@@ -46,7 +46,6 @@ from dmoe_jax.node.listing import ExpertListing
 from dmoe_jax.node.requests import uid_of
 from dmoe_jax.node.runners import DeviceRunners
 from dmoe_jax.node.strategies.settling import Strategies
-from dmoe_jax.types import PyTree
 from net.dht.node import DhtNode
 from net.identity import Contact
 from net.nursery import background_nursery
@@ -192,14 +191,11 @@ class ExpertNode:
         if self._runner.cold_programs(self._prototypes):
             await self.introduce()
         await self._strategies.settle(on_progress)
-        scratch: dict[int, PyTree] = {}
         cold = self._runner.cold_programs(self._prototypes)
         for number, (backend, bucket) in enumerate(cold, start=1):
             self.state = f"compiling {number} of {len(cold)}"
             on_progress(self.state)
-            kind = id(backend.programs)
-            scratch[kind] = await self._runner.compile(backend, bucket, scratch.pop(kind, None))
-        scratch.clear()
+            await self._runner.compile(backend, bucket)
         self._prototypes = ()
         if cold:
             await self._runner.aside(give_back)  # compiling leaves holes in the heap

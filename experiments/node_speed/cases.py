@@ -75,3 +75,19 @@ def rate_between(mean_rows: float, seconds: Sequence[float]) -> float:
     least, _ = neighbours(mean_rows)
     below, above = seconds
     return mean_rows / (below + (mean_rows - least) * (above - below))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """Sizes of the demonstration's model that are no defaults of `TransformerXLConfig`; those of `dmoe train` are."""
+
+    num_layers: int = 2
+    grid_size: tuple[int, ...] = (4, 4)
+    k_best: int = 4
+    cutoffs: tuple[int, ...] = (2000, 10_000)
+    batch_size: int = 4
+
+
+DEMONSTRATION = Demonstration()
+ROUTERS = {"token": "balanced", "sequence": "product_key"}
+"""What the demonstration chooses experts by, where tokens have experts of their own, and where sequences do."""

@@ -1,8 +1,10 @@
-"""The node, bare calls of its programs and hivemind in turn, round after round; then memory, compilations, saving."""
+"""The node, bare calls of its programs and hivemind in turn, round after round; then memory, compilations, saving, and
+the demonstration."""
 
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -13,6 +15,7 @@ from matplotlib.figure import Figure
 
 from experiments.bench import Experiment, Run
 from experiments.node_speed.cases import Case
+from experiments.node_speed.demonstration import STEP_RATIOS, TRAINERS, measure_demonstration
 from experiments.node_speed.settings import SpeedSettings
 from experiments.node_speed.turns import NodeAndCallers, Quantities, open_hivemind, open_node
 from experiments.panels import ratio_figure
@@ -82,7 +85,20 @@ def hivemind_python(settings: SpeedSettings) -> Path | None:
 
 
 def measure(run: Run[SpeedSettings]) -> None:
-    """Measure all cases, memory and compilations, and saving."""
+    """Measure the chosen parts."""
+    settings = run.settings
+    if "calls" in settings.parts:
+        _measure_calls(run)
+    if "memory" in settings.parts:
+        for case in settings.mixed_loads:
+            _measure_memory(run, case)
+    if "saving" in settings.parts:
+        _measure_saving(run, settings.large_expert)
+    if "demonstration" in settings.parts:
+        measure_demonstration(run)
+
+
+def _measure_calls(run: Run[SpeedSettings]) -> None:
     settings = run.settings
     python = hivemind_python(settings)
     if python is None:
@@ -92,9 +108,6 @@ def measure(run: Run[SpeedSettings]) -> None:
     _measure_single_rows(run, settings.single_rows)
     if python is not None:
         _measure_case(run, settings.wide_expert, python, has_bare=False)
-    for case in settings.mixed_loads:
-        _measure_memory(run, case)
-    _measure_saving(run, settings.large_expert)
 
 
 def _measure_case(run: Run[SpeedSettings], case: Case, python: Path | None, *, has_bare: bool = True) -> None:
@@ -245,20 +258,38 @@ def saving_record(quiet: Quantities, during: list[Quantities], backward_s: float
 
 
 def summarise(run: Run[SpeedSettings]) -> Result | None:
-    """Compute the ratios that there are, medians of what they are made of, memory and saving; None without a round."""
-    slices = run.records(SLICE)
-    measured = [ratio for ratio in (*DEVICE_RATIOS, *HIVEMIND_RATIOS) if ratio.of_rounds(slices)]
-    rounds = round_figures(slices, measured, ("samples_per_s", "mean_batch", "cpu_share")) if measured else None
-    if rounds is None:
-        return None
+    """Compute the ratios that there are, medians of what they are made of, memory and saving; None without any."""
+    parts, slices = run.settings.parts, run.records(SLICE)
     has_hivemind = any(record["name"].endswith("_hivemind") for record in slices)
-    figures: dict[str, Any] = {ratio.name: None for ratio in (*DEVICE_RATIOS, *HIVEMIND_RATIOS)} | rounds
-    ratios = [*DEVICE_RATIOS, *(HIVEMIND_RATIOS if has_hivemind else ())]
-    return Result(
-        title="An expert node beside bare jitted calls" + (" and beside hivemind" if has_hivemind else ""),
-        figures=figures | _memory_figures(run) | _saving_figures(run),
-        bars=[*(ratio.bar for ratio in ratios), MEMORY_BAR, COMPILATIONS_BAR, SAVE_BAR],
-    )
+    figures: dict[str, Any] = {}
+    bars: list[Bar] = []
+    if "calls" in parts:
+        ratios = [*DEVICE_RATIOS, *(HIVEMIND_RATIOS if has_hivemind else ())]
+        bars += [ratio.bar for ratio in ratios]
+        figures |= {ratio.name: None for ratio in (*DEVICE_RATIOS, *HIVEMIND_RATIOS)}
+        figures |= _ratio_figures(slices, ratios, ("samples_per_s", "mean_batch", "cpu_share"))
+    if "memory" in parts:
+        bars += [MEMORY_BAR, COMPILATIONS_BAR]
+        figures |= _memory_figures(run)
+    if "saving" in parts:
+        bars.append(SAVE_BAR)
+        figures |= _saving_figures(run)
+    if "demonstration" in parts:
+        bars += [ratio.bar for ratio in STEP_RATIOS]
+        found = _ratio_figures(slices, STEP_RATIOS, ("steps_per_s",))
+        # It has rounds of its own.
+        figures |= {("demo_rounds" if name == "rounds" else name): value for name, value in found.items()}
+    if not slices and not run.records(MEMORY) and not run.records(SAVING):
+        return None
+    title = "An expert node beside bare jitted calls" + (" and beside hivemind" if has_hivemind else "")
+    return Result(title=title, figures=figures, bars=bars)
+
+
+def _ratio_figures(slices: list[Any], ratios: Sequence[Ratio], quantities: Sequence[str]) -> dict[str, Any]:
+    """What `round_figures` says of the ratios that have a round; None for the others."""
+    measured = [ratio for ratio in ratios if ratio.of_rounds(slices)]
+    found = (round_figures(slices, measured, quantities) if measured else None) or {}
+    return {ratio.name: None for ratio in ratios} | found
 
 
 def _memory_figures(run: Run[SpeedSettings]) -> dict[str, Any]:
@@ -295,8 +326,13 @@ def draw(run: Run[SpeedSettings], result: Result) -> Figure:
         if "ratio" in each
     }
     panels.append(("Memory", memory, MEMORY_BAR))
-    wait = result.figures["save_wait_ratio"]
+    wait = result.figures.get("save_wait_ratio")
     panels.append(("Saving", {"longest wait": [] if wait is None else [wait]}, SAVE_BAR))
+    for count in TRAINERS:
+        of_count = [ratio for ratio in STEP_RATIOS if ratio.ours.endswith(f"_{count}")]
+        columns = {ratio.ours.partition("_")[0]: ratio.of_rounds(slices) for ratio in of_count}
+        title = f"Steps, {count} trainer{'s' if count > 1 else ''}"
+        panels.append((title, {text: rounds for text, rounds in columns.items() if rounds}, of_count[0].bar))
     shown = [panel for panel in panels if panel[1] and all(panel[1].values())]
     return ratio_figure(shown, first_label="node over the other", last_label="")
 

@@ -2,12 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from experiments.bench import Settings
 from experiments.node_speed.cases import Case, width_of
 
-_QUICK_ROUNDS, _QUICK_SLICE_S, _QUICK_LOAD_S, _QUICK_LARGE_MB = 3, 1.0, 10.0, 32.0
-_ROUNDS, _SLICE_S, _LOAD_S, _LARGE_MB = 9, 3.0, 300.0, 400.0
+_QUICK_ROUNDS, _QUICK_SLICE_S, _QUICK_LOAD_S, _QUICK_LARGE_MB, _QUICK_STEPS = 3, 1.0, 10.0, 32.0, 120
+_ROUNDS, _SLICE_S, _LOAD_S, _LARGE_MB, _STEPS = 9, 3.0, 300.0, 400.0, 400
+_DEMO_ROUNDS = 3
+
+Part = Literal["calls", "memory", "saving", "demonstration"]
+PARTS: tuple[Part, ...] = ("calls", "memory", "saving", "demonstration")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +21,10 @@ class SpeedSettings(Settings):
 
     quick: bool = False
     """Three rounds of one second a side, ten seconds of mixed load, a small "large" expert; a few minutes."""
+    parts: tuple[Part, ...] = PARTS
+    """What to measure. calls: a node beside bare calls, and beside hivemind. memory: under a load of mixed batch sizes,
+    with compilations. saving: who waits while an expert is saved. demonstration: steps a second of its trainers beside
+    those of the same model in one jitted program."""
     seed: int = 0
     """Seed of inputs, gradients and who asks which expert."""
     rounds: int | None = None
@@ -35,11 +44,18 @@ class SpeedSettings(Settings):
     """Duration of the load of mixed batch sizes, seconds. Default: 300, or 10 with --quick."""
     large_mb: float | None = None
     """Parameters of the expert that is saved while it is served, MB. Default: 400, or 32 with --quick."""
+    demo_rounds: int = _DEMO_ROUNDS
+    """Rounds of the demonstration, and one more before them."""
+    demo_steps: int | None = None
+    """Updates that each of its swarms makes; the second half counts. Default: 400, or 120 with --quick."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "rounds", "processes", "at_once", "many_at_once")
+        self.require_at_least(1, "rounds", "processes", "at_once", "many_at_once", "demo_rounds")
+        self.require_at_least(10, "demo_steps")
         self.require_above(0, "slice_s", "load_s", "large_mb")
+        if not self.parts:
+            raise ValueError("--parts needs one at least")
         for name, most in (("at_once", 16), ("many_at_once", 64)):
             if getattr(self, name) > most:
                 raise ValueError(f"--{name.replace('_', '-')} must be at most {most}, got {getattr(self, name)}")
@@ -58,6 +74,11 @@ class SpeedSettings(Settings):
     def chosen_load_s(self) -> float:
         """The duration of the mixed load that is meant, seconds."""
         return self.load_s or (_QUICK_LOAD_S if self.quick else _LOAD_S)
+
+    @property
+    def chosen_demo_steps(self) -> int:
+        """The updates of each swarm that are meant."""
+        return self.demo_steps or (_QUICK_STEPS if self.quick else _STEPS)
 
     @property
     def large_requests(self) -> Case:

@@ -77,7 +77,7 @@ def test_an_update_stores_no_second_state() -> None:
     program = expert_programs(expert, OPTIMIZER).grad_and_update
     compiled = cast(Any, program).lower(*backend.store.read(), (x,), x, None, np.float32(0)).compile()
     params = nbytes_of(backend.params)
-    assert compiled.memory_analysis().temp_size_in_bytes < 1.6 * params  # with selected numbers it is 3.4 times
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.6 * params  # with selected numbers it is 3 times
 
 
 def test_frozen_expert_returns_gradients_and_stays() -> None:
@@ -112,16 +112,15 @@ def test_warm_up_compiles_everything_and_changes_nothing(compilations: Any) -> N
     assert compilations.count == compiled
 
 
-def test_warm_up_makes_one_copy_of_the_state_for_all_sizes() -> None:
-    """Each program is tried on what the last one returned, so that the heap gets no hole for each of them."""
-    expert = expert_from_linen(nn.Dense(4, name="one_copy"), rows(1, 0))
+def test_warm_up_makes_no_arrays() -> None:
+    """Programs are compiled from shapes: a copy of the state for each of them would leave as many holes in the heap."""
+    expert = expert_from_linen(nn.Dense(4, name="from_shapes"), rows(1, 0))
     backend = ExpertBackend(expert, optax.adam(0.1), expert.init(jax.random.key(0)))
-    scratch = backend.warm_up_bucket(1)
-    leaves = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(scratch)]
-    again = backend.warm_up_bucket(2, scratch)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(scratch))
-    assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(again)} <= set(leaves)
-    assert backend.warm_up_bucket(2, again) is again
+    before = len(jax.live_arrays())
+    backend.warm_up_bucket(1)
+    backend.warm_up_bucket(2)
+    assert len(jax.live_arrays()) == before
+    assert backend.programs.warm == {1, 2}
 
 
 def test_experts_of_one_kind_share_their_programs(compilations: Any) -> None:

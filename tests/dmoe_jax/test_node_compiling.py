@@ -141,7 +141,7 @@ async def test_a_size_that_does_not_compile_is_not_tried_for_ever(
     async with open_rig(device=AsideDevice(), config=NodeConfig(warm_up_rows=2), backends={"ffn.0.1": backend}) as rig:
         tries: list[int] = []
 
-        def broken(bucket: int, scratch: object) -> None:
+        def broken(bucket: int) -> None:
             tries.append(bucket)
             raise MemoryError("out of device memory")
 

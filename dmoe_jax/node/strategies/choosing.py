@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.programs import own_copies
 from dmoe_jax.node.strategies.buckets import bucket_of
 from dmoe_jax.node.strategies.programs import Form
 from dmoe_jax.node.strategies.stack import Stack, StackedBatch, StackedStore, most_in_program, why_not_alike
@@ -109,7 +110,8 @@ def measure(backend: ExpertBackend, *, experts: int, rows: int, clock: Callable[
     if together == 1:
         return None
     together = min(together, experts)
-    zeros = jax.tree.map(jnp.zeros_like, backend.params)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), backend.params)
+    backend.warm_up_bucket(bucket_of(rows))
     stores = [SingleStore(backend.expert, backend.optimizer, zeros, backend.place) for _ in range(together)]
     specs = (*backend.expert.inputs, backend.expert.output)
     *inputs, grads = (np.zeros((rows, *spec.shape), jnp.dtype(spec.dtype)) for spec in specs)
@@ -121,7 +123,7 @@ def measure(backend: ExpertBackend, *, experts: int, rows: int, clock: Callable[
     # The least: other processes compile at the same time, and a small expert must not be taken for a large one.
     if min(times) > together * _WORTH_S:
         return Measured(experts=together, rows=rows, single_s=statistics.median(times), stacked_s=None)
-    copies: list[State] = [jax.tree.map(jnp.copy, store.read()) for store in stores]
+    copies: list[State] = [own_copies(store.read()) for store in stores]
     stack = Stack(backend.expert, backend.optimizer, copies, backend.place)
     batches = [StackedBatch(index=i, inputs=tuple(inputs), output_grads=grads) for i in range(together)]
     turns = [single, lambda: _wait(stack.begin_backward(batches))]

@@ -24,7 +24,7 @@ from jax.sharding import SingleDeviceSharding
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.freed_memory import give_back
 from dmoe_jax.node.placement import Place
-from dmoe_jax.node.programs import nbytes_of
+from dmoe_jax.node.programs import compiled_alone, nbytes_of
 from dmoe_jax.node.strategies.buckets import bucket_of
 from dmoe_jax.node.strategies.programs import Form, stack_functions
 from dmoe_jax.node.strategies.store import FinishBackward, FinishForward, State, laid_out_like, warm_bucket_of
@@ -174,22 +174,21 @@ class Stack:
         if (size := (rows, count, has_keys)) not in self.programs.forward:
             inputs, _, keys, _ = self._batch_shapes(*size)
             arguments = self._shapes()[0], _int32(count), _int32(), inputs, keys
-            self.programs.forward[size] = jax.jit(self._functions.forward).lower(*arguments).compile()
+            self.programs.forward[size] = compiled_alone(self._functions.forward, arguments)
         return self.programs.forward[size]
 
     def _backward(self, rows: int, count: int, has_keys: bool) -> Callable[..., Any]:
         if (size := (rows, count, has_keys)) not in self.programs.backward:
             arguments = self._shapes(), _int32(count), _int32(), *self._batch_shapes(*size)
-            jitted = jax.jit(self._functions.backward, donate_argnums=0)
-            self.programs.backward[size] = jitted.lower(*arguments).compile()
+            self.programs.backward[size] = compiled_alone(self._functions.backward, arguments, donate_argnums=0)
         return self.programs.backward[size]
 
     def _access(self) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
         """What reads and writes one expert."""
         if self.programs.access is None:
             state = self._shapes()
-            read = jax.jit(self._functions.read).lower(state, _int32()).compile()
-            write = jax.jit(self._functions.write, donate_argnums=0).lower(state, _int32(), self._one).compile()
+            read = compiled_alone(self._functions.read, (state, _int32()))
+            write = compiled_alone(self._functions.write, (state, _int32(), self._one), donate_argnums=0)
             self.programs.access = read, write
         return self.programs.access
 
@@ -257,9 +256,8 @@ class StackedStore:
         (finish,) = self.stack.begin_backward([batch])
         return finish
 
-    def warm_up_bucket(self, bucket: int, scratch: PyTree) -> PyTree:
+    def compile(self, bucket: int) -> None:
         self.stack.compile(bucket)
-        return scratch
 
 
 def most_in_program(expert: Expert, size: int, bucket: int) -> int:
@@ -286,7 +284,6 @@ def why_not_alike(states: Sequence[State]) -> str:
     return ""
 
 
-@jax.jit
 def _stack(*leaves: Any) -> Any:
     return jnp.stack(leaves)
 
@@ -296,9 +293,17 @@ def _stacked(states: list[State]) -> PyTree:
     structure = jax.tree.structure(states[0])
     columns = [list(column) for column in zip(*map(jax.tree.leaves, states), strict=True)]
     states.clear()
-    stacked = []
+    stacked: list[Any] = []
+    programs: dict[tuple[tuple[int, ...], Any], Callable[..., Any]] = {}
     while columns:
-        stacked.append(jax.block_until_ready(_stack(*columns.pop(0))))
+        column = columns.pop(0)
+        kind = column[0].shape, column[0].dtype
+        if kind not in programs:
+            sharding = column[0].sharding if column[0].committed else None
+            shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf in column]
+            programs[kind] = compiled_alone(_stack, shapes)
+        stacked.append(jax.block_until_ready(programs[kind](*column)))
+        column.clear()
         if stacked[-1].nbytes > _LARGE_BYTES:
             give_back()  # what was freed lies in pieces too small for the next array
     return jax.tree.unflatten(structure, stacked)

@@ -14,8 +14,8 @@ import optax
 
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.node.placement import Place
-from dmoe_jax.node.programs import expert_programs, nbytes_of, own_copy
-from dmoe_jax.node.sharding import Layout, put
+from dmoe_jax.node.programs import expert_programs, nbytes_of, own_copies
+from dmoe_jax.node.sharding import put
 from dmoe_jax.node.strategies.buckets import bucket_of
 from dmoe_jax.types import PyTree
 from net.types import Array
@@ -70,8 +70,8 @@ class Store(Protocol):
         """Have XLA begin a backward pass and the update; what is begun after it sees the new state."""
         ...
 
-    def warm_up_bucket(self, bucket: int, scratch: PyTree) -> PyTree:
-        """Compile for batches of so many rows; see `ExpertBackend.warm_up_bucket`."""
+    def compile(self, bucket: int) -> None:
+        """Compile for batches of so many rows, from shapes; may run beside the device."""
         ...
 
 
@@ -89,13 +89,12 @@ class SingleStore:
         self, expert: Expert, optimizer: optax.GradientTransformation | None, params: PyTree, place: Place
     ) -> None:
         self.programs = programs = expert_programs(expert, optimizer, place.layout)
-        self._expert, self._layout = expert, place.layout
-        if programs.init_opt_state is not None and programs.state is not None:
-            self._params = jax.tree.map(_laid_out, programs.state[0], params)
-            self._opt_state = programs.init_opt_state(self._params)
+        self._layout = place.layout
+        if place.layout is None:
+            self._params = own_copies(params)
         else:
-            self._params = jax.tree.map(own_copy, params)
-            self._opt_state = jax.tree.map(own_copy, optimizer.init(self._params)) if optimizer is not None else ()
+            self._params = jax.tree.map(_laid_out, programs.state[0], params)
+        self._opt_state = programs.init_opt_state(self._params)
         self.nbytes = nbytes_of((self._params, self._opt_state))
 
     def read(self) -> State:
@@ -112,51 +111,32 @@ class SingleStore:
 
     def begin_forward(self, inputs: tuple[Array, ...], keys: Array | None) -> FinishForward:
         rows = inputs[0].shape[0]
-        padded, padded_keys = self._for_program((inputs, keys), rows)
-        output = self.programs.apply(self._params, padded, padded_keys)
+        bucket = self._bucket_of(rows)
+        forward, _ = self.programs.of_rows(bucket, has_keys=keys is not None)
+        output = forward(self._params, *self._for_program((inputs, keys), bucket))
         return lambda: np.asarray(output)[:rows]
 
     def begin_backward(
         self, inputs: tuple[Array, ...], output_grads: Array, keys: Array | None, staleness: float
     ) -> FinishBackward:
         rows = output_grads.shape[0]
-        arguments = self._for_program((inputs, output_grads, keys, np.float32(staleness)), rows)
-        finite, input_grads, self._params, self._opt_state = self.programs.grad_and_update(
-            self._params, self._opt_state, *arguments
-        )
+        bucket = self._bucket_of(rows)
+        _, backward = self.programs.of_rows(bucket, has_keys=keys is not None)
+        arguments = self._for_program((inputs, output_grads, keys, np.float32(staleness)), bucket)
+        finite, input_grads, self._params, self._opt_state = backward(self._params, self._opt_state, *arguments)
         return lambda: (np.asarray(finite), tuple(np.asarray(grad)[:rows] for grad in input_grads))
 
-    def warm_up_bucket(self, bucket: int, scratch: PyTree) -> PyTree:
-        if self._layout is not None and self.programs.state is not None:
-            self._compile(bucket, self._layout, *self.programs.state)
-            return scratch
-        specs = (*self._expert.inputs, self._expert.output)
-        *inputs, grads = (np.zeros((bucket, *spec.shape), spec.dtype) for spec in specs)
-        for keys in (None, np.zeros((bucket, 2), np.uint32)) if self._expert.takes_key else (None,):
-            if scratch is None:
-                scratch = jax.tree.map(jnp.zeros_like, self.read())
-            jax.block_until_ready(self.programs.apply(scratch[0], tuple(inputs), keys))
-            arguments = (*scratch, tuple(inputs), grads, keys, np.float32(0))
-            _, _, *scratch = jax.block_until_ready(self.programs.grad_and_update(*arguments))
-        self.programs.warm.add(bucket)
-        return scratch
+    def compile(self, bucket: int) -> None:
+        self.programs.compile(bucket)
 
-    def _compile(self, bucket: int, layout: Layout, params: PyTree, opt_state: PyTree) -> None:
-        def shape(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
-            return layout.shape_for_program(shape, dtype)
-
-        specs = (*self._expert.inputs, self._expert.output)
-        *inputs, grads = (shape(bucket, *spec.shape, dtype=spec.dtype) for spec in specs)
-        for keys in (None, shape(bucket, 2, dtype=np.uint32)) if self._expert.takes_key else (None,):
-            self.programs.apply.lower(params, tuple(inputs), keys).compile()  # type: ignore[attr-defined]
-            arguments = params, opt_state, tuple(inputs), grads, keys, shape(dtype=np.float32)
-            self.programs.grad_and_update.lower(*arguments).compile()  # type: ignore[attr-defined]
-        self.programs.warm.add(bucket)
-
-    def _for_program(self, tree: PyTree, rows: int) -> Any:
-        """Padded to the smallest warm bucket for so many rows, if there is one, and where the program wants it."""
+    def _bucket_of(self, rows: int) -> int:
+        """The smallest warm bucket for so many rows, if there is one, and else that of `bucket_of`."""
         parts = 1 if self._layout is None else self._layout.mesh_shape.data
-        padded = _padded(tree, warm_bucket_of(rows, self.programs, parts))
+        return warm_bucket_of(rows, self.programs, parts)
+
+    def _for_program(self, tree: PyTree, bucket: int) -> Any:
+        """Padded to so many rows, and where the program wants it."""
+        padded = _padded(tree, bucket)
         return padded if self._layout is None else self._layout.for_program(padded)
 
 
