@@ -287,8 +287,9 @@ class ExpertBackend:
         return bucket_of(rows, self._row_parts)
 
     def buckets_up_to(self, max_rows: int) -> tuple[int, ...]:
-        """Every bucket that batches of 1..max_rows rows can fall into, ascending."""
-        return buckets_up_to(max_rows, self._row_parts)
+        """Every bucket that batches of 1..max_rows rows are computed in once all are compiled, ascending."""
+        buckets = buckets_up_to(max_rows, self._row_parts)
+        return tuple(bucket for bucket in buckets if bucket >= self.store.least_rows) or (self.store.least_rows,)
 
     @property
     def _row_parts(self) -> int:

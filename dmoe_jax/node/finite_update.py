@@ -37,15 +37,13 @@ def update_unless_not_finite(
     Args:
       optimizer: is given `staleness`.
       state: to be donated to the program that this is traced into.
-      grads: of the parameters.
+      grads: of the parameters; on one device, `laid_out`.
       input_grads: of the expert's inputs; nothing is done with them.
       staleness: float32.
       is_whole: the state lies on one device, not spread over several.
 
     Returns: (bool [2]: the update, and the input gradients, are finite; the new state, or the old one).
     """
-    if is_whole:
-        grads = jax.tree.map(_in_rows, grads)
 
     def step(state: State, grads: PyTree) -> State:
         params, opt_state = state
@@ -59,6 +57,15 @@ def update_unless_not_finite(
         state, grads, finite.all(), cpu=functools.partial(_branched, step), default=functools.partial(_selected, step)
     )
     return finite, cast(State, new)
+
+
+def laid_out(grads: PyTree) -> PyTree:
+    """Gradients as parameters lie in memory, computed once; for a state on one device.
+
+    XLA would take a product's transpose as it comes, and the branch would then read it across; and it would compute the
+    gradients of a single row anew wherever they are used. Either takes half as long again.
+    """
+    return jax.lax.optimization_barrier(jax.tree.map(_in_rows, grads))
 
 
 def stays_finite(old: PyTree, new: PyTree, *, is_whole: bool) -> Any:
@@ -98,8 +105,6 @@ def _typed_like(new: Any, old: Any) -> Any:
 
 
 def _in_rows(grad: Any) -> Any:
-    """Laid out in memory as parameters are. XLA would take a product's transpose as it comes, and the branch would then
-    read it across: with one row it takes half as long again."""
     if grad.ndim < 2 or not jnp.issubdtype(grad.dtype, jnp.inexact):  # integers have no gradient, but a placeholder
         return grad
     return with_layout_constraint(grad, ArrayLayout(tuple(range(grad.ndim))))

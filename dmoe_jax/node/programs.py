@@ -20,9 +20,12 @@ import numpy as np
 import optax
 
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.node.finite_update import stays_finite, update_unless_not_finite
+from dmoe_jax.node.finite_update import laid_out, stays_finite, update_unless_not_finite
 from dmoe_jax.node.sharding import Layout
 from dmoe_jax.types import PyTree
+
+LARGE_BYTES = 4 << 20
+"""Of parameters, beyond which the gradients have buffers of their own."""
 
 
 class ExpertPrograms:
@@ -30,6 +33,10 @@ class ExpertPrograms:
 
     What is compiled ahead (`compile`) is compiled from shapes, and nothing is kept of it but the machine's code: what
     JAX remembers of a program that it traces by itself is several times as large.
+
+    On a CPU the gradients of a large expert have buffers of their own, which all experts of the kind use in turn. As
+    temporary buffers they would be as large as the parameters and a little more, by so much as the rows make out; a
+    heap keeps another hole for each size.
 
     Args:
       expert: what is computed.
@@ -47,6 +54,9 @@ class ExpertPrograms:
         self._layout = layout
         is_whole = layout is None or len(layout.devices) == 1
         self._apply, self._grad_and_update = functions_of(expert, optimizer, is_whole=is_whole)
+        is_large = nbytes_of(state_shapes(expert, optimizer)[0]) >= LARGE_BYTES
+        self._keeps_grads = is_large and layout is None and jax.default_backend() == "cpu" and optimizer is not None
+        self._grads: PyTree = None  # buffers for them; None: not made yet, or given to a program
         self._forward_options: dict[str, Any] = {}
         self._backward_options: dict[str, Any] = {"donate_argnums": (0, 1)}
         self.warm: set[int] = set()
@@ -66,7 +76,7 @@ class ExpertPrograms:
             self.init_opt_state = jax.jit(init_opt_state, in_shardings=(params,), out_shardings=opt_state)
         self.apply = jax.jit(self._apply, **self._forward_options)
         """(params, inputs, keys) -> output, for any number of rows."""
-        self.grad_and_update = jax.jit(self._grad_and_update, **self._backward_options)
+        self.grad_and_update = jax.jit(without_grads(self._grad_and_update), **self._backward_options)
         """(params, opt_state, inputs, output_grads, keys, staleness) -> (finite, input_grads, params, opt_state), for
         any number of rows, with a gradient for each differentiable input, in order. `staleness` is for the optimiser,
         float32. `finite` is bool [2]: the update, and the input gradients. If one of them is not finite, params and
@@ -75,8 +85,12 @@ class ExpertPrograms:
 
     def of_rows(self, rows: int, *, has_keys: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """`apply` and `grad_and_update` for exactly so many rows, with or without keys: those that are compiled, or
-        what compiles them when it is called."""
+        what compiles them when it is called. Batches of one kind of expert begin one after the other."""
         return self._compiled.get((rows, has_keys), (self.apply, self.grad_and_update))
+
+    def forget_grads(self) -> None:
+        """A program that was given the buffers of gradients has failed."""
+        self._grads = None
 
     def compile(self, rows: int) -> None:
         """Compile for so many rows; may run in another thread than the batches."""
@@ -86,9 +100,38 @@ class ExpertPrograms:
         for keys in (None, self._shape((rows, 2), np.uint32)) if self._expert.takes_key else (None,):
             forward = compiled_alone(self._apply, (params, tuple(inputs), keys), **self._forward_options)
             arguments = params, opt_state, tuple(inputs), grads, keys, self._shape((), np.float32)
-            backward = compiled_alone(self._grad_and_update, arguments, **self._backward_options)
-            self._compiled[rows, keys is not None] = forward, backward
+            self._compiled[rows, keys is not None] = forward, self._compiled_backward(arguments)
         self.warm.add(rows)
+
+    def _compiled_backward(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        """`grad_and_update` for arguments of these shapes."""
+        options = dict(self._backward_options)
+        if not self._keeps_grads:
+            return compiled_alone(without_grads(self._grad_and_update), arguments, **options)
+        params, opt_state, *batch = arguments
+
+        def into(params: PyTree, opt_state: PyTree, grads: PyTree, *batch: Any) -> Any:
+            del grads  # its buffers are those of the result
+            return self._grad_and_update(params, opt_state, *batch)
+
+        # JAX pairs what is donated with results of the same shape in the order of both.
+        options |= {"donate_argnums": (0, 1, 2), "keep_unused": True}
+        program = compiled_alone(into, (params, opt_state, params, *batch), **options)
+        if self._grads is None:  # else something small would be compiled while serving
+            self._grads = self._new_grads()
+
+        def backward(params: PyTree, opt_state: PyTree, *batch: Any) -> Any:
+            grads, self._grads = self._grads, None
+            if grads is None:
+                grads = self._new_grads()
+            *results, self._grads = program(params, opt_state, grads, *batch)
+            return results
+
+        return backward
+
+    def _new_grads(self) -> PyTree:
+        shapes = self.state[0]
+        return compiled_alone(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), ())()
 
     def _lay_out(self, layout: Layout) -> tuple[PyTree, PyTree]:
         """Have programs keep the state as the layout says; the shardings of params and opt_state."""
@@ -159,8 +202,9 @@ def state_nbytes(expert: Expert, optimizer: optax.GradientTransformation | None)
 @functools.cache
 def functions_of(
     expert: Expert, optimizer: optax.GradientTransformation | None, *, is_whole: bool = True
-) -> tuple[Callable[..., Any], Callable[..., tuple[Any, tuple[Any, ...], PyTree, PyTree]]]:
-    """`apply` and `grad_and_update` of `ExpertPrograms` before they are compiled.
+) -> tuple[Callable[..., Any], Callable[..., tuple[Any, tuple[Any, ...], PyTree, PyTree, PyTree]]]:
+    """`apply` and `grad_and_update` of `ExpertPrograms` before they are compiled; the latter returns the gradients of
+    the parameters, too, as the last.
 
     Args:
       is_whole: an expert lies on one device, not spread over several.
@@ -178,7 +222,7 @@ def functions_of(
 
     def grad_and_update(
         params: PyTree, opt_state: PyTree, inputs: tuple[Any, ...], output_grads: Any, keys: Any, staleness: Any
-    ) -> tuple[Any, tuple[Any, ...], PyTree, PyTree]:
+    ) -> tuple[Any, tuple[Any, ...], PyTree, PyTree, PyTree]:
         def output(params: PyTree, chosen: tuple[Any, ...]) -> Any:
             merged = list(inputs)
             for position, value in zip(positions, chosen, strict=True):
@@ -187,6 +231,8 @@ def functions_of(
 
         _, pull_back = jax.vjp(output, params, tuple(inputs[i] for i in positions))
         param_grads, input_grads = pull_back(output_grads)
+        if is_whole:
+            param_grads = laid_out(param_grads)
         state = params, opt_state
         if optimizer is None:
             zeros = jax.tree.map(jnp.zeros_like, input_grads)
@@ -195,9 +241,18 @@ def functions_of(
             finite, state = update_unless_not_finite(
                 optimizer, state, param_grads, input_grads, staleness, is_whole=is_whole
             )
-        return finite, input_grads, *state
+        return finite, input_grads, *state, param_grads
 
     return apply, grad_and_update
+
+
+def without_grads(grad_and_update: Callable[..., Any]) -> Callable[..., Any]:
+    """The second of `functions_of` without the gradients of the parameters in its result."""
+
+    def grad_and_update_only(*arguments: Any) -> Any:
+        return grad_and_update(*arguments)[:-1]
+
+    return grad_and_update_only
 
 
 def check_optimizer(expert: Expert, optimizer: optax.GradientTransformation) -> None:

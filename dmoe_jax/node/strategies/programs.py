@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.node.programs import functions_of
+from dmoe_jax.node.programs import functions_of, without_grads
 from dmoe_jax.types import PyTree
 
 Form = Literal["looped", "vmapped"]
@@ -50,7 +50,8 @@ def stack_functions(expert: Expert, optimizer: optax.GradientTransformation | No
     Raises:
       ValueError: if the optimiser cannot work on a node, see `check_optimizer`.
     """
-    apply, grad_and_update = functions_of(expert, optimizer)
+    apply, with_grads = functions_of(expert, optimizer)
+    grad_and_update = without_grads(with_grads)
     forward, backward = (_looped if form == "looped" else _vmapped)(apply, grad_and_update)
     return StackFunctions(forward, backward, _read, _write)
 

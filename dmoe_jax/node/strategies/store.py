@@ -52,6 +52,11 @@ class Store(Protocol):
         """Bytes of its parameters and optimiser state, all parts together."""
         ...
 
+    @property
+    def least_rows(self) -> int:
+        """For fewer rows than these no program is worth its memory."""
+        ...
+
     def read(self) -> State:
         """The state; valid until the next `begin_backward`."""
         ...
@@ -84,6 +89,8 @@ class SingleStore:
     Raises:
       ValueError: see `ExpertBackend`.
     """
+
+    least_rows = 1
 
     def __init__(
         self, expert: Expert, optimizer: optax.GradientTransformation | None, params: PyTree, place: Place
@@ -124,7 +131,15 @@ class SingleStore:
         _, backward = self.programs.of_rows(bucket, has_keys=keys is not None)
         arguments = self._for_program((inputs, output_grads, keys, np.float32(staleness)), bucket)
         finite, input_grads, self._params, self._opt_state = backward(self._params, self._opt_state, *arguments)
-        return lambda: (np.asarray(finite), tuple(np.asarray(grad)[:rows] for grad in input_grads))
+
+        def finish() -> tuple[Array, tuple[Array, ...]]:
+            try:
+                return np.asarray(finite), tuple(np.asarray(grad)[:rows] for grad in input_grads)
+            except Exception:  # of XLA: what the program was given is lost, with others' buffers
+                self.programs.forget_grads()
+                raise
+
+        return finish
 
     def compile(self, bucket: int) -> None:
         self.programs.compile(bucket)
