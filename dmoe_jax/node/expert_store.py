@@ -7,8 +7,12 @@ An expert that is not finite is worth nothing: one that is there all the same is
 """
 
 import logging
+import os
 import shutil
+import sys
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,8 @@ from dmoe_jax.types import PyTree
 
 logger = logging.getLogger(__name__)
 
+_NICENESS = 15
+"""Of threads that write: a thirtieth of the processor time of those that compute, or what these leave."""
 _TRASH = ".old-"
 """Begins the name of a checkpoint that is about to be deleted."""
 
@@ -49,23 +55,36 @@ class ExpertStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._keep = keep
         self._files = CheckpointFiles()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="dmoe-writer", initializer=_give_way)
 
     def newest(self, uid: str) -> int | None:
         """The updates of an expert's newest checkpoint; None if there is none."""
         return max(_numbered(self.folder / uid), default=None)
 
-    def save(self, uid: str, updates: int, state: dict[str, PyTree], learnt_from: Iterable[bytes] = ()) -> None:
+    def save(
+        self,
+        uid: str,
+        updates: int,
+        state: dict[str, PyTree],
+        learnt_from: Iterable[bytes] = (),
+        *,
+        gives_way: bool = False,
+    ) -> None:
         """Write an expert unless it was written with so many updates already, and forget its oldest checkpoints.
 
         Args:
           uid: which expert.
           updates: optimiser steps that it has taken.
           state, learnt_from: see `ExpertBackend`; sound, and in arrays that nobody changes meanwhile.
+          gives_way: to threads that compute, and so takes longer.
         """
         own = self.folder / uid
         if updates not in _numbered(own):
             facts = {"updates": updates, "learnt_from": [name.hex() for name in learnt_from]}
-            self._files.write(own / str(updates), state, facts)
+            if gives_way:
+                self._writer.submit(self._files.write, own / str(updates), state, facts).result()
+            else:
+                self._files.write(own / str(updates), state, facts)
         self._prune(own, updates)
 
     def restore(self, uid: str, backend: ExpertBackend) -> int | None:
@@ -112,7 +131,15 @@ class ExpertStore:
 
     def close(self) -> None:
         """Free Orbax's threads."""
+        self._writer.shutdown()
         self._files.close()
+
+
+def _give_way() -> None:
+    """Let other threads of this process come first, before this one and those that it starts: whoever computes on all
+    cores would wait for the half that has to wait for a writer. Elsewhere priorities are of whole processes."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def saved_uids(folder: Path) -> tuple[str, ...]:

@@ -246,7 +246,8 @@ async def test_a_full_disk_does_not_stop_the_node(
     saver = ExpertSaver(tmp_path, backends, InlineDevice())
     tries = []
 
-    async def save() -> None:
+    async def save(*, gives_way: bool) -> None:
+        assert gives_way
         tries.append(trio.current_time())
         raise CheckpointError("RESOURCE_EXHAUSTED: no space left")
 

@@ -101,7 +101,8 @@ class SingleStore:
             self._params = own_copies(params)
         else:
             self._params = jax.tree.map(_laid_out, programs.state[0], params)
-        self._opt_state = programs.init_opt_state(self._params)
+        # Waited for: else the first call would.
+        self._opt_state = jax.block_until_ready(programs.init_opt_state(self._params))
         self.nbytes = nbytes_of((self._params, self._opt_state))
 
     def read(self) -> State:
