@@ -227,7 +227,7 @@ async def test_a_node_serves_an_expert_of_the_users_own(tmp_path: Path) -> None:
     with running("node", "--experts", "ffn.[0:2]", *flags, lines=lines) as (_, contact):
         assert [line.split()[2:5] for line in lines[:1]] == [["has", "joined", "the"]]
         assert lines[1].startswith("2 experts ")  # how they are run, as it has measured
-        assert lines[2:4] == ["compiling 1 of 2", "compiling 2 of 2"]
+        assert lines[2] == "compiling 1 of 1"  # of two sizes one was compiled to measure, or a stack has one for both
         async with join_swarm(NetworkOptions(), join=[contact]) as peer:
             reply = await peer.rpc.call(Contact.parse(contact), "expert.info", {"uid": "ffn.1"}, timeout_s=5)
             assert reply.body["output"]["shape"] == [8]

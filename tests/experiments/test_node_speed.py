@@ -18,6 +18,7 @@ from dmoe_jax.runs.run_folder import RunFolder
 from experiments.bench import Run
 from experiments.node_speed.caller import Tally
 from experiments.node_speed.cases import Case, callers_of_processes, neighbours, rate_between, width_of
+from experiments.node_speed.demonstration import slice_of_metrics
 from experiments.node_speed.expert import ADAM, hivemind_ffn
 from experiments.node_speed.measurement import (
     DEVICE_RATIOS,
@@ -30,12 +31,13 @@ from experiments.node_speed.measurement import (
     summarise,
 )
 from experiments.node_speed.node import BareCalls, CompilationCounter
-from experiments.node_speed.settings import SpeedSettings
+from experiments.node_speed.settings import Part, SpeedSettings
 from experiments.node_speed.turns import served_record
 from experiments.rounds import SLICE
 from tests.experiments.test_helper_processes import headline_of_run, processes_of, start
 
 TINY = ("node_speed", "--slice-s", "0.3", "--load-s", "0.5", "--large-mb", "0.5", "--processes", "1")
+NODES: tuple[Part, ...] = ("calls", "memory", "saving")
 
 
 def case_of(**fields: Any) -> Case:
@@ -172,7 +174,7 @@ def test_wait_during_a_save() -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Run[SpeedSettings]:
     """A run without records."""
-    settings = SpeedSettings()
+    settings = SpeedSettings(parts=NODES)
     return Run(settings=settings, folder=RunFolder.create(tmp_path / "run", settings), console=Console(quiet=True))
 
 
@@ -231,6 +233,30 @@ def test_bars_with_hivemind(run: Run[SpeedSettings]) -> None:
     assert result.missed_bars == [*missed, "memory_ratio", "compilations_while_serving"]
 
 
+def test_only_chosen_parts_are_judged(tmp_path: Path) -> None:
+    """A swarm of one trainer at 8 steps a second beside 10 of one program meets 0.75; of four at 8.5 misses 0.9."""
+    settings = SpeedSettings(parts=("demonstration",))
+    run = Run(settings=settings, folder=RunFolder.create(tmp_path / "run", settings), console=Console(quiet=True))
+    for route in ("token", "sequence"):
+        for name, rate in (("one_jit", 10.0), ("swarm_1", 8.0), ("swarm_4", 8.5)):
+            run.log(SLICE, round=1, name=f"{route}_{name}", steps_per_s=rate)
+    result = summarise(run)
+    assert result is not None
+    assert result.figures["step_ratio_token_1"] == pytest.approx(0.8)
+    assert result.figures["token_swarm_4_steps_per_s"] == 8.5
+    assert result.missed_bars == ["step_ratio_token_4", "step_ratio_sequence_4"]
+    assert not {"memory_ratio", "save_wait_ratio", "device_ratio_single_rows"} & set(result.figures)
+
+
+def test_steps_of_the_second_half_count() -> None:
+    """Steps end at 1, 2, 10, 11, 12 and 14 s: after the fourth there are two more, in 3 s."""
+    metrics: list[dict[str, Any]] = [
+        {"kind": "train", "time_s": time_s} for time_s in (1.0, 2.0, 10.0, 11.0, 12.0, 14.0)
+    ]
+    metrics += [{"kind": "calls", "failed": 1}, {"kind": "calls", "failed": 3}]
+    assert slice_of_metrics(metrics) == {"steps_per_s": pytest.approx(2 / 3), "failed": 3}
+
+
 def test_compilations_are_counted() -> None:
     """A new program counts once, and a call of a compiled one not at all."""
     counter = CompilationCounter()
@@ -265,6 +291,9 @@ def test_bare_calls_train_their_experts() -> None:
         ({"processes": 0}, "--processes must be at least 1, got 0"),
         ({"many_at_once": 65}, "--many-at-once must be at most 64, got 65"),
         ({"large_mb": -1.0}, "--large-mb must be above 0, got -1"),
+        ({"parts": ()}, "--parts needs one at least"),
+        ({"demo_steps": 9}, "--demo-steps must be at least 10, got 9"),
+        ({"demo_rounds": 0}, "--demo-rounds must be at least 1, got 0"),
     ],
 )
 def test_wrong_flags_are_refused(flags: dict[str, Any], message: str) -> None:
@@ -290,7 +319,7 @@ def test_wrong_interpreter_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.timeout(400)
 def test_tiny_run_of_node_speed(tmp_path: Path) -> None:
     """All figures are there but those beside hivemind, and nothing was compiled while the nodes served."""
-    headline = headline_of_run(tmp_path / "run", *TINY, "--rounds", "1", limit_s=380)
+    headline = headline_of_run(tmp_path / "run", *TINY, "--parts", *NODES, "--rounds", "1", limit_s=380)
     for ratio in DEVICE_RATIOS:
         assert 0 < headline[f"{ratio.name}_min"] <= headline[ratio.name] <= headline[f"{ratio.name}_max"]
     assert all(headline[ratio.name] is None for ratio in HIVEMIND_RATIOS)
