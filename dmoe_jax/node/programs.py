@@ -282,10 +282,13 @@ def own_copy(leaf: Any) -> Any:
     return jnp.array(leaf, dtype=jnp.result_type(leaf))
 
 
-@jax.jit
-def own_copies(tree: PyTree) -> PyTree:
-    """`own_copy` of each array, by one program: what XLA and JAX keep of a program is a megabyte, however small."""
+def copied(tree: PyTree) -> PyTree:
+    """`own_copy` of each array; to be traced."""
     return jax.tree.map(own_copy, tree)
+
+
+own_copies = jax.jit(copied)
+"""`own_copy` of each array, by one program: what XLA and JAX keep of a program is a megabyte, however small."""
 
 
 def _strongly_typed(shape: Any) -> jax.ShapeDtypeStruct:

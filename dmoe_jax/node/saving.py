@@ -10,7 +10,7 @@ finite, and the disk, are looked after beside the serving. Memory holds one copy
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -22,9 +22,15 @@ from dmoe_jax.device import Device
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.expert_store import ExpertStore, is_sound
+from dmoe_jax.node.programs import compiled_alone, copied
+from dmoe_jax.node.strategies.store import Programs
 from dmoe_jax.types import PyTree
 
 logger = logging.getLogger(__name__)
+
+Copy = Callable[[PyTree], PyTree]
+"""Returns a state in arrays that the next update leaves alone: on a CPU NumPy's, into room that was made before; on
+another device that device's own, which are fetched beside the serving."""
 
 _PAGE_BYTES = 4096
 """Of the smallest page of any system that this runs on, or a part of it."""
@@ -52,7 +58,7 @@ class ExpertSaver:
         self._backends = backends
         self._devices = [each.device for each in placed(device)]
         self._saved: dict[str, int] = {}  # updates at the last checkpoint that this node knows of
-        self._shapes: dict[int, PyTree] = {}  # of the state of each kind of experts, by its programs
+        self._copies: dict[int, tuple[Programs, PyTree, Copy]] = {}  # what `_kind_of` says, by number of the programs
 
     async def restore(self) -> dict[str, int]:
         """Take up all experts of which there are checkpoints; returns their updates. Not while they are served.
@@ -89,12 +95,9 @@ class ExpertSaver:
         learnt = [(uid, backend) for uid, backend in self._backends.items() if self._has_learnt(uid, backend)]
         for uid, backend in learnt:
             device = self._device_of(backend)
-            kind = id(backend.programs)
-            if kind not in self._shapes:
-                self._shapes[kind] = await device.run(_shapes, backend)
-            room = await _room_for(self._shapes[kind], device)
-            updates, learnt_from, state = await device.run(_snapshot, backend, room)
-            del room
+            copy = await self._copying(backend, device)
+            updates, learnt_from, state = await device.run(_snapshot, backend, copy)
+            del copy
             if not await device.aside(is_sound, state):
                 logger.warning("expert %s is not finite: it is not saved, its last good checkpoint stays", uid)
                 continue
@@ -120,6 +123,20 @@ class ExpertSaver:
             except CheckpointError as error:
                 logger.warning("%s", error)
 
+    async def _copying(self, backend: ExpertBackend, device: Device) -> Copy:
+        """What copies the state of an expert, with all made ready beside the device that can be."""
+        programs = backend.programs
+        if id(programs) not in self._copies:
+            shapes, is_on_host = await device.run(_kind_of, backend)
+            copy: Copy = _as_it_is
+            if shapes is not None and not is_on_host:
+                copy = await device.aside(compiled_alone, copied, (shapes,))
+            self._copies[id(programs)] = programs, shapes if is_on_host else None, copy
+        _, room_shapes, copy = self._copies[id(programs)]
+        if room_shapes is None:
+            return copy
+        return functools.partial(_filled, await _room_for(room_shapes, device))
+
     def _device_of(self, backend: ExpertBackend) -> Device:
         return self._devices[backend.place.number]
 
@@ -127,11 +144,15 @@ class ExpertSaver:
         return backend.update_count != self._saved.get(uid, 0)
 
 
-def _shapes(backend: ExpertBackend) -> PyTree:
-    """Shape and type of each array; None where the state is gathered from several processes, into arrays of its own."""
+def _kind_of(backend: ExpertBackend) -> tuple[PyTree, bool]:
+    """(shape, type and sharding of each array, whether all lie in the host's memory); (None, False) where the state is
+    gathered from several processes, into arrays of its own."""
     if backend.spans_processes:
-        return None
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), backend.state)
+        return None, False
+    state = backend.state
+    leaves = jax.tree.leaves(state)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    return shapes, all(device.platform == "cpu" for leaf in leaves for device in leaf.devices())
 
 
 async def _room_for(shapes: PyTree, device: Device) -> PyTree:
@@ -154,14 +175,15 @@ def _touch(octets: np.ndarray) -> None:
     octets[::_PAGE_BYTES] = 0
 
 
-def _snapshot(backend: ExpertBackend, room: PyTree) -> tuple[int, tuple[bytes, ...], dict[str, PyTree]]:
-    """Count, requests and copy of one moment: on the device's thread no batch can come between them.
+def _filled(room: PyTree, state: PyTree) -> PyTree:
+    jax.tree.map(np.copyto, room, jax.tree.map(np.asarray, state))
+    return room
 
-    Args:
-      room: of `_room_for`, to be filled; None: the state is a copy by itself.
-    """
-    state = backend.state
-    if room is not None:
-        jax.tree.map(np.copyto, room, jax.tree.map(np.asarray, state))
-        state = room
-    return backend.update_count, tuple(backend.learnt_from), state
+
+def _as_it_is(state: PyTree) -> PyTree:
+    return state
+
+
+def _snapshot(backend: ExpertBackend, copy: Copy) -> tuple[int, tuple[bytes, ...], dict[str, PyTree]]:
+    """Count, requests and copy of one moment: on the device's thread no batch can come between them."""
+    return backend.update_count, tuple(backend.learnt_from), copy(backend.state)

@@ -12,6 +12,7 @@ from flax import linen as nn
 from dmoe_jax.experts import expert_from_functions, expert_from_linen, feedforward
 from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.experts.dropout import row_keys_of_seed
+from dmoe_jax.node import programs
 from dmoe_jax.node.backend import (
     ExpertBackend,
     UpdateRejected,
@@ -78,6 +79,37 @@ def test_an_update_stores_no_second_state() -> None:
     compiled = cast(Any, program).lower(*backend.store.read(), (x,), x, None, np.float32(0)).compile()
     params = nbytes_of(backend.params)
     assert compiled.memory_analysis().temp_size_in_bytes < 1.6 * params  # with selected numbers it is 3 times
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="on another device gradients are temporary")
+def test_large_experts_share_buffers_for_their_gradients(monkeypatch: pytest.MonkeyPatch, compilations: Any) -> None:
+    """They learn as without, one after the other and after a failure, and nothing as large is left to be temporary."""
+    monkeypatch.setattr(programs, "LARGE_BYTES", 1)
+    expert = feedforward(d_model=64)._replace(name="large")
+    sharing = [ExpertBackend(expert, OPTIMIZER, expert.init(jax.random.key(seed))) for seed in range(2)]
+    monkeypatch.setattr(programs, "LARGE_BYTES", 1 << 40)
+    plain = feedforward(d_model=64)._replace(name="small")
+    alone = [ExpertBackend(plain, OPTIMIZER, expert.init(jax.random.key(seed))) for seed in range(2)]
+    own = cast(programs.ExpertPrograms, sharing[0].programs)
+    for backend in (sharing[0], alone[0]):
+        backend.warm_up_bucket(2)
+    assert own._grads is not None
+    compiled = compilations.count
+    for step in range(3):
+        x = np.random.default_rng(step).normal(size=(2, 64)).astype(np.float32)
+        for backends in (sharing, alone):
+            for backend in backends:
+                backend.backward([x], x)
+    assert compilations.count == compiled
+    for ours, theirs in zip(sharing, alone, strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), ours.state, theirs.state)
+    with pytest.raises(UpdateRejected):
+        sharing[0].backward([x], np.full_like(x, 3e38))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), sharing[0].state, alone[0].state)
+    own.forget_grads()
+    sharing[1].backward([x], x)
+    alone[1].backward([x], x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), sharing[1].state, alone[1].state)
 
 
 def test_frozen_expert_returns_gradients_and_stays() -> None:

@@ -1,5 +1,8 @@
 """A node's experts survive it: saved while they learn, restored to the bit, never mixed up with others."""
 
+import os
+import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,13 @@ from dmoe_jax.checkpoints import CheckpointError, CheckpointFiles
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.experts import expert_from_functions
 from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.node import saving
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.saving import ExpertSaver
 from net.errors import CallRefused
 from tests.dmoe_jax.node_rig import open_rig
+
+kind_of, touch = saving._kind_of, saving._touch
 
 OPTIMIZER = optax.adam(1e-2)
 X = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
@@ -121,15 +127,24 @@ async def test_only_one_expert_is_copied_at_a_time(tmp_path: Path) -> None:
     for backend in backends.values():
         backend.backward([X], X)
     await ExpertSaver(tmp_path, backends, Watched()).save()
-    assert turns == [("_shapes", 0), ("_snapshot", 0), ("_snapshot", 1), ("_snapshot", 2)]
+    assert turns == [("_kind_of", 0), ("_snapshot", 0), ("_snapshot", 1), ("_snapshot", 2)]
 
 
-async def test_a_snapshot_is_no_view(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["host", "host, piece by piece", "device"])
+async def test_a_snapshot_is_no_view(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
     """What was copied stays as it was when updates reuse the expert's buffers, whatever they do to views of these."""
+    if where == "device":  # as where arrays are not in the host's memory
+        monkeypatch.setattr(saving, "_kind_of", lambda backend: (kind_of(backend)[0], False))
+    elif where != "host":
+        monkeypatch.setattr(saving, "_PIECE_BYTES", 16)
+    touched: list[int] = []
+    monkeypatch.setattr(saving, "_touch", lambda octets: (touched.append(octets.size), touch(octets)))
 
     class Learning(InlineDevice):
         async def aside(self, function: Any, *args: Any) -> Any:
-            if getattr(function, "__name__", "") == "save":
+            if getattr(getattr(function, "func", function), "__name__", "") == "save":
                 backends["a.0"].backward([X], X)
             return await super().aside(function, *args)
 
@@ -137,9 +152,34 @@ async def test_a_snapshot_is_no_view(tmp_path: Path) -> None:
     backends["a.0"].backward([X], X)
     before = jax.tree.map(np.array, backends["a.0"].state)
     await ExpertSaver(tmp_path, backends, Learning()).save()
+    assert backends["a.0"].update_count == 2
+    assert bool(touched) == (where == "host, piece by piece")
     again = experts("a.0", seed=9)
     assert await ExpertSaver(tmp_path, again, InlineDevice()).restore() == {"a.0": 1}
     jax.tree.map(np.testing.assert_array_equal, again["a.0"].state, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere priorities are of whole processes")
+@pytest.mark.parametrize("gives_way", [True, False])
+async def test_only_a_writer_that_gives_way_comes_last(
+    tmp_path: Path, gives_way: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is whole all the same. At a node's end nobody computes any more, and there is little time."""
+    niceness: list[int] = []
+    write = CheckpointFiles.write
+
+    def watched(self: CheckpointFiles, path: Path, state: Any, facts: Any) -> None:
+        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        write(self, path, state, facts)
+
+    monkeypatch.setattr(CheckpointFiles, "write", watched)
+    backends = experts("a.0")
+    backends["a.0"].backward([X], X)
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    await ExpertSaver(tmp_path, backends, InlineDevice()).save(gives_way=gives_way)
+    assert niceness == [15 if gives_way else own]
+    assert own == os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert await ExpertSaver(tmp_path, experts("a.0", seed=9), InlineDevice()).restore() == {"a.0": 1}
 
 
 async def test_other_experts_are_refused(tmp_path: Path) -> None:
