@@ -20,8 +20,8 @@ class SpeedSettings(Settings):
     """Measure an expert node against bare jitted calls of the same programs, and against hivemind, in one run."""
 
     quick: bool = False
-    """Three rounds of one second a side, ten seconds of mixed load, a small "large" expert, swarms of 120 updates; about
-    a quarter of an hour, most of it for the demonstration."""
+    """Three rounds of one second a side, ten seconds of mixed load, a small "large" expert, swarms of 120 updates;
+    about a quarter of an hour, most of it for the demonstration."""
     parts: tuple[Part, ...] = PARTS
     """What to measure. calls: a node beside bare calls, and beside hivemind. memory: under a load of mixed batch sizes,
     with compilations. saving: who waits while an expert is saved. demonstration: steps a second of its trainers beside
