@@ -83,7 +83,8 @@ class PeerHealth:
 
     def succeeded(self, target: Hashable) -> None:
         """Forget the failures of a target that has answered."""
-        self._records.pop(target, None)
+        if self._records:  # mostly there are none, and to hash a target takes longer
+            self._records.pop(target, None)
 
     def troubled_at(self, target: Hashable) -> float | None:
         """When it last failed or was late, seconds; None if it has answered since, or never did either."""

@@ -19,7 +19,7 @@ import functools
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 import trio
 
 from dmoe_jax.directory import ExpertDirectory, expert_target, host_target
-from dmoe_jax.expert_calls import Answer, outcomes_of_untrusted
+from dmoe_jax.expert_calls import Answer, is_finite, outcomes_of_untrusted
 from dmoe_jax.experts.base import TensorSpec
 from dmoe_jax.mixture.capacity import CallTimes
 from dmoe_jax.mixture.config import MixtureConfig
@@ -118,19 +118,19 @@ class ExpertCaller:
             self._note_outcome(method, part, outcome)
             self._note_time(method, part)
             quorum.note(part.index, answered=answers[part.index] is not None)
-            if quorum.reached and scope.deadline == math.inf:
+            if scope.deadline == math.inf and quorum.reached:
                 scope.deadline = trio.current_time() + config.grace_s
 
         def moves(part: PlacedCall) -> None:
             open_parts[part.index] = part
 
+        placed = [part.call for part in parts]
+        requests = [
+            LayerRequest(method, [parts[index] for index in indices], inputs, output_grads, config, common)
+            for indices in grouped(placed, row_bytes=row_bytes_of(inputs, output_grads), most=config.max_parts)
+        ]
         with trio.CancelScope() as scope:
-            async with trio.open_nursery() as nursery:
-                placed = [part.call for part in parts]
-                for indices in grouped(placed, row_bytes=row_bytes_of(inputs, output_grads), most=config.max_parts):
-                    some = [parts[index] for index in indices]
-                    request = LayerRequest(method, some, inputs, output_grads, config, common)
-                    nursery.start_soon(functools.partial(self._place, request, finish, moves, retry=retry))
+            await together([functools.partial(self._place, each, finish, moves, retry=retry) for each in requests])
         for part in open_parts.values():
             self._note_late(method, part, config.grace_s)
         return answers
@@ -208,9 +208,7 @@ class ExpertCaller:
             for part, failure in await self._ask(again, finish, deadline, retry=retry, may_move=False):
                 finish(part, failure)
 
-        async with trio.open_nursery() as nursery:
-            for parts in elsewhere.values():
-                nursery.start_soon(ask, parts)
+        await together([functools.partial(ask, parts) for parts in elsewhere.values()])
 
     async def _ask(
         self,
@@ -287,6 +285,16 @@ class ExpertCaller:
         self._note_end(method, part, outcome.reason)
 
 
+async def together(functions: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    """Run them at once; a single one needs no task of its own."""
+    if len(functions) == 1:
+        await functions[0]()
+        return
+    async with trio.open_nursery() as nursery:
+        for function in functions:
+            nursery.start_soon(function)
+
+
 @dataclass(frozen=True, slots=True)
 class _Failure:
     """Why a call brought nothing: one of `REASONS`, a sentence, and whether the expert is to blame for it."""
@@ -325,7 +333,7 @@ def fault_in(answer: Answer, specs: Sequence[TensorSpec], *, rows: int) -> tuple
     got = [(tensor.shape, tensor.dtype) for tensor in tensors]
     if got != expected:
         return BAD_ANSWER, f"expected {_listed(expected)} in the answer, got {_listed(got)}"
-    if not all(np.isfinite(tensor).all() for tensor in tensors):
+    if not all(map(is_finite, tensors)):
         return NOT_FINITE, "the answer holds NaN or infinity"
     return None
 

@@ -38,4 +38,5 @@ class Quorum:
     @property
     def reached(self) -> bool:
         """Whether every sample has `k_min` answers or no way to get them any more."""
-        return bool(((self._answers >= self._k_min) | (self._answers + self._pending < self._k_min)).all())
+        waits = (self._answers < self._k_min) & (self._answers + self._pending >= self._k_min)
+        return not np.count_nonzero(waits)

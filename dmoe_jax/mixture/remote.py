@@ -300,8 +300,8 @@ class RemoteMixture:
         )
 
     def _note_answers(self, answered: Array, *, found: int, replied: int) -> None:
-        config, answers = self.config, answered.sum(axis=1)
-        skipped = int((answers == 0).sum())
+        config, answers = self.config, np.count_nonzero(answered, axis=1)
+        skipped = len(answers) - int(np.count_nonzero(answers))
         self.statistics.skipped_samples += skipped
         self._coverage.note(skipped, len(answers), found=found, answered=replied)
         short = np.flatnonzero(answers < config.k_min)
@@ -340,7 +340,8 @@ class _LayerCall:
 
 def _add_rows(array: Array, rows: Array, grads: Array) -> None:
     """Add each gradient to its row."""
-    if len(np.unique(rows)) == len(rows):
+    rises = np.count_nonzero(rows[1:] > rows[:-1]) == len(rows) - 1  # the usual case, and faster than to sort
+    if rises or len(np.unique(rows)) == len(rows):
         array[rows] += grads
     else:  # a router that selects an expert twice for a sample: += would keep one gradient of the two
         np.add.at(array, rows, grads)

@@ -69,19 +69,22 @@ class LayerRequest:
     def encoded(self, parts: Sequence[PlacedCall]) -> tuple[Body, list[Outgoing]]:
         """Body and tensors of a request for these of its parts."""
         compression = self.config.compression
-        said = [
-            {"uid": part.call.uid, "rows": len(part.call.rows), "id": part.id}
-            | ({} if part.seen is None else {"seen": part.seen})
-            for part in parts
-        ]
-        body = {**self.common, "parts": said}
+        # Keys in the order of canonical CBOR, in which they are encoded faster.
+        said = []
+        for part in parts:
+            said.append({"id": part.id, "uid": part.call.uid, "rows": len(part.call.rows)})
+            if part.seen is not None:
+                said[-1]["seen"] = part.seen
+        body: dict[str, Any] = {"parts": said}
         if compression is not Compression.NONE:
             body["compression"] = compression.value
+        body |= self.common
         distinct, index = index_of([part.call.rows for part in parts])
         is_all = len(distinct) == len(self.inputs[0])
         tensors = [array if is_all else array[distinct] for array in self.inputs]
         if self.output_grads is not None:
-            rows, slots = (np.concatenate([getattr(part.call, name) for part in parts]) for name in ("rows", "slots"))
+            rows = np.concatenate([part.call.rows for part in parts])
+            slots = np.concatenate([part.call.slots for part in parts])
             tensors.append(self.output_grads[rows, slots])
         return body, [index, *(as_outgoing(tensor, compression) for tensor in tensors)]
 

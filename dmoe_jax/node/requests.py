@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax.expert_calls import MAX_ID_BYTES, MAX_UPDATES, Part, parts_of_untrusted
+from dmoe_jax.expert_calls import MAX_ID_BYTES, MAX_UPDATES, Part, is_finite, parts_of_untrusted
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.dropout import row_keys_of_seed
 from net.errors import CallRefused, RemoteProtocolError
@@ -87,7 +86,7 @@ def parse_request(
             output_grads=request.tensors[-1] if backward else None,
             num_pairs=len(request.tensors[0]),
             seed=_SEED.of_untrusted(request.body, "dropout_seed"),
-            is_finite=all(map(_is_finite, request.tensors[1:])),
+            is_finite=all(map(is_finite, request.tensors[1:])),
         )
     except RemoteProtocolError as error:
         raise CallRefused(str(error)) from error
@@ -133,15 +132,15 @@ def _parse_part(part: Part, uid: str, expert: Expert, whole: _Whole, *, max_rows
         raise CallRefused(f"{who}: expected {listed}, got {num_tensors}")
     inputs = []
     for spec, array in zip(expert.inputs, whole.inputs, strict=True):
-        _check_tensor(f"{who}: expected input {spec.name!r}", spec, array, rows=len(whole.inputs[0]))
+        _check_tensor(who, f"input {spec.name!r}", spec, array, rows=len(whole.inputs[0]))
         inputs.append(part.rows_of(array))
     if grads is not None:
-        _check_tensor(f"{who}: expected gradient of {expert.output.name}", expert.output, grads, rows=whole.num_pairs)
+        _check_tensor(who, f"gradient of {expert.output.name}", expert.output, grads, rows=whole.num_pairs)
         grads = part.pairs_of(grads)
     if not whole.is_finite:
         names = [f"input {spec.name!r}" for spec in expert.inputs] + [f"gradient of {expert.output.name}"]
         for name, array in zip(names, [*inputs, *([] if grads is None else [grads])], strict=False):
-            if not _is_finite(array):
+            if not is_finite(array):
                 raise CallRefused(f"{who}: expected finite numbers in {name}, got NaN or infinity")
     try:
         request_id = _REQUEST_ID.of_untrusted(part.body, "id") if grads is not None else None
@@ -168,13 +167,7 @@ def _compression_of(body: Body) -> Compression:
     return COMPRESSIONS[name]
 
 
-def _check_tensor(expectation: str, spec: TensorSpec, tensor: Array, *, rows: int) -> None:
+def _check_tensor(who: str, what: str, spec: TensorSpec, tensor: Array, *, rows: int) -> None:
     if tensor.shape != (rows, *spec.shape) or tensor.dtype != np.dtype(spec.dtype):
         expected = f"{spec.dtype}[{', '.join(map(str, ('rows', *spec.shape)))}] with {rows} rows"
-        raise CallRefused(f"{expectation} as {expected}, got {tensor.dtype}{list(tensor.shape)}")
-
-
-def _is_finite(tensor: Array) -> bool:
-    """Whether all numbers of a tensor are; of integers and truth values they are."""
-    # Unlike NumPy's, JAX's issubdtype knows bfloat16 and its kin as floating.
-    return not jnp.issubdtype(tensor.dtype, jnp.inexact) or bool(np.isfinite(tensor).all())
+        raise CallRefused(f"{who}: expected {what} as {expected}, got {tensor.dtype}{list(tensor.shape)}")

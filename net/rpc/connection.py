@@ -79,6 +79,8 @@ class _PendingCall:
         """Return when it is done; show the caller what comes before."""
         while True:
             await self.news.wait()
+            if self.is_done and not self.partials:
+                return
             self.news = trio.Event()
             partials, self.partials = self.partials, []
             for each in partials:
@@ -333,8 +335,9 @@ class Connection:
             return
         handler = method.handler
         if isinstance(handler, TasklessHandler) and self._faults is None:
-            caller = str(self.link.remote_address)
-            self._taskless.begin(call_id, self._request(start), method, handler, caller=caller, deadline=deadline)
+            self._taskless.begin(
+                call_id, self._request(start), method, handler, caller=self.link.remote_address, deadline=deadline
+            )
             return
         scope = self._handler_scopes[call_id] = trio.CancelScope(deadline=deadline)
         nursery.start_soon(self._serve, start, scope, method)
@@ -344,7 +347,7 @@ class Connection:
         try:
             with scope:
                 try:
-                    with method.serving(str(self.link.remote_address)):
+                    with method.serving(self.link.remote_address):
                         reply = await self._reply(start, method)
                         self.session.reply(start.call_id, reply.body, reply.tensors)
                 except CallFailed as exc:

@@ -50,30 +50,31 @@ class Method:
             raise TypeError(f"a handler must return a Reply, got {type(reply).__name__}")
         return reply
 
-    @contextmanager
-    def serving(self, caller: str) -> Iterator[None]:
-        """Guard the serving of an admitted call, see `guarded`: its place is free afterwards."""
-        try:
-            with self.guarded(caller):
-                yield
-        finally:
-            self.num_running -= 1
+    def failure_of(self, error: Exception, caller: object) -> CallFailed:
+        """What its caller learns of an error of the handler: the handler's own words for it as they are; of anything
+        else, which goes into our log, only that it failed."""
+        if isinstance(error, CallFailed):
+            return error
+        _log.error("serving %r to %s failed", self.name, caller, exc_info=error)
+        failure = RemoteFailure(_failed(self.name))
+        failure.__cause__ = error
+        return failure
 
     @contextmanager
-    def guarded(self, caller: str) -> Iterator[None]:
-        """What the handler raises goes into our log, while the caller only learns that it failed.
+    def serving(self, caller: object) -> Iterator[None]:
+        """Guard the serving of an admitted call. Its place is free afterwards, and what the handler raises comes out as
+        `failure_of` it.
 
         Raises:
-          CallFailed: the handler's own words for its caller as they are, or `RemoteFailure` for anything else.
+          CallFailed: what the caller is told.
         """
-        failure = f"the handler of {self.name!r} failed; the log of the peer says why"
         try:
             yield
         except CallFailed:
             raise
         except Exception as exc:
-            _log.exception("serving %r to %s failed", self.name, caller)
-            raise RemoteFailure(failure) from exc
+            failure = self.failure_of(exc, caller)
+            raise failure from exc
         except BaseExceptionGroup as group:
             # The handler failed while it was being cancelled: its trouble is logged here, the rest goes on its way.
             cancelled, failed = group.split(trio.Cancelled)
@@ -81,7 +82,13 @@ class Method:
                 _log.exception("serving %r to %s failed", self.name, caller)
             if cancelled is not None:
                 raise cancelled from None
-            raise RemoteFailure(failure) from failed
+            raise RemoteFailure(_failed(self.name)) from failed
+        finally:
+            self.num_running -= 1
+
+
+def _failed(method: str) -> str:
+    return f"the handler of {method!r} failed; the log of the peer says why"
 
 
 async def _ping(_: Request) -> Reply:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import trio
 
 from net.errors import CallFailed
+from net.identity import Address
 from net.rpc.base import Reply, Request
 from net.rpc.service import Method
 
@@ -94,7 +95,14 @@ class TasklessCalls:
         self._calls: dict[int, _Call] = {}
 
     def begin(
-        self, call_id: int, request: Request, method: Method, handler: TasklessHandler, *, caller: str, deadline: float
+        self,
+        call_id: int,
+        request: Request,
+        method: Method,
+        handler: TasklessHandler,
+        *,
+        caller: Address,
+        deadline: float,
     ) -> None:
         """Begin a call, whose place is taken already.
 
@@ -111,24 +119,21 @@ class TasklessCalls:
                 self._say(call_id, outcome, method, caller)
 
         try:
-            with method.guarded(caller):
-                give_up = handler.begin(request, answer)
-        except CallFailed as error:
-            answer(error)
+            give_up = handler.begin(request, answer)
+        except Exception as error:
+            answer(method.failure_of(error, caller))
             return
         if self._calls.get(call_id) is call:  # else it is answered already
             call.give_up = give_up
 
-    def _say(self, call_id: int, outcome: Reply | CallFailed, method: Method, caller: str) -> None:
+    def _say(self, call_id: int, outcome: Reply | CallFailed, method: Method, caller: Address) -> None:
         if isinstance(outcome, CallFailed):
             self._fail(call_id, outcome)
             return
         try:
-            with method.guarded(caller):
-                method.check(outcome)
-                self._reply(call_id, outcome)
-        except CallFailed as error:
-            self._fail(call_id, error)
+            self._reply(call_id, method.check(outcome))
+        except Exception as error:
+            self._fail(call_id, method.failure_of(error, caller))
 
     def give_up(self, call_id: int) -> bool:
         """Nobody wants the answer to a call any more; whether it is one of these."""

@@ -30,7 +30,7 @@ from net.wire.frames import (
     PartKind,
 )
 from net.wire.sinks import Sink, Sinks
-from net.wire.tensors import aligned_buffer, body_nbytes_untrusted, view_untrusted
+from net.wire.tensors import Layout, aligned_buffer, layout_untrusted, views_untrusted
 
 WINDOW_BYTES = 64 * 2**20
 """Bodies under way on one connection in one direction. At 100 ms between the peers it allows 640 MB/s."""
@@ -59,14 +59,18 @@ class _Assembly:
     """A frame whose body is coming in."""
 
     header: dict[str, Any]
-    table: list[Any]
-    nbytes: int
+    layout: Layout
     """Of the body."""
     memory: memoryview
     sink: Sink | None
     """Whose memory that is, if it is not the frame's own."""
     filled: int = 0
     stream: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the body."""
+        return self.layout.nbytes
 
     @property
     def body(self) -> memoryview:
@@ -77,7 +81,7 @@ class _Assembly:
         return self.memory
 
     def finish_untrusted(self) -> Frame:
-        tensors = view_untrusted(self.table, self.body)
+        tensors = views_untrusted(self.layout, self.body)
         return Frame(header=self.header, tensors=tensors, body_nbytes=self.nbytes)
 
 
@@ -219,10 +223,11 @@ class FrameReader:
         if header.get("tensors") == []:
             raise RemoteProtocolError("a header's key 'tensors' must be absent when there are none")
         table = header.pop("tensors", [])
-        if body_nbytes_untrusted(table) != body_nbytes:
+        layout = layout_untrusted(table)
+        if layout.nbytes != body_nbytes:
             raise RemoteProtocolError(f"tensor table and body length ({body_nbytes}) disagree")
         self._start = head_end
-        assembly = self._assembly_untrusted(header, table, body_nbytes)
+        assembly = self._assembly_untrusted(header, table, layout)
         if kind == PartKind.WHOLE:
             self._fill(assembly, body_nbytes)
         else:
@@ -232,13 +237,13 @@ class FrameReader:
             self._under_way += cost
         return True
 
-    def _assembly_untrusted(self, header: dict[str, Any], table: list[Any], nbytes: int) -> _Assembly:
+    def _assembly_untrusted(self, header: dict[str, Any], table: list[Any], layout: Layout) -> _Assembly:
         """The frame that this header begins, with room for its body."""
-        if not nbytes:
-            return _Assembly(header=header, table=table, nbytes=0, memory=memoryview(b""), sink=None)
+        if not layout.nbytes:
+            return _Assembly(header=header, layout=layout, memory=memoryview(b""), sink=None)
         sink = None if self._sinks is None else self._sinks.take_untrusted(header, table)
-        memory = aligned_buffer(nbytes) if sink is None else sink.memory
-        return _Assembly(header=header, table=table, nbytes=nbytes, memory=memory, sink=sink)
+        memory = aligned_buffer(layout.nbytes) if sink is None else sink.memory
+        return _Assembly(header=header, layout=layout, memory=memory, sink=sink)
 
     def _fill(self, assembly: _Assembly, nbytes: int) -> None:
         """The next `nbytes` bytes belong to `assembly`; those that came along already are moved there."""

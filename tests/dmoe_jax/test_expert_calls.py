@@ -8,7 +8,6 @@ import pytest
 from dmoe_jax.expert_calls import (
     MAX_PARTS,
     Answer,
-    Part,
     answer_of,
     index_of,
     outcomes_of_untrusted,
@@ -52,10 +51,11 @@ def test_a_row_that_several_parts_take_travels_once() -> None:
 def test_rows_that_lie_together_are_not_copied() -> None:
     """Neither where there is one, nor the last ones."""
     batch = np.zeros((5, 2))
-    for index, is_view in ((int32(1, 2, 3), True), (int32(4), True), (int32(1, 3), False), (int32(2, 1), False)):
-        rows = Part(body={}, index=index, start=0).rows_of(batch)
-        assert np.shares_memory(rows, batch) == is_view
-    assert not np.shares_memory(Part(body={}, index=int32(0, 2, 2), start=0).rows_of(batch), batch)
+    indices = (int32(1, 2, 3), int32(4), int32(1, 3), int32(2, 1), int32(0, 2, 2), int32(3, 4), int32())
+    described = [{"rows": len(index)} for index in indices]
+    parts = parts_of_untrusted(request_of(described, np.concatenate(indices), batch))
+    for part, is_view in zip(parts, (True, True, False, False, False, True, False), strict=True):
+        assert np.shares_memory(part.rows_of(batch), batch) == is_view
 
 
 X = np.zeros((3, 2), np.float32)

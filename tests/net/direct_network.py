@@ -24,7 +24,7 @@ from net.peer_health import PeerHealth
 from net.rpc.base import Body, Handler, Reply, Request
 from net.rpc.bulk import BulkTraffic
 from net.wire.sinks import put_into
-from net.wire.tensors import Outgoing, Tensor, as_received, body_nbytes_untrusted, describe
+from net.wire.tensors import Outgoing, Tensor, as_received, describe, layout_untrusted
 
 
 class DirectNetwork:
@@ -69,7 +69,7 @@ class DirectNetwork:
 
     def hand_over(self, method: str, tensors: Sequence[Outgoing]) -> tuple[Tensor, ...]:
         """The tensors of a request or reply as they arrive at the other end."""
-        self.tensor_bytes[method] += body_nbytes_untrusted(describe(tensors))
+        self.tensor_bytes[method] += layout_untrusted(describe(tensors)).nbytes
         return tuple(map(as_received, tensors))
 
     def at(self, address: Address) -> "DirectCaller | None":

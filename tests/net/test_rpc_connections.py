@@ -340,7 +340,7 @@ async def test_a_request_that_was_served_does_not_stay_in_memory() -> None:
         client.add_handler("take", take)
         del tensor, frame
         with pytest.raises(PeerTimeout):
-            await client.call(ELSEWHERE, "m", {}, timeout_s=0.01)
+            await client.call(ELSEWHERE, "m", {}, timeout_s=0.1)
         await served.wait()
         await trio.testing.wait_all_tasks_blocked()
         gc.collect()

@@ -20,11 +20,11 @@ from net.wire.tensors import (
     aligned_buffer,
     as_outgoing,
     as_received,
-    body_nbytes_untrusted,
     buffers_of,
     describe,
+    layout_untrusted,
     plain,
-    view_untrusted,
+    views_untrusted,
 )
 
 KINDS = [kind for kind in Compression if kind is not Compression.NONE]
@@ -35,7 +35,7 @@ def travel(*tensors: Outgoing) -> tuple[Tensor, ...]:
     content = b"".join(buffers_of(tensors))
     body = aligned_buffer(len(content))
     body[:] = content
-    return view_untrusted(describe(tensors), body)
+    return views_untrusted(layout_untrusted(describe(tensors)), body)
 
 
 def random_tensors() -> st.SearchStrategy[Tensor]:
@@ -70,7 +70,7 @@ def test_layout_by_hand() -> None:
     tensors = (np.array([1, 2, 3], np.uint8), np.zeros((0, 7), np.float64), np.array([-1], np.int32))
     assert describe(tensors) == [["uint8", [3]], ["float64", [0, 7]], ["int32", [1]]]
     assert b"".join(buffers_of(tensors)) == b"\x01\x02\x03" + bytes(61) + b"\xff\xff\xff\xff"
-    assert body_nbytes_untrusted(describe(tensors)) == 68
+    assert layout_untrusted(describe(tensors)).nbytes == 68
 
 
 def test_bfloat16_by_hand() -> None:
@@ -93,7 +93,7 @@ def test_sending_copies_nothing() -> None:
 def test_receiving_copies_nothing() -> None:
     """The tensors view the body."""
     body = aligned_buffer(4000)
-    (view,) = view_untrusted([["float32", [1000]]], body)
+    (view,) = views_untrusted(layout_untrusted([["float32", [1000]]]), body)
     body[:4] = np.float32(7.5).tobytes()  # only this test may: nobody else writes to a body twice
     assert view[0] == 7.5
 
@@ -144,7 +144,7 @@ def test_number_of_tensors_is_bounded() -> None:
     with pytest.raises(LocalProtocolError):
         describe([*tensors, tensors[0]])
     with pytest.raises(RemoteProtocolError):
-        body_nbytes_untrusted([["int8", [1]]] * (MAX_TENSORS + 1))
+        layout_untrusted([["int8", [1]]] * (MAX_TENSORS + 1))
 
 
 @pytest.mark.parametrize(
@@ -188,16 +188,16 @@ def test_number_of_tensors_is_bounded() -> None:
 def test_forged_tables_are_refused(table: object) -> None:
     """Malformed rows and negative, huge or overflowing shapes are RemoteProtocolErrors."""
     with pytest.raises(RemoteProtocolError):
-        body_nbytes_untrusted(table)
+        layout_untrusted(table)
     with pytest.raises(RemoteProtocolError):
-        view_untrusted(table, aligned_buffer(1))
+        views_untrusted(layout_untrusted(table), aligned_buffer(1))
 
 
 @pytest.mark.parametrize("nbytes", [0, 3, 5, 64])
 def test_body_must_have_exactly_the_described_length(nbytes: int) -> None:
     """A body that is shorter or longer than its table says is refused."""
     with pytest.raises(RemoteProtocolError, match="describes 4 bytes"):
-        view_untrusted([["int32", [1]]], aligned_buffer(nbytes))
+        views_untrusted(layout_untrusted([["int32", [1]]]), aligned_buffer(nbytes))
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 100_000])
@@ -255,7 +255,7 @@ def test_rows_of_compressed_tensors_by_hand() -> None:
         ["float32", [0, 7], "blockwise8"],
     ]
     assert all(type(row[2]) is str for row in table if len(row) == 3)  # the header's codec knows no enumerations
-    assert body_nbytes_untrusted(table) == 4 * 64 + 2  # payloads of 12, 24, 12, 10 and 2 bytes
+    assert layout_untrusted(table).nbytes == 4 * 64 + 2  # payloads of 12, 24, 12, 10 and 2 bytes
     assert sum(len(buffer) for buffer in buffers_of(tensors)) == 4 * 64 + 2
 
 
@@ -275,7 +275,7 @@ def test_decoded_tensors_do_not_keep_the_body(kind: Compression) -> None:
     content = b"".join(buffers_of(tensors))
     body = aligned_buffer(len(content))
     body[:] = content
-    as_is, arrived = view_untrusted(describe(tensors), body)
+    as_is, arrived = views_untrusted(layout_untrusted(describe(tensors)), body)
     assert np.shares_memory(as_is, np.frombuffer(body, np.uint8))
     assert not np.shares_memory(arrived, np.frombuffer(body, np.uint8))
     assert arrived.ctypes.data % ALIGNMENT == 0
@@ -287,24 +287,24 @@ def test_decoded_bytes_are_bounded(kind: Compression) -> None:
     wrapped = Compressed(np.ones(1000, np.float32), kind)
     tensors = [wrapped, np.ones(5000, np.float32), wrapped]
     table = describe(tensors, max_decoded_bytes=8000)
-    body = aligned_buffer(body_nbytes_untrusted(table, max_decoded_bytes=8000))
+    body = aligned_buffer(layout_untrusted(table, max_decoded_bytes=8000).nbytes)
     body[:] = b"".join(buffers_of(tensors))
-    assert len(view_untrusted(table, body, max_decoded_bytes=8000)) == 3
+    assert len(views_untrusted(layout_untrusted(table, max_decoded_bytes=8000), body)) == 3
     with pytest.raises(LocalProtocolError, match="8000 bytes of tensors to be compressed"):
         describe(tensors, max_decoded_bytes=7999)
     with pytest.raises(RemoteProtocolError, match="more than 7999 bytes once decoded"):
-        body_nbytes_untrusted(table, max_decoded_bytes=7999)
+        layout_untrusted(table, max_decoded_bytes=7999)
     with pytest.raises(RemoteProtocolError, match="more than 7999 bytes once decoded"):
-        view_untrusted(table, body, max_decoded_bytes=7999)
+        views_untrusted(layout_untrusted(table, max_decoded_bytes=7999), body)
 
 
 def test_decoded_bytes_are_bounded_unasked() -> None:
     """Without a word from the caller the bound is `MAX_DECODED_BYTES`: what frames could carry uncompressed."""
     size = MAX_DECODED_BYTES // 4
     table = [["float32", [size], "blockwise8"]]
-    assert body_nbytes_untrusted(table) == encoded_nbytes(Compression.BLOCKWISE_8BIT, size)
+    assert layout_untrusted(table).nbytes == encoded_nbytes(Compression.BLOCKWISE_8BIT, size)
     with pytest.raises(RemoteProtocolError, match="once decoded"):
-        body_nbytes_untrusted([*table, ["float32", [1], "bfloat16"]])
+        layout_untrusted([*table, ["float32", [1], "bfloat16"]])
     huge = np.broadcast_to(np.float32(1), (size + 1,))  # no memory behind it
     with pytest.raises(LocalProtocolError, match="to be compressed"):
         describe([Compressed(huge, Compression.FLOAT16)])
@@ -318,10 +318,10 @@ def test_hostile_payloads(kind: Compression, size: int, content: bytes) -> None:
     body = aligned_buffer(len(content))
     body[:] = content
     if len(content) == encoded_nbytes(kind, size):
-        assert view_untrusted(table, body)[0].shape == (size,)
+        assert views_untrusted(layout_untrusted(table), body)[0].shape == (size,)
     else:
         with pytest.raises(RemoteProtocolError, match="tensor table describes"):
-            view_untrusted(table, body)
+            views_untrusted(layout_untrusted(table), body)
 
 
 def test_as_outgoing_wraps_float32_only() -> None:

@@ -138,7 +138,7 @@ def pick(parts: list[RawPart], rng: random.Random, condition: Callable[[RawPart]
 def has_sound_table(part: RawPart) -> bool:
     """Whether no earlier lie has touched the rows of a part's table."""
     try:
-        return isinstance(part.header, dict) and tensors.body_nbytes_untrusted(part.header.get("tensors", [])) > 0
+        return isinstance(part.header, dict) and tensors.layout_untrusted(part.header.get("tensors", [])).nbytes > 0
     except RemoteProtocolError:
         return False
 
@@ -232,7 +232,7 @@ def lie_about_shape(parts: list[RawPart], rng: random.Random) -> None:
             row[:] = ["float32", [2 ** rng.randrange(24, 30)], "blockwise8"]
     header = part.header | {"tensors": table}
     try:
-        length = tensors.body_nbytes_untrusted(table)
+        length = tensors.layout_untrusted(table).nbytes
     except RemoteProtocolError:
         length = part.length
     body = (part.data + bytes(64))[:length]
