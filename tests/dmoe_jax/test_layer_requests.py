@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import cbor2
 import numpy as np
 import optax
 import pytest
@@ -12,13 +13,15 @@ import trio
 from dmoe_jax.device import CostModel, Device, InlineDevice
 from dmoe_jax.expert_calls import BACKWARD, FORWARD
 from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.mixture.remote import Choice, RemoteMixture
+from dmoe_jax.mixture.remote import Choice, RemoteMixture, _add_rows
 from dmoe_jax.mixture.requests import REQUEST_BYTES, ExpertCall, grouped
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.product_key import product_key
 from net.errors import CallRefused, ConnectionLost
 from net.identity import Address, Contact, PeerId
 from net.rpc.base import Reply, Request
+from net.wire.codec import encode
+from net.wire.compression import Compression
 from tests.dmoe_jax.small_swarm import SmallSwarm, direct_callers, open_small_swarm
 from tests.dmoe_jax.test_node_turns import TurnDevice
 from tests.net.direct_network import DirectCaller, DirectNetwork
@@ -38,6 +41,7 @@ class Wire:
         self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
         self.moved_bytes, self.bulk = caller.moved_bytes, caller.bulk
         self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
+        self.bodies: list[Any] = []
         self.asked: list[list[str]] = []
         """The experts of each request."""
         self.said: list[list[int]] = []
@@ -50,6 +54,7 @@ class Wire:
     ) -> Reply:
         if method not in (FORWARD, BACKWARD):
             return await self._caller.call(target, method, body, tensors, **options)
+        self.bodies.append(body)
         self.asked.append([part["uid"] for part in body["parts"]])
 
         def take(reply: Reply) -> None:
@@ -109,6 +114,28 @@ async def test_parts_come_back_as_they_are_ready(autojump_clock: trio.testing.Mo
             np.testing.assert_array_equal(outputs[rows, index], expected)
         await mixture.backward(residual, outputs)
         assert [backend.update_count for backend in swarm.backends.values()] == [1] * 4
+
+
+async def test_what_is_said_of_the_parts_is_in_canonical_order(autojump_clock: trio.testing.MockClock) -> None:
+    """So that the codec takes the shorter way, forward and backward, with dropout and with compression."""
+    async with one_node(compression=Compression.FLOAT16) as (_, mixture, wire, choice):
+        outputs, _, residual = await mixture.forward(choice, [X], dropout_seed=7)
+        await mixture.backward(residual, outputs)
+    assert [sorted(body) for body in wire.bodies] == [["compression", "dropout_seed", "parts"]] * 2
+    assert [len(body["parts"][0]) for body in wire.bodies] == [3, 4]
+    for body in wire.bodies:
+        assert cbor2.dumps(body) == encode(body)
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 3], [3, 0, 1], [1, 1, 3], []])
+def test_the_gradient_of_a_row_that_was_sent_twice_is_the_sum(rows: list[int]) -> None:
+    """Rows that rise, rows in another order, and a row that an expert had twice."""
+    sums, grads = np.ones((4, 2)), np.arange(2.0 * len(rows)).reshape(-1, 2)
+    expected = sums.copy()
+    for row, grad in zip(rows, grads, strict=True):
+        expected[row] += grad
+    _add_rows(sums, np.array(rows, int), grads)
+    np.testing.assert_array_equal(sums, expected)
 
 
 async def test_grace_counts_for_each_part(autojump_clock: trio.testing.MockClock) -> None:
