@@ -90,6 +90,8 @@ class Emulator:
             jax.jit(of_seeds, donate_argnums=0, compiler_options=options),
         )
         self._copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
+        self._copy_into = jax.jit(lambda _, state: self._copy(state), donate_argnums=0, keep_unused=True)
+        self._spare: SwarmState | None = None  # of which a further copy takes the memory
         self._inits = jax.jit(self._init_swarm, static_argnums=3), jax.jit(self._init_seeds, static_argnums=3)
         self._evaluations = jax.jit(self._evaluate), jax.jit(jax.vmap(self._evaluate, (0, None, 0)))
 
@@ -130,7 +132,8 @@ class Emulator:
     ) -> SwarmState:
         """The swarm after events `start` to `stop` of an order. `state` is donated: it cannot be used again.
 
-        On CPUs a run of one seed holds the whole state twice, see `dmoe_jax.emulator.trust`.
+        On CPUs a run of one seed holds the whole state twice, see `dmoe_jax.emulator.trust`, and keeps the memory of
+        the second one for the next run.
 
         Raises:
           ValueError: the order is of another number of trainers, layers or pairs, or has more steps of a trainer than
@@ -153,13 +156,21 @@ class Emulator:
             last = min(first + _CHUNK, end)
             waves, count = cut_into_waves(order, first, last, num_cells=self.num_cells, length=_CHUNK)
             if trusting is not None:
-                before = self._copy(state)
+                before = self._copied(state)
                 state, is_sound = trusting(state, data, waves, count)
                 if is_sound:
+                    self._spare = before
                     continue
                 state, trusting = before, None  # what was not finite once will be so again
             state = jax.block_until_ready(self._runs[several](state, data, waves, count))
         return state
+
+    def _copied(self, state: SwarmState) -> SwarmState:
+        """A copy of a state, where the last one was if it fits: to touch fresh memory takes several times as long."""
+        spare, self._spare = self._spare, None
+        if spare is None or shapes_of(spare) != shapes_of(state):
+            return self._copy(state)
+        return self._copy_into(spare, state)
 
     @functools.cached_property
     def _trusting(self) -> Callable[..., tuple[SwarmState, Any]] | None:
@@ -370,3 +381,8 @@ def _is_nobodys(event: Events, layer: LayerState) -> Any:
     own = at(layer[1], event.trainer)
     pairs = [pairs_of(own, event, forward=forward)[0].any() for forward in (True, False)]
     return ~jnp.where(event.kind == FORWARD, pairs[0], pairs[1])
+
+
+def shapes_of(state: SwarmState) -> Any:
+    """Of each array, and its dtype."""
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)

@@ -21,7 +21,7 @@ PLAIN = {"trunk_power": 0.0, "expert_power": 0.0, "yields": False}
 _GRIDS = {64: (4, 4), 256: (8, 8), 4096: (32, 32)}
 """Of each of the four layers."""
 _WIDTHS = {"laptop": 64, "paper": 512}
-_UPDATES = {"laptop": 250, "paper": 20_480}
+_UPDATES = {"laptop": 300, "paper": 20_480}
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,7 @@ def _mnist() -> Iterator[PaperFigure]:
     ):
         yield PaperFigure(quantity=f"the same, {rest}", key=f"least_margin_{variant}")
     yield PaperFigure(quantity="what 10 % failures cost of the final accuracy of 256 experts", key="failures_cost")
+    yield PaperFigure(quantity="what they cost in the authors' program", key="failures_cost_frozen_gate_fresh_experts")
 
 
 def _averaging() -> Iterator[PaperFigure]:

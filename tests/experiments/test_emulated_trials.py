@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -203,10 +204,34 @@ def test_margins_and_costs(tmp_path: Path) -> None:
     assert result.figures["least_margin"] == pytest.approx(min(0.4 - 2 * 0.1 * 2**0.5, 0.1))
     assert result.figures["least_margin_fresh_experts"] == pytest.approx(0.1)
     assert result.figures["failures_cost"] == pytest.approx(0.9 - 0.895)
+    assert result.figures["failures_cost_error"] == pytest.approx(0.035)  # 0.86 and 0.93; without failures always 0.9
     assert result.missed_bars == []
     theirs = {row[0]: row for row in result.tables[1].rows if row[1] == 1024}
     assert theirs[dense][2] == pytest.approx(0.2)
     assert len(convergence.draw(run, result).axes) == 3
+
+
+def test_the_bars_are_of_the_authors_program_where_it_was_run(tmp_path: Path) -> None:
+    """Theirs is the figure of the paper. Single seeds have no error."""
+    accuracies = {("", 1): 0.5, ("", 2): 0.4, (AUTHORS, 1): 0.7, (AUTHORS, 2): 0.695}
+    records = [
+        {"label": label_of(256, NETWORKS[place], variant), "seed": 0, "points": [{"step": 300, "accuracy": value}]}
+        for (variant, place), value in accuracies.items()
+    ]
+    records.append({"label": label_of(None, NETWORKS[1]), "seed": 0, "points": [{"step": 300, "accuracy": 0.45}]})
+    result = convergence.summarise(run_of(MnistSettings(), tmp_path / "run", records))
+    assert result is not None
+    assert [bar.name for bar in result.bars] == [
+        "least_margin_frozen_gate_fresh_experts",
+        "failures_cost_frozen_gate_fresh_experts",
+    ]
+    assert result.missed_bars == []
+    assert result.figures["failures_cost"] == pytest.approx(0.1)
+    assert math.isnan(result.figures["failures_cost_error"])
+    plain = [record for record in records if AUTHORS not in record["label"]]
+    result = convergence.summarise(run_of(MnistSettings(), tmp_path / "plain", plain))
+    assert result is not None
+    assert result.missed_bars == ["failures_cost"]
 
 
 def test_curves_of_the_figure() -> None:
