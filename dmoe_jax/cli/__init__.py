@@ -5,6 +5,7 @@ Each subcommand is a frozen dataclass whose fields are its flags; `tyro` reads t
 need JAX are imported by the command that uses them, so that `dmoe --help` answers at once.
 """
 
+import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -45,11 +46,14 @@ _JOINING = ("dht", "node", "train", "assist", "status")
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `dmoe`. Exits 0 when done, 1 on an error, 2 on a wrong flag, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if args is None else args)
+    if words == ["--version"]:
+        print(f"dmoe_jax {_version()}")
+        return
     peers = os.environ.get(JOIN_VARIABLE, "").split()
     is_given = any(word.partition("=")[0] in ("--join", "--help", "-h") for word in words)
     if peers and words and words[0] in _JOINING and not is_given:
         words += ["--join", *peers]
-    description = f"Decentralised mixture-of-experts training in JAX.\n\n{HELP}"
+    description = f"Decentralised mixture-of-experts training in JAX. dmoe --version tells the version.\n\n{HELP}"
     command: Command = parse_command_line(Command, prog="dmoe", description=description, args=words)
     try:
         # Before any import that takes seconds: a slip of the pen is told at once.
@@ -61,3 +65,10 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(command.run())
     except (UsageError, IdentityError) as error:
         fail(str(error))
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("dmoe-jax")
+    except importlib.metadata.PackageNotFoundError:  # a folder that was never installed
+        return "of an unknown version"

@@ -54,7 +54,12 @@ def parse_command_line(command: Any, *, prog: str, description: str | None = Non
     config = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff)
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(command, prog=prog, description=description, args=words, config=config)
+            try:
+                return tyro.cli(command, prog=prog, description=description, args=words, config=config)
+            finally:
+                sys.stdout.flush()  # here, and not when Python ends, it may fail
+    except BrokenPipeError:
+        _end_unread()
     except SystemExit as exit_:
         if not exit_.code:
             raise
@@ -62,6 +67,12 @@ def parse_command_line(command: Any, *, prog: str, description: str | None = Non
         fail(_line_of_box(box.getvalue(), prog, words[0] if has_commands else ""), status=2, prog=prog)
     except ValueError as error:  # a dataclass did not take its fields
         fail(str(error), status=2, prog=prog)
+
+
+def _end_unread() -> NoReturn:
+    """Whoever was to read our output has gone, as `head` does: end as a process that the signal for it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+    sys.exit(128 + 13)
 
 
 def _line_of_box(box: str, prog: str, command: str) -> str:

@@ -1,6 +1,7 @@
 """The command line of `dmoe`: one clear line and a status for every mistake, and help for every flag."""
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -169,6 +170,21 @@ def test_a_router_that_will_not_do_gets_one_line(
     assert status == 1
     assert re.match(rf"dmoe: error: .*{line}", error)
     assert len(error.splitlines()) == 1
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    assert re.fullmatch(r"dmoe_jax \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_a_help_page_that_nobody_reads_to_its_end_is_no_crash() -> None:
+    """As `dmoe --help | head -1` closes the pipe."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "dmoe_jax.cli", "--help"]
+    done = subprocess.run(command, check=False, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_help_names_every_router(capsys: pytest.CaptureFixture[str]) -> None:
