@@ -79,7 +79,7 @@ class Part:
     body: Mapping[str, Any]
     index: Array
     start: int
-    is_block: bool = False
+    is_block: bool
 
     def rows_of(self, inputs: Array) -> Array:
         """This part's rows of an array of the inputs: a view if they lie together, else a copy."""

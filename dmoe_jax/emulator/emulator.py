@@ -168,7 +168,7 @@ class Emulator:
     def _copied(self, state: SwarmState) -> SwarmState:
         """A copy of a state, where the last one was if it fits: to touch fresh memory takes several times as long."""
         spare, self._spare = self._spare, None
-        if spare is None or shapes_of(spare) != shapes_of(state):
+        if spare is None or _shapes_of(spare) != _shapes_of(state):
             return self._copy(state)
         return self._copy_into(spare, state)
 
@@ -383,6 +383,6 @@ def _is_nobodys(event: Events, layer: LayerState) -> Any:
     return ~jnp.where(event.kind == FORWARD, pairs[0], pairs[1])
 
 
-def shapes_of(state: SwarmState) -> Any:
+def _shapes_of(state: SwarmState) -> Any:
     """Of each array, and its dtype."""
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
