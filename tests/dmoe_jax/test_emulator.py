@@ -149,6 +149,33 @@ def test_trust_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     close(trusting, careful)
 
 
+def test_what_is_run_again_begins_where_its_piece_began() -> None:
+    """The copies of the pieces before it lay in the same memory."""
+    emulator = three_trainers()
+    order = draw_order(
+        num_updates=12,
+        num_trainers=NUM_TRAINERS,
+        num_layers=2,
+        num_pairs=BATCH * CONFIG.k_best,
+        delay=exponential_delays(0.1),
+    )
+    data = make_data(num_trainers=NUM_TRAINERS, steps=NUM_UPDATES)
+    data.batches.x[0, 2] = np.inf
+
+    def run(*cuts: int) -> tuple[SwarmState, list[int]]:
+        state, rejected = emulator.init(*keys_of(3), data, num_updates=NUM_UPDATES), []
+        for start, stop in itertools.pairwise((0, *cuts, len(order.kind))):
+            state = emulator.run(state, order, data, start=start, stop=stop)
+            rejected.append(int(state.rejected))
+        return state, rejected
+
+    assert emulator._trusting is not None
+    third = len(order.kind) // 3
+    (in_one, _), (in_pieces, rejected) = run(), run(third // 2, third, 2 * third)
+    assert rejected[1] == 0 < rejected[-1]  # two pieces were sound, and copied, before one was not
+    close(in_pieces, in_one)
+
+
 def test_one_trainer_is_one_jit() -> None:
     """Where nothing is asynchronous and nobody fails, a run is that of the whole model in one jit."""
     emulator, steps = make_emulator(1), 4
