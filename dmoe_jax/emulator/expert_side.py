@@ -96,7 +96,7 @@ class ExpertSide:
             for total, grad in zip(own.input_grads, input_grads, strict=True)
         )
         experts = experts._replace(
-            load=experts.load.at[chosen].add(jnp.where(learns, pairs.sum(), 0)),
+            load=experts.load.at[chosen].add(jnp.where(learns, pairs.sum(dtype=jnp.int32), 0)),
             staleness=experts.staleness + jnp.where(learns, staleness, 0),
             calls=experts.calls + learns,
             rejected=experts.rejected + ((does & ~learns) if not trusts else ~is_sound),

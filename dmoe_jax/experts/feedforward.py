@@ -5,6 +5,8 @@
 About 24 d_model^2 parameters: 25 M at the paper's width of 1024.
 """
 
+import functools
+
 import jax
 import numpy as np
 from flax import linen as nn
@@ -20,26 +22,38 @@ class FeedforwardBlock(nn.Module):
 
     d_model: int
     expansion: int
+    dtype: str = "float32"
 
     @nn.compact
     def __call__(self, x: Float[Array, "batch d_model"]) -> Float[Array, "batch d_model"]:
         """The block's output, of the input's shape."""
         width = self.expansion * self.d_model
-        hidden = nn.relu(nn.LayerNorm()(nn.Dense(width)(x)))
-        hidden = nn.relu(nn.LayerNorm()(nn.Dense(width)(hidden)))
-        return x + nn.Dense(self.d_model)(hidden)
+        dense = functools.partial(nn.Dense, param_dtype=self.dtype)
+        hidden = nn.relu(nn.LayerNorm(param_dtype=self.dtype)(dense(width)(x)))
+        hidden = nn.relu(nn.LayerNorm(param_dtype=self.dtype)(dense(width)(hidden)))
+        return x + dense(self.d_model)(hidden)
 
 
-def feedforward(*, d_model: int, expansion: int = 4) -> Expert:
+def feedforward(*, d_model: int, expansion: int = 4, dtype: str = "float32") -> Expert:
     """The feed-forward expert; equal configurations return the same object.
 
     Args:
       d_model: width of the input and output.
       expansion: hidden width as a multiple of d_model; 4 in the paper.
+      dtype: of parameters, inputs and output: "float32", or "float64" where JAX has it enabled.
 
     Raises:
-      ValueError: if a size is not a positive integer.
+      ValueError: if a size is not a positive integer, or the type is another one or not enabled.
     """
     check_positive(d_model=d_model, expansion=expansion)
-    example = jax.ShapeDtypeStruct((1, d_model), np.float32)
-    return expert_from_linen(FeedforwardBlock(d_model, expansion), example, name="feedforward", check=False)
+    _check_type(dtype)
+    example = jax.ShapeDtypeStruct((1, d_model), np.dtype(dtype))
+    return expert_from_linen(FeedforwardBlock(d_model, expansion, dtype), example, name="feedforward", check=False)
+
+
+def _check_type(dtype: str) -> None:
+    if dtype not in ("float32", "float64"):
+        raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
+    # JAX would make float32 of it, and warn.
+    if jax.dtypes.canonicalize_dtype(dtype) != np.dtype(dtype):
+        raise ValueError(f"dtype {dtype!r} needs JAX's 64-bit types: jax.config.update('jax_enable_x64', True)")

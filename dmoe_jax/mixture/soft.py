@@ -91,7 +91,7 @@ def init_soft_gate(key: PRNGKeyArray, d_model: int, num_slots: int) -> PyTree:
 def soft_weights(params: PyTree, x: Float[Array, "samples d_model"]) -> tuple[Array, Array]:
     """Dispatch and combine weights, both [samples, num_slots]; columns of the first and rows of the second sum to 1."""
     keys = params["scale"] * _unit(params["slots"], axis=0)
-    logits = _unit(x.astype(jnp.float32), axis=1) @ keys
+    logits = _unit(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=1) @ keys
     return jax.nn.softmax(logits, axis=0), jax.nn.softmax(logits, axis=1)
 
 

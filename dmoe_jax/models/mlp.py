@@ -65,6 +65,9 @@ class MLPConfig:
     slots_per_expert: int = 0
     """0: samples are routed. Else the layers are Soft MoE, whose router is `soft_router` and which mixes the samples of
     a batch; see `dmoe_jax.mixture.soft`, also for when not to use it."""
+    dtype: str = "float32"
+    """Of all parameters and activations: "float32", or "float64" where JAX has it enabled, for what must not depend on
+    rounding. Samples should be of it, too."""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -101,7 +104,7 @@ class MLPConfig:
 
     def expert(self) -> Expert:
         """The network of every expert of this model."""
-        return feedforward(d_model=self.d_model, expansion=self.expansion)
+        return feedforward(d_model=self.d_model, expansion=self.expansion, dtype=self.dtype)
 
 
 class Batch(NamedTuple):
@@ -118,22 +121,32 @@ class Batch(NamedTuple):
 
 class _Head(nn.Module):
     num_classes: int
+    dtype: str
 
     @nn.compact
     def __call__(self, hidden: Float[Array, "batch d_model"]) -> Float[Array, "batch num_classes"]:
-        return nn.Dense(self.num_classes)(nn.LayerNorm()(hidden))
+        normed = nn.LayerNorm(param_dtype=self.dtype)(hidden)
+        return nn.Dense(self.num_classes, param_dtype=self.dtype)(normed)
+
+
+def _ends(config: MLPConfig) -> tuple[nn.Dense, _Head]:
+    """The modules before and after the mixtures."""
+    return nn.Dense(config.d_model, param_dtype=config.dtype), _Head(config.num_classes, config.dtype)
 
 
 def init_trunk(key: PRNGKeyArray, config: MLPConfig, router: Router) -> dict[str, PyTree]:
     """Parameters of everything but the experts: {"embed": ..., "gates": [one for each layer], "head": ...}."""
     config.check(router)
     embed_key, head_key, gate_key = jax.random.split(key, 3)
-    embed_module, head_module = nn.Dense(config.d_model), _Head(config.num_classes)
+    embed_module, head_module = _ends(config)
 
     def init_gate(key: PRNGKeyArray) -> PyTree:
         if config.slots_per_expert:
-            return init_soft_gate(key, config.d_model, config.slots_per_expert * math.prod(config.grid_size))
-        return router.init(key, config.d_model)
+            made = init_soft_gate(key, config.d_model, config.slots_per_expert * math.prod(config.grid_size))
+        else:
+            made = router.init(key, config.d_model)
+        floating = functools.partial(jnp.issubdtype, arg2=jnp.floating)
+        return jax.tree.map(lambda leaf: leaf.astype(config.dtype) if floating(leaf.dtype) else leaf, made)
 
     return {
         "embed": embed_module.init(embed_key, jnp.zeros((1, config.input_dim)))["params"],
@@ -150,7 +163,7 @@ def init_experts(key: PRNGKeyArray, config: MLPConfig) -> tuple[PyTree, ...]:
 @functools.cache
 def segments(config: MLPConfig, router: Router) -> Segments:
     """The trunk's functions for this configuration and router; equal arguments return the same objects."""
-    embed_module, head_module = nn.Dense(config.d_model), _Head(config.num_classes)
+    embed_module, head_module = _ends(config)
 
     def embed(params: PyTree, x: Float[Array, "batch input_dim"]) -> Float[Array, "batch d_model"]:
         return cast(Array, embed_module.apply({"params": params}, x))

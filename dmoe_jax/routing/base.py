@@ -328,7 +328,7 @@ def cell_numbers(indices: Any, grid_size: tuple[int, ...]) -> Int32[Array, "*cel
     if indices.shape[-1] != len(grid_size):
         raise ValueError(f"grid {grid_size} needs {len(grid_size)} coordinates, got {indices.shape[-1]}")
     strides = [math.prod(grid_size[i + 1 :]) for i in range(len(grid_size))]
-    return jnp.sum(indices * jnp.asarray(strides, indices.dtype), axis=-1)
+    return jnp.sum(indices * jnp.asarray(strides, indices.dtype), axis=-1, dtype=indices.dtype)
 
 
 def gather_logits(scores: Scores, indices: Indices, grid_size: tuple[int, ...]) -> Float[Array, "batch slots"]:
@@ -360,9 +360,9 @@ def masked_softmax(logits: Float[Array, "*batch k"], mask: Bool[Array, "*batch k
 def layer_norm(x: Float[Array, "*batch features"], epsilon: float = 1e-6) -> Float[Array, "*batch features"]:
     """Each row with mean 0 and variance 1, without gain and bias: the linear map that follows learns both.
 
-    In float32, and with the variance of the centred row: scores are where rounding decides who is chosen.
+    In float32 at least, and with the variance of the centred row: scores are where rounding decides who is chosen.
     """
-    x = x.astype(jnp.float32)
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return jax.nn.standardize(x, variance=jnp.var(x, axis=-1, keepdims=True), epsilon=epsilon)
 
 

@@ -96,4 +96,4 @@ def select_samples(
 
 def _ranks(values: Float[Array, "..."]) -> Int32[Array, "..."]:
     """The place of each value along the first axis, the highest 0, the earlier of equal ones first."""
-    return jnp.argsort(jnp.argsort(-values, axis=0, stable=True), axis=0)
+    return jnp.argsort(jnp.argsort(-values, axis=0, stable=True), axis=0).astype(jnp.int32)

@@ -106,6 +106,7 @@ def mnist(
     router: Router | None = None,
     remedy: Remedy = DEFAULT,
     num_evaluated: int = 10_000,
+    dtype: str = "float32",
 ) -> Problem:
     """The classifier of Learning@home (section 4.2): amsgrad everywhere, batches drawn at random for each trainer.
 
@@ -116,9 +117,16 @@ def mnist(
       router: None for product keys, trained.
       remedy: against staleness.
       num_evaluated: of the test images, the first so many.
+      dtype: "float64" where the answer must not depend on rounding, see `mlp.MLPConfig`.
     """
     config = mlp.MLPConfig(
-        input_dim=784, num_classes=NUM_CLASSES, d_model=d_model, num_layers=num_layers, grid_size=grid_size, k_best=4
+        input_dim=784,
+        num_classes=NUM_CLASSES,
+        d_model=d_model,
+        num_layers=num_layers,
+        grid_size=grid_size,
+        k_best=4,
+        dtype=dtype,
     )
     router = router or product_key(grid_size)
     return Problem(
@@ -126,9 +134,9 @@ def mnist(
         make_model=lambda swarm, **options: mlp.MLP.on(swarm, config, router, **options),
         batch_size=batch_size,
         streams=lambda num_trainers, seed: [
-            image_stream(batch_size, seed=seed, trainer=trainer) for trainer in range(num_trainers)
+            image_stream(batch_size, seed=seed, trainer=trainer, dtype=dtype) for trainer in range(num_trainers)
         ],
-        evaluation=image_batches(num_evaluated),
+        evaluation=image_batches(num_evaluated, dtype=dtype),
         optimizers=with_remedy(learning_rate, learning_rate, remedy, amsgrad=True),
     )
 
@@ -224,19 +232,19 @@ def with_remedy(
     return Optimizers(trunk, made(expert_rate, remedy.expert_power))
 
 
-def image_stream(batch_size: int, *, seed: int, trainer: int) -> Iterator[mlp.Batch]:
+def image_stream(batch_size: int, *, seed: int, trainer: int, dtype: str = "float32") -> Iterator[mlp.Batch]:
     """Training images drawn at random, without end; of this trainer."""
     images = _images().train
     rng = np.random.default_rng([seed, trainer])
     while True:
-        yield _batch(images, rng.integers(0, len(images.labels), batch_size))
+        yield _batch(images, rng.integers(0, len(images.labels), batch_size), dtype)
 
 
-def image_batches(count: int, *, batch_size: int = 10_000) -> Sequence[mlp.Batch]:
+def image_batches(count: int, *, batch_size: int = 10_000, dtype: str = "float32") -> Sequence[mlp.Batch]:
     """The first `count` test images."""
     images = _images().test
     rows = np.arange(count)
-    return tuple(_batch(images, rows[first : first + batch_size]) for first in range(0, count, batch_size))
+    return tuple(_batch(images, rows[first : first + batch_size], dtype) for first in range(0, count, batch_size))
 
 
 @functools.cache
@@ -244,8 +252,8 @@ def _images() -> Any:
     return load_mnist()
 
 
-def _batch(images: Images, rows: np.ndarray) -> mlp.Batch:
-    pixels = images.pixels[rows].astype(np.float32) / 255
+def _batch(images: Images, rows: np.ndarray, dtype: str) -> mlp.Batch:
+    pixels = images.pixels[rows].astype(dtype) / 255
     return mlp.Batch((pixels - MNIST_MEAN) / MNIST_SPREAD, images.labels[rows])
 
 

@@ -13,6 +13,8 @@ class EmulationSettings(Settings):
     """The comparison of the MNIST model alone, and shorter timings."""
     updates: int = 50
     """Of the comparison on one event order."""
+    seeds: int = 5
+    """Orders that are compared, each of other parameters, batches, delays and failures; --quick compares one."""
     trainers: int = 64
     """In the timings of the MNIST model, as in the paper; the comparison has three."""
     timed_updates: int = 192
@@ -22,6 +24,6 @@ class EmulationSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "updates", "rounds")
+        self.require_at_least(1, "updates", "seeds", "rounds")
         self.require_at_least(2, "trainers")
         self.require_at_least(20, "timed_updates")

@@ -1,5 +1,6 @@
 """The emulator: equal to the swarm on the swarm's order of events, and to one jit where nothing is asynchronous."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -121,6 +122,32 @@ def test_equals_the_swarm(route: Route | None) -> None:
     np.testing.assert_allclose(state.totals.losses, swarm.losses, atol=1e-5)
     close(state.params, swarm.params)
     close(state.expert_params, swarm.experts)
+
+
+@pytest.mark.slow
+def test_equals_the_swarm_in_float64() -> None:
+    """To its rounding, with the papers' optimiser: what float32 would hide behind its own has nowhere to hide."""
+    with jax.enable_x64(True):
+        config = dataclasses.replace(CONFIG, dtype="float64")
+        optimizer = optax.chain(optax.amsgrad(1e-2), scale_by_staleness())
+        problem = dataclasses.replace(
+            PROBLEM,
+            make_model=lambda swarm, **options: mlp.MLP.on(swarm, config, ROUTER, **options),
+            streams=lambda num_trainers, seed: [
+                (batch._replace(x=batch.x.astype(np.float64)) for batch in own)
+                for own in PROBLEM.streams(num_trainers, seed)
+            ],
+            optimizers=Optimizers(optimizer, optimizer),
+        )
+        emulator = problem.emulator(NUM_TRAINERS, rows=True)
+        data = problem.data(NUM_TRAINERS, steps=NUM_UPDATES, seed=0)
+        swarm = train_swarm(problem, emulator, data, num_updates=NUM_UPDATES, failure_rate=0.1, record=True)
+        state = emulator.init(*keys_of(0), data, num_updates=NUM_UPDATES)
+        state = emulator.run(state, swarm.order, data)
+        leaves = jax.tree.leaves((state.params, state.expert_params))
+        assert {leaf.dtype for leaf in leaves} == {np.dtype("float64")}
+        for ours, theirs in zip(leaves, jax.tree.leaves((swarm.params, swarm.experts)), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10)
 
 
 def test_trust_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

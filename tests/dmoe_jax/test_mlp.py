@@ -1,5 +1,7 @@
 """The feed-forward classifier in one jit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 from dmoe_jax.mixture.local import init_opt_states, update_experts
 from dmoe_jax.models import mlp
-from dmoe_jax.routing import gather_logits, product_key
+from dmoe_jax.routing import ROUTERS, gather_logits, product_key
 
 CONFIG = mlp.MLPConfig(input_dim=6, num_classes=3, d_model=8, num_layers=2, grid_size=(2, 3), k_best=2, expansion=2)
 ROUTER = product_key(CONFIG.grid_size, init_scale=1.0)
@@ -48,6 +50,38 @@ def test_equals_a_loop_over_rows():
     np.testing.assert_allclose(loss, total / 4, rtol=1e-5)
     assert [int(layer.load.sum()) for layer in aux.layers] == [8, 8]
     assert aux.memory == ()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "product_key" else pytest.mark.slow) for name in sorted(ROUTERS)]
+)
+def test_float64(name):
+    """Parameters and gradients are what they are called, and the loss is that of float32 to its rounding."""
+    router, batch = ROUTERS[name](CONFIG.grid_size), make_batch()
+    grad = jax.jit(jax.value_and_grad(mlp.local_forward, argnums=(0, 1), has_aux=True), static_argnums=(2, 3))
+    trunk, experts = mlp.init_trunk(jax.random.key(0), CONFIG, router), mlp.init_experts(jax.random.key(1), CONFIG)
+    (loss, _), _ = grad(trunk, experts, CONFIG, router, batch)
+    with jax.enable_x64(True):
+        config = dataclasses.replace(CONFIG, dtype="float64")
+        made = mlp.init_trunk(jax.random.key(0), config, router), mlp.init_experts(jax.random.key(1), config)
+        assert {leaf.dtype for leaf in jax.tree.leaves(made)} == {np.dtype("float64")}
+        wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), (trunk, experts))
+        (wide_loss, _), grads = grad(*wide, config, router, batch._replace(x=batch.x.astype(np.float64)))
+        assert {leaf.dtype for leaf in [wide_loss, *jax.tree.leaves(grads)]} == {np.dtype("float64")}
+    if name not in ("hash", "uniform_random"):  # which go by the bits of their input
+        assert 0 < abs(float(wide_loss) - float(loss)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        ("float16", "dtype must be 'float32' or 'float64', got 'float16'"),
+        ("float64", "dtype 'float64' needs JAX's 64-bit types"),
+    ],
+)
+def test_types_that_it_cannot_have(dtype, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, dtype=dtype)
 
 
 def test_training_reduces_the_loss():
