@@ -1,7 +1,8 @@
 """Where XLA work runs, and what it costs the event loop.
 
 On a real node XLA calls go through a worker thread, one at a time per device: XLA releases the GIL, so the loop stays
-free for the network (a hop costs about 0.2 ms; inline, a 30 ms call would make every ping 30 ms late). In virtual time
+free for the network (a hop costs about 0.2 ms; inline, a 30 ms call would make every ping 30 ms late). Only where there
+are no cores to spare, what takes a few milliseconds is run in the loop. In virtual time
 threads are poison (the clock jumps ahead while they work), so there the same calls run inline and charge a declared
 cost to the clock instead.
 
@@ -9,6 +10,9 @@ How long a device is busy is measured where the work runs: inside the thread, wi
 virtual time it is the declared cost.
 """
 
+import functools
+import math
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
@@ -22,6 +26,9 @@ import trio
 from dmoe_jax.types import PyTree
 
 T = TypeVar("T")
+
+_INLINE_S = 4e-3
+"""Of `inline_s_of_this_machine`: two turns of small batches, and less than anybody notices in a ping."""
 
 
 class DeviceTime:
@@ -54,7 +61,9 @@ class Device(Protocol):
         """Seconds in which it worked on what `run` was given: neither waiting for a turn nor the way to the thread."""
         ...
 
-    async def run(self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None) -> T:
+    async def run(
+        self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None, expected_s: float = math.inf
+    ) -> T:
         """Return `function(*args)` with every JAX array in it ready.
 
         If cancelled while the work waits for its turn it is not started; work that has started is waited for, so that
@@ -62,6 +71,7 @@ class Device(Protocol):
 
         Args:
           spent: the seconds of this work are added to it, also if the function raises.
+          expected_s: about how long it will take; infinite if nobody knows.
         """
         ...
 
@@ -84,15 +94,19 @@ class Device(Protocol):
 class ThreadDevice:
     """One worker thread: calls run in the order in which they were made, off the event loop. Another one compiles.
 
+    Short work may run in the event loop itself, see `inline_s_of_this_machine`.
+
     Args:
       compiles_beside: False: the same one compiles, in its turn.
+      inline_s: work that will take so long at most, seconds, runs in the event loop; None: as is best on this machine.
     """
 
     compiles_aside = True
     is_simulated = False
     turn_s = 2e-3
 
-    def __init__(self, *, compiles_beside: bool = True) -> None:
+    def __init__(self, *, compiles_beside: bool = True, inline_s: float | None = None) -> None:
+        self._inline_s = inline_s
         self._limiter = trio.CapacityLimiter(1)
         self._aside = trio.CapacityLimiter(1) if compiles_beside else self._limiter
         self._busy = DeviceTime()
@@ -101,12 +115,22 @@ class ThreadDevice:
     def busy_s(self) -> float:
         return self._busy.seconds
 
-    async def run(self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None) -> T:
+    async def run(
+        self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None, expected_s: float = math.inf
+    ) -> T:
         def timed() -> T:
             with _measured(self._busy, spent):
                 return _run_ready(function, args)
 
+        if expected_s <= self._longest_inline_s:
+            async with self._limiter:
+                return timed()
         return await trio.to_thread.run_sync(timed, limiter=self._limiter)
+
+    @property
+    def _longest_inline_s(self) -> float:
+        # Asked for with the first work: before, a program may still choose its backend.
+        return inline_s_of_this_machine() if self._inline_s is None else self._inline_s
 
     async def aside(self, function: Callable[..., T], *args: Any) -> T:
         return await trio.to_thread.run_sync(_run_ready, function, args, limiter=self._aside)
@@ -115,7 +139,23 @@ class ThreadDevice:
         return self._limiter
 
     def another(self) -> "ThreadDevice":
-        return ThreadDevice(compiles_beside=self._aside is not self._limiter)
+        return ThreadDevice(compiles_beside=self._aside is not self._limiter, inline_s=self._inline_s)
+
+
+@functools.cache
+def inline_s_of_this_machine() -> float:
+    """Seconds of XLA work up to which the way to a thread and back is not worth it.
+
+    On one or two cores XLA's own threads have all of them anyhow, so that the network gains nothing from the loop that
+    is free meanwhile, while every change of threads wakes somebody up. Work that takes longer would make others wait,
+    and on a GPU or on more cores the loop and the device work at the same time.
+    """
+    return _INLINE_S if usable_cores() <= 2 and jax.default_backend() == "cpu" else 0.0
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 Cost = Callable[[str, int], float]
@@ -168,7 +208,9 @@ class InlineDevice:
         """Virtual seconds: the declared costs of what it did."""
         return self._busy_s
 
-    async def run(self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None) -> T:
+    async def run(
+        self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None, expected_s: float = math.inf
+    ) -> T:
         async with self._turn:
             cost = self._cost(*work_of(function, args))
             await trio.sleep(cost)
@@ -205,12 +247,14 @@ class AllDevices:
     def busy_s(self) -> float:
         return sum(device.busy_s for device in (self._first, *self._others))
 
-    async def run(self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None) -> T:
+    async def run(
+        self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None, expected_s: float = math.inf
+    ) -> T:
         async with AsyncExitStack() as stack:
             # Always in this order: two that wait for each other's device would wait for ever.
             for device in self._others:
                 await stack.enter_async_context(device.turn())
-            return await self._first.run(function, *args, spent=spent)
+            return await self._first.run(function, *args, spent=spent, expected_s=expected_s)
         raise AssertionError("no device swallows exceptions")
 
     async def aside(self, function: Callable[..., T], *args: Any) -> T:

@@ -38,6 +38,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from dmoe_jax.device import usable_cores
 from dmoe_jax.mixture.remote import RemoteMixture, Residual, mix_segment
 from dmoe_jax.routing.base import Features, Ids, Traffic, score
 from dmoe_jax.types import PyTree
@@ -99,7 +100,7 @@ def make_room() -> int:
     Returns: how many callbacks may wait at once in this process: `MAX_WAITING_CALLS`, or where it is too late one less
       than the client has threads (but at least 1).
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     asked = os.environ.get("NPROC")  # where XLA looks for the number of threads
     threads = int(asked) if asked and asked.isdigit() else cores
     if threads <= MAX_WAITING_CALLS and not _has_computed():

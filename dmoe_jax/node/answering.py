@@ -2,14 +2,15 @@
 
 Theory of operation. A call is checked and becomes jobs while its frame is read, one for each expert that it asks, and
 costs no task (`net.rpc.taskless`). Jobs that are done say so to the calls that want them; when the device's turn is
-over one task hands out all that is new: to callers that take parts what is ready ahead of the rest, and the answer when
-nothing is missing.
+over one task hands out all that is new: the answer when nothing is missing, and to callers that take parts what is
+ready ahead of the rest, when it has waited a moment for it. Each frame costs both ends as much as a small batch.
 
 A repeated backward request finds the job of the first one and trains nothing a second time (`dmoe_jax.node.replay`).
 """
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping
 
 import trio
@@ -31,6 +32,10 @@ from net.rpc.taskless import GiveUp, TasklessHandler
 from net.wire.compression import Compression
 
 logger = logging.getLogger(__name__)
+
+_HOLD_S = 0.01
+"""What is ready waits so long for the rest of its call: a few turns of small batches, less than a wide network takes.
+Parts that take longer do not hold up the others."""
 
 
 class Answering:
@@ -70,16 +75,19 @@ class Answering:
         self._replays: ReplayCache[Job] = ReplayCache(is_finished=lambda job: job.is_done)
         self._calls: set[_Call] = set()  # accepted and not yet answered
         self._news: dict[_Call, None] = {}  # of these, those with jobs that are done
+        self._held: dict[_Call, float] = {}  # of these, those with parts that are ready, and until when they wait
         self._has_news = trio.Event()
         self._answered_all = trio.Event()  # set, and replaced, when there is none left
 
     async def run(self) -> None:
         """Hand out what is done, for ever."""
         while True:
-            await self._has_news.wait()
+            with trio.move_on_at(next(iter(self._held.values()), math.inf)):
+                await self._has_news.wait()
             self._has_news = trio.Event()
             news, self._news = self._news, {}
-            for call in news:
+            now = trio.current_time()
+            for call in news | {call: None for call, until in self._held.items() if until <= now}:
                 try:
                     self._tell(call)
                 except Exception:  # one call's trouble is not the others'
@@ -128,7 +136,7 @@ class Answering:
         self._has_news.set()
 
     def _tell(self, call: "_Call") -> None:
-        """Send what is ready: all of it if nothing is missing, else to who takes parts."""
+        """Send what is ready: all of it if nothing is missing, else to who takes parts, if the rest is late."""
         if call not in self._calls:
             return  # it was given up meanwhile
         for number in [number for number, job in call.jobs.items() if job.is_done]:
@@ -138,10 +146,13 @@ class Answering:
         if not call.jobs:
             self._forget(call)
             call.respond(answer_of(call.ready, call.compression))
-        elif (
-            call.ready and call.send_partial is not None and call.send_partial(answer_of(call.ready, call.compression))
-        ):
-            call.ready = []
+        elif call.ready and call.send_partial is not None:
+            now = trio.current_time()
+            if self._held.setdefault(call, now + _HOLD_S) > now:
+                return
+            del self._held[call]
+            if call.send_partial(answer_of(call.ready, call.compression)):
+                call.ready = []
 
     def _give_up(self, call: "_Call") -> None:
         """Nobody waits for this call any more."""
@@ -157,6 +168,7 @@ class Answering:
     def _forget(self, call: "_Call") -> None:
         self._calls.discard(call)
         self._news.pop(call, None)
+        self._held.pop(call, None)
         if not self._calls:
             self._answered_all.set()
             self._answered_all = trio.Event()

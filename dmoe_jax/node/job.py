@@ -56,6 +56,8 @@ class Job:
 
     def answer(self, results: tuple[Array, ...], updates: int) -> None:
         """It was computed."""
+        if self.replay_key is not None:  # it may be remembered: without what else was computed with it
+            results = tuple(map(_own, results))
         self.results, self.updates = results, updates
         self._end()
 
@@ -74,3 +76,9 @@ class Job:
         waiters, self.waiters = self.waiters, []
         for tell in waiters:
             tell()
+
+
+def _own(array: Array) -> Array:
+    """An array that keeps little more in memory than itself."""
+    held = getattr(array.base, "nbytes", array.nbytes)
+    return array if held <= 1.25 * array.nbytes else array.copy()

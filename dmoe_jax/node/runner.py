@@ -173,6 +173,10 @@ class BatchRunner:
                 expected_s += self._expected_s(jobs, turn)
         return list(turn.values())
 
+    def _turn_s(self, turn: Sequence[Sequence[Job]]) -> float:
+        """Seconds that these batches will take together."""
+        return sum(self._times.expected_s(self._size_of(jobs)) for jobs in turn)
+
     def _expected_s(self, jobs: Sequence[Job], turn: Iterable[str]) -> float:
         """Seconds by which this batch makes the turn longer, which has those of these experts, its own among them."""
         share, backend = self._times.expected_s(self._size_of(jobs)), self._backends[jobs[0].request.uid]
@@ -245,7 +249,9 @@ class BatchRunner:
         groups = [[turn[position] for position in group] for group in self._groups(turn)]
         begins = [functools.partial(self._begin, group) for group in groups]
         try:
-            outcomes = await self._device.run(run_turn, begins, time.perf_counter, spent=spent)
+            outcomes = await self._device.run(
+                run_turn, begins, time.perf_counter, spent=spent, expected_s=self._turn_s(turn)
+            )
         finally:
             self.counts.busy_s += spent.seconds
         for group, outcome in zip(groups, outcomes, strict=True):
@@ -331,16 +337,25 @@ class BatchRunner:
         inputs, keys, grads = batch.inputs, batch.keys, batch.output_grads
         if grads is not None:
             return await self._device.run(
-                backend.backward, inputs, grads, keys, batch.seen, batch.requests, spent=spent
+                backend.backward,
+                inputs,
+                grads,
+                keys,
+                batch.seen,
+                batch.requests,
+                spent=spent,
+                expected_s=self._times.expected_s(self._size_of(jobs)),
             )
         rows = inputs[0].shape[0]
         step = min(rows, self._row_limit(jobs[0].key))
+        # Of all parts together: too much for one of several, but those are large.
+        expected_s = self._times.expected_s(self._size_of(jobs))
         outputs = []
         for start in range(0, rows, step):
             some = slice(start, start + step)
             own_keys = None if keys is None else keys[some]
             own = [array[some] for array in inputs]
-            outputs.append(await self._device.run(backend.forward, own, own_keys, spent=spent))
+            outputs.append(await self._device.run(backend.forward, own, own_keys, spent=spent, expected_s=expected_s))
         return (_stack(outputs),)
 
     def _begin(self, group: Sequence[Sequence[Job]]) -> Callable[[], Sequence[tuple[Array, ...] | Exception]]:

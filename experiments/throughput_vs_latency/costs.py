@@ -1,6 +1,7 @@
 """Blocks as experts, and how long this machine's device takes for each: the cost model of virtual time."""
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +79,7 @@ class CostTable:
 
 
 class TimedDevice(ThreadDevice):
-    """A thread that notes how long it is taken by each batch: until the event loop knows that it is free again.
+    """A node's device that notes how long it is taken by each batch: until the event loop knows that it is free again.
 
     An event loop that is busy hands the next batch over late, and a device that has nothing to do meanwhile is slower
     than what it computes.
@@ -89,11 +90,13 @@ class TimedDevice(ThreadDevice):
         self._turn = trio.Lock()
         self._taken: dict[str, dict[int, list[float]]] = {}
 
-    async def run(self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None) -> T:
+    async def run(
+        self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None, expected_s: float = math.inf
+    ) -> T:
         name, rows = work_of(function, args)
         async with self._turn:
             started = trio.current_time()
-            result = await super().run(function, *args, spent=spent)
+            result = await super().run(function, *args, spent=spent, expected_s=expected_s)
             self._taken.setdefault(name, {}).setdefault(rows, []).append(trio.current_time() - started)
         return result
 

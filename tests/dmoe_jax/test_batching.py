@@ -7,7 +7,9 @@ import pytest
 
 from dmoe_jax.mixture.quorum import Quorum
 from dmoe_jax.node.batching import BatchQueue, QueueFull
+from dmoe_jax.node.job import Job
 from dmoe_jax.node.replay import ReplayCache
+from dmoe_jax.node.requests import ExpertRequest
 
 
 class Asked(NamedTuple):
@@ -111,6 +113,17 @@ def test_replay_cache_forgets_the_oldest() -> None:
     assert (cache.find(b"1"), cache.find(b"2"), cache.find(b"3")) == (None, "two", "three")
     cache.remember(b"4", "four", nbytes=1000)
     assert (cache.find(b"2"), cache.find(b"3"), cache.find(b"4")) == (None, None, "four")
+
+
+async def test_what_is_remembered_keeps_its_own_rows_alone() -> None:
+    """A part of a large batch is copied out of it; what is nearly all of its batch is not, and nothing else is."""
+    batch = np.arange(40, dtype=np.float32).reshape(10, 4)
+    request = ExpertRequest(uid="a.0", inputs=(batch,), output_grads=batch)
+    for replay_key, rows, is_copied in ((b"key", 3, True), (b"key", 9, False), (None, 3, False)):
+        job = Job(request, replay_key)
+        job.answer((batch[:rows],), 1)
+        assert np.shares_memory(job.results[0], batch) != is_copied
+        np.testing.assert_array_equal(job.results[0], batch[:rows])
 
 
 def test_replay_cache_keeps_what_is_not_finished() -> None:

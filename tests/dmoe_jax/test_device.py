@@ -1,5 +1,8 @@
 """Simulated devices: what work costs in virtual time."""
 
+import threading
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from dmoe_jax.device import CostModel, InlineDevice, ThreadDevice, to_host
+from dmoe_jax.device import CostModel, DeviceTime, InlineDevice, ThreadDevice, inline_s_of_this_machine, to_host
 
 
 async def test_work_takes_its_cost_and_waits_its_turn(autojump_clock: trio.testing.MockClock) -> None:
@@ -59,3 +62,31 @@ def test_costs_are_checked() -> None:
     for wrong in ({"call_s": -1.0}, {"row_s": -1.0}, {"slowdown": 0.0}):
         with pytest.raises(ValueError, match="slowdown > 0"):
             CostModel(**wrong)
+
+
+async def test_short_work_runs_in_the_loop() -> None:
+    """A thread computes what is expected to take longer, or nobody knows; in the loop it waits its turn, too."""
+    device, here = ThreadDevice(inline_s=0.5), threading.get_ident()
+    spent = DeviceTime()
+    assert await device.run(threading.get_ident, spent=spent, expected_s=0.5) == here
+    assert spent.seconds == device.busy_s > 0
+    assert await device.run(threading.get_ident, expected_s=0.6) != here
+    assert await device.run(threading.get_ident) != here
+    assert await ThreadDevice(inline_s=0.0).run(threading.get_ident, expected_s=1e-6) != here
+    assert await device.another().run(threading.get_ident, expected_s=0.5) == here
+    order: list[str] = []
+    async with trio.open_nursery() as nursery, device.turn():
+        nursery.start_soon(partial(device.run, order.append, "short", expected_s=0.1))
+        await trio.testing.wait_all_tasks_blocked()
+        order.append("turn")
+    assert order == ["turn", "short"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "backend", "expected"), [(2, "cpu", True), (1, "cpu", True), (3, "cpu", False), (2, "gpu", False)]
+)
+def test_where_the_loop_computes(cores: int, backend: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no core to spare."""
+    monkeypatch.setattr("dmoe_jax.device.usable_cores", lambda: cores)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert (inline_s_of_this_machine.__wrapped__() > 0) == expected

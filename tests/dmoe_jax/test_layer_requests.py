@@ -235,6 +235,25 @@ async def test_parts_that_are_ready_together_come_in_one_reply(autojump_clock: t
         assert wire.said == [[0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize(("each_s", "said"), [(0.003, [[0, 1, 2, 3]]), (0.006, [[0, 1], [2, 3]])])
+async def test_what_is_ready_waits_a_moment_for_the_rest(
+    each_s: float, said: list[list[int]], autojump_clock: trio.testing.MockClock
+) -> None:
+    """Ten milliseconds from the first part that is ready, and then from the next one."""
+    async with one_node(device=InlineDevice(CostModel(call_s=each_s)), grace_s=60.0) as (swarm, mixture, wire, choice):
+        started = trio.current_time()
+        outputs, answered, residual = await mixture.forward(choice, [X])
+        assert trio.current_time() - started == pytest.approx(0.1 + 4 * each_s)
+        assert wire.said == said
+        assert answered.all(axis=1).tolist() == [False, False, True]
+        wire.said.clear()
+        with trio.move_on_after(0.05 + 2.5 * each_s):  # it is given up while its parts wait
+            await mixture.backward(residual, outputs)
+        await mixture.forward(choice, [X])
+        assert wire.said == said
+        assert swarm.statistics.failures == {}
+
+
 async def test_a_node_refuses_a_request_that_is_none(autojump_clock: trio.testing.MockClock) -> None:
     """With what is wrong, whoever sent it, and serves on."""
     async with one_node() as (swarm, mixture, wire, choice):

@@ -119,9 +119,9 @@ async def test_only_one_expert_is_copied_at_a_time(tmp_path: Path) -> None:
     turns: list[tuple[str, int]] = []
 
     class Watched(InlineDevice):
-        async def run(self, function: Any, *args: Any, spent: Any = None) -> Any:
+        async def run(self, function: Any, *args: Any, **how: Any) -> Any:
             turns.append((function.__name__, sum(map(len, saved(tmp_path).values()))))
-            return await super().run(function, *args, spent=spent)
+            return await super().run(function, *args, **how)
 
     backends = experts("a.0", "a.1", "a.2")
     for backend in backends.values():

@@ -1,5 +1,6 @@
 """Several batches in one turn of the device: the same answers in fewer turns, and each fails alone."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +27,11 @@ class TurnDevice(InlineDevice):
         super().__init__(CostModel(call_s=1.0))
         self.turns: list[str] = []
 
-    async def run(self, function: Callable[..., Any], *args: Any, spent: DeviceTime | None = None) -> Any:
+    async def run(
+        self, function: Callable[..., Any], *args: Any, spent: DeviceTime | None = None, expected_s: float = math.inf
+    ) -> Any:
         self.turns.append(getattr(function, "__name__", ""))
-        return await super().run(function, *args, spent=spent)
+        return await super().run(function, *args, spent=spent, expected_s=expected_s)
 
 
 def backends() -> dict[str, ExpertBackend]:
