@@ -12,8 +12,9 @@ A part's "rows" are how many pairs it has, its "id" names it across retries, and
 had taken when it computed this part's forward. Optional are "seen", "compression", "dropout_seed", and in forward
 requests "id". The seed of a layer call is the same forward and backward; without one an expert runs in evaluation mode.
 
-Each part is answered by itself, exactly once. Those that are ready go ahead of the others, in partials of the answer
-(`net.rpc.base.Request.send_partial`), and the reply brings the rest. Partials and reply have one form:
+Each part is answered by itself, exactly once. Those that are ready go ahead of the others, unless these follow within a
+few milliseconds, in partials of the answer (`net.rpc.base.Request.send_partial`), and the reply brings the rest.
+Partials and reply have one form:
 
     body     {"answers": [{"part", "updates"} or {"part", "error", "message", "retry_after_s"}, ...]}
     tensors  for the parts with "updates", in this order and one below the other, [their rows, ...]: the output, or the
