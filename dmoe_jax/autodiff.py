@@ -5,8 +5,9 @@ calls* that must be awaited. Callbacks inside one big `jit` would block XLA's th
 drives instead: user code runs eagerly, as ordinary Python, and a `Recording` notes which segment consumed and
 produced which values. The backward pass walks the notes from last to first.
 
-- A segment keeps only its inputs; `_pull_back` recomputes its forward inside one jitted vjp (gradient checkpointing,
-  Learning@home section 3.3). A vjp object returned from `jit` would copy the parameters into its residuals.
+- A segment keeps what its backward needs, as in `jax.grad`, until the step is over. What of it was among the inputs,
+  such as parameters, is not kept twice: `jit` would copy it. A function under `jax.checkpoint` keeps its inputs alone
+  and is computed again (gradient checkpointing, Learning@home section 3.3).
 - Compiled code is cached by JAX under (identity of the segment function, shapes). Segment functions must therefore be
   stable objects, made once; a lambda made anew in each step would compile for ever.
 - A remote call always gets its backward when a gradient reaches its outputs, even if its own inputs are plain data:
@@ -76,11 +77,34 @@ class RemoteCall(Protocol):
         ...
 
 
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What the backward of a segment needs.
+
+    Attributes:
+      arrays: computed by its forward.
+      structure: of the function that computes gradients, a pytree of all that it needs.
+      places: of each leaf of that pytree, the number of the argument that it is; -1: it is the next of `arrays`.
+    """
+
+    arrays: list[Any]
+    structure: Any
+    places: tuple[int, ...]
+
+    def tree_flatten(self) -> tuple[tuple[list[Any]], tuple[Any, tuple[int, ...]]]:
+        return (self.arrays,), (self.structure, self.places)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, tuple[int, ...]], children: tuple[list[Any]]) -> "_Kept":
+        return cls(*children, *static)
+
+
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    function: Callable[..., PyTree]
     args: tuple[Any, ...]
     outputs: tuple[Value, ...]
+    kept: _Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +138,13 @@ class Recording:
           args: pytrees whose leaves are tape values or plain arrays.
         Returns: the function's result with each array as a tape value. Dispatch is asynchronous, as always in JAX.
         """
-        result = _run(function, *_concrete(args))
+        wanted = () if self._notes is None else _wanted(args)
+        if self._notes is None or not any(wanted):
+            return jax.tree.map(Value, _run(function, *_concrete(args)))
+        result, kept = _run_and_keep(function, wanted, _concrete(args))
         leaves, treedef = jax.tree.flatten(result)
         outputs = tuple(Value(leaf) for leaf in leaves)
-        if self._notes is not None:
-            self._notes.append(_Segment(function, args, outputs))
+        self._notes.append(_Segment(args, outputs, kept))
         return jax.tree.unflatten(treedef, outputs)
 
     async def call(self, operation: RemoteCall, *inputs: Value | Any) -> PyTree:
@@ -197,15 +223,18 @@ def _gradient_or_zero(grads: dict[Value, Any], leaf: Value) -> Any:
 
 def _backward_segment(note: _Segment, grads: dict[Value, Any]) -> Iterable[tuple[Value, Any]]:
     """The inputs that are differentiated, and their gradients."""
-    leaves = jax.tree.leaves(note.args)
-    wanted = tuple(isinstance(leaf, Value) and _is_inexact(leaf.value) for leaf in leaves)
-    if not any(wanted):
-        return ()
     # An output that the loss does not use gets zeros, not an absent gradient: the compiled program then does not
     # depend on which outputs happened to be used. Integer outputs carry no gradient and are skipped.
     output_grads = tuple(_gradient_or_zero(grads, out) for out in note.outputs if _is_inexact(out.value))
-    input_grads = _pull_back(note.function, wanted, _concrete(note.args), output_grads)
-    return zip(itertools.compress(leaves, wanted), input_grads, strict=True)
+    leaves, places = jax.tree.leaves(note.args), set(note.kept.places)
+    needed = [leaf if number in places else None for number, leaf in enumerate(_concrete(leaves))]
+    input_grads = _pull_back(note.kept, needed, output_grads)
+    return zip(itertools.compress(leaves, _wanted(note.args)), input_grads, strict=True)
+
+
+def _wanted(args: tuple[PyTree, ...]) -> tuple[bool, ...]:
+    """Which leaves are differentiated."""
+    return tuple(isinstance(leaf, Value) and _is_inexact(leaf.value) for leaf in jax.tree.leaves(args))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -214,23 +243,31 @@ def _run(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _pull_back(
-    function: Callable[..., PyTree],
-    wanted: tuple[bool, ...],
-    args: tuple[PyTree, ...],
-    output_grads: tuple[Any, ...],
-) -> list[Any]:
-    """Recompute the segment and return the gradients of the wanted leaves of its arguments."""
+def _run_and_keep(
+    function: Callable[..., PyTree], wanted: tuple[bool, ...], args: tuple[PyTree, ...]
+) -> tuple[PyTree, _Kept]:
+    """The segment's result, and what its backward needs for the gradients of the wanted leaves of its arguments."""
     leaves, treedef = jax.tree.flatten(args)
 
-    def of_wanted(chosen: list[Any]) -> tuple[Any, ...]:
+    def of_wanted(chosen: list[Any]) -> tuple[tuple[Any, ...], PyTree]:
         supply = iter(chosen)
         merged = [next(supply) if want else leaf for leaf, want in zip(leaves, wanted, strict=True)]
-        outputs = jax.tree.leaves(function(*jax.tree.unflatten(treedef, merged)))
-        return tuple(out for out in outputs if _is_inexact(out))
+        result = function(*jax.tree.unflatten(treedef, merged))
+        return tuple(out for out in jax.tree.leaves(result) if _is_inexact(out)), result
 
-    _, pull = jax.vjp(of_wanted, list(itertools.compress(leaves, wanted)))
-    (grads,) = pull(output_grads)
+    _, pull, result = jax.vjp(of_wanted, list(itertools.compress(leaves, wanted)), has_aux=True)
+    needed, structure = jax.tree.flatten(pull)
+    numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+    places = tuple(numbers.get(id(array), -1) for array in needed)
+    return result, _Kept([array for array, place in zip(needed, places, strict=True) if place < 0], structure, places)
+
+
+@jax.jit
+def _pull_back(kept: _Kept, args: list[Any], output_grads: tuple[Any, ...]) -> list[Any]:
+    """The gradients of the wanted leaves of the arguments; of these only those that `kept` speaks of are looked at."""
+    computed = iter(kept.arrays)
+    needed = [next(computed) if place < 0 else args[place] for place in kept.places]
+    (grads,) = jax.tree.unflatten(kept.structure, needed)(output_grads)
     return list(grads)
 
 

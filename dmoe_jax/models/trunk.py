@@ -1,7 +1,8 @@
 """What the Transformer-XL models share around their layers: embedding, memory, head, and the keys of a step.
 
 A step's chance is drawn on the host (`step_keys`) and handed in as raw key data: the same function then serves training
-and evaluation (None: nothing is dropped), and the trunk's segments can be computed again in the backward pass.
+and evaluation (None: nothing is dropped), and a segment under `jax.checkpoint` can be computed again in the backward
+pass.
 """
 
 import math

@@ -53,6 +53,29 @@ def local_loss(params: Any, x: Any, targets: Any) -> Any:
     return head(params["in"], hidden, targets)
 
 
+@pytest.mark.parametrize("again", [False, True])
+async def test_what_a_segment_keeps(again: bool) -> None:
+    """What its backward needs beside its inputs, which are not kept twice; under `jax.checkpoint` nothing."""
+    computed: list[int] = []
+
+    def noting(params: Any, x: Any) -> Any:
+        jax.debug.callback(lambda: computed.append(1))
+        return jnp.tanh(jnp.sin(x @ params["w"]))
+
+    function = jax.checkpoint(noting) if again else noting
+    run = Recording()
+    params, x = jax.tree.map(Value, PARAMS["in"]), Value(X)
+    loss = run(jnp.sum, run(function, params, x))
+    (kept,) = [note.kept.arrays for note in run._notes or () if note.args[0] is params]
+    assert [array.shape for array in kept] == ([] if again else [(2, 4)] * len(kept))
+    assert again or kept
+    grads = await run.backward(loss)
+    jax.effects_barrier()
+    assert len(computed) == 1 + again
+    expected = jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.sin(X @ w))))(PARAMS["in"]["w"])
+    np.testing.assert_allclose(grads[params["w"]], expected, rtol=1e-6)
+
+
 async def test_gradients_equal_one_jit() -> None:
     """Segments joined by a remote call give the loss and gradients of one end-to-end program."""
 
