@@ -2,9 +2,8 @@
 
 On a real node XLA calls go through a worker thread, one at a time per device: XLA releases the GIL, so the loop stays
 free for the network (a hop costs about 0.2 ms; inline, a 30 ms call would make every ping 30 ms late). Only where there
-are no cores to spare, what takes a few milliseconds is run in the loop. In virtual time
-threads are poison (the clock jumps ahead while they work), so there the same calls run inline and charge a declared
-cost to the clock instead.
+are no cores to spare, what takes a few milliseconds is run in the loop. In virtual time threads are poison (the clock
+jumps ahead while they work), so there the same calls run inline and charge a declared cost to the clock instead.
 
 How long a device is busy is measured where the work runs: inside the thread, without the hop there and back. In
 virtual time it is the declared cost.
@@ -98,7 +97,7 @@ class ThreadDevice:
 
     Args:
       compiles_beside: False: the same one compiles, in its turn.
-      inline_s: work that will take so long at most, seconds, runs in the event loop; None: as is best on this machine.
+      inline_s: work that will take less, seconds, runs in the event loop; 0: nothing does; None: as is best here.
     """
 
     compiles_aside = True
@@ -122,13 +121,13 @@ class ThreadDevice:
             with _measured(self._busy, spent):
                 return _run_ready(function, args)
 
-        if expected_s <= self._longest_inline_s:
+        if expected_s < self._inline_below_s:
             async with self._limiter:
                 return timed()
         return await trio.to_thread.run_sync(timed, limiter=self._limiter)
 
     @property
-    def _longest_inline_s(self) -> float:
+    def _inline_below_s(self) -> float:
         # Asked for with the first work: before, a program may still choose its backend.
         return inline_s_of_this_machine() if self._inline_s is None else self._inline_s
 

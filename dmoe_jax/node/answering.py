@@ -128,6 +128,8 @@ class Answering:
                 job.waiters.append(call.has_news)
         self._calls.add(call)
         self._tell(call)
+        if call in self._held:
+            self._has_news.set()  # for `run`, which does not know yet that there is somebody to wait for
         return functools.partial(self._give_up, call)
 
     def _note(self, call: "_Call") -> None:

@@ -180,8 +180,9 @@ async def _come_to_meeting(stream: trio.SocketStream, on_lost: Callable[[str], N
 
 def _devices(mesh: MeshShape | None, rule: ShardingRule, tell: Tell | None) -> tuple[PlacedDevice, ...]:
     layout = Layout(devices=tuple(jax.devices()), mesh_shape=mesh_of_all(mesh), rule=rule)
-    # Compiling takes its turn: it is an order like others, and all processes obey in one order.
-    device = ThreadDevice(compiles_beside=False)
+    # Compiling takes its turn: it is an order like others, and all processes obey in one order. And the event loop is
+    # what tells the others: did it compute itself, it would wait for processes that know of nothing.
+    device = ThreadDevice(compiles_beside=False, inline_s=0.0)
     return (PlacedDevice(place=Place(layout=layout, tell=tell), device=device),)
 
 

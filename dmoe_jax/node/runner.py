@@ -335,6 +335,7 @@ class BatchRunner:
         backend = self._backends[jobs[0].request.uid]
         batch = _joined(jobs)
         inputs, keys, grads = batch.inputs, batch.keys, batch.output_grads
+        expected_s = self._turn_s([jobs])
         if grads is not None:
             return await self._device.run(
                 backend.backward,
@@ -344,12 +345,10 @@ class BatchRunner:
                 batch.seen,
                 batch.requests,
                 spent=spent,
-                expected_s=self._times.expected_s(self._size_of(jobs)),
+                expected_s=expected_s,
             )
         rows = inputs[0].shape[0]
         step = min(rows, self._row_limit(jobs[0].key))
-        # Of all parts together: too much for one of several, but those are large.
-        expected_s = self._times.expected_s(self._size_of(jobs))
         outputs = []
         for start in range(0, rows, step):
             some = slice(start, start + step)

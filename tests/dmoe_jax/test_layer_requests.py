@@ -254,6 +254,23 @@ async def test_what_is_ready_waits_a_moment_for_the_rest(
         assert swarm.statistics.failures == {}
 
 
+async def test_what_is_refused_at_once_is_told_ahead_of_slow_parts(autojump_clock: trio.testing.MockClock) -> None:
+    """Nothing else happens at the node meanwhile that would remind it."""
+    async with one_node(device=InlineDevice(CostModel(call_s=60.0)), grace_s=600.0, timeout_s=600.0) as rig:
+        _, _, wire, choice = rig
+        body = {"parts": [{"uid": uid, "rows": 3} for uid in ("ffn.0", "nobody.0")]}
+        came: list[tuple[list[int], float]] = []
+        started = trio.current_time()
+
+        def take(reply: Reply) -> None:
+            came.append(([said["part"] for said in reply.body["answers"]], trio.current_time() - started))
+
+        index = np.tile(np.arange(3, dtype=np.int32), 2)
+        target = choice.calls[0].contact
+        await wire._caller.call(target, FORWARD, body, (index, X), on_partial=take, timeout_s=600.0)
+        assert came == [([1], pytest.approx(0.11))]
+
+
 async def test_a_node_refuses_a_request_that_is_none(autojump_clock: trio.testing.MockClock) -> None:
     """With what is wrong, whoever sent it, and serves on."""
     async with one_node() as (swarm, mixture, wire, choice):

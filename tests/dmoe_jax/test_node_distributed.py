@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, outcomes_of_untrusted
 from dmoe_jax.experts import feedforward
 from dmoe_jax.node.backend import make_backends
+from dmoe_jax.node.lockstep import _devices
 from dmoe_jax.node.orders import Order, encode_order, order_of, parse_header_untrusted
+from dmoe_jax.node.sharding import shard_largest_dimension
 from net.errors import RemoteProtocolError
 from net.identity import Contact
 from net.wire import codec
@@ -93,6 +96,13 @@ async def test_two_processes_answer_as_one(tmp_path: Path) -> None:
     with two_processes(tmp_path, *saving) as (_, contact):
         found = await ask(contact, FORWARD, "ffn.1", x)
         np.testing.assert_allclose(found, alone.forward([x]), atol=1e-4)
+
+
+async def test_several_processes_never_compute_in_the_loop() -> None:
+    """However short the work: the loop tells the other processes of it, for whom XLA waits."""
+    (placed,) = _devices(None, shard_largest_dimension, None)
+    for device in (placed.device, placed.device.another()):
+        assert await device.run(threading.get_ident, expected_s=0.0) != threading.get_ident()
 
 
 @pytest.mark.slow
