@@ -184,7 +184,12 @@ PAPER_FIGURES: Mapping[str, tuple[PaperFigure, ...]] = {
         PaperFigure(quantity="what the default changes with one trainer", key="mnist_one_trainer_difference"),
     ),
     "emulation": (
-        PaperFigure(quantity="largest difference to the swarm over 50 updates", key="emulator_max_difference"),
+        PaperFigure(quantity="largest difference to the swarm over 50 updates, float32", key="emulator_max_difference"),
+        PaperFigure(quantity="the same of MNIST's parameters, float64", key="float64_parameter_difference"),
+        PaperFigure(
+            quantity="largest difference of the emulator to itself with another last bit, MNIST, float32",
+            key="last_bit_difference_mnist",
+        ),
         PaperFigure(quantity="updates per second over the simulated swarm's", key="emulator_speedup"),
         PaperFigure(
             quantity="Transformer-XL: updates per second over one jit without asynchrony", key="emulator_over_one_jit"

@@ -59,7 +59,7 @@ EXPERIMENTS: Mapping[str, PaperExperiment] = {
     "emulation": PaperExperiment(
         figure="the emulator beside the swarm",
         claim="On the order of events that a simulated swarm took, the emulator's losses and parameters are the "
-        "swarm's to 1e-5 over 50 updates, MNIST in double precision, at many times its updates per second.",
+        "swarm's to rounding over 50 updates, at many times its updates per second.",
         quick_minutes=3.5,
         timed="over_one_jit",
     ),

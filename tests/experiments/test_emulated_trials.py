@@ -269,22 +269,25 @@ def test_emulation_takes_the_greatest_difference(tmp_path: Path) -> None:
     run = run_of(EmulationSettings(), tmp_path / "run", [])
     assert emulation.summarise(run) is None
     for problem, dtype, losses, trunk, last_bit in (
-        ("MNIST", "float64", 1e-7, 2e-9, 1e-12),
-        ("MNIST", "float64", 2e-7, 1e-9, 1e-12),
+        ("MNIST", "float64", 1e-7, 2e-12, 1e-12),
+        ("MNIST", "float64", 2e-7, 1e-12, 1e-12),
         ("MNIST", "float32", 1e-7, 3e-5, 4e-5),
         ("Transformer-XL", "float32", 1e-6, 2e-6, 2e-6),
     ):
-        own = {"losses": losses, "trunk": trunk, "experts": 3e-9, "last_bit": last_bit}
+        own = {"losses": losses, "trunk": trunk, "experts": 3e-13, "last_bit": last_bit}
         run.log("difference", problem=problem, dtype=dtype, **own)
+        interrupted = emulation.summarise(run)
+        assert interrupted is not None
+        assert interrupted.figures["float64_parameter_difference"] == 2e-12
     for ratio in (14.0, 16.0, 30.0):
         run.log("speed", problem="MNIST", ratio=ratio, emulator=100.0)
     result = emulation.summarise(run)
     assert result is not None
-    assert result.figures["emulator_max_difference"] == result.figures["max_difference_transformer_xl"] == 2e-6
-    assert result.figures["max_difference_mnist"] == 2e-7
-    assert (result.figures["mnist_float32_difference"], result.figures["mnist_float32_last_bit"]) == (3e-5, 4e-5)
+    assert result.figures["emulator_max_difference"] == result.figures["max_difference_mnist"] == 3e-5
+    assert result.figures["last_bit_difference_mnist"] == 4e-5
+    assert result.figures["max_difference_transformer_xl"] == 2e-6
     assert result.figures["emulator_speedup"] == 16
-    assert result.missed_bars == ["emulator_over_one_jit"]
+    assert result.missed_bars == ["emulator_max_difference", "emulator_over_one_jit"]
 
 
 @needs_mnist
