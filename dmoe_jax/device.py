@@ -27,7 +27,12 @@ from dmoe_jax.types import PyTree
 T = TypeVar("T")
 
 _INLINE_S = 4e-3
-"""Of `inline_s_of_this_machine`: two turns of small batches, and less than anybody notices in a ping."""
+"""Of `inline_s_of_this_machine`: some small batches, and less than anybody notices in a ping."""
+
+_TURN_S, _LONG_TURN_S = 2e-3, 7e-3
+"""Of `ThreadDevice.turn_s`: where the event loop has a core of its own, and where it shares one with XLA. There, each
+end of a turn leaves the device without work until the loop is done with what it does; measured in
+`experiments.node_speed`."""
 
 
 class DeviceTime:
@@ -51,9 +56,11 @@ class Device(Protocol):
     is_simulated: bool
     """Whether its seconds are declared ones, so that a measurement would say nothing and make runs differ."""
 
-    turn_s: float
-    """Work of about so many seconds is worth one call of `run`: the way there and back costs as much as a small batch.
-    0: the way costs nothing."""
+    @property
+    def turn_s(self) -> float:
+        """Work of about so many seconds is worth one call of `run`: the way there and back costs as much as a small
+        batch. 0: the way costs nothing."""
+        ...
 
     @property
     def busy_s(self) -> float:
@@ -102,7 +109,6 @@ class ThreadDevice:
 
     compiles_aside = True
     is_simulated = False
-    turn_s = 2e-3
 
     def __init__(self, *, compiles_beside: bool = True, inline_s: float | None = None) -> None:
         self._inline_s = inline_s
@@ -113,6 +119,10 @@ class ThreadDevice:
     @property
     def busy_s(self) -> float:
         return self._busy.seconds
+
+    @property
+    def turn_s(self) -> float:
+        return _LONG_TURN_S if _shares_its_cores() else _TURN_S
 
     async def run(
         self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None, expected_s: float = math.inf
@@ -141,7 +151,6 @@ class ThreadDevice:
         return ThreadDevice(compiles_beside=self._aside is not self._limiter, inline_s=self._inline_s)
 
 
-@functools.cache
 def inline_s_of_this_machine() -> float:
     """Seconds of XLA work up to which the way to a thread and back is not worth it.
 
@@ -149,7 +158,13 @@ def inline_s_of_this_machine() -> float:
     is free meanwhile, while every change of threads wakes somebody up. Work that takes longer would make others wait,
     and on a GPU or on more cores the loop and the device work at the same time.
     """
-    return _INLINE_S if usable_cores() <= 2 and jax.default_backend() == "cpu" else 0.0
+    return _INLINE_S if _shares_its_cores() else 0.0
+
+
+@functools.cache
+def _shares_its_cores() -> bool:
+    """Whether XLA and the event loop have to share the cores of this machine."""
+    return usable_cores() <= 2 and jax.default_backend() == "cpu"
 
 
 def usable_cores() -> int:

@@ -2,14 +2,21 @@
 
 Theory of operation. The request that has waited longest is served next, and with it, in order of arrival, as many
 others of its *key* (expert and kind of work) as fit into `max_batch_rows`: they become one XLA call. (The Learning@home
-prototype took the queue with the *newest* request, against its own intention; papers.md 1f.) What waits is bounded, in
+prototype took the queue with the *newest* request, against its own intention; papers.md 1f.)
+
+One kind of work may have a head start over the others, as if it had come so many seconds earlier. A node gives one to
+forward requests: a backward call with its optimiser's step costs several times as much, and hardly more for many rows
+than for one. While those gather that wait for one, the cheap work is done; its callers come back with backward requests
+and make larger batches of these. Nobody waits longer for that than the head start and what came within it.
+
+What waits is bounded, in
 rows and in the time that it will take: beyond it a request is turned away at once, so that an overloaded node says
 "busy" while the trainer can still choose another expert, instead of answering when nobody waits any more. Of each bound
 one kind of work may take three quarters, so that a flood of backward requests leaves room for forward ones.
 """
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
@@ -53,6 +60,11 @@ class Waiting(Protocol):
         """Seconds that it will take, as far as that is known."""
         ...
 
+    @property
+    def arrived_at(self) -> float:
+        """When it came, seconds."""
+        ...
+
 
 Item = TypeVar("Item", bound=Waiting)
 
@@ -72,9 +84,17 @@ class BatchQueue(Generic[Item]):
       max_batch_rows: the most rows of one batch; a single request may not be larger.
       max_waiting_rows: the most rows that wait in all.
       max_wait_s: the most seconds of work that wait in all; a single request may bring more.
+      head_starts: seconds by which a kind of work goes ahead of others, by kind; none: in order of arrival.
     """
 
-    def __init__(self, *, max_batch_rows: int, max_waiting_rows: int, max_wait_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        *,
+        max_batch_rows: int,
+        max_waiting_rows: int,
+        max_wait_s: float = math.inf,
+        head_starts: Mapping[str, float] | None = None,
+    ) -> None:
         if not 1 <= max_batch_rows <= max_waiting_rows:
             raise ValueError(
                 f"expected 1 <= max_batch_rows <= max_waiting_rows, got {max_batch_rows} and {max_waiting_rows}"
@@ -82,6 +102,7 @@ class BatchQueue(Generic[Item]):
         self._max_batch_rows = max_batch_rows
         self._max_waiting_rows = max_waiting_rows
         self._max_wait_s = max_wait_s
+        self._head_starts = dict(head_starts or {})
         self._waiting: list[Item] = []  # oldest first; at most `max_waiting_rows` long
         self._totals: dict[str, _Total] = {}  # by kind
 
@@ -133,15 +154,16 @@ class BatchQueue(Generic[Item]):
         *,
         may_run: Callable[[Hashable], bool] = lambda key: True,
     ) -> tuple[Item, ...]:
-        """The next batch, oldest request first; empty when nothing waits that may run.
+        """The next batch, oldest request first but for head starts; empty when nothing waits that may run.
 
         Args:
           row_limit: the most rows for now of a batch of this key; a single larger request is taken all the same.
           may_run: whether a request of this key may run now.
         """
-        key = next((item.key for item in self._waiting if may_run(item.key)), None)
-        if key is None:
+        first = self._first(may_run)
+        if first is None:
             return ()
+        key = first.key
         limit = self._max_batch_rows if row_limit is None else min(self._max_batch_rows, row_limit(key))
         batch: dict[Item, None] = {}
         rows = 0
@@ -155,6 +177,20 @@ class BatchQueue(Generic[Item]):
         for item in batch:
             self._take_off(item)
         return tuple(batch)
+
+    def _first(self, may_run: Callable[[Hashable], bool]) -> Item | None:
+        """The request whose turn it is: the earliest, head starts included, of the oldest of each kind that may run."""
+        oldest: dict[str, Item] = {}
+        kinds = sum(total.rows > 0 for total in self._totals.values())
+        for item in self._waiting:
+            if item.kind not in oldest and may_run(item.key):
+                oldest[item.kind] = item
+                if len(oldest) == kinds:
+                    break
+        return min(oldest.values(), key=self._counts_from, default=None)
+
+    def _counts_from(self, item: Item) -> float:
+        return item.arrived_at - self._head_starts.get(item.kind, 0.0)
 
     def _take_off(self, item: Item) -> None:
         total = self._totals[item.kind]

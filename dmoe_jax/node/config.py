@@ -24,6 +24,10 @@ class NodeConfig:
     max_wait_s: float = 10.0
     """Most seconds of work in the queue of a device; beyond it too. Whoever waits longer has given up: it is the
     time-out of `Swarm.mixture`. Infinity: any."""
+    forward_head_start_s: float = 0.1
+    """Forward requests go ahead of backward ones that came at most so many seconds before them. Under load more rows
+    then share an optimiser's step, and all of them are served sooner; what is asked alone waits for nobody. 0: all in
+    order of arrival."""
     max_concurrent_calls: int = 256
     """Calls of one method in progress at once, waiting ones included."""
     leave_timeout_s: float = 5.0
@@ -39,6 +43,8 @@ class NodeConfig:
             raise ValueError(f"leave_timeout_s must be 0 or a number of seconds, got {self.leave_timeout_s}")
         if not self.max_wait_s > 0:
             raise ValueError(f"max_wait_s must be a number of seconds above 0, got {self.max_wait_s}")
+        if not 0 <= self.forward_head_start_s < math.inf:
+            raise ValueError(f"forward_head_start_s must be 0 or a number of seconds, got {self.forward_head_start_s}")
         if self.record_lifetime_s <= self.announce_period_s:
             raise ValueError(
                 f"record_lifetime_s must exceed announce_period_s, or experts vanish between announcements; "

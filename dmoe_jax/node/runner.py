@@ -61,7 +61,7 @@ class BatchCounts:
 
 
 class BatchRunner:
-    """Runs the requests in `queue`, oldest first.
+    """Runs the requests in `queue`, in its order.
 
     Args:
       backends: the experts by uid, and others; some may be added while it runs, and taken off when `finish` has
@@ -69,6 +69,7 @@ class BatchRunner:
       device: runs and compiles them.
       max_batch_rows: the most rows of one batch.
       max_waiting_rows, max_wait_s: the most rows, and seconds of work, in the queue.
+      forward_head_start_s: as of `NodeConfig`.
       recorder: is told of every batch.
     """
 
@@ -80,10 +81,14 @@ class BatchRunner:
         max_batch_rows: int,
         max_waiting_rows: int,
         max_wait_s: float = math.inf,
+        forward_head_start_s: float = 0.0,
         recorder: NodeRecorder | None = None,
     ) -> None:
         self.queue: BatchQueue[Job] = BatchQueue(
-            max_batch_rows=max_batch_rows, max_waiting_rows=max_waiting_rows, max_wait_s=max_wait_s
+            max_batch_rows=max_batch_rows,
+            max_waiting_rows=max_waiting_rows,
+            max_wait_s=max_wait_s,
+            head_starts={"forward": forward_head_start_s},
         )
         self.counts = BatchCounts()
         """What it has done."""

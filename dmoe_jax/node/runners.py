@@ -28,6 +28,7 @@ class DeviceRunners:
       devices: where they live, place by place.
       max_batch_rows: the most rows of one batch.
       max_waiting_rows, max_wait_s: the most rows, and seconds of work, in the queue of a device.
+      forward_head_start_s: as of `NodeConfig`.
       warm_up_rows: rows for which programs are compiled first, on a device that compiles aside.
       recorder: is told of every batch.
 
@@ -44,6 +45,7 @@ class DeviceRunners:
         max_waiting_rows: int,
         warm_up_rows: int,
         max_wait_s: float = math.inf,
+        forward_head_start_s: float = 0.0,
         recorder: NodeRecorder | None = None,
     ) -> None:
         for uid, backend in backends.items():
@@ -62,6 +64,7 @@ class DeviceRunners:
                 max_batch_rows=max_batch_rows,
                 max_waiting_rows=max_waiting_rows,
                 max_wait_s=max_wait_s,
+                forward_head_start_s=forward_head_start_s,
                 recorder=recorder,
             )
             for each in devices

@@ -108,6 +108,7 @@ class ExpertNode:
             max_waiting_rows=config.max_waiting_rows,
             warm_up_rows=config.warm_up_rows,
             max_wait_s=config.max_wait_s,
+            forward_head_start_s=config.forward_head_start_s,
             recorder=self.recorder,
         )
         self._answering = Answering(

@@ -1,6 +1,6 @@
 """The node's queue: oldest group first, whole batches, bounded; retries and quorums counted right."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,9 +18,10 @@ class Asked(NamedTuple):
     name: str = "x"
     kind: str = "forward"
     expected_s: float = 0.0
+    arrived_at: float = 0.0
 
 
-def queue_of(*waiting: Asked, max_batch_rows: int, max_waiting_rows: int = 64, **bounds: float) -> BatchQueue[Asked]:
+def queue_of(*waiting: Asked, max_batch_rows: int, max_waiting_rows: int = 64, **bounds: Any) -> BatchQueue[Asked]:
     queue: BatchQueue[Asked] = BatchQueue(max_batch_rows=max_batch_rows, max_waiting_rows=max_waiting_rows, **bounds)
     for asked in waiting:
         queue.submit(asked)
@@ -44,6 +45,36 @@ def test_a_request_never_overtakes_an_older_one_of_its_group() -> None:
     """A small request behind one that does not fit waits, so that no request starves."""
     queue = queue_of(Asked("a", 3, "first"), Asked("a", 3, "second"), Asked("a", 1, "small"), max_batch_rows=4)
     assert [names(queue.take()) for _ in range(2)] == [["first"], ["second", "small"]]
+
+
+def asked_at(arrived_at: float, kind: str, key: str, name: str) -> Asked:
+    return Asked(key + kind, 1, name, kind, arrived_at=arrived_at)
+
+
+def test_a_kind_with_a_head_start_goes_ahead_of_what_came_little_before_it() -> None:
+    """Its requests count as if they had come earlier by so much; what is older still is not overtaken."""
+    backward = [asked_at(0.0, "backward", "a", "b1"), asked_at(1.5, "backward", "a", "b2")]
+    forward = [asked_at(1.9, "forward", "a", "f1"), asked_at(2.1, "forward", "b", "f2")]
+    queue = queue_of(*backward, *forward, max_batch_rows=1, head_starts={"forward": 2.0})
+    assert [names(queue.take()) for _ in range(5)] == [["f1"], ["b1"], ["f2"], ["b2"], []]
+
+
+def test_a_head_start_gathers_rows_and_keeps_the_order_of_each_key() -> None:
+    """While forward requests are done, those that wait for an optimiser's step become more; none overtakes another."""
+    waiting = [asked_at(number, kind, "a", f"{kind[0]}{number}") for number, kind in enumerate(["backward", "forward"])]
+    queue = queue_of(*waiting, max_batch_rows=8, head_starts={"forward": 10.0})
+    assert names(queue.take()) == ["f1"]
+    queue.submit(asked_at(2.0, "backward", "a", "b2"))
+    assert names(queue.take()) == ["b0", "b2"]
+
+
+def test_a_head_start_is_nothing_to_what_may_not_run() -> None:
+    """An expert that is busy holds nobody up."""
+    waiting = [asked_at(0.0, "backward", "a", "b1"), asked_at(0.1, "forward", "b", "f1")]
+    queue = queue_of(*waiting, max_batch_rows=8, head_starts={"forward": 10.0})
+    assert names(queue.take(may_run=lambda key: key == "abackward")) == ["b1"]
+    assert names(queue.take(may_run=lambda key: False)) == []
+    assert names(queue.take()) == ["f1"]
 
 
 def test_a_limit_of_the_moment_cuts_batches_but_never_a_request() -> None:

@@ -73,3 +73,34 @@ async def test_what_is_accepted_is_begun_in_time(autojump_clock: trio.testing.Mo
         assert max(times) < CONFIG.max_wait_s + 1.0
         # No batch waited while callers were sent away: 31 batches of 0.4 s, and little more.
         assert trio.current_time() < 31 * 0.4 + 1.5
+
+
+@pytest.mark.parametrize(("head_start_s", "done"), [(0.1, ["forward"] + ["backward"] * 4), (0.0, None)])
+async def test_forward_calls_go_ahead_of_backward_ones(
+    head_start_s: float, done: list[str] | None, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Of those that wait for one expert while another one computes: backward calls become one batch behind them."""
+    config = NodeConfig(max_batch_rows=4, forward_head_start_s=head_start_s)
+    async with open_rig(cost=TENTH, config=config) as rig:
+        ended: list[str] = []
+
+        async def ask(kind: str, number: int) -> None:
+            await trio.sleep(0.01 * number)
+            if kind == "forward":
+                await rig.forward("ffn.0.1", rows(1), timeout_s=60.0)
+            else:
+                await rig.backward("ffn.0.1", b"%d" % number, rows(1), 0 * rows(1))
+            ended.append(kind)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rig.forward, "ffn.2.3", rows(4))
+            for number, kind in enumerate(["backward", "backward", "forward", "backward", "backward"], start=1):
+                nursery.start_soon(ask, kind, number)
+        assert ended == (done or ["backward"] * 4 + ["forward"])
+
+
+@pytest.mark.parametrize("head_start_s", [-0.1, float("inf"), float("nan")])
+def test_a_head_start_is_a_number_of_seconds(head_start_s: float) -> None:
+    """Without an end, backward calls could wait for ever."""
+    with pytest.raises(ValueError, match="forward_head_start_s must be 0 or a number of seconds"):
+        NodeConfig(forward_head_start_s=head_start_s)
