@@ -115,6 +115,13 @@ class BatchQueue(Generic[Item]):
         """Whether a request of this key waits now."""
         return any(item.key == key for item in self._waiting)
 
+    def only_batch(self) -> tuple[Item, ...]:
+        """All that waits, if it would be one batch; else nothing."""
+        if not self._waiting or self.waiting_rows > self._max_batch_rows:
+            return ()
+        key = self._waiting[0].key
+        return tuple(self._waiting) if all(item.key == key for item in self._waiting) else ()
+
     def submit(self, item: Item) -> None:
         """Put a request at the end.
 

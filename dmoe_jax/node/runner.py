@@ -27,6 +27,7 @@ from dmoe_jax.device import Device, DeviceTime
 from dmoe_jax.metrics.node import KINDS, NodeRecorder
 from dmoe_jax.node.backend import Batch, ExpertBackend, UpdateRejected, begin_together, stack_of
 from dmoe_jax.node.batching import BatchQueue
+from dmoe_jax.node.gathering import Gathering
 from dmoe_jax.node.job import Job
 from dmoe_jax.node.strategies.grouping import Piece, grouped
 from dmoe_jax.node.strategies.store import warm_bucket_of
@@ -101,6 +102,7 @@ class BatchRunner:
         self._compiling = trio.Lock()
         self._growing: set[int] = set()
         self._work_arrived = trio.Event()
+        self._gathering = Gathering(lambda: self.queue.waiting_rows)
         self._running: Counter[str] = Counter()  # batches that were taken from the queue, by uid
         self._finishing: set[trio.Event] = set()  # of those who wait until an expert has no work any more
 
@@ -114,6 +116,7 @@ class BatchRunner:
         job.expected_s = job.rows * row_s if math.isfinite(row_s) else 0.0
         self.queue.submit(job)
         self._work_arrived.set()
+        self._gathering.has_arrived(job.request.uid)
 
     def withdraw(self, job: Job) -> bool:
         """Take a job back, whose caller has given up. Returns whether it was still waiting."""
@@ -148,8 +151,11 @@ class BatchRunner:
         """Serve the queue for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""
         async with trio.open_nursery() as nursery:
             while True:
+                if jobs := self.queue.only_batch():
+                    await self._gathering.wait(_uid_of(jobs[0].key), self._times.expected_s(self._size_of(jobs)))
                 if turn := self._take_turn(nursery):
                     await self._run_turn(turn)
+                    self._gathering.have_answered(_uid_of(job.key) for jobs in turn for job in jobs)
                     self._has_run(turn)
                 else:
                     self._work_arrived = trio.Event()

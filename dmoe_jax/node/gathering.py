@@ -1,0 +1,76 @@
+"""Whether a device waits a moment before a long batch, for requests that would share it.
+
+Theory of operation. A batch of a large expert takes about as long for one row as for eight: what it costs is to read
+and to step the parameters. Callers whose answers were just handed out mostly ask it again at once, after a forward
+call always; a device that begins with what is there meanwhile serves them in two groups that take turns for ever, each
+in batches of half the size. So where nothing else is to be done the device waits for those who have not come back to
+the same expert yet, for at most a quarter of what the batch will take.
+
+Trainers that compute for long between two calls do not come back in time, and waiting for them is in vain. So it is
+noted how many rows it has brought: when they were not worth the wait, the device waits no more, but for a trial now and
+then.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import trio
+
+_SHARE = 0.25
+"""Of a batch's time, that it may wait."""
+
+_LEAST_S = 8e-3
+"""Shorter batches do not wait: a quarter of them is hardly more than the way there and back."""
+
+_NEWEST = 0.2
+"""Weight of the newest trial in the mean of what waiting has brought."""
+
+_TRIAL_EVERY = 32
+"""Batches, where it has brought too little."""
+
+
+class Gathering:
+    """Waits before long batches, and knows whether that is worth it.
+
+    Args:
+      rows_waiting: how many rows the queue has now.
+    """
+
+    def __init__(self, rows_waiting: Callable[[], int]) -> None:
+        self._rows_waiting = rows_waiting
+        self._answered_at = float("-inf")
+        self._missing: Counter[str] = Counter()  # requests of the last turn that have not come again, by expert
+        self._arrived = trio.Event()
+        self._worth = 1.0  # rows that came while a batch waited, by those that it had before: mean of the last ones
+        self._refused = 0
+
+    def has_arrived(self, uid: str) -> None:
+        """A request for this expert was submitted."""
+        self._missing[uid] -= 1
+        self._arrived.set()
+
+    def have_answered(self, uids: Iterable[str]) -> None:
+        """Requests were answered, with one turn of the device: the expert of each."""
+        self._missing, self._answered_at = Counter(uids), trio.current_time()
+
+    async def wait(self, uid: str, expected_s: float) -> None:
+        """Return when a batch that will take so long had better begin: mostly at once.
+
+        Args:
+          uid: its expert.
+          expected_s: infinite if nobody knows.
+        """
+        until = self._answered_at + _SHARE * expected_s
+        if self._missing[uid] <= 0 or not _LEAST_S <= expected_s < float("inf") or until <= trio.current_time():
+            return
+        if self._worth < _SHARE:
+            self._refused += 1
+            if self._refused % _TRIAL_EVERY:
+                return
+        before = self._rows_waiting()
+        with trio.move_on_at(until):
+            while self._missing[uid] > 0:
+                self._arrived = trio.Event()
+                await self._arrived.wait()
+        brought = (self._rows_waiting() - before) / max(before, 1)
+        self._worth += _NEWEST * (brought - self._worth)
