@@ -58,6 +58,23 @@ async def test_devices_agree() -> None:
         jax.tree.map(np.testing.assert_array_equal, host, tree)
 
 
+async def test_what_is_on_the_host_needs_no_thread() -> None:
+    """Nor a turn of the device, unless somebody has to wait for XLA. A simulated device declares what it costs."""
+    ready = jax.block_until_ready({"a": jnp.ones(3), "b": np.ones(2)})
+    device = ThreadDevice()
+    async with device.turn():
+        with trio.fail_after(5.0):
+            jax.tree.map(np.testing.assert_array_equal, await to_host(device, ready), ready)
+    assert device.busy_s == 0.0
+    late = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: jnp.cos(y @ y), x))(jnp.ones((256, 256)))
+    assert not late.is_ready()
+    await to_host(device, late)
+    assert device.busy_s > 0.0
+    simulated = InlineDevice(CostModel(call_s=1e-3))
+    await to_host(simulated, ready)
+    assert simulated.busy_s == 1e-3
+
+
 def test_costs_are_checked() -> None:
     """A negative cost would turn time back."""
     for wrong in ({"call_s": -1.0}, {"row_s": -1.0}, {"slowdown": 0.0}):
