@@ -87,6 +87,7 @@ SHELLS = {
     "dmoe_jax.node.announcements",
     "dmoe_jax.node.answering",
     "dmoe_jax.node.devices",
+    "dmoe_jax.node.gathering",
     "dmoe_jax.node.listing",
     "dmoe_jax.node.lockstep",
     "dmoe_jax.node.runner",
