@@ -7,8 +7,8 @@ in batches of half the size. So where nothing else is to be done the device wait
 the same expert yet, for at most a quarter of what the batch will take.
 
 Trainers that compute for long between two calls do not come back in time, and waiting for them is in vain. So it is
-noted how many rows it has brought: when they were not worth the wait, the device waits no more, but for a trial now and
-then.
+noted what waiting has brought, rows by those that were there, and what it has cost, time by that of the batch: when it
+cost more, the device waits no more, but for a trial now and then.
 """
 
 from collections import Counter
@@ -23,7 +23,10 @@ _LEAST_S = 8e-3
 """Shorter batches do not wait: a quarter of them is hardly more than the way there and back."""
 
 _NEWEST = 0.2
-"""Weight of the newest trial in the mean of what waiting has brought."""
+"""Weight of the newest wait in the mean of what waiting has brought."""
+
+_LEAST_PROFIT = -0.1
+"""It is not remembered worse than so, and one good trial is enough to begin again."""
 
 _TRIAL_EVERY = 32
 """Batches, where it has brought too little."""
@@ -41,7 +44,7 @@ class Gathering:
         self._answered_at = float("-inf")
         self._missing: Counter[str] = Counter()  # requests of the last turn that have not come again, by expert
         self._arrived = trio.Event()
-        self._worth = 1.0  # rows that came while a batch waited, by those that it had before: mean of the last ones
+        self._profit = _SHARE  # of waiting: what it brought less what it cost, mean of the last times
         self._refused = 0
 
     def has_arrived(self, uid: str) -> None:
@@ -63,14 +66,15 @@ class Gathering:
         until = self._answered_at + _SHARE * expected_s
         if self._missing[uid] <= 0 or not _LEAST_S <= expected_s < float("inf") or until <= trio.current_time():
             return
-        if self._worth < _SHARE:
+        if self._profit < 0.0:
             self._refused += 1
             if self._refused % _TRIAL_EVERY:
                 return
-        before = self._rows_waiting()
+        before, since = self._rows_waiting(), trio.current_time()
         with trio.move_on_at(until):
             while self._missing[uid] > 0:
                 self._arrived = trio.Event()
                 await self._arrived.wait()
         brought = (self._rows_waiting() - before) / max(before, 1)
-        self._worth += _NEWEST * (brought - self._worth)
+        profit = brought - (trio.current_time() - since) / expected_s
+        self._profit = max(_LEAST_PROFIT, self._profit + _NEWEST * (profit - self._profit))

@@ -26,9 +26,9 @@ class Waiting:
         self.rows += 1
         self.gathering.has_arrived("ffn.0")
 
-    async def waited(self, *comes_after: float, expected_s: float = BATCH_S) -> float:
-        """Seconds that a batch waits, while requests come after so many."""
-        self.rows = 1
+    async def waited(self, *comes_after: float, expected_s: float = BATCH_S, rows: int = 1) -> float:
+        """Seconds that a batch of so many rows waits, while requests come after so many."""
+        self.rows = rows
         began = trio.current_time()
         async with trio.open_nursery() as nursery:
             for after_s in comes_after:
@@ -83,6 +83,18 @@ async def test_waiting_in_vain_is_given_up_but_for_a_trial(autojump_clock: trio.
     assert await waits()
 
 
+async def test_few_rows_are_worth_a_short_wait(autojump_clock: trio.testing.MockClock) -> None:
+    """One more row beside seven pays for a twentieth of the batch's time, however often, and not for a quarter."""
+    device = Waiting()
+
+    async def waits(comes_after: float) -> bool:
+        device.gathering.have_answered(["ffn.0"])
+        return await device.waited(comes_after, rows=7) > 0.0
+
+    assert all([await waits(0.05) for _ in range(100)])
+    assert not all([await waits(0.25) for _ in range(20)])
+
+
 def test_only_what_would_be_one_batch_may_wait() -> None:
     """Where a device has something else to do it does that."""
     empty: BatchQueue[Asked] = BatchQueue(max_batch_rows=4, max_waiting_rows=8)
@@ -94,14 +106,14 @@ def test_only_what_would_be_one_batch_may_wait() -> None:
 
 
 async def test_callers_of_one_large_expert_share_its_steps(autojump_clock: trio.testing.MockClock) -> None:
-    """Eight callers who are back in a moment are soon served together, wherever they began."""
-    async with open_rig(cost=CostModel(call_s=0.04), config=NodeConfig(max_batch_rows=8)) as rig:
+    """Eight callers who are back in a moment, 10 ms of it on the way, are soon served together, wherever they began."""
+    async with open_rig(cost=CostModel(call_s=0.08), config=NodeConfig(max_batch_rows=8)) as rig:
         calls = 0
 
         async def call(number: int) -> None:
             nonlocal calls
             await trio.sleep(0.013 * number)
-            while trio.current_time() < 20.0:
+            while trio.current_time() < 16.0:
                 calls += 1
                 own = b"%d" % calls
                 await rig.forward("ffn.0.1", rows(1), timeout_s=60.0)
@@ -112,4 +124,4 @@ async def test_callers_of_one_large_expert_share_its_steps(autojump_clock: trio.
             for number in range(8):
                 nursery.start_soon(call, number)
         status = rig.node.status()
-        assert status["rows"] / status["batches"] > 7.0
+        assert status["rows"] / status["batches"] > 7.0  # without waiting: 4
