@@ -9,10 +9,10 @@ forward requests: a backward call with its optimiser's step costs several times 
 than for one. While those gather that wait for one, the cheap work is done; its callers come back with backward requests
 and make larger batches of these. Nobody waits longer for that than the head start and what came within it.
 
-What waits is bounded, in
-rows and in the time that it will take: beyond it a request is turned away at once, so that an overloaded node says
-"busy" while the trainer can still choose another expert, instead of answering when nobody waits any more. Of each bound
-one kind of work may take three quarters, so that a flood of backward requests leaves room for forward ones.
+What waits is bounded, in rows and in the time that it will take: beyond it a request is turned away at once, so that
+an overloaded node says "busy" while the trainer can still choose another expert, instead of answering when nobody waits
+any more. Of each bound one kind of work may take three quarters, so that a flood of backward requests leaves room for
+forward ones.
 """
 
 import math

@@ -3,7 +3,7 @@
 Theory of operation. A batch of a large expert takes about as long for one row as for eight: what it costs is to read
 and to step the parameters. Callers whose answers were just handed out mostly ask it again at once, after a forward
 call always; a device that begins with what is there meanwhile serves them in two groups that take turns for ever, each
-in batches of half the size. So where nothing else is to be done the device waits for those who have not come back to
+in batches of half the size. So as long as nothing else is to be done the device waits for those who have not come back to
 the same expert yet, for at most a quarter of what the batch will take.
 
 Trainers that compute for long between two calls do not come back in time, and waiting for them is in vain. So it is
@@ -44,12 +44,14 @@ class Gathering:
         self._answered_at = float("-inf")
         self._missing: Counter[str] = Counter()  # requests of the last turn that have not come again, by expert
         self._arrived = trio.Event()
+        self._came: set[str] = set()  # experts that were asked since a batch began to wait
         self._profit = _SHARE  # of waiting: what it brought less what it cost, mean of the last times
         self._refused = 0
 
     def has_arrived(self, uid: str) -> None:
         """A request for this expert was submitted."""
         self._missing[uid] -= 1
+        self._came.add(uid)
         self._arrived.set()
 
     def have_answered(self, uids: Iterable[str]) -> None:
@@ -72,9 +74,12 @@ class Gathering:
                 return
         before, since = self._rows_waiting(), trio.current_time()
         with trio.move_on_at(until):
+            self._came.clear()
             while self._missing[uid] > 0:
                 self._arrived = trio.Event()
                 await self._arrived.wait()
+                if not self._came <= {uid}:
+                    return  # there is something else to do
         brought = (self._rows_waiting() - before) / max(before, 1)
         profit = brought - (trio.current_time() - since) / expected_s
         self._profit = max(_LEAST_PROFIT, self._profit + _NEWEST * (profit - self._profit))

@@ -66,7 +66,7 @@ async def test_what_is_on_the_host_needs_no_thread() -> None:
         with trio.fail_after(5.0):
             jax.tree.map(np.testing.assert_array_equal, await to_host(device, ready), ready)
     assert device.busy_s == 0.0
-    late = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: jnp.cos(y @ y), x))(jnp.ones((256, 256)))
+    late = jax.jit(lambda x: jax.lax.fori_loop(0, 1500, lambda _, y: jnp.cos(y @ y), x))(jnp.ones((256, 256)))
     assert not late.is_ready()
     await to_host(device, late)
     assert device.busy_s > 0.0

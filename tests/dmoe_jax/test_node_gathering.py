@@ -95,6 +95,20 @@ async def test_few_rows_are_worth_a_short_wait(autojump_clock: trio.testing.Mock
     assert not all([await waits(0.25) for _ in range(20)])
 
 
+async def test_it_waits_no_longer_when_another_expert_is_asked(autojump_clock: trio.testing.MockClock) -> None:
+    """The device has something else to do then."""
+    device = Waiting()
+    device.gathering.have_answered(["ffn.0"] * 2)
+    async with trio.open_nursery() as nursery:
+
+        async def another() -> None:
+            await trio.sleep(0.1)
+            device.gathering.has_arrived("ffn.1")
+
+        nursery.start_soon(another)
+        assert await device.waited(0.05) == pytest.approx(0.1)
+
+
 def test_only_what_would_be_one_batch_may_wait() -> None:
     """Where a device has something else to do it does that."""
     empty: BatchQueue[Asked] = BatchQueue(max_batch_rows=4, max_waiting_rows=8)
