@@ -3,8 +3,8 @@
 Theory of operation. A batch of a large expert takes about as long for one row as for eight: what it costs is to read
 and to step the parameters. Callers whose answers were just handed out mostly ask it again at once, after a forward
 call always; a device that begins with what is there meanwhile serves them in two groups that take turns for ever, each
-in batches of half the size. So as long as nothing else is to be done the device waits for those who have not come back to
-the same expert yet, for at most a quarter of what the batch will take.
+in batches of half the size. So as long as nothing else is to be done the device waits for those who have not come back
+to the same expert yet, for at most a quarter of what the batch will take.
 
 Trainers that compute for long between two calls do not come back in time, and waiting for them is in vain. So it is
 noted what waiting has brought, rows by those that were there, and what it has cost, time by that of the batch: when it
