@@ -96,6 +96,7 @@ def _open_process(python: str, module: str, settings: Mapping[str, object]) -> I
     process = subprocess.Popen(
         [python, "-m", module, json.dumps(settings)],
         cwd=Path(__file__).parents[1],
+        env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ},  # several helpers share one GPU
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -133,9 +133,11 @@ def set_up_jax() -> None:
     """Have freed memory kept (`keep_freed_memory`) and XLA's results, so that a process started again compiles nothing.
 
     Compiled code is for one processor type, hence a folder for each machine. `DMOE_XLA_CACHE` names another place;
-    empty turns the cache off.
+    empty turns the cache off. Of a GPU's memory the process takes what it needs and no more: by itself JAX takes three
+    quarters at once, and a second process finds none. `XLA_PYTHON_CLIENT_PREALLOCATE` says otherwise.
     """
     keep_freed_memory()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

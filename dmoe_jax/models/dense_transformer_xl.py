@@ -5,6 +5,7 @@ WikiText recipe all layers share the biases u and v of the relative attention ("
 positional encodings, whose features are dropped once a step for all rows. Embedding and softmax are tied.
 """
 
+import operator
 from typing import cast
 
 import jax
@@ -13,12 +14,13 @@ import numpy as np
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
 from dmoe_jax.data.batches import Batch
-from dmoe_jax.experts.dropout import locked_dropout
+from dmoe_jax.experts.dropout import RowKeys, locked_dropout
 from dmoe_jax.experts.relative_attention import relative_positions
 from dmoe_jax.experts.transformer_xl import INIT_STDDEV, TransformerXLLayer
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import (
     POSITIONS_SITE,
+    LayerMemory,
     Memory,
     StepKeys,
     embed,
@@ -28,11 +30,18 @@ from dmoe_jax.models.trunk import (
 )
 from dmoe_jax.types import PyTree
 
+_LEAST_LOOPED = 4
+"""Layers from which on the program is a loop over them: XLA compiles one, and not each. Fewer compile soon, and run a
+little faster one after another."""
+
 
 def init(
     key: PRNGKeyArray, config: TransformerXLConfig, *, word_counts: Num[np.ndarray, " vocab"] | None = None
 ) -> dict[str, PyTree]:
-    """Parameters: {"embed", "biases": {"content", "position"}, "layers": [one for each layer], "head"}.
+    """Parameters: {"embed", "biases": {"content", "position"}, "layers", "head"}.
+
+    Those of the layers lie stacked: each array has a leading axis, [num_layers, ...]. So a step of 16 layers is a loop
+    over one, and an optimiser has 15 arrays of them to step instead of 240; both are compiled many times sooner.
 
     Weights are N(0, 0.02), LayerNorm gains N(1, 0.02), biases 0; for `word_counts` see `init_embed_and_head`.
 
@@ -54,9 +63,15 @@ def init(
     return {
         "embed": embed_params,
         "biases": {"content": content, "position": position},
-        "layers": [init_layer(own) for own in jax.random.split(layer_key, config.num_layers)],
+        "layers": jax.vmap(init_layer)(jax.random.split(layer_key, config.num_layers)),
         "head": head_params,
     }
+
+
+def layers_of(params: PyTree) -> list[PyTree]:
+    """The parameters of each layer, first to last, from what `init` made."""
+    stacked = params["layers"]
+    return [jax.tree.map(operator.itemgetter(i), stacked) for i in range(len(jax.tree.leaves(stacked)[0]))]
 
 
 def forward(
@@ -96,18 +111,23 @@ def run_layers(
     # One mask for all samples and layers.
     rows = None if keys is None else jnp.asarray(keys.embed)[None]
     positions = locked_dropout(encodings[None], config.layer.position_dropout, rows, site=POSITIONS_SITE)[0]
-    memories = []
-    for i in range(config.num_layers):
-        memories.append(next_memory(memory[i], hidden))
+
+    def run(hidden: Array, own: tuple[PyTree, LayerMemory, RowKeys | None]) -> tuple[Array, LayerMemory]:
+        own_params, past, own_keys = own
         output = layer.apply(
-            {"params": params["layers"][i]},
+            {"params": own_params},
             hidden,
-            memory[i].states,
-            memory[i].mask,
-            None if keys is None else keys.experts[i],
+            past.states,
+            past.mask,
+            own_keys,
             content_bias=params["biases"]["content"],
             position_bias=params["biases"]["position"],
             positions=positions,
         )
-        hidden = cast(Array, output)
-    return hidden, tuple(memories)
+        return cast(Array, output), next_memory(past, hidden)
+
+    past = jax.tree.map(lambda *leaves: jnp.stack(leaves), *memory)
+    layer_keys = None if keys is None else jnp.asarray(keys.experts)
+    is_unrolled = config.num_layers < _LEAST_LOOPED
+    hidden, entered = jax.lax.scan(run, hidden, (params["layers"], past, layer_keys), unroll=is_unrolled)
+    return hidden, tuple(jax.tree.map(operator.itemgetter(i), entered) for i in range(config.num_layers))

@@ -63,6 +63,27 @@ def _paper_throughput(seed: int) -> Step:
 STEPS: tuple[Step, ...] = (
     *_full_transformer_xl("base", "the published recipe to its 63.4 test perplexity (at most 66 agrees)"),
     Step(
+        name="node_strategies",
+        experiment="node_speed",
+        flags=("--parts", "strategies", "--rounds", "3", "--slice-s", "0.5"),
+        purpose="experts by programs of their own, and stacked: 16 to 256 of them, batches of 1 to 256 rows",
+        about="about 4 min",
+    ),
+    Step(
+        name="node_calls",
+        experiment="node_speed",
+        flags=("--parts", "calls", "--rounds", "3", "--slice-s", "1"),
+        purpose="a node beside bare calls; how long it compiles before it serves is in its metrics",
+        about="not known: more than 2 min a case",
+    ),
+    Step(
+        name="demonstration",
+        experiment="node_speed",
+        flags=("--parts", "demonstration", "--demo-rounds", "1"),
+        purpose="steps a second of the demonstration beside one jitted program",
+        about="not known: its programs take more than 2 min to compile",
+    ),
+    Step(
         name="overhead_full",
         experiment="moe_overhead",
         flags=_FULL,

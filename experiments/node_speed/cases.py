@@ -2,6 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+Strategy = Literal["single", "stacked"]
+STRATEGIES: tuple[Strategy, ...] = ("single", "stacked")
+"""How a node runs its experts, see `dmoe_jax.node.strategies`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,14 +17,23 @@ from experiments.bench import Experiment, Run
 from experiments.node_speed.cases import Case
 from experiments.node_speed.demonstration import STEP_RATIOS, TRAINERS, measure_demonstration
 from experiments.node_speed.settings import SpeedSettings
+from experiments.node_speed.strategies import (
+    CHOICE,
+    CHOICE_BAR,
+    measure_strategies,
+    strategy_figures,
+    strategy_rates,
+    strategy_table,
+)
 from experiments.node_speed.turns import NodeAndCallers, Quantities, open_hivemind, open_node
 from experiments.panels import ratio_figure
 from experiments.processes import HelperFailed
 from experiments.results import Bar, Result
 from experiments.rounds import SLICE, Measurement, Ratio, measure_rounds, round_figures
 
-MEMORY, SAVING = "memory", "saving"
-"""Kinds of records beside the slices."""
+MEMORY, SAVING, START = "memory", "saving", "start"
+"""Kinds of records beside the slices. Of a start: seconds from the imports until the node serves, programs that were
+compiled or taken from the cache meanwhile, and seconds that these took."""
 
 DEVICE_RATIOS = (
     Ratio("device_ratio_large_requests", "samples_per_s", "large_requests", "large_requests_bare", ">=", 0.85),
@@ -94,6 +103,8 @@ def measure(run: Run[SpeedSettings]) -> None:
             _measure_memory(run, case)
     if "saving" in settings.parts:
         _measure_saving(run, settings.large_expert)
+    if "strategies" in settings.parts:
+        measure_strategies(run)
     if "demonstration" in settings.parts:
         measure_demonstration(run)
 
@@ -116,6 +127,7 @@ def _measure_case(run: Run[SpeedSettings], case: Case, python: Path | None, *, h
     run.say(f"{case.name}: starting")
     with ExitStack() as stack:
         node = stack.enter_context(open_node(case, processes=settings.processes, seed=settings.seed))
+        run.log(START, name=case.name, **{key: node.node.hello[key] for key in ("start_s", "programs", "compile_s")})
         measurements: list[Measurement] = [lambda: {case.name: node.serve(slice_s)}]
         if has_bare:
             measurements.append(lambda: {f"{case.name}_bare": node.bare(case.rows, slice_s)})
@@ -274,6 +286,12 @@ def summarise(run: Run[SpeedSettings]) -> Result | None:
     if "saving" in parts:
         bars.append(SAVE_BAR)
         figures |= _saving_figures(run)
+    tables = []
+    if "strategies" in parts:
+        rates = strategy_rates(slices, run.records(CHOICE))
+        bars.append(CHOICE_BAR)
+        figures |= strategy_figures(rates)
+        tables.append(strategy_table(rates))
     if "demonstration" in parts:
         bars += [ratio.bar for ratio in STEP_RATIOS]
         found = _ratio_figures(slices, STEP_RATIOS, ("steps_per_s",))
@@ -282,7 +300,7 @@ def summarise(run: Run[SpeedSettings]) -> Result | None:
     if not slices and not run.records(MEMORY) and not run.records(SAVING):
         return None
     title = "An expert node beside bare jitted calls" + (" and beside hivemind" if has_hivemind else "")
-    return Result(title=title, figures=figures, bars=bars)
+    return Result(title=title, figures=figures, bars=bars, tables=tables)
 
 
 def _ratio_figures(slices: list[Any], ratios: Sequence[Ratio], quantities: Sequence[str]) -> dict[str, Any]:
@@ -328,6 +346,13 @@ def draw(run: Run[SpeedSettings], result: Result) -> Figure:
     panels.append(("Memory", memory, MEMORY_BAR))
     wait = result.figures.get("save_wait_ratio")
     panels.append(("Saving", {"longest wait": [] if wait is None else [wait]}, SAVE_BAR))
+    for width in run.settings.widths:
+        shares = {
+            f"{each.cell.experts}\n{each.cell.rows}": [each.share]
+            for each in strategy_rates(slices, run.records(CHOICE))
+            if each.cell.width == width
+        }
+        panels.append((f"Chosen over better, d={width}", shares, CHOICE_BAR))
     for count in TRAINERS:
         of_count = [ratio for ratio in STEP_RATIOS if ratio.ours.endswith(f"_{count}")]
         columns = {ratio.ours.partition("_")[0]: ratio.of_rounds(slices) for ratio in of_count}

@@ -33,14 +33,14 @@ class CompilationCounter:
     """Counts the programs that this process compiles, from now on. There is no end to it: one for each process."""
 
     def __init__(self) -> None:
-        self.count = 0
-        """So far."""
+        self.count, self.seconds = 0, 0.0
+        """So far; of threads that compile at once, together."""
         monitoring.register_event_duration_secs_listener(self._note)
 
     def _note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        del duration_secs, kwargs
+        del kwargs
         if event == COMPILED_EVENT:
-            self.count += 1
+            self.count, self.seconds = self.count + 1, self.seconds + duration_secs
 
 
 class BareCalls:
@@ -105,7 +105,7 @@ async def serve(*, case: dict[str, Any], seed: int) -> None:
     set_up_jax()
     held = memory_bytes()
     compilations = CompilationCounter()
-    own = Case(**case)
+    own, began = Case(**case), time.perf_counter()
     async with open_swarm(listen="127.0.0.1:0", seed=seed) as swarm:
         begin = partial(
             swarm.serve,
@@ -118,6 +118,9 @@ async def serve(*, case: dict[str, Any], seed: int) -> None:
             contact=swarm.contact,
             import_bytes=None if held is None else held[0],
             state_bytes=state_bytes(served),
+            start_s=time.perf_counter() - began,
+            programs=compilations.count,
+            compile_s=compilations.seconds,
         )
         bare: BareCalls | None = None  # made when it is asked for: it would count as the node's memory
         async for order in orders():

@@ -11,8 +11,8 @@ _QUICK_ROUNDS, _QUICK_SLICE_S, _QUICK_LOAD_S, _QUICK_LARGE_MB, _QUICK_STEPS = 3,
 _ROUNDS, _SLICE_S, _LOAD_S, _LARGE_MB, _STEPS = 9, 3.0, 300.0, 400.0, 400
 _DEMO_ROUNDS = 3
 
-Part = Literal["calls", "memory", "saving", "demonstration"]
-PARTS: tuple[Part, ...] = ("calls", "memory", "saving", "demonstration")
+Part = Literal["calls", "memory", "saving", "strategies", "demonstration"]
+PARTS: tuple[Part, ...] = ("calls", "memory", "saving", "strategies", "demonstration")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class SpeedSettings(Settings):
     about a quarter of an hour, most of it for the demonstration."""
     parts: tuple[Part, ...] = PARTS
     """What to measure. calls: a node beside bare calls, and beside hivemind. memory: under a load of mixed batch sizes,
-    with compilations. saving: who waits while an expert is saved. demonstration: steps a second of its trainers beside
-    those of the same model in one jitted program."""
+    with compilations. saving: who waits while an expert is saved. strategies: experts by programs of their own beside
+    stacked ones. demonstration: steps a second of its trainers beside those of the same model in one jitted program."""
     seed: int = 0
     """Seed of inputs, gradients and who asks which expert."""
     rounds: int | None = None
@@ -45,6 +45,8 @@ class SpeedSettings(Settings):
     """Duration of the load of mixed batch sizes, seconds. Default: 300, or 10 with --quick."""
     large_mb: float | None = None
     """Parameters of the expert that is saved while it is served, MB. Default: 400, or 32 with --quick."""
+    widths: tuple[int, ...] = (64, 256)
+    """Widths of the experts whose strategies are compared."""
     demo_rounds: int = _DEMO_ROUNDS
     """Rounds of the demonstration, and one more before them."""
     demo_steps: int | None = None
@@ -57,6 +59,8 @@ class SpeedSettings(Settings):
         self.require_above(0, "slice_s", "load_s", "large_mb")
         if not self.parts:
             raise ValueError("--parts needs one at least")
+        if not self.widths or min(self.widths) < 1:
+            raise ValueError(f"--widths must be 1 at least, got {' '.join(map(str, self.widths)) or 'none'}")
         for name, most in (("at_once", 16), ("many_at_once", 64)):
             if getattr(self, name) > most:
                 raise ValueError(f"--{name.replace('_', '-')} must be at most {most}, got {getattr(self, name)}")

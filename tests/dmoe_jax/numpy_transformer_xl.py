@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from dmoe_jax.models.dense_transformer_xl import layers_of
+
 
 def as_float64(tree):
     """The parameters as NumPy arrays in double precision."""
@@ -96,7 +98,7 @@ def dense_nll(params, config, text) -> np.ndarray:
     for start in range(0, len(text) - 1, config.seq_len):
         words = text[start : start + config.seq_len]
         hidden = [table[word] * math.sqrt(config.d_model) for word in words]
-        for own, past in zip(params["layers"], pasts, strict=True):
+        for own, past in zip(layers_of(params), pasts, strict=True):
             entered = hidden
             hidden = layer(
                 own,

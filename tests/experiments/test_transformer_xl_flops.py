@@ -20,7 +20,8 @@ from tests.experiments.small_runs import small_corpus, small_preset
 
 
 def products(jaxpr: Any) -> Iterator[int]:
-    """Multiplications and additions of each matrix product in a program, those of its inner programs too."""
+    """Multiplications and additions of each matrix product in a program, those of its inner programs too, as often as
+    each is run."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
@@ -28,7 +29,8 @@ def products(jaxpr: Any) -> Iterator[int]:
             yield 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
         for value in equation.params.values():
             if hasattr(value, "jaxpr"):
-                yield from products(value.jaxpr)
+                times = equation.params["length"] if equation.primitive.name == "scan" else 1
+                yield from (times * count for count in products(value.jaxpr))
 
 
 def test_the_count_is_that_of_the_program() -> None:

@@ -140,7 +140,11 @@ def test_a_mixture_of_one_expert_is_the_dense_model() -> None:
     params = {
         "embed": trunk["embed"],
         "biases": biases,
-        "layers": [{name: part for name, part in layer.items() if not name.endswith("_bias")}],
+        "layers": {
+            name: jax.tree.map(lambda leaf: leaf[None], part)
+            for name, part in layer.items()
+            if not name.endswith("_bias")
+        },
         "head": trunk["head"],
     }
     optimizer = make_optimizer(single.setup.recipe)
@@ -151,7 +155,7 @@ def test_a_mixture_of_one_expert_is_the_dense_model() -> None:
     assert ours[0].loss != pytest.approx(ours[-1].loss, abs=1e-3)
     near(mixture.state()["trunk"]["embed"], single.state()["trunk"]["embed"], atol=1e-4)
     after = jax.tree.map(lambda leaf: leaf[0], mixture.state()["experts"][0])
-    near(after["ff_in"], single.state()["trunk"]["layers"][0]["ff_in"], atol=1e-4)
+    near(after["ff_in"], dense.layers_of(single.state()["trunk"])[0]["ff_in"], atol=1e-4)
     evaluations = [evaluate(engine).loss for engine in (mixture, single)]
     assert evaluations[0] == pytest.approx(evaluations[1], abs=1e-4)
 

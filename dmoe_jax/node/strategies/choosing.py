@@ -13,7 +13,7 @@ from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.programs import own_copies
 from dmoe_jax.node.strategies.buckets import bucket_of
 from dmoe_jax.node.strategies.programs import Form
-from dmoe_jax.node.strategies.stack import Stack, StackedBatch, StackedStore, most_in_program, why_not_alike
+from dmoe_jax.node.strategies.stack import Stack, StackedBatch, StackedStore, form_for, most_in_program, why_not_alike
 from dmoe_jax.node.strategies.store import SingleStore, State
 
 Strategy = Literal["single", "stacked"]
@@ -106,7 +106,7 @@ def measure(backend: ExpertBackend, *, experts: int, rows: int, clock: Callable[
 
     Returns: None if batches of so many rows are too large to share a program.
     """
-    together = most_in_program(backend.expert, experts, bucket_of(rows))
+    together = most_in_program(backend.expert, experts, bucket_of(rows), form_for(backend.place))
     if together == 1:
         return None
     together = min(together, experts)

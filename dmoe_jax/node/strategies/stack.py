@@ -1,9 +1,9 @@
 """`stacked`: the states of many experts of one kind in one place, and what runs on them.
 
 Each array of an expert's state is one row of an array here; an update changes the rows of its experts in place. A
-program takes the batches of up to `most_together` experts. There is one for each number of rows (and where experts are
-computed at the same time also for each number of experts, in powers of two); they are compiled from shapes alone,
-beside the device, and nothing is tried on the states.
+program takes the batches of up to `most_together` experts. There is one for each number of rows (and where large
+experts are computed at the same time another one for a single batch); they are compiled from shapes alone, beside the
+device, and nothing is tried on the states.
 
 Batches begin in the device's thread, and another one may read or load an expert meanwhile: a lock sees to it that
 nobody takes hold of arrays that an update has been given.
@@ -31,12 +31,18 @@ from dmoe_jax.node.strategies.store import FinishBackward, FinishForward, State,
 from dmoe_jax.types import PyTree
 from net.types import Array
 
-MAX_TOGETHER = 16
-"""Experts of one program at most. Of 16 small ones the program's start is a small part already."""
-_MAX_ROWS = 512
-_MAX_BYTES = 1 << 20
+MAX_TOGETHER: dict[Form, int] = {"looped": 16, "vmapped": 64}
+"""Experts of one program at most. One after the other, of 16 small ones the program's start is a small part already. At
+once, on an H200, 64 experts of width 256 with 16 rows each take 2.2 times as long as 16."""
+_FEW_TOGETHER = 16
+"""Experts of a further program, for turns that have no more, where all are computed at once."""
+_MAX_ROWS: dict[Form, int] = {"looped": 512, "vmapped": 4096}
+_MAX_BYTES: dict[Form, int] = {"looped": 1 << 20, "vmapped": 16 << 20}
 """Rows of one program, and bytes of each of its inputs; a single expert's may be more. Beyond it starting a program is
-little."""
+little; where all are computed at once, still more than the computing for long."""
+_IDLE_BYTES = 64 << 20
+"""Of the states of a vmapped program. Up to so many it may well compute all of them for one that was asked; beyond it
+there is another program for one."""
 LEAST_ROWS = 4
 """Of a batch in a program: for experts that are small enough to gain by a stack, fewer rows save a seventh of the time
 at most (d_model 64), and each number of rows takes some 8 MB of programs."""
@@ -160,13 +166,11 @@ class Stack:
 
     def most_together(self, rows: int) -> int:
         """The most experts of a program for so many rows of each."""
-        return most_in_program(self.expert, self.size, warm_bucket_of(rows, self.programs))
+        return most_in_program(self.expert, self.size, warm_bucket_of(rows, self.programs), self.form)
 
     def compile(self, bucket: int) -> None:
         """Compile for batches of so many rows, from shapes; may run beside the device."""
-        most = most_in_program(self.expert, self.size, bucket)
-        sizes = [most] if self.form == "looped" else [1 << power for power in range(most.bit_length())]
-        for count in sizes:
+        for count in self._counts(bucket):
             for has_keys in (False, True) if self.expert.takes_key else (False,):
                 self._forward(bucket, count, has_keys)
                 self._backward(bucket, count, has_keys)
@@ -198,10 +202,12 @@ class Stack:
     def _joined(self, batches: Sequence[StackedBatch]) -> tuple[Array, int, Any]:
         """(which experts, rows of each, the arguments of a program behind `count`), batches and rows filled up."""
         rows = warm_bucket_of(max(batch.rows for batch in batches), self.programs)
-        most = most_in_program(self.expert, self.size, rows)
-        if len(batches) > most:
-            raise ValueError(f"expected at most {most} experts with {rows} rows in one program, got {len(batches)}")
-        count = most if self.form == "looped" else bucket_of(len(batches))
+        counts = self._counts(rows)
+        if len(batches) > counts[-1]:
+            raise ValueError(
+                f"expected at most {counts[-1]} experts with {rows} rows in one program, got {len(batches)}"
+            )
+        count = min(count for count in counts if count >= len(batches))
         *inputs, grads = (
             _filled(
                 [arrays[number] for arrays in ((*batch.inputs, batch.output_grads) for batch in batches)], count, rows
@@ -213,6 +219,14 @@ class Stack:
         index[: len(batches)] = [batch.index for batch in batches]
         staleness[: len(batches)] = [batch.staleness for batch in batches]
         return index, rows, (tuple(inputs), grads, keys, staleness)
+
+    def _counts(self, rows: int) -> tuple[int, ...]:
+        """Batches of the programs for so many rows, ascending: few, since compiling one may take seconds."""
+        most = most_in_program(self.expert, self.size, rows, self.form)
+        if self.form == "looped":
+            return (most,)
+        few = min(most, _FEW_TOGETHER)
+        return tuple(sorted({1 if few * self.nbytes > _IDLE_BYTES else few, few, most}))
 
     def _batch_shapes(self, rows: int, count: int, has_keys: bool) -> Any:
         specs = (*self.expert.inputs, self.expert.output)
@@ -265,10 +279,11 @@ class StackedStore:
         self.stack.compile(bucket)
 
 
-def most_in_program(expert: Expert, size: int, bucket: int) -> int:
-    """The most experts, of a stack of so many, that a program for this bucket takes; a power of two."""
+def most_in_program(expert: Expert, size: int, bucket: int, form: Form) -> int:
+    """The most experts, of a stack of so many, that a program of this form for this bucket takes; a power of two."""
     row_bytes = max(1, *(_row_bytes(spec) for spec in (*expert.inputs, expert.output)))
-    return _power_below(min(MAX_TOGETHER, bucket_of(size), _MAX_ROWS // bucket, _MAX_BYTES // (bucket * row_bytes)))
+    room = min(_MAX_ROWS[form] // bucket, _MAX_BYTES[form] // (bucket * row_bytes))
+    return _power_below(min(MAX_TOGETHER[form], bucket_of(size), room))
 
 
 def form_for(place: Place) -> Form:
