@@ -28,7 +28,9 @@ from dmoe_jax.model import Model, Outcome
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from net.identity import Address, Contact, PeerId
+from net.peer_health import PeerHealth
 from net.rpc.base import Body, Caller, Handler, Reply, Request
+from net.rpc.bulk import BulkTraffic
 from net.wire.tensors import Outgoing, Tensor
 
 _METHODS = {FORWARD_CALL: FORWARD, BACKWARD_CALL: BACKWARD}
@@ -158,8 +160,28 @@ class _RecordedCaller:
         self._recorder, self._caller, self._trainer = recorder, caller, trainer
         self._turns: dict[str, trio.Lock] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._caller, name)
+    # All that a `Caller` has, by name: what only `__getattr__` knows is no member to Python 3.12's look at a protocol.
+    @property
+    def peer_id(self) -> PeerId:
+        return self._caller.peer_id
+
+    @property
+    def address(self) -> Address | None:
+        return self._caller.address
+
+    @property
+    def bulk(self) -> BulkTraffic:
+        return self._caller.bulk
+
+    @property
+    def health(self) -> PeerHealth:
+        return self._caller.health
+
+    def moved_bytes(self, peer_id: PeerId) -> int:
+        return self._caller.moved_bytes(peer_id)
+
+    def remove_handler(self, method: str) -> None:
+        self._caller.remove_handler(method)
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """As `Caller.add_handler`."""
@@ -258,6 +280,23 @@ class _RecordedTrunk(SharedTrunk):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trunk, name)
+
+    # What a `Trunk` has, by name, for the reason above.
+    @property
+    def step(self) -> int:
+        return self._trunk.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._trunk.step = value
+
+    @property
+    def params(self) -> PyTree:
+        return self._trunk.params
+
+    @params.setter
+    def params(self, value: PyTree) -> None:
+        self._trunk.params = value
 
     def claim(self, num_steps: int) -> bool:
         return self._trunk.claim(num_steps)

@@ -211,7 +211,7 @@ def test_every_parameter_learns() -> None:
 def test_bfloat16_is_close_and_keeps_its_parameters() -> None:
     """Products in bfloat16 change the loss by about its precision, 2^-8; parameters and gradients stay float32."""
     half = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
-    params, batch = init_albert(jax.random.key(0), half), make_batch(8)
+    params, batch = lively(init_albert(jax.random.key(0), half)), make_batch(8)
     (loss, _), gradients = loss_and_gradient(params, half, batch)
     exact, _ = jitted_loss(params, CONFIG, batch)
     assert 0 < abs(float(loss) - float(exact)) < 0.02

