@@ -50,6 +50,9 @@ class Emulator:
       num_trainers: trainers of the swarm.
       rows: whether a call computes only the rows that it serves, padded to a power of two, as a node does; otherwise
         all rows of the batch, which is right for small experts and needed under `vmap`.
+      same_kernels: whether products and sums are computed by the library that nodes and trainers compile with. On CPUs
+        another one is faster in a process of several cores, but it rounds otherwise: in float32 that is a hundred times
+        what is left with the same one (`experiments/emulation/README.md`).
 
     Several seeds of one order run side by side where `init` is given several keys: everything but the order then has a
     leading axis of seeds, the data too.
@@ -69,6 +72,7 @@ class Emulator:
         expert_optimizer: optax.GradientTransformation | None,
         num_trainers: int,
         rows: bool = False,
+        same_kernels: bool = False,
     ) -> None:
         self.stages = ModelStages(make_model)
         self.num_layers = len(self.stages.layers)
@@ -82,9 +86,10 @@ class Emulator:
         self._experts = ExpertSide(self.expert, expert_optimizer)
         self._trainers = TrainerSide(self.stages, optimizer)
         self._rows = rows
+        self._compiler_options = functools.partial(compiler_options, same_kernels=same_kernels)
         self._differentiable = [i for i, spec in enumerate(self.expert.inputs) if spec.differentiable]
         of_seeds = jax.vmap(functools.partial(self._run, skips=False), (0, 0, None, None))
-        options = compiler_options(in_place=False)
+        options = self._compiler_options(in_place=False)
         self._runs = (
             jax.jit(functools.partial(self._run, skips=True), donate_argnums=0, compiler_options=options),
             jax.jit(of_seeds, donate_argnums=0, compiler_options=options),
@@ -175,7 +180,7 @@ class Emulator:
     @functools.cached_property
     def _trusting(self) -> Callable[..., tuple[SwarmState, Any]] | None:
         """The compiled `_run_trusting`; None where only a careful run is right, or fast."""
-        options = compiler_options(in_place=True)
+        options = self._compiler_options(in_place=True)
         if options is None or not keeps_what_is_infinite(self.expert, self.expert_optimizer):
             return None
         return jax.jit(self._run_trusting, donate_argnums=0, compiler_options=options)

@@ -43,7 +43,7 @@ def run_events(
 
 
 @functools.cache
-def compiler_options(*, in_place: bool) -> dict[str, Any] | None:
+def compiler_options(*, in_place: bool, same_kernels: bool) -> dict[str, Any] | None:
     """Compiler options for the loop, on CPUs only: other backends have none.
 
     XLA's newer library for products and sums on CPUs (YNNPACK) shares out small operations among cores, which makes a
@@ -52,12 +52,13 @@ def compiler_options(*, in_place: bool) -> dict[str, Any] | None:
     Args:
       in_place: whether XLA must see that it may change a place of an array without a copy of the array, although
         nothing but the order in which the operations are written keeps the write behind the reads.
+      same_kernels: leave that library on, as nodes and trainers have it: sums are rounded in the same order then.
 
     Returns: None: there are no such options.
     """
     if jax.default_backend() != "cpu":
         return None
-    small = _accepted({"xla_cpu_experimental_ynn_fusion_type": ""})
+    small = {} if same_kernels else _accepted({"xla_cpu_experimental_ynn_fusion_type": ""})
     if not in_place:
         return small or None
     regions = _accepted({"xla_cpu_copy_insertion_use_region_analysis": True})

@@ -55,7 +55,7 @@ def measure(run: Run[EmulationSettings]) -> None:
 def _compare(run: Run[EmulationSettings], problem: Problem, *, dtype: str = "float32") -> None:
     """One order for each seed, recorded in the swarm while calls fail, and what both make of it."""
     settings = run.settings
-    emulator = problem.emulator(_COMPARED_TRAINERS, rows=True)
+    emulator = problem.emulator(_COMPARED_TRAINERS, rows=True, same_kernels=True)
     for seed in range(settings.seed, settings.seed + (1 if settings.quick else settings.seeds)):
         run.say(f"{problem.name}, {dtype}, seed {seed}: {settings.updates} updates of the swarm, recorded")
         differences = _differences(problem, emulator, num_updates=settings.updates, seed=seed)
