@@ -51,8 +51,8 @@ class Emulator:
       rows: whether a call computes only the rows that it serves, padded to a power of two, as a node does; otherwise
         all rows of the batch, which is right for small experts and needed under `vmap`.
       same_kernels: whether products and sums are computed by the library that nodes and trainers compile with. On CPUs
-        another one is faster in a process of several cores, but it rounds otherwise: in float32 that is a hundred times
-        what is left with the same one (`experiments/emulation/README.md`).
+        another one is faster in a process of several cores, but it rounds otherwise: in float32 that can make 7e-5
+        where the same one leaves 2e-6 (`experiments/emulation/README.md`).
 
     Several seeds of one order run side by side where `init` is given several keys: everything but the order then has a
     leading axis of seeds, the data too.
