@@ -85,7 +85,8 @@ def summarise(run: Run[StalenessSettings]) -> Result | None:
             figures[f"{name}_default_lost_share"] = (share := t_interval(shares)).mean
             figures[f"{name}_default_lost_share_interval"] = share.ends
         if shares := lost_shares(values, problem, SWARM_DEFAULT, SWARM_PLAIN):
-            figures[f"{name}_swarm_lost_share"] = t_interval(shares).mean
+            figures[f"{name}_swarm_lost_share"] = (share := t_interval(shares)).mean
+            figures[f"{name}_swarm_lost_share_interval"] = share.ends
         many = many_plain(run.settings), MANY_ONE
         if shares := lost_shares(values, problem, many_default(run.settings), *many):
             figures[f"{name}_many_lost_share"] = (share := t_interval(shares)).mean
@@ -124,9 +125,9 @@ def _table(run: Run[StalenessSettings], values: Values, problem: str) -> ReportT
             continue
         loss = t_interval(list(by_seed.values()))
         # As many updates as one trainer with as many.
-        is_many = label in (many_plain(run.settings), many_default(run.settings))
-        beside = (many_plain(run.settings), MANY_ONE) if is_many else ()
-        shares = lost_shares(values, problem, label, *beside)
+        is_many = label.startswith(many_plain(run.settings))
+        plain, one = (many_plain(run.settings), MANY_ONE) if is_many else (PLAIN, ONE)
+        shares = lost_shares(values, problem, label, plain, one)
         share = t_interval(shares) if shares else None
         rows.append(
             (
@@ -136,16 +137,28 @@ def _table(run: Run[StalenessSettings], values: Values, problem: str) -> ReportT
                 "" if loss.ends is None else f"{loss.ends[0]:.3f} to {loss.ends[1]:.3f}",
                 t_interval(accuracy[label]).mean if label in accuracy else "",
                 t_interval(staleness[label]).mean if label in staleness else "",
+                "" if label in (ONE, MANY_ONE) else _difference(by_seed, values.get((problem, one), {})),
                 "" if share is None else f"{share.mean:.2f}",
             )
         )
     return ReportTable(
         title="MNIST" if problem == "mnist" else "Transformer-XL on WikiText-2",
-        head=("row", "seeds", "loss", "95 % interval", "accuracy", "staleness of experts", "lost"),
+        head=("row", "seeds", "loss", "95 % interval", "accuracy", "staleness of experts", "minus one's", "lost"),
         rows=rows,
-        note="Losses in nats. Accuracy of the parameters after the last update, which moves by some 0.1 from one "
+        note="Losses in nats. What a row has more than one trainer after as many updates: paired by seed, with a 95 % "
+        "interval. Accuracy of the parameters after the last update, which moves by some 0.1 from one "
         "evaluation to the next.",
     )
+
+
+def _difference(losses: Mapping[int, float], others: Mapping[int, float]) -> str:
+    """The mean over the seeds that both have, with its interval; empty where there are none."""
+    differences = [losses[seed] - others[seed] for seed in sorted(losses.keys() & others.keys())]
+    if not differences:
+        return ""
+    difference = t_interval(differences)
+    between = "" if difference.ends is None else f" ({difference.ends[0]:+.3f} to {difference.ends[1]:+.3f})"
+    return f"{difference.mean:+.3f}{between}"
 
 
 def draw(run: Run[StalenessSettings], result: Result) -> Figure:

@@ -134,6 +134,8 @@ def _rows(problem: str, settings: StalenessSettings) -> list[Trial]:
             row(many_default(settings), **many, remedy={}),
             row(MANY_ONE, num_trainers=1, num_updates=2 * updates),
         ]
+        if not is_mnist:
+            rows += [row(f"{many_plain(settings)}, {name}", **many, remedy=how) for name, how in _LARGER_STEPS.items()]
     if settings.swarm and is_mnist:
         rows += [row(SWARM_PLAIN, in_swarm=True), row(SWARM_DEFAULT, in_swarm=True, remedy={})]
     return rows

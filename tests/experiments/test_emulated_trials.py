@@ -138,6 +138,9 @@ def test_rows_of_the_staleness_table() -> None:
     assert plain.num_trainers == 64
     assert next(trial for trial in mnist if trial.label == "256 trainers").num_updates == 2 * plain.num_updates
     assert {trial.problem for trial in all_trials(StalenessSettings(quick=True))} == {"mnist"}
+    language = all_trials(StalenessSettings(problem="transformer-xl", seeds=1, only=("256",)))
+    steps = [(trial.label.removeprefix("256 trainers"), trial.remedy.get("step_size", 1.0)) for trial in language]
+    assert steps == [("", 1), (", default", 1), (", step sizes times 4", 4), (", default, step sizes times 4", 4)]
     assert [trial.in_swarm for trial in all_trials(StalenessSettings(swarm=True, seeds=1))].count(True) == 2
     chosen = all_trials(StalenessSettings(problem="mnist", seeds=1, only=("256", "as many")))
     assert [trial.label for trial in chosen] == ["256 trainers", "256 trainers, default", MANY_ONE]
@@ -175,8 +178,9 @@ def test_what_a_row_loses(tmp_path: Path) -> None:
     assert result.figures["mnist_default_lost_share"] == pytest.approx(0.4)
     assert result.figures["mnist_one_trainer_difference"] == 0
     assert result.figures["mnist_many_lost_share"] == pytest.approx(0.2)
-    lost, stale = ({row[0]: row[column] for row in result.tables[0].rows} for column in (-1, -2))
+    lost, more, stale = ({row[0]: row[column] for row in result.tables[0].rows} for column in (-1, -2, -3))
     assert (stale[DEFAULT], stale[ONE]) == (3.0, "")
+    assert (more[ONE], more[DEFAULT], more["256 trainers"]) == ("", "+0.240 (-0.522 to +1.002)", "+1.000")
     assert (lost[DEFAULT], lost["256 trainers, default"], lost["256 trainers"]) == ("0.40", "0.20", "1.00")
     assert result.missed_bars == []
     assert len(staleness.draw(run, result).axes) == 1
