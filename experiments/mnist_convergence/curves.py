@@ -55,8 +55,6 @@ def label_of(experts: int | None, network: Network, variant: str = "") -> str:
 def all_trials(settings: MnistSettings) -> list[Trial]:
     """What the settings ask for; the seeds of a curve stand together."""
     updates, seeds = settings.updates or _UPDATES[settings.size], settings.seeds
-    if settings.quick:
-        updates, seeds = max(100, updates // 4), min(seeds, 2)
     width, evaluated = _WIDTHS[settings.size], 10_000 if settings.size == "paper" else 2000
     common: dict[str, Any] = {"seed": 0, "num_updates": updates, "num_points": NUM_POINTS}
 
@@ -80,13 +78,13 @@ def all_trials(settings: MnistSettings) -> list[Trial]:
         return trial(network, label_of(count, network, variant), problem="mnist", sizes=sizes, **own)
 
     fast, slow, failing = NETWORKS
+    fresh: dict[str, Any] = {"remedy": PLAIN, "fresh_experts": True}
     if settings.quick:
-        curves = [dense(slow, remedy=PLAIN), *(mixture(256, network, remedy=PLAIN) for network in (slow, failing))]
-        curves.append(mixture(256, slow, FRESH, remedy=PLAIN, fresh_experts=True))
+        curves = [dense(slow, remedy=PLAIN), mixture(256, slow, remedy=PLAIN)]
+        curves += [mixture(256, network, AUTHORS, gate="frozen", **fresh) for network in (slow, failing)]
     else:
         curves = [dense(network, remedy=PLAIN) for network in (fast, slow)]
         for count in settings.experts:
-            fresh: dict[str, Any] = {"remedy": PLAIN, "fresh_experts": True}
             if settings.gate != "frozen":
                 curves += [mixture(count, network, remedy=PLAIN) for network in NETWORKS]
                 curves += [mixture(count, network, FRESH, **fresh) for network in (slow, failing)]

@@ -94,10 +94,6 @@ def _rows(problem: str, settings: StalenessSettings) -> list[Trial]:
     sizes: dict[str, Any] = {"grid_size": (2, 4), "seq_len": 64, "num_evaluated": 8192}
     if is_mnist:
         sizes = {"d_model": 32, "grid_size": (8, 8), "num_evaluated": 2000}
-    if settings.quick:
-        updates = min(updates, 256)
-        if is_mnist:
-            sizes |= {"d_model": 16, "grid_size": (4, 4)}
     plain = Trial(
         label=PLAIN,
         seed=0,
@@ -112,15 +108,11 @@ def _rows(problem: str, settings: StalenessSettings) -> list[Trial]:
     def row(label: str, **changes: Any) -> Trial:
         return dataclasses.replace(plain, label=label, **changes)
 
-    rows = [
-        row(ONE, num_trainers=1),
-        row(ONE_DEFAULT, num_trainers=1, remedy={}),
-        row(TRUNK, fresh_experts=True),
-        plain,
-        row(DEFAULT, remedy={}),
-    ]
+    ones = [row(ONE, num_trainers=1), row(ONE_DEFAULT, num_trainers=1, remedy={})]
+    default = row(DEFAULT, remedy={})
     if settings.quick:
-        return rows
+        return [*ones, plain, default]
+    rows = [*ones, row(TRUNK, fresh_experts=True), plain, default]
     rows += [row(FAILING, failure_rate=0.1), row(FAILING_DEFAULT, failure_rate=0.1, remedy={})]
     tried = _REMEDIES if is_mnist else _BEST_REMEDIES
     rows += [row(label, remedy=_REMEDIES[label]) for label in tried]
