@@ -24,7 +24,7 @@ _END_GRACE_S = 5.0
 
 
 class HelperFailed(Exception):
-    """A helper process ended too early; it has said why on standard error."""
+    """A helper process ended too early; it has said why on standard error, unless it was killed."""
 
 
 class HelperProcess:
@@ -37,7 +37,7 @@ class HelperProcess:
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        self._orders, self._answers = process.stdin, process.stdout
+        self._process, self._orders, self._answers = process, process.stdin, process.stdout
         self.hello: dict[str, Any] = {}
 
     def tell(self, **order: object) -> None:
@@ -49,7 +49,7 @@ class HelperProcess:
         try:
             print(json.dumps(order), file=self._orders, flush=True)
         except BrokenPipeError as exc:
-            raise HelperFailed("a helper process ended too early") from exc
+            raise self._failure() from exc
 
     def hear(self) -> dict[str, Any]:
         """Wait for what it says next.
@@ -59,9 +59,18 @@ class HelperProcess:
         """
         line = self._answers.readline()
         if not line:
-            raise HelperFailed("a helper process ended too early")
+            raise self._failure()
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _failure(self) -> HelperFailed:
+        """Who is killed says nothing on standard error: what the system does to a process when memory runs out."""
+        try:
+            status = self._process.wait(_END_GRACE_S)
+        except subprocess.TimeoutExpired:
+            status = 0  # it has closed its output and goes on
+        killed = ": it was killed, perhaps for want of memory" if status == -signal.SIGKILL else ""
+        return HelperFailed(f"a helper process ended too early{killed}")
 
     def ask(self, **order: object) -> dict[str, Any]:
         """Send an order and wait for its answer. Raises as `tell` and `hear`."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from experiments.allreduce_speed.measurement import NETWORKS, SIDES
-from experiments.processes import HelperFailed, open_helpers
+from experiments.processes import HelperFailed, HelperProcess, open_helpers
 
 ROOT = Path(__file__).parents[2]
 TRANSPORT = ("transport_speed", "--slice-s", "0.02", "--tensor-mib", "0.5", "--callers", "4", "--latency-calls", "20")
@@ -26,6 +26,14 @@ def test_helper_that_does_not_start(module: str, settings: dict[str, str]) -> No
     """It said why on standard error, which is ours, too."""
     with pytest.raises(HelperFailed, match="ended too early"), open_helpers(module, [settings]):
         pass
+
+
+def test_a_helper_that_was_killed() -> None:
+    """It could not say why: the system kills so when memory runs out."""
+    program = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    killed = pytest.raises(HelperFailed, match="ended too early: it was killed, perhaps for want of memory")
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process, killed:
+        HelperProcess(process).hear()
 
 
 def test_a_second_interruption_leaves_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
