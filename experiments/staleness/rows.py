@@ -94,6 +94,8 @@ def _rows(problem: str, settings: StalenessSettings) -> list[Trial]:
     sizes: dict[str, Any] = {"grid_size": (2, 4), "seq_len": 64, "num_evaluated": 8192}
     if is_mnist:
         sizes = {"d_model": 32, "grid_size": (8, 8), "num_evaluated": 2000}
+    elif settings.quick:
+        updates = min(updates, 256)
     plain = Trial(
         label=PLAIN,
         seed=0,

@@ -11,7 +11,7 @@ class StalenessSettings(ResumableSettings):
     """Train a mixture with ever more of what asynchrony brings, and with remedies, over several seeds."""
 
     quick: bool = False
-    """Two seeds, and of MNIST only the rows that the bars are about."""
+    """Two seeds, and only the rows that the bars are about: of MNIST, or of a Transformer-XL with 256 updates."""
     seeds: int = 5
     """Each row is trained with so many."""
     seed: int = 0

@@ -138,6 +138,8 @@ def test_rows_of_the_staleness_table() -> None:
     assert plain.num_trainers == 64
     assert next(trial for trial in mnist if trial.label == "256 trainers").num_updates == 2 * plain.num_updates
     assert {trial.problem for trial in all_trials(StalenessSettings(quick=True))} == {"mnist"}
+    quick = [all_trials(StalenessSettings(problem=problem, quick=True))[0] for problem in ("mnist", "transformer-xl")]
+    assert [trial.num_updates for trial in quick] == [1024, 256]
     language = all_trials(StalenessSettings(problem="transformer-xl", seeds=1, only=("256",)))
     steps = [(trial.label.removeprefix("256 trainers"), trial.remedy.get("step_size", 1.0)) for trial in language]
     assert steps == [("", 1), (", default", 1), (", step sizes times 4", 4), (", default, step sizes times 4", 4)]
