@@ -11,7 +11,6 @@ virtual time it is the declared cost.
 
 import functools
 import math
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
@@ -22,6 +21,7 @@ import jax
 import numpy as np
 import trio
 
+from dmoe_jax.cores import usable_cores
 from dmoe_jax.types import PyTree
 
 T = TypeVar("T")
@@ -165,11 +165,6 @@ def inline_s_of_this_machine() -> float:
 def _shares_its_cores() -> bool:
     """Whether XLA and the event loop have to share the cores of this machine."""
     return usable_cores() <= 2 and jax.default_backend() == "cpu"
-
-
-def usable_cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 Cost = Callable[[str, int], float]

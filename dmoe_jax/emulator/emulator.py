@@ -38,6 +38,9 @@ from dmoe_jax.types import PyTree
 
 _CHUNK = 16_384
 """Events that are given to the compiled program at once. Between two chunks a run can be interrupted."""
+_TRUSTED_CALLS = 4
+"""Backward calls for each expert, from which on trust is faster: it goes through all experts a few times, to copy them
+and to look at them, where care looks twice at the one that learns."""
 
 
 class Emulator:
@@ -97,18 +100,36 @@ class Emulator:
         self._copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
         self._copy_into = jax.jit(lambda _, state: self._copy(state), donate_argnums=0, keep_unused=True)
         self._spare: SwarmState | None = None  # of which a further copy takes the memory
-        self._inits = jax.jit(self._init_swarm, static_argnums=3), jax.jit(self._init_seeds, static_argnums=3)
+        self._inits = [
+            jax.jit(lambda _, *args, init=init: init(*args), static_argnums=4, donate_argnums=0, keep_unused=True)
+            for init in (self._init_swarm, self._init_seeds)
+        ]
+        self._expert_inits = jax.jit(self._params_of_experts), jax.jit(jax.vmap(self._params_of_experts))
         self._evaluations = jax.jit(self._evaluate), jax.jit(jax.vmap(self._evaluate, (0, None, 0)))
 
+    def init_experts(self, expert_key: Key[jax.Array, "*seeds"]) -> tuple[PyTree, ...]:
+        """Parameters of each layer's experts, stacked: those that nodes make of the same key."""
+        return cast(tuple[PyTree, ...], self._expert_inits[expert_key.ndim == 1](expert_key))
+
     def init(
-        self, trunk_key: Key[jax.Array, "*seeds"], expert_key: Key[jax.Array, "*seeds"], data: Data, *, num_updates: int
+        self,
+        trunk_key: Key[jax.Array, "*seeds"],
+        experts: Key[jax.Array, "*seeds"] | tuple[PyTree, ...],
+        data: Data,
+        *,
+        num_updates: int,
+        spare: SwarmState | None = None,
     ) -> SwarmState:
-        """A swarm before its first event. Experts are those that nodes make of the same key.
+        """A swarm before its first event.
 
         Args:
-          trunk_key: of the model's `init`. expert_key: a node's `jax.random.key(seed)`. Both [seeds] for several.
+          trunk_key: of the model's `init`, [seeds] for several.
+          experts: a node's `jax.random.key(seed)`, [seeds] for several; or what `init_experts` has made of it, to be
+            used again.
           data: of the run.
           num_updates: updates of the trunk in all runs of this state, for what is noted of each.
+          spare: a state of this emulator that nobody needs any more. The new one takes its memory, which saves most of
+            the time where there are gigabytes of experts: a system clears fresh memory page by page.
         """
         several = trunk_key.ndim == 1
         if several and self._rows:
@@ -117,7 +138,8 @@ class Emulator:
         # Not under `jit`: a model's `init` may look at arrays, such as those of a router that it tries.
         trunks = [self.stages.model.init(key) for key in (trunk_key if several else [trunk_key])]
         trunk = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trunks) if several else trunks[0]
-        return cast(SwarmState, self._inits[several](trunk, expert_key, batch, num_updates))
+        params = experts if isinstance(experts, tuple) else self.init_experts(experts)
+        return cast(SwarmState, self._inits[several](spare, trunk, params, batch, num_updates))
 
     def num_pairs(self, trunk: PyTree, batch: Any) -> int:
         """Places for calls in a layer of a step: samples times the experts that the router may choose for each.
@@ -138,7 +160,7 @@ class Emulator:
         """The swarm after events `start` to `stop` of an order. `state` is donated: it cannot be used again.
 
         On CPUs a run of one seed holds the whole state twice, see `dmoe_jax.emulator.trust`, and keeps the memory of
-        the second one for the next run.
+        the second one for the next run; not so where there are many experts for the calls of a run.
 
         Raises:
           ValueError: the order is of another number of trainers, layers or pairs, or has more steps of a trainer than
@@ -156,7 +178,8 @@ class Emulator:
             raise ValueError(f"expected at least {most} batches for each trainer, one a step, got {steps}")
         data = jax.tree.map(jnp.asarray, data)
         end = len(order.kind) if stop is None else stop
-        trusting = None if several else self._trusting
+        pays = self._trust_pays(order.kind[start:end])
+        trusting = self._trusting if pays and not several else None
         for first in range(start, end, _CHUNK):
             last = min(first + _CHUNK, end)
             waves, count = cut_into_waves(order, first, last, num_cells=self.num_cells, length=_CHUNK)
@@ -169,6 +192,12 @@ class Emulator:
                 state, trusting = before, None  # what was not finite once will be so again
             state = jax.block_until_ready(self._runs[several](state, data, waves, count))
         return state
+
+    def _trust_pays(self, kinds: np.ndarray) -> bool:
+        """Whether to run these events trusting that all is finite takes less time than to look at each update."""
+        pieces = max(1, math.ceil(len(kinds) / _CHUNK))
+        experts = self.num_layers * self.num_cells
+        return bool((kinds == BACKWARD).sum() >= _TRUSTED_CALLS * experts * pieces)
 
     def _copied(self, state: SwarmState) -> SwarmState:
         """A copy of a state, where the last one was if it fits: to touch fresh memory takes several times as long."""
@@ -223,15 +252,18 @@ class Emulator:
         figures = {"loss": outcome.loss if outcome.reported is None else outcome.reported, **(outcome.metrics or {})}
         return figures, outcome.items, outcome.state
 
-    def _init_seeds(self, trunk: PyTree, expert_key: Any, one: Data, num_updates: int) -> SwarmState:
-        return jax.vmap(lambda own, key: self._init_swarm(own, key, one, num_updates))(trunk, expert_key)
+    def _params_of_experts(self, key: PRNGKeyArray) -> tuple[PyTree, ...]:
+        return tuple(init_experts(key, self.expert, own.prefix, self.router.grid_size) for own in self.stages.layers)
 
-    def _init_swarm(self, trunk: PyTree, expert_key: Any, one: Data, num_updates: int) -> SwarmState:
+    def _init_seeds(self, trunk: PyTree, experts: tuple[PyTree, ...], one: Data, num_updates: int) -> SwarmState:
+        return jax.vmap(lambda own, params: self._init_swarm(own, params, one, num_updates))(trunk, experts)
+
+    def _init_swarm(self, trunk: PyTree, experts: tuple[PyTree, ...], one: Data, num_updates: int) -> SwarmState:
         return SwarmState(
             step=jnp.int32(0),
             params=trunk,
             opt_state=self.optimizer.init(trunk),
-            experts=tuple(self._init_experts(expert_key, layer.prefix) for layer in self.stages.layers),
+            experts=tuple(map(self._fresh, experts)),
             trainers=self._init_trainers(trunk, one),
             totals=Totals(
                 losses=jnp.full(num_updates, jnp.nan, jnp.float32),
@@ -240,11 +272,11 @@ class Emulator:
             ),
         )
 
-    def _init_experts(self, key: PRNGKeyArray, prefix: str) -> Experts:
-        params = init_experts(key, self.expert, prefix, self.router.grid_size)
+    def _fresh(self, params: PyTree) -> Experts:
+        """A layer's experts that have learned nothing yet."""
         zeros, zero = jnp.zeros(self.num_cells, jnp.int32), jnp.int32(0)
         return Experts(
-            params=params,
+            params=jax.tree.map(jnp.copy, params),  # a run takes the state's memory, and these may be used again
             opt_state=() if self.expert_optimizer is None else init_opt_states(self.expert_optimizer, params),
             updates=zeros,
             load=zeros,

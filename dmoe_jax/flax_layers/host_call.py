@@ -38,7 +38,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from dmoe_jax.device import usable_cores
+from dmoe_jax.cores import usable_cores
 from dmoe_jax.mixture.remote import RemoteMixture, Residual, mix_segment
 from dmoe_jax.routing.base import Features, Ids, Traffic, score
 from dmoe_jax.types import PyTree

@@ -1,11 +1,11 @@
 """The flags of the comparison and the constants that they stand for. Imports no JAX."""
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from dmoe_jax.cores import usable_cores
 from experiments.transformer_xl.settings import Place, TrainingSettings
 
 NAME = "compare_routers"
@@ -120,6 +120,5 @@ class CompareRoutersSettings(TrainingSettings):
     @property
     def num_jobs(self) -> int:
         """How many runs are trained at once."""
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        default = min(2, num_cores) if self.is_asynchronous else 1
+        default = min(2, usable_cores()) if self.is_asynchronous else 1
         return self.jobs or default

@@ -4,16 +4,27 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax.emulator import DenseEmulator, Emulator, draw_order, draw_turns, exponential_delays, with_fresh_experts
+from dmoe_jax.emulator import (
+    Data,
+    DenseEmulator,
+    Emulator,
+    draw_order,
+    draw_turns,
+    exponential_delays,
+    with_fresh_experts,
+)
+from dmoe_jax.emulator.state import SwarmState
+from dmoe_jax.types import PyTree
 from experiments.emulation.dense import DenseProblem, dense_mnist
 from experiments.emulation.problems import Problem, Remedy, keys_of, mnist, transformer_xl
 from experiments.emulation.released_gate import released_gate
@@ -34,6 +45,7 @@ class Trial:
       sizes: arguments of the problem.
       gate: of the mixtures: "trained" product keys, or the "frozen" gate of the authors' emulator.
       num_trainers, num_updates: of the swarm. num_points: evaluations, evenly spread.
+      num_places: for trainers in the compiled program, so that settings with fewer can share it; None: one for each.
       delay_s: mean of the exponential delay of a call. An order knows no unit: what counts is who overtakes whom.
       failure_rate: share of failing calls.
       in_swarm: whether the simulated swarm itself is trained, which takes much longer; without evaluations.
@@ -49,20 +61,32 @@ class Trial:
     num_trainers: int
     num_updates: int
     num_points: int = 10
+    num_places: int | None = None
     delay_s: float = 0.125
     failure_rate: float = 0.0
     in_swarm: bool = False
     fresh_experts: bool = False
     remedy: dict[str, float] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.num_places is not None and self.num_places < self.num_trainers:
+            raise ValueError(f"expected places for {self.num_trainers} trainers, got {self.num_places}")
+
+    @property
+    def places(self) -> int:
+        """For trainers, in the compiled program."""
+        return self.num_places or self.num_trainers
+
     def setting(self) -> str:
         """What two trials with one compiled program have in common."""
-        same = ("problem", "sizes", "gate", "num_trainers", "num_updates", "remedy")
+        same = ("problem", "sizes", "gate", "places", "num_updates", "remedy")
         return json.dumps({name: getattr(self, name) for name in same}, sort_keys=True)
 
 
 def run_trials(trials: Sequence[Trial], *, num_jobs: int, on_done: Callable[[Trial, dict[str, Any]], None]) -> None:
     """Run these in `num_jobs` processes, and tell of each when it is done.
+
+    A process goes on with trials of the setting that it has compiled, as long as there are any, see `next_of`.
 
     Raises:
       HelperFailed: a process ended too early.
@@ -70,9 +94,19 @@ def run_trials(trials: Sequence[Trial], *, num_jobs: int, on_done: Callable[[Tri
     waiting = list(trials)
     jobs = max(1, min(num_jobs, len(waiting)))
 
+    last: dict[HelperProcess, Trial] = {}
+    choosing = Lock()
+
+    def next_trial(helper: HelperProcess) -> Trial | None:
+        with choosing:
+            if not waiting:
+                return None
+            trial = waiting.pop(next_of(waiting, last.get(helper), last.values()))
+            last[helper] = trial
+            return trial
+
     def work(helper: HelperProcess) -> Iterator[tuple[Trial, dict[str, Any]]]:
-        while waiting:
-            trial = waiting.pop(0)
+        while (trial := next_trial(helper)) is not None:
             yield trial, helper.ask(**dataclasses.asdict(trial))
 
     with open_helpers("experiments.emulation.worker", [{"number": i, "jobs": jobs} for i in range(jobs)]) as helpers:
@@ -88,6 +122,16 @@ def run_trials(trials: Sequence[Trial], *, num_jobs: int, on_done: Callable[[Tri
                     on_done(*answer)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def next_of(waiting: Sequence[Trial], last: Trial | None, last_of_all: Collection[Trial]) -> int:
+    """The place of the trial that is best for a process: one of the setting that it has compiled for its `last` one,
+    and of the same seed if there is one; else the first that no process has compiled; else the first."""
+    own = [place for place, trial in enumerate(waiting) if last is not None and trial.setting() == last.setting()]
+    if last is not None and own:
+        return next((place for place in own if waiting[place].seed == last.seed), own[0])
+    compiled = {trial.setting() for trial in last_of_all}
+    return next((place for place, trial in enumerate(waiting) if trial.setting() not in compiled), 0)
 
 
 def run_trial(trial: Trial) -> dict[str, Any]:
@@ -113,10 +157,9 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     )
     if trial.fresh_experts:
         order = with_fresh_experts(order)
-    data = jax.tree.map(
-        jax.numpy.asarray, problem.data(trial.num_trainers, steps=_rounded(order.steps), seed=trial.seed)
-    )
-    state = emulator.init(*keys_of(trial.seed), data, num_updates=num_updates)
+    order = dataclasses.replace(order, num_trainers=trial.places)  # some of whom never begin a step
+    data = jax.tree.map(jnp.asarray, problem.data(trial.places, steps=_rounded(order.steps), seed=trial.seed))
+    state = _LEFTOVERS.begin(trial, emulator, data)
     points, done, began = [], 0, 0
     for step in _steps_of_points(trial):
         end = int(order.updates[step - 1]) + 1
@@ -125,12 +168,14 @@ def run_trial(trial: Trial) -> dict[str, Any]:
         losses = np.asarray(state.totals.losses)[done:step]
         points.append(_point(step, losses, evaluation.loss, evaluation.metrics))
         done, began = step, end
-    return {
+    answer = {
         "points": points,
         "trunk_staleness": float(np.asarray(state.totals.staleness).mean()),
         "expert_staleness": float(state.expert_staleness),
         "rejected": int(state.rejected),
     }
+    _LEFTOVERS.end(trial, state)
+    return answer
 
 
 def _run_swarm(trial: Trial, problem: Problem, emulator: Emulator) -> dict[str, Any]:
@@ -159,7 +204,7 @@ def _run_dense(trial: Trial) -> dict[str, Any]:
         seed=trial.seed,
     )
     steps = _rounded(int(np.bincount(turns).max()))
-    data = jax.tree.map(jnp.asarray, problem.data(trial.num_trainers, steps=steps, seed=trial.seed))
+    data = jax.tree.map(jnp.asarray, problem.data(trial.places, steps=steps, seed=trial.seed))
     state = emulator.init(problem.init(keys_of(trial.seed)[0]), num_updates=trial.num_updates)
     points, done = [], 0
     for step in _steps_of_points(trial):
@@ -180,14 +225,45 @@ def _compiled(setting: str) -> tuple[Problem, Emulator]:
         problem = mnist(**sizes, router=router, remedy=remedy)
     else:
         problem = transformer_xl(**sizes, num_updates=wanted["num_updates"], remedy=remedy)
-    return problem, problem.emulator(wanted["num_trainers"])
+    return problem, problem.emulator(wanted["places"])
 
 
 @functools.lru_cache(maxsize=1)
 def _compiled_dense(setting: str) -> tuple[DenseProblem, DenseEmulator]:
     wanted = json.loads(setting)
     problem = dense_mnist(**wanted["sizes"], remedy=Remedy(**wanted["remedy"]))
-    return problem, DenseEmulator(problem.loss, optimizer=problem.optimizer, num_trainers=wanted["num_trainers"])
+    return problem, DenseEmulator(problem.loss, optimizer=problem.optimizer, num_trainers=wanted["places"])
+
+
+class _Leftovers:
+    """What a trial leaves to the next one in this process: its experts as they began, and the memory of its state.
+
+    To draw thousands of experts takes as long as half their training, and to touch gigabytes of fresh memory as long
+    again.
+    """
+
+    def __init__(self) -> None:
+        self._experts: dict[tuple[str, int], tuple[PyTree, ...]] = {}
+        self._states: dict[str, SwarmState] = {}
+
+    def begin(self, trial: Trial, emulator: Emulator, data: Data) -> SwarmState:
+        """The swarm before its first event."""
+        sizes, setting = json.dumps([trial.problem, trial.sizes], sort_keys=True), trial.setting()
+        trunk_key, expert_key = keys_of(trial.seed)
+        spare = self._states.pop(setting, None)
+        self._states.clear()  # before there are others: there may not be room for both
+        if (sizes, trial.seed) not in self._experts:
+            self._experts.clear()
+            self._experts[sizes, trial.seed] = emulator.init_experts(expert_key)
+        experts = self._experts[sizes, trial.seed]
+        return emulator.init(trunk_key, experts, data, num_updates=trial.num_updates, spare=spare)
+
+    def end(self, trial: Trial, state: SwarmState) -> None:
+        """`state` is not needed any more."""
+        self._states[trial.setting()] = state
+
+
+_LEFTOVERS = _Leftovers()
 
 
 def _steps_of_points(trial: Trial) -> list[int]:

@@ -1,6 +1,7 @@
 """The curves of the figure, as trials."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ PLAIN = {"trunk_power": 0.0, "expert_power": 0.0, "yields": False}
 _GRIDS = {64: (4, 4), 256: (8, 8), 4096: (32, 32)}
 """Of each of the four layers."""
 _WIDTHS = {"laptop": 64, "paper": 512}
-_UPDATES = {"laptop": 300, "paper": 20_480}
+_UPDATES = {"laptop": 250, "paper": 20_480}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,14 @@ def label_of(experts: int | None, network: Network, variant: str = "") -> str:
     return f"{model}{variant and ', ' + variant}, {network.label}"
 
 
+def memory_of(trial: Trial) -> float:
+    """Bytes that a training of a mixture takes on a CPU, as measured: its experts' states, and half of it again."""
+    if trial.problem != "mnist":
+        return 0.0
+    params_of_expert = 24 * trial.sizes["d_model"] ** 2
+    return 1.5 * 4 * math.prod(trial.sizes["grid_size"]) * params_of_expert * 4 * 4
+
+
 def all_trials(settings: MnistSettings) -> list[Trial]:
     """What the settings ask for; the seeds of a curve stand together."""
     updates, seeds = settings.updates or _UPDATES[settings.size], settings.seeds
@@ -62,6 +71,7 @@ def all_trials(settings: MnistSettings) -> list[Trial]:
         return Trial(
             label=label,
             num_trainers=network.num_trainers,
+            num_places=max(other.num_trainers for other in NETWORKS),
             delay_s=network.batch_s / 8,  # four layers, there and back
             failure_rate=network.failure_rate,
             **common,
@@ -73,7 +83,7 @@ def all_trials(settings: MnistSettings) -> list[Trial]:
         return trial(network, label_of(None, network, variant), problem="mnist-dense", sizes=sizes, **own)
 
     def mixture(count: int, network: Network, variant: str = "", **own: Any) -> Trial:
-        batch_size = 8 if count == 4096 else 4
+        batch_size = 8 if count == 4096 and settings.size == "paper" else 4
         sizes = {"d_model": width, "grid_size": _GRIDS[count], "batch_size": batch_size, "num_evaluated": evaluated}
         return trial(network, label_of(count, network, variant), problem="mnist", sizes=sizes, **own)
 
@@ -87,12 +97,13 @@ def all_trials(settings: MnistSettings) -> list[Trial]:
         for count in settings.experts:
             if settings.gate != "frozen":
                 curves += [mixture(count, network, remedy=PLAIN) for network in NETWORKS]
-                curves += [mixture(count, network, FRESH, **fresh) for network in (slow, failing)]
             if settings.gate != "trained":
-                curves += [mixture(count, network, AUTHORS, gate="frozen", **fresh) for network in (slow, failing)]
-        # Not in the paper: what our default makes of the same.
+                curves += [mixture(count, network, AUTHORS, gate="frozen", **fresh) for network in NETWORKS]
+    if settings.extras:
         curves.append(dense(slow, REMEDIED, remedy={}))
         if 256 in settings.experts:
+            if settings.gate != "frozen":
+                curves += [mixture(256, network, FRESH, **fresh) for network in (slow, failing)]
             curves += [mixture(256, network, REMEDIED, remedy={}) for network in (slow, failing)]
     return [
         dataclasses.replace(curve, seed=seed)

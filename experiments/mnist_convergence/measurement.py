@@ -1,5 +1,6 @@
 """All curves over all seeds, in the emulator."""
 
+import os
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from dmoe_jax.runs.style import GREY, SERIES, dress
 from experiments.bench import Experiment, Run
 from experiments.emulation.trials import Trial, run_trials
 from experiments.intervals import t_interval
-from experiments.mnist_convergence.curves import AUTHORS, FRESH, NETWORKS, REMEDIED, all_trials, label_of
+from experiments.mnist_convergence.curves import AUTHORS, FRESH, NETWORKS, REMEDIED, all_trials, label_of, memory_of
 from experiments.mnist_convergence.settings import MnistSettings
 from experiments.processes import HelperFailed
 from experiments.results import Bar, Result
@@ -61,14 +62,29 @@ def measure(run: Run[MnistSettings]) -> None:
         run.log("trial", label=trial.label, seed=trial.seed, **answer)
         run.say(f"{done}/{total}  {trial.label}, seed {trial.seed}: accuracy {answer['points'][-1]['accuracy']:.3f}")
 
-    run_trials(trials, num_jobs=run.settings.jobs, on_done=note)
+    # First those that fit beside each other, so that the machine's cores are used as long as its memory allows.
+    for jobs in range(run.settings.jobs, 0, -1):
+        fitting = [trial for trial in trials if jobs == 1 or _fit(trial, jobs)]
+        if jobs < run.settings.jobs and fitting:
+            run.say(f"{fitting[0].label}: {jobs} at a time, as each takes {memory_of(fitting[0]) / 1e9:.0f} GB")
+        run_trials(fitting, num_jobs=jobs, on_done=note)
+        trials = [trial for trial in trials if trial not in fitting]
+
+
+def _fit(trial: Trial, jobs: int) -> bool:
+    """Whether so many trainings like this one fit into this machine's memory at once."""
+    if not hasattr(os, "sysconf"):
+        return True
+    return jobs * memory_of(trial) < 0.9 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def accuracies(run: Run[MnistSettings]) -> dict[str, np.ndarray]:
-    """Curve -> float [seeds, points] of accuracies."""
+    """Curve -> float [seeds, points] of accuracies. Curves and seeds are in the settings' order, whoever was first."""
+    trained = {(each["label"], each["seed"]): each["points"] for each in run.records("trial")}
+    planned = [(trial.label, trial.seed) for trial in all_trials(run.settings)]
     curves: dict[str, list[list[float]]] = {}
-    for each in run.records("trial"):
-        curves.setdefault(each["label"], []).append([point["accuracy"] for point in each["points"]])
+    for label, seed in sorted(trained, key=lambda key: planned.index(key) if key in planned else len(planned)):
+        curves.setdefault(label, []).append([point["accuracy"] for point in trained[label, seed]])
     return {label: np.array(values) for label, values in curves.items()}
 
 

@@ -1,6 +1,5 @@
 """report.md, which repeats byte for byte where the figures do, and timing.md, which has all that does not."""
 
-import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dmoe_jax.cores import usable_cores
 from dmoe_jax.runs.report import format_value, markdown_table
 from dmoe_jax.runs.run_folder import FIGURE, REPORT, RunFolder, flat
 from experiments.paper.figures_of_papers import PAPER_FIGURES, TAGS, PaperFigure, look_up
@@ -193,7 +193,7 @@ def _timing(folder: RunFolder, children: Sequence[Child], *, is_quick: bool) -> 
     config = folder.config()
     yield "# How long the papers' figures took, and where"
     versions = ", ".join(f"{name} {version}" for name, version in config["versions"].items())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     yield markdown_table(
         ("machine", ""),
         [

@@ -20,6 +20,8 @@ class PaperExperiment:
     """What its quick run may take on two idle cores."""
     flags: tuple[str, ...] = ()
     """Flags of its own, at either scale."""
+    full_flags: tuple[str, ...] = ()
+    """Flags of its run that is not quick."""
     timed: str | None = None
     """Pattern of the keys that are timings and differ from run to run, beside those that are so everywhere."""
 
@@ -36,6 +38,7 @@ EXPERIMENTS: Mapping[str, PaperExperiment] = {
         claim="Under 1000 ms of delay, and with a tenth of the calls lost, mixtures of experts learn MNIST in fewer"
         " updates than a dense network that computes as much.",
         quick_minutes=3.0,
+        full_flags=("--extras",),
     ),
     "throughput_vs_latency": PaperExperiment(
         figure="Learning@home, figure 4",
@@ -111,4 +114,5 @@ class PaperSettings(ResumableSettings, Settings):
     def flags(self, name: str) -> list[str]:
         """The flags of an experiment that decide its figures."""
         seed = ["--seed", str(self.seed)] if self.seed else []
-        return [*EXPERIMENTS[name].flags, *(["--quick"] if self.quick else []), *seed]
+        own = EXPERIMENTS[name]
+        return [*own.flags, *(["--quick"] if self.quick else own.full_flags), *seed]

@@ -1,9 +1,9 @@
 """What the command line of this experiment can ask for. Imports no JAX."""
 
-import os
 from dataclasses import dataclass
 from typing import Literal
 
+from dmoe_jax.cores import usable_cores
 from experiments.bench import ResumableSettings
 from experiments.routing.cases import CASES, FIRST
 
@@ -81,5 +81,4 @@ class RoutingSettings(ResumableSettings):
     @property
     def num_jobs(self) -> int:
         """How many runs are trained at once."""
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return self.jobs or min(2, num_cores)
+        return self.jobs or min(2, usable_cores())

@@ -1,10 +1,10 @@
 """The flags of the experiment and the constants that they stand for. Imports no JAX."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
+from dmoe_jax.cores import usable_cores
 from dmoe_jax.layer_config import Route
 from experiments.bench import ResumableSettings, Settings
 
@@ -214,8 +214,7 @@ class TransformerXLSettings(TrainingSettings, Settings):
     @property
     def num_jobs(self) -> int:
         """How many runs are trained at once."""
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        default = min(2, num_cores) if self.is_asynchronous else 1
+        default = min(2, usable_cores()) if self.is_asynchronous else 1
         return self.jobs or default
 
     def flags(self, *without: str) -> list[str]:

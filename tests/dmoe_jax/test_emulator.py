@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+import dmoe_jax.emulator.emulator as emulator_module
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.emulator import Data, Emulator, OrderRecorder, draw_order, exponential_delays, stack_seeds, take_batches
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE
@@ -165,6 +166,7 @@ def test_equals_the_swarm_in_float64() -> None:
 
 def test_trust_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that looks for infinities once, at its end, is the one that looks at every update, where there are some."""
+    monkeypatch.setattr(emulator_module, "_TRUSTED_CALLS", 0)
     emulator, updates = three_trainers(), 12
     order = draw_order(
         num_updates=updates,
@@ -189,8 +191,9 @@ def test_trust_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     close(trusting, careful)
 
 
-def test_what_is_run_again_begins_where_its_piece_began() -> None:
+def test_what_is_run_again_begins_where_its_piece_began(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies of the pieces before it lay in the same memory."""
+    monkeypatch.setattr(emulator_module, "_TRUSTED_CALLS", 0)
     emulator = three_trainers()
     order = draw_order(
         num_updates=12,
@@ -214,6 +217,47 @@ def test_what_is_run_again_begins_where_its_piece_began() -> None:
     (in_one, _), (in_pieces, rejected) = run(), run(third // 2, third, 2 * third)
     assert rejected[1] == 0 < rejected[-1]  # two pieces were sound, and copied, before one was not
     close(in_pieces, in_one)
+
+
+def test_many_experts_are_not_held_twice() -> None:
+    """Where a run has few calls for its experts, no copy is made of them, and nothing is compiled that trusts."""
+    emulator = make_emulator(NUM_TRAINERS)
+    data = make_data(num_trainers=NUM_TRAINERS, steps=NUM_UPDATES)
+
+    def run(updates: int) -> bool:
+        """Whether there was a copy of the state."""
+        order = draw_order(
+            num_updates=updates,
+            num_trainers=NUM_TRAINERS,
+            num_layers=2,
+            num_pairs=BATCH * CONFIG.k_best,
+            delay=exponential_delays(0.1),
+        )
+        state = emulator.run(emulator.init(*keys_of(3), data, num_updates=updates), order, data)
+        assert int(state.step) == updates
+        return emulator._spare is not None
+
+    assert not run(2)  # 2 * 2 * 8 backward calls, fewer than four for each of 12 experts
+    assert "_trusting" not in vars(emulator)
+    assert run(12)
+
+
+def test_places_for_trainers_and_experts_that_are_used_again() -> None:
+    """Trainers that never begin a step change nothing; nor do initial experts that other runs began with."""
+    small, roomy = make_emulator(2), three_trainers()
+    data = make_data(num_trainers=NUM_TRAINERS, steps=NUM_UPDATES)
+    order = draw_order(
+        num_updates=6, num_trainers=2, num_layers=2, num_pairs=BATCH * CONFIG.k_best, delay=exponential_delays(0.1)
+    )
+    two = jax.tree.map(lambda leaf: leaf[:2], data)
+    trunk_key, expert_key = keys_of(3)
+    alone = small.run(small.init(trunk_key, expert_key, two, num_updates=6), order, two)
+    experts = roomy.init_experts(expert_key)
+    for _ in range(2):
+        state = roomy.init(trunk_key, experts, data, num_updates=6)
+        state = roomy.run(state, dataclasses.replace(order, num_trainers=NUM_TRAINERS), data)
+        close((state.params, state.expert_params), (alone.params, alone.expert_params))
+        np.testing.assert_array_equal(state.totals.staleness, alone.totals.staleness)
 
 
 def test_one_trainer_is_one_jit() -> None:

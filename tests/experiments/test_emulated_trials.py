@@ -1,6 +1,7 @@
 """The experiments that run in the emulator: what is trained, what is made of it, and a small run of each."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from experiments.emulation import measurement as emulation
 from experiments.emulation.__main__ import main as emulation_main
 from experiments.emulation.released_gate import released_gate
 from experiments.emulation.settings import EmulationSettings
-from experiments.emulation.trials import Trial
+from experiments.emulation.trials import Trial, next_of
 from experiments.mnist_convergence import measurement as convergence
 from experiments.mnist_convergence.__main__ import main as convergence_main
 from experiments.mnist_convergence.curves import _WIDTHS, AUTHORS, FRESH, NETWORKS, label_of
@@ -240,14 +241,39 @@ def test_the_bars_are_of_the_authors_program_where_it_was_run(tmp_path: Path) ->
     assert result.missed_bars == ["failures_cost"]
 
 
+def test_a_process_goes_on_with_what_it_has_compiled() -> None:
+    """No setting is compiled twice as long as there are others; then idle processes help out."""
+    curves = all_curves(MnistSettings(seeds=3, experts=(64, 256)))
+    waiting = list(curves)
+    last: dict[int, Trial] = {}
+    took: dict[int, list[Trial]] = {0: [], 1: []}
+    while waiting:
+        for process in (0, 1):
+            if waiting:
+                last[process] = waiting.pop(next_of(waiting, last.get(process), last.values()))
+                took[process].append(last[process])
+    assert sum(map(len, took.values())) == len(curves)
+    settings = {trial.setting() for trial in curves}
+    assert len(settings) == 1 + 2 * 2  # dense; mixtures by their experts and gates, whatever the network
+    groups = [
+        [trial.seed for trial in group]
+        for own in took.values()
+        for _, group in itertools.groupby(own, key=Trial.setting)
+    ]
+    assert len(groups) <= len(settings) + 1  # only the last setting may have been shared
+    assert all(seeds == sorted(seeds) for seeds in groups)  # experts of one seed are the same in every network
+
+
 def test_curves_of_the_figure() -> None:
-    curves = all_curves(MnistSettings(seeds=1))
-    labels = [trial.label for trial in curves]
-    assert len(set(labels)) == len(labels) == 2 + 7 + 3
-    assert {trial.gate for trial in all_curves(MnistSettings(gate="frozen")) if trial.problem == "mnist"} == {
-        "frozen",
-        "trained",  # our own default's
-    }
+    labels = [trial.label for trial in all_curves(MnistSettings(seeds=1))]
+    assert labels == [label_of(None, network) for network in NETWORKS[:2]] + [
+        label_of(count, network, variant)
+        for count, variant, network in itertools.product((64, 256, 4096), ("", AUTHORS), NETWORKS)
+    ]
+    extras = [trial.label for trial in all_curves(MnistSettings(seeds=1, extras=True))]
+    assert extras[: len(labels)] == labels
+    assert len(set(extras)) == len(extras) == len(labels) + 1 + 2 + 2
+    assert {trial.gate for trial in all_curves(MnistSettings(gate="frozen")) if trial.problem == "mnist"} == {"frozen"}
     paper = {trial.label: trial for trial in all_curves(MnistSettings(size="paper", seeds=1, experts=(256, 4096)))}
     wide = paper[label_of(4096, NETWORKS[2], AUTHORS)]
     assert wide.sizes["d_model"] == 512
@@ -260,6 +286,7 @@ def test_curves_of_the_figure() -> None:
     ("main", "flags", "message"),
     [
         (convergence_main, ["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (convergence_main, ["--quick", "--extras"], "--extras has no quick run: leave out --quick"),
         (convergence_main, ["--updates", "50"], "--updates must be at least 100, got 50"),
         (staleness_main, ["--trainers", "1"], "--trainers must be at least 2, got 1"),
         (emulation_main, ["--rounds", "0"], "--rounds must be at least 1, got 0"),
