@@ -7,7 +7,6 @@ from typing import Any
 import jax
 from jaxtyping import Int32
 
-from dmoe_jax.cores import usable_cores
 from dmoe_jax.emulator.state import Events
 
 Handler = tuple[Callable[[Events, Any], Any], Callable[[Any, Events], Any]]
@@ -48,8 +47,7 @@ def compiler_options(*, in_place: bool, same_kernels: bool) -> dict[str, Any] | 
     """Compiler options for the loop, on CPUs only: other backends have none.
 
     XLA's newer library for products and sums on CPUs (YNNPACK) shares out small operations among cores, which makes a
-    run half as fast on two cores as on one: it is switched off where it can be. On a single core it shares out nothing,
-    and a run takes a sixth less with it.
+    run half as fast on two cores as on one: it is switched off where it can be.
 
     Args:
       in_place: whether XLA must see that it may change a place of an array without a copy of the array, although
@@ -60,7 +58,7 @@ def compiler_options(*, in_place: bool, same_kernels: bool) -> dict[str, Any] | 
     """
     if jax.default_backend() != "cpu":
         return None
-    small = {} if same_kernels or usable_cores() == 1 else _accepted({"xla_cpu_experimental_ynn_fusion_type": ""})
+    small = {} if same_kernels else _accepted({"xla_cpu_experimental_ynn_fusion_type": ""})
     if not in_place:
         return small or None
     regions = _accepted({"xla_cpu_copy_insertion_use_region_analysis": True})

@@ -24,6 +24,7 @@ from dmoe_jax.emulator import (
     with_fresh_experts,
 )
 from dmoe_jax.emulator.state import SwarmState
+from dmoe_jax.freed_memory import give_back
 from dmoe_jax.types import PyTree
 from experiments.emulation.dense import DenseProblem, dense_mnist
 from experiments.emulation.problems import Problem, Remedy, keys_of, mnist, transformer_xl
@@ -235,6 +236,10 @@ def _compiled_dense(setting: str) -> tuple[DenseProblem, DenseEmulator]:
     return problem, DenseEmulator(problem.loss, optimizer=problem.optimizer, num_trainers=wanted["places"])
 
 
+_KEPT_BYTES = 1 << 30
+"""Freed memory that is kept at most: thousands of experts do not fit into the holes that others left."""
+
+
 class _Leftovers:
     """What a trial leaves to the next one in this process: its experts as they began, and the memory of its state.
 
@@ -254,7 +259,8 @@ class _Leftovers:
         self._states.clear()  # before there are others: there may not be room for both
         if (sizes, trial.seed) not in self._experts:
             self._experts.clear()
-            self._experts[sizes, trial.seed] = emulator.init_experts(expert_key)
+            self._experts[sizes, trial.seed] = jax.block_until_ready(emulator.init_experts(expert_key))
+        give_back(_KEPT_BYTES)
         experts = self._experts[sizes, trial.seed]
         return emulator.init(trunk_key, experts, data, num_updates=trial.num_updates, spare=spare)
 

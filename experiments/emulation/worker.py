@@ -8,11 +8,7 @@ from functools import partial
 import trio
 
 from dmoe_jax.cli.common import set_up_jax
-from dmoe_jax.freed_memory import give_back
 from experiments.processes import orders, run_helper, say
-
-_KEPT_BYTES = 1 << 30
-"""A next trial finds so much freed memory at most: thousands of experts do not fit into the holes that others left."""
 
 
 def _end_with(parent: int) -> None:
@@ -39,9 +35,7 @@ async def work(number: int, jobs: int) -> None:
         if timed:
             say(rate=await trio.to_thread.run_sync(partial(updates_per_s, **timed)))
         else:
-            answer = await trio.to_thread.run_sync(run_trial, Trial(**order))
-            give_back(_KEPT_BYTES)
-            say(**answer)
+            say(**await trio.to_thread.run_sync(run_trial, Trial(**order)))
 
 
 if __name__ == "__main__":

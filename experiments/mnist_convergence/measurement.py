@@ -170,7 +170,7 @@ def draw(run: Run[MnistSettings], result: Result) -> Figure:
     del result
     curves = accuracies(run)
     steps = [0, *(point["step"] for point in run.records("trial")[0]["points"])]
-    figure = Figure(figsize=(11.0, 3.8), layout="constrained")
+    figure = Figure(figsize=(11.0, 4.4), layout="constrained")
     all_axes = figure.subplots(1, len(NETWORKS), sharey=True)
     models = {label.split(",")[0]: None for label in curves}
     colours = dict(zip(models, SERIES, strict=False))
@@ -189,10 +189,11 @@ def draw(run: Run[MnistSettings], result: Result) -> Figure:
                     steps, all_values.min(axis=0), all_values.max(axis=0), color=colours[model], alpha=0.12, linewidth=0
                 )
         dress(axes, f"{network.label}, {network.num_trainers} trainers", "updates of the trunk")
-        axes.set_ylim(0, 1.3)  # the names stand above the curves
-        axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
-        if axes.lines:
-            axes.legend(frameon=False, fontsize=8, loc="upper left")
+        axes.set_ylim(0, 1)
+    names = {line.get_label(): line for axes in all_axes for line in axes.lines}
+    figure.legend(
+        names.values(), names.keys(), frameon=False, fontsize=8, ncols=4, loc="outside lower center", handlelength=3
+    )
     all_axes[0].set_ylabel("accuracy on test images: mean, least and greatest", fontsize=9, color=GREY)
     return figure
 
