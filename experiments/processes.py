@@ -80,7 +80,11 @@ class HelperProcess:
 
 @contextmanager
 def open_helpers(
-    module: str, settings: Sequence[Mapping[str, object]], *, python: str = sys.executable
+    module: str,
+    settings: Sequence[Mapping[str, object]],
+    *,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[list[HelperProcess]]:
     """Start helpers side by side and wait until all are ready; they, and what they started, are gone when the block
     ends.
@@ -89,23 +93,28 @@ def open_helpers(
       module: what to run, as of `python -m`; it calls `run_helper`.
       settings: the keyword arguments of each helper's function; JSON carries them.
       python: the interpreter; another one than ours finds the module and perhaps none of our libraries.
+      environment: variables that the helpers have where ours has not.
 
     Raises:
       HelperFailed: one of them did not start.
     """
     with ExitStack() as stack:
-        helpers = [HelperProcess(stack.enter_context(_open_process(python, module, each))) for each in settings]
+        own = environment or {}
+        helpers = [HelperProcess(stack.enter_context(_open_process(python, module, each, own))) for each in settings]
         for helper in helpers:
             helper.hello = helper.hear()
         yield helpers
 
 
 @contextmanager
-def _open_process(python: str, module: str, settings: Mapping[str, object]) -> Iterator["subprocess.Popen[str]"]:
+def _open_process(
+    python: str, module: str, settings: Mapping[str, object], environment: Mapping[str, str]
+) -> Iterator["subprocess.Popen[str]"]:
     process = subprocess.Popen(
         [python, "-m", module, json.dumps(settings)],
         cwd=Path(__file__).parents[1],
-        env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ},  # several helpers share one GPU
+        # Several helpers share one GPU.
+        env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment, **os.environ},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
