@@ -65,7 +65,9 @@ def measure(run: Run[MnistSettings]) -> None:
     # First those that fit beside each other, so that the machine's cores are used as long as its memory allows.
     for jobs in range(run.settings.jobs, 0, -1):
         fitting = [trial for trial in trials if jobs == 1 or _fit(trial, jobs)]
-        if jobs < run.settings.jobs and fitting:
+        if not fitting:
+            continue
+        if jobs < run.settings.jobs:
             run.say(f"{fitting[0].label}: {jobs} at a time, as each takes {memory_of(fitting[0]) / 1e9:.0f} GB")
         run_trials(fitting, num_jobs=jobs, on_done=note)
         trials = [trial for trial in trials if trial not in fitting]

@@ -14,7 +14,7 @@ import pytest
 import dmoe_jax.emulator.emulator as emulator_module
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.emulator import Data, Emulator, OrderRecorder, draw_order, exponential_delays, stack_seeds, take_batches
-from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE
+from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder
 from dmoe_jax.emulator.state import SwarmState
 from dmoe_jax.emulator.trust import keeps_what_is_infinite
 from dmoe_jax.layer_config import LayerConfig, Route
@@ -96,6 +96,18 @@ def three_trainers() -> Emulator:
     return make_emulator(NUM_TRAINERS)
 
 
+def drawn(updates: int, *, num_trainers: int = NUM_TRAINERS, failure_rate: float = 0.0) -> EventOrder:
+    """An order of events for these models."""
+    return draw_order(
+        num_updates=updates,
+        num_trainers=num_trainers,
+        num_layers=2,
+        num_pairs=BATCH * CONFIG.k_best,
+        delay=exponential_delays(0.1),
+        failure_rate=failure_rate,
+    )
+
+
 def in_both(problem: Problem, emulator: Emulator, *, seed: int = 0) -> tuple[SwarmState, SwarmRun]:
     """(what the emulator makes of an order of events, the swarm that took it): one call in ten fails."""
     data = problem.data(NUM_TRAINERS, steps=NUM_UPDATES, seed=seed)
@@ -168,14 +180,7 @@ def test_trust_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that looks for infinities once, at its end, is the one that looks at every update, where there are some."""
     monkeypatch.setattr(emulator_module, "_TRUSTED_CALLS", 0)
     emulator, updates = three_trainers(), 12
-    order = draw_order(
-        num_updates=updates,
-        num_trainers=NUM_TRAINERS,
-        num_layers=2,
-        num_pairs=BATCH * CONFIG.k_best,
-        delay=exponential_delays(0.1),
-        failure_rate=0.1,
-    )
+    order = drawn(updates, failure_rate=0.1)
     data = make_data(num_trainers=NUM_TRAINERS, steps=NUM_UPDATES)
     data.batches.x[0, 0] = np.inf
 
@@ -226,14 +231,7 @@ def test_many_experts_are_not_held_twice() -> None:
 
     def run(updates: int) -> bool:
         """Whether there was a copy of the state."""
-        order = draw_order(
-            num_updates=updates,
-            num_trainers=NUM_TRAINERS,
-            num_layers=2,
-            num_pairs=BATCH * CONFIG.k_best,
-            delay=exponential_delays(0.1),
-        )
-        state = emulator.run(emulator.init(*keys_of(3), data, num_updates=updates), order, data)
+        state = emulator.run(emulator.init(*keys_of(3), data, num_updates=updates), drawn(updates), data)
         assert int(state.step) == updates
         return emulator._spare is not None
 
@@ -246,9 +244,7 @@ def test_places_for_trainers_and_experts_that_are_used_again() -> None:
     """Trainers that never begin a step change nothing; nor do initial experts that other runs began with."""
     small, roomy = make_emulator(2), three_trainers()
     data = make_data(num_trainers=NUM_TRAINERS, steps=NUM_UPDATES)
-    order = draw_order(
-        num_updates=6, num_trainers=2, num_layers=2, num_pairs=BATCH * CONFIG.k_best, delay=exponential_delays(0.1)
-    )
+    order = drawn(6, num_trainers=2)
     two = jax.tree.map(lambda leaf: leaf[:2], data)
     trunk_key, expert_key = keys_of(3)
     alone = small.run(small.init(trunk_key, expert_key, two, num_updates=6), order, two)
