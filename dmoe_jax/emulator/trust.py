@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dmoe_jax.emulator.state import SwarmState, count
+from dmoe_jax.emulator.state import SwarmState
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.types import PyTree
 
@@ -48,8 +48,4 @@ def doubts(state: SwarmState) -> Any:
     """
     kept: PyTree = [(layer.params, layer.opt_state) for layer in state.experts]
     numbers = [leaf for leaf in jax.tree.leaves(kept) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return sum((count(_is_not_finite, leaf) for leaf in numbers), state.rejected)
-
-
-def _is_not_finite(numbers: Any) -> Any:
-    return ~jnp.isfinite(numbers)
+    return sum((jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32) for leaf in numbers), state.rejected)

@@ -8,7 +8,6 @@ import pytest
 from dmoe_jax.emulator import draw_order, exponential_delays
 from dmoe_jax.emulator.order import STAGE
 from dmoe_jax.emulator.reading import used_leaves, vjp_of_used
-from dmoe_jax.emulator.state import count, is_finite
 from dmoe_jax.emulator.waves import cut_into_waves
 
 CELLS = 5
@@ -76,24 +75,3 @@ def test_gradients_of_what_is_read() -> None:
     grads = full(jnp.ones(3))[0]
     for ours, name in zip(pull(jnp.ones(3)), "ad", strict=True):
         np.testing.assert_allclose(ours, grads[name])
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4096), (7, 30, 60)])
-def test_every_number_is_counted_once(shape: tuple[int, ...]) -> None:
-    """Those in rows of columns and those after the last whole row, as by NumPy."""
-    values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    assert int(count(lambda x: x > 0, values)) == (values > 0).sum()
-    assert int(count(lambda x, y: x > y, values, 0.5 * values)) == (values > 0.5 * values).sum()
-
-
-@pytest.mark.parametrize("place", [0, 5000, 8191, 8192, 8999])
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_one_number_lost_is_found(place: int, value: float) -> None:
-    """Wherever it is; not so if it was lost before."""
-    finite = np.full(9000, 3e38, np.float32)
-    lost = finite.copy()
-    lost[place] = value
-    integers = np.arange(3)
-    assert is_finite((finite, integers), (finite, integers))
-    assert not is_finite((finite, integers), (lost, integers))
-    assert is_finite((lost, integers), (lost, integers))
