@@ -38,9 +38,10 @@ from dmoe_jax.types import PyTree
 
 _CHUNK = 16_384
 """Events that are given to the compiled program at once. Between two chunks a run can be interrupted."""
-_TRUSTED_CALLS = 4
-"""Backward calls for each expert, from which on trust is faster: it goes through all experts a few times, to copy them
-and to look at them, where care looks twice at the one that learns."""
+_TRUSTED_CALLS = 2
+"""Backward calls for each expert, from which on trust pays: it goes through all experts a few times, to copy them and
+to look at them, where care looks twice at the one that learns. From 4 on it is faster; but a run some of whose pieces
+are below would compile two programs."""
 
 
 class Emulator:

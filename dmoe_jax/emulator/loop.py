@@ -47,7 +47,8 @@ def compiler_options(*, in_place: bool, same_kernels: bool) -> dict[str, Any] | 
     """Compiler options for the loop, on CPUs only: other backends have none.
 
     XLA's newer library for products and sums on CPUs (YNNPACK) shares out small operations among cores, which makes a
-    run half as fast on two cores as on one: it is switched off where it can be.
+    run half as fast on two cores as on one: it is switched off where it can be, and so is the sharing out of the older
+    one's products, which costs a twentieth of the time even on a single core.
 
     Args:
       in_place: whether XLA must see that it may change a place of an array without a copy of the array, although
@@ -58,7 +59,10 @@ def compiler_options(*, in_place: bool, same_kernels: bool) -> dict[str, Any] | 
     """
     if jax.default_backend() != "cpu":
         return None
-    small = {} if same_kernels else _accepted({"xla_cpu_experimental_ynn_fusion_type": ""})
+    small: dict[str, Any] = {}
+    if not same_kernels:
+        small = _accepted({"xla_cpu_experimental_ynn_fusion_type": ""})
+        small |= _accepted({"xla_cpu_multi_thread_eigen": False})
     if not in_place:
         return small or None
     regions = _accepted({"xla_cpu_copy_insertion_use_region_analysis": True})
