@@ -38,10 +38,9 @@ from dmoe_jax.types import PyTree
 
 _CHUNK = 16_384
 """Events that are given to the compiled program at once. Between two chunks a run can be interrupted."""
-_TRUSTED_CALLS = 2
+_TRUSTED_CALLS = 16
 """Backward calls for each expert, from which on trust pays: it goes through all experts a few times, to copy them and
-to look at them, where care looks twice at the one that learns. From 4 on it is faster; but a run some of whose pieces
-are below would compile two programs."""
+to look at them, where care looks twice at the one that learns."""
 
 
 class Emulator:
@@ -195,7 +194,12 @@ class Emulator:
         return state
 
     def _trust_pays(self, kinds: np.ndarray) -> bool:
-        """Whether to run these events trusting that all is finite takes less time than to look at each update."""
+        """Whether to run these events trusting that all is finite takes less time than to look at each update.
+
+        An emulator that has trusted once goes on with it: to compile the other program takes longer than most runs.
+        """
+        if "_trusting" in vars(self):
+            return True
         pieces = max(1, math.ceil(len(kinds) / _CHUNK))
         experts = self.num_layers * self.num_cells
         return bool((kinds == BACKWARD).sum() >= _TRUSTED_CALLS * experts * pieces)

@@ -31,6 +31,11 @@ __all__ = [
     "update_experts",
 ]
 
+_DRAWN_AT_ONCE = 1 << 22
+"""Numbers of a layer's experts up to which they are drawn by one operation, which compiles faster."""
+_CACHED = 1 << 17
+"""Numbers that are drawn together where there are more: some steps of the drawing hold several times as many."""
+
 
 def init_experts(key: PRNGKeyArray, expert: Expert, prefix: str, grid_size: tuple[int, ...]) -> PyTree:
     """Stacked parameters of a whole grid; each cell holds what a node that serves its uid makes from the same key.
@@ -39,7 +44,15 @@ def init_experts(key: PRNGKeyArray, expert: Expert, prefix: str, grid_size: tupl
     """
     cells = jnp.stack(jnp.meshgrid(*(jnp.arange(size) for size in grid_size), indexing="ij"), axis=-1)
     coordinates = cells.reshape(-1, len(grid_size))
-    return jax.vmap(lambda cell: init_by_uid(key, expert, prefix, tuple(cell)))(coordinates)
+
+    def init_cell(cell: Int[Array, " dims"]) -> PyTree:
+        return init_by_uid(key, expert, prefix, tuple(cell))
+
+    of_one = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(init_cell, coordinates[0])))
+    if of_one * len(coordinates) <= _DRAWN_AT_ONCE:
+        return jax.vmap(init_cell)(coordinates)
+    # Drawing goes through its numbers dozens of times: a third of the time where a cache holds them.
+    return jax.lax.map(init_cell, coordinates, batch_size=max(1, _CACHED // of_one))
 
 
 def expert_load(

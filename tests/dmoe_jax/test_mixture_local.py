@@ -11,6 +11,7 @@ import pytest
 from dmoe_jax.experts import Expert, TensorSpec, feedforward, transformer_xl_layer
 from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.grid import all_uids
+from dmoe_jax.mixture import local
 from dmoe_jax.mixture.local import (
     expert_load,
     init_experts,
@@ -135,6 +136,18 @@ def test_a_remote_node_makes_the_same_parameters():
     kernels.append(init_by_uid(key, expert, "other", (0, 0))["Dense_0"]["kernel"])
     for left, right in itertools.combinations(kernels, 2):
         assert not np.allclose(left, right)
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_many_experts_are_drawn_a_few_at_a_time(monkeypatch, together):
+    """They are then the same ones, also where the last few are fewer."""
+    expert, key = feedforward(d_model=4), jax.random.key(7)
+    at_once = init_experts(key, expert, "ffn", GRID)
+    of_one = sum(leaf[0].size for leaf in jax.tree.leaves(at_once))
+    monkeypatch.setattr(local, "_DRAWN_AT_ONCE", 6 * of_one - 1)
+    monkeypatch.setattr(local, "_CACHED", together * of_one + 1)
+    assert "scan" in str(jax.make_jaxpr(lambda: init_experts(key, expert, "ffn", GRID))())
+    assert_trees_close(init_experts(key, expert, "ffn", GRID), at_once, atol=1e-7)
 
 
 def test_cell_numbers_are_row_major():
