@@ -95,7 +95,9 @@ def decay_learning_weights(rate: float) -> optax.GradientTransformation:
     """
 
     def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
-        shares = jax.tree.map(lambda gradient: jnp.where(jnp.any(gradient != 0), rate, 0.0), updates)
+        # A sum, for a CPU computes it in one go. If it is NaN, so is the gradient.
+        sizes = jax.tree.map(lambda gradient: jnp.abs(gradient).sum(), updates)
+        shares = jax.tree.map(lambda size: jnp.where(size != 0, rate, 0.0), sizes)
         return jax.tree.map(lambda gradient, share, own: gradient + share * own, updates, shares, params), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -5,10 +5,12 @@ of the old state is given up. On a CPU the outcome is computed twice: once insid
 stores nothing, and once more in place, inside a branch. Selecting between old and new instead, number by number,
 stores the outcome before it is known to be good: with Adam two and a half times the memory of the parameters, and up to
 twice the time of the whole step. A GPU would wait for the host to take the branch, so there numbers are selected.
+
+Single numbers on the way to the outcome, such as the norm of the gradient, are not computed again
+(`dmoe_jax.node.scalars_once`).
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -17,6 +19,7 @@ import optax
 from jax.experimental.layout import Layout as ArrayLayout
 from jax.experimental.layout import with_layout_constraint
 
+from dmoe_jax.node.scalars_once import Again, scalars_once
 from dmoe_jax.types import PyTree
 
 State = tuple[PyTree, PyTree]
@@ -51,11 +54,12 @@ def update_unless_not_finite(
         return jax.tree.map(_typed_like, (optax.apply_updates(params, updates), new_state), state)
 
     zeros = jax.tree.map(jnp.zeros_like, input_grads)
-    outcome = stays_finite(state, step(state, grads), is_whole=is_whole)
-    finite = jnp.stack([outcome, stays_finite(zeros, input_grads, is_whole=is_whole)])
-    new = jax.lax.platform_dependent(
-        state, grads, finite.all(), cpu=functools.partial(_branched, step), default=functools.partial(_selected, step)
+    outcome, scalars, again = scalars_once(step, state, grads)
+    finite = jnp.stack(
+        [stays_finite(old, new, is_whole=is_whole) for old, new in ((state, outcome), (zeros, input_grads))]
     )
+    branched, selected = functools.partial(_branched, again), functools.partial(_selected, again)
+    new = jax.lax.platform_dependent(state, grads, scalars, finite.all(), cpu=branched, default=selected)
     return finite, cast(State, new)
 
 
@@ -86,16 +90,18 @@ def stays_finite(old: PyTree, new: PyTree, *, is_whole: bool) -> Any:
         for each in sound:
             by_shape.setdefault(each.shape, []).append(each)
         sound = [functools.reduce(jnp.logical_and, alike) for alike in by_shape.values()]
-    return jnp.stack([each.all() for each in sound] or [jnp.array(True)]).all()
+    # What is wrong is counted, in floats: of Booleans a CPU would store each step of a reduction.
+    unsound = [jnp.where(each, 0.0, 1.0).sum() for each in sound]
+    return jnp.stack(unsound or [jnp.zeros(())]).sum() == 0
 
 
-def _branched(step: Callable[[State, PyTree], State], state: State, grads: PyTree, is_good: Any) -> State:
-    return cast(State, jax.lax.cond(is_good, step, lambda state, grads: state, state, grads))
+def _branched(step: Again, state: State, grads: PyTree, scalars: PyTree, is_good: Any) -> State:
+    return cast(State, jax.lax.cond(is_good, step, lambda scalars, state, grads: state, scalars, state, grads))
 
 
-def _selected(step: Callable[[State, PyTree], State], state: State, grads: PyTree, is_good: Any) -> State:
+def _selected(step: Again, state: State, grads: PyTree, scalars: PyTree, is_good: Any) -> State:
     chosen = functools.partial(jnp.where, is_good)
-    return cast(State, jax.tree.map(chosen, step(state, grads), state))
+    return cast(State, jax.tree.map(chosen, step(scalars, state, grads), state))
 
 
 def _typed_like(new: Any, old: Any) -> Any:
