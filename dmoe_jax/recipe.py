@@ -84,21 +84,32 @@ def learning_rate_schedule(recipe: Recipe) -> optax.Schedule:
     )
 
 
-def decay_learning_weights(rate: float) -> optax.GradientTransformation:
-    """L2, gradient + rate * parameter, for every array that has a gradient at all.
+def clip_and_decay(max_norm: float, rate: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm`, then L2, gradient + rate * parameter, for every array that has a gradient at all.
 
     An array whose gradient is zero throughout, such as the gate of a frozen router, stays as it is: Adam would turn any
     decay, however small, into whole steps. PyTorch, too, leaves out parameters without a gradient.
 
+    Both in one, since the squares of the norm say which arrays have a gradient: each gradient is read once for them.
+    (One below 1e-19 everywhere, whose squares are zero for Adam as well, counts as none.)
+
     Args:
+      max_norm: of all gradients together; infinite: they are not clipped.
       rate: of the decay, at least 0.
     """
 
     def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
-        # A sum, for a CPU computes it in one go. If it is NaN, so is the gradient.
-        sizes = jax.tree.map(lambda gradient: jnp.abs(gradient).sum(), updates)
-        shares = jax.tree.map(lambda size: jnp.where(size != 0, rate, 0.0), sizes)
-        return jax.tree.map(lambda gradient, share, own: gradient + share * own, updates, shares, params), state
+        squares = jax.tree.map(lambda gradient: jnp.square(gradient).sum(), updates)
+        norm = optax.tree.norm(updates)
+        # A NaN is no zero.
+        shares = jax.tree.map(lambda square: jnp.where(square != 0, rate, 0.0), squares)
+
+        def moved(gradient: Any, share: Any, own: Any) -> Any:
+            if math.isfinite(max_norm):
+                gradient = jnp.where(norm < max_norm, gradient, gradient / norm.astype(gradient.dtype) * max_norm)
+            return gradient + share * own
+
+        return jax.tree.map(moved, updates, shares, params), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -109,9 +120,10 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     adam = scale_by_stale_adam if recipe.staleness_power else optax.scale_by_adam
     parts: list[optax.GradientTransformation] = [adam(b1=0.9, b2=0.999, eps=1e-8)]
     if recipe.weight_decay:
-        parts.insert(0, decay_learning_weights(recipe.weight_decay))
+        parts.insert(0, clip_and_decay(recipe.grad_clip, recipe.weight_decay))
     if math.isfinite(recipe.grad_clip):
-        parts.insert(0, optax.clip_by_global_norm(recipe.grad_clip))
+        # Checkpoints have a place for the clipping, whoever does it.
+        parts.insert(0, optax.identity() if recipe.weight_decay else optax.clip_by_global_norm(recipe.grad_clip))
     return steer_biases(optax.chain(*parts, _step_size(recipe)))
 
 

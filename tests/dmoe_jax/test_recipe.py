@@ -109,6 +109,23 @@ def test_checkpoints_do_not_hear_of_staleness() -> None:
         assert jax.tree.structure(optimizer.init(jnp.ones(3))) == expected
 
 
+@pytest.mark.parametrize("grad_clip", [1.0, 100.0, math.inf])
+def test_clipping_and_decay_are_those_of_optax(grad_clip: float) -> None:
+    """Both at once, with the updates and the state of the two one after the other."""
+    rng = np.random.default_rng(0)
+    params = {"kernel": jnp.float32(rng.normal(size=(3, 4))), "bias": jnp.float32(rng.normal(size=4))}
+    grads = jax.tree.map(lambda leaf: 5 * leaf, params)
+    clip = [optax.clip_by_global_norm(grad_clip)] if math.isfinite(grad_clip) else []
+    rate = optax.scale_by_learning_rate(lambda step: 3.5e-4)
+    expected = optax.chain(*clip, optax.add_decayed_weights(0.1), optax.scale_by_adam(), rate)
+    found = make_optimizer(Recipe(warmup_steps=0, total_steps=None, weight_decay=0.1, grad_clip=grad_clip))
+    (own, own_state), (other, other_state) = (
+        optimizer.update(grads, optimizer.init(params), params) for optimizer in (found, expected)
+    )
+    assert jax.tree.structure(own_state) == jax.tree.structure(other_state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), (own, own_state), (other, other_state))
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
