@@ -21,7 +21,6 @@ from pathlib import Path
 
 import trio
 
-from dmoe_jax.cores import usable_cores
 from dmoe_jax.environment import JOIN_VARIABLE, SECRET_VARIABLE
 from dmoe_jax.grid import ExpertUid, all_uids, layer_prefix
 
@@ -116,19 +115,8 @@ class LocalSwarm:
         """The processes that run this command, in the order in which they were started."""
         return [process for process in self.processes if process.kind == kind]
 
-    async def launch(
-        self,
-        name: str,
-        command: Sequence[str],
-        *,
-        in_foreground: bool = False,
-        environment: Mapping[str, str] | None = None,
-    ) -> SwarmProcess:
-        """Run `dmoe COMMAND`, which prints to its log, or `in_foreground` to our own terminal; do not wait for it.
-
-        Args:
-          environment: variables to set beside those of every process.
-        """
+    async def launch(self, name: str, command: Sequence[str], *, in_foreground: bool = False) -> SwarmProcess:
+        """Run `dmoe COMMAND`, which prints to its log, or `in_foreground` to our own terminal; do not wait for it."""
         log = self._log_folder / f"{name}.log"
         with nullcontext() if in_foreground else log.open("wb") as output:
             process = await trio.lowlevel.open_process(
@@ -137,7 +125,7 @@ class LocalSwarm:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**self._environment, **(environment or {})},
+                env=self._environment,
             )
         launched = SwarmProcess(name, command[0], process, log)
         self.processes.append(launched)
@@ -201,16 +189,6 @@ def one_core_each() -> dict[str, str]:
     return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()}
 
 
-def share_of_cores(processes: int) -> dict[str, str]:
-    """Variables for one of so many processes that compute at the same time: XLA has threads for its share of the cores.
-
-    Its threads look for work for a while before they sleep. A second one takes a third more processor time for an
-    expert of width 128, which is done no sooner, and the time is another process's. `NPROC`, from which XLA takes their
-    number, stays as it is where it is set.
-    """
-    return {} if "NPROC" in os.environ else {"NPROC": str(max(1, usable_cores() // processes))}
-
-
 def deal_experts(num_nodes: int, *, num_layers: int, grid_size: tuple[int, ...]) -> list[list[str]]:
     """The experts of each node, where every layer is a full grid; see `deal`."""
     return deal((uid for layer in range(num_layers) for uid in all_uids(layer_prefix(layer), grid_size)), num_nodes)
@@ -235,17 +213,15 @@ async def launch_nodes(
     *,
     named_by: str = "--experts",
 ) -> None:
-    """Start a node for each hand of experts, all at once, which share this machine's cores; do not wait for them.
+    """Start a node for each hand of experts, all at once; do not wait for them.
 
     Args:
       dht: whom they join.
       flags_of: further flags of `dmoe node`, by the node's index.
       named_by: the flag for its hand; "--of" for nodes that claim experts.
     """
-    share = share_of_cores(len(hands)) if hands else {}
     for index, hand in enumerate(hands):
-        command = ["node", "--join", dht.contact, *flags_of(index), named_by, *hand]
-        await swarm.launch(f"node{index}", command, environment=share)
+        await swarm.launch(f"node{index}", ["node", "--join", dht.contact, *flags_of(index), named_by, *hand])
 
 
 async def start_nodes(

@@ -59,7 +59,7 @@ def update_unless_not_finite(
         [stays_finite(old, new, is_whole=is_whole) for old, new in ((state, outcome), (zeros, input_grads))]
     )
     branched, selected = functools.partial(_branched, again), functools.partial(_selected, again)
-    new = jax.lax.platform_dependent(state, grads, scalars, finite.all(), cpu=branched, default=selected)
+    new = jax.lax.platform_dependent(scalars, state, grads, finite.all(), cpu=branched, default=selected)
     return finite, cast(State, new)
 
 
@@ -93,11 +93,11 @@ def stays_finite(old: PyTree, new: PyTree, *, is_whole: bool) -> Any:
     return jnp.stack([each.all() for each in sound] or [jnp.array(True)]).all()
 
 
-def _branched(step: Again, state: State, grads: PyTree, scalars: PyTree, is_good: Any) -> State:
+def _branched(step: Again, scalars: PyTree, state: State, grads: PyTree, is_good: Any) -> State:
     return cast(State, jax.lax.cond(is_good, step, lambda scalars, state, grads: state, scalars, state, grads))
 
 
-def _selected(step: Again, state: State, grads: PyTree, scalars: PyTree, is_good: Any) -> State:
+def _selected(step: Again, scalars: PyTree, state: State, grads: PyTree, is_good: Any) -> State:
     chosen = functools.partial(jnp.where, is_good)
     return cast(State, jax.tree.map(chosen, step(scalars, state, grads), state))
 

@@ -21,6 +21,7 @@ from dmoe_jax.processes import (
     ProcessFailed,
     averaging_flags,
     deal_experts,
+    one_core_each,
     open_local_swarm,
     start_nodes,
     start_trainers,
@@ -55,8 +56,7 @@ async def measure(run: Run[TransformerXLSettings]) -> None:
     settings, logs = run.settings, run.folder.path / "logs"
     logs.mkdir(exist_ok=True)
     # Our own swarm needs no secret and shares the cores; another one has its own secret.
-    own = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
-    environment = {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE, "")} if settings.join else own
+    environment = {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE, "")} if settings.join else one_core_each()
     async with open_local_swarm(logs, environment) as swarm:
         contacts = settings.join or await _start_nodes(swarm, run)
         commands = [

@@ -20,7 +20,6 @@ from dmoe_jax.processes import (
     check_status,
     deal,
     deal_experts,
-    launch_nodes,
     open_local_swarm,
 )
 from net.errors import DialFailed
@@ -115,37 +114,6 @@ def test_signals_end_the_body_first_and_handlers_are_put_back() -> None:
 
 QUIET = "import time; print('up', flush=True); time.sleep(99)"
 OBSTINATE = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {QUIET}"
-
-
-@pytest.mark.parametrize(("cores", "nodes", "threads"), [(2, 4, "1"), (16, 3, "5"), (8, 1, "8")])
-async def test_nodes_share_the_cores(
-    cores: int, nodes: int, threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """XLA has threads for each node's share, and for others as many as ever; `NPROC` decides where it is set."""
-    started: list[tuple[str, str | None]] = []
-
-    open_real = trio.lowlevel.open_process
-
-    async def open_process(command: list[str], *, env: dict[str, str], **options: object) -> trio.Process:
-        started.append((command[3], env.get("NPROC")))
-        return await open_real(["true"], stdin=subprocess.PIPE)
-
-    monkeypatch.setattr(trio.lowlevel, "open_process", open_process)
-    monkeypatch.setattr("dmoe_jax.processes.usable_cores", lambda: cores)
-    for asked in (None, "7"):
-        monkeypatch.delenv("NPROC", raising=False)
-        if asked is not None:
-            monkeypatch.setenv("NPROC", asked)
-        async with open_local_swarm(tmp_path) as swarm:
-            dht = await swarm.launch("dht", ["dht"])
-            hands = [[f"ffn.{index}"] for index in range(nodes)]
-            await launch_nodes(swarm, dht, hands, lambda index: [])
-            for process in swarm.processes:
-                await process.process.wait()
-                assert process.process.stdin is not None
-                await process.process.stdin.aclose()
-        assert started == [("dht", asked), *[("node", asked or threads)] * nodes]
-        started.clear()
 
 
 async def run_script(swarm: LocalSwarm, kind: str, script: str, log: Path) -> SwarmProcess:
