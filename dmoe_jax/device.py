@@ -29,7 +29,7 @@ T = TypeVar("T")
 _INLINE_S = 4e-3
 """Of `inline_s_of_this_machine`: some small batches, and less than anybody notices in a ping."""
 
-_TURN_S, _LONG_TURN_S = 2e-3, 7e-3
+_TURN_S, _LONG_TURN_S = 2e-3, 9e-3
 """Of `ThreadDevice.turn_s`: where the event loop has a core of its own, and where it shares one with XLA. There, each
 end of a turn leaves the device without work until the loop is done with what it does; measured in
 `experiments.node_speed`."""
@@ -159,6 +159,15 @@ def inline_s_of_this_machine() -> float:
     and on a GPU or on more cores the loop and the device work at the same time.
     """
     return _INLINE_S if _shares_its_cores() else 0.0
+
+
+@functools.cache
+def threads_that_begin() -> int:
+    """Of how many threads programs are to be begun, so that several run at the same time; see `dmoe_jax.node.turns`.
+
+    A GPU has nothing to gain by it. More cores than two were not tried.
+    """
+    return min(usable_cores(), 4) if jax.default_backend() == "cpu" else 1
 
 
 @functools.cache

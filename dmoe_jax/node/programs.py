@@ -21,6 +21,7 @@ import optax
 
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.node.finite_update import laid_out, stays_finite, update_unless_not_finite
+from dmoe_jax.node.host_calls import calls_host
 from dmoe_jax.node.sharding import Layout
 from dmoe_jax.types import PyTree
 
@@ -61,6 +62,9 @@ class ExpertPrograms:
         self._backward_options: dict[str, Any] = {"donate_argnums": (0, 1)}
         self.warm: set[int] = set()
         """The numbers of rows for which they are compiled."""
+        self.may_overlap = not self._keeps_grads and is_whole
+        """Whether programs of several experts may run at the same time: they share no buffers, never wait for one
+        another, and do not call the host (`dmoe_jax.node.host_calls`), as far as is known from those compiled."""
         self.state = jax.tree.map(_strongly_typed, state_shapes(expert, optimizer))
         """Shape and type of each array of (params, opt_state), and with a layout its sharding."""
         self.init: Callable[..., PyTree] | None = None
@@ -98,7 +102,7 @@ class ExpertPrograms:
         specs = (*self._expert.inputs, self._expert.output)
         *inputs, grads = (self._shape((rows, *spec.shape), spec.dtype) for spec in specs)
         for keys in (None, self._shape((rows, 2), np.uint32)) if self._expert.takes_key else (None,):
-            forward = compiled_alone(self._apply, (params, tuple(inputs), keys), **self._forward_options)
+            forward = self._compiled_alone(self._apply, (params, tuple(inputs), keys), **self._forward_options)
             arguments = params, opt_state, tuple(inputs), grads, keys, self._shape((), np.float32)
             self._compiled[rows, keys is not None] = forward, self._compiled_backward(arguments)
         self.warm.add(rows)
@@ -107,7 +111,7 @@ class ExpertPrograms:
         """`grad_and_update` for arguments of these shapes."""
         options = dict(self._backward_options)
         if not self._keeps_grads:
-            return compiled_alone(without_grads(self._grad_and_update), arguments, **options)
+            return self._compiled_alone(without_grads(self._grad_and_update), arguments, **options)
         params, opt_state, *batch = arguments
 
         def into(params: PyTree, opt_state: PyTree, grads: PyTree, *batch: Any) -> Any:
@@ -128,6 +132,12 @@ class ExpertPrograms:
             return results
 
         return backward
+
+    def _compiled_alone(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
+        return compiled_alone(*arguments, on_host_call=self._calls_host, **options)
+
+    def _calls_host(self) -> None:
+        self.may_overlap = False
 
     def _new_grads(self) -> PyTree:
         shapes = self.state[0]
@@ -170,12 +180,19 @@ def expert_programs(
     return ExpertPrograms(expert, optimizer, layout)
 
 
-def compiled_alone(function: Callable[..., Any], arguments: Sequence[Any], **options: Any) -> Callable[..., Any]:
+def compiled_alone(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    *,
+    on_host_call: Callable[[], None] | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
     """A program for arguments of these shapes and types, of which JAX remembers nothing else.
 
     Args:
       function: to be traced.
       arguments: trees of `jax.ShapeDtypeStruct`.
+      on_host_call: called before it is compiled, if the program calls the host.
       options: as of `jax.jit`.
     """
 
@@ -184,7 +201,10 @@ def compiled_alone(function: Callable[..., Any], arguments: Sequence[Any], **opt
     def own(*args: Any) -> Any:
         return function(*args)
 
-    return jax.jit(own, **options).lower(*arguments).compile()
+    traced = jax.jit(own, **options).trace(*arguments)
+    if on_host_call is not None and calls_host(traced.jaxpr):
+        on_host_call()
+    return traced.lower().compile()
 
 
 @functools.cache

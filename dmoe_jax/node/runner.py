@@ -23,7 +23,7 @@ from typing import cast
 import numpy as np
 import trio
 
-from dmoe_jax.device import Device, DeviceTime
+from dmoe_jax.device import Device, DeviceTime, threads_that_begin
 from dmoe_jax.metrics.node import KINDS, NodeRecorder
 from dmoe_jax.node.backend import Batch, ExpertBackend, UpdateRejected, begin_together, stack_of
 from dmoe_jax.node.batching import BatchQueue
@@ -31,7 +31,7 @@ from dmoe_jax.node.gathering import Gathering
 from dmoe_jax.node.job import Job
 from dmoe_jax.node.strategies.grouping import Piece, grouped
 from dmoe_jax.node.strategies.store import warm_bucket_of
-from dmoe_jax.node.turns import BatchTimes, run_turn
+from dmoe_jax.node.turns import BatchTimes, Program, run_turn
 from net.errors import CallRefused, RemoteFailure
 from net.types import Array
 
@@ -258,10 +258,15 @@ class BatchRunner:
         """Have XLA begin all of it before anybody waits for the first; batches of one stack share a program."""
         started, spent = trio.current_time(), DeviceTime()
         groups = [[turn[position] for position in group] for group in self._groups(turn)]
-        begins = [functools.partial(self._begin, group) for group in groups]
+        programs = [
+            Program(functools.partial(self._begin, group), self._may_overlap(group), self._turn_s(group))
+            for group in groups
+        ]
+        # In virtual time nothing is gained, and runs are to be the same.
+        threads = 1 if self._device.is_simulated else threads_that_begin()
         try:
             outcomes = await self._device.run(
-                run_turn, begins, time.perf_counter, spent=spent, expected_s=self._turn_s(turn)
+                run_turn, programs, time.perf_counter, threads, spent=spent, expected_s=self._turn_s(turn)
             )
         finally:
             self.counts.busy_s += spent.seconds
@@ -371,6 +376,12 @@ class BatchRunner:
     def _begin(self, group: Sequence[Sequence[Job]]) -> Callable[[], Sequence[tuple[Array, ...] | Exception]]:
         """Have XLA begin batches that share a program, or one that has its own; in the device's thread."""
         return begin_together([(self._backends[jobs[0].request.uid], _joined(jobs)) for jobs in group])
+
+    def _may_overlap(self, group: Sequence[Sequence[Job]]) -> bool:
+        """Whether the program of these batches may run at the same time as others."""
+        backend = self._backends[group[0][0].request.uid]
+        # What is not compiled yet may turn out to call the host; and several processes begin in one order.
+        return bool(backend.programs.warm) and backend.programs.may_overlap and backend.place.tell is None
 
     def _refuse(self, job: Job, rejected: UpdateRejected) -> None:
         self.counts.rejected[rejected.reason] += 1

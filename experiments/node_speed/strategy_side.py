@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from dmoe_jax.cli.common import set_up_jax
-from dmoe_jax.device import ThreadDevice
+from dmoe_jax.device import ThreadDevice, threads_that_begin
 from dmoe_jax.node.backend import Batch, ExpertBackend, begin_together, make_backends, stack_of
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.strategies.settling import Strategies
-from dmoe_jax.node.turns import Outcome, run_turn
+from dmoe_jax.node.turns import Outcome, Program, run_turn
 from experiments.node_speed.cases import STRATEGIES, Strategy
 from experiments.node_speed.expert import ADAM, PREFIX, hivemind_ffn
 from experiments.processes import orders, run_helper, say
@@ -66,8 +66,11 @@ class Turns:
         most = 1 if stack is None else stack.most_together(rows)
         groups = [self._backends[start : start + most] for start in range(0, len(self._backends), most)]
         for batch in batches:
-            begins = [partial(begin_together, [(each, batch) for each in group]) for group in groups]
-            _check(run_turn(begins, time.perf_counter))
+            programs = [
+                Program(partial(begin_together, [(each, batch) for each in group]), may_overlap=True)
+                for group in groups
+            ]
+            _check(run_turn(programs, time.perf_counter, threads_that_begin()))
 
 
 def _check(outcomes: Sequence[Outcome]) -> None:

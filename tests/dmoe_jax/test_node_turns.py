@@ -11,7 +11,7 @@ import trio
 
 from dmoe_jax.device import CostModel, DeviceTime, InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.turns import BatchTimes, run_turn
+from dmoe_jax.node.turns import BatchTimes, Program, run_turn
 from net.errors import CallRefused
 from tests.dmoe_jax.node_rig import EXPERT, SGD, Rig, open_rig, rows
 
@@ -103,7 +103,7 @@ def test_a_failing_batch_leaves_the_others_of_its_turn_alone() -> None:
         raise ValueError(where)
 
     batches = [lambda: lambda: (rows(1),), lambda: fails("at once"), lambda: lambda: fails("later")]
-    outcomes = run_turn(batches, iter((10.0, 11.0, 13.0, 16.0)).__next__)
+    outcomes = run_turn([Program(batch) for batch in batches], iter((10.0, 11.0, 13.0, 16.0)).__next__)
     np.testing.assert_array_equal(outcomes[0].results[0], rows(1))
     assert [str(outcome.error) for outcome in outcomes] == ["None", "at once", "later"]
     assert [outcome.seconds for outcome in outcomes] == [1.0, 2.0, 3.0]

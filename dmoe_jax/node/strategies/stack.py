@@ -77,6 +77,8 @@ class StackPrograms:
 
     warm: set[int] = field(default_factory=set)
     """Rows for which they are compiled."""
+    may_overlap: bool = True
+    """See `Programs.may_overlap`."""
     forward: dict[tuple[int, int, bool], Callable[..., Any]] = field(default_factory=dict)
     """By rows, batches, and whether there are dropout keys."""
     backward: dict[tuple[int, int, bool], Callable[..., Any]] = field(default_factory=dict)
@@ -181,14 +183,20 @@ class Stack:
         if (size := (rows, count, has_keys)) not in self.programs.forward:
             inputs, _, keys, _ = self._batch_shapes(*size)
             arguments = self._shapes()[0], _int32(count), _int32(), inputs, keys
-            self.programs.forward[size] = compiled_alone(self._functions.forward, arguments)
+            self.programs.forward[size] = self._compiled_alone(self._functions.forward, arguments)
         return self.programs.forward[size]
 
     def _backward(self, rows: int, count: int, has_keys: bool) -> Callable[..., Any]:
         if (size := (rows, count, has_keys)) not in self.programs.backward:
             arguments = self._shapes(), _int32(count), _int32(), *self._batch_shapes(*size)
-            self.programs.backward[size] = compiled_alone(self._functions.backward, arguments, donate_argnums=0)
+            self.programs.backward[size] = self._compiled_alone(self._functions.backward, arguments, donate_argnums=0)
         return self.programs.backward[size]
+
+    def _compiled_alone(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
+        return compiled_alone(*arguments, on_host_call=self._calls_host, **options)
+
+    def _calls_host(self) -> None:
+        self.programs.may_overlap = False
 
     def _access(self) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
         """What reads and writes one expert."""

@@ -37,6 +37,11 @@ class Programs(Protocol):
         """Numbers of rows for which they are compiled."""
         ...
 
+    @property
+    def may_overlap(self) -> bool:
+        """Whether those of several experts may run at the same time, and be begun by several threads at once."""
+        ...
+
 
 @runtime_checkable
 class Store(Protocol):

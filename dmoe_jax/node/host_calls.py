@@ -1,0 +1,31 @@
+"""Whether a program calls the host: such programs may not run at the same time as one another.
+
+A call to the host (`jax.pure_callback`, `io_callback`, `debug.callback`) holds one of XLA's threads until Python has
+answered, and to give Python a large argument takes another one. XLA on a CPU has as many threads as there are cores: as
+soon as each of them is held by such a call, all of them wait for ever.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def calls_host(jaxpr: Any) -> bool:
+    """Whether anything in it, branches and loops included, is a call to the host.
+
+    Args:
+      jaxpr: a `jax.extend.core.Jaxpr` or `ClosedJaxpr`.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    # All such calls but pure ones are effects, of what is around them too; no expert should have other ones.
+    return bool(jaxpr.effects) or any(
+        "callback" in equation.primitive.name or any(map(calls_host, _jaxprs_in(tuple(equation.params.values()))))
+        for equation in jaxpr.eqns
+    )
+
+
+def _jaxprs_in(param: Any) -> Iterator[Any]:
+    if isinstance(param, tuple | list):
+        for each in param:
+            yield from _jaxprs_in(each)
+    elif hasattr(param, "eqns") or hasattr(getattr(param, "jaxpr", None), "eqns"):
+        yield param

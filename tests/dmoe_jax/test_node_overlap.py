@@ -1,0 +1,180 @@
+"""Programs of several experts that run at the same time, and those that may not."""
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import trio
+
+from dmoe_jax import device as device_module
+from dmoe_jax.device import ThreadDevice
+from dmoe_jax.experts import expert_from_functions, feedforward
+from dmoe_jax.experts.base import Expert
+from dmoe_jax.node import runner
+from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.host_calls import calls_host
+from dmoe_jax.node.programs import ExpertPrograms
+from dmoe_jax.node.turns import Program, run_turn
+from tests.dmoe_jax.node_rig import SGD, open_rig, rows
+
+WIDTH = 512
+"""Of arguments that are large enough for the host to be given them by one of XLA's threads."""
+
+
+class LongTurnDevice(ThreadDevice):
+    """The way to it is worth many batches, and nothing runs in the event loop."""
+
+    turn_s = 100.0  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(inline_s=0.0)
+
+
+def _doubled(array: Any) -> Any:
+    return 2 * np.asarray(array)
+
+
+def on_host(array: Any) -> Any:
+    """The array doubled, by Python."""
+    return jax.pure_callback(_doubled, jax.ShapeDtypeStruct(array.shape, array.dtype), array)
+
+
+def expert_with(function: Callable[[Any], Any]) -> Expert:
+    """x W plus what the function makes of x, which has no gradient."""
+
+    def init(key: Any) -> Any:
+        return {"w": jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH}
+
+    def apply(params: Any, x: Any) -> Any:
+        return x @ params["w"] + jax.lax.stop_gradient(function(jax.lax.stop_gradient(x)))
+
+    return expert_from_functions(init, apply, rows(1, WIDTH))
+
+
+def test_programs_that_may_overlap_are_begun_by_several_threads() -> None:
+    """Two of them wait for each other there; others are begun by the thread of the turn. Outcomes keep their order."""
+    meet, own, begun_by = threading.Barrier(2, timeout=30.0), threading.current_thread(), {}
+
+    def program(name: str, may_overlap: bool) -> Program:
+        def begin() -> Callable[[], Any]:
+            begun_by[name] = threading.current_thread()
+            if may_overlap:
+                meet.wait()
+            return lambda: (name,)
+
+        return Program(begin, may_overlap)
+
+    programs = [program("a", False), program("b", True), program("c", False), program("d", True)]
+    outcomes = run_turn(programs, itertools.count(0.0).__next__, 2)
+    assert [outcome.results for outcome in outcomes] == [("a",), ("b",), ("c",), ("d",)]
+    assert [name for name, thread in begun_by.items() if thread is not own] == ["d"]
+
+
+def test_a_program_that_does_not_begin_elsewhere_leaves_the_others_alone() -> None:
+    def fails() -> Any:
+        raise ValueError("here")
+
+    programs = [Program(begin, may_overlap=True) for begin in (lambda: lambda: (1,), fails, lambda: lambda: (2,))]
+    outcomes = run_turn(programs, itertools.count(0.0).__next__, 3)
+    assert [(outcome.results, str(outcome.error)) for outcome in outcomes] == [
+        ((1,), "None"),
+        ((), "here"),
+        ((2,), "None"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ((5.0, 1.0, 2.0, 3.0), {3: 1, 2: 1}),  # 5 + 1 beside 3 + 2
+        ((float("inf"),) * 4, {1: 1, 3: 1}),
+        ((0.0, 0.0), {1: 1}),
+        ((1.0,), {}),
+    ],
+)
+def test_each_thread_begins_about_as_much(seconds: tuple[float, ...], expected: dict[int, int]) -> None:
+    own, elsewhere = threading.current_thread(), Counter[int]()
+
+    def program(index: int) -> Program:
+        def begin() -> Callable[[], Any]:
+            elsewhere[index] += threading.current_thread() is not own
+            return lambda: ()
+
+        return Program(begin, may_overlap=True, expected_s=seconds[index])
+
+    run_turn([program(index) for index in range(len(seconds))], itertools.count(0.0).__next__, 2)
+    assert +elsewhere == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (on_host, True),
+        (jax.jit(on_host), True),
+        (lambda x: jax.lax.cond(x.sum() > 0, on_host, jnp.sin, x), True),
+        (lambda x: jax.lax.fori_loop(0, 3, lambda _, y: on_host(y), x), True),
+        (lambda x: jax.lax.scan(lambda y, _: (jax.checkpoint(on_host)(y), None), x, length=2)[0], True),
+        (lambda x: (jax.debug.print("{x}", x=x), x)[1], True),
+        (lambda x: jax.lax.cond(x.sum() > 0, jnp.cos, jnp.sin, x), False),
+        (jax.nn.gelu, False),
+    ],
+)
+def test_calls_of_the_host_are_found_wherever_they_are(function: Callable[[Any], Any], expected: bool) -> None:
+    assert calls_host(jax.make_jaxpr(function)(jnp.ones(3))) == expected
+
+
+def test_which_programs_may_overlap() -> None:
+    """Not those that call the host, nor those of large experts, who use one set of buffers for gradients in turn."""
+    plain, calls = (ExpertPrograms(expert_with(function), SGD) for function in (jnp.sin, on_host))
+    large = ExpertPrograms(feedforward(d_model=256), SGD)  # of 6 MB
+    for programs in (plain, calls, large):
+        programs.compile(1)
+    assert (plain.may_overlap, calls.may_overlap, large.may_overlap) == (True, False, False)
+
+
+@pytest.mark.parametrize("function", [jnp.sin, on_host])
+async def test_a_node_answers_several_experts_at_once_as_one_after_the_other(
+    function: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In real time, on a real device; also experts that call the host, which would wait for ever if they overlapped."""
+    begun: list[list[Program]] = []
+
+    def spy(programs: list[Program], *args: Any) -> Any:
+        begun.append(programs)
+        return run_turn(programs, *args)
+
+    monkeypatch.setattr(runner, "run_turn", spy)
+    monkeypatch.setattr(runner, "threads_that_begin", lambda: 3)
+    expert, uids = expert_with(function), [f"ffn.{index}" for index in range(4)]
+    ours, alone = (
+        {uid: ExpertBackend(expert, SGD, expert.init(jax.random.key(index))) for index, uid in enumerate(uids)}
+        for _ in range(2)
+    )
+    x, grads = rows(256, WIDTH), rows(256, WIDTH, seed=1)
+    with trio.fail_after(60.0):
+        async with open_rig(device=LongTurnDevice(), backends=ours) as rig:
+            for number in range(6):
+                async with trio.open_nursery() as nursery:
+                    for uid in uids:
+                        nursery.start_soon(rig.backward, uid, b"%d" % number + uid.encode(), x, grads)
+    assert max(map(len, begun)) > 1
+    assert {program.may_overlap for programs in begun for program in programs} == {function is jnp.sin}
+    for uid in uids:
+        for _ in range(6):
+            alone[uid].backward([x], grads)
+        jax.tree.map(np.testing.assert_array_equal, ours[uid].params, alone[uid].params)
+
+
+def test_a_gpu_has_nothing_to_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "usable_cores", lambda: 8)
+    for backend, expected in (("cpu", 4), ("gpu", 1)):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        device_module.threads_that_begin.cache_clear()
+        assert device_module.threads_that_begin() == expected
+    device_module.threads_that_begin.cache_clear()
