@@ -67,7 +67,7 @@ class Turns:
         groups = [self._backends[start : start + most] for start in range(0, len(self._backends), most)]
         for batch in batches:
             programs = [
-                Program(partial(begin_together, [(each, batch) for each in group]), may_overlap=True)
+                Program(partial(begin_together, [(each, batch) for each in group]), group[0].programs.may_overlap)
                 for group in groups
             ]
             _check(run_turn(programs, time.perf_counter, threads_that_begin()))
