@@ -76,6 +76,14 @@ def run_turn(programs: Sequence[Program], clock: Callable[[], float], threads: i
     return outcomes
 
 
+def raise_failed(outcomes: Sequence[Outcome]) -> None:
+    """Raise the first error of a program or of one of its batches, if there is one: for turns that nobody asked for."""
+    for outcome in outcomes:
+        for error in (outcome.error, *outcome.results):
+            if isinstance(error, Exception):
+                raise error
+
+
 class BatchTimes:
     """How long batches take, by what decides it: a mean in which older ones fade."""
 

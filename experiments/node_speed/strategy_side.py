@@ -19,7 +19,7 @@ from dmoe_jax.node.backend import Batch, ExpertBackend, begin_together, make_bac
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.strategies.settling import Strategies
-from dmoe_jax.node.turns import Outcome, Program, run_turn
+from dmoe_jax.node.turns import Program, raise_failed, run_turn
 from experiments.node_speed.cases import STRATEGIES, Strategy
 from experiments.node_speed.expert import ADAM, PREFIX, hivemind_ffn
 from experiments.processes import orders, run_helper, say
@@ -70,15 +70,7 @@ class Turns:
                 Program(partial(begin_together, [(each, batch) for each in group]), group[0].programs.may_overlap)
                 for group in groups
             ]
-            _check(run_turn(programs, time.perf_counter, threads_that_begin()))
-
-
-def _check(outcomes: Sequence[Outcome]) -> None:
-    """Raise what a program raised: it would have taken no time."""
-    for outcome in outcomes:
-        for error in (outcome.error, *outcome.results):
-            if isinstance(error, Exception):
-                raise error
+            raise_failed(run_turn(programs, time.perf_counter, threads_that_begin()))
 
 
 async def settled(

@@ -1,20 +1,24 @@
 """Which strategy suits a kind of expert on a device: what rules stacking out, and otherwise what a measurement says."""
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dmoe_jax.device import threads_that_begin
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.programs import own_copies
 from dmoe_jax.node.strategies.buckets import bucket_of
 from dmoe_jax.node.strategies.programs import Form
 from dmoe_jax.node.strategies.stack import Stack, StackedBatch, StackedStore, form_for, most_in_program, why_not_alike
 from dmoe_jax.node.strategies.store import SingleStore, State
+from dmoe_jax.node.turns import Program, raise_failed, run_turn
 
 Strategy = Literal["single", "stacked"]
 
@@ -116,18 +120,24 @@ def measure(backend: ExpertBackend, *, experts: int, rows: int, clock: Callable[
     specs = (*backend.expert.inputs, backend.expert.output)
     *inputs, grads = (np.zeros((rows, *spec.shape), jnp.dtype(spec.dtype)) for spec in specs)
 
-    def single() -> None:
-        _wait([store.begin_backward(tuple(inputs), grads, None, 0.0) for store in stores])
-
-    (times,) = _timed([single], clock)
+    singles = [
+        Program(partial(store.begin_backward, tuple(inputs), grads, None, 0.0), store.programs.may_overlap)
+        for store in stores
+    ]
+    (times,) = _timed([singles], clock)
     # The least: other processes compile at the same time, and a small expert must not be taken for a large one.
     if min(times) > together * _WORTH_S:
         return Measured(experts=together, rows=rows, single_s=statistics.median(times), stacked_s=None)
     copies: list[State] = [own_copies(store.read()) for store in stores]
     stack = Stack(backend.expert, backend.optimizer, copies, backend.place)
     batches = [StackedBatch(index=i, inputs=tuple(inputs), output_grads=grads) for i in range(together)]
-    turns = [single, lambda: _wait(stack.begin_backward(batches))]
-    single_s, stacked_s = map(statistics.median, _timed(turns, clock))
+
+    def begin_stacked() -> Callable[[], Sequence[Any]]:
+        finishes = stack.begin_backward(batches)
+        return lambda: [finish() for finish in finishes]
+
+    stacked = [Program(begin_stacked, stack.programs.may_overlap)]
+    single_s, stacked_s = map(statistics.median, _timed([singles, stacked], clock))
     return Measured(experts=together, rows=rows, single_s=single_s, stacked_s=stacked_s)
 
 
@@ -139,19 +149,19 @@ def stack_up(backends: Sequence[ExpertBackend], form: Form | None = None) -> Non
         backend.store = StackedStore(stack, index)
 
 
-def _wait(finishes: Sequence[Callable[[], Any]]) -> None:
-    for finish in finishes:
-        finish()
-
-
-def _timed(turns: Sequence[Callable[[], None]], clock: Callable[[], float]) -> list[list[float]]:
+def _timed(turns: Sequence[Sequence[Program]], clock: Callable[[], float]) -> list[list[float]]:
     """The seconds of each, again and again: they alternate, after one round that does not count, since it compiles."""
     times: list[list[float]] = [[] for _ in turns]
     for turn in turns:
-        turn()
+        _take(turn)
     while len(times[0]) < _MIN_TURNS or (len(times[0]) < _MAX_TURNS and sum(map(sum, times)) < _ENOUGH_S):
         for turn, own in zip(turns, times, strict=True):
             started = clock()
-            turn()
+            _take(turn)
             own.append(clock() - started)
     return times
+
+
+def _take(turn: Sequence[Program]) -> None:
+    """One turn, as the node will take it."""
+    raise_failed(run_turn(turn, time.perf_counter, threads_that_begin()))
