@@ -11,9 +11,10 @@ virtual time it is the declared cost.
 
 import functools
 import math
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
@@ -33,6 +34,9 @@ _TURN_S, _LONG_TURN_S = 2e-3, 9e-3
 """Of `ThreadDevice.turn_s`: where the event loop has a core of its own, and where it shares one with XLA. There, each
 end of a turn leaves the device without work until the loop is done with what it does; measured in
 `experiments.node_speed`."""
+
+_HOST_CALLS = threading.Lock()
+"""Of `one_at_a_time`."""
 
 
 class DeviceTime:
@@ -168,6 +172,15 @@ def threads_that_begin() -> int:
     A GPU has nothing to gain by it. More cores than two were not tried.
     """
     return min(usable_cores(), 4) if jax.default_backend() == "cpu" else 1
+
+
+def one_at_a_time(function: Callable[..., T], *args: Any) -> T:
+    """Return `function(*args)`; on a CPU no other thread is in here meanwhile.
+
+    For what begins programs that call the host and waits for them, see `dmoe_jax.node.host_calls`.
+    """
+    with _HOST_CALLS if jax.default_backend() == "cpu" else nullcontext():
+        return function(*args)
 
 
 @functools.cache

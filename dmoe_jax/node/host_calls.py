@@ -1,8 +1,9 @@
-"""Whether a program calls the host: such programs may not run at the same time as one another.
+"""Programs that call the host: they may not run at the same time as one another, on however many devices.
 
 A call to the host (`jax.pure_callback`, `io_callback`, `debug.callback`) holds one of XLA's threads until Python has
 answered, and to give Python a large argument takes another one. XLA on a CPU has as many threads as there are cores: as
-soon as each of them is held by such a call, all of them wait for ever.
+soon as each of them is held by such a call, all of them wait for ever. All devices of a process share these threads
+(`dmoe_jax.device.one_at_a_time`).
 """
 
 from collections.abc import Iterator

@@ -62,9 +62,9 @@ class ExpertPrograms:
         self._backward_options: dict[str, Any] = {"donate_argnums": (0, 1)}
         self.warm: set[int] = set()
         """The numbers of rows for which they are compiled."""
-        self.may_overlap = not self._keeps_grads and is_whole
-        """Whether programs of several experts may run at the same time: they share no buffers, never wait for one
-        another, and do not call the host (`dmoe_jax.node.host_calls`), as far as is known from those compiled."""
+        self.calls_host = False
+        """Whether one of those compiled so far calls the host (`dmoe_jax.node.host_calls`)."""
+        self._are_apart = not self._keeps_grads and is_whole  # share no buffers, and none waits for another
         self.state = jax.tree.map(_strongly_typed, state_shapes(expert, optimizer))
         """Shape and type of each array of (params, opt_state), and with a layout its sharding."""
         self.init: Callable[..., PyTree] | None = None
@@ -86,6 +86,11 @@ class ExpertPrograms:
         float32. `finite` is bool [2]: the update, and the input gradients. If one of them is not finite, params and
         opt_state are returned as they came."""
         self._compiled: dict[tuple[int, bool], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+    @property
+    def may_overlap(self) -> bool:
+        """See `dmoe_jax.node.strategies.store.Programs`."""
+        return self._are_apart and not self.calls_host
 
     def of_rows(self, rows: int, *, has_keys: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """`apply` and `grad_and_update` for exactly so many rows, with or without keys: those that are compiled, or
@@ -134,10 +139,10 @@ class ExpertPrograms:
         return backward
 
     def _compiled_alone(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        return compiled_alone(*arguments, on_host_call=self._calls_host, **options)
+        return compiled_alone(*arguments, on_host_call=self._note_host_call, **options)
 
-    def _calls_host(self) -> None:
-        self.may_overlap = False
+    def _note_host_call(self) -> None:
+        self.calls_host = True
 
     def _new_grads(self) -> PyTree:
         shapes = self.state[0]

@@ -18,12 +18,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import trio
 
-from dmoe_jax.device import Device, DeviceTime, threads_that_begin
+from dmoe_jax.device import Device, DeviceTime, one_at_a_time, threads_that_begin
 from dmoe_jax.metrics.node import KINDS, NodeRecorder
 from dmoe_jax.node.backend import Batch, ExpertBackend, UpdateRejected, begin_together, stack_of
 from dmoe_jax.node.batching import BatchQueue
@@ -36,6 +36,8 @@ from net.errors import CallRefused, RemoteFailure
 from net.types import Array
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -185,8 +187,17 @@ class BatchRunner:
         return list(turn.values())
 
     def _turn_s(self, turn: Sequence[Sequence[Job]]) -> float:
-        """Seconds that these batches will take together."""
+        """Seconds that these batches will take together; infinite if nobody knows."""
+        if self._calls_host(turn):
+            return math.inf  # It may even wait for something that the event loop does.
         return sum(self._times.expected_s(self._size_of(jobs)) for jobs in turn)
+
+    def _calls_host(self, turn: Sequence[Sequence[Job]]) -> bool:
+        return any(self._backends[jobs[0].request.uid].programs.calls_host for jobs in turn)
+
+    def _work(self, function: Callable[..., T], turn: Sequence[Sequence[Job]]) -> Callable[..., T]:
+        """The function that carries out these batches, or what has it wait until it may."""
+        return functools.partial(one_at_a_time, function) if self._calls_host(turn) else function
 
     def _expected_s(self, jobs: Sequence[Job], turn: Iterable[str]) -> float:
         """Seconds by which this batch makes the turn longer, which has those of these experts, its own among them."""
@@ -265,8 +276,9 @@ class BatchRunner:
         # In virtual time nothing is gained, and runs are to be the same.
         threads = 1 if self._device.is_simulated else threads_that_begin()
         try:
+            work, expected_s = self._work(run_turn, turn), self._turn_s(turn)
             outcomes = await self._device.run(
-                run_turn, programs, time.perf_counter, threads, spent=spent, expected_s=self._turn_s(turn)
+                work, programs, time.perf_counter, threads, spent=spent, expected_s=expected_s
             )
         finally:
             self.counts.busy_s += spent.seconds
@@ -354,7 +366,7 @@ class BatchRunner:
         expected_s = self._turn_s([jobs])
         if grads is not None:
             return await self._device.run(
-                backend.backward,
+                self._work(backend.backward, [jobs]),
                 inputs,
                 grads,
                 keys,
@@ -365,12 +377,13 @@ class BatchRunner:
             )
         rows = inputs[0].shape[0]
         step = min(rows, self._row_limit(jobs[0].key))
+        forward = self._work(backend.forward, [jobs])
         outputs = []
         for start in range(0, rows, step):
             some = slice(start, start + step)
             own_keys = None if keys is None else keys[some]
             own = [array[some] for array in inputs]
-            outputs.append(await self._device.run(backend.forward, own, own_keys, spent=spent, expected_s=expected_s))
+            outputs.append(await self._device.run(forward, own, own_keys, spent=spent, expected_s=expected_s))
         return (_stack(outputs),)
 
     def _begin(self, group: Sequence[Sequence[Job]]) -> Callable[[], Sequence[tuple[Array, ...] | Exception]]:

@@ -1,7 +1,7 @@
 """One expert node and one trainer on a direct network, for the tests of the node."""
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.node.devices import PlacedDevice
 from dmoe_jax.node.server import ExpertNode, open_expert_node
 from net.clock import SwarmClock
 from net.dht.node import open_dht_node
@@ -75,7 +76,7 @@ async def open_rig(
     *,
     cost: CostModel | None = None,
     config: NodeConfig | None = None,
-    device: Device | None = None,
+    device: Device | Sequence[PlacedDevice] | None = None,
     backends: dict[str, ExpertBackend] | None = None,
 ) -> AsyncIterator[Rig]:
     network = DirectNetwork(latency_s=0.01)

@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import jax
@@ -17,8 +18,11 @@ from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts import expert_from_functions, feedforward
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.node import runner
-from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.backend import ExpertBackend, make_backends
+from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.node.devices import PlacedDevice
 from dmoe_jax.node.host_calls import calls_host
+from dmoe_jax.node.placement import Place
 from dmoe_jax.node.programs import ExpertPrograms
 from dmoe_jax.node.turns import Program, run_turn
 from tests.dmoe_jax.node_rig import SGD, open_rig, rows
@@ -36,23 +40,24 @@ class LongTurnDevice(ThreadDevice):
         super().__init__(inline_s=0.0)
 
 
-def _doubled(array: Any) -> Any:
-    return 2 * np.asarray(array)
+def _sin(array: Any) -> Any:
+    return np.sin(np.asarray(array))
 
 
 def on_host(array: Any) -> Any:
-    """The array doubled, by Python."""
-    return jax.pure_callback(_doubled, jax.ShapeDtypeStruct(array.shape, array.dtype), array)
+    """The sine, by Python."""
+    return jax.pure_callback(_sin, jax.ShapeDtypeStruct(array.shape, array.dtype), array)
 
 
 def expert_with(function: Callable[[Any], Any]) -> Expert:
-    """x W plus what the function makes of x, which has no gradient."""
+    """x W times what the function makes of it, which has no gradient but is in that of x W."""
 
     def init(key: Any) -> Any:
         return {"w": jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH}
 
     def apply(params: Any, x: Any) -> Any:
-        return x @ params["w"] + jax.lax.stop_gradient(function(jax.lax.stop_gradient(x)))
+        y = x @ params["w"]
+        return y * jax.lax.stop_gradient(function(jax.lax.stop_gradient(y)))
 
     return expert_from_functions(init, apply, rows(1, WIDTH))
 
@@ -169,6 +174,61 @@ async def test_a_node_answers_several_experts_at_once_as_one_after_the_other(
         for _ in range(6):
             alone[uid].backward([x], grads)
         jax.tree.map(np.testing.assert_array_equal, ours[uid].params, alone[uid].params)
+
+
+@pytest.mark.parametrize("strategy", ["single", "stacked"])
+async def test_devices_take_turns_with_experts_that_call_the_host(strategy: Any) -> None:
+    """They share XLA's threads: as many calls as there are would wait for ever. The tests have some to spare."""
+    inside, at_once = Counter[int](), set[int]()
+
+    def counted(array: Any) -> Any:
+        inside[get_ident()] += 1
+        at_once.add(inside.total())
+        result = _sin(array)
+        inside[get_ident()] -= 1
+        return result
+
+    def function(array: Any) -> Any:
+        return jax.pure_callback(counted, jax.ShapeDtypeStruct(array.shape, array.dtype), array)
+
+    devices = [PlacedDevice(place=Place(number=number), device=LongTurnDevice()) for number in range(3)]
+    uids = [f"ffn.{index}" for index in range(6)]
+    places = [each.place for each in devices]
+    ours = make_backends(dict.fromkeys(uids, expert_with(function)), SGD, seed=0, places=places)
+    x, grads = rows(256, WIDTH), rows(256, WIDTH, seed=1)
+    with trio.fail_after(60.0):
+        async with open_rig(device=devices, backends=ours, config=NodeConfig(strategy=strategy)) as rig:
+            for number in range(6):
+                async with trio.open_nursery() as nursery:
+                    for uid in uids:
+                        nursery.start_soon(rig.backward, uid, b"%d" % number + uid.encode(), x, grads)
+                        nursery.start_soon(rig.forward, uid, x)
+            assert all(each["batches"] for each in rig.node.status()["devices"])
+    assert {backend.update_count for backend in ours.values()} == {6}
+    assert all(backend.programs.calls_host and not backend.programs.may_overlap for backend in ours.values())
+    assert at_once == {1}
+
+
+async def test_what_calls_the_host_never_runs_in_the_event_loop() -> None:
+    """However short it is: it may wait for something that the loop does."""
+    calls: list[int] = []
+
+    def asks_the_loop(array: Any) -> Any:
+        trio.from_thread.run_sync(calls.append, 1, trio_token=loop)
+        return _sin(array)
+
+    def function(array: Any) -> Any:
+        return jax.pure_callback(asks_the_loop, jax.ShapeDtypeStruct(array.shape, array.dtype), array)
+
+    loop = trio.lowlevel.current_trio_token()
+    expert = await trio.to_thread.run_sync(expert_with, function)  # which tries it
+    backends = {"ffn.0": ExpertBackend(expert, SGD, expert.init(jax.random.key(0)))}
+    calls.clear()
+    with trio.fail_after(60.0):
+        async with open_rig(device=ThreadDevice(inline_s=100.0), backends=backends) as rig:
+            for _ in range(4):
+                await rig.forward("ffn.0", rows(1, WIDTH))
+    assert len(calls) == 4
 
 
 def test_a_gpu_has_nothing_to_gain(monkeypatch: pytest.MonkeyPatch) -> None:

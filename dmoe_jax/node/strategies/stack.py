@@ -77,14 +77,19 @@ class StackPrograms:
 
     warm: set[int] = field(default_factory=set)
     """Rows for which they are compiled."""
-    may_overlap: bool = True
-    """See `Programs.may_overlap`."""
+    calls_host: bool = False
+    """See `Programs.calls_host`."""
     forward: dict[tuple[int, int, bool], Callable[..., Any]] = field(default_factory=dict)
     """By rows, batches, and whether there are dropout keys."""
     backward: dict[tuple[int, int, bool], Callable[..., Any]] = field(default_factory=dict)
     """Likewise."""
     access: tuple[Callable[..., PyTree], Callable[..., PyTree]] | None = None
     """What reads and what writes the state of one expert."""
+
+    @property
+    def may_overlap(self) -> bool:
+        """See `Programs.may_overlap`."""
+        return not self.calls_host
 
 
 class Stack:
@@ -193,10 +198,10 @@ class Stack:
         return self.programs.backward[size]
 
     def _compiled_alone(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        return compiled_alone(*arguments, on_host_call=self._calls_host, **options)
+        return compiled_alone(*arguments, on_host_call=self._note_host_call, **options)
 
-    def _calls_host(self) -> None:
-        self.programs.may_overlap = False
+    def _note_host_call(self) -> None:
+        self.programs.calls_host = True
 
     def _access(self) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
         """What reads and writes one expert."""
