@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import numpy as np
@@ -47,6 +47,22 @@ class DeviceTime:
     def __init__(self) -> None:
         self.seconds = 0.0
         """So far; work that is under way is counted when it ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class TwoSteps(Generic[T]):
+    """Work for `Device.run` whose first step only has XLA begin something, and waits for nothing.
+
+    A device may take that step in the event loop: a thread that begins programs while the loop works waits for the
+    interpreter several times as long as that takes.
+    """
+
+    begin: Callable[[], Callable[[], T]]
+    """The first step; it returns the second one, which waits."""
+
+    def __call__(self) -> T:
+        """Take both steps."""
+        return self.begin()()
 
 
 @runtime_checkable
@@ -118,6 +134,7 @@ class ThreadDevice:
         self._inline_s = inline_s
         self._limiter = trio.CapacityLimiter(1)
         self._aside = trio.CapacityLimiter(1) if compiles_beside else self._limiter
+        self._waits = trio.CapacityLimiter(1)
         self._busy = DeviceTime()
 
     @property
@@ -135,10 +152,26 @@ class ThreadDevice:
             with _measured(self._busy, spent):
                 return _run_ready(function, args)
 
+        if isinstance(function, TwoSteps) and _shares_its_cores():
+            return await self._run_steps(function, spent)
         if expected_s < self._inline_below_s:
             async with self._limiter:
                 return timed()
         return await trio.to_thread.run_sync(timed, limiter=self._limiter)
+
+    async def _run_steps(self, work: TwoSteps[T], spent: DeviceTime | None) -> T:
+        """The first step here, the second one in the thread."""
+
+        def timed() -> T:
+            with _measured(self._busy, spent, started=started):
+                return _run_ready(finish, ())
+
+        async with self._limiter:
+            with trio.CancelScope(shield=True):  # What has begun is waited for.
+                started = time.perf_counter()
+                finish = work.begin()
+                result = await trio.to_thread.run_sync(timed, limiter=self._waits)
+        return result
 
     @property
     def _inline_below_s(self) -> float:
@@ -332,9 +365,10 @@ def work_of(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, i
 
 
 @contextmanager
-def _measured(*spent: DeviceTime | None) -> Iterator[None]:
-    """Add the seconds of the block to each of these. One thread at a time works, so nothing is lost."""
-    started = time.perf_counter()
+def _measured(*spent: DeviceTime | None, started: float | None = None) -> Iterator[None]:
+    """Add the seconds of the block to each of these; those since it started, if that was earlier. One thread at a time
+    works, so nothing is lost."""
+    started = time.perf_counter() if started is None else started
     try:
         yield
     finally:

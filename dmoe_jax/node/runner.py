@@ -11,33 +11,37 @@ A batch whose update would not be finite changes nothing. Its requests are then 
 ones are refused.
 """
 
-import functools
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TypeVar, cast
+from typing import cast
 
-import numpy as np
 import trio
 
-from dmoe_jax.device import Device, DeviceTime, one_at_a_time, threads_that_begin
+from dmoe_jax.device import Device, DeviceTime, threads_that_begin
 from dmoe_jax.metrics.node import KINDS, NodeRecorder
-from dmoe_jax.node.backend import Batch, ExpertBackend, UpdateRejected, begin_together, stack_of
+from dmoe_jax.node.backend import ExpertBackend, UpdateRejected, stack_of
 from dmoe_jax.node.batching import BatchQueue
+from dmoe_jax.node.composing import (
+    backend_of,
+    below_one_another,
+    calls_host,
+    groups_of,
+    joined,
+    rows_of,
+    safely,
+    turn_of,
+)
 from dmoe_jax.node.gathering import Gathering
 from dmoe_jax.node.job import Job
-from dmoe_jax.node.strategies.grouping import Piece, grouped
-from dmoe_jax.node.strategies.store import warm_bucket_of
-from dmoe_jax.node.turns import BatchTimes, Program, run_turn
+from dmoe_jax.node.turns import BatchTimes
 from net.errors import CallRefused, RemoteFailure
 from net.types import Array
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -174,8 +178,8 @@ class BatchRunner:
             jobs = self.queue.take(self._row_limit, may_run=lambda key: _uid_of(key) not in turn)
             if not jobs:
                 break
-            key, backend = jobs[0].key, self._backends[jobs[0].request.uid]
-            rows, limit = _rows_of(jobs), self._row_limit(key)
+            key, backend = jobs[0].key, backend_of(jobs, self._backends)
+            rows, limit = rows_of(jobs), self._row_limit(key)
             self._running[jobs[0].request.uid] += 1
             if rows > limit or (self.queue.waits(key) and limit < self._max_batch_rows):
                 nursery.start_soon(self._grow, backend, backend.bucket_of(max(rows, limit + 1)))
@@ -188,25 +192,18 @@ class BatchRunner:
 
     def _turn_s(self, turn: Sequence[Sequence[Job]]) -> float:
         """Seconds that these batches will take together; infinite if nobody knows."""
-        if self._calls_host(turn):
+        if calls_host(turn, self._backends):
             return math.inf  # It may even wait for something that the event loop does.
         return sum(self._times.expected_s(self._size_of(jobs)) for jobs in turn)
 
-    def _calls_host(self, turn: Sequence[Sequence[Job]]) -> bool:
-        return any(self._backends[jobs[0].request.uid].programs.calls_host for jobs in turn)
-
-    def _work(self, function: Callable[..., T], turn: Sequence[Sequence[Job]]) -> Callable[..., T]:
-        """The function that carries out these batches, or what has it wait until it may."""
-        return functools.partial(one_at_a_time, function) if self._calls_host(turn) else function
-
     def _expected_s(self, jobs: Sequence[Job], turn: Iterable[str]) -> float:
         """Seconds by which this batch makes the turn longer, which has those of these experts, its own among them."""
-        share, backend = self._times.expected_s(self._size_of(jobs)), self._backends[jobs[0].request.uid]
+        share, backend = self._times.expected_s(self._size_of(jobs)), backend_of(jobs, self._backends)
         stack = stack_of(backend)
         if stack is None or stack.form == "looped":
             return share
         # What is computed at the same time takes about as long as one: only when there is no room left it counts.
-        most = stack.most_together(_rows_of(jobs))
+        most = stack.most_together(rows_of(jobs))
         return 0.0 if sum(stack_of(self._backends[uid]) is stack for uid in turn) % most else most * share
 
     def _has_run(self, turn: Sequence[Sequence[Job]]) -> None:
@@ -217,8 +214,8 @@ class BatchRunner:
 
     def _size_of(self, jobs: Sequence[Job]) -> Hashable:
         """What decides how long a batch takes."""
-        backend = self._backends[jobs[0].request.uid]
-        return (*self._work_of(jobs[0]), backend.bucket_of(_rows_of(jobs)))
+        backend = backend_of(jobs, self._backends)
+        return (*self._work_of(jobs[0]), backend.bucket_of(rows_of(jobs)))
 
     def _work_of(self, job: Job) -> tuple[Hashable, ...]:
         """What decides how long a row takes: the program."""
@@ -257,7 +254,7 @@ class BatchRunner:
 
     async def _run_turn(self, turn: Sequence[Sequence[Job]]) -> None:
         """Run batches together, if there are several; one that must be cut into parts is run by itself."""
-        whole = [jobs for jobs in turn if _rows_of(jobs) <= self._row_limit(jobs[0].key)]
+        whole = [jobs for jobs in turn if rows_of(jobs) <= self._row_limit(jobs[0].key)]
         together = whole if len(whole) > 1 else []
         if together:
             await self._run_together(together)
@@ -268,18 +265,12 @@ class BatchRunner:
     async def _run_together(self, turn: Sequence[Sequence[Job]]) -> None:
         """Have XLA begin all of it before anybody waits for the first; batches of one stack share a program."""
         started, spent = trio.current_time(), DeviceTime()
-        groups = [[turn[position] for position in group] for group in self._groups(turn)]
-        programs = [
-            Program(functools.partial(self._begin, group), self._may_overlap(group), self._turn_s(group))
-            for group in groups
-        ]
-        # In virtual time nothing is gained, and runs are to be the same.
+        groups = groups_of(turn, self._backends)
+        # In virtual time nothing is gained by several threads, and runs are to be the same.
         threads = 1 if self._device.is_simulated else threads_that_begin()
+        work = turn_of(groups, self._backends, self._turn_s, clock=time.perf_counter, threads=threads)
         try:
-            work, expected_s = self._work(run_turn, turn), self._turn_s(turn)
-            outcomes = await self._device.run(
-                work, programs, time.perf_counter, threads, spent=spent, expected_s=expected_s
-            )
+            outcomes = await self._device.run(work, spent=spent, expected_s=self._turn_s(turn))
         finally:
             self.counts.busy_s += spent.seconds
         for group, outcome in zip(groups, outcomes, strict=True):
@@ -291,21 +282,6 @@ class BatchRunner:
                 else:
                     self._note_time(jobs, self._size_of(jobs), share_s)
                     self._answer(jobs, results, started, share_s)
-
-    def _groups(self, turn: Sequence[Sequence[Job]]) -> list[list[int]]:
-        """Which batches of a turn share a program."""
-        pieces = []
-        for jobs in turn:
-            backend, (_, *kind) = self._backends[jobs[0].request.uid], jobs[0].key
-            stack = stack_of(backend)
-            key = None if stack is None else (id(stack), *kind)
-            pieces.append(Piece(key, warm_bucket_of(_rows_of(jobs), backend.programs)))
-
-        def most_together(position: int, bucket: int) -> int:
-            stack = stack_of(self._backends[turn[position][0].request.uid])
-            return 1 if stack is None else stack.most_together(bucket)
-
-        return grouped(pieces, most_together)
 
     async def _run_batch(self, jobs: Sequence[Job]) -> None:
         started, spent, size = trio.current_time(), DeviceTime(), self._size_of(jobs)
@@ -331,15 +307,15 @@ class BatchRunner:
 
     def _note_time(self, jobs: Sequence[Job], size: Hashable, seconds: float) -> None:
         self._times.note(size, seconds)
-        self._row_times.note(self._work_of(jobs[0]), seconds / _rows_of(jobs))
+        self._row_times.note(self._work_of(jobs[0]), seconds / rows_of(jobs))
 
     def _answer(self, jobs: Sequence[Job], results: Sequence[Array], started: float, device_s: float) -> None:
         """Hand the jobs of a batch that began at `started` their rows of the results."""
-        backend, now = self._backends[jobs[0].request.uid], trio.current_time()
+        backend, now = backend_of(jobs, self._backends), trio.current_time()
         self._record(backend, jobs, started, device_s)
         self.counts.batches += 1
         self.counts.answered += len(jobs)
-        self.counts.rows += _rows_of(jobs)
+        self.counts.rows += rows_of(jobs)
         self.counts.call_s += sum(now - job.arrived_at for job in jobs)
         stop = 0
         for job in jobs:
@@ -360,13 +336,13 @@ class BatchRunner:
 
     async def _compute(self, jobs: Sequence[Job], spent: DeviceTime) -> tuple[Array, ...]:
         """Output, or gradients of the inputs, for the rows of all jobs; the device's seconds are added to `spent`."""
-        backend = self._backends[jobs[0].request.uid]
-        batch = _joined(jobs)
+        backend = backend_of(jobs, self._backends)
+        batch = joined(jobs)
         inputs, keys, grads = batch.inputs, batch.keys, batch.output_grads
         expected_s = self._turn_s([jobs])
         if grads is not None:
             return await self._device.run(
-                self._work(backend.backward, [jobs]),
+                safely(backend.backward, jobs, self._backends),
                 inputs,
                 grads,
                 keys,
@@ -377,24 +353,14 @@ class BatchRunner:
             )
         rows = inputs[0].shape[0]
         step = min(rows, self._row_limit(jobs[0].key))
-        forward = self._work(backend.forward, [jobs])
+        forward = safely(backend.forward, jobs, self._backends)
         outputs = []
         for start in range(0, rows, step):
             some = slice(start, start + step)
             own_keys = None if keys is None else keys[some]
             own = [array[some] for array in inputs]
             outputs.append(await self._device.run(forward, own, own_keys, spent=spent, expected_s=expected_s))
-        return (_stack(outputs),)
-
-    def _begin(self, group: Sequence[Sequence[Job]]) -> Callable[[], Sequence[tuple[Array, ...] | Exception]]:
-        """Have XLA begin batches that share a program, or one that has its own; in the device's thread."""
-        return begin_together([(self._backends[jobs[0].request.uid], _joined(jobs)) for jobs in group])
-
-    def _may_overlap(self, group: Sequence[Sequence[Job]]) -> bool:
-        """Whether the program of these batches may run at the same time as others."""
-        backend = self._backends[group[0][0].request.uid]
-        # What is not compiled yet may turn out to call the host; and several processes begin in one order.
-        return bool(backend.programs.warm) and backend.programs.may_overlap and backend.place.tell is None
+        return (below_one_another(outputs),)
 
     def _refuse(self, job: Job, rejected: UpdateRejected) -> None:
         self.counts.rejected[rejected.reason] += 1
@@ -417,29 +383,3 @@ class BatchRunner:
 def _uid_of(key: Hashable) -> str:
     uid, _, _ = cast(tuple[str, str, bool], key)
     return uid
-
-
-def _rows_of(jobs: Sequence[Job]) -> int:
-    return sum(job.rows for job in jobs)
-
-
-def _joined(jobs: Sequence[Job]) -> Batch:
-    """The rows of all jobs."""
-    parts = [job.request for job in jobs]
-    inputs = tuple(_stack(arrays) for arrays in zip(*(part.inputs for part in parts), strict=True))
-    grads = [part.output_grads for part in parts if part.output_grads is not None]
-    keys = [part.keys for part in parts if part.keys is not None]
-    return Batch(
-        inputs=inputs,
-        output_grads=_stack(grads) if grads else None,
-        keys=_stack(keys) if keys else None,
-        # Not how stale they are: until the device has time for them, other batches may step the expert.
-        seen=np.repeat([part.seen for part in parts], [part.rows for part in parts]),
-        # By which an expert remembers that it has learnt from these requests.
-        requests=tuple(job.replay_key for job in jobs if job.replay_key is not None),
-    )
-
-
-def _stack(arrays: Sequence[Array]) -> Array:
-    """The requests' rows below one another; a single request is used as it came, without a copy."""
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -62,18 +62,29 @@ def run_turn(programs: Sequence[Program], clock: Callable[[], float], threads: i
       clock: seconds.
       threads: so many begin those that may overlap, this one included; each begins about as much.
     """
+    return begin_turn(programs, clock, threads)()
+
+
+def begin_turn(
+    programs: Sequence[Program], clock: Callable[[], float], threads: int = 1
+) -> Callable[[], list[Outcome]]:
+    """The first half of `run_turn`, with its arguments; it returns the second one, which waits."""
     since = clock()
     begun = _begun(programs, threads)
-    outcomes = []
-    for finish in begun:
-        results = finish if isinstance(finish, Exception) else _tried(finish)
-        now = clock()
-        if isinstance(results, Exception):
-            outcomes.append(Outcome(error=results, seconds=now - since))
-        else:
-            outcomes.append(Outcome(results=results, seconds=now - since))
-        since = now
-    return outcomes
+
+    def finish() -> list[Outcome]:
+        outcomes, before = [], since
+        for each in begun:
+            results = each if isinstance(each, Exception) else _tried(each)
+            now = clock()
+            if isinstance(results, Exception):
+                outcomes.append(Outcome(error=results, seconds=now - before))
+            else:
+                outcomes.append(Outcome(results=results, seconds=now - before))
+            before = now
+        return outcomes
+
+    return finish
 
 
 def raise_failed(outcomes: Sequence[Outcome]) -> None:

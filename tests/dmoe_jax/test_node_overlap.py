@@ -1,5 +1,6 @@
 """Programs of several experts that run at the same time, and those that may not."""
 
+import functools
 import itertools
 import threading
 from collections import Counter
@@ -17,14 +18,14 @@ from dmoe_jax import device as device_module
 from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts import expert_from_functions, feedforward
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.node import runner
+from dmoe_jax.node import composing, runner
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice
 from dmoe_jax.node.host_calls import calls_host
 from dmoe_jax.node.placement import Place
 from dmoe_jax.node.programs import ExpertPrograms
-from dmoe_jax.node.turns import Program, run_turn
+from dmoe_jax.node.turns import Program, begin_turn, run_turn
 from tests.dmoe_jax.node_rig import SGD, open_rig, rows
 
 WIDTH = 512
@@ -143,19 +144,28 @@ def test_which_programs_may_overlap() -> None:
     assert (plain.may_overlap, calls.may_overlap, large.may_overlap) == (True, False, False)
 
 
-@pytest.mark.parametrize("function", [jnp.sin, on_host])
+@pytest.mark.parametrize(
+    ("function", "strategy"), [(jnp.sin, "single"), (on_host, "single"), (jnp.sin, "stacked"), (on_host, "stacked")]
+)
 async def test_a_node_answers_several_experts_at_once_as_one_after_the_other(
-    function: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+    function: Callable[[Any], Any], strategy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In real time, on a real device; also experts that call the host, which would wait for ever if they overlapped."""
+    """In real time, on a real device; also experts that call the host, which would wait for ever if they overlapped.
+
+    Where the loop shares its cores with XLA it begins the programs of stacks itself, unless they call the host.
+    """
     begun: list[list[Program]] = []
+    begun_by: set[int] = set()
 
-    def spy(programs: list[Program], *args: Any) -> Any:
+    def spy(function: Callable[..., Any], programs: list[Program], *args: Any) -> Any:
         begun.append(programs)
-        return run_turn(programs, *args)
+        begun_by.add(get_ident())
+        return function(programs, *args)
 
-    monkeypatch.setattr(runner, "run_turn", spy)
+    monkeypatch.setattr(composing, "run_turn", functools.partial(spy, run_turn))
+    monkeypatch.setattr(composing, "begin_turn", functools.partial(spy, begin_turn))
     monkeypatch.setattr(runner, "threads_that_begin", lambda: 3)
+    monkeypatch.setattr(device_module, "_shares_its_cores", lambda: True)
     expert, uids = expert_with(function), [f"ffn.{index}" for index in range(4)]
     ours, alone = (
         {uid: ExpertBackend(expert, SGD, expert.init(jax.random.key(index))) for index, uid in enumerate(uids)}
@@ -163,13 +173,15 @@ async def test_a_node_answers_several_experts_at_once_as_one_after_the_other(
     )
     x, grads = rows(256, WIDTH), rows(256, WIDTH, seed=1)
     with trio.fail_after(60.0):
-        async with open_rig(device=LongTurnDevice(), backends=ours) as rig:
+        async with open_rig(device=LongTurnDevice(), backends=ours, config=NodeConfig(strategy=strategy)) as rig:
             for number in range(6):
                 async with trio.open_nursery() as nursery:
                     for uid in uids:
                         nursery.start_soon(rig.backward, uid, b"%d" % number + uid.encode(), x, grads)
-    assert max(map(len, begun)) > 1
-    assert {program.may_overlap for programs in begun for program in programs} == {function is jnp.sin}
+    assert strategy == "stacked" or max(map(len, begun)) > 1
+    overlap, in_loop = (function is jnp.sin and strategy == name for name in ("single", "stacked"))
+    assert {program.may_overlap for programs in begun for program in programs} == {overlap}
+    assert (begun_by == {get_ident()}) == in_loop
     for uid in uids:
         for _ in range(6):
             alone[uid].backward([x], grads)

@@ -47,7 +47,7 @@ async def test_a_turn_of_stacked_experts_is_one_program(autojump_clock: trio.tes
         for number in range(3):
             device.turns.clear()
             answers = await ask_all(rig, number)
-            assert number == 0 or device.turns == ["forward", "run_turn"]
+            assert number == 0 or device.turns == ["forward", "turn"]
             for index in range(4 if number else 3):
                 (expected,) = alone[UIDS[index]].backward([10 * rows(2, seed=9)], rows(2, seed=index))
                 np.testing.assert_allclose(answers[index], expected, rtol=1e-5, atol=1e-6)
