@@ -25,7 +25,13 @@ from experiments.node_speed.strategies import (
     strategy_rates,
     strategy_table,
 )
-from experiments.node_speed.turns import NodeAndCallers, Quantities, open_hivemind, open_node
+from experiments.node_speed.turns import (
+    NodeAndCallers,
+    Quantities,
+    open_hivemind,
+    open_node,
+    with_samples_per_cpu_s,
+)
 from experiments.panels import ratio_figure
 from experiments.processes import HelperFailed
 from experiments.results import Bar, Result
@@ -46,6 +52,13 @@ HIVEMIND_RATIOS = (
     Ratio("hivemind_ratio_large_requests", "samples_per_s", "large_requests", "large_requests_hivemind", ">=", 5.0),
     Ratio("hivemind_ratio_wide_expert", "samples_per_s", "wide_expert", "wide_expert_hivemind", ">=", 10.0),
 )
+PROCESSOR_RATIOS = tuple(
+    # Without a bar: callers in other processes take none of it away, as those of other machines do not.
+    replace(ratio, name=ratio.name.replace("device", "processor"), quantity="samples_per_cpu_s", bound=0.0)
+    for ratio in DEVICE_RATIOS
+    if ratio.baseline.endswith("_bare")
+)
+"""Samples for each second of a processor that the node's process uses, over those of bare calls."""
 MEMORY_BAR = Bar(name="memory_ratio", bound=1.0)
 """Memory beyond imports, over 1.3 times the state and 150 MB."""
 COMPILATIONS_BAR = Bar(name="compilations_while_serving", bound=0.0)
@@ -161,8 +174,9 @@ def _node_around_bare(node: NodeAndCallers, slice_s: float) -> dict[str, Quantit
     first = node.serve(slice_s / 2)
     bare = node.bare(first.get("mean_batch", 1.0), slice_s)
     second = node.serve(slice_s / 2)
-    rate = (first["samples_per_s"] + second["samples_per_s"]) / 2
-    return {name: {**second, "samples_per_s": rate, "mean_batch": first.get("mean_batch")}, f"{name}_bare": bare}
+    halves = {key: (first[key] + second[key]) / 2 for key in ("samples_per_s", "cpu_share")}
+    whole = with_samples_per_cpu_s({**second, **halves, "mean_batch": first.get("mean_batch")})
+    return {name: whole, f"{name}_bare": bare}
 
 
 def _measure_memory(run: Run[SpeedSettings], case: Case) -> None:
@@ -279,7 +293,8 @@ def summarise(run: Run[SpeedSettings]) -> Result | None:
         ratios = [*DEVICE_RATIOS, *(HIVEMIND_RATIOS if has_hivemind else ())]
         bars += [ratio.bar for ratio in ratios]
         figures |= {ratio.name: None for ratio in (*DEVICE_RATIOS, *HIVEMIND_RATIOS)}
-        figures |= _ratio_figures(slices, ratios, ("samples_per_s", "mean_batch", "cpu_share"))
+        made_of = ("samples_per_s", "mean_batch", "cpu_share")
+        figures |= _ratio_figures(slices, [*ratios, *PROCESSOR_RATIOS], made_of)
     if "memory" in parts:
         bars += [MEMORY_BAR, COMPILATIONS_BAR]
         figures |= _memory_figures(run)

@@ -63,25 +63,27 @@ class BareCalls:
         self._d_model = case.d_model
         self._rng = np.random.default_rng(seed)
 
-    def seconds_of_calls(self, rows: int, *, for_s: float) -> tuple[float, float]:
+    def calls(self, rows: int, *, for_s: float) -> dict[str, float]:
         """Call the experts in turn, after two rounds that warm up and may compile.
 
         Args:
           rows: of each call.
           for_s: seconds to go on.
-        Returns: mean seconds of a forward and of a backward with its step.
+        Returns: `forward_s` and `backward_s`, mean seconds of a forward and of a backward with its step; and
+          `cpu_share`, processor seconds of the process a second.
         """
         x, grads = self._rng.normal(size=(2, rows, self._d_model)).astype(np.float32)
         for index in 2 * list(range(len(self._params))):
             self._call(index, x, grads)
         forward_s = backward_s = 0.0
-        count, ends = 0, time.perf_counter() + for_s
+        count, began, cpu_s = 0, time.perf_counter(), time.process_time()
         for index in itertools.cycle(range(len(self._params))):
             took = self._call(index, x, grads)
             forward_s, backward_s, count = forward_s + took[0], backward_s + took[1], count + 1
-            if time.perf_counter() >= ends:
+            if (took_s := time.perf_counter() - began) >= for_s:
                 break
-        return forward_s / count, backward_s / count
+        cpu_share = (time.process_time() - cpu_s) / took_s
+        return {"forward_s": forward_s / count, "backward_s": backward_s / count, "cpu_share": cpu_share}
 
     def _call(self, index: int, x: np.ndarray, grads: np.ndarray) -> tuple[float, float]:
         """Seconds of one forward and one backward."""
@@ -129,9 +131,8 @@ async def serve(*, case: dict[str, Any], seed: int) -> None:
             elif order["do"] == "bare":
                 if bare is None:
                     bare = await trio.to_thread.run_sync(BareCalls, own, seed)
-                calls = partial(bare.seconds_of_calls, order["rows"], for_s=order["for_s"])
-                forward_s, backward_s = await trio.to_thread.run_sync(calls)
-                say(forward_s=forward_s, backward_s=backward_s)
+                calls = partial(bare.calls, order["rows"], for_s=order["for_s"])
+                say(**await trio.to_thread.run_sync(calls))
             else:
                 await served.close()
                 served = await begin(checkpoint_dir=order["folder"], checkpoint_period_s=order["period_s"])

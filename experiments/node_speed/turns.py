@@ -41,8 +41,9 @@ class NodeAndCallers:
         """Have all callers call for a slice.
 
         Returns:
-          `samples_per_s`; the node's `mean_batch` rows, processor time and share of time that its device worked, as far
-          as there is any; and of layer calls the longest and the medians.
+          `samples_per_s`; the node's `mean_batch` rows, processor seconds a second (`cpu_share`, and by these
+          `samples_per_cpu_s`) and share of time that its device worked, as far as there is any; and of layer calls the
+          longest and the medians.
 
         Raises:
           HelperFailed: a process has ended.
@@ -61,7 +62,9 @@ class NodeAndCallers:
         each = sorted(set(neighbours(rows)))
         answers = [self.node.ask(do="bare", rows=number, for_s=for_s / len(each)) for number in each]
         seconds = [answer["forward_s"] + answer["backward_s"] for answer in answers]
-        return {"samples_per_s": rate_between(rows, (seconds[0], seconds[-1])), "rows": rows, **answers[-1]}
+        rate = rate_between(rows, (seconds[0], seconds[-1]))
+        cpu_share = sum(answer["cpu_share"] for answer in answers) / len(answers)
+        return with_samples_per_cpu_s({**answers[-1], "samples_per_s": rate, "rows": rows, "cpu_share": cpu_share})
 
 
 def served_record(
@@ -90,7 +93,14 @@ def served_record(
             # Of the processes' medians: every process has about as many callers.
             medians = sorted(answer[name] for answer in answers if name in answer)
             record[name] = medians[len(medians) // 2]
-    return record
+    return with_samples_per_cpu_s(record)
+
+
+def with_samples_per_cpu_s(record: Quantities) -> Quantities:
+    """The record with `samples_per_cpu_s`, samples for each second of a processor, if its process used any."""
+    if not record["cpu_share"]:
+        return record
+    return record | {"samples_per_cpu_s": record["samples_per_s"] / record["cpu_share"]}
 
 
 def take_slice(

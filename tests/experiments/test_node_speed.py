@@ -28,6 +28,7 @@ from experiments.node_speed.measurement import (
     HIVEMIND_RATIOS,
     MEMORY,
     SAVING,
+    _node_around_bare,
     hivemind_python,
     memory_record,
     saving_record,
@@ -146,12 +147,51 @@ def test_record_of_a_slice_of_the_node() -> None:
         "layer_calls": 8,
         "busy_share": 0.5,
         "cpu_share": 1.5,
+        "samples_per_cpu_s": 8.0 / 1.5,
         "compilations": 1,
         "mean_batch": 2.5,
         **times,
         "longest_forward_s": 3.0,
     }
-    assert "mean_batch" not in served_record(before, before, answers[2:], 2.0)
+    nothing = served_record(before, before, answers[2:], 2.0)
+    assert not {"mean_batch", "samples_per_cpu_s"} & set(nothing)
+
+
+class Halves:
+    """A node that makes 10 samples a second by half a processor, then 20 by one."""
+
+    def __init__(self) -> None:
+        self.case = case_of()
+        self.halves = iter([(10.0, 0.5, 2.0), (20.0, 1.0, 3.0)])
+
+    def serve(self, slice_s: float) -> dict[str, float]:
+        assert slice_s == 1.5
+        return dict(zip(("samples_per_s", "cpu_share", "mean_batch"), next(self.halves), strict=True))
+
+    def bare(self, rows: float, for_s: float) -> dict[str, float]:
+        return {"rows": rows, "samples_per_s": for_s}
+
+
+def test_bare_calls_between_two_halves() -> None:
+    """They have the first half's mean batch; rate and processor time are of both."""
+    node = Halves()
+    name = node.case.name
+    assert _node_around_bare(node, 3.0) == {  # type: ignore[arg-type]
+        name: {"samples_per_s": 15.0, "cpu_share": 0.75, "mean_batch": 2.0, "samples_per_cpu_s": 20.0},
+        f"{name}_bare": {"rows": 2.0, "samples_per_s": 3.0},
+    }
+
+
+def test_samples_by_processor_time(run: Run[SpeedSettings]) -> None:
+    """Of a node that makes 90 samples by 1.5 processors, where bare calls make 100 by 2: 60 / 50. It has no bar."""
+    log_rates(run, RATES)
+    for name, rate in (("large_requests", 60.0), ("large_requests_bare", 50.0)):
+        run.log(SLICE, round=1, name=name, samples_per_cpu_s=rate)
+    result = summarise(run)
+    assert result is not None
+    assert result.figures["processor_ratio_large_requests"] == 1.2
+    assert result.figures["processor_ratio_many_experts"] is None
+    assert not any("processor" in bar.name for bar in result.bars)
 
 
 def test_memory_is_judged_beyond_imports() -> None:
@@ -281,9 +321,9 @@ def test_bare_calls_train_their_experts() -> None:
     bare = BareCalls(case_of(), 0)
     before = [np.asarray(jax.tree.leaves(params)[0]) for params in bare._params]
     before = [array.copy() for array in before]
-    forward_s, backward_s = bare.seconds_of_calls(4, for_s=0.0)
-    assert forward_s > 0
-    assert backward_s > 0
+    answer = bare.calls(4, for_s=0.0)
+    assert answer.keys() == {"forward_s", "backward_s", "cpu_share"}
+    assert all(value > 0 for value in answer.values())
     after = [np.asarray(jax.tree.leaves(params)[0]) for params in bare._params]
     assert all((old != new).any() for old, new in zip(before, after, strict=True))
 
