@@ -260,7 +260,8 @@ def test_bars_without_hivemind(run: Run[SpeedSettings]) -> None:
 def test_bars_with_hivemind(run: Run[SpeedSettings]) -> None:
     """The worst node counts for memory, the compilations of both; 90 / 20 is less than 5."""
     others = {"large_requests_hivemind": 20.0, "many_experts_hivemind": 2.0, "wide_expert_hivemind": 1.0}
-    log_rates(run, {**RATES, **others, "wide_expert": 10.0})
+    ours = {"large_requests": 90.0, "many_experts": 50.0, "wide_expert": 10.0}
+    log_rates(run, {**RATES, **others, **{f"{name}_beside_hivemind": rate for name, rate in ours.items()}})
     for name, ratio, compilations in (("memory_few", 0.9, 0), ("memory_wide", 1.1, 2)):
         sizes = {"state_bytes": 10**6, "beyond_bytes": 2 * 10**6, "peak_ratio": 1.2}
         run.log(MEMORY, name=name, ratio=ratio, compilations=compilations, **sizes)
