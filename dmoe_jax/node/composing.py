@@ -71,8 +71,10 @@ def turn_of(
 
 
 def safely(function: Callable[..., T], jobs: Jobs, backends: Backends) -> Callable[..., T]:
-    """The function that carries out a batch, or what has it wait until it may."""
-    return functools.partial(one_at_a_time, function) if calls_host([jobs], backends) else function
+    """The function that carries out a batch, or what has it wait until it may; of the same name, which costs go by."""
+    if not calls_host([jobs], backends):
+        return function
+    return functools.update_wrapper(functools.partial(one_at_a_time, function), function)
 
 
 def calls_host(turn: Sequence[Jobs], backends: Backends) -> bool:

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import trio
+import trio.testing
 
 from dmoe_jax import device as device_module
-from dmoe_jax.device import ThreadDevice
+from dmoe_jax.device import InlineDevice, ThreadDevice
 from dmoe_jax.experts import expert_from_functions, feedforward
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.node import composing, runner
@@ -241,6 +242,23 @@ async def test_what_calls_the_host_never_runs_in_the_event_loop() -> None:
             for _ in range(4):
                 await rig.forward("ffn.0", rows(1, WIDTH))
     assert len(calls) == 4
+
+
+async def test_what_calls_the_host_costs_what_it_did(autojump_clock: trio.testing.MockClock) -> None:
+    """In virtual time too, where a function's cost may go by its name."""
+    seen: list[tuple[str, int]] = []
+
+    def cost(name: str, rows: int) -> float:
+        seen.append((name, rows))
+        return 1.0
+
+    backends = make_backends({"ffn.0": expert_with(on_host)}, SGD, seed=0)
+    backends["ffn.0"].warm_up_bucket(2)
+    assert backends["ffn.0"].programs.calls_host
+    async with open_rig(device=InlineDevice(cost), backends=backends) as rig:
+        await rig.forward("ffn.0", rows(2, WIDTH))
+        await rig.backward("ffn.0", b"1", rows(2, WIDTH), rows(2, WIDTH, seed=1))
+    assert seen == [("forward", 2), ("backward", 2)]
 
 
 def test_a_gpu_has_nothing_to_gain(monkeypatch: pytest.MonkeyPatch) -> None:
