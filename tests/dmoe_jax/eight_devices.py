@@ -121,13 +121,14 @@ async def two_devices_at_once() -> None:
     """Each of two experts computes only while the other one does."""
     together = threading.Barrier(2)
 
-    def meet(x: np.ndarray) -> np.ndarray:
+    def meet(forward: Callable[..., Any], *args: Any) -> Any:
         together.wait(timeout=120.0)  # a deadline, not a pause: raises if the other one has not begun
-        return np.asarray(x)
+        result = forward(*args)
+        together.wait(timeout=120.0)
+        return result
 
     def apply(params: Any, x: Any) -> Any:
-        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return params * x + jax.lax.stop_gradient(jax.pure_callback(meet, shape, jax.lax.stop_gradient(x)))
+        return params * x + x
 
     spec = TensorSpec(name="x", shape=(4,), dtype="float32", differentiable=True)
     expert = Expert("meets", lambda key: np.float32(2), apply, (spec,), spec)
@@ -138,6 +139,8 @@ async def two_devices_at_once() -> None:
         answers.append(np.asarray((await rig.forward(uid, rows(1), timeout_s=300.0)).tensors[0]))
 
     backends = on(devices, "meets.[0:2]", expert)
+    for backend in backends.values():
+        backend.forward = functools.partial(meet, backend.forward)  # type: ignore[method-assign]
     async with open_rig(device=devices, backends=backends, config=NodeConfig(warm_up_rows=1)) as rig:
         async with trio.open_nursery() as nursery:
             for uid in backends:
