@@ -1,0 +1,63 @@
+"""The part of `experiments.node_speed` that compares strategies: its arithmetic, its turns, and a tiny run of it."""
+
+from pathlib import Path
+
+import pytest
+
+from dmoe_jax.device import ThreadDevice
+from dmoe_jax.node.devices import placed
+from dmoe_jax.node.strategies.store import SingleStore
+from experiments.node_speed.cases import STRATEGIES
+from experiments.node_speed.strategies import Cell, strategy_figures, strategy_rates, strategy_table
+from experiments.node_speed.strategy_side import Turns, settled
+from tests.experiments.test_helper_processes import headline_of_run
+from tests.experiments.test_node_speed import TINY
+
+
+def test_strategies_are_compared_cell_by_cell() -> None:
+    """Of the rounds after the first: 16 experts with one row make 10 and 40 samples a second, with 16 rows 30 and 20.
+    Stacked was chosen, which is right for the first and two thirds of the better for the second."""
+    cells = {1: ([1, 10, 10], [1, 40, 40]), 16: ([30, 30, 30], [20, 20, 20])}
+    slices = [
+        {"name": Cell(64, 16, rows).slice_of(strategy), "round": number, "samples_per_s": value}
+        for rows, both in cells.items()
+        for strategy, values in zip(STRATEGIES, both, strict=True)
+        for number, value in enumerate(values)
+    ]
+    rates = strategy_rates(slices, [{"width": 64, "experts": 16, "strategy": "stacked"}])
+    assert strategy_figures(rates) == {
+        "strategy_choice": pytest.approx(2 / 3),
+        "stacked_over_single_d64_16_experts_1_rows": 4,
+        "stacked_over_single_d64_16_experts_16_rows": pytest.approx(2 / 3),
+    }
+    assert strategy_table(rates).rows[0] == (64, 16, 1, 10, 40, "stacked", 1)
+    assert strategy_figures([]) == {"strategy_choice": None}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_turns_reach_every_expert(strategy: str) -> None:
+    """Each of 20 experts, more than a program takes, learns once a turn; two turns warm up."""
+    backends, status = await settled(20, 8, strategy, placed(ThreadDevice()), 0)
+    assert status["strategy"] == strategy
+    assert Turns(backends, 8, 0).samples_per_s(3, for_s=0.0) > 0
+    assert [each.update_count for each in backends] == [3] * 20
+
+
+async def test_what_a_turn_raises_is_no_fast_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take no time."""
+    backends, _ = await settled(2, 8, "single", placed(ThreadDevice()), 0)
+    monkeypatch.setattr(
+        SingleStore, "begin_backward", lambda *args: (_ for _ in ()).throw(RuntimeError("out of memory"))
+    )
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Turns(backends, 8, 0).samples_per_s(3, for_s=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_tiny_run_of_strategies(tmp_path: Path) -> None:
+    """What a node would choose, and both strategies, of every cell."""
+    flags = ("--parts", "strategies", "--widths", "8", "--rounds", "1")
+    headline = headline_of_run(tmp_path / "run", *TINY, *flags, limit_s=280)
+    assert 0 < headline["strategy_choice"] <= 1
+    assert sum(name.startswith("stacked_over_single_d8") for name in headline) == 9
