@@ -24,7 +24,7 @@ produced which values. The backward pass walks the notes from last to first.
 import functools
 import itertools
 import operator
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dmoe_jax.summed_gradients import plus_sums
 from dmoe_jax.types import PyTree
 
 
@@ -167,17 +168,18 @@ class Recording:
         if not isinstance(loss, Value) or loss.shape != () or not _is_inexact(loss.value):
             raise ValueError(f"the loss must be a floating scalar computed by the recording, got {loss!r}")
         grads: dict[Value, Any] = {loss: np.ones((), loss.dtype)}
+        fresh: set[Value] = set()  # whose gradients were computed here, and so may be added to where they lie
         for note in reversed(self._notes):
             if not any(output in grads for output in jax.tree.leaves(note.outputs)):
                 continue
             if isinstance(note, _Segment):
-                of_inputs = _backward_segment(note, grads)
-            else:
-                output_grads = jax.tree.map(lambda out: _gradient_or_zero(grads, out), note.outputs)
-                input_grads = await note.operation.backward(note.residual, output_grads)
-                of_inputs = zip(note.args, input_grads, strict=True)
-            for value, grad in of_inputs:
+                _backward_segment(note, grads, fresh)
+                continue
+            output_grads = jax.tree.map(lambda out: _gradient_or_zero(grads, out), note.outputs)
+            input_grads = await note.operation.backward(note.residual, output_grads)
+            for value, grad in zip(note.args, input_grads, strict=True):
                 if isinstance(value, Value) and grad is not None:
+                    fresh.discard(value)
                     grads[value] = _add(grads[value], grad) if value in grads else grad
         return grads
 
@@ -221,15 +223,27 @@ def _gradient_or_zero(grads: dict[Value, Any], leaf: Value) -> Any:
     return grads[leaf] if leaf in grads else jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def _backward_segment(note: _Segment, grads: dict[Value, Any]) -> Iterable[tuple[Value, Any]]:
-    """The inputs that are differentiated, and their gradients."""
+def _backward_segment(note: _Segment, grads: dict[Value, Any], fresh: set[Value]) -> None:
+    """Add the gradients of a segment's inputs to those that are known so far.
+
+    Args:
+      grads: of each value; they have those of the outputs.
+      fresh: values whose gradients are arrays that nobody else knows.
+    """
     # An output that the loss does not use gets zeros, not an absent gradient: the compiled program then does not
     # depend on which outputs happened to be used. Integer outputs carry no gradient and are skipped.
     output_grads = tuple(_gradient_or_zero(grads, out) for out in note.outputs if _is_inexact(out.value))
     leaves, places = jax.tree.leaves(note.args), set(note.kept.places)
     needed = [leaf if number in places else None for number, leaf in enumerate(_concrete(leaves))]
-    input_grads = _pull_back(note.kept, needed, output_grads)
-    return zip(itertools.compress(leaves, _wanted(note.args)), input_grads, strict=True)
+    values = list(itertools.compress(leaves, _wanted(note.args)))
+    first = {value: number for number, value in reversed([*enumerate(values)])}  # one may be given twice
+    sums = [grads.get(value) if first[value] == number else None for number, value in enumerate(values)]
+    own = [total if value in fresh else None for value, total in zip(values, sums, strict=True)]
+    others = [None if value in fresh else total for value, total in zip(values, sums, strict=True)]
+    input_grads = _pull_back(note.kept, needed, output_grads, own, others)
+    for number, (value, grad) in enumerate(zip(values, input_grads, strict=True)):
+        grads[value] = grad if first[value] == number else _add(grads[value], grad)
+        fresh.add(value)
 
 
 def _wanted(args: tuple[PyTree, ...]) -> tuple[bool, ...]:
@@ -262,13 +276,27 @@ def _run_and_keep(
     return result, _Kept([array for array, place in zip(needed, places, strict=True) if place < 0], structure, places)
 
 
-@jax.jit
-def _pull_back(kept: _Kept, args: list[Any], output_grads: tuple[Any, ...]) -> list[Any]:
-    """The gradients of the wanted leaves of the arguments; of these only those that `kept` speaks of are looked at."""
+@functools.partial(jax.jit, donate_argnums=3)
+def _pull_back(
+    kept: _Kept, args: list[Any], output_grads: tuple[Any, ...], own_sums: list[Any], other_sums: list[Any]
+) -> list[Any]:
+    """The gradients of the wanted leaves of the arguments, added to what is known of them so far.
+
+    Args:
+      kept: what the segment kept.
+      args: of these only those that `kept` speaks of are looked at.
+      output_grads: of the segment's outputs.
+      own_sums, other_sums: for each wanted leaf a gradient so far in one of both, or None; the former are donated.
+    """
     computed = iter(kept.arrays)
     needed = [next(computed) if place < 0 else args[place] for place in kept.places]
-    (grads,) = jax.tree.unflatten(kept.structure, needed)(output_grads)
-    return list(grads)
+
+    def pull(needed: list[Any], output_grads: tuple[Any, ...]) -> list[Any]:
+        (grads,) = jax.tree.unflatten(kept.structure, needed)(output_grads)
+        return list(grads)
+
+    sums = [theirs if ours is None else ours for ours, theirs in zip(own_sums, other_sums, strict=True)]
+    return plus_sums(pull, sums, needed, output_grads)
 
 
 _add = jax.jit(operator.add)

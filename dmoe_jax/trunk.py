@@ -219,6 +219,14 @@ def trunk_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple
         known = {"samples": samples, "read_params": read_params}
         told = {name: value for name, value in known.items() if value is not None}
         updates, opt_state = optimizer.update(grads, opt_state, params, staleness=staleness, **told)
-        return optax.apply_updates(params, updates), opt_state
+        # The state first: JAX pairs what is donated with results of the same shape in the order of both. With the
+        # parameters first they would take the place of Adam's first moment, and both moments would be copied.
+        return opt_state, optax.apply_updates(params, updates)
 
-    return jax.jit(update, donate_argnums=1)
+    compiled = jax.jit(update, donate_argnums=1)
+
+    def in_order(*args: Any) -> tuple[PyTree, PyTree]:
+        opt_state, params = compiled(*args)
+        return params, opt_state
+
+    return in_order

@@ -131,10 +131,24 @@ def _compiled(together: Collaborative) -> tuple[Callable[..., Any], ...]:
 
 
 def keeping_params(work: Callable[..., Any]) -> Callable[..., Any]:
-    """`work(state, *args)` compiled, with everything donated but the parameters, which others may still be reading."""
+    """`work(state, *args)` compiled, with everything donated but the parameters, which others may still be reading.
 
-    def split(params: PyTree, rest: CollaborativeState, *args: Any) -> Any:
-        return work(rest._replace(params=params), *args)
+    Args:
+      work: returns the new state, or (value, state).
+    """
+
+    def split(params: PyTree, rest: CollaborativeState, *args: Any) -> tuple[tuple[Any, ...], PyTree, PyTree]:
+        result = work(rest._replace(params=params), *args)
+        values, state = ((), result) if isinstance(result, CollaborativeState) else (result[:-1], result[-1])
+        # The parameters last: JAX pairs what is donated with results of the same shape in the order of both, and each
+        # array of the rest shall be written where it was.
+        return values, state._replace(params=None), state.params
 
     compiled = jax.jit(split, donate_argnums=1)
-    return lambda state, *args: compiled(state.params, state._replace(params=None), *args)
+
+    def kept(state: CollaborativeState, *args: Any) -> Any:
+        values, rest, params = compiled(state.params, state._replace(params=None), *args)
+        new = rest._replace(params=params)
+        return (*values, new) if values else new
+
+    return kept

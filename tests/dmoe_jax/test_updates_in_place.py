@@ -1,0 +1,57 @@
+"""Updates write each array of the optimiser where it was, though parameters stay for those who still read them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dmoe_jax.collaboration.peer_state import PeerState
+from dmoe_jax.device import InlineDevice
+from dmoe_jax.optim.collaborative import collaborative
+from dmoe_jax.recipe import Recipe, make_optimizer
+from dmoe_jax.trunk import SharedTrunk
+
+SHAPE = (64, 8)
+PARAMS = {"table": np.ones(SHAPE, np.float32), "bias": np.zeros(8, np.float32)}
+
+
+def places(tree: Any) -> list[int]:
+    """Where the arrays of a table's size lie, in the order of the tree."""
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.shape == SHAPE]
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optax.adam(1e-3), make_optimizer(Recipe(warmup_steps=0))], ids=["adam", "recipe"]
+)
+async def test_a_trunks_moments_stay_where_they_are(optimizer: Any) -> None:
+    """Parameters and moments have equal shapes: none of them may take the place of another one."""
+    trunk = SharedTrunk(jax.tree.map(jnp.asarray, PARAMS), optimizer, InlineDevice())
+    grads = jax.tree.map(jnp.ones_like, trunk.params)
+    await trunk.apply(grads)
+    read, before = trunk.params, places(trunk.opt_state)
+    values = jax.tree.map(np.array, read)
+    await trunk.apply(grads)
+    assert len(before) == 2
+    assert places(trunk.opt_state) == before
+    assert places(trunk.params) != places(read)
+    jax.tree.map(np.testing.assert_array_equal, read, values)
+    assert np.all(np.asarray(trunk.params["table"]) < values["table"])
+
+
+async def test_a_peers_state_stays_where_it_is() -> None:
+    """The sum of the gradients and the moments, both when a gradient is gathered and in the step."""
+    state = PeerState(collaborative(optax.adam(1e-3)), jax.tree.map(jnp.asarray, PARAMS), InlineDevice())
+    grads = jax.tree.map(jnp.ones_like, state.now.params)
+    await state.gather(grads, 4)
+    before = places(state.now._replace(params=None))
+    read, values = state.now.params, jax.tree.map(np.array, state.now.params)
+    await state.gather(grads, 4)
+    assert places(state.now._replace(params=None)) == before
+    await state.step(*await state.contribution())
+    assert len(before) == 3
+    assert places(state.now.inner) == before[:2]  # The sum begins anew: nothing of it is read.
+    jax.tree.map(np.testing.assert_array_equal, read, values)
+    assert np.all(np.asarray(state.now.params["table"]) < values["table"])
