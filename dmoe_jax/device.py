@@ -24,6 +24,7 @@ import trio
 
 from dmoe_jax.cores import usable_cores
 from dmoe_jax.types import PyTree
+from dmoe_jax.xla_threads import xla_threads
 
 T = TypeVar("T")
 
@@ -202,9 +203,9 @@ def inline_s_of_this_machine() -> float:
 def threads_that_begin() -> int:
     """Of how many threads programs are to be begun, so that several run at the same time; see `dmoe_jax.node.turns`.
 
-    A GPU has nothing to gain by it. More cores than two were not tried.
+    A GPU has nothing to gain by it, nor has a process whose XLA has one thread. More cores than two were not tried.
     """
-    return min(usable_cores(), 4) if jax.default_backend() == "cpu" else 1
+    return min(usable_cores(), xla_threads(), 4) if jax.default_backend() == "cpu" else 1
 
 
 def one_at_a_time(function: Callable[..., T], *args: Any) -> T:

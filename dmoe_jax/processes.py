@@ -184,11 +184,6 @@ async def open_local_swarm(
             nursery.cancel_scope.cancel()
 
 
-def one_core_each() -> dict[str, str]:
-    """Variables for processes that share this machine's cores: XLA's own threads would only get in each other's way."""
-    return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()}
-
-
 def deal_experts(num_nodes: int, *, num_layers: int, grid_size: tuple[int, ...]) -> list[list[str]]:
     """The experts of each node, where every layer is a full grid; see `deal`."""
     return deal((uid for layer in range(num_layers) for uid in all_uids(layer_prefix(layer), grid_size)), num_nodes)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import tyro
 
+from dmoe_jax.cores import usable_cores
 from dmoe_jax.freed_memory import keep_freed_memory
+from dmoe_jax.xla_threads import xla_threads
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -144,6 +146,9 @@ def set_up_jax() -> None:
     default = caches / "dmoe_jax" / f"xla-{platform.node()}"
     folder = os.environ.get("DMOE_XLA_CACHE", str(default))
     if folder:
+        if (threads := xla_threads()) != usable_cores():
+            # Programs are divided among so many, which the names of JAX's files do not say.
+            folder = str(Path(folder) / f"threads-{threads}")
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -11,6 +11,8 @@ from typing import IO
 import jax
 import trio
 
+from dmoe_jax.xla_threads import xla_threads
+
 if sys.platform != "win32":
     import fcntl
 
@@ -49,7 +51,7 @@ def _open_marker(programs: str) -> IO[bytes] | None:
     folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if not folder or "://" in folder:
         return None
-    key = repr((jax.__version__, jax.default_backend(), os.environ.get("XLA_FLAGS"), programs))
+    key = repr((jax.__version__, jax.default_backend(), os.environ.get("XLA_FLAGS"), xla_threads(), programs))
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         return (Path(folder) / f"dmoe-{hashlib.sha256(key.encode()).hexdigest()[:32]}").open("ab", buffering=0)

@@ -30,6 +30,7 @@ from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.metrics.node import node_families
 from dmoe_jax.metrics.process import peer_families
+from dmoe_jax.xla_threads import set_xla_threads
 from net.rpc.faults import FaultPlan
 
 if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
@@ -122,6 +123,9 @@ class NodeCommand(DhtCommand):
     """Spread each expert over several devices, such as data=2,model=4: rows of a batch over data, parameters and
     optimiser state over model. With --devices as many meshes as these make up share the experts: 8 devices and model=4
     make two. Default: an expert lives on one device."""
+    xla_threads: int | None = None
+    """Threads that XLA computes with on a CPU. Default: as many as there are cores, or as NPROC says. Nodes that share
+    a machine do better with their share of its cores. Experts that call the host need two."""
     processes: Annotated[DistributedOptions, tyro.conf.arg(name="")] = field(default_factory=DistributedOptions)
     """Whether the node is several processes."""
     announce_period_s: float = 10.0
@@ -139,6 +143,8 @@ class NodeCommand(DhtCommand):
 
     async def _serve(self, stop: Stop) -> int:
         faults = self._check()
+        if self.xla_threads is not None:
+            set_xla_threads(self.xla_threads)
         set_up_jax()
         await self.processes.initialize()
         from dmoe_jax.swarm import open_swarm
@@ -197,6 +203,8 @@ class NodeCommand(DhtCommand):
     def _check(self) -> FaultPlan | None:
         """Raise `UsageError` if flags are out of range or do not go together; else what is to go wrong on purpose."""
         check_positive(self, "announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip")
+        if self.xla_threads is not None:
+            check_at_least(1, self, "xla_threads")
         check_at_least(0, self, "warmup_steps", "weight_decay", "staleness_power")
         self._count_experts()
         self.processes.check(devices=self.devices)

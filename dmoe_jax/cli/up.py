@@ -33,9 +33,9 @@ from dmoe_jax.processes import (
     check_status,
     deal,
     launch_nodes,
-    one_core_each,
     open_local_swarm,
 )
+from dmoe_jax.xla_threads import share_of_threads
 
 LEAVE_TIMEOUT_S = 90.0
 """For ending all processes in order: trainers write their reports, nodes their checkpoints."""
@@ -149,7 +149,7 @@ class UpCommand:
         flags = [*self.network_flags(), *self.metrics_flags()]
         async with (
             self.metrics.opened("up", {"/targets": shown.targets}) as monitor,
-            open_local_swarm(logs, one_core_each(), network_flags=flags) as swarm,
+            open_local_swarm(logs, network_flags=flags) as swarm,
             trio.open_nursery() as showing,
         ):
             shown.began(swarm, watches)
@@ -285,7 +285,9 @@ class UpCommand:
         kind = {"expert": self.kind} if self.kind != "transformer_xl" else {}
         optimizer = {"optimizer": self.optimizer} if self.optimizer else {}
         route = {"route": self.route} if self.route != "sequence" else {}
+        threads = share_of_threads(self.nodes, may_call_host=bool(self.optimizer) or ":" in self.kind)
         node = kind | optimizer | route | changed(self.expert) | {"seed": self.seed, "announce_period_s": 5}
+        node |= {"xla_threads": threads}
         return [*self.listen_flags(), *as_flags(node), *shlex.split(self.node_flags)]
 
     def flags_of_trainer(self, index: int) -> list[str]:

@@ -42,6 +42,7 @@ from dmoe_jax.cores import usable_cores
 from dmoe_jax.mixture.remote import RemoteMixture, Residual, mix_segment
 from dmoe_jax.routing.base import Features, Ids, Traffic, score
 from dmoe_jax.types import PyTree
+from dmoe_jax.xla_threads import VARIABLE, set_xla_threads, xla_threads
 
 T = TypeVar("T")
 
@@ -101,18 +102,17 @@ def make_room() -> int:
       than the client has threads (but at least 1).
     """
     cores = usable_cores()
-    asked = os.environ.get("NPROC")  # where XLA looks for the number of threads
-    threads = int(asked) if asked and asked.isdigit() else cores
+    asked, threads = os.environ.get(VARIABLE), xla_threads()
     if threads <= MAX_WAITING_CALLS and not _has_computed():
         threads = cores + MAX_WAITING_CALLS
-        os.environ["NPROC"] = str(threads)
+        set_xla_threads(threads)
         try:
             jax.local_devices(backend="cpu")  # makes the client
         finally:
             # Processes that this one starts are to have threads as ever.
-            os.environ.pop("NPROC")
+            os.environ.pop(VARIABLE)
             if asked is not None:
-                os.environ["NPROC"] = asked
+                os.environ[VARIABLE] = asked
     return max(1, min(MAX_WAITING_CALLS, threads - 1))
 
 

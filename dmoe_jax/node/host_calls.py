@@ -3,11 +3,19 @@
 A call to the host (`jax.pure_callback`, `io_callback`, `debug.callback`) holds one of XLA's threads until Python has
 answered, and to give Python a large argument takes another one. XLA on a CPU has as many threads as there are cores: as
 soon as each of them is held by such a call, all of them wait for ever. All devices of a process share these threads
-(`dmoe_jax.device.one_at_a_time`).
+(`dmoe_jax.device.one_at_a_time`). Where XLA has a single thread, none of them may run at all.
 """
 
 from collections.abc import Iterator
 from typing import Any
+
+import jax
+
+from dmoe_jax.xla_threads import VARIABLE, xla_threads
+
+
+class TooFewThreadsError(ValueError):
+    """A program calls the host, and XLA has a single thread: it might never end."""
 
 
 def calls_host(jaxpr: Any) -> bool:
@@ -22,6 +30,19 @@ def calls_host(jaxpr: Any) -> bool:
         "callback" in equation.primitive.name or any(map(calls_host, _jaxprs_in(tuple(equation.params.values()))))
         for equation in jaxpr.eqns
     )
+
+
+def check_threads_for_host_calls() -> None:
+    """To be asked before a program is compiled that calls the host.
+
+    Raises:
+      TooFewThreadsError: XLA has a single thread.
+    """
+    if jax.default_backend() == "cpu" and xla_threads() < 2:
+        raise TooFewThreadsError(
+            "an expert calls the host (jax.pure_callback, io_callback or debug.callback), for which XLA needs two "
+            f"threads on a CPU, and has one: start the node with --xla-threads 2, or set {VARIABLE}=2 before JAX starts"
+        )
 
 
 def _jaxprs_in(param: Any) -> Iterator[Any]:

@@ -21,7 +21,7 @@ import optax
 
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.node.finite_update import laid_out, stays_finite, update_unless_not_finite
-from dmoe_jax.node.host_calls import calls_host
+from dmoe_jax.node.host_calls import calls_host, check_threads_for_host_calls
 from dmoe_jax.node.sharding import Layout
 from dmoe_jax.types import PyTree
 
@@ -199,6 +199,9 @@ def compiled_alone(
       arguments: trees of `jax.ShapeDtypeStruct`.
       on_host_call: called before it is compiled, if the program calls the host.
       options: as of `jax.jit`.
+
+    Raises:
+      TooFewThreadsError: it calls the host, and XLA has a single thread.
     """
 
     # JAX remembers traces and what they were lowered to as long as their function lives: so it gets one of its own.
@@ -208,6 +211,7 @@ def compiled_alone(
 
     traced = jax.jit(own, **options).trace(*arguments)
     if on_host_call is not None and calls_host(traced.jaxpr):
+        check_threads_for_host_calls()
         on_host_call()
     return traced.lower().compile()
 

@@ -21,7 +21,6 @@ from dmoe_jax.processes import (
     ProcessFailed,
     averaging_flags,
     deal_experts,
-    one_core_each,
     open_local_swarm,
     start_nodes,
     start_trainers,
@@ -31,6 +30,7 @@ from dmoe_jax.recipe import Recipe
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
 from dmoe_jax.training.saving import CHECKPOINT_FOLDER
+from dmoe_jax.xla_threads import share_of_threads
 from experiments.bench import Experiment, Run
 from experiments.results import Result
 from experiments.transformer_xl.measurement import HEADLINE, check
@@ -56,7 +56,7 @@ async def measure(run: Run[TransformerXLSettings]) -> None:
     settings, logs = run.settings, run.folder.path / "logs"
     logs.mkdir(exist_ok=True)
     # Our own swarm needs no secret and shares the cores; another one has its own secret.
-    environment = {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE, "")} if settings.join else one_core_each()
+    environment = {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE, "")} if settings.join else None
     async with open_local_swarm(logs, environment) as swarm:
         contacts = settings.join or await _start_nodes(swarm, run)
         commands = [
@@ -109,6 +109,7 @@ def node_flags(settings: TransformerXLSettings, folder: Path, index: int) -> lis
             "route": settings.route,
             "seed": settings.seed,
             "checkpoint_dir": folder / f"node{index}",
+            "xla_threads": share_of_threads(settings.nodes, may_call_host=False),
         }
     )
 

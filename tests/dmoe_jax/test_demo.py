@@ -121,6 +121,7 @@ def test_up_serves_what_an_own_model_needs(tmp_path: Path) -> None:
     assert up.hands() == [["ffn.0", "ffn.2"], ["ffn.1", "ffn.3"]]
     node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.flags_of_nodes())
     assert (node.kind, node.optimizer) == ("a.py:expert", "a.py:adam")
+    assert (node.xla_threads or 0) >= 2, "they may call the host"
     words = up.flags_of_trainer(0)
     assert words[words.index("--model") + 1] == "a.py:model"
     assert "--num-layers" not in words

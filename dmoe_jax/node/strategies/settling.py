@@ -9,6 +9,7 @@ from typing import Any
 from dmoe_jax.node.backend import ExpertBackend, stack_of
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice
+from dmoe_jax.node.host_calls import TooFewThreadsError
 from dmoe_jax.node.strategies.choosing import (
     MOST_TRIED_BYTES,
     TYPICAL_EXPERTS,
@@ -110,6 +111,8 @@ class Strategies:
         if alike not in self._measured:
             try:
                 self._measured[alike] = await device.aside(_measured, backends[0], experts, self._rows)
+            except TooFewThreadsError:
+                raise  # as single experts they could not run either
             except Exception as error:  # an expert of a user's own may raise anything
                 logger.warning("stacking experts %s was tried and failed", backends[0].expert.name, exc_info=error)
                 return Choice(strategy="single", why=f"trying the other one raised {type(error).__name__}")

@@ -1,0 +1,103 @@
+"""XLA's threads: how many, who gets how many, and programs that a single one cannot run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dmoe_jax import xla_threads
+from dmoe_jax.cli.common import set_up_jax
+from dmoe_jax.experts import expert_from_functions
+from dmoe_jax.node.host_calls import TooFewThreadsError
+from dmoe_jax.node.programs import ExpertPrograms
+from dmoe_jax.xla_threads import share_of_threads
+
+
+@pytest.mark.parametrize(("asked", "threads"), [("3", 3), ("1", 1), ("", 8), ("0", 8), ("many", 8)])
+def test_how_many_there_are(monkeypatch: pytest.MonkeyPatch, asked: str, threads: int) -> None:
+    """As NPROC says, or as many as there are cores."""
+    monkeypatch.setattr(xla_threads, "usable_cores", lambda: 8)
+    monkeypatch.setenv("NPROC", asked)
+    assert xla_threads.xla_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "may_call_host", "threads"),
+    [(2, 4, False, 1), (2, 4, True, 2), (16, 4, False, 4), (16, 4, True, 4), (1, 1, False, 1), (2, 1, False, 2)],
+)
+def test_shares(monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, may_call_host: bool, threads: int) -> None:
+    """Equal ones, at least one thread; two where the host may be called."""
+    monkeypatch.setattr(xla_threads, "usable_cores", lambda: cores)
+    assert share_of_threads(processes, may_call_host=may_call_host) == threads
+
+
+def _init(key: jax.Array) -> dict[str, jax.Array]:
+    return {"w": jax.random.normal(key, (4, 4))}
+
+
+def _on_host(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    y = x @ params["w"]
+    seen = jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(y.shape, y.dtype), jax.lax.stop_gradient(y))
+    return y * jax.lax.stop_gradient(seen)
+
+
+def test_calls_of_the_host_need_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused before anything is compiled, with a word of what helps; others are not."""
+    monkeypatch.setenv("NPROC", "1")
+    rows = np.ones((1, 4), np.float32)
+    host = ExpertPrograms(expert_from_functions(_init, _on_host, rows), optax.adam(1e-3))
+    with pytest.raises(TooFewThreadsError, match="--xla-threads 2"):
+        host.compile(1)
+    assert not host.warm
+    plain = ExpertPrograms(expert_from_functions(_init, lambda params, x: jnp.sin(x @ params["w"]), rows), None)
+    plain.compile(1)
+    monkeypatch.setenv("NPROC", "2")
+    host.compile(1)
+    assert host.calls_host
+
+
+def test_programs_are_cached_by_the_number_of_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are divided among so many, so one folder for each number but the usual one."""
+    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    monkeypatch.setenv("DMOE_XLA_CACHE", str(tmp_path))
+    monkeypatch.setattr("dmoe_jax.cli.common.keep_freed_memory", lambda: True)
+    monkeypatch.setattr("dmoe_jax.cli.common.usable_cores", lambda: 2)
+    try:
+        for threads, folder in (("1", tmp_path / "threads-1"), ("2", tmp_path), ("5", tmp_path / "threads-5")):
+            monkeypatch.setenv("NPROC", threads)
+            set_up_jax()
+            assert jax.config.jax_compilation_cache_dir == str(folder)  # type: ignore[attr-defined]
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_node_refuses_in_one_line(tmp_path: Path) -> None:
+    """No traceback, neither of the choice of a strategy nor of serving."""
+    (tmp_path / "host.py").write_text(
+        "import jax, jax.numpy as jnp, numpy as np\n"
+        "from dmoe_jax.experts import expert_from_functions\n"
+        "def init(key): return {'w': jnp.ones((4, 4))}\n"
+        "def apply(params, x):\n"
+        "    y = jax.lax.stop_gradient(x)\n"
+        "    return x @ params['w'] * jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(y.shape, y.dtype), y)\n"
+        "def expert(): return expert_from_functions(init, apply, np.ones((1, 4), np.float32), check=False)\n"
+    )
+    flags = ["--expert", "host.py:expert", "--experts", "ffn.[0:2]", "--xla-threads", "1", "--insecure-loopback"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dmoe_jax.cli", "node", *flags],
+        cwd=tmp_path,
+        env=os.environ | {"DMOE_XLA_CACHE": ""},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("dmoe: error: an expert calls the host")
+    assert len(done.stderr.splitlines()) == 1
