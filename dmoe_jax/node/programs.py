@@ -81,7 +81,7 @@ class ExpertPrograms:
         self.apply = jax.jit(self._apply, **self._forward_options)
         """(params, inputs, keys) -> output, for any number of rows."""
         self.grad_and_update = jax.jit(without_grads(self._grad_and_update), **self._backward_options)
-        """(params, opt_state, inputs, output_grads, keys, staleness) -> (finite, input_grads, params, opt_state), for
+        """(params, opt_state, inputs, output_grads, keys, staleness) -> (finite, params, opt_state, input_grads), for
         any number of rows, with a gradient for each differentiable input, in order. `staleness` is for the optimiser,
         float32. `finite` is bool [2]: the update, and the input gradients. If one of them is not finite, params and
         opt_state are returned as they came."""
@@ -123,7 +123,6 @@ class ExpertPrograms:
             del grads  # its buffers are those of the result
             return self._grad_and_update(params, opt_state, *batch)
 
-        # JAX pairs what is donated with results of the same shape in the order of both.
         options |= {"donate_argnums": (0, 1, 2), "keep_unused": True}
         program = compiled_alone(into, (params, opt_state, params, *batch), **options)
         if self._grads is None:  # else something small would be compiled while serving
@@ -133,8 +132,8 @@ class ExpertPrograms:
             grads, self._grads = self._grads, None
             if grads is None:
                 grads = self._new_grads()
-            *results, self._grads = program(params, opt_state, grads, *batch)
-            return results
+            finite, params, opt_state, self._grads, input_grads = program(params, opt_state, grads, *batch)
+            return finite, params, opt_state, input_grads
 
         return backward
 
@@ -157,7 +156,7 @@ class ExpertPrograms:
         self._forward_options = {"in_shardings": (params, rows, rows), "out_shardings": results}
         self._backward_options |= {
             "in_shardings": (params, opt_state, rows, rows, rows, everywhere),
-            "out_shardings": (everywhere, results, params, opt_state),
+            "out_shardings": (everywhere, params, opt_state, results),
         }
 
         def init(key_data: Any) -> PyTree:
@@ -231,9 +230,12 @@ def state_nbytes(expert: Expert, optimizer: optax.GradientTransformation | None)
 @functools.cache
 def functions_of(
     expert: Expert, optimizer: optax.GradientTransformation | None, *, is_whole: bool = True
-) -> tuple[Callable[..., Any], Callable[..., tuple[Any, tuple[Any, ...], PyTree, PyTree, PyTree]]]:
+) -> tuple[Callable[..., Any], Callable[..., tuple[Any, PyTree, PyTree, PyTree, tuple[Any, ...]]]]:
     """`apply` and `grad_and_update` of `ExpertPrograms` before they are compiled; the latter returns the gradients of
-    the parameters, too, as the last.
+    the parameters, too, before those of the inputs.
+
+    JAX pairs what is donated with results of the same shape in the order of both: gradients of inputs that have the
+    shape of a parameter would take its place, were they not the last.
 
     Args:
       is_whole: an expert lies on one device, not spread over several.
@@ -251,7 +253,7 @@ def functions_of(
 
     def grad_and_update(
         params: PyTree, opt_state: PyTree, inputs: tuple[Any, ...], output_grads: Any, keys: Any, staleness: Any
-    ) -> tuple[Any, tuple[Any, ...], PyTree, PyTree, PyTree]:
+    ) -> tuple[Any, PyTree, PyTree, PyTree, tuple[Any, ...]]:
         def output(params: PyTree, chosen: tuple[Any, ...]) -> Any:
             merged = list(inputs)
             for position, value in zip(positions, chosen, strict=True):
@@ -270,7 +272,7 @@ def functions_of(
             finite, state = update_unless_not_finite(
                 optimizer, state, param_grads, input_grads, staleness, is_whole=is_whole
             )
-        return finite, input_grads, *state, param_grads
+        return finite, *state, param_grads, input_grads
 
     return apply, grad_and_update
 
@@ -279,7 +281,8 @@ def without_grads(grad_and_update: Callable[..., Any]) -> Callable[..., Any]:
     """The second of `functions_of` without the gradients of the parameters in its result."""
 
     def grad_and_update_only(*arguments: Any) -> Any:
-        return grad_and_update(*arguments)[:-1]
+        finite, params, opt_state, _, input_grads = grad_and_update(*arguments)
+        return finite, params, opt_state, input_grads
 
     return grad_and_update_only
 

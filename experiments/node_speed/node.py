@@ -90,7 +90,7 @@ class BareCalls:
         started = time.perf_counter()
         np.asarray(self._programs.apply(self._params[index], (x,), None))
         between = time.perf_counter()
-        finite, input_grads, self._params[index], self._opt_states[index] = self._programs.grad_and_update(
+        finite, self._params[index], self._opt_states[index], input_grads = self._programs.grad_and_update(
             self._params[index], self._opt_states[index], (x,), grads, None, np.float32(0)
         )
         np.asarray(finite), np.asarray(input_grads[0])

@@ -10,6 +10,8 @@ import pytest
 
 from dmoe_jax.collaboration.peer_state import PeerState
 from dmoe_jax.device import InlineDevice
+from dmoe_jax.experts import expert_from_functions
+from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.optim.collaborative import collaborative
 from dmoe_jax.recipe import Recipe, make_optimizer
 from dmoe_jax.trunk import SharedTrunk
@@ -55,3 +57,23 @@ async def test_a_peers_state_stays_where_it_is() -> None:
     assert places(state.now.inner) == before[:2]  # The sum begins anew: nothing of it is read.
     jax.tree.map(np.testing.assert_array_equal, read, values)
     assert np.all(np.asarray(state.now.params["table"]) < values["table"])
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="another device selects number by number")
+@pytest.mark.parametrize("is_large", [False, True], ids=["temporary gradients", "gradients in buffers of their own"])
+def test_an_experts_state_stays_where_it_is(is_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a batch has so many rows that the gradient of the input has the shape of a parameter."""
+    monkeypatch.setattr("dmoe_jax.node.programs.LARGE_BYTES", 1 if is_large else 1 << 40)
+    sample = np.zeros((1, SHAPE[1]), np.float32)
+    expert = expert_from_functions(
+        lambda key: {"table": jax.random.normal(key, SHAPE)}, lambda params, x: x @ params["table"].T, sample
+    )
+    backend = ExpertBackend(expert, optax.adam(1e-3), expert.init(jax.random.key(0)))
+    batch = np.ones(SHAPE, np.float32), np.ones((SHAPE[0], SHAPE[0]), np.float32)
+    backend.warm_up_bucket(SHAPE[0])
+    backend.backward([batch[0]], batch[1])
+    before = places(backend.state)
+    (input_grads,) = backend.backward([batch[0]], batch[1])
+    assert input_grads.shape == SHAPE
+    assert len(before) == 3
+    assert places(backend.state) == before

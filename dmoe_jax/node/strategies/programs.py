@@ -23,7 +23,7 @@ from dmoe_jax.types import PyTree
 
 Form = Literal["looped", "vmapped"]
 
-_ForwardBackward = tuple[Callable[..., Any], Callable[..., tuple[Any, tuple[Any, ...], PyTree]]]
+_ForwardBackward = tuple[Callable[..., Any], Callable[..., tuple[Any, PyTree, tuple[Any, ...]]]]
 
 
 class StackFunctions(NamedTuple):
@@ -31,7 +31,7 @@ class StackFunctions(NamedTuple):
 
     Attributes:
       forward: (params, index, count, inputs, keys) -> outputs.
-      backward: (state, index, count, inputs, output_grads, keys, staleness) -> (finite, input_grads, state), where
+      backward: (state, index, count, inputs, output_grads, keys, staleness) -> (finite, state, input_grads), where
         `state` is (params, opt_state), to be donated, and `finite` is bool [batches, 2], see `ExpertPrograms`.
         `staleness` is float32 [batches].
       read: (state, index) -> the state of one expert.
@@ -39,7 +39,7 @@ class StackFunctions(NamedTuple):
     """
 
     forward: Callable[..., Any]
-    backward: Callable[..., tuple[Any, tuple[Any, ...], PyTree]]
+    backward: Callable[..., tuple[Any, PyTree, tuple[Any, ...]]]
     read: Callable[..., PyTree]
     write: Callable[..., PyTree]
 
@@ -77,10 +77,10 @@ def _looped(apply: Callable[..., Any], grad_and_update: Callable[..., Any]) -> _
 
     def backward(
         state: PyTree, index: Any, count: Any, inputs: tuple[Any, ...], output_grads: Any, keys: Any, staleness: Any
-    ) -> tuple[Any, tuple[Any, ...], PyTree]:
+    ) -> tuple[Any, PyTree, tuple[Any, ...]]:
         def one(state: PyTree, number: Any) -> tuple[tuple[Any, tuple[Any, ...]], PyTree]:
             batch = _read((inputs, output_grads, keys, staleness), number)
-            finite, input_grads, *new = grad_and_update(*_read(state, index[number]), *batch)
+            finite, *new, input_grads = grad_and_update(*_read(state, index[number]), *batch)
             return (finite, input_grads), tuple(new)
 
         def body(number: Any, carried: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
@@ -90,7 +90,7 @@ def _looped(apply: Callable[..., Any], grad_and_update: Callable[..., Any]) -> _
 
         results = _zeros(lambda number: one(state, number)[0], index.shape[0])
         state, (finite, input_grads) = jax.lax.fori_loop(0, count, body, (state, results))
-        return finite, input_grads, state
+        return finite, state, input_grads
 
     return forward, backward
 
@@ -105,9 +105,9 @@ def _vmapped(apply: Callable[..., Any], grad_and_update: Callable[..., Any]) -> 
 
     def backward(
         state: PyTree, index: Any, count: Any, inputs: tuple[Any, ...], output_grads: Any, keys: Any, staleness: Any
-    ) -> tuple[Any, tuple[Any, ...], PyTree]:
+    ) -> tuple[Any, PyTree, tuple[Any, ...]]:
         batches = (inputs, output_grads, keys, staleness)
-        finite, input_grads, *new = jax.vmap(grad_and_update)(*chosen(state, index), *batches)
+        finite, *new, input_grads = jax.vmap(grad_and_update)(*chosen(state, index), *batches)
         # Those that are not real go nowhere, each to a place of its own beyond the end.
         capacity = jax.tree.leaves(state)[0].shape[0]
         numbers = jnp.arange(index.shape[0])
@@ -116,7 +116,7 @@ def _vmapped(apply: Callable[..., Any], grad_and_update: Callable[..., Any]) -> 
         def put(leaf: Any, part: Any) -> Any:
             return leaf.at[places].set(part, mode="drop", unique_indices=True)
 
-        return finite, input_grads, jax.tree.map(put, state, tuple(new))
+        return finite, jax.tree.map(put, state, tuple(new)), input_grads
 
     return forward, backward
 

@@ -162,7 +162,7 @@ class Stack:
         program = self._backward(rows, len(index), keys is not None)
         count = np.int32(len(batches))
         with self._lock:
-            finite, input_grads, self._state = program(self._state, index, count, inputs, grads, keys, staleness)
+            finite, self._state, input_grads = program(self._state, index, count, inputs, grads, keys, staleness)
         on_host = _fetched((finite, input_grads))
 
         def finish(number: int, batch: StackedBatch) -> tuple[Array, tuple[Array, ...]]:

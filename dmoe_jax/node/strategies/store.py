@@ -142,7 +142,7 @@ class SingleStore:
         bucket = self._bucket_of(rows)
         _, backward = self.programs.of_rows(bucket, has_keys=keys is not None)
         arguments = self._for_program((inputs, output_grads, keys, np.float32(staleness)), bucket)
-        finite, input_grads, self._params, self._opt_state = backward(self._params, self._opt_state, *arguments)
+        finite, self._params, self._opt_state, input_grads = backward(self._params, self._opt_state, *arguments)
 
         def finish() -> tuple[Array, tuple[Array, ...]]:
             try:
