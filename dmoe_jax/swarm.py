@@ -142,7 +142,8 @@ class Swarm(AveragingSwarm):
           sharding_rule: says of each array of an expert how it lies on the mesh.
           checkpoint_dir: where experts are saved, each by itself, and taken up from if they are there, whoever saved
             them; nodes may share it.
-          checkpoint_period_s: seconds between saves, of those that have learnt since; one more is made at the end.
+          checkpoint_period_s: seconds that the newest checkpoint may be old, of those that have learnt since; one more
+            is made at the end.
           claim: serve only those of the experts that nobody else serves, at most so many, and take up more whenever the
             node of some has died or left; see `dmoe_jax.claims`. They begin with what `checkpoint_dir`, which all nodes
             should share, has of them, else with their seeds. Returns when there is nothing more to claim for now.

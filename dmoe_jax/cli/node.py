@@ -61,8 +61,9 @@ class NodeCommand(DhtCommand):
     LEAVE_TIMEOUT_S: ClassVar[float] = 15.0
 
     experts: tuple[str, ...] = ()
-    """Experts to serve: uids such as layer0.3.1, or patterns such as layer0.[0:2].[0:4]. Default: layer0.[0:4].[0:4]
-    layer1.[0:4].[0:4], and with --claim none."""
+    """Experts to serve: uids such as layer0.3.1, or patterns such as layer0.[0:2].[0:4]. A node that has claimed one of
+    them gives it up to this one, whatever it has learnt: with --checkpoint-dir it goes on from what was saved.
+    Default: layer0.[0:4].[0:4] layer1.[0:4].[0:4], and with --claim none."""
     claim: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Also serve up to so many experts of --of that no other node serves, and take up more whenever the node of some
     has died or left. They begin with what --checkpoint-dir, which all nodes should share, has of them, else with
@@ -103,7 +104,8 @@ class NodeCommand(DhtCommand):
     """Folder for the experts, each saved by itself; those that are there already go on from where they were, whichever
     node saved them. Nodes may share it."""
     checkpoint_period_s: float = 60.0
-    """Seconds between saves, of the experts that have learnt since; one more is made when the node is stopped."""
+    """Seconds that an expert's newest checkpoint may be old, if it has learnt since; one more is made when the node is
+    stopped. Where saving takes over a third of it checkpoints become older, and a warning says how old."""
     replicate: bool = False
     """Serve the experts beside other nodes that serve them too, all with this flag: begin with the state that they have
     there, share the load, and average with them. Without it a warning names the others. Not together with --claim."""

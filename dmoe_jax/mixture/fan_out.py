@@ -12,7 +12,8 @@ that counts the updates of another copy, and there would pass for any staleness 
 
 Could both learn from one gradient, because the first had computed it when its line broke? Then it stands once in each
 of two copies, and since replicas average, in their mean at its full size once, as if nothing had failed. In one copy it
-never stands twice: each knows the ids of what it was asked.
+stands twice only if both averaged between the call and its retry: each knows the ids of what it was asked itself, but
+not of what came to it in an average.
 """
 
 import functools
@@ -40,6 +41,9 @@ from net.rpc.base import Caller, Reply
 from net.types import Array
 
 logger = logging.getLogger(__name__)
+
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.1, 1.0
+"""Before a call is placed again that a node had no room for: the first time, and after many times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +227,23 @@ class ExpertCaller:
         reasons.
 
         Parts for which the node has no room yet are asked again when it says, if there is time until then; or, with
-        `may_move`, returned if another node serves their expert and is not busy.
+        `may_move`, returned if another node serves their expert and is not busy. A node that has no room for the whole
+        call does not say when: it is asked again after 0.1, 0.2, 0.4, 0.8 seconds, and then every second.
         """
         left = {part.index: part for part in request.parts}
         contact = request.parts[0].call.contact
         lost: list[tuple[PlacedCall, _Failure]] = []
+        pause_s = _LEAST_PAUSE_S
+
+        def ask_again(part: PlacedCall, retry_after_s: float, again_at: dict[int, float]) -> bool:
+            """Of a busy node: note when a part is asked of it once more, or say that it is lost here."""
+            self.directory.busy(contact, retry_after_s)
+            at = trio.current_time() + retry_after_s
+            is_better_off = may_move and self.directory.another(part.call.uid, contact) is not None
+            if at < deadline and not is_better_off:
+                again_at[part.index] = at
+            return part.index in again_at
+
         while left:
             asked, again_at = list(left.values()), dict[int, float]()
 
@@ -240,13 +256,9 @@ class ExpertCaller:
                 open_parts = {number: part for number, part in enumerate(asked) if part.index in left.keys() - again_at}
                 for number, outcome in _outcomes(answer, open_parts):
                     part = open_parts[number]
-                    if isinstance(outcome, PeerBusy) and outcome.retry_after_s is not None:
-                        self.directory.busy(contact, outcome.retry_after_s)
-                        at = trio.current_time() + outcome.retry_after_s
-                        is_better_off = may_move and self.directory.another(part.call.uid, contact) is not None
-                        if at < deadline and not is_better_off:
-                            again_at[part.index] = at
-                            continue
+                    after_s = outcome.retry_after_s if isinstance(outcome, PeerBusy) else None
+                    if after_s is not None and ask_again(part, after_s, again_at):
+                        continue
                     del left[part.index]
                     if isinstance(outcome, CallFailed):
                         lost.append((part, _failure_of(outcome)))
@@ -263,6 +275,11 @@ class ExpertCaller:
                     retry = False
                     continue
                 failure = _Failure(reason_of(error), str(error))
+            except PeerBusy as error:  # none of its parts was looked at, and so there is no word when to come back
+                failure = _failure_of(error)
+                for part in left.values():
+                    ask_again(part, pause_s, again_at)
+                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             except NetError as error:
                 failure = _failure_of(error)
             lost += [(left.pop(index), failure) for index in left.keys() - again_at]

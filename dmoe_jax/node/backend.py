@@ -11,8 +11,10 @@ changes nothing (`UpdateRejected`).
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -32,8 +34,14 @@ from dmoe_jax.node.strategies.store import FinishBackward, Programs, SingleStore
 from dmoe_jax.types import PyTree
 from net.types import Array
 
-MAX_REMEMBERED = 1024
-"""Requests of which an expert remembers that it has learnt from them. A retry comes within one call's deadline."""
+REMEMBERED_S = 60.0
+"""For so long an expert remembers, at least, that it has learnt from a request. A retry comes within one call's
+deadline, which is 10 s by default."""
+LEAST_REMEMBERED, MOST_REMEMBERED = 1024, 65536
+"""So many of its newest requests it always remembers; and no more (10 MB), if it learns from over a thousand a
+second."""
+
+NO_REQUESTS: Mapping[bytes, float] = MappingProxyType({})
 
 
 class UpdateRejected(ValueError):
@@ -60,7 +68,7 @@ class Batch:
     """uint32 [rows, 2], or None."""
     seen: Array | None = None
     """int64 [rows], or None; of a backward pass."""
-    requests: tuple[bytes, ...] = ()
+    requests: Mapping[bytes, float] = field(default_factory=dict)
     """Likewise."""
 
 
@@ -94,9 +102,10 @@ class ExpertBackend:
         self._uid = uid
         self.update_count = 0
         """Optimiser steps taken. Replies carry it, and backward requests that of their forward: hence the staleness."""
-        self.learnt_from: dict[bytes, None] = {}
-        """Names of the newest backward requests among these steps, oldest first, at most `MAX_REMEMBERED`. Saved with
-        the expert: a retry that comes after a restart must not train it twice."""
+        self.learnt_from: dict[bytes, float] = {}
+        """Names of the newest backward requests among these steps, oldest first, and when they came; infinity: before a
+        restart. Those of the last `REMEMBERED_S` are here, see there. Saved with the expert: a retry that comes after a
+        restart must not train it twice."""
         self.steps_here = 0
         """Those of them that this process took."""
         self.staleness_total = 0.0
@@ -149,7 +158,7 @@ class ExpertBackend:
         self.store.write((state["params"], state["opt_state"]))
         self.update_count = update_count
         if learnt_from is not None:
-            self.learnt_from = dict.fromkeys(learnt_from)
+            self.learnt_from = dict.fromkeys(learnt_from, math.inf)
 
     def forward(self, inputs: Sequence[Array], keys: Array | None = None) -> Array:
         """Output for `inputs`, each [rows, ...]. Rows are padded and cut again.
@@ -172,7 +181,7 @@ class ExpertBackend:
         output_grads: Array,
         keys: Array | None = None,
         seen: Array | None = None,
-        requests: Sequence[bytes] = (),
+        requests: Mapping[bytes, float] = NO_REQUESTS,
     ) -> tuple[Array, ...]:
         """Gradients of the differentiable inputs, taken at the current parameters, which are then updated once.
 
@@ -182,7 +191,7 @@ class ExpertBackend:
           keys: as of the forward.
           seen: int64 [rows], the update count at each row's forward, at least 0. The optimiser is told the rows' mean
             staleness; counts beyond today's, of an expert that was restored since, have none. None: nothing is stale.
-          requests: names of the requests in it, see `learnt_from`.
+          requests: names of the requests in it, and when they came, by one clock for all; see `learnt_from`.
 
         Raises:
           UpdateRejected: the update or a gradient is not finite; nothing was changed.
@@ -195,7 +204,7 @@ class ExpertBackend:
         output_grads: Array,
         keys: Array | None = None,
         seen: Array | None = None,
-        requests: Sequence[bytes] = (),
+        requests: Mapping[bytes, float] = NO_REQUESTS,
     ) -> Callable[[], tuple[Array, ...]]:
         """Have XLA begin a `backward`; what is returned waits for it, returns the gradients and counts the update.
 
@@ -211,14 +220,14 @@ class ExpertBackend:
         return 0.0 if seen is None else float(np.maximum(self.update_count - seen, 0).mean())
 
     def count_update(
-        self, finite: Array, input_grads: tuple[Array, ...], *, staleness: float, requests: Iterable[bytes]
+        self, finite: Array, input_grads: tuple[Array, ...], *, staleness: float, requests: Mapping[bytes, float]
     ) -> tuple[Array, ...]:
         """Take note of an update that its store has made, unless it is not finite; returns the gradients.
 
         Args:
           finite, input_grads: as of `Store.begin_backward`.
           staleness: which the optimiser was told.
-          requests: names of the requests in it, see `learnt_from`.
+          requests: as of `backward`.
 
         Raises:
           UpdateRejected: the update or a gradient is not finite; nothing was changed.
@@ -233,10 +242,17 @@ class ExpertBackend:
             self._remember(requests)
         return input_grads
 
-    def _remember(self, requests: Iterable[bytes]) -> None:
-        self.learnt_from.update(dict.fromkeys(requests))
-        while len(self.learnt_from) > MAX_REMEMBERED:
-            del self.learnt_from[next(iter(self.learnt_from))]
+    def _remember(self, requests: Mapping[bytes, float]) -> None:
+        known = self.learnt_from
+        now = max(requests.values(), default=-math.inf)
+        if requests and next(iter(known.values()), now) == math.inf:  # those of before a restart count from now on
+            self.learnt_from = known = {name: min(came_at, now) for name, came_at in known.items()}
+        known.update(requests)
+        while len(known) > LEAST_REMEMBERED:
+            oldest, came_at = next(iter(known.items()))
+            if came_at > now - REMEMBERED_S and len(known) <= MOST_REMEMBERED:
+                return
+            del known[oldest]
 
     @property
     def warm_rows(self) -> int:

@@ -105,7 +105,7 @@ def joined(jobs: Jobs) -> Batch:
         # Not how stale they are: until the device has time for them, other batches may step the expert.
         seen=np.repeat([part.seen for part in parts], [part.rows for part in parts]),
         # By which an expert remembers that it has learnt from these requests.
-        requests=tuple(job.replay_key for job in jobs if job.replay_key is not None),
+        requests={job.replay_key: job.arrived_at for job in jobs if job.replay_key is not None},
     )
 
 

@@ -28,8 +28,9 @@ class NodeConfig:
     """Forward requests go ahead of backward ones that came at most so many seconds before them. Under load more rows
     then share an optimiser's step, and all of them are served sooner; what is asked alone waits for nobody. 0: all in
     order of arrival."""
-    max_concurrent_calls: int = 256
-    """Calls of one method in progress at once, waiting ones included."""
+    max_concurrent_calls: int = 4096
+    """Calls of one method in progress at once, waiting ones included. As many as `max_waiting_rows`: a call that finds
+    no room in the queue is told when to come back, one beyond this bound only that the node is busy."""
     leave_timeout_s: float = 5.0
     """A node that leaves answers what it has accepted, for at most so many seconds; 0 drops it."""
     strategy: str = "auto"

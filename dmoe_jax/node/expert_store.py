@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _NICENESS = 15
 """Of threads that write: a thirtieth of the processor time of those that compute, or what these leave."""
+_LARGE_BYTES = 16 << 20
+"""Of an expert that is written by such a thread. To write a small one is mostly Python: a thread that holds the
+interpreter and gets no processor would have the whole node wait."""
 _TRASH = ".old-"
 """Begins the name of a checkpoint that is about to be deleted."""
 
@@ -76,12 +79,12 @@ class ExpertStore:
           uid: which expert.
           updates: optimiser steps that it has taken.
           state, learnt_from: see `ExpertBackend`; sound, and in arrays that nobody changes meanwhile.
-          gives_way: to threads that compute, and so takes longer.
+          gives_way: to threads that compute, if it is large, and so takes longer.
         """
         own = self.folder / uid
         if updates not in _numbered(own):
             facts = {"updates": updates, "learnt_from": [name.hex() for name in learnt_from]}
-            if gives_way:
+            if gives_way and sum(leaf.nbytes for leaf in jax.tree.leaves(state)) >= _LARGE_BYTES:
                 self._writer.submit(self._files.write, own / str(updates), state, facts).result()
             else:
                 self._files.write(own / str(updates), state, facts)

@@ -69,8 +69,9 @@ class SoleListing:
         if taken:
             named = ", ".join(taken[:_NAMED]) + (", ..." if len(taken) > _NAMED else "")
             logger.warning(
-                "%d experts are announced by other nodes as well: %s. Trainers call whoever announced them last, and "
-                "the copies go apart, unless all of them replicate (--replicate); a node that has died goes by itself",
+                "%d experts are announced by other nodes as well: %s. A node that claimed one gives it up; otherwise "
+                "trainers call whoever announced them last, and the copies go apart, unless all of them replicate "
+                "(--replicate); a node that has died goes by itself",
                 len(taken),
                 named,
             )

@@ -2,16 +2,15 @@
 
 A backward request carries an id drawn by its trainer. If the connection breaks after the node has stepped the expert
 but before the reply arrives, the trainer sends the same id again and gets the remembered work instead of a second
-optimiser step. Beyond the bounds the oldest finished entries are forgotten; a retry comes within one call deadline, so
-the bounds only have to outlast that. What still waits or runs is never forgotten, whatever came after it: its retry
-would train a second time. The node's queue bounds how much that is.
+optimiser step. Beyond the bounds the oldest finished entries are forgotten. What still waits or runs is never
+forgotten, whatever came after it: its retry would train a second time. The node's queue bounds how much that is.
 
 A remembered reply keeps no more of its batch than its own rows (`Job.answer`), but replies of all sizes that come and
 go leave holes in the heap. So a node holds more than the bound says: with 64 MiB it grew by 125 MB in four minutes of
 mixed load, with 16 MiB by 23.
 
-What an expert has learnt from it knows by itself for longer, and through a restart too, though without the answers
-(`ExpertBackend.learnt_from`): such a retry is refused.
+What an expert has learnt from it knows by itself for longer than any retry takes, and through a restart too, though
+without the answers (`ExpertBackend.learnt_from`): such a retry is refused.
 """
 
 import hashlib

@@ -115,13 +115,28 @@ class ExpertSaver:
             raise CheckpointError(text) from first
 
     async def run(self, period_s: float) -> None:
-        """Save again and again. A full disk is reported and does not stop the node."""
+        """Save again and again, so that what lies on the disk is never older than a period.
+
+        A save writes what was so when it began, and until the next one has ended that is the newest there is: so the
+        time that a save takes counts twice. A save that takes over a third of the period is followed by a rest as long
+        as itself, and a warning says how old checkpoints become. A full disk is reported and does not stop the node.
+        """
+        took_s, warned_s = period_s / 4, period_s  # the first one half a period from now
         while True:
-            await trio.sleep(period_s)
+            rest_s = max(period_s - 2 * took_s, took_s)
+            if (age_s := 2 * took_s + rest_s) > 1.1 * warned_s:
+                warned_s = age_s
+                logger.warning(
+                    "saving the experts took %.3g s: their checkpoints become up to %.3g s old, not %.3g as asked",
+                    *(took_s, age_s, period_s),
+                )
+            await trio.sleep(rest_s)
+            began = trio.current_time()
             try:
                 await self.save(gives_way=True)
             except CheckpointError as error:
                 logger.warning("%s", error)
+            took_s = trio.current_time() - began
 
     async def _copying(self, backend: ExpertBackend, device: Device) -> Copy:
         """What copies the state of an expert, with all made ready beside the device that can be."""

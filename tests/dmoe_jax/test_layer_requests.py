@@ -17,7 +17,7 @@ from dmoe_jax.mixture.remote import Choice, RemoteMixture, _add_rows
 from dmoe_jax.mixture.requests import REQUEST_BYTES, ExpertCall, grouped
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.product_key import product_key
-from net.errors import CallRefused, ConnectionLost
+from net.errors import CallRefused, ConnectionLost, PeerBusy
 from net.identity import Address, Contact, PeerId
 from net.rpc.base import Reply, Request
 from net.wire.codec import encode
@@ -162,6 +162,52 @@ async def test_a_part_that_finds_the_queue_full_comes_again_alone(autojump_clock
         assert set(map(tuple, wire.asked[1:])) == {("ffn.3",)}
         assert swarm.statistics.failures == {}
         assert swarm.statistics.asked_again == swarm.nodes[0].status()["busy"] == len(wire.asked) - 1 > 0
+
+
+async def test_a_call_for_which_a_node_has_no_room_is_placed_again(autojump_clock: trio.testing.MockClock) -> None:
+    """It serves one at a time and says no more than that it is busy: the second one comes again, later and later."""
+    config = NodeConfig(max_concurrent_calls=1)
+    async with one_node(config=config, grace_s=60.0) as (swarm, mixture, wire, choice):
+        asked_at: list[float] = []
+        call = wire.call
+
+        async def noted(target: Any, method: str, *args: Any, **options: Any) -> Reply:
+            if method == FORWARD:
+                asked_at.append(trio.current_time())
+            return await call(target, method, *args, **options)
+
+        wire.call = noted  # type: ignore[method-assign]
+        all_answered: list[bool] = []
+
+        async def ask() -> None:
+            _, answered, _ = await mixture.forward(choice, [X])
+            all_answered.append(bool(answered[:, :3].all()))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            nursery.start_soon(ask)
+        assert all_answered == [True, True]
+        assert swarm.statistics.failures == {}
+        pauses = np.diff(asked_at[1:]) - 0.1  # the way
+        np.testing.assert_allclose(pauses, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0])
+        assert swarm.statistics.asked_again == 4 * len(pauses)
+
+
+async def test_a_call_for_which_there_is_never_room_fails_at_its_deadline(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Its parts are lost, with the reason; nobody waits for longer than he meant to."""
+    async with one_node(timeout_s=3.0, max_skipped=1.0) as (swarm, mixture, wire, choice):
+
+        async def full(*args: Any, **options: Any) -> Reply:
+            raise PeerBusy("4096 calls are running already")
+
+        wire.call = full  # type: ignore[method-assign]
+        began = trio.current_time()
+        _, answered, _ = await mixture.forward(choice, [X])
+        assert not answered.any()
+        assert swarm.statistics.failures == {"busy": 4}
+        assert trio.current_time() - began == pytest.approx(0.1 + 0.2 + 0.4 + 0.8 + 1.0)  # One more would be too late.
 
 
 async def test_who_is_sent_away_for_too_long_is_given_up(autojump_clock: trio.testing.MockClock) -> None:

@@ -1,5 +1,6 @@
 """A node's experts survive it: saved while they learn, restored to the bit, never mixed up with others."""
 
+import itertools
 import os
 import sys
 import threading
@@ -19,7 +20,7 @@ from dmoe_jax.device import InlineDevice
 from dmoe_jax.experts import expert_from_functions
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.node import saving
-from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.backend import LEAST_REMEMBERED, MOST_REMEMBERED, REMEMBERED_S, ExpertBackend
 from dmoe_jax.node.saving import ExpertSaver
 from net.errors import CallRefused
 from tests.dmoe_jax.node_rig import open_rig
@@ -41,11 +42,84 @@ def experts(*uids: str, d_model: int = 4, seed: int = 0) -> dict[str, ExpertBack
 def test_an_average_forgets_no_request() -> None:
     """A state that is put in between two batches leaves what the expert has learnt from; a saved one brings its own."""
     backend = experts("a.0")["a.0"]
-    backend.backward([X], X, None, None, (b"first",))
+    backend.backward([X], X, None, None, {b"first": 0.0})
     backend.load(jax.tree.map(np.array, backend.state), update_count=1)
     assert list(backend.learnt_from) == [b"first"]
     backend.load(jax.tree.map(np.array, backend.state), update_count=1, learnt_from=[b"saved"])
     assert list(backend.learnt_from) == [b"saved"]
+
+
+def test_what_an_expert_has_learnt_is_remembered_for_a_minute() -> None:
+    """However many others it learns from meanwhile; a thousand it always remembers, and never more than the most."""
+    backend = experts("a.0")["a.0"]
+    learn = lambda names, at: backend.count_update(  # noqa: E731
+        np.array([True, True]), (), staleness=0.0, requests=dict.fromkeys(names, at)
+    )
+    learn([b"first"], 0.0)
+    learn([b"%d" % number for number in range(3000)], 10.0)
+    learn([b"later"], REMEMBERED_S - 1)
+    assert b"first" in backend.learnt_from
+    learn([b"late"], REMEMBERED_S + 1)
+    assert b"first" not in backend.learnt_from
+    assert len(backend.learnt_from) == 3002
+    learn([b"much later"], 1000.0)
+    assert len(backend.learnt_from) == LEAST_REMEMBERED
+    learn([b"%d of many" % number for number in range(MOST_REMEMBERED + 1)], 1000.0)
+    assert len(backend.learnt_from) == MOST_REMEMBERED
+
+
+def test_what_was_learnt_before_a_restart_is_remembered_for_a_minute_after_it() -> None:
+    """The clock of the process that learnt it is gone."""
+    backend = experts("a.0")["a.0"]
+    backend.load(jax.tree.map(np.array, backend.state), update_count=1, learnt_from=[b"before"])
+    for number in range(3000):
+        backend.count_update(np.array([True, True]), (), staleness=0.0, requests={b"%d" % number: 5.0 + number / 100})
+    assert b"before" in backend.learnt_from
+    backend.count_update(np.array([True, True]), (), staleness=0.0, requests={b"late": 5.1 + REMEMBERED_S})
+    assert b"before" not in backend.learnt_from
+    assert b"1000" in backend.learnt_from
+
+
+@pytest.mark.parametrize("took_s", [0.5, 3.0])
+async def test_no_checkpoint_is_older_than_the_period(
+    took_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    """What was so when a save began is the newest on the disk until the next one has ended."""
+    saves: list[tuple[float, float]] = []
+
+    async def save(*, gives_way: bool = False) -> None:
+        began = trio.current_time()
+        await trio.sleep(took_s)
+        saves.append((began, trio.current_time()))
+
+    saver = ExpertSaver(tmp_path, {}, InlineDevice())
+    monkeypatch.setattr(saver, "save", save)
+    with trio.move_on_after(200.0):
+        await saver.run(10.0)
+    # The first two times it is not known yet how long a save takes.
+    ages = [ended - began for (began, _), (_, ended) in itertools.pairwise(saves)]
+    assert max(ages) <= 10.0 + 1e-9
+    assert len(saves) > 200.0 / 10.0
+
+
+async def test_saves_that_take_too_long_for_the_period_are_spoken_of(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """They take half of the time at most, and a warning says once how old checkpoints become."""
+
+    async def save(*, gives_way: bool = False) -> None:
+        await trio.sleep(8.0)
+
+    saver = ExpertSaver(tmp_path, {}, InlineDevice())
+    monkeypatch.setattr(saver, "save", save)
+    with trio.move_on_after(200.0):
+        await saver.run(10.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "saving the experts took 8 s: their checkpoints become up to 24 s old, not 10 as asked"
+    ]
 
 
 async def test_experts_go_on_where_they_were(tmp_path: Path) -> None:
@@ -160,11 +234,13 @@ async def test_a_snapshot_is_no_view(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere priorities are of whole processes")
-@pytest.mark.parametrize("gives_way", [True, False])
-async def test_only_a_writer_that_gives_way_comes_last(
-    tmp_path: Path, gives_way: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("gives_way", "is_large"), [(True, True), (True, False), (False, True)])
+async def test_only_the_writer_of_a_large_expert_that_gives_way_comes_last(
+    tmp_path: Path, gives_way: bool, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is whole all the same. At a node's end nobody computes any more, and there is little time."""
+    """It is whole all the same. At a node's end nobody computes any more, and there is little time; and who writes a
+    small one holds the interpreter for most of it."""
+    monkeypatch.setattr("dmoe_jax.node.expert_store._LARGE_BYTES", 1 if is_large else 1 << 20)
     niceness: list[int] = []
     write = CheckpointFiles.write
 
@@ -177,7 +253,7 @@ async def test_only_a_writer_that_gives_way_comes_last(
     backends["a.0"].backward([X], X)
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     await ExpertSaver(tmp_path, backends, InlineDevice()).save(gives_way=gives_way)
-    assert niceness == [15 if gives_way else own]
+    assert niceness == [15 if gives_way and is_large else own]
     assert own == os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert await ExpertSaver(tmp_path, experts("a.0", seed=9), InlineDevice()).restore() == {"a.0": 1}
 
@@ -323,8 +399,9 @@ SCALE = expert_from_functions(
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_nothing_is_learnt_twice_through_fifty_kills(tmp_path: Path, seed: int) -> None:
-    """Each request has a weight of its own; after kills at any moment, and retries of what was answered or not, weight
-    i is 0 or -1, and -1 if the expert was saved after the answer."""
+    """Each request has a weight of its own; after fifty lives that end between two calls, most of them with updates
+    that are not saved, and retries of what was answered or not, weight i is 0 or -1, and -1 if the expert was saved
+    after the answer."""
 
     async def life(rng: np.random.Generator, life_number: int, sure: set[int]) -> None:
         """One node, from its checkpoint until it is killed; its trainer asks again what it asked the last ones."""

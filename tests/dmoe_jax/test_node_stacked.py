@@ -115,7 +115,9 @@ def test_one_that_would_not_stay_finite_is_refused_alone(form: Form) -> None:
     backends, _ = stacked_backends(3, optimizer=optax.sgd(0.1), form=form)
     before = jax.tree.map(np.asarray, backends[1].state)
     grads = [rows(2, seed=1), np.full((2, 4), 3e38, np.float32), rows(2, seed=2)]
-    batches = [Batch(inputs=(10 * rows(2),), output_grads=each, requests=(b"%d" % i,)) for i, each in enumerate(grads)]
+    batches = [
+        Batch(inputs=(10 * rows(2),), output_grads=each, requests={b"%d" % i: 0.0}) for i, each in enumerate(grads)
+    ]
     first, second, third = begin_together(list(zip(backends, batches, strict=True)))()
     assert isinstance(second, UpdateRejected)
     assert second.reason == "update"
