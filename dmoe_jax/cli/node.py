@@ -47,6 +47,9 @@ if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
 
 _DEFAULT_EXPERTS = ("layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]")
 
+_LEAST_AVERAGE_PERIOD_S = 23
+"""The time-outs of `dmoe_jax.replicas.config.ReplicaConfig` together."""
+
 _OF_ADAM = ("learning_rate", "warmup_steps", "weight_decay", "grad_clip", "staleness_power")
 
 
@@ -208,6 +211,8 @@ class NodeCommand(DhtCommand):
         if self.xla_threads is not None:
             check_at_least(1, self, "xla_threads")
         check_at_least(0, self, "warmup_steps", "weight_decay", "staleness_power")
+        if self.replicate:
+            check_at_least(_LEAST_AVERAGE_PERIOD_S, self, "average_period_s")
         self._count_experts()
         self.processes.check(devices=self.devices)
         if self.processes.distributed is not None and (self.claim is not None or self.replicate):

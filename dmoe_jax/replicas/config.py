@@ -23,8 +23,8 @@ class ReplicaConfig:
         for name in self.__dataclass_fields__:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
-        if not self.meet_timeout_s + self.average_timeout_s <= self.average_period_s:
+        if self.average_period_s < (least_s := self.meet_timeout_s + self.average_timeout_s):
             raise ValueError(
-                "meet_timeout_s and average_timeout_s must fit into average_period_s, got "
-                f"{self.meet_timeout_s}, {self.average_timeout_s} and {self.average_period_s}"
+                f"average_period_s must be at least {least_s:g} (meet_timeout_s and average_timeout_s together), "
+                f"got {self.average_period_s:g}"
             )

@@ -290,7 +290,7 @@ def test_slips_of_the_pen_are_guessed_on_every_terminal(
         (["--staleness-power", "inf"], "staleness_power must be finite and not negative, got inf"),
         (["--learning-rate", "0"], "--learning-rate must be positive, got 0.0"),
         (["--average-period-s", "60"], "--average-period-s would have no effect without --replicate"),
-        (["--replicate", "--average-period-s", "5"], "must fit into average_period_s, got 3.0, 20.0 and 5.0"),
+        (["--replicate", "--average-period-s", "5"], "--average-period-s must be at least 23, got 5.0"),
         (["--swarm", "a b"], "--swarm must be 1 to 64 letters, .* got 'a b'"),
     ],
 )

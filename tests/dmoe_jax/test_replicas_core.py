@@ -13,6 +13,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from dmoe_jax.cli.node import _LEAST_AVERAGE_PERIOD_S
 from dmoe_jax.directory import declare_experts, open_expert_directory, withdraw_experts
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.grid import ExpertUid, parse_uid
@@ -379,10 +380,16 @@ def test_those_who_see_the_same_find_the_same_group() -> None:
     [
         ({"average_period_s": 0.0}, "average_period_s must be a positive"),
         ({"settle_s": float("nan")}, "settle_s must be a positive"),
-        ({"average_period_s": 10.0}, "must fit into average_period_s, got 3.0, 20.0 and 10.0"),
+        ({"average_period_s": 10.0}, "average_period_s must be at least 23 .*, got 10"),
     ],
 )
 def test_settings_check_themselves(settings: dict[str, float], message: str) -> None:
     """The message names the value."""
     with pytest.raises(ValueError, match=message):
         ReplicaConfig(**settings)
+
+
+def test_the_command_line_knows_the_least_period() -> None:
+    """It says so before JAX is there."""
+    defaults = ReplicaConfig()
+    assert defaults.meet_timeout_s + defaults.average_timeout_s == _LEAST_AVERAGE_PERIOD_S
