@@ -37,7 +37,7 @@ from net.types import Array
 REMEMBERED_S = 60.0
 """For so long an expert remembers, at least, that it has learnt from a request. A retry comes within one call's
 deadline, which is 10 s by default."""
-LEAST_REMEMBERED, MOST_REMEMBERED = 1024, 65536
+LEAST_REMEMBERED, MOST_REMEMBERED = 64, 65536
 """So many of its newest requests it always remembers; and no more (10 MB), if it learns from over a thousand a
 second."""
 
