@@ -46,7 +46,8 @@ class LayerConfig:
     same_length: bool = False
     """Every position sees exactly mem_len keys, itself included, and not all that there are."""
     compute_dtype: str = "float32"
-    """Type of matrix products, float32 or bfloat16; parameters, normalisations and what travels stay float32."""
+    """Type of matrix products, float32 or bfloat16; parameters and normalisations stay float32, and what travels does
+    unless it is compressed."""
 
     def __post_init__(self) -> None:
         check_positive(

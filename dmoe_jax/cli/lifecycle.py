@@ -36,10 +36,16 @@ class Stop:
         self._body: trio.CancelScope | None = None
 
     @contextlib.contextmanager
-    def body(self) -> Iterator[trio.CancelScope]:
-        """The part of a command that runs until it is stopped; it then ends quietly and the command goes on."""
+    def body(self, *, leave_timeout_s: float | None = None) -> Iterator[trio.CancelScope]:
+        """The part of a command that runs until it is stopped; it then ends quietly and the command goes on.
+
+        Args:
+          leave_timeout_s: longest that the command may take then, seconds; None: as it was made.
+        """
         with trio.CancelScope() as scope:
             self._body = scope
+            if leave_timeout_s is not None:
+                self._leave_timeout_s = leave_timeout_s
             try:
                 yield scope
             finally:
@@ -52,6 +58,11 @@ class Stop:
         else:
             self._body.cancel()
             self._everything.deadline = trio.current_time() + self._leave_timeout_s
+
+    def request_for_another(self) -> None:
+        """Another process asks for the end. It does not press: whoever is leaving already, goes on with that."""
+        if self._body is not None and not self._body.cancel_called:
+            self.request()
 
 
 def run_until_done(

@@ -47,6 +47,8 @@ if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
 
 _DEFAULT_EXPERTS = ("layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]")
 
+_MOST_XLA_THREADS = 256
+"""More than a machine has cores only cost memory: XLA makes them all."""
 _LEAST_AVERAGE_PERIOD_S = 23
 """The time-outs of `dmoe_jax.replicas.config.ReplicaConfig` together."""
 
@@ -164,7 +166,7 @@ class NodeCommand(DhtCommand):
             return await self._follow(stop, expert, optimizer)
         joining = join_swarm(self.network, join=self.join, listen=self.listen, faults=faults)
         async with (
-            self._opened_lead() as placed,
+            self._opened_lead(stop) as placed,
             self.metrics.opened("node") as monitor,
             joining as peer,
             open_swarm(peer=peer, name=self.swarm, seed=self.seed) as swarm,
@@ -208,8 +210,11 @@ class NodeCommand(DhtCommand):
     def _check(self) -> FaultPlan | None:
         """Raise `UsageError` if flags are out of range or do not go together; else what is to go wrong on purpose."""
         check_positive(self, "announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip")
-        if self.xla_threads is not None:
-            check_at_least(1, self, "xla_threads")
+        check_at_least(1, self, "max_batch_rows")
+        if self.xla_threads is not None and not 1 <= self.xla_threads <= _MOST_XLA_THREADS:
+            raise UsageError(f"--xla-threads must be from 1 to {_MOST_XLA_THREADS}, got {self.xla_threads}")
+        if self.checkpoint_dir is not None and self.checkpoint_dir.exists() and not self.checkpoint_dir.is_dir():
+            raise UsageError(f"--checkpoint-dir must be a folder, or a name for one; {self.checkpoint_dir} is a file")
         check_at_least(0, self, "warmup_steps", "weight_decay", "staleness_power")
         if self.replicate:
             check_at_least(_LEAST_AVERAGE_PERIOD_S, self, "average_period_s")
@@ -254,6 +259,7 @@ class NodeCommand(DhtCommand):
         return NodeConfig(
             swarm=self.swarm,
             max_batch_rows=self.max_batch_rows,
+            max_waiting_rows=max(NodeConfig().max_waiting_rows, 16 * self.max_batch_rows),
             warm_up_rows=self.warm_up_rows,
             strategy=self.strategy,
             announce_period_s=self.announce_period_s,
@@ -288,21 +294,31 @@ class NodeCommand(DhtCommand):
             mesh_of_all(self.mesh)
 
     @asynccontextmanager
-    async def _opened_lead(self) -> AsyncIterator["tuple[PlacedDevice, ...] | None"]:
+    async def _opened_lead(self, stop: Stop) -> AsyncIterator["tuple[PlacedDevice, ...] | None"]:
         """The devices of all processes, if there are several."""
         from dmoe_jax.node.lockstep import mesh_of_all, open_lead
 
         if self.processes.distributed is None:
             yield None
             return
-        async with open_lead(host=self.processes.host, mesh=mesh_of_all(self.mesh), on_lost=end_soon) as placed:
+        async with open_lead(
+            host=self.processes.host,
+            mesh=mesh_of_all(self.mesh),
+            on_lost=end_soon,
+            on_leave_asked=stop.request_for_another,
+        ) as placed:
             yield placed
 
     async def _follow(self, stop: Stop, expert: "Expert", optimizer: "optax.GradientTransformation | None") -> int:
-        """Do as process 0 does until it leaves; the exit status. Being asked to stop ends the whole node."""
+        """Do as process 0 does until it leaves; the exit status. Being asked to stop ends the whole node, in order."""
         from dmoe_jax.node.lockstep import follow, mesh_of_all
 
-        del stop  # without a body: everything is cancelled, and process 0 notices
+        async def until_told_to_stop() -> None:
+            # Process 0 leaves within the time that a node has, and tells us.
+            with stop.body(leave_timeout_s=2 * self.LEAVE_TIMEOUT_S):
+                await trio.sleep_forever()
+            print("asks process 0 to leave", flush=True)
+
         print(f"process {self.processes.process_id} does as process 0 does", flush=True)
         await follow(
             dict.fromkeys((str(uid) for pattern in self._named() for uid in expand_grid_pattern(pattern)), expert),
@@ -311,6 +327,7 @@ class NodeCommand(DhtCommand):
             seed=self.seed,
             mesh=mesh_of_all(self.mesh),
             on_lost=end_soon,
+            until_told_to_stop=until_told_to_stop,
         )
         return 0
 

@@ -3,7 +3,8 @@
 Theory of operation. All processes have joined by `jax.distributed.initialize`, and hold each expert together on a mesh
 of all their devices. Process 0 serves; before each piece of work it sends an order (`dmoe_jax.node.orders`) to the
 others, over a TCP connection to each, and they start the same programs in the same order. What the programs
-exchange keeps the processes together, so that nobody answers orders, but for one byte when programs are compiled.
+exchange keeps the processes together, so that nobody answers orders, but for one byte when programs are compiled, and
+another one from a process that has been told to stop: process 0 then leaves, and all others with it.
 
 Where process 0 listens, and a secret that the others show it, it tells them through JAX. A process that is gone takes
 its part of every expert along, so that the others end, too: they see its connection close. XLA may wait for ever for
@@ -13,7 +14,7 @@ one that is gone; whoever calls this must be ready to end the process (`on_lost`
 import logging
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import jax
@@ -45,6 +46,9 @@ _LEAVE_TIMEOUT_S = 2.0
 _MAX_WAITING_ORDERS = 64
 _CHUNK_BYTES = 1 << 20
 
+_CAME_TO_MEETING, _ASKS_TO_LEAVE = b"\0", b"\1"
+"""What the others say to process 0."""
+
 _Parts = list[bytes | memoryview]
 """Of an order, as `encode_order` makes them."""
 
@@ -69,6 +73,7 @@ async def open_lead(
     mesh: MeshShape | None = None,
     rule: ShardingRule = shard_largest_dimension,
     on_lost: Callable[[str], None] = lambda text: None,
+    on_leave_asked: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[PlacedDevice, ...]]:
     """What process 0 gives to `Swarm.serve` as `devices`: while the block is open the others do as it does.
 
@@ -79,6 +84,7 @@ async def open_lead(
       mesh: all devices of all processes; None: each expert is shared by all.
       rule: how arrays are split over the mesh.
       on_lost: told that a process is gone, in a sentence, before the block is cancelled.
+      on_leave_asked: called when one of the others has been told to stop. The block is to be left soon.
 
     Raises:
       ProcessFailed: a process is gone, or did not come within a minute.
@@ -103,7 +109,7 @@ async def open_lead(
         for stream in followers.values():
             await stack.enter_async_context(stream)
         all_told, watching = trio.Event(), trio.CancelScope()
-        nursery.start_soon(_watch_all, followers, watching, meeting, on_lost)
+        nursery.start_soon(_watch_all, followers, watching, meeting, on_lost, on_leave_asked)
         nursery.start_soon(_send_orders, receive, followers, all_told, on_lost)
         try:
             yield _devices(mesh, rule, tell)
@@ -124,6 +130,7 @@ async def follow(
     mesh: MeshShape | None = None,
     rule: ShardingRule = shard_largest_dimension,
     on_lost: Callable[[str], None] = lambda text: None,
+    until_told_to_stop: Callable[[], Awaitable[None]] = trio.sleep_forever,
 ) -> None:
     """What every other process does: as process 0 says, until that leaves.
 
@@ -131,6 +138,8 @@ async def follow(
       experts, optimizer, seed, mesh, rule: as process 0 serves them; `experts` by the uid of each.
       host: where process 0 is reached.
       on_lost: told that process 0 is gone, in a sentence.
+      until_told_to_stop: returns when this process shall end. Process 0 is asked to leave, since without it there would
+        be no node, and what was learnt is saved there; this goes on until then.
 
     Raises:
       ProcessFailed: process 0 is gone, or cannot be reached.
@@ -155,12 +164,20 @@ async def follow(
 
     send, receive = trio.open_memory_channel[Order](_MAX_WAITING_ORDERS)
     async with stream, trio.open_nursery() as nursery:
+        turn = trio.Lock()  # to say something
+
+        async def ask_to_leave() -> None:
+            await until_told_to_stop()
+            await _say(_ASKS_TO_LEAVE, stream, turn, on_lost)
+
         nursery.start_soon(_receive_orders, stream, send, on_lost)
+        nursery.start_soon(ask_to_leave)
         async for order in receive:
             if order.kind == "leave":
+                nursery.cancel_scope.cancel()
                 break
             if order.kind == "meet":
-                await _come_to_meeting(stream, on_lost)
+                await _say(_CAME_TO_MEETING, stream, turn, on_lost)
                 continue
             try:
                 await place.device.run(obey, order)
@@ -171,9 +188,10 @@ async def follow(
                 logger.exception("an order to %s for expert %r failed", order.kind, order.uid)
 
 
-async def _come_to_meeting(stream: trio.SocketStream, on_lost: Callable[[str], None]) -> None:
+async def _say(what: bytes, stream: trio.SocketStream, turn: trio.Lock, on_lost: Callable[[str], None]) -> None:
     try:
-        await stream.send_all(b"\0")
+        async with turn:
+            await stream.send_all(what)
     except trio.BrokenResourceError as error:
         raise _lost(0, on_lost) from error
 
@@ -252,12 +270,16 @@ async def _watch_all(
     scope: trio.CancelScope,
     meeting: "_Meeting",
     on_lost: Callable[[str], None],
+    on_leave_asked: Callable[[], None],
 ) -> None:
-    """Raise when one of them is gone; what they say is that they have come to a meeting."""
+    """Raise when one of them is gone; hear what they say until then."""
 
     async def watch(number: int, stream: trio.SocketStream) -> None:
-        while await _receive_exactly(stream, 1) is not None:
-            meeting.came()
+        while (said := await _receive_exactly(stream, 1)) is not None:
+            if said == _ASKS_TO_LEAVE:
+                on_leave_asked()
+            else:
+                meeting.came()
         meeting.call_off()
         raise _lost(number, on_lost)
 

@@ -290,6 +290,12 @@ def test_slips_of_the_pen_are_guessed_on_every_terminal(
         (["--staleness-power", "inf"], "staleness_power must be finite and not negative, got inf"),
         (["--learning-rate", "0"], "--learning-rate must be positive, got 0.0"),
         (["--average-period-s", "60"], "--average-period-s would have no effect without --replicate"),
+        (["--max-batch-rows", "0"], "--max-batch-rows must be at least 1, got 0"),
+        (["--xla-threads", "100000"], "--xla-threads must be from 1 to 256, got 100000"),
+        (
+            ["--checkpoint-dir", __file__],
+            "--checkpoint-dir must be a folder, or a name for one; .*test_cli.py is a file",
+        ),
         (["--replicate", "--average-period-s", "5"], "--average-period-s must be at least 23, got 5.0"),
         (["--swarm", "a b"], "--swarm must be 1 to 64 letters, .* got 'a b'"),
     ],

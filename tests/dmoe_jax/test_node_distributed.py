@@ -98,6 +98,19 @@ async def test_two_processes_answer_as_one(tmp_path: Path) -> None:
         np.testing.assert_allclose(found, alone.forward([x]), atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [(1,), (0, 1), (1, 0)], ids=str)
+async def test_whichever_is_stopped_all_leave_in_order(tmp_path: Path, stopped: tuple[int, ...]) -> None:
+    """What was learnt is saved also where the other process is told to stop, or both are, as by Ctrl-C."""
+    with two_processes(tmp_path, "--checkpoint-dir", str(tmp_path / "experts")) as (processes, contact):
+        await ask(contact, BACKWARD, "ffn.1", rows(3, 16), rows(3, 16, seed=10))
+        for number in stopped:
+            processes[number].send_signal(signal.SIGINT)
+        assert [process.wait(timeout=60) for process in processes] == [130, 0]
+    assert [(tmp_path / f"{number}.log").read_text() for number in range(2)] == ["", ""]
+    assert [path.name for path in (tmp_path / "experts").glob("*/*")] == ["1"]
+
+
 async def test_several_processes_never_compute_in_the_loop() -> None:
     """However short the work: the loop tells the other processes of it, for whom XLA waits."""
     (placed,) = _devices(None, shard_largest_dimension, None)
