@@ -7,7 +7,7 @@ forgotten, whatever came after it: its retry would train a second time. The node
 
 A remembered reply keeps no more of its batch than its own rows (`Job.answer`), but replies of all sizes that come and
 go leave holes in the heap. So a node holds more than the bound says: with 64 MiB it grew by 125 MB in four minutes of
-mixed load, with 16 MiB by 23.
+mixed load, with 16 MiB by 23. Whose answer is forgotten is refused, which costs a trainer that part of one gradient.
 
 What an expert has learnt from it knows by itself for longer than any retry takes, and through a restart too, though
 without the answers (`ExpertBackend.learnt_from`): such a retry is refused.
@@ -35,7 +35,7 @@ class ReplayCache(Generic[Work]):
     """
 
     def __init__(
-        self, *, is_finished: Callable[[Work], bool], max_entries: int = 1024, max_bytes: int = 16 << 20
+        self, *, is_finished: Callable[[Work], bool], max_entries: int = 1024, max_bytes: int = 8 << 20
     ) -> None:
         self._is_finished = is_finished
         self._max_entries = max_entries
