@@ -430,3 +430,18 @@ def test_nothing_is_learnt_twice_through_fifty_kills(tmp_path: Path, seed: int) 
         assert len(sure) > 30
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+async def test_nothing_is_learnt_twice_though_many_others_came_between(autojump_clock: trio.testing.MockClock) -> None:
+    """More requests than a node remembers the answers of: a retry is refused, and changes nothing."""
+    backend = ExpertBackend(SCALE, optax.sgd(1.0), SCALE.init(jax.random.key(0)))
+    async with open_rig(backends={"s.0": backend}) as rig:
+        x, grads = np.ones((1, 64), np.float32), np.eye(64, dtype=np.float32)[[5]]
+        await rig.backward("s.0", b"the first", x, grads)
+        for start in range(0, 1100, 100):
+            async with trio.open_nursery() as nursery:
+                for number in range(start, start + 100):
+                    nursery.start_soon(rig.backward, "s.0", b"%d" % number, x, 0 * grads)
+        with pytest.raises(CallRefused, match="has learnt from"):
+            await rig.backward("s.0", b"the first", x, grads)
+        assert np.asarray(backend.params["w"]).tolist() == [-1.0 if index == 5 else 0.0 for index in range(64)]
