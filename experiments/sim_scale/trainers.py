@@ -64,9 +64,14 @@ XlaCalls = list[Callable[[], object]]
 def recording(calls: XlaCalls) -> Iterator[None]:
     """Note every call of a trainer's segments and of the experts, in order, while the block runs."""
 
+    pull_back = autodiff._pull_back
+
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            calls.append(lambda: jax.block_until_ready(function(*args)))
+            again = args
+            if function is pull_back:  # is given the sums of gradients so far: they are gone afterwards
+                again = (*args[:3], jax.tree.map(np.array, args[3]), *args[4:])
+            calls.append(lambda: jax.block_until_ready(function(*again)))
             return function(*args)
 
         return call
