@@ -234,16 +234,7 @@ class ExpertCaller:
         contact = request.parts[0].call.contact
         lost: list[tuple[PlacedCall, _Failure]] = []
         pause_s = _LEAST_PAUSE_S
-
-        def ask_again(part: PlacedCall, retry_after_s: float, again_at: dict[int, float]) -> bool:
-            """Of a busy node: note when a part is asked of it once more, or say that it is lost here."""
-            self.directory.busy(contact, retry_after_s)
-            at = trio.current_time() + retry_after_s
-            is_better_off = may_move and self.directory.another(part.call.uid, contact) is not None
-            if at < deadline and not is_better_off:
-                again_at[part.index] = at
-            return part.index in again_at
-
+        comes_again = functools.partial(self._comes_again, deadline=deadline, may_move=may_move)
         while left:
             asked, again_at = list(left.values()), dict[int, float]()
 
@@ -257,7 +248,7 @@ class ExpertCaller:
                 for number, outcome in _outcomes(answer, open_parts):
                     part = open_parts[number]
                     after_s = outcome.retry_after_s if isinstance(outcome, PeerBusy) else None
-                    if after_s is not None and ask_again(part, after_s, again_at):
+                    if after_s is not None and comes_again(part, after_s, again_at):
                         continue
                     del left[part.index]
                     if isinstance(outcome, CallFailed):
@@ -278,7 +269,7 @@ class ExpertCaller:
             except PeerBusy as error:  # none of its parts was looked at, and so there is no word when to come back
                 failure = _failure_of(error)
                 for part in left.values():
-                    ask_again(part, pause_s, again_at)
+                    comes_again(part, pause_s, again_at)
                 pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             except NetError as error:
                 failure = _failure_of(error)
@@ -287,6 +278,24 @@ class ExpertCaller:
                 self.statistics.asked_again += len(again_at)
                 await trio.sleep_until(max(again_at.values()))
         return lost
+
+    def _comes_again(
+        self,
+        part: PlacedCall,
+        retry_after_s: float,
+        again_at: dict[int, float],
+        *,
+        deadline: float,
+        may_move: bool,
+    ) -> bool:
+        """Whether a part for which its node has no room is asked of it once more; `again_at` then says when."""
+        call, at = part.call, trio.current_time() + retry_after_s
+        self.directory.busy(call.contact, retry_after_s)
+        is_better_off = may_move and self.directory.another(call.uid, call.contact) is not None
+        if at >= deadline or is_better_off:
+            return False
+        again_at[part.index] = at
+        return True
 
     def _note_outcome(self, method: str, part: PlacedCall, outcome: "Answer | _Failure") -> None:
         call = part.call

@@ -9,8 +9,8 @@ A remembered reply keeps no more of its batch than its own rows (`Job.answer`), 
 go leave holes in the heap. So a node holds more than the bound says: with 64 MiB it grew by 125 MB in four minutes of
 mixed load, with 16 MiB by 23. Whose answer is forgotten is refused, which costs a trainer that part of one gradient.
 
-What an expert has learnt from it knows by itself for longer than any retry takes, and through a restart too, though
-without the answers (`ExpertBackend.learnt_from`): such a retry is refused.
+What an expert has learnt from it knows by itself for a minute at least, and through a restart too, though without the
+answers (`ExpertBackend.learnt_from`): such a retry is refused.
 """
 
 import hashlib

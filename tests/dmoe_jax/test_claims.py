@@ -148,14 +148,9 @@ def test_experts_outlive_their_node(tmp_path: Path) -> None:
         losses: list[tuple[float, float]] = []
         history: list[tuple[float, dict[str, int]]] = []
 
-        async def watch() -> None:
-            while "node1" in world.served:
-                history.append((trio.current_time(), dict(world.served["node1"].node.status()["updates"])))
-                await trio.sleep(0.1)
-
         async with trio.open_nursery() as nursery:
             nursery.start_soon(train, world, losses)
-            nursery.start_soon(watch)
+            nursery.start_soon(watch, world, "node1", history)
             await trio.sleep(3 * SAVE_PERIOD_S)
             killed = world.served["node1"].node
             updates, saved = killed.status()["updates"], saved_updates(tmp_path)
@@ -195,6 +190,13 @@ def test_experts_outlive_their_node(tmp_path: Path) -> None:
         assert len(after) > 0.7 * len(before)
 
     in_world(body)
+
+
+async def watch(world: World, name: str, history: list[tuple[float, dict[str, int]]]) -> None:
+    """Note every tenth of a second how many updates the experts of a node have taken, as long as it is there."""
+    while name in world.served:
+        history.append((trio.current_time(), dict(world.served[name].node.status()["updates"])))
+        await trio.sleep(0.1)
 
 
 async def train(world: World, losses: list[tuple[float, float]]) -> None:

@@ -370,7 +370,7 @@ async def test_a_full_disk_does_not_stop_the_node(
     monkeypatch.setattr(saver, "save", save)
     with trio.move_on_after(25.0):
         await saver.run(10.0)
-    assert len(tries) == 2
+    assert tries == pytest.approx([5.0, 11.0, 17.8])  # what a save may take is allowed for less and less
     assert "RESOURCE_EXHAUSTED" in caplog.text
 
 
