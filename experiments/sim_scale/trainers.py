@@ -64,13 +64,11 @@ XlaCalls = list[Callable[[], object]]
 def recording(calls: XlaCalls) -> Iterator[None]:
     """Note every call of a trainer's segments and of the experts, in order, while the block runs."""
 
-    pull_back = autodiff._pull_back
+    def noted(function: Callable[..., Any], *, donated: int | None = None) -> Callable[..., Any]:
+        """The function, noted; of the argument with number `donated` a copy is kept, for the arrays will be gone."""
 
-    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            again = args
-            if function is pull_back:  # is given the sums of gradients so far: they are gone afterwards
-                again = (*args[:3], jax.tree.map(np.array, args[3]), *args[4:])
+            again = [jax.tree.map(np.array, arg) if number == donated else arg for number, arg in enumerate(args)]
             calls.append(lambda: jax.block_until_ready(function(*again)))
             return function(*args)
 
@@ -78,7 +76,8 @@ def recording(calls: XlaCalls) -> Iterator[None]:
 
     with (
         mock.patch.object(autodiff, "_run", noted(autodiff._run)),
-        mock.patch.object(autodiff, "_pull_back", noted(autodiff._pull_back)),
+        mock.patch.object(autodiff, "_run_and_keep", noted(autodiff._run_and_keep)),
+        mock.patch.object(autodiff, "_pull_back", noted(autodiff._pull_back, donated=3)),
         mock.patch.object(ExpertBackend, "forward", noted(ExpertBackend.forward)),
         mock.patch.object(ExpertBackend, "backward", noted(ExpertBackend.backward)),
     ):

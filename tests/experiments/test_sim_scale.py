@@ -12,8 +12,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import trio
 from rich.console import Console
 
 from dmoe_jax import autodiff
@@ -158,6 +160,7 @@ def test_xla_calls_are_noted_and_made_again_in_order(monkeypatch: pytest.MonkeyP
 
     places = [
         (autodiff, "_run"),
+        (autodiff, "_run_and_keep"),
         (autodiff, "_pull_back"),
         (ExpertBackend, "forward"),
         (ExpertBackend, "backward"),
@@ -172,15 +175,37 @@ def test_xla_calls_are_noted_and_made_again_in_order(monkeypatch: pytest.MonkeyP
         assert autodiff._run("segment", 1) == "_run"
         assert expert.forward([np.ones(2)]) == "forward"
         expert.backward([], 2)
-        autodiff._pull_back("segment", 3)
+        autodiff._run_and_keep("segment", (), 3)
+        autodiff._pull_back("segment", [], (), [None], [None])
         autodiff._run("segment", 4)
     autodiff._run("after")
     assert [getattr(owner, name) for owner, name in places] == originals
     recorded = made[1:-1]
-    assert [name for name, *_ in recorded] == ["_run", "forward", "backward", "_pull_back", "_run"]
+    assert [name for name, *_ in recorded] == ["_run", "forward", "backward", "_run_and_keep", "_pull_back", "_run"]
     made.clear()
     assert replay(calls) >= 0.0
     assert made == recorded
+
+
+def test_what_a_call_was_given_for_good_is_there_when_it_is_made_again() -> None:
+    """The sums of gradients that a segment's backward may overwrite."""
+
+    def scaled(scale: Any, x: Any) -> Any:
+        return scale * x
+
+    run = autodiff.Recording()
+    scale, x = autodiff.Value(jnp.ones(3)), autodiff.Value(jnp.arange(3.0))
+    calls: list[Any] = []
+
+    async def step() -> None:
+        with recording(calls):
+            loss = run(jnp.sum, run(scaled, scale, run(scaled, scale, x)))  # two gradients for one value
+            await run.backward(loss)
+
+    trio.run(step)
+    assert len(calls) == 6
+    assert replay(calls) > 0.0
+    assert replay(calls) > 0.0
 
 
 def test_failed_scenario_is_said_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
