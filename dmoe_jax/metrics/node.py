@@ -4,8 +4,9 @@ The node's queue and runner call a `NodeRecorder`; each call is a few additions,
 looks or not.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dmoe_jax.metrics.families import (
@@ -14,6 +15,7 @@ from dmoe_jax.metrics.families import (
     UPDATES,
     Family,
     Histogram,
+    Number,
     by_label,
     counter,
     gauge,
@@ -25,12 +27,31 @@ from net.errors import CallFailed, CallRefused, PeerBusy
 KINDS = ("forward", "backward")
 
 
+@dataclass(slots=True, eq=False)
+class ExpertCounts:
+    """What one expert has computed of one kind, forward or backward."""
+
+    batches: int = 0
+    rows: int = 0
+    queue_s: float = 0.0
+    """Seconds that all its requests together waited for their batches to begin."""
+    device_s: float = 0.0
+    """Seconds of its batches on the device; of a program of several experts an equal share."""
+    staleness: int = 0
+    """Sum over its backward requests, updates."""
+    received_bytes: int = 0
+    """Of the tensors that were computed with: as arrays, before any compression."""
+    sent_bytes: int = 0
+    """Of their results, likewise."""
+
+
 class NodeRecorder:
     """Counts of one node since its start; everything here only grows."""
 
     def __init__(self) -> None:
-        self.calls: Counter[tuple[str, str]] = Counter()
-        """Calls of experts by kind and outcome: ok, busy, refused, failed, or given up by their caller."""
+        self.calls: Counter[tuple[str, str, str]] = Counter()
+        """Calls by expert, kind and outcome: ok, busy, refused, failed, or given up by their caller; without an expert
+        ("") those that were refused when they were checked."""
         self.batch_rows = {kind: Histogram(POWERS_OF_TWO) for kind in KINDS}
         """Rows of the batches that were computed."""
         self.queue_s = {kind: Histogram(SECONDS) for kind in KINDS}
@@ -39,23 +60,23 @@ class NodeRecorder:
         """Seconds of a batch on the device."""
         self.staleness = Histogram(UPDATES)
         """Updates that an expert took between a backward request's forward and its own update."""
-        self.rows: Counter[tuple[str, str]] = Counter()
-        """Rows computed, by uid and kind. As many keys as the node has experts, twice."""
+        self.experts: defaultdict[tuple[str, str], ExpertCounts] = defaultdict(ExpertCounts)
+        """By uid and kind. As many keys as the node has had experts, twice."""
         self.malformed = 0
         """Requests that were refused because they do not fit."""
 
-    def ended(self, kind: str, error: CallFailed | None = None) -> None:
-        """A call was answered, with this error if it failed."""
-        self.calls[kind, "ok" if error is None else _outcome_of(error)] += 1
+    def ended(self, kind: str, uid: str, error: CallFailed | None = None) -> None:
+        """A call of this expert was answered, with this error if it failed."""
+        self.calls[uid, kind, "ok" if error is None else _outcome_of(error)] += 1
 
-    def given_up(self, kind: str) -> None:
-        """Nobody waits for a call any more."""
-        self.calls[kind, "given up"] += 1
+    def given_up(self, kind: str, uid: str) -> None:
+        """Nobody waits for a call of this expert any more."""
+        self.calls[uid, kind, "given up"] += 1
 
     def does_not_fit(self, kind: str) -> None:
         """A call was refused when it was checked."""
         self.malformed += 1
-        self.calls[kind, "refused"] += 1
+        self.calls["", kind, "refused"] += 1
 
     def batch(
         self,
@@ -66,6 +87,8 @@ class NodeRecorder:
         waited_s: Sequence[float],
         device_s: float,
         staleness: Sequence[int] = (),
+        received_bytes: int = 0,
+        sent_bytes: int = 0,
     ) -> None:
         """A batch was computed.
 
@@ -75,11 +98,19 @@ class NodeRecorder:
           waited_s: seconds that each of them waited for its turn.
           device_s: seconds of the batch on the device.
           staleness: of each request of a backward batch, updates.
+          received_bytes, sent_bytes: of the requests' tensors, and of the results.
         """
         total = sum(rows)
         self.batch_rows[kind].observe(total)
         self.device_s[kind].observe(device_s)
-        self.rows[uid, kind] += total
+        own = self.experts[uid, kind]
+        own.batches += 1
+        own.rows += total
+        own.queue_s += sum(waited_s)
+        own.device_s += device_s
+        own.staleness += sum(staleness)
+        own.received_bytes += received_bytes
+        own.sent_bytes += sent_bytes
         for seconds in waited_s:
             self.queue_s[kind].observe(seconds)
         for updates in staleness:
@@ -92,7 +123,10 @@ def node_families(recorder: NodeRecorder, status: Mapping[str, Any]) -> Iterator
     Args:
       status: as of `ExpertNode.status`.
     """
-    calls = (({"kind": kind, "outcome": outcome}, count) for (kind, outcome), count in sorted(recorder.calls.items()))
+    outcomes: Counter[tuple[str, str]] = Counter()
+    for (_, kind, outcome), count in recorder.calls.items():
+        outcomes[kind, outcome] += count
+    calls = (({"kind": kind, "outcome": outcome}, count) for (kind, outcome), count in sorted(outcomes.items()))
     yield labelled("counter", "dmoe_node_calls_total", "Calls for experts, by kind and outcome.", calls)
     refused = {"busy": status["busy"], "malformed": recorder.malformed}
     refused |= {f"{reason} not finite": count for reason, count in status["rejected"].items()}
@@ -126,8 +160,58 @@ def node_families(recorder: NodeRecorder, status: Mapping[str, Any]) -> Iterator
     serves = int(status["state"] == "serving")
     yield gauge("dmoe_node_serving", "1 while the node serves, 0 while it compiles or leaves.", serves)
     yield by_label("counter", "dmoe_node_updates_total", "Optimiser steps of each expert.", "uid", status["updates"])
-    rows = (({"uid": uid, "kind": kind}, count) for (uid, kind), count in sorted(recorder.rows.items()))
-    yield labelled("counter", "dmoe_node_rows_total", "Rows computed for each expert.", rows)
+    yield from _expert_families(recorder)
+
+
+def _expert_families(recorder: NodeRecorder) -> Iterator[Family]:
+    """What each expert has done, with its uid as a label."""
+    calls = (
+        ({"uid": uid, "kind": kind, "outcome": outcome}, count)
+        for (uid, kind, outcome), count in sorted(recorder.calls.items())
+        if uid
+    )
+    text = "Calls of each expert, by kind and outcome; without those that do not fit."
+    yield labelled("counter", "dmoe_node_expert_calls_total", text, calls)
+    counts = sorted(recorder.experts.items())
+    for name, text, value in _OF_EXPERTS:
+        samples = (({"uid": uid, "kind": kind}, value(each)) for (uid, kind), each in counts)
+        yield labelled("counter", name, text, samples)
+    for name, text, value in _BYTES_OF_EXPERTS:
+        moved: Counter[str] = Counter()
+        for (uid, _), each in counts:
+            moved[uid] += int(value(each))
+        yield by_label("counter", name, text, "uid", moved)
+    stale = {uid: each.staleness for (uid, kind), each in counts if kind == "backward"}
+    text = "Updates between each expert's forward and the update by the same request, summed over its requests."
+    yield by_label("counter", "dmoe_node_expert_staleness_updates_total", text, "uid", stale)
+
+
+_OF_EXPERTS: tuple[tuple[str, str, Callable[[ExpertCounts], Number]], ...] = (
+    ("dmoe_node_rows_total", "Rows computed for each expert.", lambda each: each.rows),
+    ("dmoe_node_expert_batches_total", "Batches of each expert.", lambda each: each.batches),
+    (
+        "dmoe_node_expert_queue_seconds_total",
+        "Time that all requests of an expert waited for their batches to begin.",
+        lambda each: each.queue_s,
+    ),
+    (
+        "dmoe_node_expert_device_seconds_total",
+        "Time of an expert's batches on the device; its equal share where a program computes several experts.",
+        lambda each: each.device_s,
+    ),
+)
+_BYTES_OF_EXPERTS: tuple[tuple[str, str, Callable[[ExpertCounts], Number]], ...] = (
+    (
+        "dmoe_node_expert_received_bytes_total",
+        "Tensors that were computed with, before compression.",
+        lambda each: each.received_bytes,
+    ),
+    (
+        "dmoe_node_expert_sent_bytes_total",
+        "Results that were computed, before compression.",
+        lambda each: each.sent_bytes,
+    ),
+)
 
 
 def _claim_families(claims: Mapping[str, Any]) -> Iterator[Family]:

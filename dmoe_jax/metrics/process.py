@@ -29,6 +29,9 @@ def _network_families(now: RpcStatistics) -> Iterator[Family]:
     calls = {"placed": now.calls_placed, "served": now.calls_served}
     text = "Calls under way: placed with others, or served to them."
     yield by_label("gauge", "dmoe_network_calls_in_flight", text, "direction", calls)
+    text = "Calls of others that were not admitted: too many of a method ran already, or there is no such method."
+    turned_away = {"busy": 0, "unknown method": 0} | dict(now.turned_away)
+    yield by_label("counter", "dmoe_network_calls_turned_away_total", text, "reason", turned_away)
 
 
 def _dht_families(dht: DhtNode) -> Iterator[Family]:

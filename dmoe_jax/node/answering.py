@@ -121,7 +121,7 @@ class Answering:
             try:
                 call.jobs[number] = self._job_of(part, request.peer_id)
             except CallFailed as error:
-                self._recorder.ended(kind, error)
+                self._recorder.ended(kind, part.uid, error)
                 call.ready.append((number, error))
         for job in call.jobs.values():
             if not job.is_done:
@@ -142,8 +142,9 @@ class Answering:
         if call not in self._calls:
             return  # it was given up meanwhile
         for number in [number for number, job in call.jobs.items() if job.is_done]:
-            outcome = call.jobs.pop(number).outcome()
-            self._recorder.ended(call.kind, outcome if isinstance(outcome, CallFailed) else None)
+            job = call.jobs.pop(number)
+            outcome = job.outcome()
+            self._recorder.ended(call.kind, job.uid, outcome if isinstance(outcome, CallFailed) else None)
             call.ready.append((number, outcome))
         if not call.jobs:
             self._forget(call)
@@ -160,7 +161,7 @@ class Answering:
         """Nobody waits for this call any more."""
         self._forget(call)
         for job in call.jobs.values():
-            self._recorder.given_up(call.kind)
+            self._recorder.given_up(call.kind, job.uid)
             if job.is_done:
                 continue
             job.waiters.remove(call.has_news)

@@ -14,6 +14,7 @@ class Job:
     """A part of a request on its way through the queue and the device.
 
     Attributes:
+      uid: the expert.
       kind: "forward" or "backward".
       key: jobs of equal keys run together: (uid, kind, whether rows have dropout keys).
       rows: how many it brings.
@@ -36,6 +37,7 @@ class Job:
         "request",
         "results",
         "rows",
+        "uid",
         "updates",
         "waiters",
     )
@@ -43,8 +45,9 @@ class Job:
     def __init__(self, request: ExpertRequest, replay_key: bytes | None = None) -> None:
         self.request = request
         self.replay_key = replay_key
+        self.uid = request.uid
         self.kind = "forward" if request.output_grads is None else "backward"
-        self.key = (request.uid, self.kind, request.keys is not None)
+        self.key = (self.uid, self.kind, request.keys is not None)
         self.rows = request.rows
         self.expected_s = 0.0
         self.waiters: list[Callable[[], None]] = []

@@ -52,6 +52,12 @@ class ExpertRequest:
         """Rows of the batch."""
         return int(self.inputs[0].shape[0])
 
+    @property
+    def nbytes(self) -> int:
+        """Size of its tensors as arrays."""
+        grads = 0 if self.output_grads is None else self.output_grads.nbytes
+        return grads + sum(array.nbytes for array in self.inputs)
+
 
 def uid_of(body: Body, experts: Mapping[str, Expert]) -> str:
     """The expert that a body names.

@@ -312,7 +312,7 @@ class BatchRunner:
     def _answer(self, jobs: Sequence[Job], results: Sequence[Array], started: float, device_s: float) -> None:
         """Hand the jobs of a batch that began at `started` their rows of the results."""
         backend, now = backend_of(jobs, self._backends), trio.current_time()
-        self._record(backend, jobs, started, device_s)
+        self._record(backend, jobs, started, device_s, sum(result.nbytes for result in results))
         self.counts.batches += 1
         self.counts.answered += len(jobs)
         self.counts.rows += rows_of(jobs)
@@ -322,7 +322,9 @@ class BatchRunner:
             start, stop = stop, stop + job.rows
             job.answer(tuple(result[start:stop] for result in results), backend.update_count)
 
-    def _record(self, backend: ExpertBackend, jobs: Sequence[Job], started: float, device_s: float) -> None:
+    def _record(
+        self, backend: ExpertBackend, jobs: Sequence[Job], started: float, device_s: float, sent_bytes: int
+    ) -> None:
         """Tell the recorder of a batch, before the requests are forgotten."""
         kind, before = jobs[0].kind, backend.update_count - 1
         self._recorder.batch(
@@ -332,6 +334,8 @@ class BatchRunner:
             waited_s=[started - job.arrived_at for job in jobs],
             device_s=device_s,
             staleness=[max(0, before - job.request.seen) for job in jobs] if kind == "backward" else (),
+            received_bytes=sum(job.request.nbytes for job in jobs),
+            sent_bytes=sent_bytes,
         )
 
     async def _compute(self, jobs: Sequence[Job], spent: DeviceTime) -> tuple[Array, ...]:

@@ -7,7 +7,7 @@ prefer the one that the smaller peer id dialled, and part from the other once it
 Beside it there may be *lanes* (`net.rpc.lanes`), further connections for bulk, which come and go without it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from net.errors import ConnectionLost, RemoteProtocolError
@@ -36,6 +36,9 @@ class RpcStatistics:
     """Calls of this peer to others that wait for their answer now."""
     calls_served: int
     """Calls of others that are being served now."""
+    turned_away: Mapping[str, int]
+    """Calls of others that were not admitted since this peer was opened, by reason: "busy" (as many calls of the method
+    as may run were running) or "unknown method"."""
 
 
 class ConnectionTable:
@@ -141,8 +144,8 @@ class ConnectionTable:
             for address in [address for address, peer_id in self._peer_at.items() if peer_id == remote.peer_id]:
                 del self._peer_at[address]
 
-    def statistics(self) -> RpcStatistics:
-        """A snapshot."""
+    def statistics(self, *, turned_away: Mapping[str, int]) -> RpcStatistics:
+        """A snapshot, with the calls that were not admitted."""
         outgoing = sum(each.is_outgoing for each in self._all)
         return RpcStatistics(
             outgoing=outgoing,
@@ -151,6 +154,7 @@ class ConnectionTable:
             sent_bytes=self._sent_bytes + sum(each.link.num_sent for each in self._all),
             calls_placed=sum(each.session.num_placed for each in self._all),
             calls_served=sum(each.session.num_running for each in self._all),
+            turned_away=dict(turned_away),
         )
 
     def make_room(self, *, outgoing: bool, most: int) -> bool:

@@ -175,7 +175,7 @@ class RpcPeer:
 
     def statistics(self) -> RpcStatistics:
         """A snapshot of its connections and what goes over them."""
-        return self._connections.statistics()
+        return self._connections.statistics(turned_away=self._service.turned_away)
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Serve `method`, see `Caller.add_handler`. The tensors of its replies must not be written to afterwards.

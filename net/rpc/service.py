@@ -1,6 +1,7 @@
 """The methods that a peer serves: handlers by name, and how many calls of each may run at once."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -114,6 +115,8 @@ class Service:
             LANES: Method(name=LANES, handler=_lanes),
         }
         self._own_calls: dict[trio.CancelScope, None] = {}
+        self.turned_away: Counter[str] = Counter()
+        """Calls that were not admitted, by reason: "busy" or "unknown method"."""
 
     def add(self, method: str, handler: Handler, *, max_concurrent: int) -> None:
         """Serve `method` with `handler`, see `RpcPeer.add_handler`."""
@@ -140,8 +143,10 @@ class Service:
         """
         entry = self._methods.get(method)
         if entry is None:
+            self.turned_away["unknown method"] += 1
             raise CallRefused(f"unknown method {method!r}")
         if entry.num_running >= entry.max_concurrent:
+            self.turned_away["busy"] += 1
             raise PeerBusy(f"{entry.max_concurrent} calls of {method!r} are running already")
         entry.num_running += 1
         return entry

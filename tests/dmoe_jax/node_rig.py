@@ -14,6 +14,7 @@ from dmoe_jax.device import CostModel, Device, InlineDevice
 from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, outcomes_of_untrusted
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
+from dmoe_jax.metrics.node import node_families
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice
@@ -59,6 +60,11 @@ class Rig:
     async def backward(self, uid: str, request_id: bytes, *tensors: Any, timeout_s: float = 100.0) -> Reply:
         body = {"uid": uid, "id": request_id}
         return await self.call("expert.backward", body, *tensors, timeout_s=timeout_s)
+
+    def shown(self) -> dict[str, dict[tuple[str, ...], Any]]:
+        """The node's metrics by name: each family's values by those of their labels."""
+        families = node_families(self.node.recorder, self.node.status())
+        return {family.name: {tuple(labels.values()): value for labels, value in family.samples} for family in families}
 
 
 class AsideDevice(InlineDevice):

@@ -10,7 +10,6 @@ import trio.testing
 
 from dmoe_jax.device import CostModel, DeviceTime, InlineDevice, ThreadDevice
 from dmoe_jax.metrics.families import Histogram
-from dmoe_jax.metrics.node import node_families
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from net.errors import CallFailed, CallRefused, PeerTimeout
@@ -72,8 +71,7 @@ async def test_a_node_counts_its_batches(autojump_clock: trio.testing.MockClock)
             for seed in range(3):
                 nursery.start_soon(rig.forward, "ffn.0.1", rows(1, seed=seed))
         recorder, status = rig.node.recorder, rig.node.status()
-        assert recorder.calls == {("forward", "ok"): 4}
-        assert recorder.rows == {("ffn.0.1", "forward"): 5}
+        assert recorder.calls == {("ffn.0.1", "forward", "ok"): 4}
         batches, queue, device = (
             each["forward"] for each in (recorder.batch_rows, recorder.queue_s, recorder.device_s)
         )
@@ -82,6 +80,29 @@ async def test_a_node_counts_its_batches(autojump_clock: trio.testing.MockClock)
         # The first goes at once; 0.9 s of its second are left when the other three arrive.
         assert (queue.count, queue.total) == (4, pytest.approx(3 * 0.9))
         assert status["busy_s"] == 2.0
+        assert list(recorder.experts) == [("ffn.0.1", "forward")]
+        own = recorder.experts["ffn.0.1", "forward"]
+        assert (own.batches, own.rows, own.device_s, own.queue_s) == (2, 5, 2.0, queue.total)
+        assert (own.received_bytes, own.sent_bytes) == (5 * 4 * 4, 5 * 4 * 4)  # 4 numbers a row, each way
+
+
+async def test_what_each_expert_has_done_is_shown(autojump_clock: trio.testing.MockClock) -> None:
+    """Two experts, one with a forward call, one with two backward calls of which the second saw an older state."""
+    async with open_rig(cost=CostModel(call_s=1.0)) as rig:
+        await rig.forward("ffn.0.1", rows(3))
+        for index in range(2):
+            body = {"uid": "ffn.2.3", "id": bytes([index]), "seen": 0}
+            await rig.call("expert.backward", body, rows(2), rows(2, seed=1))
+        found = rig.shown()
+    forward, backward = ("ffn.0.1", "forward"), ("ffn.2.3", "backward")
+    assert found["dmoe_node_expert_calls_total"] == {(*forward, "ok"): 1, (*backward, "ok"): 2}
+    assert found["dmoe_node_rows_total"] == {forward: 3, backward: 4}
+    assert found["dmoe_node_expert_batches_total"] == {forward: 1, backward: 2}
+    assert found["dmoe_node_expert_device_seconds_total"] == {forward: 1.0, backward: 2.0}
+    assert found["dmoe_node_expert_queue_seconds_total"] == {forward: 0.0, backward: 0.0}
+    assert found["dmoe_node_expert_staleness_updates_total"] == {("ffn.2.3",): 1}
+    assert found["dmoe_node_expert_received_bytes_total"] == {("ffn.0.1",): 3 * 16, ("ffn.2.3",): 4 * 32}
+    assert found["dmoe_node_expert_sent_bytes_total"] == {("ffn.0.1",): 3 * 16, ("ffn.2.3",): 4 * 16}
 
 
 async def test_a_node_counts_staleness(autojump_clock: trio.testing.MockClock) -> None:
@@ -121,7 +142,7 @@ async def test_a_node_counts_how_calls_end(autojump_clock: trio.testing.MockCloc
                 nursery.start_soon(forward, count)
                 await trio.sleep(0.1)
         assert refused == 1
-        found = {family.name: dict_of(family.samples) for family in node_families(rig.node.recorder, rig.node.status())}
+        found = rig.shown()
     assert found["dmoe_node_calls_total"] == {
         ("backward", "refused"): 1,
         ("forward", "busy"): 1,
@@ -131,6 +152,9 @@ async def test_a_node_counts_how_calls_end(autojump_clock: trio.testing.MockCloc
     }
     refusals = {"busy": 1, "malformed": 1, "update not finite": 1}
     assert found["dmoe_node_refused_total"] == {(reason,): count for reason, count in refusals.items()}
+    of_expert = {key: count for key, count in found["dmoe_node_expert_calls_total"].items() if key[0] == "ffn.0.1"}
+    assert sum(of_expert.values()) == 5  # all but the one that does not fit
+    assert of_expert["ffn.0.1", "forward", "busy"] == 1
     assert found["dmoe_node_serving"] == {(): 1}
     assert found["dmoe_node_updates_total"] == {("ffn.0.1",): 0}
 
@@ -138,18 +162,13 @@ async def test_a_node_counts_how_calls_end(autojump_clock: trio.testing.MockCloc
 async def test_claims_are_shown(autojump_clock: trio.testing.MockClock) -> None:
     """Only by a node that claims; each figure under the name of what it counts."""
     async with open_rig() as rig:
-        names = {family.name for family in node_families(rig.node.recorder, rig.node.status())}
-        assert not [name for name in names if "claim" in name]
+        assert not [name for name in rig.shown() if "claim" in name]
         counts = {"room": 61, "scope": "ab", "held": 1, "won": 5, "lost": 2, "failed": 4, "given_up": 3, "fixed": []}
         rig.node.claims = lambda: counts | {"adopted": {"checkpoint": 4, "seed": 1}}
-        found = {family.name: dict_of(family.samples) for family in node_families(rig.node.recorder, rig.node.status())}
+        found = rig.shown()
     assert found["dmoe_node_experts"] == {(): 3}
     assert found["dmoe_node_claim_room"] == {(): 61}
     assert found["dmoe_node_claims_held"] == {(): 1}
     assert found["dmoe_node_claims_total"] == {("won",): 5, ("lost",): 2, ("failed",): 4}
     assert found["dmoe_node_given_up_total"] == {(): 3}
     assert found["dmoe_node_adopted_total"] == {("checkpoint",): 4, ("seed",): 1}
-
-
-def dict_of(samples: object) -> dict[tuple[str, ...], object]:
-    return {tuple(labels.values()): value for labels, value in samples}  # type: ignore[attr-defined]

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 
 from dmoe_jax.cli import main
 from dmoe_jax.device import AllDevices, CostModel, DeviceTime, InlineDevice
-from dmoe_jax.metrics.node import node_families
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.devices import PlacedDevice, node_devices, placed
 from dmoe_jax.node.placement import Place, bytes_by_place, spread
@@ -193,9 +192,7 @@ async def test_simulated_devices_work_at_the_same_time(autojump_clock: trio.test
         }  # fmt: skip
         assert (second["name"], second["busy_s"], second["batches"], second["rows"]) == ("1", 3.0, 3, 4)
         assert (status["busy_s"], status["batches"], status["rows"]) == (5.0, 5, 6)
-        shown: dict[str, Any] = {}
-        for family in node_families(rig.node.recorder, status):
-            shown[family.name] = {tuple(labels.values()): value for labels, value in family.samples}
+        shown = rig.shown()
         assert shown["dmoe_node_each_device_busy_seconds_total"] == {("0",): 2.0, ("1",): 3.0}
         assert shown["dmoe_node_each_device_rows_total"] == {("0",): 2, ("1",): 4}
         assert shown["dmoe_node_each_device_state_bytes"] == {("0",): nbytes, ("1",): nbytes}

@@ -55,7 +55,7 @@ async def test_a_turn_of_stacked_experts_is_one_program(autojump_clock: trio.tes
         assert rig.node.status()["updates"] == dict.fromkeys(UIDS[:3], 3) | {UIDS[3]: 2}
         # Each time 1 forward and 4 backward batches, of 1 and 2 rows; the one that was refused is none.
         assert rig.node.status()["batches"] == 3 * 5 - 1
-        assert rig.node.recorder.rows[UIDS[0], "backward"] == 6
+        assert rig.node.recorder.experts[UIDS[0], "backward"].rows == 6
         for uid in UIDS:
             jax.tree.map(
                 lambda own, other: np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6),

@@ -220,7 +220,7 @@ async def test_callers_that_give_up_at_random_do_not_harm_the_stream() -> None:
 
 
 async def test_a_method_has_a_bounded_number_of_places() -> None:
-    """Calls beyond max_concurrent are PeerBusy at once; places come free again."""
+    """Calls beyond max_concurrent are PeerBusy at once, and counted; places come free again."""
     stuck = Stuck()
     async with peers() as (server, client, address), trio.open_nursery() as nursery:
         server.add_handler("stuck", stuck, max_concurrent=1)
@@ -232,6 +232,9 @@ async def test_a_method_has_a_bounded_number_of_places() -> None:
         await stuck.started.wait()
         with pytest.raises(PeerBusy, match="'stuck'"):
             await call()
+        with pytest.raises(CallRefused, match="unknown method"):
+            await client.call(address, "sticky", {}, timeout_s=LONG_S)
+        assert server.statistics().turned_away == {"busy": 1, "unknown method": 1}
         stuck.let_go.set()
         with trio.fail_after(LONG_S):
             while True:  # the place is free once the first answer is out; each turn is a whole round trip
