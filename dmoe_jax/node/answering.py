@@ -21,7 +21,7 @@ from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.batching import QueueFull
 from dmoe_jax.node.job import Job
-from dmoe_jax.node.replay import ReplayCache, name_of
+from dmoe_jax.node.replay import ReplayCache, learnt_before, name_of
 from dmoe_jax.node.requests import ExpertRequest, parse_request
 from dmoe_jax.node.runners import DeviceRunners
 from net.errors import CallFailed, CallRefused, PeerBusy, RemoteFailure
@@ -189,7 +189,7 @@ class Answering:
             return known
         if replay_key in self._backends[part.uid].learnt_from:
             self.counts["replayed"] += 1
-            raise CallRefused(f"expert {part.uid} has learnt from this request before; its answer is not kept any more")
+            raise learnt_before(part.uid)
         if self.is_leaving:
             raise CallRefused("this node is leaving the swarm")
         job = Job(part, replay_key)

@@ -105,7 +105,7 @@ class ExpertBackend:
         self.learnt_from: dict[bytes, float] = {}
         """Names of the newest backward requests among these steps, oldest first, and when they came; infinity: before a
         restart. Those of the last `REMEMBERED_S` are here, see there. Saved with the expert: a retry that comes after a
-        restart must not train it twice."""
+        restart must not train it twice. Those of its other copies are among them, where there are such."""
         self.steps_here = 0
         """Those of them that this process took."""
         self.staleness_total = 0.0
@@ -241,6 +241,14 @@ class ExpertBackend:
             self.staleness_total += staleness
             self._remember(requests)
         return input_grads
+
+    def learnt_elsewhere(self, names: Iterable[bytes], came_at: float) -> None:
+        """Remember requests from which another copy of this expert has learnt, whose state comes here.
+
+        Args:
+          came_at: when this was told, by the clock of `backward`'s requests.
+        """
+        self._remember({name: came_at for name in names if name not in self.learnt_from})
 
     def _remember(self, requests: Mapping[bytes, float]) -> None:
         known = self.learnt_from

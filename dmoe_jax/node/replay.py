@@ -10,19 +10,29 @@ go leave holes in the heap. So a node holds more than the bound says: with 64 Mi
 mixed load, with 16 MiB by 23. Whose answer is forgotten is refused, which costs a trainer that part of one gradient.
 
 What an expert has learnt from it knows by itself for a minute at least, and through a restart too, though without the
-answers (`ExpertBackend.learnt_from`): such a retry is refused.
+answers (`ExpertBackend.learnt_from`): such a retry is refused. The copies of an expert tell each other
+(`dmoe_jax.replicas.learnt`), so a retry at another copy is known there as soon as what was learnt from it is.
 """
 
 import hashlib
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from net.errors import CallRefused
+
 Work = TypeVar("Work")
+
+NAME_BYTES = 16
 
 
 def name_of(peer: bytes, uid: str, request_id: bytes) -> bytes:
     """Of a backward request. Trainer and expert are part of it: equal ids of others do not get these gradients."""
-    return hashlib.blake2b(peer + uid.encode() + b"/" + request_id, digest_size=16).digest()
+    return hashlib.blake2b(peer + uid.encode() + b"/" + request_id, digest_size=NAME_BYTES).digest()
+
+
+def learnt_before(uid: str) -> CallRefused:
+    """What the caller of a retry is told whose answer is not kept."""
+    return CallRefused(f"expert {uid} has learnt from this request before; its answer is not kept any more")
 
 
 class ReplayCache(Generic[Work]):

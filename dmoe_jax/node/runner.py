@@ -37,6 +37,7 @@ from dmoe_jax.node.composing import (
 )
 from dmoe_jax.node.gathering import Gathering
 from dmoe_jax.node.job import Job
+from dmoe_jax.node.replay import learnt_before
 from dmoe_jax.node.turns import BatchTimes
 from net.errors import CallRefused, RemoteFailure
 from net.types import Array
@@ -175,9 +176,11 @@ class BatchRunner:
         turn: dict[str, Sequence[Job]] = {}
         expected_s = 0.0
         while not turn or expected_s < self._device.turn_s:
-            jobs = self.queue.take(self._row_limit, may_run=lambda key: _uid_of(key) not in turn)
-            if not jobs:
+            taken = self.queue.take(self._row_limit, may_run=lambda key: _uid_of(key) not in turn)
+            if not taken:
                 break
+            if not (jobs := self._still_new(taken)):
+                continue
             key, backend = jobs[0].key, backend_of(jobs, self._backends)
             rows, limit = rows_of(jobs), self._row_limit(key)
             self._running[jobs[0].request.uid] += 1
@@ -189,6 +192,18 @@ class BatchRunner:
                 turn[jobs[0].request.uid] = jobs
                 expected_s += self._expected_s(jobs, turn)
         return list(turn.values())
+
+    def _still_new(self, jobs: Sequence[Job]) -> Sequence[Job]:
+        """Those from which the expert has not learnt: while they waited it may have been given another copy's state
+        that has."""
+        known = backend_of(jobs, self._backends).learnt_from
+        if not any(job.replay_key in known for job in jobs):
+            return jobs
+        for job in jobs:
+            if job.replay_key in known:
+                job.fail(learnt_before(job.uid))
+        self._notify()
+        return [job for job in jobs if job.replay_key not in known]
 
     def _turn_s(self, turn: Sequence[Sequence[Job]]) -> float:
         """Seconds that these batches will take together; infinite if nobody knows."""

@@ -6,11 +6,15 @@ averages bundle by bundle (`net.averaging.reduction`). An average is used if it 
 If a member is lost the others keep what they have, and do not wait for it again in this round; the next round is soon.
 
     replica.meet   {"period_s": float} -> {"period_s": float}     that of the one who answers
+
+While a bundle is averaged its members tell each other what their parts were learnt from (`dmoe_jax.replicas.learnt`);
+an average of which that is not known is not used.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import trio
@@ -21,6 +25,7 @@ from dmoe_jax.grid import parse_uid
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.replicas.config import ReplicaConfig
 from dmoe_jax.replicas.copies import CopyLayout, Progress
+from dmoe_jax.replicas.learnt import LearntNames
 from dmoe_jax.replicas.rounds import Bundle, bundles_of, group_of, next_round, unweighted, weighted
 from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from net.averaging.reduction.partition import AllReduceConfig
@@ -38,6 +43,18 @@ MEET = "replica.meet"
 
 _PREFIX = "replicas"
 _PERIOD = real(0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Part:
+    """Of one expert in an average, all of one moment."""
+
+    count: int
+    """Its updates."""
+    sent: Array
+    """Its numbers, as of `CopyLayout`."""
+    learnt_from: tuple[bytes, ...]
+    """The names of requests in it."""
 
 
 class ReplicaAverager:
@@ -83,6 +100,8 @@ class ReplicaAverager:
         timeout_s = config.average_timeout_s
         all_reduce = AllReduceConfig(sender_timeout_s=timeout_s / 3, timeout_s=timeout_s)
         self._all_reduce = AllReduce(caller, prefix=_PREFIX, config=all_reduce)
+        self.learnt = LearntNames(caller)
+        """What the others are told that was learnt from."""
 
     def close(self) -> None:
         """Serve no more calls."""
@@ -122,6 +141,7 @@ class ReplicaAverager:
             if contacts and not here:
                 self._note_failed([uid], "no other copy takes part")
             members[uid] = here | {self._contact}
+        self.learnt.begin_round()
         lost: set[PeerId] = set()
         sizes = {uid: self._layout(uid).size for uid in members}
         for bundle in bundles_of(members, sizes):
@@ -162,46 +182,66 @@ class ReplicaAverager:
     async def _average_bundle(self, bundle: Bundle, round_number: int) -> set[PeerId]:
         """Average some experts; returns which members were lost."""
         layouts = [self._layout(uid) for uid in bundle.uids]
-        counts, sent, vector = await self._device.run(self._snapshot, bundle.uids, layouts)
+        parts, vector = await self._device.run(self._snapshot, bundle.uids, layouts)
         group = group_of(
             bundle, swarm=self._swarm, round_number=round_number, schemas=[each.schema for each in layouts]
         )
-        if not self._all_reduce.knows(group.group_id):
-            result = await self._all_reduce.run(group, vector, size=vector.size)
-            if result.complete:
-                await self._take(bundle, layouts, counts, sent, result)
-                return set()
-            lost = {*result.lost_reducers, *result.lost_senders} - {self._caller.peer_id}
-            self._note_failed(bundle.uids, "another copy was lost")
-            return lost or {contact.peer_id for contact in bundle.members}
-        self._note_failed(bundle.uids, "the clock went back")
-        return set()
+        if self._all_reduce.knows(group.group_id):
+            self._note_failed(bundle.uids, "the clock went back")
+            return set()
+        self.learnt.offer(group.group_id, [part.learnt_from for part in parts])
+        names: list[list[bytes]] = []
+        silent: set[PeerId] = set()
 
-    def _snapshot(self, uids: Sequence[str], layouts: Sequence[CopyLayout]) -> tuple[list[int], list[Array], Array]:
-        """(counts, what is sent of each expert, all of it weighted) of one moment: runs on the device's thread."""
-        backends = [self._backends[uid] for uid in uids]
-        counts = [backend.update_count for backend in backends]
-        weights = [self._progress[uid].weight(count) for uid, count in zip(uids, counts, strict=True)]
-        sent = [layout.vector(backend.state) for layout, backend in zip(layouts, backends, strict=True)]
-        return counts, sent, weighted(sent, weights)
+        async def ask() -> None:
+            nonlocal names, silent
+            others = [contact for contact in bundle.members if contact.peer_id != self._caller.peer_id]
+            timeout_s = self._config.average_timeout_s
+            names, silent = await self.learnt.of_others(group.group_id, others, len(parts), timeout_s=timeout_s)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            result = await self._all_reduce.run(group, vector, size=vector.size)
+            if not result.complete:
+                nursery.cancel_scope.cancel()
+        if result.complete and not silent:
+            await self._take(bundle, layouts, parts, names, result)
+            return set()
+        lost = {*result.lost_reducers, *result.lost_senders} - {self._caller.peer_id}
+        told = "another copy did not say what it has learnt from"
+        self._note_failed(bundle.uids, told if result.complete else "another copy was lost")
+        return lost | silent or {contact.peer_id for contact in bundle.members}
+
+    def _snapshot(self, uids: Sequence[str], layouts: Sequence[CopyLayout]) -> tuple[list[_Part], Array]:
+        """The parts of one moment, and all of them weighted in one vector: runs on the device's thread."""
+        parts, weights = [], []
+        for uid, layout in zip(uids, layouts, strict=True):
+            backend = self._backends[uid]
+            count, learnt_from = backend.update_count, tuple(backend.learnt_from)
+            parts.append(_Part(count=count, sent=layout.vector(backend.state), learnt_from=learnt_from))
+            weights.append(self._progress[uid].weight(count))
+        return parts, weighted([part.sent for part in parts], weights)
 
     async def _take(
         self,
         bundle: Bundle,
         layouts: Sequence[CopyLayout],
-        counts: Sequence[int],
-        sent: Sequence[Array],
+        parts: Sequence[_Part],
+        names: Sequence[Sequence[bytes]],
         result: AllReduceResult,
     ) -> None:
         means = unweighted(result.average, [layout.size for layout in layouts])
-        for uid, layout, count, own, mean in zip(bundle.uids, layouts, counts, sent, means, strict=True):
+        for uid, layout, part, learnt_from, mean in zip(bundle.uids, layouts, parts, names, means, strict=True):
             if mean is None:
                 self._note_failed([uid], "no copy is finite")
-            elif not await self._device.run(add_average, self._backends[uid], layout, own, mean):
-                self._note_failed([uid], "not finite")
-            else:
-                self._progress[uid].averaged(count)
+                continue
+            now = trio.current_time()
+            backend = self._backends[uid]
+            if await self._device.run(add_average, backend, layout, part.sent, mean, learnt_from, now):
+                self._progress[uid].averaged(part.count)
                 self.averages += 1
+            else:
+                self._note_failed([uid], "not finite")
 
     def _layout(self, uid: str) -> CopyLayout:
         if uid not in self._layouts:
@@ -214,11 +254,19 @@ class ReplicaAverager:
             logger.info("%d experts were not averaged (%s), among them %s", len(uids), reason, uids[0])
 
 
-def add_average(backend: ExpertBackend, layout: CopyLayout, sent: Array, average: Array) -> bool:
+def add_average(
+    backend: ExpertBackend,
+    layout: CopyLayout,
+    sent: Array,
+    average: Array,
+    learnt_from: Sequence[bytes] = (),
+    now: float = 0.0,
+) -> bool:
     """Put an average into an expert; run it on the device, between two batches.
 
     Args:
       sent: this copy's part in it, and `average`: both as of `CopyLayout`.
+      learnt_from: requests in the other parts. now: trio's clock.
 
     Returns: whether the outcome is finite; if it is not, nothing was changed.
     """
@@ -226,5 +274,6 @@ def add_average(backend: ExpertBackend, layout: CopyLayout, sent: Array, average
         state = layout.with_average(backend.state, sent, average)
     if state is None:
         return False
+    backend.learnt_elsewhere(learnt_from, now)  # first: what the event loop finds there it refuses
     backend.load(state, update_count=backend.update_count)
     return True

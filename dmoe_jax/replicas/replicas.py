@@ -16,6 +16,7 @@ from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.replicas.averaging import MEET, ReplicaAverager
 from dmoe_jax.replicas.config import ReplicaConfig
 from dmoe_jax.replicas.copies import Progress
+from dmoe_jax.replicas.learnt import LEARNT
 from dmoe_jax.replicas.listing import SlotListing
 from dmoe_jax.replicas.state import STATE, StateShelf, fetch_state
 from net.dht.node import DhtNode
@@ -210,7 +211,9 @@ async def replicating(
     contact = Contact(caller.peer_id, caller.address)
     replicas = Replicas(caller, dht, backends, contact=contact, swarm=swarm, device=device, rng=rng, config=config)
     try:
-        with handlers(caller, {MEET: replicas.averager.serve_meet, STATE: replicas.shelf.serve}):
+        averager = replicas.averager
+        methods = {MEET: averager.serve_meet, LEARNT: averager.learnt.serve, STATE: replicas.shelf.serve}
+        with handlers(caller, methods):
             async with background_nursery() as nursery:
                 await replicas.fetch_states(on_progress)
                 nursery.start_soon(replicas.run)

@@ -5,6 +5,9 @@ The node that has it opens it when it is asked (`expert.state`), and then serves
 snapshots, which are whole experts in memory.
 
     expert.state   {"uid"} -> {"updates": the optimiser steps that the expert has taken}
+
+The last array of the state has the names of the requests that the expert has learnt from, uint8 [names, 16]
+(`dmoe_jax.replicas.learnt`).
 """
 
 import hashlib
@@ -21,9 +24,12 @@ from dmoe_jax.averaging.donor import table_of
 from dmoe_jax.device import Device
 from dmoe_jax.directory import find_replicas
 from dmoe_jax.grid import parse_uid
-from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.backend import MOST_REMEMBERED, ExpertBackend
 from dmoe_jax.node.expert_store import is_sound
+from dmoe_jax.node.replay import NAME_BYTES
+from dmoe_jax.replicas.learnt import packed, unpacked
 from dmoe_jax.types import PyTree
+from net.averaging.state.buffer import Table
 from net.averaging.state.download import StateUnavailable, download_state
 from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
 from net.dht.node import DhtNode
@@ -31,6 +37,7 @@ from net.errors import CallRefused, NetError, PeerBusy
 from net.identity import Contact
 from net.rpc.base import Caller, Reply, Request, read_request
 from net.wire.fields import text
+from net.wire.tensors import plain
 
 STATE = "expert.state"
 """The method by which a newcomer asks for an expert's state to be opened."""
@@ -169,7 +176,7 @@ async def fetch_state(
                 config=StateSharingConfig(),
                 timeout_s=timeout_s,
                 attempts=_ATTEMPTS,
-                expects=lambda version, offered: offered == table,
+                expects=lambda version, offered: _fits(offered, table),
                 accepts=lambda shared: is_sound(_like(backend.state, shared)),
                 known=donors,
             )
@@ -214,13 +221,23 @@ def _prefix(swarm: str, uid: str) -> str:
 
 
 def _copied(backend: ExpertBackend) -> tuple[int, tuple[np.ndarray, ...]]:
-    """Count and copies of one moment: on the device's thread no batch can come between them."""
-    return backend.update_count, tuple(np.array(leaf, copy=True) for leaf in jax.tree.leaves(backend.state))
+    """Count, copies and names of one moment: on the device's thread no batch can come between them."""
+    leaves = (np.array(leaf, copy=True) for leaf in jax.tree.leaves(backend.state))
+    return backend.update_count, (*leaves, packed(backend.learnt_from))
+
+
+def _fits(offered: Table, own: Table) -> bool:
+    """Whether a state is of the arrays of our own, and has names."""
+    if offered[:-1] != own or len(offered) != len(own) + 1:
+        return False
+    dtype, shape = offered[-1]
+    return bool(dtype == "uint8" and shape[1:] == [NAME_BYTES] and shape[0] <= MOST_REMEMBERED)
 
 
 def _like(state: PyTree, shared: SharedState) -> PyTree:
-    return jax.tree.unflatten(jax.tree.structure(state), shared.tensors)
+    return jax.tree.unflatten(jax.tree.structure(state), shared.tensors[:-1])
 
 
 def _load(backend: ExpertBackend, shared: SharedState) -> None:
-    backend.load(_like(backend.state, shared), update_count=shared.version)
+    names = unpacked(plain(shared.tensors[-1]))
+    backend.load(_like(backend.state, shared), update_count=shared.version, learnt_from=names)

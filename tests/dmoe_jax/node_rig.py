@@ -21,8 +21,8 @@ from dmoe_jax.node.devices import PlacedDevice
 from dmoe_jax.node.server import ExpertNode, open_expert_node
 from net.clock import SwarmClock
 from net.dht.node import open_dht_node
-from net.identity import Address, PeerId
-from net.rpc.base import Reply
+from net.identity import Address, Contact, PeerId
+from net.rpc.base import Caller, Reply
 from net.wire.tensors import plain
 from tests.net.direct_network import DirectCaller, DirectNetwork
 
@@ -31,6 +31,22 @@ EXPERT = feedforward(d_model=4)
 XL = transformer_xl_layer(d_model=4, num_heads=2, d_ff=8, seq_len=3, mem_len=2)
 SGD = optax.sgd(0.1)
 """One object, so that what one test compiles serves the others."""
+
+
+async def ask_expert(
+    caller: Caller, node: Address | Contact, method: str, body: dict[str, Any], *tensors: Any, timeout_s: float = 100.0
+) -> Reply:
+    """Call one expert, which the body names, with all rows of the first tensor; raises what its node answered."""
+    count = plain(tensors[0]).shape[0] if tensors and plain(tensors[0]).ndim else 0
+    part = {name: value for name, value in body.items() if name in ("uid", "id", "seen")}
+    body = {name: value for name, value in body.items() if name not in part}
+    body["parts"] = [{**part, "rows": count}]
+    index = np.arange(count, dtype=np.int32)
+    reply = await caller.call(node, method, body, (index, *tensors), timeout_s=timeout_s)
+    ((_, outcome),) = outcomes_of_untrusted(reply, {0: count})
+    if not isinstance(outcome, Answer):
+        raise outcome
+    return Reply(body={"updates": outcome.updates}, tensors=outcome.tensors)
 
 
 class Rig:
@@ -43,16 +59,7 @@ class Rig:
         """Call the node; of experts ask the one that the body names, for all rows of the first tensor."""
         if method not in (FORWARD, BACKWARD):
             return await self.trainer.call(HOST, method, body, tensors, timeout_s=timeout_s)
-        count = plain(tensors[0]).shape[0] if tensors and plain(tensors[0]).ndim else 0
-        part = {name: value for name, value in body.items() if name in ("uid", "id", "seen")}
-        body = {name: value for name, value in body.items() if name not in part}
-        body["parts"] = [{**part, "rows": count}]
-        index = np.arange(count, dtype=np.int32)
-        reply = await self.trainer.call(HOST, method, body, (index, *tensors), timeout_s=timeout_s)
-        ((_, outcome),) = outcomes_of_untrusted(reply, {0: count})
-        if not isinstance(outcome, Answer):
-            raise outcome
-        return Reply(body={"updates": outcome.updates}, tensors=outcome.tensors)
+        return await ask_expert(self.trainer, HOST, method, body, *tensors, timeout_s=timeout_s)
 
     async def forward(self, uid: str, *tensors: Any, timeout_s: float = 100.0) -> Reply:
         return await self.call("expert.forward", {"uid": uid}, *tensors, timeout_s=timeout_s)

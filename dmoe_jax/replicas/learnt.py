@@ -1,0 +1,134 @@
+"""What the copies of an expert have learnt from, told to one another: a retry at another copy trains nothing twice.
+
+A trainer whose call was cut off asks again, maybe another copy of the expert. That copy has learnt from the request too
+once it has an average with the first one's state in it, or has taken that state over. So the names of the requests
+(`ExpertBackend.learnt_from`) go where the state goes: those of the same moment, and of as many requests as an expert
+remembers.
+
+    replica.learnt   {"group": the id of the group that averages}
+                     -> two tensors: int64 [experts], how many names each expert of the bundle has, in their order;
+                        uint8 [names, 16], all of them
+
+It is answered when the one who is asked has its part of that average ready. Names are hashes (`replay.name_of`): they
+tell nothing to who does not know the requests.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import trio
+
+from dmoe_jax.node.backend import MOST_REMEMBERED
+from dmoe_jax.node.replay import NAME_BYTES
+from net.averaging.grouping.group import GROUP_ID_BYTES
+from net.errors import NetError, RemoteProtocolError
+from net.identity import Contact, PeerId
+from net.rpc.base import Caller, Reply, Request, read_request
+from net.types import Array
+from net.wire.fields import octets
+from net.wire.tensors import plain
+
+logger = logging.getLogger(__name__)
+
+LEARNT = "replica.learnt"
+"""The method by which replicas ask what is in each other's part of an average."""
+
+Names = Sequence[bytes]
+"""Of requests, oldest first."""
+
+_GROUP = octets(GROUP_ID_BYTES, GROUP_ID_BYTES)
+
+
+class LearntNames:
+    """What this node's experts had learnt from when it sent their parts of the averages of a round.
+
+    Args:
+      caller: asks the others.
+    """
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self._offered: dict[bytes, tuple[Array, Array]] = {}  # by group
+        self._news = trio.Event()
+
+    def begin_round(self) -> None:
+        """Forget what was offered in the round before: nobody averages that any more."""
+        self._offered.clear()
+
+    def offer(self, group_id: bytes, names: Sequence[Names]) -> None:
+        """Tell those of a group, when they ask, the names of each expert of its bundle."""
+        self._offered[group_id] = (
+            np.array([len(each) for each in names], np.int64),
+            packed(name for each in names for name in each),
+        )
+        self._news.set()
+        self._news = trio.Event()
+
+    async def serve(self, request: Request) -> Reply:
+        """Answer `replica.learnt`, once there is an answer; its caller knows how long it waits."""
+        (group_id,) = read_request(request, group=_GROUP)
+        while group_id not in self._offered:
+            await self._news.wait()
+        return Reply(tensors=self._offered[group_id])
+
+    async def of_others(
+        self, group_id: bytes, others: Iterable[Contact], num_experts: int, *, timeout_s: float
+    ) -> tuple[list[list[bytes]], set[PeerId]]:
+        """Ask the others of a group.
+
+        Returns: (the names of each expert, from all who told; those who did not).
+        """
+        found: list[list[bytes]] = [[] for _ in range(num_experts)]
+        silent: set[PeerId] = set()
+
+        async def ask(contact: Contact) -> None:
+            try:
+                reply = await self._caller.call(contact, LEARNT, {"group": group_id}, timeout_s=timeout_s)
+                told = _names_of_untrusted(reply, num_experts)
+            except NetError as error:
+                logger.info("node %s does not say what its experts have learnt from: %s", contact, error)
+                silent.add(contact.peer_id)
+            else:
+                for names, more in zip(found, told, strict=True):
+                    names.extend(more)
+
+        async with trio.open_nursery() as nursery:
+            for contact in others:
+                nursery.start_soon(ask, contact)
+        return found, silent
+
+
+def packed(names: Iterable[bytes]) -> Array:
+    """Names as an array that travels, uint8 [names, 16]."""
+    return np.frombuffer(b"".join(names), np.uint8).reshape(-1, NAME_BYTES)
+
+
+def unpacked(names: Array) -> list[bytes]:
+    """The names of such an array."""
+    octets_of_all = names.tobytes()
+    return [octets_of_all[start : start + NAME_BYTES] for start in range(0, len(octets_of_all), NAME_BYTES)]
+
+
+def _names_of_untrusted(reply: Reply, num_experts: int) -> list[list[bytes]]:
+    """The names of each expert.
+
+    Raises:
+      RemoteProtocolError: the answer is none.
+    """
+    tensors = [plain(tensor) for tensor in reply.tensors]
+    if [(each.dtype, each.ndim) for each in tensors] != [(np.int64, 1), (np.uint8, 2)]:
+        said = [f"{each.dtype}{list(each.shape)}" for each in tensors]
+        raise RemoteProtocolError(f"expected int64 [experts] and uint8 [names, {NAME_BYTES}], got {said}")
+    counts, names = tensors
+    fits = counts.shape == (num_experts,) and bool(((counts >= 0) & (counts <= MOST_REMEMBERED)).all())
+    if not fits or names.shape != (counts.sum(), NAME_BYTES):
+        raise RemoteProtocolError(
+            f"expected the names of {num_experts} experts, up to {MOST_REMEMBERED} each, "
+            f"got {counts.tolist()[:4]} for {counts.size} and {list(names.shape)} in all"
+        )
+    every, start, told = unpacked(names), 0, []
+    for count in counts.tolist():
+        told.append(every[start : start + count])
+        start += count
+    return told

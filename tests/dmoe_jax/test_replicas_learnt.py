@@ -1,0 +1,204 @@
+"""Replicas know what each other's states were learnt from: a retry at another copy trains nothing twice."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+import trio
+import trio.testing
+
+from dmoe_jax.device import CostModel
+from dmoe_jax.expert_calls import BACKWARD
+from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.node.replay import name_of
+from dmoe_jax.replicas import ReplicaConfig
+from dmoe_jax.replicas.learnt import LEARNT, LearntNames, packed, unpacked
+from net.errors import CallRefused
+from net.identity import Address, Contact, PeerId
+from net.rpc.base import Reply, Request
+from net.transport.sim import run
+from tests.dmoe_jax.node_rig import ask_expert, open_rig, rows
+from tests.dmoe_jax.test_replicas import NUM_EXPERTS, REPLICAS, Node, Scene, check_agree, replicas_of, scene
+from tests.net.direct_network import DirectNetwork
+
+SGD = optax.sgd(0.5)
+"""One object, so that what one test compiles serves the others."""
+UID = "ffn.3"
+KNOWN = "has learnt from this request before"
+
+
+async def backward(it: Scene, node: Node, request_id: bytes = b"one") -> None:
+    """A trainer's call: the expert is linear, and takes 0.5 off each of its numbers."""
+    ones = np.ones((1, 4), np.float32)
+    contact = replicas_of(node).averager._contact
+    body = {"uid": UID, "id": request_id}
+    await ask_expert(it.loads[0].swarm.peer.rpc, contact, BACKWARD, body, ones, ones, timeout_s=5.0)
+
+
+def weights(node: Node) -> np.ndarray:
+    return np.array(node.served.backends[UID].params)
+
+
+def test_a_retry_at_another_copy_is_known_there_once_the_average_is() -> None:
+    """Before the average a copy that has not learnt from a request may; after it the retry is refused."""
+
+    async def main() -> None:
+        async with scene("a", "b", trainers=1, optimizer=SGD) as it:
+            a, b = it.nodes["a"], it.nodes["b"]
+            before = weights(a)
+            await backward(it, a)
+            await backward(it, a, b"two")
+            await backward(it, b, b"two")  # as if a's answer had been lost
+            np.testing.assert_allclose(weights(a), before - 1.0, atol=1e-6)
+            np.testing.assert_allclose(weights(b), before - 0.5, atol=1e-6)
+            await it.after_round()
+            check_agree(a, b)
+            mean = weights(b)  # two updates and one: by two thirds a's
+            np.testing.assert_allclose(mean, before - (2 * 1.0 + 0.5) / 3, atol=1e-6)
+            for node in (a, b):
+                for request_id in (b"one", b"two"):
+                    if (node, request_id) in ((b, b"two"), *((a, each) for each in (b"one", b"two"))):
+                        await backward(it, node, request_id)  # answered from memory
+                    else:
+                        with pytest.raises(CallRefused, match=KNOWN):
+                            await backward(it, node, request_id)
+            np.testing.assert_array_equal(weights(b), mean)
+            np.testing.assert_array_equal(weights(a), mean)
+            await backward(it, b, b"three")
+            np.testing.assert_allclose(weights(b), mean - 0.5, atol=1e-6)
+
+    run(main)
+
+
+def test_a_newcomer_knows_what_the_state_that_it_takes_was_learnt_from() -> None:
+    """It refuses a retry of what is in its state, and learns from what is not."""
+
+    async def main() -> None:
+        seldom = ReplicaConfig(average_period_s=600.0)
+        async with scene("a", trainers=1, optimizer=SGD, replicas=seldom) as it:
+            await backward(it, it.nodes["a"])
+            c = it.nodes["c"] = Node("c", it.network, it.nodes["a"].entrance, replicas=seldom, optimizer=SGD)
+            await it.start(c)
+            taken = weights(c)
+            np.testing.assert_array_equal(taken, weights(it.nodes["a"]))
+            with pytest.raises(CallRefused, match=KNOWN):
+                await backward(it, c)
+            np.testing.assert_array_equal(weights(c), taken)
+            await backward(it, c, b"another")
+            np.testing.assert_allclose(weights(c), taken - 0.5, atol=1e-6)
+
+    run(main)
+
+
+@pytest.mark.parametrize("lies", [True, False], ids=["lies", "is silent"])
+def test_an_average_of_which_it_is_not_known_what_was_learnt_is_not_used(lies: bool) -> None:
+    """The copy that was told nothing of use keeps what it has, and counts why; the other one, which was, averages."""
+
+    async def main() -> None:
+        async with scene("a", "b", trainers=1, optimizer=SGD) as it:
+            a, b = it.nodes["a"], it.nodes["b"]
+            await backward(it, a)
+            before, learnt = b.numbers(), replicas_of(a).averager.learnt
+            honest = learnt.offer
+
+            def offer(group_id: bytes, names: Sequence[Sequence[bytes]]) -> None:
+                if lies:
+                    honest(group_id, names[1:])
+
+            learnt.offer = offer  # type: ignore[method-assign]
+            await it.after_round()
+            for now, then in zip(b.numbers(), before, strict=True):
+                np.testing.assert_array_equal(now, then)
+            assert b.replica_status["averages"] == 0
+            assert b.replica_status["failed"] == {"another copy did not say what it has learnt from": NUM_EXPERTS}
+            assert a.replica_status["averages"] == NUM_EXPERTS
+            learnt.offer = honest  # type: ignore[method-assign]
+            await it.after_round()
+            assert b.replica_status["averages"] == NUM_EXPERTS
+            with pytest.raises(CallRefused, match=KNOWN):
+                await backward(it, b)
+
+    assert REPLICAS.average_timeout_s < 9.0  # after which `after_round` looks
+    run(main)
+
+
+async def test_a_request_that_waits_while_its_name_arrives_is_refused(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Of two that wait to be one batch, the expert learns from the one that it does not know."""
+    uid = "ffn.0.1"
+    async with open_rig(cost=CostModel(call_s=1.0), config=NodeConfig(max_batch_rows=4)) as rig:
+        outcomes: dict[bytes, str] = {}
+
+        async def ask(request_id: bytes) -> None:
+            try:
+                await rig.backward(uid, request_id, rows(1), rows(1))
+            except CallRefused as refused:
+                outcomes[request_id] = str(refused)
+            else:
+                outcomes[request_id] = "learnt"
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rig.forward, "ffn.2.3", rows(4))
+            await trio.sleep(0.1)
+            for request_id in (b"known", b"new"):
+                nursery.start_soon(ask, request_id)
+            await trio.sleep(0.1)
+            name = name_of(rig.trainer.peer_id.raw, uid, b"known")
+            rig.backends[uid].learnt_elsewhere([name], trio.current_time())
+        assert outcomes[b"new"] == "learnt"
+        assert KNOWN in outcomes[b"known"]
+        assert rig.backends[uid].update_count == 1
+        with trio.fail_after(5.0):  # it holds up nobody who waits until the expert has no work any more
+            await rig.node._runner.finish(uid)
+
+
+INT, NAMES = np.int64, np.zeros((3, 16), np.uint8)
+WRONG: dict[str, tuple[Any, ...]] = {
+    "nothing": (),
+    "no names": (np.array([1, 2], INT),),
+    "counts of another type": (np.array([1.0, 2.0]), NAMES),
+    "fewer than nothing": (np.array([-1, 4], INT), NAMES),
+    "more than there are": (np.array([1, 3], INT), NAMES),
+    "of another number of experts": (np.array([1, 1, 1], INT), NAMES),
+    "longer names": (np.array([1, 2], INT), np.zeros((3, 17), np.uint8)),
+    "too many": (np.array([0, 65537], INT), np.zeros((65537, 16), np.uint8)),
+}
+
+
+@pytest.mark.parametrize("tensors", WRONG.values(), ids=WRONG)
+async def test_what_strangers_say_is_checked(tensors: tuple[Any, ...], autojump_clock: trio.testing.MockClock) -> None:
+    """Who answers nonsense has said nothing; the names of those who do not are taken all the same."""
+
+    async def nonsense(request: Request) -> Reply:
+        return Reply(tensors=tensors)
+
+    network, group = DirectNetwork(), bytes(16)
+    asking, honest, liar = (
+        network.caller(Address(name, 1), PeerId(bytes([number]) * 32))
+        for number, name in enumerate(("asking", "honest", "liar"))
+    )
+    others = LearntNames(honest)
+    honest.add_handler(LEARNT, others.serve)
+    liar.add_handler(LEARNT, nonsense)
+    name = bytes(range(16))
+    contacts = [Contact(each.peer_id, each.address) for each in (honest, liar) if each.address is not None]
+    async with trio.open_nursery() as nursery:
+        found: list[Any] = []
+
+        async def ask() -> None:
+            found.extend(await LearntNames(asking).of_others(group, contacts, 2, timeout_s=10.0))
+
+        nursery.start_soon(ask)
+        await trio.sleep(1.0)
+        others.offer(group, [[], [name]])  # it is waited for
+    assert found == [[[], [name]], {liar.peer_id}]
+
+
+def test_names_travel_as_an_array() -> None:
+    """As many as there are, and none."""
+    for names in ([], [bytes(range(16)), bytes(16)]):
+        assert unpacked(packed(names)) == names
+        assert packed(names).shape == (len(names), 16)
