@@ -101,6 +101,7 @@ SHELLS = {
     "dmoe_jax.node.server",
     "dmoe_jax.averaging",
     "dmoe_jax.replicas.averaging",
+    "dmoe_jax.replicas.learnt",
     "dmoe_jax.replicas.listing",
     "dmoe_jax.replicas.replicas",
     "dmoe_jax.replicas.state",
