@@ -158,7 +158,7 @@ def expert_from_linen(
 
     params = called(name, "init", jax.eval_shape, init, jax.random.key(0))
     try:
-        jax.eval_shape(lambda params, *inputs: train_row(params, None, *inputs), params, *_zeros(specs, 1))
+        jax.eval_shape(lambda params, *inputs: train_row(params, None, *inputs), params, *_shapes(specs, 1))
         takes_key = False
     except flax_errors.InvalidRngError:
         takes_key = True
@@ -275,7 +275,7 @@ def _complete(
 ) -> Expert:
     """The expert with its output's specification, which an abstract trial finds out."""
     params = called(name, "init", jax.eval_shape, init, jax.random.key(0))
-    output = called(name, "apply", jax.eval_shape, apply, params, *_zeros(specs, _TRIAL_ROWS))
+    output = called(name, "apply", jax.eval_shape, apply, params, *_shapes(specs, _TRIAL_ROWS))
     if not hasattr(output, "shape"):
         raise ExpertError(
             f"expert {name!r}: expected one array as output, got {type(output).__name__}; concatenate or stack several"
@@ -356,6 +356,10 @@ def _modes(
 
 def _zeros(specs: tuple[TensorSpec, ...], rows: int) -> list[Any]:
     return [jnp.zeros((rows, *spec.shape), spec.dtype) for spec in specs]
+
+
+def _shapes(specs: tuple[TensorSpec, ...], rows: int) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((rows, *spec.shape), jnp.dtype(spec.dtype)) for spec in specs]
 
 
 def _refuse_state(name: str, kinds: set[str]) -> None:

@@ -5,8 +5,9 @@ batch-first and samples are independent of each other, so that a node may join t
 and a mixture may call an expert for one sample.
 """
 
+import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -83,7 +84,14 @@ def init_by_uid(key: PRNGKeyArray, expert: Expert, prefix: str, coordinates: Seq
 
 def key_of_uid(key: PRNGKeyArray, prefix: str, coordinates: Sequence[int | Int[Array, ""]]) -> PRNGKeyArray:
     """What `init_by_uid` gives to an expert's `init`."""
-    own = jax.random.fold_in(key, zlib.crc32(prefix.encode()))
-    for coordinate in coordinates:
-        own = jax.random.fold_in(own, coordinate)
-    return own
+    return folded_in(key, numbers_of_uid(prefix, coordinates))
+
+
+def numbers_of_uid(prefix: str, coordinates: Sequence[int | Int[Array, ""]]) -> list[int | Int[Array, ""]]:
+    """What names an expert where random keys are drawn: a number for the prefix, and its coordinates."""
+    return [zlib.crc32(prefix.encode()), *coordinates]
+
+
+def folded_in(key: PRNGKeyArray, numbers: Iterable[int | Int[Array, ""]]) -> PRNGKeyArray:
+    """A key with these numbers folded in, one after the other."""
+    return functools.reduce(jax.random.fold_in, numbers, key)

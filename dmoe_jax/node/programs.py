@@ -67,16 +67,20 @@ class ExpertPrograms:
         self._are_apart = not self._keeps_grads and is_whole  # share no buffers, and none waits for another
         self.state = jax.tree.map(_strongly_typed, state_shapes(expert, optimizer))
         """Shape and type of each array of (params, opt_state), and with a layout its sharding."""
-        self.init: Callable[..., PyTree] | None = None
-        """(key data) -> params, laid out; None without a layout."""
+
+        def init(key_data: Any) -> PyTree:
+            return copied(expert.init(jax.random.wrap_key_data(key_data)))
 
         def init_opt_state(params: PyTree) -> PyTree:
-            return () if optimizer is None else jax.tree.map(own_copy, optimizer.init(params))
+            return () if optimizer is None else copied(optimizer.init(params))
 
-        self.init_opt_state = jax.jit(init_opt_state)
-        """(params) -> opt_state, which lies where it shall stay."""
+        self.init: Callable[..., PyTree] = EachCompiledAlone(init)
+        """(key data) -> params, which lie where they shall stay."""
+        self.init_opt_state: Callable[..., PyTree] = EachCompiledAlone(init_opt_state)
+        """(params) -> opt_state, likewise."""
         if layout is not None:
             params, opt_state = self._lay_out(layout)
+            self.init = jax.jit(init, out_shardings=params)
             self.init_opt_state = jax.jit(init_opt_state, in_shardings=(params,), out_shardings=opt_state)
         self.apply = jax.jit(self._apply, **self._forward_options)
         """(params, inputs, keys) -> output, for any number of rows."""
@@ -158,11 +162,6 @@ class ExpertPrograms:
             "in_shardings": (params, opt_state, rows, rows, rows, everywhere),
             "out_shardings": (everywhere, params, opt_state, results),
         }
-
-        def init(key_data: Any) -> PyTree:
-            return jax.tree.map(own_copy, self._expert.init(jax.random.wrap_key_data(key_data)))
-
-        self.init = jax.jit(init, out_shardings=params)
         return params, opt_state
 
     def _shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -213,6 +212,26 @@ def compiled_alone(
         check_threads_for_host_calls()
         on_host_call()
     return traced.lower().compile()
+
+
+class EachCompiledAlone:
+    """A function as `jax.jit` makes it, but compiled by `compiled_alone`, for each structure, shape and type of its
+    arguments. For what is called seldom: a call takes longer.
+
+    What JAX remembers of a program that it compiles by itself is a megabyte, however small it is.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._programs: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+        shapes = [_shape_of(leaf) for leaf in leaves]
+        kind = structure, tuple((shape.shape, shape.dtype, shape.sharding) for shape in shapes)
+        if kind not in self._programs:
+            self._programs[kind] = compiled_alone(self._function, jax.tree.unflatten(structure, shapes))
+        return self._programs[kind](*arguments)
 
 
 @functools.cache
@@ -319,8 +338,16 @@ def copied(tree: PyTree) -> PyTree:
     return jax.tree.map(own_copy, tree)
 
 
-own_copies = jax.jit(copied)
-"""`own_copy` of each array, by one program: what XLA and JAX keep of a program is a megabyte, however small."""
+own_copies = EachCompiledAlone(copied)
+"""`own_copy` of each array, by one program."""
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Of an argument; where it lies, if that is decided."""
+    if not isinstance(leaf, jax.Array):
+        leaf = np.asarray(leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if leaf.committed else None)
 
 
 def _strongly_typed(shape: Any) -> jax.ShapeDtypeStruct:
