@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Int, Integer, PRNGKeyArray
 
 from dmoe_jax.types import PyTree
 
@@ -92,6 +92,6 @@ def numbers_of_uid(prefix: str, coordinates: Sequence[int | Int[Array, ""]]) -> 
     return [zlib.crc32(prefix.encode()), *coordinates]
 
 
-def folded_in(key: PRNGKeyArray, numbers: Iterable[int | Int[Array, ""]]) -> PRNGKeyArray:
+def folded_in(key: PRNGKeyArray, numbers: Iterable[int | Integer[Array, ""]]) -> PRNGKeyArray:
     """A key with these numbers folded in, one after the other."""
     return functools.reduce(jax.random.fold_in, numbers, key)

@@ -441,7 +441,7 @@ def make_backend(
 
 
 def _key_data_folded_in(key_data: Any, numbers: Any) -> Any:
-    return jax.random.key_data(folded_in(jax.random.wrap_key_data(key_data), numbers))
+    return jax.random.key_data(folded_in(jax.random.wrap_key_data(key_data), list(numbers)))
 
 
 _folded_in = EachCompiledAlone(_key_data_folded_in)
