@@ -100,7 +100,7 @@ class ReplicaAverager:
         timeout_s = config.average_timeout_s
         all_reduce = AllReduceConfig(sender_timeout_s=timeout_s / 3, timeout_s=timeout_s)
         self._all_reduce = AllReduce(caller, prefix=_PREFIX, config=all_reduce)
-        self.learnt = LearntNames(caller)
+        self.learnt = LearntNames(caller, timeout_s=timeout_s)
         """What the others are told that was learnt from."""
 
     def close(self) -> None:
@@ -196,8 +196,7 @@ class ReplicaAverager:
         async def ask() -> None:
             nonlocal names, silent
             others = [contact for contact in bundle.members if contact.peer_id != self._caller.peer_id]
-            timeout_s = self._config.average_timeout_s
-            names, silent = await self.learnt.of_others(group.group_id, others, len(parts), timeout_s=timeout_s)
+            names, silent = await self.learnt.of_others(group.group_id, others, len(parts))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)

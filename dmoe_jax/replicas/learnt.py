@@ -22,7 +22,7 @@ import trio
 from dmoe_jax.node.backend import MOST_REMEMBERED
 from dmoe_jax.node.replay import NAME_BYTES
 from net.averaging.grouping.group import GROUP_ID_BYTES
-from net.errors import NetError, RemoteProtocolError
+from net.errors import CallRefused, NetError, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.rpc.base import Caller, Reply, Request, read_request
 from net.types import Array
@@ -45,10 +45,12 @@ class LearntNames:
 
     Args:
       caller: asks the others.
+      timeout_s: how long others wait here for an answer, at most, and this node for theirs.
     """
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: Caller, *, timeout_s: float) -> None:
         self._caller = caller
+        self._timeout_s = timeout_s
         self._offered: dict[bytes, tuple[Array, Array]] = {}  # by group
         self._news = trio.Event()
 
@@ -66,14 +68,21 @@ class LearntNames:
         self._news = trio.Event()
 
     async def serve(self, request: Request) -> Reply:
-        """Answer `replica.learnt`, once there is an answer; its caller knows how long it waits."""
+        """Answer `replica.learnt`, once there is an answer.
+
+        Raises:
+          CallRefused: there is none in time: this node averages nothing with such a group.
+        """
         (group_id,) = read_request(request, group=_GROUP)
-        while group_id not in self._offered:
-            await self._news.wait()
+        with trio.move_on_after(self._timeout_s):
+            while group_id not in self._offered:
+                await self._news.wait()
+        if group_id not in self._offered:
+            raise CallRefused("this node has no part in an average of that group")
         return Reply(tensors=self._offered[group_id])
 
     async def of_others(
-        self, group_id: bytes, others: Iterable[Contact], num_experts: int, *, timeout_s: float
+        self, group_id: bytes, others: Iterable[Contact], num_experts: int
     ) -> tuple[list[list[bytes]], set[PeerId]]:
         """Ask the others of a group.
 
@@ -84,7 +93,7 @@ class LearntNames:
 
         async def ask(contact: Contact) -> None:
             try:
-                reply = await self._caller.call(contact, LEARNT, {"group": group_id}, timeout_s=timeout_s)
+                reply = await self._caller.call(contact, LEARNT, {"group": group_id}, timeout_s=self._timeout_s)
                 told = _names_of_untrusted(reply, num_experts)
             except NetError as error:
                 logger.info("node %s does not say what its experts have learnt from: %s", contact, error)

@@ -180,7 +180,7 @@ async def test_what_strangers_say_is_checked(tensors: tuple[Any, ...], autojump_
         network.caller(Address(name, 1), PeerId(bytes([number]) * 32))
         for number, name in enumerate(("asking", "honest", "liar"))
     )
-    others = LearntNames(honest)
+    others = LearntNames(honest, timeout_s=10.0)
     honest.add_handler(LEARNT, others.serve)
     liar.add_handler(LEARNT, nonsense)
     name = bytes(range(16))
@@ -189,12 +189,26 @@ async def test_what_strangers_say_is_checked(tensors: tuple[Any, ...], autojump_
         found: list[Any] = []
 
         async def ask() -> None:
-            found.extend(await LearntNames(asking).of_others(group, contacts, 2, timeout_s=10.0))
+            found.extend(await LearntNames(asking, timeout_s=10.0).of_others(group, contacts, 2))
 
         nursery.start_soon(ask)
         await trio.sleep(1.0)
         others.offer(group, [[], [name]])  # it is waited for
     assert found == [[[], [name]], {liar.peer_id}]
+
+
+async def test_nobody_waits_for_ever_for_an_average_that_is_not_made(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Strangers could fill the places of the method with groups that they make up."""
+    network = DirectNetwork()
+    node, stranger = (network.caller(Address(name, 1), PeerId(name.ljust(32).encode())) for name in ("node", "else"))
+    node.add_handler(LEARNT, LearntNames(node, timeout_s=10.0).serve)
+    with pytest.raises(CallRefused, match="no part in an average of that group"):
+        await stranger.call(Address("node", 1), LEARNT, {"group": bytes(16)}, timeout_s=600.0)
+    assert 10.0 <= trio.current_time() < 11.0
+    with pytest.raises(CallRefused, match="group"):
+        await stranger.call(Address("node", 1), LEARNT, {"group": bytes(15)}, timeout_s=600.0)
 
 
 def test_names_travel_as_an_array() -> None:
