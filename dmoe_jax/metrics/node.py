@@ -5,7 +5,7 @@ looks or not.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from dmoe_jax.metrics.families import (
     UPDATES,
     Family,
     Histogram,
-    Number,
     by_label,
     counter,
     gauge,
@@ -173,45 +172,33 @@ def _expert_families(recorder: NodeRecorder) -> Iterator[Family]:
     text = "Calls of each expert, by kind and outcome; without those that do not fit."
     yield labelled("counter", "dmoe_node_expert_calls_total", text, calls)
     counts = sorted(recorder.experts.items())
-    for name, text, value in _OF_EXPERTS:
-        samples = (({"uid": uid, "kind": kind}, value(each)) for (uid, kind), each in counts)
+    for name, text, attribute in _OF_EXPERTS:
+        samples = (({"uid": uid, "kind": kind}, getattr(each, attribute)) for (uid, kind), each in counts)
         yield labelled("counter", name, text, samples)
-    for name, text, value in _BYTES_OF_EXPERTS:
-        moved: Counter[str] = Counter()
-        for (uid, _), each in counts:
-            moved[uid] += int(value(each))
-        yield by_label("counter", name, text, "uid", moved)
-    stale = {uid: each.staleness for (uid, kind), each in counts if kind == "backward"}
-    text = "Updates between each expert's forward and the update by the same request, summed over its requests."
-    yield by_label("counter", "dmoe_node_expert_staleness_updates_total", text, "uid", stale)
 
 
-_OF_EXPERTS: tuple[tuple[str, str, Callable[[ExpertCounts], Number]], ...] = (
-    ("dmoe_node_rows_total", "Rows computed for each expert.", lambda each: each.rows),
-    ("dmoe_node_expert_batches_total", "Batches of each expert.", lambda each: each.batches),
+_OF_EXPERTS = (
+    ("dmoe_node_rows_total", "Rows computed for each expert.", "rows"),
+    ("dmoe_node_expert_batches_total", "Batches of each expert.", "batches"),
     (
         "dmoe_node_expert_queue_seconds_total",
         "Time that all requests of an expert waited for their batches to begin.",
-        lambda each: each.queue_s,
+        "queue_s",
     ),
     (
         "dmoe_node_expert_device_seconds_total",
         "Time of an expert's batches on the device; its equal share where a program computes several experts.",
-        lambda each: each.device_s,
-    ),
-)
-_BYTES_OF_EXPERTS: tuple[tuple[str, str, Callable[[ExpertCounts], Number]], ...] = (
-    (
-        "dmoe_node_expert_received_bytes_total",
-        "Tensors that were computed with, before compression.",
-        lambda each: each.received_bytes,
+        "device_s",
     ),
     (
-        "dmoe_node_expert_sent_bytes_total",
-        "Results that were computed, before compression.",
-        lambda each: each.sent_bytes,
+        "dmoe_node_expert_staleness_updates_total",
+        "Updates between an expert's forward and its update by the same request, summed over its requests.",
+        "staleness",
     ),
+    ("dmoe_node_expert_received_bytes_total", "Tensors that were computed with, before compression.", "received_bytes"),
+    ("dmoe_node_expert_sent_bytes_total", "Results that were computed, before compression.", "sent_bytes"),
 )
+"""Name, text, and the attribute of `ExpertCounts`."""
 
 
 def _claim_families(claims: Mapping[str, Any]) -> Iterator[Family]:

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dmoe_jax.experts.base import Expert, folded_in, numbers_of_uid
+from dmoe_jax.experts.base import Expert, numbers_of_uid
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.node.orders import Order
 from dmoe_jax.node.placement import DEFAULT_PLACE, Place, spread
-from dmoe_jax.node.programs import EachCompiledAlone, expert_programs, state_nbytes
+from dmoe_jax.node.programs import expert_programs, key_data_with, state_nbytes
 from dmoe_jax.node.sharding import to_host
 from dmoe_jax.node.strategies.buckets import bucket_of, buckets_up_to
 from dmoe_jax.node.strategies.stack import Stack, StackedBatch, StackedStore
@@ -435,17 +435,9 @@ def make_backend(
         place.tell(Order(kind="make", uid=str(uid)))
     numbers = np.array(numbers_of_uid(uid.prefix, uid.coordinates), np.uint32)
     # As NumPy's, so that processes which share a mesh give the same to each of their devices.
-    key_data = np.asarray(_folded_in(np.asarray(jax.random.key_data(key)), numbers))
+    key_data = np.asarray(key_data_with(np.asarray(jax.random.key_data(key)), numbers))
     params = expert_programs(expert, optimizer, place.layout).init(key_data)
     return ExpertBackend(expert, optimizer, params, place=place, uid=str(uid))
-
-
-def _key_data_folded_in(key_data: Any, numbers: Any) -> Any:
-    return jax.random.key_data(folded_in(jax.random.wrap_key_data(key_data), list(numbers)))
-
-
-_folded_in = EachCompiledAlone(_key_data_folded_in)
-"""`folded_in` of the data of a key and an array of numbers, uint32; the data of the new key."""
 
 
 def _as_data(leaf: Any) -> Any:

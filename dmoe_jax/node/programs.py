@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dmoe_jax.experts.base import Expert
+from dmoe_jax.experts.base import Expert, folded_in
 from dmoe_jax.node.finite_update import laid_out, stays_finite, update_unless_not_finite
 from dmoe_jax.node.host_calls import calls_host, check_threads_for_host_calls
 from dmoe_jax.node.sharding import Layout
@@ -338,8 +338,15 @@ def copied(tree: PyTree) -> PyTree:
     return jax.tree.map(own_copy, tree)
 
 
+def _with_folded_in(key_data: Any, numbers: Any) -> Any:
+    return jax.random.key_data(folded_in(jax.random.wrap_key_data(key_data), list(numbers)))
+
+
 own_copies = EachCompiledAlone(copied)
 """`own_copy` of each array, by one program."""
+
+key_data_with = EachCompiledAlone(_with_folded_in)
+"""(data of a random key, numbers as uint32 [n]) -> data of the key with these folded in, see `folded_in`."""
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

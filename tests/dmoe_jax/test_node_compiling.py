@@ -1,5 +1,6 @@
 """Serving does not wait for the compiler: what a node does while its programs are compiled."""
 
+import gc
 import random
 from typing import Any
 
@@ -12,10 +13,12 @@ from flax import linen as nn
 from dmoe_jax import directory
 from dmoe_jax.device import CostModel
 from dmoe_jax.experts import expert_from_linen
+from dmoe_jax.experts.base import key_of_uid, numbers_of_uid
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.members import list_members
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.node.programs import EachCompiledAlone, copied, key_data_with
 from dmoe_jax.node.server import open_expert_node
 from net.clock import SwarmClock
 from net.dht.node import open_dht_node
@@ -155,3 +158,45 @@ async def test_a_size_that_does_not_compile_is_not_tried_for_ever(
         assert tries == [4, 4, 4]  # for each of the two backwards, and once to make batches larger
         assert rig.node.status()["failed"] == 2
         assert "batches stay smaller" in caplog.text
+
+
+def test_of_what_is_compiled_alone_jax_remembers_no_module() -> None:
+    """Unlike of what it compiles by itself. What comes out is the same, once for each shape and type."""
+
+    def modules() -> int:
+        gc.collect()
+        return sum(type(each).__name__ == "MeshComputation" for each in gc.get_objects())
+
+    def doubled(tree: Any, number: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf * 2 + number, tree)
+
+    alone, before = EachCompiledAlone(doubled), modules()
+    ones = np.ones((2, 3), np.float32)
+    for tree in ({"a": ones, "b": 2 * ones}, {"a": ones}, {"a": ones[:1]}, {"a": ones.astype(np.int32)}):
+        jax.tree.map(np.testing.assert_array_equal, alone(tree, np.float32(1)), doubled(tree, np.float32(1)))
+    assert len(alone._programs) == 4
+    alone({"a": 5 * ones}, np.float32(2))
+    assert len(alone._programs) == 4
+    assert modules() == before
+    remembered = jax.jit(doubled)
+    remembered({"a": ones}, np.float32(1))
+    assert modules() == before + 1, "this test looks for something else than what JAX remembers"
+
+
+def test_what_is_compiled_alone_stays_on_its_device() -> None:
+    """And is compiled once more for another one."""
+    alone, devices = EachCompiledAlone(copied), jax.devices()
+    for device in devices[:2]:
+        (leaf,) = alone([jax.device_put(np.ones(3), device)])
+        assert leaf.devices() == {device}
+    (key,) = alone([jax.random.key(3)])
+    np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(3)))
+
+
+def test_a_key_is_made_for_an_expert_as_by_hand() -> None:
+    """By one program, whatever the grid's dimensions."""
+    key = jax.random.key(7)
+    for coordinates in ((3,), (3, 250), (0, 1, 2)):
+        numbers = np.array(numbers_of_uid("layer0", coordinates), np.uint32)
+        expected = jax.random.key_data(key_of_uid(key, "layer0", coordinates))
+        np.testing.assert_array_equal(key_data_with(np.asarray(jax.random.key_data(key)), numbers), expected)
