@@ -37,6 +37,10 @@ LEARNT = "replica.learnt"
 Names = Sequence[bytes]
 """Of requests, oldest first."""
 
+MOST_NAMES = 4 * MOST_REMEMBERED
+"""That travel at once, 4 MiB; a member who had more would fill the others' memory. Of more, each expert tells an equal
+share, its newest."""
+
 _GROUP = octets(GROUP_ID_BYTES, GROUP_ID_BYTES)
 
 
@@ -60,10 +64,11 @@ class LearntNames:
 
     def offer(self, group_id: bytes, names: Sequence[Names]) -> None:
         """Tell those of a group, when they ask, the names of each expert of its bundle."""
-        self._offered[group_id] = (
-            np.array([len(each) for each in names], np.int64),
-            packed(name for each in names for name in each),
-        )
+        if sum(map(len, names)) > MOST_NAMES:
+            share = MOST_NAMES // len(names)
+            names = [each[max(0, len(each) - share) :] for each in names]
+        counts = np.array([len(each) for each in names], np.int64)
+        self._offered[group_id] = counts, packed(name for each in names for name in each)
         self._news.set()
         self._news = trio.Event()
 
@@ -131,9 +136,9 @@ def _names_of_untrusted(reply: Reply, num_experts: int) -> list[list[bytes]]:
         raise RemoteProtocolError(f"expected int64 [experts] and uint8 [names, {NAME_BYTES}], got {said}")
     counts, names = tensors
     fits = counts.shape == (num_experts,) and bool(((counts >= 0) & (counts <= MOST_REMEMBERED)).all())
-    if not fits or names.shape != (counts.sum(), NAME_BYTES):
+    if not fits or names.shape != (counts.sum(), NAME_BYTES) or len(names) > MOST_NAMES:
         raise RemoteProtocolError(
-            f"expected the names of {num_experts} experts, up to {MOST_REMEMBERED} each, "
+            f"expected the names of {num_experts} experts, up to {MOST_REMEMBERED} each and {MOST_NAMES} in all, "
             f"got {counts.tolist()[:4]} for {counts.size} and {list(names.shape)} in all"
         )
     every, start, told = unpacked(names), 0, []

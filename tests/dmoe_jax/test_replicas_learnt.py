@@ -13,7 +13,7 @@ from dmoe_jax.device import CostModel
 from dmoe_jax.expert_calls import BACKWARD
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.replay import name_of
-from dmoe_jax.replicas import ReplicaConfig
+from dmoe_jax.replicas import ReplicaConfig, learnt
 from dmoe_jax.replicas.learnt import LEARNT, LearntNames, packed, unpacked
 from net.errors import CallRefused
 from net.identity import Address, Contact, PeerId
@@ -100,21 +100,21 @@ def test_an_average_of_which_it_is_not_known_what_was_learnt_is_not_used(lies: b
         async with scene("a", "b", trainers=1, optimizer=SGD) as it:
             a, b = it.nodes["a"], it.nodes["b"]
             await backward(it, a)
-            before, learnt = b.numbers(), replicas_of(a).averager.learnt
-            honest = learnt.offer
+            before, names_of_a = b.numbers(), replicas_of(a).averager.learnt
+            honest = names_of_a.offer
 
             def offer(group_id: bytes, names: Sequence[Sequence[bytes]]) -> None:
                 if lies:
                     honest(group_id, names[1:])
 
-            learnt.offer = offer  # type: ignore[method-assign]
+            names_of_a.offer = offer  # type: ignore[method-assign]
             await it.after_round()
             for now, then in zip(b.numbers(), before, strict=True):
                 np.testing.assert_array_equal(now, then)
             assert b.replica_status["averages"] == 0
             assert b.replica_status["failed"] == {"another copy did not say what it has learnt from": NUM_EXPERTS}
             assert a.replica_status["averages"] == NUM_EXPERTS
-            learnt.offer = honest  # type: ignore[method-assign]
+            names_of_a.offer = honest  # type: ignore[method-assign]
             await it.after_round()
             assert b.replica_status["averages"] == NUM_EXPERTS
             with pytest.raises(CallRefused, match=KNOWN):
@@ -209,6 +209,23 @@ async def test_nobody_waits_for_ever_for_an_average_that_is_not_made(
     assert 10.0 <= trio.current_time() < 11.0
     with pytest.raises(CallRefused, match="group"):
         await stranger.call(Address("node", 1), LEARNT, {"group": bytes(15)}, timeout_s=600.0)
+
+
+async def test_of_too_many_names_the_newest_travel(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three experts with nine names, where eight may travel, each tells two at most; more than eight are refused."""
+    monkeypatch.setattr(learnt, "MOST_NAMES", 8)
+    network, group = DirectNetwork(), bytes(16)
+    asking, told = (network.caller(Address(name, 1), PeerId(name.ljust(32).encode())) for name in ("asking", "told"))
+    names = [[bytes([expert, number, *bytes(14)]) for number in range(expert + 2)] for expert in range(3)]
+    others, ours = LearntNames(told, timeout_s=1.0), LearntNames(asking, timeout_s=1.0)
+    told.add_handler(LEARNT, others.serve)
+    others.offer(group, names)
+    contacts = [Contact(told.peer_id, Address("told", 1))]
+    assert await ours.of_others(group, contacts, 3) == ([each[-2:] for each in names], set())
+    monkeypatch.setattr(learnt, "MOST_NAMES", 5)
+    assert await ours.of_others(group, contacts, 3) == ([[], [], []], {told.peer_id})
 
 
 def test_names_travel_as_an_array() -> None:
