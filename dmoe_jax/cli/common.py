@@ -2,6 +2,8 @@
 
 import contextlib
 import difflib
+import gc
+import inspect
 import io
 import os
 import platform
@@ -12,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import trio
 import tyro
 
 from dmoe_jax.cores import usable_cores
@@ -152,3 +155,15 @@ def set_up_jax() -> None:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    keep_interrupts_out_of_collections()
+
+
+def keep_interrupts_out_of_collections() -> None:
+    """Have trio deliver a Ctrl-C that comes during a garbage collection when that is over.
+
+    JAX has Python call it then, and what is raised in such a call is lost: the program would go on as if nobody had
+    pressed anything.
+    """
+    for callback in gc.callbacks:
+        if inspect.isfunction(callback):
+            trio.lowlevel.enable_ki_protection(callback)

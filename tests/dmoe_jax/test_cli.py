@@ -311,3 +311,35 @@ def test_an_expert_that_will_not_do_gets_one_line(
     assert status == 1
     assert re.match(rf"dmoe: error: .*{line}", error)
     assert len(error.splitlines()) == 1
+
+
+INTERRUPTED_IN_A_COLLECTION = """
+import gc, signal, sys, trio
+from dmoe_jax.cli.common import keep_interrupts_out_of_collections
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+pressed = []
+def callback(phase, info):
+    if not pressed:
+        pressed.append(phase)
+        signal.raise_signal(signal.SIGINT)
+gc.callbacks.append(callback)
+if sys.argv[1] == "kept":
+    keep_interrupts_out_of_collections()
+async def main():
+    gc.collect()
+    await trio.lowlevel.checkpoint()
+try:
+    trio.run(main)
+except KeyboardInterrupt:
+    print("interrupted")
+else:
+    print("lost")
+"""
+
+
+@pytest.mark.parametrize(("how", "outcome"), [("kept", "interrupted"), ("as it was", "lost")])
+def test_an_interrupt_in_a_garbage_collection_is_not_lost(how: str, outcome: str) -> None:
+    """Python writes down what a callback of a collection raises, and goes on."""
+    command = [sys.executable, "-c", INTERRUPTED_IN_A_COLLECTION, how]
+    done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=60)
+    assert done.stdout.split() == [outcome], done.stderr

@@ -269,7 +269,7 @@ def test_interrupted_demo_leaves_no_process(tmp_path: Path, how: signal.Signals)
     demo = start_demo(out)
     assert demo.stderr is not None
     for line in demo.stderr:
-        if "step " in line:  # a trainer trains: all processes are up
+        if "trainer0: step " in line:  # all processes are up, and there is something to report
             break
     assert len(processes_of(str(out))) >= 6
     demo.send_signal(how)
