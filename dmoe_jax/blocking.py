@@ -27,7 +27,9 @@ from dmoe_jax.autodiff import value_and_grad
 from dmoe_jax.averaging import AveragingTotals, TreeAverager
 from dmoe_jax.collaboration import Collaboration, CollaborationTotals
 from dmoe_jax.collaboration.trainers import CollaborativeTrainers
+from dmoe_jax.device import ThreadDevice
 from dmoe_jax.flax_layers import BlockingMixture, make_room
+from dmoe_jax.interrupts import put_off_in_callbacks
 from dmoe_jax.joining import Target
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.swarm import Served, Swarm, open_swarm
@@ -171,7 +173,8 @@ def _waiting(
 
 
 def _waiting(method: Callable[..., Any], wrap: Callable[[Any, TrioThread], Any] | None = None) -> Callable[..., Any]:
-    """The method of the inner object, with its arguments and docstring, carried out in the thread and waited for.
+    """The method of the inner object, with its arguments and docstring, carried out in the thread and waited for; one
+    that does not wait is carried out here, since the thread must not wait for JAX.
 
     Args:
       wrap: makes of the result what stands for it here; None: the result itself.
@@ -179,11 +182,8 @@ def _waiting(method: Callable[..., Any], wrap: Callable[[Any, TrioThread], Any] 
 
     @functools.wraps(method)
     def wait(self: _Blocking[Any], *args: Any, **kwargs: Any) -> Any:
-        async def call() -> Any:
-            result = method(self.inner, *args, **kwargs)
-            return await result if inspect.isawaitable(result) else result
-
-        result = self._thread.run(call)
+        call = functools.partial(method, self.inner, *args, **kwargs)
+        result = self._thread.run(call) if inspect.iscoroutinefunction(method) else call()
         return result if wrap is None else wrap(result, self._thread)
 
     return wait
@@ -362,5 +362,7 @@ def connect(join: Target | Sequence[Target] = (), **options: Any) -> BlockingSwa
     thread = TrioThread()
     with contextlib.ExitStack() as stack:
         stack.callback(thread.close)
+        stack.callback(put_off_in_callbacks())
+        options.setdefault("device", ThreadDevice(beside_loop=True))
         swarm = stack.enter_context(thread.held_open(open_swarm(join, **options)))
         return BlockingSwarm(swarm, thread, stack.pop_all().close)

@@ -126,13 +126,19 @@ class ThreadDevice:
     Args:
       compiles_beside: False: the same one compiles, in its turn.
       inline_s: work that will take less, seconds, runs in the event loop; 0: nothing does; None: as is best here.
+      beside_loop: True if a loop of somebody's own uses JAX's devices, with programs that may wait for this process's
+        event loop: nothing runs in the event loop, and experts live on devices of their own
+        (`dmoe_jax.own_devices`).
     """
 
     compiles_aside = True
     is_simulated = False
 
-    def __init__(self, *, compiles_beside: bool = True, inline_s: float | None = None) -> None:
-        self._inline_s = inline_s
+    def __init__(
+        self, *, compiles_beside: bool = True, inline_s: float | None = None, beside_loop: bool = False
+    ) -> None:
+        self.beside_loop = beside_loop
+        self._inline_s = 0.0 if beside_loop else inline_s
         self._limiter = trio.CapacityLimiter(1)
         self._aside = trio.CapacityLimiter(1) if compiles_beside else self._limiter
         self._waits = trio.CapacityLimiter(1)
@@ -153,7 +159,7 @@ class ThreadDevice:
             with _measured(self._busy, spent):
                 return _run_ready(function, args)
 
-        if isinstance(function, TwoSteps) and _shares_its_cores():
+        if isinstance(function, TwoSteps) and _shares_its_cores() and not self.beside_loop:
             return await self._run_steps(function, spent)
         if expected_s < self._inline_below_s:
             async with self._limiter:

@@ -12,9 +12,9 @@ XLA waits while the network does: the asynchronous `dmoe_jax.autodiff` costs les
 - Nothing is computed with JAX inside a callback, which could wait for the very thread that it blocks. Routers that must
   see the whole grid therefore select in the graph, and a callback before it fetches which experts are alive.
 - A callback may wait on one of the few threads with which XLA's CPU client computes, by default as many as there are
-  cores. Were all of them waiting for experts that compute in this very process, it would stand still for ever (seen
-  with two training loops on two cores). So `make_room` gives the client threads to spare, where JAX has computed
-  nothing yet, and `CallSlots` refuses a call too many with an error.
+  cores, and so may another callback on each of the others. So nothing that a callback waits for needs them: experts of
+  this process compute on devices of their own (`dmoe_jax.own_devices`), and arrays come in pieces that JAX hands over
+  without a thread, where `make_room` could not give the client threads to spare.
 - What the backward pass needs stays on the host, under a ticket that travels through the graph. The backward pass takes
   it away; of forward passes that are never followed by one the oldest are forgotten. Evaluation keeps nothing.
 
@@ -28,7 +28,7 @@ import functools
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -47,8 +47,10 @@ from dmoe_jax.xla_threads import VARIABLE, set_xla_threads, xla_threads
 T = TypeVar("T")
 
 MAX_WAITING_CALLS = 16
-"""Callbacks of remote layers that may wait for the network at once in one process, where there is room: half of the 32
-programs that XLA's CPU client runs at once, for an expert node in this process needs some of them."""
+"""Callbacks of remote layers that may wait for the network at once in one process."""
+
+_PIECE_BYTES = 64 << 10
+"""Of an array for a callback: JAX copies up to 100 KiB at once, and has one of XLA's threads copy more."""
 
 MAX_RESIDUALS = 64
 """Forward passes of one layer whose backward pass may be outstanding."""
@@ -79,14 +81,12 @@ class CallSlots:
         """Hold a slot while the block lasts.
 
         Raises:
-          RuntimeError: all are taken. To wait for one would block the thread that another callback's expert needs.
+          RuntimeError: all are taken. To wait for one would hold another of XLA's threads.
         """
         if not self._free.acquire(blocking=False):
-            remedy = "" if self._limit == MAX_WAITING_CALLS else "call make_room() before JAX computes anything, or "
             raise RuntimeError(
-                f"{what}: {self._limit} calls of remote layers are waiting in this process already, one more could "
-                f"stop XLA for good; {remedy}run fewer training loops at once, or asynchronous ones "
-                "(dmoe_jax.autodiff)"
+                f"{what}: {self._limit} calls of remote layers are waiting in this process already, and one more could "
+                "stop XLA for good; run fewer training loops at once, or asynchronous ones (dmoe_jax.autodiff)"
             )
         try:
             yield
@@ -95,16 +95,15 @@ class CallSlots:
 
 
 @functools.cache
-def make_room() -> int:
+def make_room() -> bool:
     """Give XLA's CPU client threads to spare for callbacks that wait; effective only before JAX's first computation.
 
-    Returns: how many callbacks may wait at once in this process: `MAX_WAITING_CALLS`, or where it is too late one less
-      than the client has threads (but at least 1).
+    Returns: True if it has one for each of `MAX_WAITING_CALLS` on each device, and one to work. Otherwise callbacks get
+      large arrays in pieces, which costs about a millisecond a megabyte.
     """
-    cores = usable_cores()
     asked, threads = os.environ.get(VARIABLE), xla_threads()
     if threads <= MAX_WAITING_CALLS and not _has_computed():
-        threads = cores + MAX_WAITING_CALLS
+        threads = usable_cores() + MAX_WAITING_CALLS
         set_xla_threads(threads)
         try:
             jax.local_devices(backend="cpu")  # makes the client
@@ -113,7 +112,7 @@ def make_room() -> int:
             os.environ.pop(VARIABLE)
             if asked is not None:
                 os.environ[VARIABLE] = asked
-    return max(1, min(MAX_WAITING_CALLS, threads - 1))
+    return threads > MAX_WAITING_CALLS * jax.local_device_count("cpu")
 
 
 def _has_computed() -> bool:
@@ -128,7 +127,7 @@ def _has_computed() -> bool:
 @functools.cache
 def process_slots() -> CallSlots:
     """The slots of this process: the bound is the process's, so its count is, too."""
-    return CallSlots(make_room())
+    return CallSlots(MAX_WAITING_CALLS)
 
 
 class HostCall:
@@ -232,11 +231,13 @@ class HostCall:
         """What the function returns in the portal's thread. `vmap` is refused: it would call the experts once for each
         element, one after the other."""
 
-        def in_callback(*args: Any) -> Any:
-            with self._slots.take(self._name):
-                return self._portal.run(function, *jax.tree.map(np.asarray, args))
+        like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), args)
 
-        guarded = custom_vmap(lambda *args: io_callback(in_callback, shapes, *args))
+        def in_callback(*pieces: Any) -> Any:
+            with self._slots.take(self._name):
+                return self._portal.run(function, *_joined(like, pieces))
+
+        guarded = custom_vmap(lambda *args: io_callback(in_callback, shapes, *_in_pieces(args)))
 
         @guarded.def_vmap
         def refuse(axis_size: int, in_batched: Any, *args: Any) -> Any:
@@ -280,3 +281,29 @@ class HostCall:
         if len(self._residuals) > MAX_RESIDUALS:
             self._residuals.popitem(last=False)
         return self._tickets
+
+
+def _in_pieces(args: Any) -> list[Array]:
+    """The arrays of a tree, large ones flat and in pieces where a callback would need a thread of XLA's to get them."""
+    pieces: list[Array] = []
+    for array in jax.tree.leaves(args):
+        step = _PIECE_BYTES // array.dtype.itemsize
+        if make_room() or array.size <= step:
+            pieces.append(array)
+        else:
+            flat = array.reshape(-1)
+            pieces += [flat[start : start + step] for start in range(0, flat.size, step)]
+    return pieces
+
+
+def _joined(like: Any, pieces: Sequence[Any]) -> Any:
+    """The tree of NumPy arrays whose pieces these are; `like` gives the shapes."""
+    left = iter(pieces)
+
+    def join(array: Any) -> np.ndarray:
+        found = [np.asarray(next(left))]
+        while sum(piece.size for piece in found) < array.size:
+            found.append(np.asarray(next(left)))
+        return found[0] if len(found) == 1 else np.concatenate(found).reshape(array.shape)
+
+    return jax.tree.map(join, like)

@@ -105,7 +105,7 @@ class Layout:
     @functools.cached_property
     def spans_processes(self) -> bool:
         """Whether some of the devices belong to other processes, which must then run the same programs."""
-        return any(device.process_index != jax.process_index() for device in self.devices)
+        return any(device.process_index != device.client.process_index() for device in self.devices)
 
     @functools.cached_property
     def everywhere(self) -> Sharding:

@@ -1,0 +1,30 @@
+"""CPU devices of their own for experts that share a process with somebody's jitted loop.
+
+XLA's CPU client runs at most 32 programs of a device at once, and a program counts from its dispatch to its end. A loop
+that does not read its results fills all of them; a layer's host callback (`dmoe_jax.flax_layers`) in the first of these
+programs waits for an expert. If the expert's program needed a place among the 32, or one of the threads that callbacks
+hold, both would wait for ever. Another client has places and threads of its own.
+"""
+
+import functools
+
+import jax
+
+
+@functools.cache
+def own_cpu_devices() -> tuple[jax.Device, ...]:
+    """As many devices as JAX has on the CPU, of another client than JAX's; the same ones in every call.
+
+    Raises:
+      RuntimeError: this version of JAX cannot make them.
+    """
+    try:
+        from jaxlib.xla_client import make_cpu_client
+
+        client = make_cpu_client(num_devices=jax.local_device_count("cpu"))
+        return tuple(client.local_devices())
+    except (ImportError, AttributeError, TypeError) as error:
+        raise RuntimeError(
+            f"JAX {jax.__version__} has no second CPU client ({error}), without which experts and a loop under jit "
+            "would stop each other: serve the experts from another process (dmoe node)"
+        ) from error
