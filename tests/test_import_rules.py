@@ -66,6 +66,7 @@ SHELLS = {
     "dmoe_jax.emulator.recording",
     "dmoe_jax.runs.run_folder",
     "dmoe_jax.cores",
+    "dmoe_jax.interrupts",
     "dmoe_jax.xla_threads",
     "dmoe_jax.claims.claimer",
     "dmoe_jax.claims.host",
