@@ -7,7 +7,8 @@
 In a notebook leave the `with` out and call `swarm.close()` in the end: the swarm lives on between cells. trio runs in a
 thread of its own; every method here is one of `dmoe_jax.swarm` or `dmoe_jax.trainer` that is carried out there and
 waited for, from whatever thread it is called, also where an event loop of another kind runs already, as in Jupyter.
-Callbacks run in the swarm's thread. Ctrl-C cancels what is being waited for.
+Callbacks run in the swarm's thread. Ctrl-C cancels what is being waited for; in a layer under `jit` it comes as soon as
+the program has ended (`dmoe_jax.interrupts`).
 """
 
 import atexit
@@ -28,13 +29,14 @@ from dmoe_jax.averaging import AveragingTotals, TreeAverager
 from dmoe_jax.collaboration import Collaboration, CollaborationTotals
 from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.device import ThreadDevice
-from dmoe_jax.flax_layers import BlockingMixture, make_room
+from dmoe_jax.flax_layers import BlockingMixture
 from dmoe_jax.interrupts import put_off_in_callbacks
 from dmoe_jax.joining import Target
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.swarm import Served, Swarm, open_swarm
 from dmoe_jax.trainer import Trainers
 from dmoe_jax.types import PyTree
+from dmoe_jax.xla_threads import make_room
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -352,8 +354,9 @@ class BlockingSwarm(_Blocking[Swarm]):
 def connect(join: Target | Sequence[Target] = (), **options: Any) -> BlockingSwarm:
     """Take part in a swarm from ordinary code; arguments as of `dmoe_jax.swarm.open_swarm`.
 
-    Call it before JAX computes anything, where remote layers are to be used under `jit`. Then 16 of their calls may
-    wait at once, else hardly one (see `dmoe_jax.flax_layers.make_room`).
+    Call it before JAX computes anything, where remote layers are to be used under `jit`: XLA then gets threads to spare
+    for their calls (see `dmoe_jax.xla_threads.make_room`). Experts served here have CPU devices of their own
+    (`dmoe_jax.own_devices`). In the main thread, Ctrl-C comes out of a layer under `jit` as KeyboardInterrupt.
 
     Raises:
       ValueError, NetError: as of `open_swarm`.

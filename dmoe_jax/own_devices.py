@@ -7,6 +7,7 @@ hold, both would wait for ever. Another client has places and threads of its own
 """
 
 import functools
+from typing import Any
 
 import jax
 
@@ -21,10 +22,15 @@ def own_cpu_devices() -> tuple[jax.Device, ...]:
     try:
         from jaxlib.xla_client import make_cpu_client
 
-        client = make_cpu_client(num_devices=jax.local_device_count("cpu"))
+        client: Any = make_cpu_client(num_devices=jax.local_device_count("cpu"))
         return tuple(client.local_devices())
     except (ImportError, AttributeError, TypeError) as error:
         raise RuntimeError(
             f"JAX {jax.__version__} has no second CPU client ({error}), without which experts and a loop under jit "
             "would stop each other: serve the experts from another process (dmoe node)"
         ) from error
+
+
+def has_own_devices() -> bool:
+    """True if experts of this process were given such devices."""
+    return own_cpu_devices.cache_info().currsize > 0

@@ -5,12 +5,19 @@ wait for threads that have no core: a token expert's backward call takes 1.5 tim
 with one thread, and more time (`experiments.node_speed`).
 """
 
+import functools
 import os
+
+import jax
 
 from dmoe_jax.cores import usable_cores
 
 VARIABLE = "NPROC"
 """Where XLA looks."""
+
+
+MAX_WAITING_CALLS = 16
+"""Callbacks of remote layers that may wait for the network at once in one process."""
 
 
 def xla_threads() -> int:
@@ -32,3 +39,33 @@ def share_of_threads(processes: int, *, may_call_host: bool) -> int:
       may_call_host: whether their programs may call the host, for which XLA needs two (`dmoe_jax.node.host_calls`).
     """
     return max(usable_cores() // processes, 2 if may_call_host else 1)
+
+
+@functools.cache
+def make_room() -> bool:
+    """Give XLA's CPU client threads to spare for callbacks that wait; effective only before JAX's first computation.
+
+    Returns: True if it has one for each of `MAX_WAITING_CALLS` on each device, and one to work. Otherwise callbacks get
+      large arrays in pieces, which costs about a millisecond a megabyte.
+    """
+    asked, threads = os.environ.get(VARIABLE), xla_threads()
+    if threads <= MAX_WAITING_CALLS and not _has_computed():
+        threads = usable_cores() + MAX_WAITING_CALLS
+        set_xla_threads(threads)
+        try:
+            jax.local_devices(backend="cpu")  # makes the client
+        finally:
+            # Processes that this one starts are to have threads as ever.
+            os.environ.pop(VARIABLE)
+            if asked is not None:
+                os.environ[VARIABLE] = asked
+    return threads > MAX_WAITING_CALLS * jax.local_device_count("cpu")
+
+
+def _has_computed() -> bool:
+    """Whether JAX's clients exist already. Nothing public tells; without the private function: yes, to be safe."""
+    try:
+        from jax._src.xla_bridge import backends_are_initialized
+    except ImportError:
+        return True
+    return bool(backends_are_initialized())

@@ -9,16 +9,14 @@ A training loop that somebody has already then trains remote experts. `dmoe_jax.
 done, and what it cannot do.
 """
 
-from dmoe_jax.flax_layers.host_call import MAX_WAITING_CALLS, CallSlots, Portal, make_room
+from dmoe_jax.flax_layers.host_call import CallSlots, Portal
 from dmoe_jax.flax_layers.layers import AuxiliaryLoss, BlockingMixture, LinenMixture, NnxMixture
 
 __all__ = [
-    "MAX_WAITING_CALLS",
     "AuxiliaryLoss",
     "BlockingMixture",
     "CallSlots",
     "LinenMixture",
     "NnxMixture",
     "Portal",
-    "make_room",
 ]

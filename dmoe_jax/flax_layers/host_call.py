@@ -25,7 +25,6 @@ supported"): put it around the parts beside it. Forward-mode differentiation doe
 
 import contextlib
 import functools
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -38,16 +37,12 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from dmoe_jax.cores import usable_cores
 from dmoe_jax.mixture.remote import RemoteMixture, Residual, mix_segment
 from dmoe_jax.routing.base import Features, Ids, Traffic, score
 from dmoe_jax.types import PyTree
-from dmoe_jax.xla_threads import VARIABLE, set_xla_threads, xla_threads
+from dmoe_jax.xla_threads import MAX_WAITING_CALLS, make_room
 
 T = TypeVar("T")
-
-MAX_WAITING_CALLS = 16
-"""Callbacks of remote layers that may wait for the network at once in one process."""
 
 _PIECE_BYTES = 64 << 10
 """Of an array for a callback: JAX copies up to 100 KiB at once, and has one of XLA's threads copy more."""
@@ -92,36 +87,6 @@ class CallSlots:
             yield
         finally:
             self._free.release()
-
-
-@functools.cache
-def make_room() -> bool:
-    """Give XLA's CPU client threads to spare for callbacks that wait; effective only before JAX's first computation.
-
-    Returns: True if it has one for each of `MAX_WAITING_CALLS` on each device, and one to work. Otherwise callbacks get
-      large arrays in pieces, which costs about a millisecond a megabyte.
-    """
-    asked, threads = os.environ.get(VARIABLE), xla_threads()
-    if threads <= MAX_WAITING_CALLS and not _has_computed():
-        threads = usable_cores() + MAX_WAITING_CALLS
-        set_xla_threads(threads)
-        try:
-            jax.local_devices(backend="cpu")  # makes the client
-        finally:
-            # Processes that this one starts are to have threads as ever.
-            os.environ.pop(VARIABLE)
-            if asked is not None:
-                os.environ[VARIABLE] = asked
-    return threads > MAX_WAITING_CALLS * jax.local_device_count("cpu")
-
-
-def _has_computed() -> bool:
-    """Whether JAX's clients exist already. Nothing public tells; without the private function: yes, to be safe."""
-    try:
-        from jax._src.xla_bridge import backends_are_initialized
-    except ImportError:
-        return True
-    return bool(backends_are_initialized())
 
 
 @functools.cache

@@ -94,7 +94,7 @@ class BlockingMixture:
 
     Args:
       mixture: the mixture. portal: leads into the thread of its swarm.
-      slots: bounds how many calls wait at once; None: those of the process, see `make_room`.
+      slots: bounds how many calls wait at once; None: those of the process.
     """
 
     def __init__(self, mixture: RemoteMixture, portal: Portal, *, slots: CallSlots | None = None) -> None:

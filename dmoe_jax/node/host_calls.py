@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from dmoe_jax.xla_threads import VARIABLE, xla_threads
+from dmoe_jax.own_devices import has_own_devices
+from dmoe_jax.xla_threads import VARIABLE, make_room, xla_threads
 
 
 class TooFewThreadsError(ValueError):
@@ -36,9 +37,17 @@ def check_threads_for_host_calls() -> None:
     """To be asked before a program is compiled that calls the host.
 
     Raises:
-      TooFewThreadsError: XLA has a single thread.
+      TooFewThreadsError: XLA has a single thread, or a loop's calls of remote layers may hold all of them.
     """
-    if jax.default_backend() == "cpu" and xla_threads() < 2:
+    if jax.default_backend() != "cpu":
+        return
+    if has_own_devices() and not make_room():
+        raise TooFewThreadsError(
+            "an expert calls the host (jax.pure_callback, io_callback or debug.callback), for which it needs threads "
+            "of XLA's that this process's own loop may hold: call connect() before JAX computes anything, on one CPU "
+            "device, or serve the expert from another process"
+        )
+    if xla_threads() < 2:
         raise TooFewThreadsError(
             "an expert calls the host (jax.pure_callback, io_callback or debug.callback), for which XLA needs two "
             f"threads on a CPU, and has one: start the node with --xla-threads 2, or set {VARIABLE}=2 before JAX starts"

@@ -14,6 +14,7 @@ import pytest
 from dmoe_jax import xla_threads
 from dmoe_jax.cli.common import set_up_jax
 from dmoe_jax.experts import expert_from_functions
+from dmoe_jax.node import host_calls
 from dmoe_jax.node.host_calls import TooFewThreadsError
 from dmoe_jax.node.programs import ExpertPrograms
 from dmoe_jax.xla_threads import share_of_threads
@@ -45,6 +46,18 @@ def _on_host(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     y = x @ params["w"]
     seen = jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(y.shape, y.dtype), jax.lax.stop_gradient(y))
     return y * jax.lax.stop_gradient(seen)
+
+
+def test_calls_of_the_host_beside_a_loop_need_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused where the loop's own calls may hold all threads."""
+    rows = np.ones((1, 4), np.float32)
+    host = ExpertPrograms(expert_from_functions(_init, _on_host, rows), optax.adam(1e-3))
+    monkeypatch.setattr(host_calls, "has_own_devices", lambda: True)
+    monkeypatch.setattr(host_calls, "make_room", lambda: False)
+    with pytest.raises(TooFewThreadsError, match=r"call connect\(\) before JAX computes"):
+        host.compile(1)
+    monkeypatch.setattr(host_calls, "make_room", lambda: True)
+    host.compile(1)
 
 
 def test_calls_of_the_host_need_two(monkeypatch: pytest.MonkeyPatch) -> None:
