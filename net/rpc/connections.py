@@ -8,8 +8,7 @@ with copies of one key look like a peer that is started again and again; an inst
 Beside it there may be *lanes* (`net.rpc.lanes`), further connections for bulk, which come and go without it.
 """
 
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from net.errors import ConnectionLost, RemoteProtocolError
@@ -17,8 +16,6 @@ from net.identity import Address, Contact, PeerId
 from net.rpc.connection import Connection
 from net.rpc.service import MAX_LANES
 from net.wire.messages import Hello
-
-_log = logging.getLogger(__name__)
 
 _MAX_RESTARTED = 1024
 """Peers whose last instance is remembered."""
@@ -49,9 +46,10 @@ class RpcStatistics:
 
 
 class ConnectionTable:
-    """The live connections of the peer `peer_id`."""
+    """The live connections of the peer `peer_id`; `warn` is told in a sentence of what its user should know."""
 
-    def __init__(self, peer_id: PeerId) -> None:
+    def __init__(self, peer_id: PeerId, warn: Callable[[str], None]) -> None:
+        self._warn = warn
         self._peer_id = peer_id
         self._all: dict[Connection, None] = {}  # in the order in which they came; a set's order would be chance
         self._by_peer: dict[PeerId, Connection] = {}
@@ -123,11 +121,9 @@ class ConnectionTable:
         peer_id, before = remote.peer_id, self._replaced.pop(remote.peer_id, None)
         if before == remote.instance:
             places = " and ".join(str(each.peer_address or each.link.remote_address) for each in (old, new))
-            _log.warning(
-                "two processes have the same identity %s: at %s. Each takes the other's connections, so that calls "
-                "reach the wrong one; give each a key of its own (--identity; do not copy key files)",
-                peer_id.short,
-                places,
+            self._warn(
+                f"two processes have the same identity {peer_id.short}: at {places}. Each takes the other's connections, "
+                "so that calls reach the wrong one; give each a key of its own (--identity; do not copy key files)"
             )
         self._replaced[peer_id] = b"" if before in (b"", remote.instance) else old.remote.instance
         if len(self._replaced) > _MAX_RESTARTED:
