@@ -122,8 +122,8 @@ class ConnectionTable:
         if before == remote.instance:
             places = " and ".join(str(each.peer_address or each.link.remote_address) for each in (old, new))
             self._warn(
-                f"two processes have the same identity {peer_id.short}: at {places}. Each takes the other's connections, "
-                "so that calls reach the wrong one; give each a key of its own (--identity; do not copy key files)"
+                f"two processes have the same identity {peer_id.short}: at {places}. Each takes the other's "
+                "connections, so that calls reach the wrong one; give each a key of its own (--identity)"
             )
         self._replaced[peer_id] = b"" if before in (b"", remote.instance) else old.remote.instance
         if len(self._replaced) > _MAX_RESTARTED:
