@@ -213,10 +213,9 @@ class ExpertDirectory:
         members = await list_members(self._dht, self._swarm)
         return tuple(sorted({prefix for member in members for prefix in member.grids}))
 
-    @property
-    def clock_skew_s(self) -> float:
-        """The swarm's time minus this process's, seconds, as far as it is known."""
-        return self._dht.statistics().clock_skew_s or 0.0
+    def clock_doubts(self) -> str:
+        """A clause for a message that something is not found, see `SwarmClock.doubts`."""
+        return self._dht.clock.doubts()
 
     async def children(self, prefixes: Iterable[str]) -> dict[str, dict[int, Contact | None]]:
         """The living children of prefixes such as `ffn.3.`: coordinate -> who serves the expert, None for a

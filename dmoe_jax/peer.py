@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dmoe_jax.joining import Target, find_entrances, parse_targets
 from dmoe_jax.security import Security, Tls
 from net.clock import SwarmClock
+from net.dht.config import DhtConfig
 from net.dht.node import DhtNode, open_dht_node
 from net.identity import Address, Contact, PeerId
 from net.rpc.base import Caller
@@ -106,8 +107,10 @@ async def open_peer(
         if clock is None:
             clock = SwarmClock.wall() if network is None else SwarmClock.virtual()
         is_client = caller.address is None
+        # A simulation has no strangers, and may announce as rarely as it likes.
+        config = DhtConfig() if network is None else DhtConfig(max_lifetime_s=86_400.0)
         node = await stack.enter_async_context(
-            open_dht_node(caller, clock=clock, rng=rng, initial_peers=targets, client_mode=is_client)
+            open_dht_node(caller, clock=clock, rng=rng, initial_peers=targets, client_mode=is_client, config=config)
         )
         yield SwarmPeer(rpc=caller, dht=node, rng=rng, is_simulated=network is not None)
 

@@ -1,25 +1,68 @@
 """The swarm's common time.
 
-Expirations in the DHT are absolute times that many machines must agree on. `SwarmClock` anchors them to trio's clock:
-on a real node swarm time starts at the wall clock and then runs monotonically; in virtual time it starts at zero, so
-that nothing in a simulation ever reads a wall clock.
+Expirations in the DHT, and the moments at which averages begin, are absolute times that many machines must agree on,
+and machines' own clocks differ. `SwarmClock` starts at the wall clock of the machine, and follows the peers that this
+one joined through, whom its user chose: so a swarm has the time of whoever began it. What strangers say of the time
+moves no clock; where they differ it is told (`skew_s`, `astray`).
+
+In virtual time it is trio's clock, and nothing in a simulation ever reads a wall clock: where all clocks are one, no
+answer can show a difference beyond the time that it took, and so none is ever moved.
 """
 
+import logging
+import statistics
 import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import trio
 
+from net.identity import PeerId
+
+_log = logging.getLogger(__name__)
+
+FOLLOWED_S = 1.0
+"""A difference from the time of those whom a clock follows that is left alone, beyond what the measurement may err."""
+
+TOLERABLE_S = 3.0
+"""Clocks that differ by more are worth a word: announcements end too early or too late by as much."""
+
+_MAX_READINGS = 64
+_READING_LIFE_S = 120.0
+"""Other clocks that are remembered, and for how long: whoever was off may have been set since."""
+
+_UPTIME = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
+"""A clock that goes on while the machine is suspended, which trio's does not on Linux and macOS."""
+
+
+class _Reading(NamedTuple):
+    """Another clock, as an answer showed it: how far it is from our ticks, what that may err, and when it was read."""
+
+    offset_s: float
+    error_s: float
+    read_at: float
+
 
 class SwarmClock:
-    """Absolute swarm time in seconds. Only usable inside `trio.run`."""
+    """Absolute swarm time in seconds. Only usable inside `trio.run`.
 
-    def __init__(self, *, start_s: float) -> None:
-        self._offset_s = start_s - trio.current_time()
+    Args:
+      start_s: swarm time now.
+      ticks: seconds that have gone by since some moment.
+    """
+
+    def __init__(self, *, start_s: float, ticks: Callable[[], float] = trio.current_time) -> None:
+        self.ticks = ticks
+        self._offset_s = start_s - ticks()
+        self._readings: dict[PeerId, _Reading] = {}  # from longest to most recently read
 
     @classmethod
     def wall(cls) -> "SwarmClock":
-        """Swarm time for a real node: Unix time now, monotonic from here on."""
-        return cls(start_s=time.time())
+        """Swarm time for a real node: Unix time now, steady from here on, also while the machine is suspended."""
+        clock_id = _UPTIME
+        return cls(
+            start_s=time.time(), ticks=trio.current_time if clock_id is None else lambda: time.clock_gettime(clock_id)
+        )
 
     @classmethod
     def virtual(cls) -> "SwarmClock":
@@ -28,4 +71,66 @@ class SwarmClock:
 
     def now(self) -> float:
         """Seconds of swarm time."""
-        return trio.current_time() + self._offset_s
+        return self.ticks() + self._offset_s
+
+    def advance(self, seconds: float) -> None:
+        """Set the clock ahead, or back by a negative number of seconds."""
+        self._offset_s += seconds
+
+    def read(self, peer_id: PeerId, theirs: float, *, asked_at: float) -> None:
+        """Note what time a peer has.
+
+        Args:
+          theirs: its swarm time, as its answer says.
+          asked_at: `ticks()` when it was asked.
+        """
+        now = self.ticks()
+        self._readings.pop(peer_id, None)
+        self._readings[peer_id] = _Reading(theirs - (asked_at + now) / 2, (now - asked_at) / 2, now)
+        if len(self._readings) > _MAX_READINGS:
+            del self._readings[next(iter(self._readings))]
+
+    def follow(self, guides: Iterable[PeerId]) -> None:
+        """Take over the time of these peers, the median of what was read of them, if it differs by too much."""
+        read = [self._readings[peer_id] for peer_id in guides if peer_id in self._readings]
+        if not read:
+            return
+        middle = sorted(read)[(len(read) - 1) // 2]
+        difference = middle.offset_s - self._offset_s
+        if abs(difference) - middle.error_s > FOLLOWED_S:
+            _log.warning(
+                "the clock of the peers that this one joined through is %.0f s %s this machine's clock, and is "
+                "followed; set the clocks of the machines by NTP",
+                abs(difference),
+                "ahead of" if difference > 0 else "behind",
+            )
+            self.advance(difference)
+
+    @property
+    def skew_s(self) -> float | None:
+        """Seconds by which the clocks of the peers that answered of late are ahead of this one (their median), to
+        within half a round trip; None: nobody answered."""
+        oldest = self.ticks() - _READING_LIFE_S
+        ahead = [read.offset_s - self._offset_s for read in self._readings.values() if read.read_at >= oldest]
+        return statistics.median(ahead) if ahead else None
+
+    def astray(self) -> dict[PeerId, float]:
+        """The peers whose clocks are not this one's, and by how many seconds they are ahead."""
+        oldest = self.ticks() - _READING_LIFE_S
+        return {
+            peer_id: read.offset_s - self._offset_s
+            for peer_id, read in self._readings.items()
+            if read.read_at >= oldest and abs(read.offset_s - self._offset_s) - read.error_s > TOLERABLE_S
+        }
+
+    def doubts(self) -> str:
+        """A clause that names the peer whose clock differs most, for a message that something is not found; "" if all
+        clocks agree."""
+        if not (astray := self.astray()):
+            return ""
+        peer_id, ahead_s = max(astray.items(), key=lambda each: abs(each[1]))
+        return (
+            f"the clock of peer {peer_id.short} is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this "
+            f"one ({len(astray)} of {len(self._readings)} peers are off), so that announcements end too early or too "
+            "late; set the clocks of the machines by NTP"
+        )

@@ -4,6 +4,7 @@ What is secret is accepted only from a file that nobody else can read or write, 
 with a file is an `IdentityError` of one line that names it.
 """
 
+import codecs
 import errno
 import os
 import secrets
@@ -92,13 +93,13 @@ def hold_identity(path: str | Path) -> Iterator[Identity]:
 
 
 def load_swarm_secret(path: str | Path) -> bytes:
-    """Read a swarm's secret, without white space at both ends.
+    """Read a swarm's secret, without a byte order mark and white space at both ends: editors add either.
 
     Raises:
       IdentityError: the file is missing or unreadable, others can read or write it, or it is too short or too long.
     """
     with _opened(Path(path)) as descriptor:
-        secret = _read(Path(path), descriptor).strip()
+        secret = _read(Path(path), descriptor).removeprefix(codecs.BOM_UTF8).strip()
     if len(secret) < MIN_SECRET_BYTES:
         raise IdentityError(
             f"{path} holds {len(secret)} bytes, expected a random swarm secret of at least {MIN_SECRET_BYTES} bytes "
@@ -114,7 +115,7 @@ def load_allow_list(path: str | Path) -> frozenset[PeerId]:
       IdentityError: the file cannot be read, names nobody, or has a line that is something else.
     """
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = Path(path).read_text("utf-8-sig").splitlines()
     except OSError as exc:
         raise IdentityError(f"cannot read {path}: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:

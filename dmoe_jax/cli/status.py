@@ -70,21 +70,29 @@ class StatusCommand:
             raise UsageError("--join needs at least one HOST:PORT")
         check_positive(self, "interval_s")
         async with join_swarm(self.network, join=self.join) as peer:
+
+            def tables(before: Statuses) -> RenderableType:
+                doubts = peer.dht.clock.doubts()
+                return Group(
+                    status_tables(self.swarm, members, before, statuses), *([f"Note: {doubts}"] if doubts else [])
+                )
+
             members, statuses = await read_members(peer, self.swarm)
             if self.json:
                 print(json.dumps({"swarm": self.swarm, **_as_json(members, statuses)}))
                 return 0
             if self.once:
                 await trio.sleep(_ONCE_INTERVAL_S)
-                members, now = await read_members(peer, self.swarm)
-                Console().print(status_tables(self.swarm, members, statuses, now))
+                before = statuses
+                members, statuses = await read_members(peer, self.swarm)
+                Console().print(tables(before))
                 return 0
-            with Live(status_tables(self.swarm, members, {}, statuses), auto_refresh=False) as live:
+            with Live(tables({}), auto_refresh=False) as live:
                 while True:
                     await trio.sleep(self.interval_s)
                     before = statuses
                     members, statuses = await read_members(peer, self.swarm)
-                    live.update(status_tables(self.swarm, members, before, statuses), refresh=True)
+                    live.update(tables(before), refresh=True)
 
 
 async def read_members(peer: SwarmPeer, swarm: str) -> tuple[tuple[Member, ...], Statuses]:

@@ -43,7 +43,7 @@ MASKED_SHARE = 0.15
 _TO_MASK, _TO_ANY = 0.8, 0.1
 """Of the words to be predicted, what becomes [MASK], and what becomes any word."""
 
-_SENTENCE_ENDS = (".", "!", "?", EOS)
+_SENTENCE_ENDS = (".", "!", "?", "。", "！", "？", "।", "؟", EOS)
 
 # What a draw is for: the first word of its spawn key.
 _ORDER, _SAMPLE = 0, 1
@@ -84,8 +84,9 @@ def special_ids(vocabulary: Vocabulary) -> SpecialIds:
 def sentence_ends(ids: Int[np.ndarray, " words"], vocabulary: Vocabulary) -> Int[np.ndarray, " sentences"]:
     """Behind the last word of each sentence, ascending; the last one is the text's length.
 
-    A sentence ends with a full stop, an exclamation or question mark or the end of a line, or with several of them in a
-    row. (An abbreviation's full stop ends one too: the text does not tell them apart.)
+    A sentence ends with a full stop, an exclamation or question mark (Chinese, Hindi and Arabic ones too) or the end of
+    a line, or with several of them in a row. (An abbreviation's full stop ends one too: the text does not tell them
+    apart.)
     """
     ends_one = np.isin(ids, [vocabulary.words.index(word) for word in _SENTENCE_ENDS if word in vocabulary])
     goes_on = np.append(ends_one[1:], False)

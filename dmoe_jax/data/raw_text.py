@@ -1,20 +1,24 @@
-"""Raw English text: a corpus that every CPython carries, and texts of a user's own.
+"""Raw text: an English corpus that every CPython carries, and texts of a user's own.
 
 The embedded corpus is the help texts of `pydoc_data.topics`: about 85,000 words on the Python language itself, enough
 to watch a small model learn from context, and no more. It differs between Python versions, and so do its perplexities;
 compare them within one version only.
 
-A user's own text is one file, of which the end is held out, or a folder with a file for each part.
+A user's own text is one file, of which the end is held out, or a folder with a file for each part. One that holds
+`<unk>` has been made into words by others, as WikiText-2 and Penn Treebank have: it is taken as it is, so that
+perplexities can be compared with published ones.
 """
 
 import importlib
 import platform
 import re
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 
 from dmoe_jax.data import DataError
-from dmoe_jax.data.vocabulary import EOS
+from dmoe_jax.data.vocabulary import EOS, UNK
+from dmoe_jax.data.wikitext2 import split_words
 
 MIN_COUNT = 2
 """Words seen only once in train become `<unk>`, so that a model meets `<unk>` in training at all."""
@@ -28,8 +32,21 @@ _TRAIN_FRACTION, _VALID_FRACTION = 0.8, 0.1
 _MIN_WORDS = 20
 """The fewest in each part of a user's text; a perplexity over fewer says nothing."""
 
-_WORD = re.compile(r"[^\W\d]+(?:['’][^\W\d]+)?|\d+|([^\w\s])\1*")
-"""A word or identifier (with an inner apostrophe), a number, or a run of one punctuation mark (`>>>`)."""
+_TOKENISED = 1e-3
+"""Share of `<unk>` from which on a text counts as made into words already: WikiText-103 has four times that."""
+
+_UNSPACED = (
+    "\u0e01-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff"
+    "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
+)
+"""Characters of scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese. Each is a
+token by itself, with the marks that belong to it."""
+
+_JOINERS = "\u200c\u200d"
+"""Inside words of Persian and of Indian languages."""
+
+_INVISIBLE = {0xFEFF: None, 0xAD: None, 0x200B: " "}
+"""Byte order marks, soft hyphens, and spaces without width, which part words."""
 
 Parts = tuple[list[str], list[str], list[str]]
 """The words of train, valid and test."""
@@ -87,44 +104,72 @@ def split_articles(articles: list[list[str]]) -> Parts:
     return train, valid, test
 
 
-def read_own_text(path: Path) -> Parts:
+def read_own_text(path: Path) -> tuple[Parts, bool]:
     """Read a text: lower-case words, numbers and punctuation, `<eos>` after each line that is not blank.
+
+    A text of which one word in a thousand is `<unk>` is already tokenised: its words are what stands between spaces, as
+    written, with `<eos>` after every line.
 
     Args:
       path: a text file, or a folder with train.txt, valid.txt and test.txt; UTF-8.
 
+    Returns:
+      the words of train, valid and test; and whether the text was tokenised already.
+
     Raises:
       DataError: there is no such file or folder, it is no UTF-8 text, or a part of it is too short.
     """
-    if path.is_dir():
-        train, valid, test = (_words(path / f"{split}.txt") for split in ("train", "valid", "test"))
-    else:
-        text = _words(path)
-        end, middle = (int(len(text) * (1 - share)) for share in (HELD_OUT, HELD_OUT / 2))
-        train, valid, test = text[:end], text[end:middle], text[middle:]
+    files = [path / f"{split}.txt" for split in ("train", "valid", "test")] if path.is_dir() else [path]
+    texts = [_read(file) for file in files]
+    given = texts[0].split()
+    is_tokenised = given.count(UNK) > _TOKENISED * len(given)
+    train, *held_out = (_split(text) if is_tokenised else tokenise(text) for text in texts)
+    if not held_out:
+        end, middle = (int(len(train) * (1 - share)) for share in (HELD_OUT, HELD_OUT / 2))
+        train, held_out = train[:end], [train[end:middle], train[middle:]]
+    valid, test = held_out
     for name, part in (("train", train), ("valid", valid), ("test", test)):
         if len(part) < _MIN_WORDS:
             raise DataError(
                 f"{path} is too short: its {name} part has {len(part)} words, expected at least {_MIN_WORDS}"
                 + ("" if path.is_dir() else f" (the last {HELD_OUT:.0%} of a file are held out)")
             )
-    return train, valid, test
+    return (train, valid, test), is_tokenised
 
 
-def _words(path: Path) -> list[str]:
+def _read(path: Path) -> str:
     try:
-        return tokenise(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8").translate(_INVISIBLE)
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: expected UTF-8 text: {error}") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
+def _split(text: str) -> list[str]:
+    """The words of a text that is tokenised already; an `<eos>` that ends a line is that of the line."""
+    return split_words(re.sub(rf"{EOS}[ \t]*$", "", text, flags=re.MULTILINE).encode())
+
+
 def tokenise(text: str) -> list[str]:
-    """Lower-case words, numbers and punctuation, with `<eos>` after each line that is not blank."""
-    words = []
-    for line in text.lower().splitlines():
-        found = [match.group() for match in _WORD.finditer(line)]
+    """Lower-case words, numbers and punctuation, with `<eos>` after each line that is not blank.
+
+    Letters and the marks on them are composed (Unicode's form NFC), so that it does not matter how they were typed.
+    """
+    text = unicodedata.normalize("NFC", text.lower())
+    pattern = _pattern(text)
+    words: list[str] = []
+    for line in text.split("\n"):
+        found = [match.group() for match in pattern.finditer(line)]
         if found:
-            words += [*found, EOS]
+            words += found if found[-1] == EOS else [*found, EOS]
     return words
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """One token: `<unk>` or `<eos>`; a character of a script without spaces; a word or identifier (with an inner
+    apostrophe); a number; or a run of one punctuation mark (`>>>`)."""
+    # Marks that are composed with no letter. `re` knows no class of them, and their list is long.
+    marks = "".join(sorted(char for char in set(text) if unicodedata.category(char).startswith("M"))) + _JOINERS
+    word = rf"(?:[^\W\d{_UNSPACED}]+[{marks}]*)+"
+    return re.compile(rf"{UNK}|{EOS}|(?!\d)[{_UNSPACED}][{marks}]*|{word}(?:['’]{word})?|\d+|([^\w\s])\1*")

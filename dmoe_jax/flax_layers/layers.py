@@ -60,8 +60,9 @@ class AuxiliaryLoss(nnx.Variable):
 class NnxMixture(nnx.Module):
     """A layer of remote experts for NNX. Made by `BlockingMixture.nnx`.
 
-    A router that draws takes its noise from `rngs.router`, if the layer was made with that stream. The router's
-    auxiliary loss of the last call is `layer.aux_loss`, for a loss function to add:
+    A router that draws takes its noise from `rngs.router`, if the layer was made with that stream and is in training:
+    `model.eval()` and `model.train()` set `deterministic`, as they do for `nnx.Dropout`. The router's auxiliary loss of
+    the last call is `layer.aux_loss`, for a loss function to add:
 
         loss = ... + model.experts.aux_loss[...]
         loss = ... + sum(jax.tree.leaves(nnx.state(model, AuxiliaryLoss)))      # of all layers
@@ -78,11 +79,13 @@ class NnxMixture(nnx.Module):
         self.anchor = nnx.Param(jnp.zeros(()))
         self.aux_loss = AuxiliaryLoss(jnp.zeros(()))
         self.rngs = rngs.fork() if "router" in rngs else None
+        self.deterministic = False
+        """True if the router draws nothing; set by `eval()` and `train()` of the module and of those that hold it."""
 
     def __call__(self, *inputs: Array, features: Features | None = None, ids: Ids | None = None) -> Array:
         """Mix the experts' outputs for a batch of samples; arguments as of `LinenMixture`."""
         gate = jax.tree.map(lambda leaf: leaf[...], self.gate, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-        key = None if self.rngs is None else self.rngs.router()
+        key = None if self.rngs is None or self.deterministic else self.rngs.router()
         features = inputs[0] if features is None else features
         mixed, penalty = self.call(gate, self.anchor[...], features, *inputs, key=key, ids=ids)
         self.aux_loss[...] = penalty

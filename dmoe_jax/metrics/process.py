@@ -43,5 +43,5 @@ def _dht_families(dht: DhtNode) -> Iterator[Family]:
     yield counter("dmoe_dht_lookups_total", "Lookups finished.", now.lookups)
     yield counter("dmoe_dht_queries_total", "Questions asked in lookups.", now.queries)
     yield counter("dmoe_dht_dropped_jobs_total", "Follow-ups dropped because their queue was full.", now.dropped_jobs)
-    text = "Swarm time of the last pinged peer minus our own. Beyond some seconds records end too early or late."
+    text = "Swarm time of peers that answered of late minus our own. Beyond some seconds records end too early or late."
     yield gauge("dmoe_dht_clock_skew_seconds", text, now.clock_skew_s)

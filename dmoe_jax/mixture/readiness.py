@@ -22,9 +22,6 @@ _ASK_PERIOD_S = 0.5
 _INFO_TIMEOUT_S = 3.0
 """For an expert to say what it is; then the next one is asked."""
 
-_TOLERABLE_SKEW_S = 3.0
-"""Clocks that differ by more are worth a word when nothing is found."""
-
 
 class ExpertMismatch(ValueError):
     """The swarm's experts take or return other tensors than the model's.
@@ -84,9 +81,7 @@ async def check_experts(
 async def _nobody(prefix: str, directory: ExpertDirectory, timeout_s: float) -> str:
     served = await directory.served_prefixes()
     instead = f"this swarm serves {', '.join(map(repr, served))}" if served else "this swarm lists no experts at all"
-    # Announcements carry absolute times: to a clock that is fast by more than their life they are all over.
-    skew_s = directory.clock_skew_s
-    clocks = f"; the swarm's clock and this one differ by {skew_s:+.0f} s" if abs(skew_s) > _TOLERABLE_SKEW_S else ""
+    clocks = f"; {doubts}" if (doubts := directory.clock_doubts()) else ""
     return f"no expert of {prefix!r} was announced within {timeout_s:g} s; {instead}{clocks}"
 
 

@@ -22,13 +22,16 @@ class Announcements:
       dht: where.
       contact: where the node is called.
       swarm: under which name it is listed.
-      lifetime_s: seconds for which an announcement is valid.
+      lifetime_s: seconds for which an announcement is valid; at most the DHT's `max_lifetime_s`.
       listing: keeps the experts listed; None: a `SoleListing`.
     """
 
     def __init__(
         self, dht: DhtNode, contact: Contact, *, swarm: str, lifetime_s: float, listing: ExpertListing | None = None
     ) -> None:
+        if lifetime_s > dht.config.max_lifetime_s:
+            longest_s = dht.config.max_lifetime_s
+            raise ValueError(f"announcements are valid for at most {longest_s:g} s, got a lifetime of {lifetime_s:g} s")
         self.listing = listing or SoleListing(dht, contact)
         """Announces the experts."""
         self._dht, self._contact, self._swarm, self._lifetime_s = dht, contact, swarm, lifetime_s
@@ -61,7 +64,10 @@ class Announcements:
             listed = await self.listing.announce(some, expiration=expiration)
             missing += [uid for uid, stands in listed.items() if not stands]
         if missing:
-            logger.warning("%d experts could not be announced, among them %s", len(missing), missing[0])
+            doubts = self._dht.clock.doubts()
+            logger.warning(
+                "%d experts could not be announced, among them %s%s", len(missing), missing[0], doubts and f"; {doubts}"
+            )
 
     def outlast(self, uid: ExpertUid, expiration: float) -> None:
         """Announce this expert, from the next time on and as long as it matters, for longer than until `expiration`."""

@@ -40,8 +40,6 @@ class DhtCalls:
     clock: SwarmClock
     config: DhtConfig
     is_client: bool
-    clock_skew_s: float | None = None
-    """The last pinged peer's swarm time minus the own, seconds, to within half a round trip; None before."""
 
     @property
     def latest_expiration(self) -> float:
@@ -60,10 +58,7 @@ class DhtCalls:
             await self._ask_who(contact)
 
     async def _ask_who(self, target: Contact | Address) -> Contact:
-        sent = self.clock.now()
         body = await self._call(target, messages.PING, {})
-        their_now = messages.SECONDS.of_untrusted(body, "now")
-        self.clock_skew_s = their_now - (sent + self.clock.now()) / 2
         return Contact(PEER_ID.of_untrusted(body, "peer_id"), address_of(target))
 
     async def find(
@@ -99,10 +94,12 @@ class DhtCalls:
 
     async def _call(self, target: Contact | Address, method: str, body: Body) -> Body:
         body = {**body, "client": self.is_client}
+        asked_at = self.clock.ticks()
         answer = (await self.caller.call(target, method, body, timeout_s=self.config.rpc_timeout_s)).body
         peer_id = PEER_ID.of_untrusted(answer, "peer_id")
         if isinstance(target, Contact) and peer_id != target.peer_id:
             raise RemoteProtocolError(f"expected {target}, but {peer_id.short} answered there")
+        self.clock.read(peer_id, messages.SECONDS.of_untrusted(answer, "now"), asked_at=asked_at)
         return answer
 
     @contextmanager
@@ -143,10 +140,10 @@ class DhtService:
             raise CallRefused(str(error)) from error
         if not is_client and request.peer_address is not None:
             self.book.heard_from(Contact(request.peer_id, request.peer_address), trio.current_time())
-        return Reply(body={**body, "peer_id": self.peer_id.raw})
+        return Reply(body={**body, "peer_id": self.peer_id.raw, "now": self.clock.now()})
 
     def _ping(self, _: Request) -> Body:
-        return {"now": self.clock.now()}
+        return {}
 
     def _find(self, request: Request) -> Body:
         target, wants_record, after = messages.parse_find_untrusted(request.body)

@@ -27,8 +27,9 @@ class DhtConfig:
     pause: Pause = Pause(first_s=5.0, longest_s=120.0)  # noqa: RUF009 (frozen)
     """How long a peer that does not answer is left alone. The longest also bounds how long two halves of a healed swarm
     can ignore each other."""
-    max_lifetime_s: float = 86_400.0
-    """Latest expiration of a record: now plus this, seconds. Later ones are brought down to it."""
+    max_lifetime_s: float = 300.0
+    """Latest expiration of a record: now plus this, seconds. Later ones are brought down to it: who lives renews its
+    records, and those of the dead must not stand in the way of others."""
     max_keys: int = 65_536
     """Most records kept for others."""
     max_storage_bytes: int = 64 * 1024 * 1024

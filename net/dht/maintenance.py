@@ -2,7 +2,7 @@
 
 import enum
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -95,7 +95,7 @@ class Maintenance:
         """
         if not self.initial_peers:
             return
-        if not await first_answers(self.calls, self.initial_peers, grace_s=self.config.bootstrap_grace_s):
+        if not await self._ask(self.initial_peers, grace_s=self.config.bootstrap_grace_s):
             raise DialFailed(f"none of the initial peers answered: {', '.join(map(str, self.initial_peers))}")
         await self.lookup(self.book.table.local_id)
 
@@ -134,7 +134,7 @@ class Maintenance:
                 await self.lookup(target)
 
     async def _rejoin(self) -> None:
-        """Try the initial peers that are not in the table, and some lost ones: so a split swarm becomes one again."""
+        """Try the initial peers and some lost ones: so a split swarm becomes one again, and clocks stay together."""
         due = trio.current_time() + _jitter(self.config.rejoin_period_s, self._rejoin_rng)
         while True:
             await trio.sleep(_jitter(self.config.lonely_rejoin_period_s, self._rejoin_rng))
@@ -143,10 +143,16 @@ class Maintenance:
             due = trio.current_time() + _jitter(self.config.rejoin_period_s, self._rejoin_rng)
             known = {contact.address for contact in self.book.table.contacts()}
             lost = self.book.draw_lost(LOST_DRAWS, self._rejoin_rng)
-            wanted = dict.fromkeys((*self.initial_peers, *lost))
-            unknown = [target for target in wanted if address_of(target) not in known]
-            if await first_answers(self.calls, unknown, grace_s=self.config.rpc_timeout_s):
+            answered = await self._ask(dict.fromkeys((*self.initial_peers, *lost)), grace_s=self.config.rpc_timeout_s)
+            if any(contact.address not in known for contact in answered):
                 await self.lookup(self.book.table.local_id)
+
+    async def _ask(self, targets: Iterable[Contact | Address], *, grace_s: float) -> tuple[Contact, ...]:
+        """Ping them, and follow the clocks of those that are initial peers; who answered."""
+        answered = await first_answers(self.calls, tuple(targets), grace_s=grace_s)
+        guides = {address_of(peer) for peer in self.initial_peers}
+        self.calls.clock.follow(contact.peer_id for contact in answered if contact.address in guides)
+        return answered
 
     async def _sweep(self) -> None:
         while True:

@@ -1,17 +1,18 @@
 """What DHT nodes say to each other: three calls, each a small CBOR map.
 
     dht.ping   {client}                          -> {peer_id, now}
-    dht.find   {client, target, record, after?}  -> {peer_id, contacts, entries?, more?}
-    dht.store  {client, target, entries}         -> {peer_id, accepted}
+    dht.find   {client, target, record, after?}  -> {peer_id, now, contacts, entries?, more?}
+    dht.store  {client, target, entries}         -> {peer_id, now, accepted}
 
 `client` true says: do not put me into your table. `peer_id` in each answer tells who answered at an address, and lets
-the caller notice that another peer now listens at a remembered one. Ids travel as 32 bytes, contacts as `[id, host,
-port]`, entries as `[subkey or None, value, expiration]` (a plain value is the single entry under None).
+the caller notice that another peer now listens at a remembered one; `now` is the answerer's swarm time. Ids travel as
+32 bytes, contacts as `[id, host, port]`, entries as `[subkey or None, value, expiration]` (a plain value is the single
+entry under None).
 
 A message must fit a header of 64 KiB. Values therefore travel in pages of `PAGE_BYTES`: `more` says that subkeys
 follow the last one given, and the caller asks again with `after`; stores are cut by `batches`.
 
-What all calls have in common, `client` and `peer_id`, is written and read by `net.dht.calls`.
+What all calls have in common, `client`, `peer_id` and `now`, is written and read by `net.dht.calls`.
 """
 
 from collections.abc import Iterable, Iterator

@@ -73,8 +73,7 @@ class DhtStatistics:
     dropped_jobs: int
     """Follow-ups dropped because their queue was full."""
     clock_skew_s: float | None
-    """Swarm time of the last pinged peer minus the own, seconds. Beyond some seconds, records end too early or
-    late."""
+    """Swarm time of the peers that answered of late minus the own, seconds, see `SwarmClock.skew_s`."""
 
 
 class DhtNode:
@@ -222,7 +221,7 @@ class DhtNode:
             lookups=self._lookups,
             queries=self._queries,
             dropped_jobs=self._jobs.dropped,
-            clock_skew_s=self._calls.clock_skew_s,
+            clock_skew_s=self.clock.skew_s,
         )
 
     async def _store(self, target: NodeId, updates: Sequence[SubkeyEntry]) -> list[bool]:

@@ -146,6 +146,13 @@ class Connection:
         return self.session.remote
 
     @property
+    def peer_address(self) -> Address | None:
+        """Where the other end listens; None: nowhere, or it has not said so yet."""
+        if self.remote is None or self.remote.port is None:
+            return None
+        return Address(self.remote.host or self.link.remote_address.host, self.remote.port)
+
+    @property
     def takes_calls(self) -> bool:
         """Whether calls can be placed."""
         return self.cause is None and not self.session.is_leaving
@@ -391,13 +398,12 @@ class Connection:
     def _request(self, start: CallStart) -> Request:
         remote = self.session.remote
         assert remote is not None  # the session lets no call through before Hello
-        host = remote.host or self.link.remote_address.host
         return Request(
             method=start.method,
             body=start.body,
             tensors=tuple(plain(tensor) for tensor in start.tensors),
             peer_id=remote.peer_id,
-            peer_address=None if remote.port is None else Address(host, remote.port),
+            peer_address=self.peer_address,
             send_partial=partial(self._send_partial, start.call_id) if start.partials else None,
         )
 

@@ -2,12 +2,13 @@
 
 One connection for each pair of peers, whoever dialled it. If both dial at the same moment there are two; both ends
 prefer the one that the smaller peer id dialled, and part from the other once it is idle. A peer that was started again
-(another `instance`) replaces its old connection at once: nobody is at the other end of that one any more.
+(another `instance`) replaces its old connection at once: nobody is at the other end of that one any more. Two processes
+with copies of one key look like a peer that is started again and again; an instance that comes back gives them away.
 
 Beside it there may be *lanes* (`net.rpc.lanes`), further connections for bulk, which come and go without it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from net.errors import ConnectionLost, RemoteProtocolError
@@ -15,6 +16,9 @@ from net.identity import Address, Contact, PeerId
 from net.rpc.connection import Connection
 from net.rpc.service import MAX_LANES
 from net.wire.messages import Hello
+
+_MAX_RESTARTED = 1024
+"""Peers whose last instance is remembered."""
 
 LANE_IDLE_S = 15.0
 """A lane without calls for so long is closed."""
@@ -42,15 +46,17 @@ class RpcStatistics:
 
 
 class ConnectionTable:
-    """The live connections of the peer `peer_id`."""
+    """The live connections of the peer `peer_id`; `warn` is told in a sentence of what its user should know."""
 
-    def __init__(self, peer_id: PeerId) -> None:
+    def __init__(self, peer_id: PeerId, warn: Callable[[str], None]) -> None:
+        self._warn = warn
         self._peer_id = peer_id
         self._all: dict[Connection, None] = {}  # in the order in which they came; a set's order would be chance
         self._by_peer: dict[PeerId, Connection] = {}
         self._lanes: dict[PeerId, list[Connection]] = {}
         self._received_bytes = self._sent_bytes = 0  # over connections that have ended
         self._peer_at: dict[Address, PeerId] = {}  # of connections that we dialled
+        self._replaced: dict[PeerId, bytes] = {}  # the instance before the present one; empty: warned of
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(tuple(self._all))
@@ -86,10 +92,10 @@ class ConnectionTable:
         """Note that the other end of `connection` has said who it is, and keep one connection with it.
 
         Raises:
-          RemoteProtocolError: it is this peer itself.
+          RemoteProtocolError: it is this peer itself, by its key.
         """
         if remote.peer_id == self._peer_id:
-            raise RemoteProtocolError("that is this peer itself")
+            raise RemoteProtocolError("that is this peer itself, or another process with a copy of its key")
         if connection.is_lane or remote.lane:
             self._add_lane(connection, remote)
             return
@@ -99,6 +105,7 @@ class ConnectionTable:
         if known is not None:
             assert known.remote is not None  # it stands in the table by that
             if known.remote.instance != remote.instance:
+                self._note_restart(known, connection, remote)
                 for old in (known, *self._lanes.get(remote.peer_id, ())):
                     old.end(ConnectionLost("the peer was started again"))
             elif known.is_outgoing != connection.is_outgoing and self._is_preferred(known, remote.peer_id):
@@ -107,6 +114,20 @@ class ConnectionTable:
             else:
                 known.leave()
         self._by_peer[remote.peer_id] = connection
+
+    def _note_restart(self, old: Connection, new: Connection, remote: Hello) -> None:
+        """Warn, once, of two processes with one key: a process that has ended does not come back."""
+        assert old.remote is not None
+        peer_id, before = remote.peer_id, self._replaced.pop(remote.peer_id, None)
+        if before == remote.instance:
+            places = " and ".join(str(each.peer_address or each.link.remote_address) for each in (old, new))
+            self._warn(
+                f"two processes have the same identity {peer_id.short}: at {places}. Each takes the other's "
+                "connections, so that calls reach the wrong one; give each a key of its own (--identity)"
+            )
+        self._replaced[peer_id] = b"" if before in (b"", remote.instance) else old.remote.instance
+        if len(self._replaced) > _MAX_RESTARTED:
+            del self._replaced[next(iter(self._replaced))]
 
     def _add_lane(self, lane: Connection, remote: Hello) -> None:
         lane.is_lane = True

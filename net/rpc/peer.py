@@ -162,7 +162,7 @@ class RpcPeer:
         )
         self._service = Service(peer_id, address)
         self._dials: dict[Contact | Address, Dial] = {}
-        self._connections = ConnectionTable(peer_id)
+        self._connections = ConnectionTable(peer_id, warn=_log.warning)
         self._lanes = Lanes(
             self._connections, bulk, nursery, open_lane=self._run_lane, may_open=self._has_room_for_a_lane
         )

@@ -100,7 +100,7 @@ class TcpTransport:
         return None
 
     async def dial(self, address: Address, *, peer_id: PeerId | None = None) -> TcpLink:
-        """Connect to whoever answers; a host name's addresses are tried in turn."""
+        """Connect to whoever answers, at the first of a host name's addresses that does."""
         del peer_id
         return self._link(await connect(address))
 

@@ -232,7 +232,7 @@ class TlsTransport:
         return self._peer_id
 
     async def dial(self, address: Address, *, peer_id: PeerId | None = None) -> TlsLink:
-        """Connect and prove both ends. A host name's addresses are tried in turn, until one takes the connection."""
+        """Connect and prove both ends. The first of a host name's addresses that answers is taken."""
 
         def admit(remote: PeerId) -> None:
             if remote == self._peer_id:

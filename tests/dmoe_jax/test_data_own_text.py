@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dmoe_jax.data import DataError
-from dmoe_jax.data.corpora import load_corpus
+from dmoe_jax.data.corpora import Corpus, load_corpus
 from dmoe_jax.data.vocabulary import UNK
 
 LINE = "The cat sat on the mat.\n"
@@ -57,3 +57,58 @@ def test_a_folder_without_its_files_is_refused(tmp_path: Path) -> None:
     """The first one that is missing."""
     with pytest.raises(DataError, match=r"train\.txt cannot be read: No such file"):
         load_corpus(source=str(tmp_path))
+
+
+def _corpus(folder: Path, text: str) -> tuple[Corpus, list[str]]:
+    """A text that is one file, and the words of its training part."""
+    path = folder / "my.txt"
+    path.write_bytes(text.encode())
+    corpus = load_corpus(source=str(path))
+    return corpus, [corpus.vocabulary.words[number] for number in corpus.train]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("\ufeffThe cat\r\nsat \ufeffdown\r\n", ["the", "cat", "<eos>", "sat", "down", "<eos>"]),
+        ("the cat\fsat\vdown\n", ["the", "cat", "sat", "down", "<eos>"]),
+        ("the cat <eos> sat <eos>\n", ["the", "cat", "<eos>", "sat", "<eos>"]),
+        ("नमस्ते दुनिया।\n", ["नमस्ते", "दुनिया", "।", "<eos>"]),
+        ("cafe\u0301 Café\n", ["café", "café", "<eos>"]),
+        ("x\u0304y a\u00adnd\n", ["x\u0304y", "and", "<eos>"]),
+        ("今天 GPT4 好。\n", ["今", "天", "gpt", "4", "好", "。", "<eos>"]),
+        ("กำลังดี ๑๒\n", ["ก", "ำ", "ลั", "ง", "ดี", "๑๒", "<eos>"]),
+        ("don't use __init__ 3.5 l’été\n", ["don't", "use", "__init__", "3", ".", "5", "l’été", "<eos>"]),
+    ],
+)
+def test_words_of_other_scripts_and_editors(text: str, words: list[str], tmp_path: Path) -> None:
+    """Marks stay with their letters, scripts without spaces give a token a character, invisible characters none."""
+    assert _corpus(tmp_path, text * 200)[1][: len(words)] == words
+
+
+def test_a_tokenised_text_is_taken_as_it_is(tmp_path: Path) -> None:
+    """As WikiText-2 and Penn Treebank are published: words between spaces, case kept, every line an <eos>, and even a
+    word that occurs once is in the vocabulary, so that perplexities can be compared."""
+    lines = " mr. <unk> is N years old and do n't @-@ Ask \n \n"
+    corpus, words = _corpus(tmp_path, "unicorn <unk> \n" + lines * 60)
+    assert words[:3] == ["unicorn", UNK, "<eos>"]
+    assert words[3:15] == ["mr.", UNK, "is", "N", "years", "old", "and", "do", "n't", "@-@", "Ask", "<eos>"]
+    assert words[15] == "<eos>"
+    assert "unicorn" in corpus.vocabulary
+    assert UNK in corpus.description
+
+
+def test_a_text_that_only_mentions_unknown_words_is_cut_as_any_other(tmp_path: Path) -> None:
+    """One <unk> in thousands of words stays one token, and the text is still made of lower-case words."""
+    _, words = _corpus(tmp_path, "The token <unk> stands for rare words.\n" + LINE * 1000)
+    assert words[:9] == ["the", UNK, UNK, UNK, UNK, UNK, UNK, ".", "<eos>"]
+
+
+def test_many_unknown_words_are_said(tmp_path: Path) -> None:
+    """A perplexity over a text that is mostly <unk> looks better than it is."""
+    letters = "abcdefghij"
+    rare, _ = _corpus(
+        tmp_path, " ".join(first + second + third for first in letters for second in letters for third in letters)
+    )
+    assert "100% / 100% / 100% of them are <unk>" in rare.description
+    assert "of them are" not in _corpus(tmp_path, LINE * 100)[0].description

@@ -233,7 +233,7 @@ def test_initialising_calls_nobody(thread: SwarmThread) -> None:
 
 
 def test_routers_draw_from_their_own_stream(thread: SwarmThread) -> None:
-    """With a stream "router" scores are noisy, in Linen and NNX; without it nothing is random."""
+    """With a stream "router" scores are noisy, in Linen and NNX; without it, and after `eval()`, nothing is random."""
     noisy = noisy_top_k(GRID)
     layer = thread.mixture(noisy, k_best=4).linen()
     params = layer.init(jax.random.key(1), X)
@@ -245,6 +245,11 @@ def test_routers_draw_from_their_own_stream(thread: SwarmThread) -> None:
     module = thread.mixture(noisy, k_best=4).nnx(rngs=nnx.Rngs(0, router=1))
     run = nnx.jit(lambda module, x: module(x))
     assert not np.allclose(run(module, X), run(module, X), atol=1e-4)
+    model = nnx.Sequential(module)
+    model.eval()
+    np.testing.assert_allclose(run(model, X), run(model, X), atol=1e-6)
+    model.train()
+    assert not np.allclose(run(model, X), run(model, X), atol=1e-4)
 
 
 def train(layer: BlockingMixture, steps: int, seed: int) -> float:

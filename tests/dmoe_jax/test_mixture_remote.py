@@ -33,7 +33,7 @@ OPTIMIZER = optax.adam(1e-2)
 ROUTER = product_key(GRID, init_scale=1.0)
 PATIENT = {"grace_s": 60.0, "timeout_s": 60.0}
 """For tests in real time without faults: a busy machine is no reason to give an expert up."""
-LASTING = NodeConfig(record_lifetime_s=3600.0)
+LASTING = NodeConfig(record_lifetime_s=300.0)
 """Nor is it when compiling holds the event loop up for longer than an announcement usually stands."""
 
 

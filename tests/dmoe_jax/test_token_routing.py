@@ -181,7 +181,7 @@ async def test_remote_equals_one_jit(
     Nodes refuse more than `max_rows` rows.
     """
     router, layers = product_key(GRID, init_scale=1.0), [f"layer{index}" for index in range(config.num_layers)]
-    node_config = NodeConfig(announce_period_s=100.0, record_lifetime_s=1000.0, max_batch_rows=max_rows)
+    node_config = NodeConfig(announce_period_s=100.0, record_lifetime_s=300.0, max_batch_rows=max_rows)
     callers, optimizer = direct_callers(DirectNetwork(), 3), optax.sgd(learning_rate)
     opened = open_small_swarm(
         callers, config.expert(), optimizer, prefixes=layers, grid_size=GRID, node_config=node_config

@@ -53,7 +53,7 @@ DROPPING = CONFIG.replace(
 NOISY = add_noise(ROUTER, stddev=1.0)
 OPTIMIZER = optax.sgd(0.5)
 LAYERS = ["layer0", "layer1"]
-LONG_LISTED = NodeConfig(announce_period_s=100.0, record_lifetime_s=1000.0)
+LONG_LISTED = NodeConfig(announce_period_s=100.0, record_lifetime_s=300.0)
 """What is compared with compiles on the event loop, which on a busy machine may take longer than experts are listed."""
 TEXT = np.random.default_rng(0).integers(0, 40, 400)
 

@@ -208,9 +208,11 @@ def test_a_dead_holder_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_a_swarm_secret(tmp_path: Path) -> None:
-    """White space at both ends does not count; what is left has at least 16 bytes, and the file at most 4096."""
+    """White space at both ends and a byte order mark do not count; what is left has at least 16 bytes, and the file at
+    most 4096."""
     path = tmp_path / "secret"
     assert load_swarm_secret(private(path, b"\n " + SECRET + b" \r\n")) == SECRET
+    assert load_swarm_secret(private(path, b"\xef\xbb\xbf" + SECRET + b"\r\n")) == SECRET
     assert load_swarm_secret(private(path, b"x" * 4096)) == b"x" * 4096
     for content in (b"", b"x" * 15, b"x" * 15 + b"\n\n"):
         with pytest.raises(IdentityError, match="at least 16 bytes"):
@@ -220,9 +222,11 @@ def test_a_swarm_secret(tmp_path: Path) -> None:
 
 
 def test_an_allow_list(tmp_path: Path) -> None:
-    """A peer id a line, comments and blank lines between them."""
+    """A peer id a line, comments and blank lines between them, and what a Windows editor begins a file with."""
     path = tmp_path / "allowed"
-    path.write_text(f"# friends\n\n{ALICE.peer_id}  # Alice\r\n\t{str(BOB.peer_id).upper()}\n{ALICE.peer_id}")
+    path.write_text(
+        f"\ufeff# friends\n\n{ALICE.peer_id}  # Alice\r\n\t{str(BOB.peer_id).upper()}\n{ALICE.peer_id}", "utf-8"
+    )
     assert load_allow_list(path) == {ALICE.peer_id, BOB.peer_id}
 
 

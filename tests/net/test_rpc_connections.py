@@ -54,6 +54,29 @@ async def test_a_closed_peer_places_no_calls() -> None:
         await client.call(address, "rpc.ping", {}, timeout_s=LONG_S)
 
 
+async def test_two_processes_with_one_key_are_remarked(caplog: pytest.LogCaptureFixture) -> None:
+    """A peer that is started again and again is no news; an instance that comes back is another process with a copy of
+    the key, and one warning names both addresses and the remedy."""
+    async with open_rpc_peer(TcpTransport(), peer_id=SERVER, listen=ANY_PORT) as server:
+        assert server.address is not None
+        for _ in range(3):
+            async with open_rpc_peer(TcpTransport(), peer_id=CLIENT, listen=ANY_PORT) as restarted:
+                await restarted.call(server.address, "rpc.ping", {}, timeout_s=LONG_S)
+        assert "two processes" not in caplog.text
+        async with (
+            open_rpc_peer(TcpTransport(), peer_id=CLIENT, listen=ANY_PORT) as one,
+            open_rpc_peer(TcpTransport(), peer_id=CLIENT, listen=ANY_PORT) as other,
+        ):
+            for _ in range(3):
+                for peer in (one, other):
+                    await trio.testing.wait_all_tasks_blocked(0.02)  # the other one's connection has ended
+                    await peer.call(server.address, "rpc.ping", {}, timeout_s=LONG_S)
+        (warning,) = [record.getMessage() for record in caplog.records if "two processes" in record.getMessage()]
+        assert str(one.address) in warning
+        assert str(other.address) in warning
+        assert "--identity" in warning
+
+
 async def test_closing_a_peer_fails_calls_of_other_tasks() -> None:
     """A task outside the block that still waits is told, not left hanging."""
     stuck = Stuck()

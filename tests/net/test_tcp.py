@@ -3,6 +3,9 @@
 import errno
 import os
 import socket
+import sys
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import trio
@@ -250,6 +253,46 @@ async def test_a_name_that_means_nothing() -> None:
     """A host name that IDNA cannot express is DialFailed, not a UnicodeError."""
     with pytest.raises(DialFailed, match="cannot resolve"):
         await TcpTransport().dial(Address("a" * 100, 1))
+
+
+class _Resolver(trio.abc.HostnameResolver):
+    """Every name has these addresses of IPv4."""
+
+    def __init__(self, *addresses: tuple[str, int]) -> None:
+        self._addresses = addresses
+
+    async def getaddrinfo(self, *_: Any, **__: Any) -> Any:
+        await trio.lowlevel.checkpoint()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", address) for address in self._addresses]
+
+    async def getnameinfo(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a full backlog does not keep silent")
+async def test_an_address_that_keeps_silent_does_not_hold_up_the_next() -> None:
+    """A name's first address swallows what it is sent; the second one is dialled beside it."""
+    listener = await TcpTransport().listen(ANY_PORT)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, ExitStack() as fill:
+        for _ in range(4):  # more than it queues; nobody accepts them
+            client = fill.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(silent.getsockname())
+        trio.socket.set_custom_hostname_resolver(_Resolver(silent.getsockname(), ("127.0.0.1", listener.address.port)))
+        with trio.fail_after(5):
+            link = await TcpTransport().dial(Address("two.example", 1))
+        await link.aclose()
+    await listener.aclose()
+
+
+async def test_every_address_says_why_it_cannot_be_had() -> None:
+    """Different reasons on one line."""
+    listener = await TcpTransport().listen(ANY_PORT)
+    await listener.aclose()
+    refused = ("127.0.0.1", listener.address.port)
+    trio.socket.set_custom_hostname_resolver(_Resolver(refused, refused, ("255.255.255.255", 9)))
+    with pytest.raises(DialFailed, match=r"two.example:1: Connection refused; [A-Z][a-z ]+$"):
+        await TcpTransport().dial(Address("two.example", 1))
 
 
 async def test_a_closed_listener_refuses_to_accept() -> None:
