@@ -46,7 +46,7 @@ class Value:
     __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self.value = value if hasattr(value, "dtype") else jnp.asarray(value)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import trio
 
+from dmoe_jax import arrays
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.trunk import SharedTrunk
@@ -181,7 +180,8 @@ class Trainer:
             nonlocal loss
             loss = float(cast(Any, outcome.loss if outcome.reported is None else outcome.reported))
             if not all_finite(outcome.loss, grads):
-                raise FloatingPointError(f"trainer {self._index}: loss {loss} or its gradient is not finite")
+                found = _not_finite(outcome.loss, grads)
+                raise FloatingPointError(f"trainer {self._index}: {found} not finite, where the loss shown is {loss:g}")
 
         step = await self._trunk.apply(grads, samples=items, read_at=read_at, read_params=params, check=check)
         self.state = outcome.state
@@ -248,13 +248,38 @@ def loss_and_grads(model: Model) -> Callable[..., Any]:
 
 
 def all_finite(loss: Any, grads: PyTree) -> bool:
-    """Whether a loss and all its gradients are numbers."""
-    return bool(np.isfinite(loss) and jnp.isfinite(_squared_norm(grads)))
+    """True if a loss and all its gradients are finite, each number for itself."""
+    return bool(np.isfinite(float(loss)) and _all_finite(grads))
 
 
-@jax.jit
-def _squared_norm(tree: PyTree) -> Any:
-    return optax.tree.norm(tree, squared=True)
+_all_finite = jax.jit(arrays.all_finite)
+
+
+def _not_finite(loss: Any, grads: PyTree) -> str:
+    """What of them is not finite, for a sentence: the loss, or the first such gradient."""
+    if not np.isfinite(float(loss)):
+        return f"the loss {float(loss)} is"
+    named = jax.tree_util.tree_leaves_with_path(grads)
+    names = [jax.tree_util.keystr(path) or "the parameters" for path, leaf in named if not _all_finite(leaf)]
+    return f"the gradient of {names[0]}{f' and of {len(names) - 1} more arrays' if names[1:] else ''} is"
+
+
+def iterators_of(batches: Any) -> list[Iterator[Any]]:
+    """One iterator of batches for each trainer, from what a caller gave: a sequence of them, or a single one.
+
+    Raises:
+      ValueError: there is none, or something is no iterator.
+    """
+    several = list(batches) if isinstance(batches, Sequence) else [batches]
+    if not several:
+        raise ValueError("there must be at least one iterator of batches, one for each trainer; got none")
+    for number, each in enumerate(several):
+        if not hasattr(each, "__next__"):
+            raise ValueError(
+                f"batches are an iterator for each trainer, got {type(each).__name__} for trainer {number}: give "
+                "[iter(batches)] for one trainer with a list of batches, or a generator that never ends"
+            )
+    return several
 
 
 def first_leaf(error: BaseException) -> BaseException:

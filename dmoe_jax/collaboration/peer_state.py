@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import trio
 
+from dmoe_jax.arrays import bytes_of, host_copy, kept_like, stored
 from dmoe_jax.averaging.donor import tree_like
-from dmoe_jax.checkpoints import host_copy
 from dmoe_jax.device import Device
 from dmoe_jax.optim.collaborative import Collaborative, CollaborativeState, Contribution, emptied
 from dmoe_jax.optim.tree_vectors import TreeLayout
@@ -40,7 +39,7 @@ class PeerState:
         """Names the parameters, `CHAIN_BYTES` long: peers that begin with the same ones have the same."""
         found = hashlib.blake2b(digest_size=CHAIN_BYTES)
         for leaf in jax.tree.leaves(self.now.params):
-            found.update(np.ascontiguousarray(leaf).data)
+            found.update(bytes_of(leaf))
         return found.digest()
 
     async def change(self, work: Callable[..., tuple[Any, CollaborativeState]], *args: Any) -> Any:
@@ -83,8 +82,8 @@ class PeerState:
 
     @property
     def shared(self) -> PyTree:
-        """What a newcomer needs: everything that is not this peer's own contribution."""
-        return _shared(self.now)
+        """What a newcomer needs: everything that is not this peer's own contribution; random keys as their data."""
+        return jax.tree.map(stored, _shared(self.now))
 
     async def snapshot(self, whole: tuple[Array, float, float] | None = None) -> PyTree:
         """A copy of it on the host, taken between two changes.
@@ -112,7 +111,7 @@ class PeerState:
 
     def restore(self, shared: PyTree) -> None:
         """Go on from a `snapshot`. Only while nothing else is done."""
-        self.now = emptied(self.now._replace(**jax.tree.map(jnp.asarray, shared)))
+        self.now = emptied(self.now._replace(**jax.tree.map(kept_like, _shared(self.now), shared)))
 
 
 _SHARED = ("params", "inner", "steps", "anchor", "outer", "scale", "good_steps")

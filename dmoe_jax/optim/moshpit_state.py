@@ -9,8 +9,8 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from dmoe_jax.arrays import all_finite, wide
 from dmoe_jax.optim.compression import ErrorFeedback, compress
-from dmoe_jax.optim.peer_axis import wide
 from dmoe_jax.types import PyTree
 from net.wire.sparse import SparseBlocks
 
@@ -217,11 +217,6 @@ def check_like(averaged: PyTree, sent: PyTree) -> None:
         if jnp.shape(leaf) != jnp.shape(own):
             name = jax.tree_util.keystr(path)
             raise ValueError(f"the average{name} has the shape {jnp.shape(leaf)}, what was sent {jnp.shape(own)}")
-
-
-def all_finite(tree: PyTree) -> Bool[Array, ""]:
-    """Whether every number of the tree is."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
 def typed_like(tree: PyTree, like: PyTree) -> PyTree:

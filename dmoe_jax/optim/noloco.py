@@ -13,9 +13,9 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
+from dmoe_jax.arrays import all_finite, wide
 from dmoe_jax.optim.moshpit import Average
-from dmoe_jax.optim.moshpit_state import Sent, all_finite, check_like, typed_like
-from dmoe_jax.optim.peer_axis import wide
+from dmoe_jax.optim.moshpit_state import Sent, check_like, typed_like
 from dmoe_jax.types import PyTree
 
 MOMENTUM, RATE, PULL = 0.5, 0.7, 0.7

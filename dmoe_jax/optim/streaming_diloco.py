@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int
 
+from dmoe_jax.arrays import all_finite, wide
 from dmoe_jax.optim.moshpit import Average
-from dmoe_jax.optim.moshpit_state import Sent, all_finite, check_like, typed_like
-from dmoe_jax.optim.peer_axis import wide
+from dmoe_jax.optim.moshpit_state import Sent, check_like, typed_like
 from dmoe_jax.types import PyTree
 
 OUTER_RATE, OUTER_MOMENTUM = 0.4, 0.9
