@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import trio
 
-from dmoe_jax import arrays
+from dmoe_jax.arrays import all_finite as every_number_finite
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.trunk import SharedTrunk
@@ -252,7 +252,7 @@ def all_finite(loss: Any, grads: PyTree) -> bool:
     return bool(np.isfinite(float(loss)) and _all_finite(grads))
 
 
-_all_finite = jax.jit(arrays.all_finite)
+_all_finite = jax.jit(every_number_finite)
 
 
 def _not_finite(loss: Any, grads: PyTree) -> str:

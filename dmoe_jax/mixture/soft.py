@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from dmoe_jax.arrays import wide
 from dmoe_jax.checks import check_positive
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.routing.base import Features, Ids, Router, Scores, router_factory, score, top_k_router
@@ -91,7 +92,7 @@ def init_soft_gate(key: PRNGKeyArray, d_model: int, num_slots: int) -> PyTree:
 def soft_weights(params: PyTree, x: Float[Array, "samples d_model"]) -> tuple[Array, Array]:
     """Dispatch and combine weights, both [samples, num_slots]; columns of the first and rows of the second sum to 1."""
     keys = params["scale"] * _unit(params["slots"], axis=0)
-    logits = _unit(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=1) @ keys
+    logits = _unit(x, axis=1) @ keys
     return jax.nn.softmax(logits, axis=0), jax.nn.softmax(logits, axis=1)
 
 
@@ -121,5 +122,6 @@ def _no_params(key: PRNGKeyArray, d_model: int) -> PyTree:
 
 
 def _unit(x: Array, axis: int) -> Array:
-    """Vectors of length 1 along the axis; zeros stay zeros, and have a finite gradient."""
+    """Vectors of length 1 along the axis, in float32 at least; zeros stay zeros, and have a finite gradient."""
+    x = wide(x)
     return x * jax.lax.rsqrt(jnp.sum(x**2, axis=axis, keepdims=True) + 1e-12)

@@ -22,6 +22,7 @@ import optax
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
+from dmoe_jax.arrays import wide
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.checks import check_positive
 from dmoe_jax.experts.base import Expert
@@ -174,7 +175,7 @@ def segments(config: MLPConfig, router: Router) -> Segments:
     def loss_head(
         params: PyTree, hidden: Float[Array, "batch d_model"], labels: Int[Array, " batch"]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        logits = cast(Array, head_module.apply({"params": params}, hidden))
+        logits = wide(head_module.apply({"params": params}, hidden))
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return jnp.mean(nll), jnp.mean(logits.argmax(-1) == labels)
 

@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
+from dmoe_jax.arrays import wide
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.data.batches import Batch
 from dmoe_jax.experts.dropout import KeyData, RowKeys, wrap_key
@@ -177,7 +178,7 @@ def router_ids(
 
 def masked_mean(nll: Float[Array, "batch seq"], mask: Bool[Array, "batch seq"]) -> Float[Array, ""]:
     """The mean over the targets that count; 0 if there are none."""
-    return jnp.sum(jnp.where(mask, nll, 0)) / jnp.maximum(jnp.sum(mask), 1)
+    return jnp.sum(jnp.where(mask, wide(nll), 0)) / jnp.maximum(jnp.sum(mask), 1)
 
 
 def expert_inputs(

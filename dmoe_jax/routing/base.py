@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
+from dmoe_jax.arrays import wide
 from dmoe_jax.types import PyTree
 
 P = ParamSpec("P")
@@ -362,7 +363,7 @@ def layer_norm(x: Float[Array, "*batch features"], epsilon: float = 1e-6) -> Flo
 
     In float32 at least, and with the variance of the centred row: scores are where rounding decides who is chosen.
     """
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = wide(x)
     return jax.nn.standardize(x, variance=jnp.var(x, axis=-1, keepdims=True), epsilon=epsilon)
 
 
