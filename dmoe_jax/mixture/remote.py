@@ -45,6 +45,7 @@ from dmoe_jax.routing.base import (
     RouterError,
     Scores,
     Traffic,
+    check_weights,
     combine_weights,
     router_loss,
 )
@@ -108,6 +109,7 @@ class RemoteMixture:
         config: MixtureConfig,
         seed: int = 0,
     ) -> None:
+        check_weights(router, config.k_best)
         self.expert = expert
         self.router = router
         self.config = config

@@ -53,6 +53,11 @@ class MoshpitState(NamedTuple):
     outer: PyTree
     residual: PyTree = None
 
+    def part(self, params: PyTree) -> PyTree:
+        """The parameters that are averaged: under `optax.masked` or `optax.multi_transform` not all of the model's."""
+        like = [tree for tree in (self.accumulated, self.anchor, self.incoming) if tree is not None]
+        return masked_like(params, like[0]) if like else params
+
 
 class Sent(NamedTuple):
     """What a peer offers to its group.
@@ -108,6 +113,7 @@ def what_to_send(opt_state: PyTree, params: PyTree, *, feedback: ErrorFeedback |
         `feedback`, or the other way round.
     """
     state = find_state(opt_state)
+    params = state.part(params)
     if (state.residual is None) != (feedback is None):
         kind = "without" if state.residual is None else "with"
         raise ValueError(f"the optimiser was made {kind} `compress`, and feedback is {feedback}")
@@ -205,6 +211,15 @@ def without_gathered(tree: PyTree) -> PyTree:
         return state._replace(steps=steps, samples=samples, due=due, accumulated=accumulated, residual=residual)
 
     return map_state(emptied, tree)
+
+
+def masked_like(tree: PyTree, like: PyTree) -> PyTree:
+    """The tree without what `optax.masked` has kept from a transformation whose state has `like`."""
+
+    def is_masked(each: Any) -> bool:
+        return isinstance(each, optax.MaskedNode)
+
+    return jax.tree.map(lambda own, leaf: own if is_masked(own) else leaf, like, tree, is_leaf=is_masked)
 
 
 def check_like(averaged: PyTree, sent: PyTree) -> None:
