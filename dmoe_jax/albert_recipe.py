@@ -12,7 +12,6 @@ ratio for biases and gains; its decay begins at update 0 and is overruled by the
 DeDLOC's.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ import jax
 import optax
 
 from dmoe_jax.recipe import clip_and_decay
+from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
 
 
@@ -68,7 +68,7 @@ def decays(params: PyTree) -> PyTree:
     )
 
 
-@functools.cache
+@remembered(64)
 def albert_optimizer(recipe: AlbertRecipe = AlbertRecipe()) -> optax.GradientTransformation:
     """The recipe's optimiser; equal recipes return the same object, and so share compiled code.
 

@@ -15,7 +15,6 @@ The decay passes through Adam's moments. It is L2, not the decoupled decay of Ad
 1.2e-6 would mean something else.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ import optax
 
 from dmoe_jax.arrays import wide
 from dmoe_jax.optim.staleness import scale_by_stale_adam, scale_by_staleness
+from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.balancing import steer_biases
 from dmoe_jax.types import PyTree
 
@@ -132,7 +132,7 @@ def _norm(tree: PyTree, squares: PyTree) -> Any:
     return jnp.where(jnp.isfinite(total), jnp.sqrt(total), jnp.sqrt(again) / small)
 
 
-@functools.cache
+@remembered(64)
 def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """The recipe's optimiser; equal recipes return the same object, and so share compiled code."""
     adam = scale_by_stale_adam if recipe.staleness_power else optax.scale_by_adam

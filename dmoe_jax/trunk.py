@@ -10,7 +10,6 @@ optimiser makes of them: where gradients are averaged, an update is zero until t
 after that takes the whole step. A process that was left behind takes the whole state of the one that is furthest.
 """
 
-import functools
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tre
 from dmoe_jax.averaging.settings import DEFAULTS
 from dmoe_jax.device import Device
 from dmoe_jax.optim.hosting import averaging_due
+from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
 from net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
 from net.dht.node import DhtNode
@@ -209,7 +209,7 @@ async def open_trunk_averaging(
             trunk.averager = None
 
 
-@functools.cache
+@remembered()
 def trunk_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[PyTree, PyTree]]:
     """The compiled (params, opt_state, grads, samples, staleness, read_params=None) -> (params, opt_state).
 

@@ -23,7 +23,6 @@ the experts *add* to their slots, Y = X + C (f(slots) - slots), which is the pap
 f(s) = s + g(s). For experts whose output is unlike their input it is the formula above.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -35,6 +34,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from dmoe_jax.arrays import wide
 from dmoe_jax.checks import check_positive
 from dmoe_jax.experts.base import Expert
+from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.base import Features, Ids, Router, Scores, router_factory, score, top_k_router
 from dmoe_jax.routing.weights import uniform_weights
 from dmoe_jax.types import PyTree
@@ -96,7 +96,7 @@ def soft_weights(params: PyTree, x: Float[Array, "samples d_model"]) -> tuple[Ar
     return jax.nn.softmax(logits, axis=0), jax.nn.softmax(logits, axis=1)
 
 
-@functools.cache
+@remembered(16)
 def soft_segments(expert: Expert, router: Router) -> SoftSegments:
     """The functions of a layer with these experts; equal arguments return the same objects.
 

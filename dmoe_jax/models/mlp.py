@@ -40,6 +40,7 @@ from dmoe_jax.models.layers import (
     layer_mixtures,
     total_loss,
 )
+from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.base import Router, Scores, check_grid_size, score
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.types import PyTree
@@ -161,7 +162,7 @@ def init_experts(key: PRNGKeyArray, config: MLPConfig) -> tuple[PyTree, ...]:
     return init_layers(key, config.expert(), config.grid_size, config.num_layers)
 
 
-@functools.cache
+@remembered(16)
 def segments(config: MLPConfig, router: Router) -> Segments:
     """The trunk's functions for this configuration and router; equal arguments return the same objects."""
     embed_module, head_module = _ends(config)

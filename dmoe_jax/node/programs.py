@@ -24,6 +24,7 @@ from dmoe_jax.experts.base import Expert, folded_in
 from dmoe_jax.node.finite_update import laid_out, stays_finite, update_unless_not_finite
 from dmoe_jax.node.host_calls import calls_host, check_threads_for_host_calls
 from dmoe_jax.node.sharding import Layout
+from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
 
 LARGE_BYTES = 4 << 20
@@ -172,7 +173,7 @@ class ExpertPrograms:
         return self._layout.shape_for_program(shape, dtype)
 
 
-@functools.cache
+@remembered()
 def expert_programs(
     expert: Expert, optimizer: optax.GradientTransformation | None, layout: Layout | None = None
 ) -> ExpertPrograms:
@@ -235,7 +236,7 @@ class EachCompiledAlone:
         return self._programs[kind](*arguments)
 
 
-@functools.cache
+@remembered(64)
 def state_shapes(expert: Expert, optimizer: optax.GradientTransformation | None) -> tuple[PyTree, PyTree]:
     """(params, opt_state) of an expert as shapes and types; nothing is computed."""
     params = jax.eval_shape(lambda key: copied(expert.init(key)), jax.random.key(0))
@@ -247,7 +248,7 @@ def state_nbytes(expert: Expert, optimizer: optax.GradientTransformation | None)
     return nbytes_of(state_shapes(expert, optimizer))
 
 
-@functools.cache
+@remembered(16)
 def functions_of(
     expert: Expert, optimizer: optax.GradientTransformation | None, *, is_whole: bool = True
 ) -> tuple[Callable[..., Any], Callable[..., tuple[Any, PyTree, PyTree, PyTree, tuple[Any, ...]]]]:
