@@ -105,10 +105,10 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
+    function: Callable[..., PyTree]
     args: tuple[Any, ...]
     outputs: tuple[Value, ...]
     kept: _Kept
-    programs: "_Programs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +142,13 @@ class Recording:
           args: pytrees whose leaves are tape values or plain arrays.
         Returns: the function's result with each array as a tape value. Dispatch is asynchronous, as always in JAX.
         """
-        wanted, programs = () if self._notes is None else _wanted(args), _programs_of(function)
+        wanted = () if self._notes is None else _wanted(args)
         if self._notes is None or not any(wanted):
-            return jax.tree.map(Value, programs.run(*_concrete(args)))
-        result, kept = programs.run_and_keep(wanted, _concrete(args))
+            return jax.tree.map(Value, _run(function, *_concrete(args)))
+        result, kept = _run_and_keep(function, wanted, _concrete(args))
         leaves, treedef = jax.tree.flatten(result)
         outputs = tuple(Value(leaf) for leaf in leaves)
-        self._notes.append(_Segment(args, outputs, kept, programs))
+        self._notes.append(_Segment(function, args, outputs, kept))
         return jax.tree.unflatten(treedef, outputs)
 
     async def call(self, operation: RemoteCall, *inputs: Value | Any) -> PyTree:
@@ -243,7 +243,7 @@ def _backward_segment(note: _Segment, grads: dict[Value, Any], fresh: set[Value]
     sums = [grads.get(value) if first[value] == number else None for number, value in enumerate(values)]
     own = [total if value in fresh else None for value, total in zip(values, sums, strict=True)]
     others = [None if value in fresh else total for value, total in zip(values, sums, strict=True)]
-    input_grads = note.programs.pull_back(note.kept, needed, output_grads, own, others)
+    input_grads = _pull_back(note.kept, needed, output_grads, own, others, note.function)
     for number, (value, grad) in enumerate(zip(values, input_grads, strict=True)):
         grads[value] = grad if first[value] == number else _add(grads[value], grad)
         fresh.add(value)
@@ -255,14 +255,14 @@ def _wanted(args: tuple[PyTree, ...]) -> tuple[bool, ...]:
 
 
 class _Programs:
-    """The compiled programs of one segment function: `function` itself, `_run_and_keep` and `_pull_back`."""
+    """The compiled programs of one segment function: it itself, `_with_kept` and `_pulled_back`."""
 
     def __init__(self, function: Callable[..., PyTree]) -> None:
         def pull_back(*args: Any) -> list[Any]:  # one of its own: JAX keeps compiled code with the function
-            return _pull_back(*args)
+            return _pulled_back(*args)
 
         self.run = jax.jit(lambda *args: function(*args))
-        self.run_and_keep = jax.jit(functools.partial(_run_and_keep, function), static_argnums=0)
+        self.run_and_keep = jax.jit(functools.partial(_with_kept, function), static_argnums=0)
         self.pull_back = jax.jit(pull_back, donate_argnums=3)
 
 
@@ -286,7 +286,25 @@ def _programs_of(function: Callable[..., PyTree]) -> _Programs:
     return programs
 
 
+def _run(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    return _programs_of(function).run(*args)
+
+
 def _run_and_keep(
+    function: Callable[..., PyTree], wanted: tuple[bool, ...], args: tuple[PyTree, ...]
+) -> tuple[PyTree, _Kept]:
+    result: tuple[PyTree, _Kept] = _programs_of(function).run_and_keep(wanted, args)
+    return result
+
+
+def _pull_back(
+    kept: _Kept, args: list[Any], output_grads: Any, own: list[Any], others: list[Any], function: Callable[..., PyTree]
+) -> list[Any]:
+    grads: list[Any] = _programs_of(function).pull_back(kept, args, output_grads, own, others)
+    return grads
+
+
+def _with_kept(
     function: Callable[..., PyTree], wanted: tuple[bool, ...], args: tuple[PyTree, ...]
 ) -> tuple[PyTree, _Kept]:
     """The segment's result, and what its backward needs for the gradients of the wanted leaves of its arguments."""
@@ -305,7 +323,7 @@ def _run_and_keep(
     return result, _Kept([array for array, place in zip(needed, places, strict=True) if place < 0], structure, places)
 
 
-def _pull_back(
+def _pulled_back(
     kept: _Kept, args: list[Any], output_grads: tuple[Any, ...], own_sums: list[Any], other_sums: list[Any]
 ) -> list[Any]:
     """The gradients of the wanted leaves of the arguments, added to what is known of them so far.

@@ -7,7 +7,6 @@ has them.
 """
 
 import functools
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -32,21 +31,19 @@ def remembered(most: int = RECENT) -> Callable[[Callable[P, T]], Callable[P, T]]
     def decorate(make: Callable[P, T]) -> Callable[P, T]:
         recent: OrderedDict[Hashable, T] = OrderedDict()
         in_use: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
-        lock = threading.RLock()
 
         @functools.wraps(make)
         def found(*args: P.args, **kwargs: P.kwargs) -> T:
             key = args, tuple(sorted(kwargs.items()))
-            with lock:
-                value = recent.pop(key, in_use.get(key))
-                if value is None:
-                    value = make(*args, **kwargs)
-                    if not isinstance(value, tuple):
-                        in_use[key] = value
-                recent[key] = value
-                if len(recent) > most:
-                    recent.popitem(last=False)
-                return value
+            value = recent.pop(key, in_use.get(key))
+            if value is None:
+                value = make(*args, **kwargs)
+                if not isinstance(value, tuple):
+                    in_use[key] = value
+            recent[key] = value
+            if len(recent) > most:
+                recent.popitem(last=False)
+            return value
 
         return found
 

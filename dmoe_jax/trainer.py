@@ -180,8 +180,7 @@ class Trainer:
             nonlocal loss
             loss = float(cast(Any, outcome.loss if outcome.reported is None else outcome.reported))
             if not all_finite(outcome.loss, grads):
-                found = _not_finite(outcome.loss, grads)
-                raise FloatingPointError(f"trainer {self._index}: {found} not finite, where the loss shown is {loss:g}")
+                raise FloatingPointError(f"trainer {self._index}: {_not_finite(outcome.loss, grads)}")
 
         step = await self._trunk.apply(grads, samples=items, read_at=read_at, read_params=params, check=check)
         self.state = outcome.state
@@ -256,12 +255,13 @@ _all_finite = jax.jit(every_number_finite)
 
 
 def _not_finite(loss: Any, grads: PyTree) -> str:
-    """What of them is not finite, for a sentence: the loss, or the first such gradient."""
+    """A sentence on what of them is not finite: the loss, or the first of such gradients."""
     if not np.isfinite(float(loss)):
-        return f"the loss {float(loss)} is"
+        return f"the loss is {float(loss)}"
     named = jax.tree_util.tree_leaves_with_path(grads)
     names = [jax.tree_util.keystr(path) or "the parameters" for path, leaf in named if not _all_finite(leaf)]
-    return f"the gradient of {names[0]}{f' and of {len(names) - 1} more arrays' if names[1:] else ''} is"
+    more = f" and of {len(names) - 1} more" if names[1:] else ""
+    return f"the loss is {float(loss):g}, but the gradient of {names[0]}{more} is not finite"
 
 
 def iterators_of(batches: Any) -> list[Iterator[Any]]:

@@ -176,7 +176,7 @@ def segments(config: MLPConfig, router: Router) -> Segments:
     def loss_head(
         params: PyTree, hidden: Float[Array, "batch d_model"], labels: Int[Array, " batch"]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        logits = wide(head_module.apply({"params": params}, hidden))
+        logits = wide(cast(Array, head_module.apply({"params": params}, hidden)))
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return jnp.mean(nll), jnp.mean(logits.argmax(-1) == labels)
 
