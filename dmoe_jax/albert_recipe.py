@@ -12,13 +12,14 @@ ratio for biases and gains; its decay begins at update 0 and is overruled by the
 DeDLOC's.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 
 import jax
 import optax
 
+from dmoe_jax.recipe import clip_and_decay
+from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
 
 
@@ -67,7 +68,7 @@ def decays(params: PyTree) -> PyTree:
     )
 
 
-@functools.cache
+@remembered(64)
 def albert_optimizer(recipe: AlbertRecipe = AlbertRecipe()) -> optax.GradientTransformation:
     """The recipe's optimiser; equal recipes return the same object, and so share compiled code.
 
@@ -77,4 +78,4 @@ def albert_optimizer(recipe: AlbertRecipe = AlbertRecipe()) -> optax.GradientTra
     lamb = optax.lamb(
         albert_schedule(recipe), b1=0.9, b2=0.999, eps=1e-6, weight_decay=recipe.weight_decay, mask=decays
     )
-    return optax.chain(optax.clip_by_global_norm(recipe.grad_clip), lamb) if math.isfinite(recipe.grad_clip) else lamb
+    return optax.chain(clip_and_decay(recipe.grad_clip, 0.0), lamb) if math.isfinite(recipe.grad_clip) else lamb

@@ -8,8 +8,8 @@ produced which values. The backward pass walks the notes from last to first.
 - A segment keeps what its backward needs, as in `jax.grad`, until the step is over. What of it was among the inputs,
   such as parameters, is not kept twice: `jit` would copy it. A function under `jax.checkpoint` keeps its inputs alone
   and is computed again (gradient checkpointing, Learning@home section 3.3).
-- Compiled code is cached by JAX under (identity of the segment function, shapes). Segment functions must therefore be
-  stable objects, made once; a lambda made anew in each step would compile for ever.
+- Compiled code belongs to the segment function, and goes with it. Segment functions must therefore be stable objects,
+  made once; a lambda made anew in each step would compile for ever.
 - A remote call always gets its backward when a gradient reaches its outputs, even if its own inputs are plain data:
   that is how the first layer's experts learn.
 
@@ -24,9 +24,11 @@ produced which values. The backward pass walks the notes from last to first.
 import functools
 import itertools
 import operator
+import types
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +48,7 @@ class Value:
     __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self.value = value if hasattr(value, "dtype") else jnp.asarray(value)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,6 +105,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
+    function: Callable[..., PyTree]
     args: tuple[Any, ...]
     outputs: tuple[Value, ...]
     kept: _Kept
@@ -145,7 +148,7 @@ class Recording:
         result, kept = _run_and_keep(function, wanted, _concrete(args))
         leaves, treedef = jax.tree.flatten(result)
         outputs = tuple(Value(leaf) for leaf in leaves)
-        self._notes.append(_Segment(args, outputs, kept))
+        self._notes.append(_Segment(function, args, outputs, kept))
         return jax.tree.unflatten(treedef, outputs)
 
     async def call(self, operation: RemoteCall, *inputs: Value | Any) -> PyTree:
@@ -240,7 +243,7 @@ def _backward_segment(note: _Segment, grads: dict[Value, Any], fresh: set[Value]
     sums = [grads.get(value) if first[value] == number else None for number, value in enumerate(values)]
     own = [total if value in fresh else None for value, total in zip(values, sums, strict=True)]
     others = [None if value in fresh else total for value, total in zip(values, sums, strict=True)]
-    input_grads = _pull_back(note.kept, needed, output_grads, own, others)
+    input_grads = _pull_back(note.kept, needed, output_grads, own, others, note.function)
     for number, (value, grad) in enumerate(zip(values, input_grads, strict=True)):
         grads[value] = grad if first[value] == number else _add(grads[value], grad)
         fresh.add(value)
@@ -251,13 +254,57 @@ def _wanted(args: tuple[PyTree, ...]) -> tuple[bool, ...]:
     return tuple(isinstance(leaf, Value) and _is_inexact(leaf.value) for leaf in jax.tree.leaves(args))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+class _Programs:
+    """The compiled programs of one segment function: it itself, `_with_kept` and `_pulled_back`."""
+
+    def __init__(self, function: Callable[..., PyTree]) -> None:
+        def pull_back(*args: Any) -> list[Any]:  # one of its own: JAX keeps compiled code with the function
+            return _pulled_back(*args)
+
+        self.run = jax.jit(lambda *args: function(*args))
+        self.run_and_keep = jax.jit(functools.partial(_with_kept, function), static_argnums=0)
+        self.pull_back = jax.jit(pull_back, donate_argnums=3)
+
+
+_of_functions: weakref.WeakKeyDictionary[Callable[..., PyTree], _Programs] = weakref.WeakKeyDictionary()
+"""The programs of functions that somebody still has: those of settings that were tried before are gone."""
+_of_others = functools.lru_cache(maxsize=64)(_Programs)
+"""The programs of methods, which are new objects each time they are looked up, and of what knows no weak reference."""
+
+
+def _programs_of(function: Callable[..., PyTree]) -> _Programs:
+    if isinstance(function, types.MethodType):
+        return _of_others(function)
+    try:
+        alive = weakref.ref(function)
+    except TypeError:
+        return _of_others(function)
+    programs = _of_functions.get(function)
+    if programs is None:
+        # Weakly: a program that held its function would keep itself alive.
+        programs = _of_functions[function] = _Programs(lambda *args: cast(Any, alive())(*args))
+    return programs
+
+
 def _run(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    return function(*args)
+    return _programs_of(function).run(*args)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_and_keep(
+    function: Callable[..., PyTree], wanted: tuple[bool, ...], args: tuple[PyTree, ...]
+) -> tuple[PyTree, _Kept]:
+    result: tuple[PyTree, _Kept] = _programs_of(function).run_and_keep(wanted, args)
+    return result
+
+
+def _pull_back(
+    kept: _Kept, args: list[Any], output_grads: Any, own: list[Any], others: list[Any], function: Callable[..., PyTree]
+) -> list[Any]:
+    grads: list[Any] = _programs_of(function).pull_back(kept, args, output_grads, own, others)
+    return grads
+
+
+def _with_kept(
     function: Callable[..., PyTree], wanted: tuple[bool, ...], args: tuple[PyTree, ...]
 ) -> tuple[PyTree, _Kept]:
     """The segment's result, and what its backward needs for the gradients of the wanted leaves of its arguments."""
@@ -276,8 +323,7 @@ def _run_and_keep(
     return result, _Kept([array for array, place in zip(needed, places, strict=True) if place < 0], structure, places)
 
 
-@functools.partial(jax.jit, donate_argnums=3)
-def _pull_back(
+def _pulled_back(
     kept: _Kept, args: list[Any], output_grads: tuple[Any, ...], own_sums: list[Any], other_sums: list[Any]
 ) -> list[Any]:
     """The gradients of the wanted leaves of the arguments, added to what is known of them so far.

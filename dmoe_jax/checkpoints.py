@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dmoe_jax.arrays import stored
 from dmoe_jax.types import PyTree
 
 _STATE = "state"
@@ -51,7 +52,7 @@ class Checkpoints:
 
         Args:
           step: its number.
-          state: arrays that nobody changes or donates meanwhile; see `host_copy`.
+          state: arrays that nobody changes or donates meanwhile; see `dmoe_jax.arrays.host_copy`.
           facts: what JSON can hold.
         """
         if step in self._manager.all_steps():
@@ -73,6 +74,7 @@ class Checkpoints:
         if step is None:
             raise CheckpointError(f"there is no checkpoint in {self._folder}")
         saved = self._manager.restore(step, args=self._args.Composite(**{_FACTS: self._args.JsonRestore()}))[_FACTS]
+        like = jax.tree.map(stored, like)
         shapes = _to_restore(like, saved, f"checkpoint {step} in {self._folder}")
         args = self._args.Composite(**{_STATE: self._args.StandardRestore(shapes)})
         return step, _refilled(like, self._manager.restore(step, args=args)[_STATE]), saved["facts"]
@@ -130,6 +132,7 @@ class CheckpointFiles:
         path = path.absolute()
         facts_alone = self._args.Composite(**{_FACTS: self._args.JsonRestore()})
         saved = self._checkpointer.restore(path, args=facts_alone)[_FACTS]
+        like = jax.tree.map(stored, like)
         shapes = _to_restore(like, saved, f"checkpoint {path}")
         as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
         args = self._args.Composite(**{_STATE: self._args.PyTreeRestore(shapes, restore_args=as_numpy)})
@@ -186,17 +189,12 @@ def names_of(path: Any) -> tuple[str, ...]:
     return tuple(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
-def host_copy(tree: PyTree) -> PyTree:
-    """The tree in NumPy arrays of its own: donating the original later does not reach them."""
-    return jax.tree.map(lambda leaf: np.array(leaf, copy=True), tree)
-
-
 def _to_store(state: PyTree, facts: Mapping[str, Any]) -> tuple[PyTree, dict[str, Any]]:
     """What is written: the arrays, and the facts with a list of the arrays.
 
     NumPy scalars (step counts) become arrays of rank 0: Orbax stores arrays alone, and none without elements.
     """
-    arrays = jax.tree.map(np.asarray, state)
+    arrays = jax.tree.map(lambda leaf: np.asarray(stored(leaf)), state)
     return jax.tree.map(_if_any, arrays), {"facts": dict(facts), "arrays": _inventory(arrays)}
 
 

@@ -15,7 +15,6 @@ The decay passes through Adam's moments. It is L2, not the decoupled decay of Ad
 1.2e-6 would mean something else.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dmoe_jax.arrays import wide
 from dmoe_jax.optim.staleness import scale_by_stale_adam, scale_by_staleness
+from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.balancing import steer_biases
 from dmoe_jax.types import PyTree
 
@@ -91,39 +92,55 @@ def clip_and_decay(max_norm: float, rate: float) -> optax.GradientTransformation
     decay, however small, into whole steps. PyTorch, too, leaves out parameters without a gradient.
 
     Both in one, since the squares of the norm say which arrays have a gradient: each gradient is read once for them.
-    (One below 1e-19 everywhere, whose squares are zero for Adam as well, counts as none.)
+    (One below 1e-19 everywhere, whose squares are zero for Adam as well, counts as none.) Squares are summed in float32
+    at least, and again of much smaller numbers in case they overflow: a gradient of float16, or beyond 1e19, is clipped
+    to its direction, where Optax would make zeros of it.
 
     Args:
       max_norm: of all gradients together; infinite: they are not clipped.
-      rate: of the decay, at least 0.
+      rate: of the decay, at least 0; without it the parameters are not needed.
     """
 
     def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
-        squares = jax.tree.map(lambda gradient: jnp.square(gradient).sum(), updates)
-        norm = optax.tree.norm(updates)
+        squares = jax.tree.map(lambda gradient: jnp.square(wide(gradient)).sum(), updates)
+        if math.isfinite(max_norm):
+            norm = _norm(updates, squares)
+
+            def clipped(gradient: Any) -> Any:
+                shorter = (wide(gradient) / norm * max_norm).astype(gradient.dtype)
+                return jnp.where(norm < max_norm, gradient, shorter)
+
+            updates = jax.tree.map(clipped, updates)
+        if not rate:
+            return updates, state
         # A NaN is no zero.
         shares = jax.tree.map(lambda square: jnp.where(square != 0, rate, 0.0), squares)
-
-        def moved(gradient: Any, share: Any, own: Any) -> Any:
-            if math.isfinite(max_norm):
-                gradient = jnp.where(norm < max_norm, gradient, gradient / norm.astype(gradient.dtype) * max_norm)
-            return gradient + share * own
-
-        return jax.tree.map(moved, updates, shares, params), state
+        return jax.tree.map(lambda gradient, share, own: gradient + share * own, updates, shares, params), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-@functools.cache
+def _norm(tree: PyTree, squares: PyTree) -> Any:
+    """The norm of all numbers of a tree together.
+
+    Args:
+      squares: of each array, the sum of its squares.
+    """
+    total = sum(jax.tree.leaves(squares), start=jnp.zeros(()))
+    small = 2.0 ** -(jnp.finfo(total.dtype).maxexp // 2 + 16)  # a power of two: the digits stay
+    again = sum((jnp.square(wide(leaf) * small).sum() for leaf in jax.tree.leaves(tree)), start=jnp.zeros(()))
+    return jnp.where(jnp.isfinite(total), jnp.sqrt(total), jnp.sqrt(again) / small)
+
+
+@remembered(64)
 def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """The recipe's optimiser; equal recipes return the same object, and so share compiled code."""
     adam = scale_by_stale_adam if recipe.staleness_power else optax.scale_by_adam
     parts: list[optax.GradientTransformation] = [adam(b1=0.9, b2=0.999, eps=1e-8)]
-    if recipe.weight_decay:
+    if recipe.weight_decay or math.isfinite(recipe.grad_clip):
         parts.insert(0, clip_and_decay(recipe.grad_clip, recipe.weight_decay))
-    if math.isfinite(recipe.grad_clip):
-        # Checkpoints have a place for the clipping, whoever does it.
-        parts.insert(0, optax.identity() if recipe.weight_decay else optax.clip_by_global_norm(recipe.grad_clip))
+    if recipe.weight_decay and math.isfinite(recipe.grad_clip):
+        parts.insert(0, optax.identity())  # checkpoints have a place for the clipping and one for the decay
     return steer_biases(optax.chain(*parts, _step_size(recipe)))
 
 

@@ -49,7 +49,7 @@ from dmoe_jax.routing.base import Router
 from dmoe_jax.security import Security, Tls
 from dmoe_jax.serving import Served, ServedExpert, serve_until_left
 from dmoe_jax.swarm_averaging import AveragingSwarm
-from dmoe_jax.trainer import Trainer, Trainers
+from dmoe_jax.trainer import Trainer, Trainers, iterators_of
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from net.clock import SwarmClock
@@ -274,11 +274,13 @@ class Swarm(AveragingSwarm):
           batches: one iterator of batches for each trainer; a single iterator makes one trainer.
           params: parameters to begin with; None: `model.init`, from the seed.
           seed: seed of initial parameters and of all chance in training; None: the swarm's.
+
+        Raises:
+          ValueError: there are no batches, they are no iterators, or a parameter is no number.
         """
-        seed = self.seed if seed is None else seed
+        several, seed = iterators_of(batches), self.seed if seed is None else seed
         params = model.init(jax.random.key(seed)) if params is None else params
         trunk = SharedTrunk(params, optimizer, self.device)
-        several = list(batches) if isinstance(batches, Sequence) else [batches]
         trainers = [Trainer(index, model, trunk, each, seed=seed) for index, each in enumerate(several)]
         return Trainers(model, trunk, trainers)
 

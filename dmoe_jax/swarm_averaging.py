@@ -16,6 +16,7 @@ from dmoe_jax.members import listed_member
 from dmoe_jax.model import Model
 from dmoe_jax.optim.collaborative import LossScale, Shared, collaborative
 from dmoe_jax.peer import SwarmPeer
+from dmoe_jax.trainer import iterators_of
 from dmoe_jax.types import PyTree
 from net.dht.node import DhtNode
 from net.dht.records import Value
@@ -175,7 +176,7 @@ class AveragingSwarm:
         Raises:
           ValueError: an argument is out of range.
         """
-        seed = self.seed if seed is None else seed
+        several, seed = iterators_of(batches), self.seed if seed is None else seed
         params = model.init(jax.random.key(seed)) if params is None else params
         async with self.collaboration(
             params,
@@ -187,5 +188,4 @@ class AveragingSwarm:
             config=config,
             on_step=on_step,
         ) as peer:
-            several = list(batches) if isinstance(batches, Sequence) else [batches]
             yield CollaborativeTrainers(model, peer, several, seed=seed)

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import trio
 
+from dmoe_jax.arrays import all_finite as every_number_finite
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.trunk import SharedTrunk
@@ -181,7 +180,7 @@ class Trainer:
             nonlocal loss
             loss = float(cast(Any, outcome.loss if outcome.reported is None else outcome.reported))
             if not all_finite(outcome.loss, grads):
-                raise FloatingPointError(f"trainer {self._index}: loss {loss} or its gradient is not finite")
+                raise FloatingPointError(f"trainer {self._index}: {_not_finite(outcome.loss, grads)}")
 
         step = await self._trunk.apply(grads, samples=items, read_at=read_at, read_params=params, check=check)
         self.state = outcome.state
@@ -248,13 +247,39 @@ def loss_and_grads(model: Model) -> Callable[..., Any]:
 
 
 def all_finite(loss: Any, grads: PyTree) -> bool:
-    """Whether a loss and all its gradients are numbers."""
-    return bool(np.isfinite(loss) and jnp.isfinite(_squared_norm(grads)))
+    """True if a loss and all its gradients are finite, each number for itself."""
+    return bool(np.isfinite(float(loss)) and _all_finite(grads))
 
 
-@jax.jit
-def _squared_norm(tree: PyTree) -> Any:
-    return optax.tree.norm(tree, squared=True)
+_all_finite = jax.jit(every_number_finite)
+
+
+def _not_finite(loss: Any, grads: PyTree) -> str:
+    """A sentence on what of them is not finite: the loss, or the first of such gradients."""
+    if not np.isfinite(float(loss)):
+        return f"the loss is {float(loss)}"
+    named = jax.tree_util.tree_leaves_with_path(grads)
+    names = [jax.tree_util.keystr(path) or "the parameters" for path, leaf in named if not _all_finite(leaf)]
+    more = f" and of {len(names) - 1} more" if names[1:] else ""
+    return f"the loss is {float(loss):g}, but the gradient of {names[0]}{more} is not finite"
+
+
+def iterators_of(batches: Any) -> list[Iterator[Any]]:
+    """One iterator of batches for each trainer, from what a caller gave: a sequence of them, or a single one.
+
+    Raises:
+      ValueError: there is none, or something is no iterator.
+    """
+    several = list(batches) if isinstance(batches, Sequence) else [batches]
+    if not several:
+        raise ValueError("there must be at least one iterator of batches, one for each trainer; got none")
+    for number, each in enumerate(several):
+        if not hasattr(each, "__next__"):
+            raise ValueError(
+                f"batches are an iterator for each trainer, got {type(each).__name__} for trainer {number}: give "
+                "[iter(batches)] for one trainer with a list of batches, or a generator that never ends"
+            )
+    return several
 
 
 def first_leaf(error: BaseException) -> BaseException:

@@ -10,23 +10,22 @@ optimiser makes of them: where gradients are averaged, an update is zero until t
 after that takes the whole step. A process that was left behind takes the whole state of the one that is furthest.
 """
 
-import functools
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import trio
 
+from dmoe_jax.arrays import as_params, copied, host_copy, kept_like, sent, stored
 from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.averaging.settings import DEFAULTS
-from dmoe_jax.checkpoints import host_copy
 from dmoe_jax.device import Device
 from dmoe_jax.optim.hosting import averaging_due
+from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
 from net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
 from net.dht.node import DhtNode
@@ -38,16 +37,20 @@ class SharedTrunk:
     """Trunk parameters and optimiser state that the trainers of one process share.
 
     Args:
-      params: initial trunk parameters.
+      params: initial trunk parameters, which are copied.
       optimizer: an Optax optimiser; its schedule counts trunk updates, not steps of one trainer, and inside a
         `moshpit_average` of gradients the averagings.
       device: runs the update.
+
+    Raises:
+      ValueError: a parameter is no number.
     """
 
     def __init__(self, params: PyTree, optimizer: optax.GradientTransformation, device: Device) -> None:
-        self.params = params
+        self.params = as_params(params)
         self.optimizer = optimizer
-        self.opt_state = optimizer.init(params)
+        # Copied, since it is donated: some optimisers keep the very parameters in it, or one array twice.
+        self.opt_state = copied(optimizer.init(self.params))
         self.step = 0
         """Gradients applied."""
         self.averager: TreeAverager | None = None
@@ -60,8 +63,9 @@ class SharedTrunk:
 
     @property
     def state(self) -> dict[str, PyTree]:
-        """Parameters and optimiser state. The latter is donated to the next update: copy it before that."""
-        return {"params": self.params, "opt_state": self.opt_state}
+        """Parameters and optimiser state, random keys as their data. The optimiser state is donated to the next update:
+        copy it before that."""
+        return jax.tree.map(stored, {"params": self.params, "opt_state": self.opt_state})
 
     async def snapshot(self) -> tuple[int, dict[str, PyTree]]:
         """The number of updates and a copy of the state after them, on the host."""
@@ -71,7 +75,8 @@ class SharedTrunk:
     def restore(self, step: int, state: dict[str, PyTree]) -> None:
         """Continue from a saved state. Only while no trainer runs."""
         self.step = step
-        self.params, self.opt_state = jax.tree.map(jnp.asarray, (state["params"], state["opt_state"]))
+        own = self.params, self.opt_state
+        self.params, self.opt_state = jax.tree.map(kept_like, own, (state["params"], state["opt_state"]))
 
     def claim(self, num_steps: int) -> bool:
         """Set one of the first `num_steps` updates aside for a trainer; False when all are applied or being made."""
@@ -174,7 +179,7 @@ async def open_trunk_averaging(
 
     async def snapshot() -> SharedState:
         step, state = await trunk.snapshot()
-        return SharedState(version=step, tensors=tuple(jax.tree.leaves(state)))
+        return SharedState(version=step, tensors=tuple(map(sent, jax.tree.leaves(state))))
 
     async def keep_up() -> None:
         while True:
@@ -204,7 +209,7 @@ async def open_trunk_averaging(
             trunk.averager = None
 
 
-@functools.cache
+@remembered()
 def trunk_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[PyTree, PyTree]]:
     """The compiled (params, opt_state, grads, samples, staleness, read_params=None) -> (params, opt_state).
 

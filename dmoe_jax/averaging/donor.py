@@ -1,12 +1,12 @@
 """A training loop's state as arrays that travel, and back."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dmoe_jax.arrays import kept_like, sent, stored
 from dmoe_jax.device import Device, to_host
 from dmoe_jax.types import PyTree
 from net.averaging.state.buffer import Table
@@ -24,26 +24,19 @@ def donor_source(state: Callable[[], tuple[int, PyTree]], device: Device) -> Sta
     Args:
       state: (how far it is, the state now); called from the event loop.
       device: brings the copies to the host.
-
-    Raises:
-      ValueError: the state has an array that cannot travel, such as a typed PRNG key.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state()[1]):
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            name = jax.tree_util.keystr(path)
-            raise ValueError(f"a state is of plain arrays, {name} is of {leaf.dtype}: share jax.random.key_data of it")
 
     async def snapshot() -> SharedState:
         for _ in range(_SNAPSHOT_ATTEMPTS):
             version, tree = state()
             leaves = jax.tree.leaves(tree)
             try:  # in the event loop: a training loop that runs in it cannot donate them meanwhile
-                copies = [jnp.array(leaf) if isinstance(leaf, jax.Array) else np.array(leaf) for leaf in leaves]
+                copies = [jnp.array(stored(leaf)) if isinstance(leaf, jax.Array) else np.array(leaf) for leaf in leaves]
             except RuntimeError:
                 if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
                     raise
             else:
-                return SharedState(version=version, tensors=tuple(await to_host(device, copies)))
+                return SharedState(version=version, tensors=tuple(map(sent, await to_host(device, copies))))
         raise PeerBusy("the state was donated to an update while it was copied")
 
     return StateSource(lambda: state()[0], snapshot)
@@ -51,7 +44,7 @@ def donor_source(state: Callable[[], tuple[int, PyTree]], device: Device) -> Sta
 
 def table_of(tree: PyTree) -> Table:
     """Type and shape of each array of a state, as donors announce them. Python numbers travel as NumPy's."""
-    arrays = [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    arrays = map(sent, jax.tree.leaves(tree))
     return [[np.dtype(array.dtype).name, list(array.shape)] for array in arrays]
 
 
@@ -62,16 +55,9 @@ def tree_like(own: PyTree, tensors: Sequence[Array]) -> PyTree:
       tensors: one for each leaf, in their order.
     """
     leaves, structure = jax.tree.flatten(own)
-    return jax.tree.unflatten(structure, [_leaf_like(*pair) for pair in zip(leaves, tensors, strict=True)])
+    return jax.tree.unflatten(structure, list(map(kept_like, leaves, tensors)))
 
 
 def is_finite_state(state: SharedState) -> bool:
     """Whether all its numbers are finite."""
     return all(np.isfinite(tensor).all() for tensor in state.tensors if jnp.issubdtype(tensor.dtype, jnp.inexact))
-
-
-def _leaf_like(own: Any, tensor: Array) -> Any:
-    if isinstance(own, jax.Array):
-        return jnp.array(tensor)
-    array = np.array(tensor)
-    return array if isinstance(own, np.ndarray | np.generic) else array.item()

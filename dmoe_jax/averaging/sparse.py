@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from dmoe_jax.optim.compression import ErrorFeedback, sparse_vector, zero_residual
+from dmoe_jax.optim.compression import ErrorFeedback, sparse_vector
 from dmoe_jax.optim.hosting import host_state
 from dmoe_jax.optim.moshpit_state import MoshpitState, Sent
 from dmoe_jax.optim.tree_vectors import TreeLayout
@@ -39,8 +39,8 @@ class SparseOffers:
         return vector, is_finite
 
 
-def sparse_offers(opt_state: PyTree, params: PyTree, feedback: ErrorFeedback | None) -> SparseOffers | None:
-    """How the parameters' changes travel; None if they do not travel sparse.
+def sparse_offers(opt_state: PyTree, feedback: ErrorFeedback | None) -> SparseOffers | None:
+    """How changes of what is averaged travel; None if they do not travel sparse.
 
     Args:
       opt_state: of an optimiser that averages, or its shapes.
@@ -50,18 +50,18 @@ def sparse_offers(opt_state: PyTree, params: PyTree, feedback: ErrorFeedback | N
       ValueError: the optimiser keeps a residual and the settings say nothing of it, or the other way round.
     """
     state = host_state(opt_state)
-    keeps_residual = isinstance(state, MoshpitState) and state.residual is not None
+    residual = state.residual if isinstance(state, MoshpitState) else None
     if feedback is None:
-        if keeps_residual:
+        if residual is not None:
             raise ValueError(
                 "the optimiser was made with `compress`: give the same to the averager's config as `sparse`"
             )
         return None
-    if not keeps_residual:
+    if residual is None:
         raise ValueError(
             "sparse payloads need the error feedback: make the optimiser with moshpit_average(compress=...)"
         )
-    residual = jax.eval_shape(zero_residual, params)
+    residual = jax.eval_shape(lambda kept: kept, residual)  # of what is averaged, under `optax.masked` a part
     sizes = tuple(leaf.size for leaf in jax.tree.leaves(residual))
     payload = SparseLayout(coding=feedback.coding, sizes=sizes)
     return SparseOffers(feedback=feedback, payload=payload, layout=TreeLayout(residual))

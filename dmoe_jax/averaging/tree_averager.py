@@ -355,7 +355,7 @@ async def open_tree_averager(
     what, trees, device = averaged_kind(opt_state), offered_trees(optimizer, params), device or ThreadDevice()
     if config.share < 1 and what != "parameters":
         raise ValueError(f"a share of {config.share} is for an optimiser that averages parameters, this one: {what}")
-    sparse, rng = sparse_offers(opt_state, params, config.sparse), random.SystemRandom() if rng is None else rng
+    sparse, rng = sparse_offers(opt_state, config.sparse), random.SystemRandom() if rng is None else rng
     source = state if state is None or isinstance(state, StateSource) else donor_source(state, device)
     fragments: list[Fragment] = []
     async with AsyncExitStack() as stack:

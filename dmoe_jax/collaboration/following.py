@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import trio
 
+from dmoe_jax.arrays import sent
 from dmoe_jax.averaging.donor import is_finite_state, table_of
 from dmoe_jax.collaboration.forming import StepForming
 from dmoe_jax.collaboration.peer_state import PeerState
@@ -187,7 +188,7 @@ class Following:
         """What a newcomer takes."""
         step, tree = await self.snapshot()
         facts = {"chain": self._standing.chain, "trained": float(self._standing.trained)}
-        return SharedState(version=step, tensors=tuple(jax.tree.leaves(tree)), facts=facts)
+        return SharedState(version=step, tensors=tuple(map(sent, jax.tree.leaves(tree))), facts=facts)
 
     async def snapshot(self) -> tuple[int, PyTree]:
         """The step, and a copy of the state after it on the host."""

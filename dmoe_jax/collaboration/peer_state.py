@@ -1,20 +1,19 @@
 """A peer's training state, who may touch it when, and the form in which it travels to a newcomer."""
 
-import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import trio
 
+from dmoe_jax.arrays import bytes_of, host_copy, kept_like, stored
 from dmoe_jax.averaging.donor import tree_like
-from dmoe_jax.checkpoints import host_copy
 from dmoe_jax.device import Device
 from dmoe_jax.optim.collaborative import Collaborative, CollaborativeState, Contribution, emptied
 from dmoe_jax.optim.tree_vectors import TreeLayout
+from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
 from net.averaging.collaboration.progress import CHAIN_BYTES
 from net.types import Array
@@ -34,13 +33,13 @@ class PeerState:
         """As it is after the last change. All but its parameters are donated to the next one."""
         self.layout = TreeLayout(params)
         self._turn = trio.Lock()
-        self._gather, self._contribution, self._step, self._step_of_copy = _compiled(together)
+        self._programs = _programs_of(together)
 
     def digest(self) -> bytes:
         """Names the parameters, `CHAIN_BYTES` long: peers that begin with the same ones have the same."""
         found = hashlib.blake2b(digest_size=CHAIN_BYTES)
         for leaf in jax.tree.leaves(self.now.params):
-            found.update(np.ascontiguousarray(leaf).data)
+            found.update(bytes_of(leaf))
         return found.digest()
 
     async def change(self, work: Callable[..., tuple[Any, CollaborativeState]], *args: Any) -> Any:
@@ -54,13 +53,13 @@ class PeerState:
 
     async def gather(self, grads: PyTree, samples: int) -> None:
         """Take in a micro-batch's mean gradient."""
-        await self.change(lambda state: (None, self._gather(state, grads, np.float32(samples))))
+        await self.change(lambda state: (None, self._programs.gather(state, grads, np.float32(samples))))
 
     async def contribution(self) -> tuple[Array, float, float]:
         """(float32 [size], samples, overflows): what this peer brings, on the host."""
 
         def work(state: CollaborativeState) -> tuple[Array, float, float]:
-            own = self._contribution(state)
+            own = self._programs.contribution(state)
             return self.layout.to_vector(own.mean), float(own.samples), float(own.overflows)
 
         async with self._turn:
@@ -70,7 +69,7 @@ class PeerState:
         """The global step with what all peers brought."""
 
         def work(state: CollaborativeState) -> tuple[None, CollaborativeState]:
-            return None, self._step(state, self._contribution_of(mean, samples, overflows))
+            return None, self._programs.step(state, self._contribution_of(mean, samples, overflows))
 
         await self.change(work)
 
@@ -83,8 +82,8 @@ class PeerState:
 
     @property
     def shared(self) -> PyTree:
-        """What a newcomer needs: everything that is not this peer's own contribution."""
-        return _shared(self.now)
+        """What a newcomer needs: everything that is not this peer's own contribution; random keys as their data."""
+        return jax.tree.map(stored, _shared(self.now))
 
     async def snapshot(self, whole: tuple[Array, float, float] | None = None) -> PyTree:
         """A copy of it on the host, taken between two changes.
@@ -95,7 +94,7 @@ class PeerState:
 
         def work(state: CollaborativeState) -> PyTree:
             if whole is not None:
-                state = self._step_of_copy(state, self._contribution_of(*whole))
+                state = self._programs.step_of_copy(state, self._contribution_of(*whole))
             return host_copy(_shared(state))
 
         async with self._turn:
@@ -112,7 +111,7 @@ class PeerState:
 
     def restore(self, shared: PyTree) -> None:
         """Go on from a `snapshot`. Only while nothing else is done."""
-        self.now = emptied(self.now._replace(**jax.tree.map(jnp.asarray, shared)))
+        self.now = emptied(self.now._replace(**jax.tree.map(kept_like, _shared(self.now), shared)))
 
 
 _SHARED = ("params", "inner", "steps", "anchor", "outer", "scale", "good_steps")
@@ -123,11 +122,17 @@ def _shared(state: CollaborativeState) -> dict[str, PyTree]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-@functools.cache
-def _compiled(together: Collaborative) -> tuple[Callable[..., Any], ...]:
-    """Gathering, the contribution, the step, and the step of a state that stays; once for all peers of a process."""
-    step = together.step
-    return keeping_params(together.gather), jax.jit(together.contribution), keeping_params(step), jax.jit(step)
+class _Programs:
+    """The compiled functions of an optimiser; once for all peers of a process."""
+
+    def __init__(self, together: Collaborative) -> None:
+        self.gather = keeping_params(together.gather)
+        self.contribution = jax.jit(together.contribution)
+        self.step = keeping_params(together.step)
+        self.step_of_copy = jax.jit(together.step)
+
+
+_programs_of = remembered()(_Programs)
 
 
 def keeping_params(work: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import trio
 
 from dmoe_jax.collaboration.collaboration import Collaboration
 from dmoe_jax.model import Evaluation, Model
-from dmoe_jax.trainer import MAX_NOT_FINITE, EndOfData, StepRecord, Trainer
+from dmoe_jax.trainer import MAX_NOT_FINITE, EndOfData, StepRecord, Trainer, iterators_of
 from dmoe_jax.types import PyTree
 from net.errors import NetError
 
@@ -52,13 +52,13 @@ class CollaborativeTrainers:
     """
 
     def __init__(self, model: Model, peer: Collaboration, batches: Sequence[Iterator[Any]], *, seed: int) -> None:
-        if not batches:
-            raise ValueError("there must be at least one iterator of batches")
         self.model = model
         self.peer = peer
         """This process's part in the collaboration."""
         trunk = _Gathering(peer)
-        self.trainers = [Trainer(index, model, trunk, each, seed=seed) for index, each in enumerate(batches)]
+        self.trainers = [
+            Trainer(index, model, trunk, each, seed=seed) for index, each in enumerate(iterators_of(batches))
+        ]
         self._not_finite = 0
         self._is_compiled = False
 

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jaxtyping import Float, Int, Int32
 
+from dmoe_jax.arrays import as_params, copied
 from dmoe_jax.checks import check_positive
 from dmoe_jax.emulator.data import Data
 from dmoe_jax.emulator.order import DelayOf
@@ -78,8 +79,8 @@ class DenseEmulator:
         """All trainers have read these parameters; `num_updates` are those of all runs of this state."""
         return DenseState(
             step=jnp.int32(0),
-            params=jax.tree.map(jnp.array, params),
-            opt_state=self.optimizer.init(params),
+            params=as_params(params),
+            opt_state=copied(self.optimizer.init(params)),
             read=jax.tree.map(lambda leaf: jnp.stack([leaf] * self.num_trainers), params),
             read_at=jnp.zeros(self.num_trainers, jnp.int32),
             row=jnp.zeros(self.num_trainers, jnp.int32),

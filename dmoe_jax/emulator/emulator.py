@@ -22,6 +22,7 @@ import numpy as np
 import optax
 from jaxtyping import Key, PRNGKeyArray
 
+from dmoe_jax.arrays import copied
 from dmoe_jax.emulator.data import Data
 from dmoe_jax.emulator.expert_side import ExpertSide, LayerState, pairs_of
 from dmoe_jax.emulator.loop import Handler, compiler_options, run_events
@@ -60,8 +61,7 @@ class Emulator:
     Several seeds of one order run side by side where `init` is given several keys: everything but the order then has a
     leading axis of seeds, the data too.
 
-    An update that is not finite is not made, as in the swarm. The emulator looks at the sum of all magnitudes, where a
-    node looks at each number: the two differ for finite numbers beyond 1e30 or so.
+    An update that is not finite is not made, as in the swarm.
 
     Raises:
       ValueError: the layers differ in their experts, an expert takes keys from its node, or an optimiser needs a loss.
@@ -267,7 +267,7 @@ class Emulator:
         return SwarmState(
             step=jnp.int32(0),
             params=trunk,
-            opt_state=self.optimizer.init(trunk),
+            opt_state=copied(self.optimizer.init(trunk)),  # a run is donated both
             experts=tuple(map(self._fresh, experts)),
             trainers=self._init_trainers(trunk, one),
             totals=Totals(

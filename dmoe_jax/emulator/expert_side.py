@@ -1,11 +1,12 @@
 """What the experts of an emulated swarm do: one call, forward or backward."""
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from dmoe_jax.arrays import gradients_like, in_type_of
 from dmoe_jax.emulator.state import Calls, Events, Experts, at, is_finite, put
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.node.programs import check_optimizer
@@ -77,9 +78,7 @@ class ExpertSide:
             steps, opt_state = self._optimizer.update(
                 param_grads, old[1], params, staleness=jnp.asarray(staleness, jnp.float32)
             )
-            new = jax.tree.map(
-                lambda after, before: after.astype(before.dtype), (optax.apply_updates(params, steps), opt_state), old
-            )
+            new = jax.tree.map(in_type_of, (optax.apply_updates(params, steps), opt_state), old)
             if not trusts:
                 # Every write waits for this look at all that is new, and so for all reads. Where an array might be
                 # written while it is still to be read for another one, XLA copies all experts.
@@ -113,7 +112,8 @@ class ExpertSide:
             return self._expert.apply(params, *merged)
 
         _, pull_back = jax.vjp(output, params, [inputs[i] for i in self._differentiable])
-        return cast(tuple[PyTree, list[Any]], pull_back(output_grads))
+        param_grads, input_grads = pull_back(output_grads)
+        return gradients_like(param_grads, params), input_grads
 
 
 def pairs_of(calls: Calls, event: Events, *, forward: bool) -> tuple[Any, Any]:

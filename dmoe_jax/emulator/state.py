@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int32
 
+from dmoe_jax.arrays import all_finite, wide
 from dmoe_jax.emulator.stages import LayerInput, Mixed
 from dmoe_jax.routing.base import Scores
 from dmoe_jax.types import PyTree
@@ -164,10 +165,10 @@ def put(tree: PyTree, place: Any, value: PyTree) -> Any:
 
 
 def is_finite(before: PyTree, after: PyTree) -> Any:
-    """Whether the sum of the magnitudes of what was finite before is a number: one pass, where a node makes two."""
+    """True if the largest magnitude of what was finite before is a number: one pass, where a node makes two."""
 
     def magnitude(old: Any, new: Any) -> Any:
-        return jnp.sum(jnp.where(jnp.isfinite(old), jnp.abs(new), 0), dtype=jnp.float32)
+        return wide(jnp.max(jnp.where(jnp.isfinite(old), jnp.abs(new), 0), initial=0))
 
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    return jnp.isfinite(sum(magnitude(old, new) for old, new in pairs if jnp.issubdtype(new.dtype, jnp.inexact)))
+    return all_finite([magnitude(old, new) for old, new in pairs if jnp.issubdtype(new.dtype, jnp.inexact)])

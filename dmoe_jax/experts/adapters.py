@@ -35,6 +35,8 @@ from dmoe_jax.types import PyTree
 _TRAINING_FLAGS = {"deterministic": False, "train": True, "training": True, "is_training": True}
 """Arguments of a module's call that say whether it trains, and what they are then."""
 
+_MOST_MADE = 256
+"""Experts of one kind of maker that are remembered."""
 _TRIAL_ROWS = 7
 """Rows of the batch that finds out an output's shape: a number that is seldom one of the model's own."""
 
@@ -107,6 +109,8 @@ def _remembered(num_makers: int) -> Callable[[Callable[P, Expert]], Callable[P, 
                 return make(*args, **options)
             if key not in made:
                 made[key] = make(*args, **options)
+                if len(made) > _MOST_MADE:
+                    del made[next(iter(made))]
             return made[key]
 
         return cast(Callable[P, Expert], remembered)

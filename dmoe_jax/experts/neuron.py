@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from dmoe_jax.checks import check_positive
 from dmoe_jax.experts.adapters import expert_from_functions
 from dmoe_jax.experts.base import Expert
+from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
 
 
@@ -31,7 +32,7 @@ def apply_neuron(params: PyTree, x: Float[Array, "batch d_model"]) -> Float[Arra
     return x + jax.nn.gelu(x @ params["down"])[:, None] * params["up"]
 
 
-@functools.cache
+@remembered(16)
 def _init_of(d_model: int) -> functools.partial[PyTree]:
     return functools.partial(_init, d_model=d_model)
 

@@ -22,7 +22,6 @@ parameters between them.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -35,6 +34,7 @@ from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.dropout import RowKeys, dropout, dropout_factors, scale
 from dmoe_jax.experts.relative_attention import relative_attention, relative_positions, visible_keys
 from dmoe_jax.layer_config import LayerConfig, Route
+from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
 
 INIT_STDDEV = 0.02
@@ -230,7 +230,7 @@ def layer_expert(config: LayerConfig, route: Route = "sequence") -> Expert:
     return _layer_expert(config, route)
 
 
-@functools.cache
+@remembered(16)
 def _layer_expert(config: LayerConfig, route: Route) -> Expert:
     d_model = config.d_model
     hidden = TensorSpec(name="hidden", shape=(d_model,), dtype="float32", differentiable=True)

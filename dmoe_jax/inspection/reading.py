@@ -4,7 +4,6 @@ The words are not predicted: what is left out is most of the work. A layer can b
 layers before it are at hand; without any, the first layer's choices still are, for they depend on the trunk alone.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.layers import dmoe_layer
 from dmoe_jax.models.transformer_xl import attention_segment, by_sequence, expert_inputs, router_ids, segments
 from dmoe_jax.models.trunk import Memory, empty_memory, forget, next_memory
+from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.base import Router, cell_numbers, combine_weights
 from dmoe_jax.types import PyTree
 
@@ -161,7 +161,7 @@ def _cells(layer: LayerChoice, is_read: np.ndarray) -> tuple[np.ndarray, np.ndar
     return chosen, np.take_along_axis(chosen, best[..., None], axis=2)[..., 0]
 
 
-@functools.cache
+@remembered()
 def _read_program(config: TransformerXLConfig, router: Router, depth: int) -> Callable[..., tuple[Any, Memory]]:
     """The compiled (trunk, experts, alive, batch, memory) -> (choices of the first `depth` layers, next memory).
 
@@ -192,7 +192,7 @@ def _read_program(config: TransformerXLConfig, router: Router, depth: int) -> Ca
     return jax.jit(read)
 
 
-@functools.cache
+@remembered()
 def _response_program(config: TransformerXLConfig) -> Callable[..., jax.Array]:
     """The compiled (stacked experts, inputs) -> [E, n], what each expert returns, flattened."""
     expert = config.expert()

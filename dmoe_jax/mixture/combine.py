@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 ROUNDING = 1e-5
-"""Weights that sum to 1 within this leave nothing over."""
+"""Weights that sum to 1 within this, or within the rounding of their type, leave nothing over."""
 
 
 def combine_outputs(
@@ -43,5 +43,7 @@ def add_rest(weights: Float[Array, "batch k"], mixed: Array, x: Array) -> Float[
         return mixed
     # Weights that sum to 1 up to rounding leave nothing over: an exact 0 keeps x (and its gradient) out of the mixture.
     left = 1 - jnp.sum(weights, axis=1)
-    left = jnp.where(left > ROUNDING, left, 0)[(...,) + (None,) * (mixed.ndim - 1)]
+    left = jnp.where(left > max(ROUNDING, float(jnp.finfo(weights.dtype).eps)), left, 0)[
+        (...,) + (None,) * (mixed.ndim - 1)
+    ]
     return mixed + left.astype(mixed.dtype) * x

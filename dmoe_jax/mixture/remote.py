@@ -18,7 +18,6 @@ ever NaN, and a layer that finds no experts says so.
 `backward`) with arrays on the host, from which `dmoe_jax.flax_layers` makes a layer that lives under `jit`.
 """
 
-import functools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -40,11 +39,13 @@ from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.mixture.local import combine_outputs
 from dmoe_jax.mixture.readiness import check_experts
 from dmoe_jax.mixture.requests import ExpertCall
+from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.base import (
     Router,
     RouterError,
     Scores,
     Traffic,
+    check_weights,
     combine_weights,
     router_loss,
 )
@@ -108,9 +109,11 @@ class RemoteMixture:
         config: MixtureConfig,
         seed: int = 0,
     ) -> None:
+        check_weights(router, config.k_best)
         self.expert = expert
         self.router = router
         self.config = config
+        self._select, self._mix = select_program(router, config.k_best), mix_segment(router)
         self.statistics = caller.statistics
         """Totals of the expert calls of all mixtures that share this one's caller."""
         self._caller = caller
@@ -135,7 +138,7 @@ class RemoteMixture:
         choice = await self.choose(await to_host(self._device, jax.tree.map(lambda value: value.value, scores)))
         layer_call = _LayerCall(self, self._device, choice, self.dropout_seed() if run.differentiates else None)
         outputs, answered = await run.call(layer_call, *inputs)
-        return run(mix_segment(self.router), scores, choice.indices, answered, outputs, inputs[0], choice.traffic)
+        return run(self._mix, scores, choice.indices, answered, outputs, inputs[0], choice.traffic)
 
     def dropout_seed(self) -> int | None:
         """The seed of the next training call's dropout, 63 bits; None for experts that take no key."""
@@ -165,7 +168,7 @@ class RemoteMixture:
         self.check_scores(scores)
         if self.router.whole_grid:
             alive = await self.alive()
-            chosen = await self._device.run(select_program(self.router, k_best), scores, alive)
+            chosen = await self._device.run(self._select, scores, alive)
             indices, mask = await to_host(self._device, chosen)
             return await self.choose_selected(indices, mask, alive)
         logits, _, bias = cast(tuple[list[Array], Any, list[Array]], scores)
@@ -347,13 +350,13 @@ def _add_rows(array: Array, rows: Array, grads: Array) -> None:
         np.add.at(array, rows, grads)
 
 
-@functools.cache
+@remembered(16)
 def select_program(router: Router, k: int) -> Callable[[Scores, Array], Any]:
     """The compiled (scores, alive) -> (indices, mask) of this router, made once."""
     return jax.jit(lambda scores, alive: router.select(scores, k, alive))
 
 
-@functools.cache
+@remembered(16)
 def mix_segment(router: Router) -> Callable[..., tuple[Any, Any]]:
     """The segment (scores, indices, answered, outputs, x, traffic) -> (mixed, aux_loss) for this router, made once."""
 

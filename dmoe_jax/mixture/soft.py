@@ -23,7 +23,6 @@ the experts *add* to their slots, Y = X + C (f(slots) - slots), which is the pap
 f(s) = s + g(s). For experts whose output is unlike their input it is the formula above.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -32,8 +31,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from dmoe_jax.arrays import wide
 from dmoe_jax.checks import check_positive
 from dmoe_jax.experts.base import Expert
+from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.base import Features, Ids, Router, Scores, router_factory, score, top_k_router
 from dmoe_jax.routing.weights import uniform_weights
 from dmoe_jax.types import PyTree
@@ -91,11 +92,11 @@ def init_soft_gate(key: PRNGKeyArray, d_model: int, num_slots: int) -> PyTree:
 def soft_weights(params: PyTree, x: Float[Array, "samples d_model"]) -> tuple[Array, Array]:
     """Dispatch and combine weights, both [samples, num_slots]; columns of the first and rows of the second sum to 1."""
     keys = params["scale"] * _unit(params["slots"], axis=0)
-    logits = _unit(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=1) @ keys
+    logits = _unit(x, axis=1) @ keys
     return jax.nn.softmax(logits, axis=0), jax.nn.softmax(logits, axis=1)
 
 
-@functools.cache
+@remembered(16)
 def soft_segments(expert: Expert, router: Router) -> SoftSegments:
     """The functions of a layer with these experts; equal arguments return the same objects.
 
@@ -121,5 +122,6 @@ def _no_params(key: PRNGKeyArray, d_model: int) -> PyTree:
 
 
 def _unit(x: Array, axis: int) -> Array:
-    """Vectors of length 1 along the axis; zeros stay zeros, and have a finite gradient."""
+    """Vectors of length 1 along the axis, in float32 at least; zeros stay zeros, and have a finite gradient."""
+    x = wide(x)
     return x * jax.lax.rsqrt(jnp.sum(x**2, axis=axis, keepdims=True) + 1e-12)

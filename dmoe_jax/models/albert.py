@@ -39,6 +39,7 @@ from dmoe_jax.autodiff import Recording
 from dmoe_jax.checks import check_positive
 from dmoe_jax.data.masked_text import MaskedBatch
 from dmoe_jax.model import Model, Outcome
+from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
 
 NUM_SEGMENTS = 2
@@ -273,7 +274,7 @@ def albert_loss(params: PyTree, config: AlbertConfig, batch: MaskedBatch) -> tup
     return mlm_loss + sop_loss, metrics
 
 
-@functools.cache
+@remembered(16)
 def loss_segment(config: AlbertConfig) -> Callable[[PyTree, MaskedBatch], tuple[Float[Array, ""], AlbertMetrics]]:
     """`albert_loss` of this configuration as one segment of a step; equal configurations return the same object."""
 

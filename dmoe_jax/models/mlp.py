@@ -22,6 +22,7 @@ import optax
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
+from dmoe_jax.arrays import wide
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.checks import check_positive
 from dmoe_jax.experts.base import Expert
@@ -39,6 +40,7 @@ from dmoe_jax.models.layers import (
     layer_mixtures,
     total_loss,
 )
+from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.base import Router, Scores, check_grid_size, score
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.types import PyTree
@@ -160,7 +162,7 @@ def init_experts(key: PRNGKeyArray, config: MLPConfig) -> tuple[PyTree, ...]:
     return init_layers(key, config.expert(), config.grid_size, config.num_layers)
 
 
-@functools.cache
+@remembered(16)
 def segments(config: MLPConfig, router: Router) -> Segments:
     """The trunk's functions for this configuration and router; equal arguments return the same objects."""
     embed_module, head_module = _ends(config)
@@ -174,7 +176,7 @@ def segments(config: MLPConfig, router: Router) -> Segments:
     def loss_head(
         params: PyTree, hidden: Float[Array, "batch d_model"], labels: Int[Array, " batch"]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        logits = cast(Array, head_module.apply({"params": params}, hidden))
+        logits = wide(cast(Array, head_module.apply({"params": params}, hidden)))
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return jnp.mean(nll), jnp.mean(logits.argmax(-1) == labels)
 

@@ -28,7 +28,6 @@ prediction. (A router that compares the samples of a batch, such as expert choic
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -37,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
+from dmoe_jax.arrays import wide
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.data.batches import Batch
 from dmoe_jax.experts.dropout import KeyData, RowKeys, wrap_key
@@ -55,6 +55,7 @@ from dmoe_jax.models.layers import (
     total_loss,
 )
 from dmoe_jax.models.trunk import LayerMemory, Memory, StepKeys, init_embed_and_head, next_memory
+from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.base import Router, Scores, score
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.types import PyTree
@@ -113,7 +114,7 @@ def routing_features(
     return total / count.astype(total.dtype)
 
 
-@functools.cache
+@remembered(16)
 def segments(config: TransformerXLConfig, router: Router) -> Segments:
     """The trunk's functions for this configuration and router; equal arguments return the same objects."""
 
@@ -147,7 +148,7 @@ def segments(config: TransformerXLConfig, router: Router) -> Segments:
     return Segments(embed, gate, loss_head)
 
 
-@functools.cache
+@remembered(16)
 def attention_segment(config: TransformerXLConfig) -> Callable[..., Float[Array, "rows d_model"]]:
     """The segment that a layer begins with where tokens are routed: (params, hidden, memory, key) -> hidden.
 
@@ -177,7 +178,7 @@ def router_ids(
 
 def masked_mean(nll: Float[Array, "batch seq"], mask: Bool[Array, "batch seq"]) -> Float[Array, ""]:
     """The mean over the targets that count; 0 if there are none."""
-    return jnp.sum(jnp.where(mask, nll, 0)) / jnp.maximum(jnp.sum(mask), 1)
+    return jnp.sum(jnp.where(mask, wide(nll), 0)) / jnp.maximum(jnp.sum(mask), 1)
 
 
 def expert_inputs(

@@ -18,10 +18,10 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dmoe_jax.arrays import stored
 from dmoe_jax.experts.base import Expert, numbers_of_uid
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.node.orders import Order
@@ -138,7 +138,7 @@ class ExpertBackend:
         """
         self._tell("gather")
         params, opt_state = self.store.read()
-        state = jax.tree.map(_as_data, {"params": params, "opt_state": opt_state})
+        state = jax.tree.map(stored, {"params": params, "opt_state": opt_state})
         return jax.tree.map(to_host, state) if self.spans_processes else state
 
     @property
@@ -438,7 +438,3 @@ def make_backend(
     key_data = np.asarray(key_data_with(np.asarray(jax.random.key_data(key)), numbers))
     params = expert_programs(expert, optimizer, place.layout).init(key_data)
     return ExpertBackend(expert, optimizer, params, place=place, uid=str(uid))
-
-
-def _as_data(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf

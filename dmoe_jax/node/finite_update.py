@@ -19,6 +19,7 @@ import optax
 from jax.experimental.layout import Layout as ArrayLayout
 from jax.experimental.layout import with_layout_constraint
 
+from dmoe_jax.arrays import in_type_of
 from dmoe_jax.node.scalars_once import Again, scalars_once
 from dmoe_jax.types import PyTree
 
@@ -50,8 +51,9 @@ def update_unless_not_finite(
 
     def step(state: State, grads: PyTree) -> State:
         params, opt_state = state
+        # In the types that they had: a state that changed its type would be compiled for again.
         updates, new_state = optimizer.update(grads, opt_state, params, staleness=staleness)
-        return jax.tree.map(_typed_like, (optax.apply_updates(params, updates), new_state), state)
+        return jax.tree.map(in_type_of, (optax.apply_updates(params, updates), new_state), state)
 
     zeros = jax.tree.map(jnp.zeros_like, input_grads)
     outcome, scalars, again = scalars_once(step, state, grads)
@@ -102,13 +104,7 @@ def _selected(step: Again, scalars: PyTree, state: State, grads: PyTree, is_good
     return cast(State, jax.tree.map(chosen, step(scalars, state, grads), state))
 
 
-def _typed_like(new: Any, old: Any) -> Any:
-    """In the type that it had: a state that changed its type would be compiled for again. Random keys know no
-    `astype`."""
-    return new if new.dtype == old.dtype else new.astype(old.dtype)
-
-
 def _in_rows(grad: Any) -> Any:
-    if grad.ndim < 2 or not jnp.issubdtype(grad.dtype, jnp.inexact):  # integers have no gradient, but a placeholder
+    if grad.ndim < 2:
         return grad
     return with_layout_constraint(grad, ArrayLayout(tuple(range(grad.ndim))))

@@ -19,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dmoe_jax.arrays import copied, gradients_like
 from dmoe_jax.experts.base import Expert, folded_in
 from dmoe_jax.node.finite_update import laid_out, stays_finite, update_unless_not_finite
 from dmoe_jax.node.host_calls import calls_host, check_threads_for_host_calls
 from dmoe_jax.node.sharding import Layout
+from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
 
 LARGE_BYTES = 4 << 20
@@ -171,7 +173,7 @@ class ExpertPrograms:
         return self._layout.shape_for_program(shape, dtype)
 
 
-@functools.cache
+@remembered()
 def expert_programs(
     expert: Expert, optimizer: optax.GradientTransformation | None, layout: Layout | None = None
 ) -> ExpertPrograms:
@@ -234,10 +236,10 @@ class EachCompiledAlone:
         return self._programs[kind](*arguments)
 
 
-@functools.cache
+@remembered(64)
 def state_shapes(expert: Expert, optimizer: optax.GradientTransformation | None) -> tuple[PyTree, PyTree]:
     """(params, opt_state) of an expert as shapes and types; nothing is computed."""
-    params = jax.eval_shape(lambda key: jax.tree.map(own_copy, expert.init(key)), jax.random.key(0))
+    params = jax.eval_shape(lambda key: copied(expert.init(key)), jax.random.key(0))
     return params, () if optimizer is None else jax.eval_shape(optimizer.init, params)
 
 
@@ -246,7 +248,7 @@ def state_nbytes(expert: Expert, optimizer: optax.GradientTransformation | None)
     return nbytes_of(state_shapes(expert, optimizer))
 
 
-@functools.cache
+@remembered(16)
 def functions_of(
     expert: Expert, optimizer: optax.GradientTransformation | None, *, is_whole: bool = True
 ) -> tuple[Callable[..., Any], Callable[..., tuple[Any, PyTree, PyTree, PyTree, tuple[Any, ...]]]]:
@@ -281,6 +283,7 @@ def functions_of(
 
         _, pull_back = jax.vjp(output, params, tuple(inputs[i] for i in positions))
         param_grads, input_grads = pull_back(output_grads)
+        param_grads = gradients_like(param_grads, params)
         if is_whole:
             param_grads = laid_out(param_grads)
         state = params, opt_state
@@ -326,16 +329,6 @@ def check_optimizer(expert: Expert, optimizer: optax.GradientTransformation) -> 
     shapes = [jax.tree.map(lambda leaf: leaf.shape, state) for state in (before, after)]
     if shapes[0] != shapes[1]:
         raise ValueError("this optimiser cannot train an expert on a node: its update changes the shape of its state")
-
-
-def own_copy(leaf: Any) -> Any:
-    """A buffer of the backend's own, strongly typed: a weak type would be compiled for once more after one update."""
-    return jnp.array(leaf, dtype=jnp.result_type(leaf))
-
-
-def copied(tree: PyTree) -> PyTree:
-    """`own_copy` of each array; to be traced."""
-    return jax.tree.map(own_copy, tree)
 
 
 def _with_folded_in(key_data: Any, numbers: Any) -> Any:

@@ -31,9 +31,9 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from dmoe_jax.arrays import all_finite, as_params, copied, wide
 from dmoe_jax.optim.moshpit import DILOCO_OUTER_MOMENTUM, DILOCO_OUTER_RATE
 from dmoe_jax.optim.moshpit_state import typed_like
-from dmoe_jax.optim.peer_axis import wide
 from dmoe_jax.types import PyTree
 
 Shared = Literal["gradients", "parameters", "pseudo_gradients"]
@@ -112,17 +112,17 @@ class Collaborative:
 
     def init(self, params: PyTree) -> CollaborativeState:
         """The state before the first gradient."""
-        scaled = self.loss_scale is not None
+        scaled, params = self.loss_scale is not None, as_params(params)
+        # Copies: a donated state cannot hold an array twice, and optimisers may keep the parameters in theirs.
         return CollaborativeState(
-            params=jax.tree.map(jnp.array, params),
-            inner=self.inner.init(params),
+            params=params,
+            inner=copied(self.inner.init(params)),
             steps=jnp.zeros((), jnp.int32),
             samples=jnp.zeros(()),
             overflows=jnp.zeros(()),
             total=_nothing(params) if self.shared == "gradients" else None,
-            # Copies: a donated state cannot hold an array twice.
-            anchor=None if self.outer is None else jax.tree.map(jnp.array, params),
-            outer=None if self.outer is None else self.outer.init(params),
+            anchor=None if self.outer is None else copied(params),
+            outer=None if self.outer is None else copied(self.outer.init(params)),
             scale=jnp.asarray(self.loss_scale.initial) if self.loss_scale is not None else None,
             good_steps=jnp.zeros((), jnp.int32) if scaled else None,
         )
@@ -137,7 +137,7 @@ class Collaborative:
         """
         amount = jnp.asarray(samples, jnp.float32)
         factor = 1.0 if state.scale is None else 1 / state.scale
-        is_good = _all_finite(grads)
+        is_good = all_finite(grads)
         if state.total is not None:
             # A leaf at a time, into the sum itself where the state is donated: no second copy of it.
             weight = jnp.where(is_good, amount * factor, 0.0)
@@ -173,7 +173,7 @@ class Collaborative:
           whole: of all peers.
           extra: further arguments of the optimiser's `update`.
         """
-        is_good = (jnp.asarray(whole.samples) > 0) & _all_finite(whole.mean)
+        is_good = (jnp.asarray(whole.samples) > 0) & all_finite(whole.mean)
         safe = jax.tree.map(lambda leaf: jnp.where(is_good, leaf, 0), whole.mean)
         before = (state.params, state.inner, state.anchor, state.outer)
         params, inner, anchor, outer = optax.tree.where(is_good, self._changed(state, safe, extra), before)
@@ -259,7 +259,3 @@ def emptied(state: CollaborativeState) -> CollaborativeState:
 
 def _nothing(params: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), params)
-
-
-def _all_finite(tree: PyTree) -> Array:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))

@@ -30,6 +30,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+from dmoe_jax.arrays import all_finite
 from dmoe_jax.types import PyTree
 from net.wire.sparse import LEAST_LEVEL, BlockGroup, SparseBlocks, SparseCoding, SparseVector
 
@@ -169,8 +170,7 @@ def error_feedback(feedback: ErrorFeedback) -> optax.GradientTransformation:
     ) -> tuple[PyTree, ErrorFeedbackState]:
         del params
         sent = compress(updates, state.residual, feedback)
-        is_good = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(sent.residual)]))
-        residual = optax.tree.where(is_good, sent.residual, state.residual)
+        residual = optax.tree.where(all_finite(sent.residual), sent.residual, state.residual)
         typed = jax.tree.map(lambda leaf, own: leaf.astype(jnp.asarray(own).dtype), sent.tree, updates)
         return typed, ErrorFeedbackState(residual)
 

@@ -159,7 +159,7 @@ def offered_trees(optimizer: optax.GradientTransformation, params: PyTree) -> li
     def trees(params: PyTree) -> list[PyTree]:
         state = host_state(optimizer.init(params))
         if isinstance(state, MoshpitState):
-            return [params]
+            return [state.part(params)]
         return [what_to_send(state, params, fragment=number).tree for number in range(num_fragments(state))]
 
     shapes: list[PyTree] = jax.eval_shape(trees, params)

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from dmoe_jax.arrays import wide
 from dmoe_jax.optim.compression import ErrorFeedback, zero_residual
 from dmoe_jax.optim.moshpit_state import (
     MoshpitState,
@@ -47,7 +48,6 @@ from dmoe_jax.optim.moshpit_state import (
     typed_like,
     what_to_send,
 )
-from dmoe_jax.optim.peer_axis import wide
 from dmoe_jax.types import PyTree
 
 What = Literal["parameters", "gradients", "pseudo_gradients"]

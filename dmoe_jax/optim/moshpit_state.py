@@ -9,8 +9,8 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from dmoe_jax.arrays import all_finite, wide
 from dmoe_jax.optim.compression import ErrorFeedback, compress
-from dmoe_jax.optim.peer_axis import wide
 from dmoe_jax.types import PyTree
 from net.wire.sparse import SparseBlocks
 
@@ -52,6 +52,11 @@ class MoshpitState(NamedTuple):
     anchor: PyTree
     outer: PyTree
     residual: PyTree = None
+
+    def part(self, params: PyTree) -> PyTree:
+        """The parameters that are averaged: under `optax.masked` or `optax.multi_transform` not all of the model's."""
+        like = [tree for tree in (self.accumulated, self.anchor, self.incoming) if tree is not None]
+        return masked_like(params, like[0]) if like else params
 
 
 class Sent(NamedTuple):
@@ -108,6 +113,7 @@ def what_to_send(opt_state: PyTree, params: PyTree, *, feedback: ErrorFeedback |
         `feedback`, or the other way round.
     """
     state = find_state(opt_state)
+    params = state.part(params)
     if (state.residual is None) != (feedback is None):
         kind = "without" if state.residual is None else "with"
         raise ValueError(f"the optimiser was made {kind} `compress`, and feedback is {feedback}")
@@ -207,6 +213,15 @@ def without_gathered(tree: PyTree) -> PyTree:
     return map_state(emptied, tree)
 
 
+def masked_like(tree: PyTree, like: PyTree) -> PyTree:
+    """The tree without what `optax.masked` has kept from a transformation whose state has `like`."""
+
+    def is_masked(each: Any) -> bool:
+        return isinstance(each, optax.MaskedNode)
+
+    return jax.tree.map(lambda own, leaf: own if is_masked(own) else leaf, like, tree, is_leaf=is_masked)
+
+
 def check_like(averaged: PyTree, sent: PyTree) -> None:
     """Raises `ValueError` where an average has another structure or other shapes than what was sent."""
     structure: Any = jax.tree.structure(sent)
@@ -217,11 +232,6 @@ def check_like(averaged: PyTree, sent: PyTree) -> None:
         if jnp.shape(leaf) != jnp.shape(own):
             name = jax.tree_util.keystr(path)
             raise ValueError(f"the average{name} has the shape {jnp.shape(leaf)}, what was sent {jnp.shape(own)}")
-
-
-def all_finite(tree: PyTree) -> Bool[Array, ""]:
-    """Whether every number of the tree is."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
 def typed_like(tree: PyTree, like: PyTree) -> PyTree:

@@ -13,9 +13,9 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
+from dmoe_jax.arrays import all_finite, wide
 from dmoe_jax.optim.moshpit import Average
-from dmoe_jax.optim.moshpit_state import Sent, all_finite, check_like, typed_like
-from dmoe_jax.optim.peer_axis import wide
+from dmoe_jax.optim.moshpit_state import Sent, check_like, masked_like, typed_like
 from dmoe_jax.types import PyTree
 
 MOMENTUM, RATE, PULL = 0.5, 0.7, 0.7
@@ -47,7 +47,7 @@ class NoLoCoState(NamedTuple):
 
     def offer(self, params: PyTree) -> Sent:
         """What this peer offers now: the pair (theta - phi, phi) in float32, in arrays of its own."""
-        ways = jax.tree.map(lambda own, slow: wide(own) - wide(slow), params, self.slow)
+        ways = jax.tree.map(lambda own, slow: wide(own) - wide(slow), masked_like(params, self.slow), self.slow)
         return Sent((ways, jax.tree.map(lambda leaf: jnp.array(wide(leaf)), self.slow)), jnp.array(self.steps), None)
 
     def receive(self, sent: Sent, averaged: PyTree | None) -> "NoLoCoState":

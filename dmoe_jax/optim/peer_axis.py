@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from dmoe_jax.arrays import wide
 from dmoe_jax.types import PyTree
 from net.averaging.grouping.group_key import MoshpitGrid
 
@@ -224,9 +225,3 @@ def count_peers(tree: PyTree, **of_peers: ArrayLike | None) -> int:
 def per_peer(values: Array, leaf: Array) -> Array:
     """[peers] (or [groups]) with as many axes as the leaf, so that they broadcast against it."""
     return values.reshape(-1, *(1 for _ in range(jnp.ndim(leaf) - 1)))
-
-
-def wide(values: ArrayLike) -> Array:
-    """The values in float32 at least: sums and differences of narrower numbers would be lost in rounding."""
-    array = jnp.asarray(values)
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))

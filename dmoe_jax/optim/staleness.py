@@ -18,7 +18,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from dmoe_jax.optim.peer_axis import wide
+from dmoe_jax.arrays import wide
 from dmoe_jax.types import PyTree
 
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int
 
+from dmoe_jax.arrays import all_finite, wide
 from dmoe_jax.optim.moshpit import Average
-from dmoe_jax.optim.moshpit_state import Sent, all_finite, check_like, typed_like
-from dmoe_jax.optim.peer_axis import wide
+from dmoe_jax.optim.moshpit_state import Sent, check_like, masked_like, typed_like
 from dmoe_jax.types import PyTree
 
 OUTER_RATE, OUTER_MOMENTUM = 0.4, 0.9
@@ -56,7 +56,7 @@ class StreamingDiLoCoState(NamedTuple):
 
     def offer(self, params: PyTree, fragment: int) -> Sent:
         """What this peer offers of a fragment now: a list of arrays, anchor - theta, float32."""
-        anchor, own = jax.tree.leaves(self.anchor), jax.tree.leaves(params)
+        anchor, own = jax.tree.leaves(self.anchor), jax.tree.leaves(masked_like(params, self.anchor))
         ways = [wide(anchor[place]) - wide(own[place]) for place in self.members[fragment]]
         return Sent(ways, jnp.array(self.steps), None)
 

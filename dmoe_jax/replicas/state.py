@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import trio
 
+from dmoe_jax.arrays import sent
 from dmoe_jax.averaging.donor import table_of
 from dmoe_jax.device import Device
 from dmoe_jax.directory import find_replicas
@@ -222,7 +223,7 @@ def _prefix(swarm: str, uid: str) -> str:
 
 def _copied(backend: ExpertBackend) -> tuple[int, tuple[np.ndarray, ...]]:
     """Count, copies and names of one moment: on the device's thread no batch can come between them."""
-    leaves = (np.array(leaf, copy=True) for leaf in jax.tree.leaves(backend.state))
+    leaves = (np.array(sent(leaf), copy=True) for leaf in jax.tree.leaves(backend.state))
     return backend.update_count, (*leaves, packed(backend.learnt_from))
 
 

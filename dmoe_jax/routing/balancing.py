@@ -32,6 +32,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from dmoe_jax.arrays import wide
 from dmoe_jax.routing.base import (
     Features,
     Ids,
@@ -111,7 +112,7 @@ def balanced_product_key(grid_size: tuple[int, ...], *, speed: float = DEFAULT_S
 
 def score_spread(logits: Logits) -> Float[Array, ""]:
     """Standard deviation of g(x, f) over the experts f, its square averaged over the samples; -inf takes no part."""
-    squares = [jnp.nanvar(jnp.where(jnp.isinf(part), jnp.nan, part), axis=1) for part in logits]
+    squares = [jnp.nanvar(jnp.where(jnp.isinf(part), jnp.nan, wide(part)), axis=1) for part in logits]
     return jnp.sqrt(jnp.mean(jnp.nan_to_num(sum(squares[1:], start=squares[0]))))
 
 
@@ -137,17 +138,16 @@ def excess_load(
     Returns: an array over the cells, row-major, or one for each dimension of the grid.
     """
     room = jnp.ones(grid_size) if capacity is None else jnp.asarray(capacity, jnp.float32)
-    counted = asked.astype(jnp.float32)
     numbers, rooms = [cell_numbers(indices, grid_size)], [room.reshape(-1)]
     if by_coordinate:
         dims = range(len(grid_size))
         numbers = [indices[..., dim] for dim in dims]
         rooms = [jnp.sum(room, axis=tuple(other for other in dims if other != dim)) for dim in dims]
-    total_calls, total_room = jnp.sum(counted), jnp.maximum(jnp.sum(room), 1e-9)
+    total_calls, total_room = jnp.sum(asked, dtype=jnp.float32), jnp.maximum(jnp.sum(room), 1e-9)
     found = []
     for number, own_room in zip(numbers, rooms, strict=True):
         fair = total_calls * own_room / total_room
-        excess = (sum_by_expert(counted, number, own_room.size) - fair) / jnp.maximum(1, fair)
+        excess = (sum_by_expert(asked, number, own_room.size) - fair) / jnp.maximum(1, fair)
         found.append(jnp.where(own_room > 0, excess, 0))
     return tuple(found)
 

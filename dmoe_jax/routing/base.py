@@ -28,6 +28,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
+from dmoe_jax.arrays import wide
+from dmoe_jax.routing.weights import log_probabilities, probability_weights
 from dmoe_jax.types import PyTree
 
 P = ParamSpec("P")
@@ -98,7 +100,8 @@ class Router(NamedTuple):
       select: (scores, k, alive=None) -> (indices int32 [batch, slots, dims], mask bool [batch, slots]); see
         `select_top_k`. There are k slots, unless the router gives samples different numbers of experts.
       combine: (logits [batch, slots], mask [batch, slots]) -> weights [batch, slots], not negative, zero where the mask
-        is False, of sum at most 1. What they leave over lets the sample pass unchanged.
+        is False, of sum at most 1. What they leave over lets the sample pass unchanged. Where there is one slot,
+        `combine_weights` takes `softmax_weights` in place of `masked_softmax`.
       aux_loss: (scores, indices, mask) -> scalar, added to the loss (load balancing and the like). Here the mask says
         which of the selected experts answered.
       whole_grid: whether `select` must see all living experts of the grid at once. If not, it is top-k of additive
@@ -204,8 +207,60 @@ def selection_logits(scores: Scores) -> Float[Array, "batch num_experts"]:
 
 
 def combine_weights(router: Router, scores: Scores, indices: Indices, mask: Mask) -> Float[Array, "batch slots"]:
-    """The weights of the chosen experts' outputs, from the logits without the bias. Differentiable in them."""
+    """The weights of the chosen experts' outputs, from the logits without the bias. Differentiable in them.
+
+    Models call this, never `router.combine` itself: see `softmax_weights` for one expert of each sample.
+
+    Raises:
+      RouterError: see `check_weights`.
+    """
+    if router.combine is masked_softmax:
+        return softmax_weights(scores, indices, mask, router.grid_size)
+    check_weights(router, indices.shape[1])
     return router.combine(gather_logits(scores, indices, router.grid_size), mask)
+
+
+def softmax_weights(
+    scores: Scores, indices: Indices, mask: Mask, grid_size: tuple[int, ...]
+) -> Float[Array, "batch slots"]:
+    """Softmax over the chosen experts that answered; with one slot, the chosen expert's probability among all experts.
+
+    Over a single expert a softmax is 1 whatever its score, and a gate would learn nothing. So one expert of each sample
+    is weighed as in Switch Transformer (Fedus, Zoph, Shazeer 2021, eq. 1 and 2), and what its weight leaves over lets
+    the sample pass unchanged.
+    """
+    if indices.shape[1] > 1:
+        return masked_softmax(gather_logits(scores, indices, grid_size), mask)
+    # Parts that are each normalised make a sum that is.
+    normalised = Scores(tuple(log_probabilities(part) for part in scores.logits))
+    return probability_weights(gather_logits(normalised, indices, grid_size), mask)
+
+
+def check_weights(router: Router, slots: int) -> None:
+    """Make sure that a router's gate can learn with so many experts of each sample.
+
+    Raises:
+      RouterError: with one slot the weight is the same whatever the score, where with two it is not.
+    """
+    if slots == 1 and router.combine is not masked_softmax and _ignores_one(router.combine):
+        raise RouterError(
+            f"router {router.name!r}: with one expert of each sample (k_best=1) its weight is the same whatever the "
+            "scores, so its gate would never learn; ask for 2 experts at least, or weigh by probabilities among all "
+            "experts (`dmoe_jax.routing.weights.probability_weights`)"
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _ignores_one(combine: Callable[..., Any]) -> bool:
+    def feels(slots: int) -> bool:
+        logits, mask = jnp.linspace(-0.7, -0.2, slots)[None], jnp.ones((1, slots), bool)
+        return bool(jnp.any(jax.grad(lambda logits: combine(logits, mask)[0, 0])(logits)))
+
+    try:
+        with jax.ensure_compile_time_eval():
+            return feels(2) and not feels(1)
+    except Exception:  # a stranger's function; `check_router` says what is wrong with it
+        return False
 
 
 def router_loss(router: Router, scores: Scores, indices: Indices, mask: Mask, traffic: Traffic | None = None) -> Loss:
@@ -362,7 +417,7 @@ def layer_norm(x: Float[Array, "*batch features"], epsilon: float = 1e-6) -> Flo
 
     In float32 at least, and with the variance of the centred row: scores are where rounding decides who is chosen.
     """
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = wide(x)
     return jax.nn.standardize(x, variance=jnp.var(x, axis=-1, keepdims=True), epsilon=epsilon)
 
 

@@ -82,7 +82,7 @@ def check_finite(router: Router, logits: tuple[np.ndarray, ...], where: str) -> 
             )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _try(router: Router, d_model: int) -> None:
     num_experts = math.prod(router.grid_size)
     params = _call("init", router.init, jax.random.key(0), d_model)
@@ -108,7 +108,7 @@ def _try(router: Router, d_model: int) -> None:
             _check_answer(mask, *jax.tree.map(operator.itemgetter(case), answers))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _try_order(router: Router, d_model: int) -> None:
     """Raise ValueError if scores, experts or weights of a few samples change with those behind them."""
 

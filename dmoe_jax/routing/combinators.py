@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
+from dmoe_jax.arrays import wide
 from dmoe_jax.routing.base import (
     Features,
     Ids,
@@ -142,7 +143,7 @@ def with_balancing_loss(router: Router, weight: float = 0.01) -> Router:
     """
 
     def loss(scores: Scores, indices: Indices, mask: Mask) -> Loss:
-        probs = jnp.exp(log_probabilities(dense_logits(scores)))
+        probs = jnp.exp(log_probabilities(wide(dense_logits(scores))))
         return load_balancing_loss(probs, cell_numbers(indices, router.grid_size), mask)
 
     return _add_loss(router, "balance", weight, loss)

@@ -5,12 +5,16 @@ experts asked for each sample, num_experts cells of the grid, numbered row-major
 
 With the small batches of asynchronous trainers these are noisy estimates: a batch of one sample cannot use its experts
 evenly. They remain finite, and their mean over many steps still pulls the right way.
+
+All are computed in float32 at least, and returned so: bfloat16 cannot count beyond 256, nor float16 beyond 2048.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.scipy.stats import norm
 from jaxtyping import Array, Bool, Float, Int32
+
+from dmoe_jax.arrays import wide
 
 
 def load_balancing_loss(
@@ -32,9 +36,9 @@ def load_balancing_loss(
     Returns: a scalar, 1.0 when both f and P are uniform; 0.0 when no slot is served. Gradient flows through P only.
     """
     num_experts = router_probs.shape[-1]
-    counts = sum_by_expert(mask.astype(router_probs.dtype), expert_index, num_experts)
+    counts = sum_by_expert(mask, expert_index, num_experts)
     fractions = counts / jnp.maximum(jnp.sum(counts), 1)
-    return num_experts * jnp.sum(fractions * jnp.mean(router_probs, axis=0))
+    return num_experts * jnp.sum(fractions * jnp.mean(wide(router_probs), axis=0))
 
 
 def router_z_loss(router_logits: Float[Array, "batch num_experts"]) -> Float[Array, ""]:
@@ -42,6 +46,7 @@ def router_z_loss(router_logits: Float[Array, "batch num_experts"]) -> Float[Arr
 
     Logits of -inf (experts that are not to be chosen) take no part; a sample that has no others counts as 0.
     """
+    router_logits = wide(router_logits)
     some = jnp.any(~jnp.isneginf(router_logits), axis=-1, keepdims=True)
     log_partition = jax.nn.logsumexp(jnp.where(some, router_logits, 0), axis=-1, keepdims=True)
     return jnp.mean(jnp.where(some, log_partition, 0) ** 2)
@@ -78,6 +83,7 @@ def load_loss(
       noise_stddev: positive.
       k: experts for each sample, at least 1.
     """
+    clean_logits, noisy_logits, noise_stddev = map(wide, (clean_logits, noisy_logits, noise_stddev))
     if k >= clean_logits.shape[-1]:
         return jnp.zeros((), clean_logits.dtype)  # every expert is always chosen: the load is even
     top, _ = jax.lax.top_k(noisy_logits, k + 1)
@@ -88,12 +94,16 @@ def load_loss(
 
 def cv_squared(values: Float[Array, " n"]) -> Float[Array, ""]:
     """Squared coefficient of variation, variance / mean^2 (of the population); 0 for zeros."""
+    values = wide(values)
     # The constant is small beside the squared load of one sample in a grid of 10,000 experts, 1e-8.
     return jnp.var(values) / (jnp.mean(values) ** 2 + 1e-10)
 
 
 def sum_by_expert(
-    values: Float[Array, "batch slots"], expert_index: Int32[Array, "batch slots"], num_experts: int
+    values: Float[Array, "batch slots"] | Bool[Array, "batch slots"],
+    expert_index: Int32[Array, "batch slots"],
+    num_experts: int,
 ) -> Float[Array, " num_experts"]:
-    """The sum of each expert's values over the slots in which it stands."""
+    """The sum of each expert's values over the slots in which it stands; of a mask, their number."""
+    values = wide(values)
     return jnp.zeros(num_experts, values.dtype).at[expert_index].add(values)

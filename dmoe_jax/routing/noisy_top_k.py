@@ -25,10 +25,9 @@ from dmoe_jax.routing.base import (
     Router,
     Scores,
     cell_numbers,
-    gather_logits,
     layer_norm,
-    masked_softmax,
     router_factory,
+    softmax_weights,
     top_k_router,
 )
 from dmoe_jax.routing.losses import importance_loss, load_loss
@@ -68,7 +67,7 @@ def noisy_top_k(grid_size: tuple[int, ...], *, importance_weight: float = 0.1, l
 
     def aux_loss(scores: Scores, indices: Indices, mask: Mask) -> Loss:
         clean, stddev = scores.extras
-        gates = masked_softmax(gather_logits(scores, indices, grid_size), mask)
+        gates = softmax_weights(scores, indices, mask, grid_size)
         importance = importance_loss(gates, cell_numbers(indices, grid_size), num_experts)
         load = load_loss(clean, scores.logits[0], stddev, k=indices.shape[1])
         return importance_weight * importance + load_weight * load

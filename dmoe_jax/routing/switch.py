@@ -18,6 +18,7 @@ import math
 from jax import numpy as jnp
 from jaxtyping import PRNGKeyArray
 
+from dmoe_jax.arrays import wide
 from dmoe_jax.routing.base import (
     Features,
     Ids,
@@ -60,7 +61,7 @@ def switch(grid_size: tuple[int, ...], *, balance_weight: float = 0.01, z_weight
         return Scores((log_probabilities(logits),), extras=logits)
 
     def aux_loss(scores: Scores, indices: Indices, mask: Mask) -> Loss:
-        balance = load_balancing_loss(jnp.exp(scores.logits[0]), cell_numbers(indices, grid_size), mask)
+        balance = load_balancing_loss(jnp.exp(wide(scores.logits[0])), cell_numbers(indices, grid_size), mask)
         return balance_weight * balance + z_weight * router_z_loss(scores.extras)
 
     return top_k_router(

@@ -21,9 +21,12 @@ def probability_weights(logits: Slots, mask: Answered) -> Slots:
 def normalised_weights(logits: Slots, mask: Answered) -> Slots:
     """Each score over the sum of the scores that the mask leaves: for routers whose scores are affinities, not logits.
 
-    Scores below 0, which noise may make of affinities, count as 0. A row without any score above 0 gives zeros.
+    Scores below 0, which noise may make of affinities, count as 0. A row without any score above 0 gives zeros. With
+    one slot the weight is the affinity itself, at most 1: over its own sum it would be 1 whatever the gate says.
     """
     affinities = jnp.where(mask, jnp.maximum(logits, 0), 0)
+    if logits.shape[-1] == 1:
+        return jnp.minimum(affinities, 1)
     total = jnp.sum(affinities, axis=-1, keepdims=True)
     return affinities / jnp.where(total > 0, total, 1)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import trio
 
-from dmoe_jax.checkpoints import CheckpointError, Checkpoints, host_copy
+from dmoe_jax.arrays import host_copy
+from dmoe_jax.checkpoints import CheckpointError, Checkpoints
 from dmoe_jax.model import Evaluation
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.report import write_report

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax.checkpoints import host_copy
+from dmoe_jax.arrays import host_copy
 from dmoe_jax.data.batches import Batch, SegmentStream, evaluation_segments
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.grid import all_uids, layer_prefix

@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from dmoe_jax.checkpoints import Checkpoints, host_copy
+from dmoe_jax.arrays import host_copy
+from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.cli.common import mistakes_in_one_line
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.runs.report import format_value

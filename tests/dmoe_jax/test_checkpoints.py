@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from dmoe_jax.checkpoints import CheckpointError, Checkpoints, host_copy
+from dmoe_jax.arrays import host_copy
+from dmoe_jax.checkpoints import CheckpointError, Checkpoints
 
 
 def state_at(step: int) -> dict:

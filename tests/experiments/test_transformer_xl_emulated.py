@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dmoe_jax.checkpoints import Checkpoints, host_copy
+from dmoe_jax.arrays import host_copy
+from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.layer_config import Route
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.routing.combinators import add_noise

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dmoe_jax.arrays import kept_like
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.node.placement import Place
 from dmoe_jax.node.programs import expert_programs, nbytes_of, own_copies
@@ -176,11 +176,8 @@ def warm_bucket_of(rows: int, programs: Programs, parts: int = 1) -> int:
 
 def laid_out_like(own: Any, saved: Any) -> Any:
     """A saved array as a buffer of its own, of the type and in the place of the array that it follows."""
-    if jnp.issubdtype(own.dtype, jax.dtypes.prng_key):
-        keys = jax.random.wrap_key_data(jnp.array(saved), impl=jax.random.key_impl(own))
-        return jax.device_put(keys, own.sharding) if own.committed else keys
-    if not own.committed:
-        return jnp.array(saved, dtype=own.dtype)
+    if own.is_fully_addressable:
+        return kept_like(own, saved)
     # From the host: on the way there no device holds an array of which it shall have a part.
     return put(np.asarray(saved, dtype=own.dtype), own.sharding)
 

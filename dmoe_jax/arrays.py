@@ -1,0 +1,127 @@
+"""Arrays of a training state: copies of their own, the forms in which they are kept and travel, and sums over them.
+
+Trunk, collaboration, nodes, emulator, checkpoints and donors all use these, so that each takes the same care:
+
+- an optimiser's state may be the parameters themselves, or one array twice, and is donated: it is copied first;
+- a random key with a type of its own is kept, and travels, as its data;
+- NumPy's buffers know neither bfloat16 nor float8: their bits are looked at as bytes;
+- sums are taken in float32 at least, and each number is looked at where the question is whether all are finite.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool
+
+from dmoe_jax.types import PyTree
+from net.wire.tensors import DTYPES
+
+
+def own_copy(leaf: Any) -> Any:
+    """A buffer of the backend's own, strongly typed: a weak type would be compiled for once more after one update."""
+    return jnp.array(leaf, dtype=jnp.result_type(leaf))
+
+
+def copied(tree: PyTree) -> PyTree:
+    """`own_copy` of each array; may be traced."""
+    return jax.tree.map(own_copy, tree)
+
+
+def as_params(tree: PyTree) -> PyTree:
+    """A caller's parameters as arrays of their own: what becomes of either does not reach the other.
+
+    Raises:
+      ValueError: a leaf is no number and no array of numbers; the message names it.
+    """
+
+    def own(path: Any, leaf: Any) -> Any:
+        try:
+            return own_copy(leaf)
+        except TypeError as error:
+            name = jax.tree_util.keystr(path)
+            raise ValueError(f"parameters are arrays of numbers, {name} is {leaf!r:.80}") from error
+
+    return jax.tree_util.tree_map_with_path(own, tree)
+
+
+def is_key(leaf: Any) -> bool:
+    """True for a random key with a type of its own, or an array of them."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def stored(leaf: Any) -> Any:
+    """The array as checkpoints and travellers have it: of a random key its data, anything else as it is."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def host_copy(tree: PyTree) -> PyTree:
+    """The tree in NumPy arrays of its own, as `stored`: donating the original later does not reach them."""
+    return jax.tree.map(lambda leaf: np.array(stored(leaf), copy=True), tree)
+
+
+def sent(leaf: Any) -> Any:
+    """The array as it travels: as `stored`, and bytes where the wire has no name for its type, such as float8."""
+    leaf = stored(leaf)
+    array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    return np.asarray(array).view(np.uint8) if _travels_as_bytes(array.dtype) else array
+
+
+def kept_like(own: Any, saved: Any) -> Any:
+    """A stored or received array as a buffer of its own, of the kind, type and place of the array that it follows.
+
+    Args:
+      own: an array of either kind, a random key or a number.
+      saved: `stored` or `sent` of one like it.
+    """
+    if is_key(own):
+        keys = jax.random.wrap_key_data(jnp.array(stored(saved)), impl=jax.random.key_impl(own))
+        return jax.device_put(keys, own.sharding) if own.committed else keys
+    if not isinstance(own, jax.Array):
+        array = np.array(_from_bytes(saved, np.asarray(own).dtype))
+        return array if isinstance(own, np.ndarray | np.generic) else array.item()
+    saved = _from_bytes(saved, own.dtype)
+    if not own.committed:
+        return jnp.array(saved, dtype=own.dtype)
+    return jax.device_put(np.asarray(saved, dtype=own.dtype), own.sharding, may_alias=False)
+
+
+def bytes_of(leaf: Any) -> memoryview:
+    """The bytes of an array in C order, whatever its type."""
+    return np.ascontiguousarray(stored(leaf)).reshape(-1).view(np.uint8).data
+
+
+def wide(values: ArrayLike) -> Array:
+    """The values in float32 at least: sums and differences of narrower numbers would be lost in rounding."""
+    array = jnp.asarray(values)
+    is_narrow = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4  # float8 has no promotion
+    return array.astype(jnp.float32 if is_narrow else jnp.promote_types(array.dtype, jnp.float32))
+
+
+def in_type_of(new: Any, old: Any) -> Any:
+    """The array in the type of another. Random keys know no `astype`."""
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def all_finite(tree: PyTree) -> Bool[Array, ""]:
+    """True if every number of the tree is finite. A sum of them, or of their squares, might overflow."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves] or [jnp.array(True)]))
+
+
+def gradients_like(grads: PyTree, params: PyTree) -> PyTree:
+    """The gradients with zeros where JAX has a placeholder: integers among the parameters stay as they are."""
+    return jax.tree.map(
+        lambda grad, own: jnp.zeros_like(own) if grad.dtype == jax.dtypes.float0 else grad, grads, params
+    )
+
+
+def _travels_as_bytes(dtype: Any) -> bool:
+    return np.dtype(dtype).name not in DTYPES and np.dtype(dtype).itemsize == 1
+
+
+def _from_bytes(saved: Any, dtype: Any) -> Any:
+    is_bytes = _travels_as_bytes(dtype) and np.asarray(saved).dtype == np.uint8
+    return np.asarray(saved).view(dtype) if is_bytes else saved

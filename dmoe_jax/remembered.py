@@ -1,0 +1,50 @@
+"""What equal arguments share, such as compiled programs, without keeping all of it for ever.
+
+JAX knows compiled code by the identity of functions, so whoever asks for the program of the same optimiser, router or
+settings shall get the same object. A process that tries many settings would keep all their programs, two megabytes and
+more for each optimiser. So of each kind the few that were asked for last are kept, and others only as long as somebody
+has them.
+"""
+
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+RECENT = 4
+"""So many programs of one kind are kept although nobody has them any more."""
+
+
+def remembered(most: int = RECENT) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorates what makes something: equal arguments give the same object while it is in use, or was made lately.
+
+    What was forgotten is made again. Nobody sees whether a tuple is in use: of these the ones asked for last are kept.
+
+    Args:
+      most: how many are kept that nobody uses.
+    """
+
+    def decorate(make: Callable[P, T]) -> Callable[P, T]:
+        recent: OrderedDict[Hashable, T] = OrderedDict()
+        in_use: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
+
+        @functools.wraps(make)
+        def found(*args: P.args, **kwargs: P.kwargs) -> T:
+            key = args, tuple(sorted(kwargs.items()))
+            value = recent.pop(key, in_use.get(key))
+            if value is None:
+                value = make(*args, **kwargs)
+                if not isinstance(value, tuple):
+                    in_use[key] = value
+            recent[key] = value
+            if len(recent) > most:
+                recent.popitem(last=False)
+            return value
+
+        return found
+
+    return decorate
