@@ -70,6 +70,8 @@ async def run_training(
                 language_training(options, swarm, progress) if options.model is None else own_training(options, swarm)
             )
             progress.unit = training.task.unit
+            with mistakes_in_one_line():
+                run.check_meaning(training.task.meaning)
             await _wait_for_experts(training.mixtures, options.calls.wait_s, progress)
             watch.found_experts()
             with mistakes_in_one_line():
@@ -137,6 +139,7 @@ async def _opened_trainers(
         trainers.trunk,
         swarm.device,
         progress.say,
+        meaning=training.model.meaning,
         max_step=options.run_length.steps,
         on_round=averaged,
     ) as averager:

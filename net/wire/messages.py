@@ -273,9 +273,9 @@ def parse_untrusted(frame: Frame) -> Message:
     kind = _TYPES.get(name) if type(name) is str else None
     if kind is None:
         if type(name) is str and (hello := _HELLO_OF_VERSION.fullmatch(name)):
-            theirs, software = int(hello[1] or HELLO_VERSION), frame.header.get("software")
-            of_whom = software if _SOFTWARE.holds(software) else ""
-            raise VersionMismatch(versions_differ("the wire format", theirs, VERSION, software=of_whom))
+            theirs, said = int(hello[1] or HELLO_VERSION), frame.header.get("software")
+            software = str(said) if _SOFTWARE.holds(said) else ""
+            raise VersionMismatch(versions_differ("the wire format", theirs, VERSION, software=software))
         raise RemoteProtocolError(f"unknown message type {str(name)[:32]!r}")
     flag = _FLAGS.get(kind)
     is_flagged = flag is not None and frame.header.get(flag) is True
