@@ -23,7 +23,7 @@ from dmoe_jax.cli.watching import Watching, watching
 from dmoe_jax.collaboration import Collaboration, GlobalStep
 from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.metrics.monitor import Monitor
-from dmoe_jax.mixture.coverage import TooFewExperts
+from dmoe_jax.mixture.coverage import TooFewExperts, check_coverage
 from dmoe_jax.mixture.readiness import ExpertMismatch
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.recipe import make_optimizer
@@ -87,7 +87,9 @@ async def run_training(
             try:
                 async with _opened_trainers(options, swarm, training, optimizer, params, progress, watch) as opened:
                     watch.trainers(opened.trainers)
-                    return await _train(options, run, swarm, training, opened, progress, facts, watch, reached)
+                    headline = await _train(options, run, swarm, training, opened, progress, facts, watch, reached)
+                    check_coverage(swarm.statistics, options.calls.max_skipped)
+                    return headline
             except (CheckpointError, OSError) as error:
                 raise UsageError(one_line(error)) from error
             # What stays wrong ends the run: dropping step after step would not end.

@@ -302,6 +302,7 @@ class RemoteMixture:
     def _note_answers(self, answered: Array, *, found: int, replied: int) -> None:
         config, answers = self.config, np.count_nonzero(answered, axis=1)
         skipped = len(answers) - int(np.count_nonzero(answers))
+        self.statistics.samples += len(answers)
         self.statistics.skipped_samples += skipped
         self._coverage.note(skipped, len(answers), found=found, answered=replied)
         short = np.flatnonzero(answers < config.k_min)
