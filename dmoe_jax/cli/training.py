@@ -271,7 +271,7 @@ def _flags_to_mend(error: ExpertMismatch) -> str:
     """Which flags make our model fit their experts."""
     theirs, ours = len(error.theirs), len(error.ours)
     if theirs == ours:
-        return "--d-model, --seq-len and --mem-len as on the nodes"
+        return "--d-model, --num-heads, --seq-len and --mem-len as on the nodes"
     if theirs > ours:
         return "--dropout, --attention-dropout or --position-dropout above 0: the nodes' experts take dropout keys"
     return "no --dropout, --attention-dropout or --position-dropout: the nodes' experts take no dropout keys"
