@@ -302,7 +302,8 @@ class RemoteMixture:
         return tuple(sums)
 
     async def check(self, *, timeout_s: float = 60.0, say: Callable[[str], None] = lambda _: None) -> int:
-        """Wait until the layer has an expert that answers, and make sure that it is of our kind.
+        """Wait until the layer has an expert that answers, and make sure that it is of our kind. An expert of each node
+        is asked: what does not answer, or is of another kind, is not counted, and the log says why.
 
         Args:
           timeout_s: longest wait, seconds.
@@ -310,7 +311,8 @@ class RemoteMixture:
         Returns: how many experts are alive.
         Raises:
           NoQuorum: there is none; the message says which prefixes this swarm serves.
-          ExpertMismatch: its tensors have other shapes or types; a ValueError.
+          ExpertMismatch: its tensors have other shapes or types, or it computes otherwise; a ValueError.
+          VersionMismatch: its node speaks another version of calls.
         """
         return await check_experts(
             self.expert, self.config.prefix, self.router.grid_size, self._caller, timeout_s=timeout_s, say=say
