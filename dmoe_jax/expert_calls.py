@@ -16,13 +16,13 @@ Each part is answered by itself, exactly once. Those that are ready go ahead of 
 few milliseconds, in partials of the answer (`net.rpc.base.Request.send_partial`), and the reply brings the rest.
 Partials and reply have one form:
 
-    body     {"answers": [{"part", "updates"} or {"part", "error", "message", "retry_after_s"}, ...]}
+    body     {"answers": [{"part", "updates"} or {"part", "error", "message", "retry_after_s", "max_rows"}, ...]}
     tensors  for the parts with "updates", in this order and one below the other, [their rows, ...]: the output, or the
              gradients of the differentiable inputs
 
 "part" is a part's place in the request, "updates" how many updates the expert has taken, and "error" one of "refused",
 "busy" and "failure", as of a call that fails. A part that finds the node busy may be told after how many seconds to ask
-again.
+again, and one that is refused for its size how many rows a part may have.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from net.errors import CallFailed, PeerBusy, RemoteProtocolError
+from net.errors import CallFailed, CallRefused, PeerBusy, RemoteProtocolError
 from net.rpc.base import CALL_ERRORS, Reply, Request, kind_of
 from net.types import Array
 from net.wire.compression import Compression
@@ -61,9 +61,22 @@ MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.05, 60.0
 """The shortest and the longest that a busy node may send a caller away for."""
 
 _RETRY_AFTER = optional(real(MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S))
+_MAX_ROWS = integer(1, MAX_PAIRS)
 _UPDATES = optional(integer(0, MAX_UPDATES))
 _KIND = choice(ErrorKind)
 _MESSAGE = text(0, MAX_ERROR_CHARACTERS)
+
+
+class TooManyRows(CallRefused):
+    """A part has more rows than the node takes in one; nothing was done.
+
+    Args:
+      max_rows: how many it takes.
+    """
+
+    def __init__(self, message: str, *, max_rows: int) -> None:
+        super().__init__(message)
+        self.max_rows = max_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +180,8 @@ def answer_of(outcomes: Sequence[tuple[int, Answer | CallFailed]], compression: 
             if isinstance(outcome, PeerBusy) and outcome.retry_after_s is not None:
                 wait_s = min(max(float(outcome.retry_after_s), MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
                 answers[-1]["retry_after_s"] = wait_s
+            elif isinstance(outcome, TooManyRows):
+                answers[-1]["max_rows"] = outcome.max_rows
     columns = zip(*(answer.tensors for answer in computed), strict=True)
     tensors = tuple(as_outgoing(_below_one_another(column), compression) for column in columns)
     return Reply(body={"answers": answers}, tensors=tensors)
@@ -209,6 +224,8 @@ def _error_untrusted(body: Mapping[str, Any]) -> CallFailed:
     error = CALL_ERRORS[_KIND.of_untrusted(body, "error")](_MESSAGE.of_untrusted(body, "message"))
     if isinstance(error, PeerBusy):
         error.retry_after_s = _RETRY_AFTER.of_untrusted(body, "retry_after_s")
+    elif isinstance(error, CallRefused) and "max_rows" in body:
+        return TooManyRows(str(error), max_rows=_MAX_ROWS.of_untrusted(body, "max_rows"))
     return error
 
 

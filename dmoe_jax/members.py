@@ -1,8 +1,9 @@
 """Who takes part in a swarm: nodes, trainers, averagers and auxiliary peers tell the DHT, and `dmoe status` reads it.
 
 Each member has one entry for each of its roles under the key `members:SWARM`, with the contact that it listens at (none
-in client mode) and a small dictionary of facts. Entries live until their expiration: members announce again and again,
-and silence is how a crashed one disappears. Strangers write these records, so whatever is malformed is left out.
+in client mode), a small dictionary of facts, and the version of its calls and records. Entries live until their
+expiration: members announce again and again, and silence is how a crashed one disappears. Strangers write these
+records, so whatever is malformed is left out.
 """
 
 import math
@@ -19,9 +20,13 @@ from net.dht.records import Dictionary, Entry, Value
 from net.errors import NetError, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
+from net.wire.fields import integer
+from net.wire.versions import CALLS, MAX_VERSION
 
 ROLES = ("node", "trainer", "averager", "auxiliary", "collaborator")
 """What a member may be. One peer may have several roles at once."""
+
+_VERSION = integer(1, MAX_VERSION)
 
 MAX_FACTS = 32
 """Most facts that a member tells."""
@@ -44,6 +49,8 @@ class Member:
     and "grids" (the prefixes that a node serves) often are."""
     expiration: float
     """Swarm time until which the announcement stands, seconds."""
+    calls: int = CALLS
+    """Version of its calls and records, see `net.wire.versions`."""
 
     @property
     def role(self) -> str:
@@ -76,7 +83,7 @@ async def declare_member(
       ValueError: if a fact is of another kind than `Member.info` describes.
     """
     facts = check_info(info)
-    value = [None if contact is None else contact_to_wire(contact), facts]
+    value = [None if contact is None else contact_to_wire(contact), facts, CALLS]
     return await dht.store(_key(swarm), value, subkey=_subkey(peer_id, facts["role"]), expiration=expiration)
 
 
@@ -181,10 +188,11 @@ def _check_fact(name: str, value: Value) -> Value:
 
 
 def _parse(subkey: str, entry: Entry) -> Member | None:
-    if not isinstance(entry.value, list) or len(entry.value) != 2 or not isinstance(entry.value[1], dict):
+    if not isinstance(entry.value, list) or len(entry.value) != 3 or not isinstance(entry.value[1], dict):
         return None
-    listed, info = entry.value
+    listed, info, version = entry.value
     try:
+        calls = _VERSION.read_untrusted(version, "version")
         peer_id = PeerId.parse(subkey.partition("/")[0])
         contact = None if listed is None else parse_contact_untrusted(listed)
         facts = check_info(info)
@@ -192,7 +200,7 @@ def _parse(subkey: str, entry: Entry) -> Member | None:
         return None
     if subkey != _subkey(peer_id, facts["role"]) or (contact is not None and contact.peer_id != peer_id):
         return None
-    return Member(peer_id=peer_id, contact=contact, info=facts, expiration=entry.expiration)
+    return Member(peer_id=peer_id, contact=contact, info=facts, expiration=entry.expiration, calls=calls)
 
 
 def _key(swarm: str) -> str:

@@ -170,7 +170,7 @@ class AveragingSwarm:
           name: whose batch it is.
           params: parameters to begin with, if nobody else has begun; None: `model.init`, from the seed.
           seed: of initial parameters and of all chance in training; None: the swarm's.
-          config: role, times and bandwidth; `target_batch_size` here stands.
+          config: role, times and bandwidth; `target_batch_size` here stands, and `model.meaning`.
           on_step: called after each global step.
 
         Raises:
@@ -185,7 +185,7 @@ class AveragingSwarm:
             average=average,
             outer=outer,
             name=name,
-            config=config,
+            config=replace(config, meaning=model.meaning or config.meaning),
             on_step=on_step,
         ) as peer:
             yield CollaborativeTrainers(model, peer, several, seed=seed)

@@ -33,6 +33,10 @@ class HandshakeFailed(PeerUnavailable):
     """A link came up, but its other end is not who it should be, is not admitted, or speaks another protocol."""
 
 
+class VersionMismatch(HandshakeFailed):
+    """The other end speaks another version of the protocol; the message names both."""
+
+
 class PeerTimeout(PeerUnavailable):
     """The call's deadline passed. The peer may or may not have carried it out."""
 

@@ -23,6 +23,11 @@ A newcomer takes the whole state of the peer that is furthest. Peers offer their
 
 In the loop the same is worth it whenever `averager.is_left_behind`.
 
+Peers of another model under the same name are not met, and both are told. Names, shapes and the averaging tell models
+apart by themselves; what else the numbers stand for only their user knows:
+
+    config = TreeAveragerConfig(meaning=f"labels: {', '.join(labels)}")
+
 On a line that is thin only the largest changes need to travel, in two bits each, while the rest is kept for later
 (SparseLoCo). Members then gather each other's payloads, and nobody reduces for others:
 

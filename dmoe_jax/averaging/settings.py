@@ -11,6 +11,7 @@ from net.averaging.averager import AveragerConfig
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.speeds import UNKNOWN, Speeds
 from net.identity import PeerId
+from net.meaning import check_meaning
 from net.wire.compression import Compression
 
 RoleName = Literal["auto", "node", "client", "auxiliary"]
@@ -47,6 +48,9 @@ class TreeAveragerConfig:
     measures_line: bool = True
     """Whether to find out what `speeds` does not say of the line: from what passes it, and every five minutes by some
     megabytes exchanged with others of the group."""
+    meaning: str = ""
+    """What the model's numbers mean beyond their names and shapes, as `Model.meaning`: peers of another one are not
+    met, their state is not taken, and both are told."""
 
     def __post_init__(self) -> None:
         if self.role not in get_args(RoleName):
@@ -68,6 +72,7 @@ class TreeAveragerConfig:
             raise ValueError(
                 "sparse payloads are gathered and not reduced: an auxiliary peer has nothing to do for them"
             )
+        check_meaning(self.meaning)
         # The parts check the rest: a wrong value is refused here, and not when it is used.
         self.grid()
         self.averager()

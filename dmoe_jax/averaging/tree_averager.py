@@ -281,7 +281,9 @@ class TreeAverager:
         except NetError as error:
             return None, self._missed(f"the network failed: {error}", reason=f"network: {type(error).__name__}")
         if done.received == 0:
-            return done, self._missed("nobody was met")
+            others = await fragment.averager.why_apart()
+            reason = "nobody was met, others average something else" if others else "nobody was met"
+            return done, self._missed(f"nobody was met: {others}" if others else reason, reason=reason)
         self._missed_in_a_row = 0
         if not np.isfinite(done.average).all():
             return done, self._rejected(f"the average of {name} is not finite")
@@ -332,7 +334,8 @@ async def open_tree_averager(
 
     Args:
       caller: places and serves the calls. dht: where groups and donors are found.
-      params: of the model, for their names, shapes and types. Peers with others are refused.
+      params: of the model, for their names, shapes and types. Peers with others, or of another `config.meaning`, are
+        not met.
       optimizer: with one `moshpit_average`, `noloco` or `streaming_diloco` in it, which leaves averaging to the host.
       name: peers that give the same name average with each other; 1 to 64 letters, digits, '_' or '-'. With several
         fragments (`streaming_diloco`) they meet under name-0, name-1 and so on.
@@ -370,6 +373,7 @@ async def open_tree_averager(
                     grid=config.grid(),
                     rng=rng,
                     schema=f"{what}\n{layout.schema}",
+                    meaning=config.meaning,
                     role=None if config.role == "auto" else Role(config.role),
                     # One line: what the first averager finds out of it counts for all.
                     speeds=config.speeds if is_first else fragments[0].averager.known_speeds,

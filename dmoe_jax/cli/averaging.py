@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from dmoe_jax.cli.common import UsageError, check_at_least, check_positive
@@ -288,6 +288,7 @@ async def open_averaging(
     device: "Device",
     say: Callable[[str], None],
     *,
+    meaning: str,
     max_step: int,
     on_round: "Callable[[Round], None]" = lambda done: None,
 ) -> "AsyncIterator[TreeAverager | None]":
@@ -295,7 +296,7 @@ async def open_averaging(
 
     Args:
       trunk: its optimiser was made by `options.wrap`.
-      say: tells the user.
+      say: tells the user. meaning: of the model, see `Model.meaning`.
       max_step: where the run ends.
       on_round: called after each round.
 
@@ -312,7 +313,7 @@ async def open_averaging(
         dht,
         trunk,
         name=options.average_name,
-        config=options.config(),
+        config=replace(options.config(), meaning=meaning),
         max_step=max_step,
         device=device,
         on_round=on_round,

@@ -20,6 +20,7 @@ from dmoe_jax.members import ROLES, Member, list_members
 from dmoe_jax.peer import SwarmPeer
 from net.errors import NetError
 from net.identity import Contact, PeerId
+from net.wire.versions import CALLS, versions_differ
 
 _STATUS_TIMEOUT_S = 2.0
 
@@ -146,6 +147,9 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
         rows = [_row(each, *_COLLABORATION_FACTS) for each in collaborators]
         columns = ("collaborator", "address", "group", "step", "gathered", "of", "samples/s", "peers", "averaged in s")
         tables.append(_table("collaborations, as each of their peers sees them", columns, rows))
+    if others := [each for each in members if each.calls != CALLS]:
+        told = (f"{each.peer_id.short} {versions_differ('calls and records', each.calls, CALLS)}" for each in others)
+        return Group(*tables, *told)
     return Group(*tables)
 
 

@@ -79,7 +79,7 @@ class LanguageModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CallOptions:
-    """How experts are called; with --model, only --wait-s counts."""
+    """How experts are called; with --model, only --wait-s and --max-skipped count."""
 
     k_best: int = 4
     """Experts asked for each sequence, or token."""
@@ -93,8 +93,10 @@ class CallOptions:
     """Most sequences, or tokens, of one call; more are sent as several. At most the nodes' --max-batch-rows."""
     compression: Literal["none", "float16", "bfloat16", "blockwise8"] = "none"
     """How activations and gradients travel to experts and back. Parameters never travel compressed."""
-    max_skipped: float = 1.0
-    """Share of a layer's samples without any expert, over its last 32 calls, beyond which the run stops; 1: never."""
+    max_skipped: float = 0.5
+    """Share of samples without any expert beyond which the run ends with an error: at once where it is of a layer's
+    last 32 calls, and at the end where it is of the whole run; 1: never. The model of --model looks at its last calls
+    as its mixtures say."""
     wait_s: float = 300.0
     """Seconds to wait at the start for every layer to have a living expert."""
 
@@ -218,6 +220,8 @@ class TrainOptions:
         check_at_least(1, self.run_length, "steps", "eval_every")
         check_at_least(0, self.run_length, "eval_tokens", "final_eval_tokens", "checkpoint_every", "max_minutes")
         check_at_least(0, self.calls, "wait_s")
+        if not 0 <= self.calls.max_skipped <= 1:
+            raise UsageError(f"--max-skipped is a share from 0 to 1, got {self.calls.max_skipped}")
         if self.calls.k_min > self.calls.k_best:
             raise UsageError(f"--k-min must not exceed --k-best, got {self.calls.k_min} and {self.calls.k_best}")
         if not self.language.grid_size or min(self.language.grid_size) < 1:

@@ -95,7 +95,7 @@ async def language_training(options: TrainOptions, swarm: Swarm, progress: Train
 
     counts = np.bincount(corpus.train, minlength=config.vocab_size)
     return Training(
-        model=TransformerXL(config, router, mixtures, word_counts=counts),
+        model=TransformerXL(config, router, mixtures, word_counts=counts, words=corpus.vocabulary.meaning),
         task=language_task(corpus),
         batches=streams,
         evaluation=evaluation,
@@ -159,7 +159,12 @@ async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
     validation = getattr(model, "validation", None)
     return Training(
         model=model,
-        task=Task(name=spec, unit=model.unit, splits=("valid",) if callable(validation) else ()),
+        task=Task(
+            name=spec,
+            unit=model.unit,
+            splits=("valid",) if callable(validation) else (),
+            meaning=model.meaning,
+        ),
         batches=batches,
         evaluation=lambda split, max_items: (cast(Any, validation)(), None),  # the user's data is read whole
         facts={"model": model.name, "trainers": data.num_trainers},

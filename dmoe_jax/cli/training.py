@@ -23,7 +23,7 @@ from dmoe_jax.cli.watching import Watching, watching
 from dmoe_jax.collaboration import Collaboration, GlobalStep
 from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.metrics.monitor import Monitor
-from dmoe_jax.mixture.coverage import TooFewExperts
+from dmoe_jax.mixture.coverage import TooFewExperts, check_coverage
 from dmoe_jax.mixture.readiness import ExpertMismatch
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.recipe import make_optimizer
@@ -70,6 +70,8 @@ async def run_training(
                 language_training(options, swarm, progress) if options.model is None else own_training(options, swarm)
             )
             progress.unit = training.task.unit
+            with mistakes_in_one_line():
+                run.check_meaning(training.task.meaning)
             await _wait_for_experts(training.mixtures, options.calls.wait_s, progress)
             watch.found_experts()
             with mistakes_in_one_line():
@@ -85,7 +87,9 @@ async def run_training(
             try:
                 async with _opened_trainers(options, swarm, training, optimizer, params, progress, watch) as opened:
                     watch.trainers(opened.trainers)
-                    return await _train(options, run, swarm, training, opened, progress, facts, watch, reached)
+                    headline = await _train(options, run, swarm, training, opened, progress, facts, watch, reached)
+                    check_coverage(swarm.statistics, options.calls.max_skipped)
+                    return headline
             except (CheckpointError, OSError) as error:
                 raise UsageError(one_line(error)) from error
             # What stays wrong ends the run: dropping step after step would not end.
@@ -137,6 +141,7 @@ async def _opened_trainers(
         trainers.trunk,
         swarm.device,
         progress.say,
+        meaning=training.model.meaning,
         max_step=options.run_length.steps,
         on_round=averaged,
     ) as averager:
@@ -266,7 +271,7 @@ def _flags_to_mend(error: ExpertMismatch) -> str:
     """Which flags make our model fit their experts."""
     theirs, ours = len(error.theirs), len(error.ours)
     if theirs == ours:
-        return "--d-model, --seq-len and --mem-len as on the nodes"
+        return "--d-model, --num-heads, --seq-len and --mem-len as on the nodes"
     if theirs > ours:
         return "--dropout, --attention-dropout or --position-dropout above 0: the nodes' experts take dropout keys"
     return "no --dropout, --attention-dropout or --position-dropout: the nodes' experts take no dropout keys"

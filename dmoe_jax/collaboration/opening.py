@@ -37,7 +37,8 @@ async def open_collaboration(
 
     Args:
       caller: places and serves the calls. dht: where peers report and groups form.
-      params: of the model. Peers with others of these shapes join all the same: the swarm's are taken.
+      params: of the model. Peers with others of these shapes and meaning (`config.meaning`) join all the same: the
+        swarm's are taken.
       together: the optimiser; see `dmoe_jax.optim.collaborative`.
       name: peers that give the same name train together; 1 to 64 letters, digits, '_' or '-'.
       device: runs what changes the state; None: a worker thread of its own. In virtual time, an `InlineDevice`.
@@ -52,12 +53,15 @@ async def open_collaboration(
     state = PeerState(together, params, device)
 
     schema = f"{together.shared} {config.target_batch_size}\n{state.layout.schema}"
-    plan = plan_of(size=state.layout.size, side=config.side, schema=schema, group_size=config.group_size)
+    plan = plan_of(
+        size=state.layout.size, side=config.side, schema=schema, group_size=config.group_size, meaning=config.meaning
+    )
+    within = plan.within(name)
     async with background_nursery() as nursery:
         rounds = StepAveraging(
             caller,
             dht,
-            prefix=name,
+            prefix=within,
             plan=plan,
             role=role,
             speeds=config.speeds,
@@ -74,7 +78,7 @@ async def open_collaboration(
                 rounds,
                 caller=caller,
                 dht=dht,
-                name=name,
+                name=within,
                 role=role,
                 config=config,
                 nursery=nursery,

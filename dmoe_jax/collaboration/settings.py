@@ -12,6 +12,7 @@ from net.averaging.collaboration.settlement import SettlementConfig
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import UNKNOWN, Speeds
+from net.meaning import check_meaning
 from net.wire.compression import Compression
 
 
@@ -60,6 +61,9 @@ class CollaborationConfig:
     delayed: bool = False
     """Whether averaging overlaps with the next batch: each step is then made with gradients of the parameters before
     the last one (delayed parameter updates, Ren et al. 2021). A newcomer's first gradients are of fresher ones."""
+    meaning: str = ""
+    """What the model's numbers mean beyond their names and shapes, as `Model.meaning`: peers of another one are not
+    met, their state is not taken, and both are told."""
 
     def __post_init__(self) -> None:
         if self.target_batch_size < 1:
@@ -74,6 +78,7 @@ class CollaborationConfig:
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
         if self.compression not in get_args(CompressionName):
             raise ValueError(f"compression is one of {', '.join(get_args(CompressionName))}, got {self.compression!r}")
+        check_meaning(self.meaning)
         self.rounds()  # which refuses what its parts refuse
 
     def rounds(self) -> RoundConfig:

@@ -1,5 +1,6 @@
 """Words as integers, and the simplest model of them: the unigram baseline."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,12 @@ class Vocabulary:
         if len(self._ids) != len(self.words):
             repeated = next(word for word, count in Counter(self.words).items() if count > 1)
             raise ValueError(f"the words of a vocabulary must differ, {repeated!r} is repeated")
+
+    @property
+    def meaning(self) -> str:
+        """What ids stand for, as one fact to compare: a hash of the words in their order."""
+        digest = hashlib.sha256("\n".join(self.words).encode()).hexdigest()[:16]
+        return f"vocabulary: {len(self):,} words, {digest}"
 
     @classmethod
     def build(cls, words: Iterable[str], *, min_count: int = 1) -> "Vocabulary":

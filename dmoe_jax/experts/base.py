@@ -46,6 +46,8 @@ class Expert(NamedTuple):
       inputs: specification of each input, in order.
       output: specification of the output, of any shape and floating type.
       takes_key: whether `apply` draws random numbers, such as dropout masks.
+      meaning: what the numbers of its parameters mean beyond names and shapes, such as a number of heads, a fact a
+        line. Trainers, replicas and checkpoints of another meaning are refused.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Expert(NamedTuple):
     inputs: tuple[TensorSpec, ...]
     output: TensorSpec
     takes_key: bool = False
+    meaning: str = ""
 
     @property
     def is_residual(self) -> bool:

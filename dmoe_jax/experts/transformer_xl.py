@@ -255,4 +255,6 @@ def _layer_expert(config: LayerConfig, route: Route) -> Expert:
         return cast(Array, layer.apply({"params": params}, *inputs))
 
     name = "transformer_xl" if route == "sequence" else "transformer_xl_feedforward"
-    return Expert(name, jax.jit(init), apply, (hidden, *rest), dataclasses.replace(hidden, name="output"))
+    output = dataclasses.replace(hidden, name="output")
+    meaning = f"heads: {config.num_heads}" if route == "sequence" else ""
+    return Expert(name, jax.jit(init), apply, (hidden, *rest), output, meaning=meaning)

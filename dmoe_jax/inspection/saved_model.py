@@ -24,6 +24,7 @@ from dmoe_jax.models.transformer_xl import init_experts, init_trunk
 from dmoe_jax.node.expert_store import saved_uids
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.registry import make_router
+from dmoe_jax.training.saving import check_meaning_of_run
 from dmoe_jax.types import PyTree
 
 Arrays = Mapping[tuple[str, ...], np.ndarray]
@@ -78,6 +79,7 @@ def open_corpus(run: SavedRun) -> Corpus:
     corpus = load_corpus(source=run.data)
     if run.corpus not in (corpus.name, "auto"):
         raise ValueError(f"the run was trained on {run.corpus!r}; --data {run.data} is {corpus.name!r}")
+    check_meaning_of_run(run.path, corpus.vocabulary.meaning)
     return corpus
 
 

@@ -3,6 +3,8 @@
 import logging
 from collections import deque
 
+from dmoe_jax.mixture.statistics import CallStatistics
+
 logger = logging.getLogger(__name__)
 
 WINDOW_CALLS = 32
@@ -13,6 +15,20 @@ and the next gap is worth a warning again."""
 class TooFewExperts(RuntimeError):
     """More samples of a layer went without any expert than its user allows. No `NetError`: a trainer that drops the
     step and goes on would train a model without this layer."""
+
+
+def check_coverage(statistics: CallStatistics, max_skipped: float) -> None:
+    """Look at all samples of a run at its end.
+
+    Raises:
+      TooFewExperts: the share of those for which no expert answered exceeds `max_skipped`.
+    """
+    skipped, samples = statistics.skipped_samples, statistics.samples
+    if skipped > max_skipped * samples:
+        raise TooFewExperts(
+            f"no expert answered for {skipped:,} of {samples:,} samples of the run, and max_skipped allows "
+            f"{max_skipped:.0%}: what was trained is little more than the model without its experts"
+        )
 
 
 class Coverage:

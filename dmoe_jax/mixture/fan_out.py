@@ -28,7 +28,7 @@ import numpy as np
 import trio
 
 from dmoe_jax.directory import ExpertDirectory, expert_target, host_target
-from dmoe_jax.expert_calls import Answer, is_finite, outcomes_of_untrusted
+from dmoe_jax.expert_calls import MAX_PAIRS, Answer, TooManyRows, is_finite, outcomes_of_untrusted
 from dmoe_jax.experts.base import TensorSpec
 from dmoe_jax.mixture.capacity import CallTimes
 from dmoe_jax.mixture.config import MixtureConfig
@@ -73,6 +73,18 @@ class ExpertCaller:
         self.on_call: Callable[[CallRecord], None] | None = None
         """Called with each call that has ended, answered or not. One that is cancelled has no end."""
         self._times = CallTimes()
+        self.least_rows = MAX_PAIRS
+        """Calls of no more rows are too large for no node that has said how many it takes."""
+        self._most_rows: dict[PeerId, int] = {}
+
+    def takes_rows(self, contact: Contact, most: int) -> None:
+        """Note that a node takes at most so many rows in a call."""
+        self._most_rows[contact.peer_id] = most
+        self.least_rows = min(self.least_rows, most)
+
+    def most_rows(self, contact: Contact, wanted: int) -> int:
+        """Most rows of a call of a node, as far as is known; at most as many as are wanted."""
+        return min(wanted, self._most_rows.get(contact.peer_id, wanted))
 
     async def fan_out(
         self,
@@ -251,6 +263,8 @@ class ExpertCaller:
                     if after_s is not None and comes_again(part, after_s, again_at):
                         continue
                     del left[part.index]
+                    if isinstance(outcome, TooManyRows):
+                        self.takes_rows(contact, outcome.max_rows)
                     if isinstance(outcome, CallFailed):
                         lost.append((part, _failure_of(outcome)))
                     else:
@@ -347,8 +361,9 @@ def _outcomes(answer: Reply, parts: Mapping[int, PlacedCall]) -> list[tuple[int,
 
 
 def _failure_of(error: NetError) -> _Failure:
-    # Busy is no fault, and RPC knows the hosts that do not answer; refusing, or talking nonsense, concerns the expert.
-    is_experts_own = isinstance(error, CallFailed | _BadAnswer) and not isinstance(error, PeerBusy)
+    # Busy, or made for smaller calls, is no fault, and RPC knows the hosts that do not answer; refusing, or talking
+    # nonsense, concerns the expert.
+    is_experts_own = isinstance(error, CallFailed | _BadAnswer) and not isinstance(error, PeerBusy | TooManyRows)
     return _Failure(reason_of(error), str(error), blame=is_experts_own)
 
 

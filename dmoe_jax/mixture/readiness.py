@@ -1,5 +1,6 @@
 """Are there experts for a layer, and are they of our kind? Asked before a run, so that it does not begin in vain."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -12,19 +13,29 @@ from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.grid import ExpertUid
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.routing.beam_search import Coordinates
-from net.errors import CallFailed, NetError, NoQuorum, PeerUnavailable, RemoteProtocolError
+from net.errors import CallFailed, NetError, NoQuorum, PeerUnavailable, RemoteProtocolError, VersionMismatch
 from net.identity import Contact
+from net.meaning import MAX_MEANING_CHARACTERS, differing
 from net.rpc.base import Body
+from net.wire.fields import integer
+from net.wire.versions import CALLS, versions_differ
+
+_log = logging.getLogger(__name__)
 
 _ASK_PERIOD_S = 0.5
 """Between two looks for experts while there are none."""
 
 _INFO_TIMEOUT_S = 3.0
-"""For an expert to say what it is; then the next one is asked."""
+"""For an expert to say what it is."""
+
+_MOST_ASKED = 64
+"""Nodes that are asked what their experts are; of further ones it is believed that they are alive and of our kind."""
+
+_MAX_ROWS = integer(1, 2**31)
 
 
 class ExpertMismatch(ValueError):
-    """The swarm's experts take or return other tensors than the model's.
+    """The swarm's experts take or return other tensors than the model's, or compute otherwise.
 
     Attributes:
       theirs: the inputs and the output of the swarm's expert, as `expert.info` gives them.
@@ -46,7 +57,7 @@ async def check_experts(
     timeout_s: float,
     say: Callable[[str], None],
 ) -> int:
-    """What `RemoteMixture.check` does: compare the first expert that answers with ours; how many experts are alive."""
+    """What `RemoteMixture.check` does: ask an expert of each node what it is; how many experts will do."""
     started = trio.current_time()
     living: Mapping[Coordinates, Contact] = {}
     failures: list[NetError] = []
@@ -54,17 +65,18 @@ async def check_experts(
     with trio.move_on_after(timeout_s):
         while True:
             living = await caller.directory.living(prefix, grid_size)
-            for coordinates, contact in living.items():
-                body = {"uid": str(ExpertUid(prefix, coordinates))}
-                try:
-                    reply = await caller.rpc.call(contact, "expert.info", body, timeout_s=_INFO_TIMEOUT_S)
-                except (PeerUnavailable, CallFailed, RemoteProtocolError) as error:
-                    # A node that was just killed is listed for a while longer.
-                    failures.append(error)
-                else:
-                    _compare(expert, reply.body, f"expert {body['uid']} at {contact}")
-                    say(f"{prefix}: {len(living)} of {math.prod(grid_size)} experts alive")
-                    return len(living)
+            wrong = await _ask_nodes(expert, prefix, living, caller)
+            count = sum(contact not in wrong for contact in living.values())
+            for why in wrong.values():
+                if count:
+                    _log.warning("experts of %r will not be used: %s", prefix, why)
+                elif isinstance(why, ExpertMismatch | VersionMismatch):
+                    raise why
+                else:  # a node that was just killed is listed for a while longer
+                    failures.append(why)
+            if count:
+                say(f"{prefix}: {count} of {math.prod(grid_size)} experts alive")
+                return count
             waited_s = int(trio.current_time() - started)
             if waited_s > said:
                 said = waited_s
@@ -85,7 +97,31 @@ async def _nobody(prefix: str, directory: ExpertDirectory, timeout_s: float) -> 
     return f"no expert of {prefix!r} was announced within {timeout_s:g} s; {instead}{clocks}"
 
 
+async def _ask_nodes(
+    expert: Expert, prefix: str, living: Mapping[Coordinates, Contact], caller: ExpertCaller
+) -> dict[Contact, ExpertMismatch | NetError]:
+    """Ask one expert of each node what it is; the nodes that do not answer, or do not fit, and why. Notes how many rows
+    each takes in a call."""
+    wrong: dict[Contact, ExpertMismatch | NetError] = {}
+
+    async def ask(uid: str, contact: Contact) -> None:
+        try:
+            reply = await caller.rpc.call(contact, "expert.info", {"uid": uid}, timeout_s=_INFO_TIMEOUT_S)
+            _compare(expert, reply.body, f"expert {uid} at {contact}")
+            caller.takes_rows(contact, _MAX_ROWS.of_untrusted(reply.body, "max_rows"))
+        except (ExpertMismatch, PeerUnavailable, CallFailed, RemoteProtocolError) as error:
+            wrong[contact] = error
+
+    first = {contact: str(ExpertUid(prefix, coordinates)) for coordinates, contact in reversed([*living.items()])}
+    async with trio.open_nursery() as nursery:
+        for contact, uid in list(first.items())[:_MOST_ASKED]:
+            nursery.start_soon(ask, uid, contact)
+    return wrong
+
+
 def _compare(expert: Expert, info: Body, who: str) -> None:
+    if info.get("calls") != CALLS:
+        raise VersionMismatch(f"{who} {versions_differ('calls and records', info.get('calls'), CALLS)}")
     ours = [*expert.inputs, expert.output]
     inputs = info.get("inputs")
     theirs = [*(inputs if isinstance(inputs, list) else []), info.get("output")]
@@ -95,6 +131,14 @@ def _compare(expert: Expert, info: Body, who: str) -> None:
         raise ExpertMismatch(
             f"the experts of this swarm have other shapes: {who} is a {str(info.get('kind'))[:80]} with "
             f"{', '.join(got)}, this model needs {', '.join(wanted)}",
+            theirs=theirs,
+            ours=ours,
+        )
+    meaning = str(info.get("meaning") or "")[:MAX_MEANING_CHARACTERS]
+    if meaning and expert.meaning and meaning != expert.meaning:
+        got_facts, wanted_facts = differing(meaning, expert.meaning)
+        raise ExpertMismatch(
+            f"the experts of this swarm compute otherwise: {who} has {got_facts}, this model needs {wanted_facts}",
             theirs=theirs,
             ours=ours,
         )

@@ -204,9 +204,9 @@ class RemoteMixture:
         for coordinates, pairs in places.items():
             if coordinates in contacts:
                 uid = str(ExpertUid(self.config.prefix, coordinates))
-                for part in np.array_split(np.array(pairs), -(-len(pairs) // self.config.max_rows)):
-                    rows, slots = part.T
-                    calls.append(ExpertCall(uid=uid, contact=contacts[coordinates], rows=rows, slots=slots))
+                rows, slots = np.array(pairs).T
+                call = ExpertCall(uid=uid, contact=contacts[coordinates], rows=rows, slots=slots)
+                calls += [call] if len(pairs) <= self._fitting_rows else self._split(call)
         traffic = None
         if self.router.heeds_traffic:
             asked = np.zeros_like(mask)
@@ -214,6 +214,17 @@ class RemoteMixture:
                 asked[call.rows, call.slots] = True
             traffic = cast(Any, Traffic)(asked, await self._capacity())
         return Choice(indices, tuple(calls), traffic)
+
+    @property
+    def _fitting_rows(self) -> int:
+        """Rows of a call that every node takes, as far as is known."""
+        return min(self.config.max_rows, self._caller.least_rows)
+
+    def _split(self, call: ExpertCall) -> list[ExpertCall]:
+        """Calls of like size for the rows of one, none of more than its node takes."""
+        count = -(-len(call.rows) // self._caller.most_rows(call.contact, self.config.max_rows))
+        pairs = zip(np.array_split(call.rows, count), np.array_split(call.slots, count), strict=True)
+        return [ExpertCall(uid=call.uid, contact=call.contact, rows=rows, slots=slots) for rows, slots in pairs]
 
     async def _capacity(self) -> Array | None:
         """How much each expert can do; None for grids that are too large to be known as a whole."""
@@ -244,9 +255,15 @@ class RemoteMixture:
         for call in calls:
             asked[call.uid] = asked.get(call.uid, 0) + len(call.rows)
         residual = Residual(inputs, [], {} if dropout_seed is None else {"dropout_seed": dropout_seed})
-        answers = await self._caller.fan_out(
-            FORWARD, calls, inputs=inputs, replies=[spec], config=self.config, common=residual.body
+        ask = functools.partial(
+            self._caller.fan_out, FORWARD, inputs=inputs, replies=[spec], config=self.config, common=residual.body
         )
+        answers = await ask(calls)
+        if self._fitting_rows < self.config.max_rows:
+            # A node that has just said that it takes fewer rows in a call has done nothing, and is asked in parts.
+            in_vain = [self._split(call) for call, each in zip(calls, answers, strict=True) if each is None]
+            if parts := [part for split in in_vain if len(split) > 1 for part in split]:
+                answers = [*answers, *await ask(parts)]
         outputs = np.zeros((*choice.indices.shape[:2], *spec.shape), spec.dtype)
         answered = np.zeros(choice.indices.shape[:2], bool)
         for each in answers:
@@ -288,7 +305,8 @@ class RemoteMixture:
         return tuple(sums)
 
     async def check(self, *, timeout_s: float = 60.0, say: Callable[[str], None] = lambda _: None) -> int:
-        """Wait until the layer has an expert that answers, and make sure that it is of our kind.
+        """Wait until the layer has an expert that answers, and make sure that it is of our kind. An expert of each node
+        is asked: what does not answer, or is of another kind, is not counted, and the log says why.
 
         Args:
           timeout_s: longest wait, seconds.
@@ -296,7 +314,8 @@ class RemoteMixture:
         Returns: how many experts are alive.
         Raises:
           NoQuorum: there is none; the message says which prefixes this swarm serves.
-          ExpertMismatch: its tensors have other shapes or types; a ValueError.
+          ExpertMismatch: its tensors have other shapes or types, or it computes otherwise; a ValueError.
+          VersionMismatch: its node speaks another version of calls.
         """
         return await check_experts(
             self.expert, self.config.prefix, self.router.grid_size, self._caller, timeout_s=timeout_s, say=say
@@ -305,6 +324,7 @@ class RemoteMixture:
     def _note_answers(self, answered: Array, *, found: int, replied: int) -> None:
         config, answers = self.config, np.count_nonzero(answered, axis=1)
         skipped = len(answers) - int(np.count_nonzero(answers))
+        self.statistics.samples += len(answers)
         self.statistics.skipped_samples += skipped
         self._coverage.note(skipped, len(answers), found=found, answered=replied)
         short = np.flatnonzero(answers < config.k_min)

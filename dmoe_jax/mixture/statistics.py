@@ -78,8 +78,10 @@ class CallStatistics:
     """Times that a busy node asked for a call to come again later, and it did."""
     moved: int = 0
     """Calls that were asked of another node that serves the same expert, because the first one failed, or had."""
+    samples: int = 0
+    """Samples that went through a layer, in training or in evaluation; once for each layer."""
     skipped_samples: int = 0
-    """Samples that went through a layer with no expert at all."""
+    """Samples of these for which no expert answered."""
     staleness_total: int = 0
     """Updates that experts took between a forward and its backward, by other trainers, summed over backward calls."""
     staleness_calls: int = 0

@@ -254,6 +254,7 @@ class TransformerXL(Model):
       router: chooses the experts in every layer.
       mixtures: one for each layer: `await mixture(run, scores, *inputs) -> (hidden, auxiliary loss)`.
       word_counts: how often each word occurs in training, for the initial output biases; None: they are zeros.
+      words: what its words are, as `Vocabulary.meaning` says; "": as for all others who average with this model.
 
     Raises:
       ValueError: there are not as many mixtures as layers, or the router is for another grid.
@@ -269,6 +270,7 @@ class TransformerXL(Model):
         mixtures: Sequence[Mixture],
         *,
         word_counts: Num[np.ndarray, " vocab"] | None = None,
+        words: str = "",
     ) -> None:
         if len(mixtures) != config.num_layers:
             raise ValueError(f"expected {config.num_layers} mixtures, one a layer, got {len(mixtures)}")
@@ -276,6 +278,15 @@ class TransformerXL(Model):
         self.config = config
         self.router = router
         self.mixtures = tuple(mixtures)
+        # What two models of equal shapes may differ in: rows, clusters, gates and heads then stand for other things.
+        self.meaning = "\n".join(
+            (
+                *filter(None, [words]),
+                f"cutoffs: {', '.join(map(str, config.cutoffs)) or 'none'}",
+                f"router: {router.name}",
+                f"heads: {config.layer.num_heads}",
+            )
+        )
         self._segments = segments(config, router)
         self._word_counts = word_counts
 

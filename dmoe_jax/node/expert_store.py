@@ -24,6 +24,7 @@ from dmoe_jax.checkpoints import CheckpointError, CheckpointFiles
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.types import PyTree
+from net.meaning import differing
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class ExpertStore:
         state: dict[str, PyTree],
         learnt_from: Iterable[bytes] = (),
         *,
+        meaning: str = "",
         gives_way: bool = False,
     ) -> None:
         """Write an expert unless it was written with so many updates already, and forget its oldest checkpoints.
@@ -79,11 +81,12 @@ class ExpertStore:
           uid: which expert.
           updates: optimiser steps that it has taken.
           state, learnt_from: see `ExpertBackend`; sound, and in arrays that nobody changes meanwhile.
+          meaning: see `Expert.meaning`.
           gives_way: to threads that compute, if it is large, and so takes longer.
         """
         own = self.folder / uid
         if updates not in _numbered(own):
-            facts = {"updates": updates, "learnt_from": [name.hex() for name in learnt_from]}
+            facts = {"updates": updates, "learnt_from": [name.hex() for name in learnt_from], "meaning": meaning}
             if gives_way and sum(leaf.nbytes for leaf in jax.tree.leaves(state)) >= _LARGE_BYTES:
                 self._writer.submit(self._files.write, own / str(updates), state, facts).result()
             else:
@@ -94,7 +97,7 @@ class ExpertStore:
         """Have a backend take up the newest sound checkpoint of an expert; returns its updates, None if there is none.
 
         Raises:
-          CheckpointError: the checkpoint is of an expert of another shape or optimiser.
+          CheckpointError: the checkpoint is of an expert of another shape, meaning or optimiser.
         """
         tried: set[int] = set()
         # Listed again each time: another node that shares the folder may save, and delete the oldest, meanwhile.
@@ -103,6 +106,7 @@ class ExpertStore:
             tried.add(updates)
             try:
                 state, facts = self._files.read(self.folder / uid / str(updates), backend.state)
+                _check_meaning(facts.get("meaning", ""), backend, f"checkpoint {updates} of expert {uid}")
             except CheckpointError:
                 raise
             except (OSError, ValueError, KeyError) as error:
@@ -136,6 +140,14 @@ class ExpertStore:
         """Free Orbax's threads."""
         self._writer.shutdown()
         self._files.close()
+
+
+def _check_meaning(then: str, backend: ExpertBackend, where: str) -> None:
+    """Raise CheckpointError if a checkpoint's numbers mean something else than the backend's; "" fits all."""
+    now = backend.expert.meaning
+    if then and now and then != now:
+        was, is_now = differing(then, now)
+        raise CheckpointError(f"{where} is of an expert that computes otherwise: {was}, expected {is_now}")
 
 
 def _give_way() -> None:

@@ -10,7 +10,7 @@ from typing import cast
 
 import numpy as np
 
-from dmoe_jax.expert_calls import MAX_ID_BYTES, MAX_UPDATES, Part, is_finite, parts_of_untrusted
+from dmoe_jax.expert_calls import MAX_ID_BYTES, MAX_UPDATES, Part, TooManyRows, is_finite, parts_of_untrusted
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.dropout import row_keys_of_seed
 from net.errors import CallRefused, RemoteProtocolError
@@ -129,7 +129,8 @@ class _Whole:
 def _parse_part(part: Part, uid: str, expert: Expert, whole: _Whole, *, max_rows: int) -> ExpertRequest:
     rows, grads, who = len(part.index), whole.output_grads, f"expert {uid}"
     if not 1 <= rows <= max_rows:
-        raise CallRefused(f"{who}: expected 1 to {max_rows} rows in a part of a request, got {rows}")
+        message = f"{who}: expected 1 to {max_rows} rows in a part of a request, got {rows}"
+        raise TooManyRows(message, max_rows=max_rows) if rows else CallRefused(message)
     num_tensors = len(whole.inputs) + (grads is not None)
     if len(whole.inputs) != len(expert.inputs):
         names = [f"input {spec.name!r}" for spec in expert.inputs]

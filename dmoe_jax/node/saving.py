@@ -102,9 +102,9 @@ class ExpertSaver:
                 logger.warning("expert %s is not finite: it is not saved, its last good checkpoint stays", uid)
                 continue
             try:
-                await device.aside(
-                    functools.partial(self._store.save, uid, updates, state, learnt_from, gives_way=gives_way)
-                )
+                meaning = backend.expert.meaning
+                save = functools.partial(self._store.save, meaning=meaning, gives_way=gives_way)
+                await device.aside(functools.partial(save, uid, updates, state, learnt_from))
                 self._saved[uid] = updates
             except (OSError, ValueError) as error:  # Orbax raises ValueError where a disk is full
                 failed[uid] = error

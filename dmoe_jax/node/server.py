@@ -21,7 +21,8 @@ forward said. The updates since then are its staleness, which the optimiser is t
 0 for those of a request without "seen".
 
 RPC methods (body -> body):
-  expert.info      {uid} -> {kind, inputs, output, takes_key, updates, max_rows, warm_rows}
+  expert.info      {uid} -> {calls, kind, inputs, output, takes_key, meaning, updates, max_rows, warm_rows}; "calls" is
+                   the version of calls and records (`net.wire.versions`)
   expert.forward, expert.backward    see `dmoe_jax.expert_calls`
   node.status      {} -> counters, see `ExpertNode.status`
 """
@@ -50,6 +51,7 @@ from net.dht.node import DhtNode
 from net.identity import Contact
 from net.nursery import background_nursery
 from net.rpc.base import Caller, Handler, Reply, Request, handlers
+from net.wire.versions import CALLS
 
 _TIDY_S = 10.0
 _MOST_FREE_BYTES = 64 << 20
@@ -280,10 +282,12 @@ class ExpertNode:
         expert = backend.expert
         *inputs, output = ({**asdict(spec), "shape": list(spec.shape)} for spec in (*expert.inputs, expert.output))
         body = {
+            "calls": CALLS,
             "kind": expert.name,
             "inputs": inputs,
             "output": output,
             "takes_key": expert.takes_key,
+            "meaning": expert.meaning,
             "updates": backend.update_count,
             "max_rows": self.config.max_batch_rows,
             "warm_rows": backend.warm_rows,

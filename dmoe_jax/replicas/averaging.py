@@ -244,7 +244,8 @@ class ReplicaAverager:
 
     def _layout(self, uid: str) -> CopyLayout:
         if uid not in self._layouts:
-            self._layouts[uid] = CopyLayout(self._backends[uid].state)
+            backend = self._backends[uid]
+            self._layouts[uid] = CopyLayout(backend.state, meaning=backend.expert.meaning)
         return self._layouts[uid]
 
     def _note_failed(self, uids: Sequence[str], reason: str) -> None:

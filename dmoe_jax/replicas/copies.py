@@ -34,17 +34,18 @@ class CopyLayout:
 
     Args:
       state: as of `ExpertBackend.state`; its shapes alone are used.
+      meaning: the expert's, see `Expert.meaning`.
 
     Raises:
       ValueError: it has no floating-point number.
     """
 
-    def __init__(self, state: PyTree) -> None:
+    def __init__(self, state: PyTree, *, meaning: str = "") -> None:
         self._layout = TreeLayout(_averaged(state))
         self.size = self._layout.size
         """Numbers in the vector."""
-        self.schema = self._layout.schema
-        """What they mean, for replicas to compare: a line for each array."""
+        self.schema = f"{self._layout.schema}\n{meaning}"
+        """What they mean, for replicas to compare: a line for each array, then the expert's meaning."""
 
     def vector(self, state: PyTree) -> Array:
         """A state's numbers, float32 [size]."""

@@ -127,7 +127,11 @@ class StateShelf:
 
         source = StateSource(lambda: backend.update_count, snapshot)
         return StateSharing(
-            self._caller, self._dht, prefix=_prefix(self._swarm, uid), source=source, config=StateSharingConfig()
+            self._caller,
+            self._dht,
+            prefix=_prefix(self._swarm, uid, backend),
+            source=source,
+            config=StateSharingConfig(),
         )
 
 
@@ -172,7 +176,7 @@ async def fetch_state(
             state = await download_state(
                 caller,
                 dht,
-                prefix=_prefix(swarm, uid),
+                prefix=_prefix(swarm, uid, backend),
                 rng=rng,
                 config=StateSharingConfig(),
                 timeout_s=timeout_s,
@@ -216,9 +220,10 @@ async def _opened(caller: Caller, holders: list[Contact], uid: str, failed: Coun
     return [contact for contact in holders if contact in donors]
 
 
-def _prefix(swarm: str, uid: str) -> str:
-    """Uids have dots, which the names of states have not."""
-    return f"expert-{hashlib.blake2b(f'{swarm}/{uid}'.encode(), digest_size=16).hexdigest()}"
+def _prefix(swarm: str, uid: str, backend: ExpertBackend) -> str:
+    """Names the states of an expert: of another meaning there is none. Uids have dots, which such names have not."""
+    named = f"{swarm}/{uid}/{backend.expert.meaning}"
+    return f"expert-{hashlib.blake2b(named.encode(), digest_size=16).hexdigest()}"
 
 
 def _copied(backend: ExpertBackend) -> tuple[int, tuple[np.ndarray, ...]]:

@@ -92,6 +92,10 @@ class Ledger:
         self._step = self._items = self._staleness = self._lost_before = 0
         self._evaluations: dict[str, Evaluation] = {}
         self._baseline: Mapping[str, float] = {}
+        try:
+            run.check_meaning(task.meaning)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
         size = self._restore(run)
         self.folder: RunFolder = run.begin()
         self.checkpoints = Checkpoints(self.folder.path / CHECKPOINT_FOLDER)
@@ -106,7 +110,7 @@ class Ledger:
             told = [record for record in self.folder.metrics() if record["kind"] == "baseline"]
             self._baseline = {name: value for name, value in (told or [{}])[-1].items() if name != "kind"}
         else:
-            self.folder.log("task", name=task.name, unit=task.unit)
+            self.folder.log("task", name=task.name, unit=task.unit, meaning=task.meaning)
             self._log_baseline(None)
 
     def _restore(self, run: PreparedRun) -> int | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmoe_jax.runs.run_folder import METRICS, RunFolder, Sink, changed_settings, check_new
+from net.meaning import differing
 
 CHECKPOINT_FOLDER = "checkpoints"
 
@@ -44,6 +45,11 @@ class PreparedRun:
     def headline(self) -> dict[str, Any] | None:
         """The headline of a run that was completed; None for one that is to be trained or resumed."""
         return finished_headline(RunFolder(self.path)) if self.path is not None and self.goes_on else None
+
+    def check_meaning(self, meaning: str) -> None:
+        """Raise ValueError if there is a run to go on with whose numbers mean something else."""
+        if self.path is not None and self.goes_on:
+            check_meaning_of_run(self.path, meaning)
 
     def begin(self) -> RunFolder:
         """Make the folder, or take it up; from here on it is written to.
@@ -98,6 +104,26 @@ def saved_settings(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a run that could be resumed: it has no readable config.json") from error
     return settings
+
+
+def check_meaning_of_run(path: Path, meaning: str) -> None:
+    """Compare what the numbers of a run's checkpoints stand for with what they would stand for now.
+
+    Args:
+      path: the run's folder.
+      meaning: of now, see `Task.meaning`; "" says nothing, and fits all runs, as all fit a run that says nothing.
+
+    Raises:
+      ValueError: they stand for something else; the message names both.
+    """
+    told = [record for record in RunFolder(path).metrics() if record["kind"] == "task"]
+    then = str(told[0].get("meaning") or "") if told else ""
+    if then and meaning and then != meaning:
+        was, is_now = differing(then, meaning)
+        raise ValueError(
+            f"the numbers that the run in {path} has learnt stand for something else than now: it was begun with "
+            f"{was}; the data or the model now has {is_now}"
+        )
 
 
 def finished_headline(folder: RunFolder) -> dict[str, Any] | None:

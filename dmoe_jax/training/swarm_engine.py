@@ -139,5 +139,7 @@ def saved_statistics(statistics: CallStatistics) -> dict[str, Any]:
 
 def load_statistics(statistics: CallStatistics, saved: Mapping[str, Any]) -> None:
     """Go on counting from a checkpoint's totals."""
+    if "samples" not in saved:  # an older version counted one of the two: begin anew with both
+        saved = {name: value for name, value in saved.items() if name != "skipped_samples"}
     for name, value in saved.items():
         setattr(statistics, name, dict(value) if isinstance(value, Mapping) else value)

@@ -22,6 +22,8 @@ class Task:
     """What the end of a run evaluates: "valid", "test"; the pauses and evaluations on the way only the first."""
     main: str = "loss"
     """The figure that messages show."""
+    meaning: str = ""
+    """What a checkpoint's numbers stand for in this data, as `Model.meaning`: a run goes on with the same alone."""
 
     def figures(self, evaluation: Evaluation) -> Mapping[str, float]:
         """The figures of an evaluation, by name: its loss and the model's own metrics."""
@@ -54,4 +56,10 @@ class LanguageTask(Task):
 
 def language_task(corpus: Corpus, *, splits: tuple[str, ...] = ("valid",)) -> LanguageTask:
     """The task of a language model on this text."""
-    return LanguageTask(name=corpus.name, description=corpus.description, splits=splits, corpus=corpus)
+    return LanguageTask(
+        name=corpus.name,
+        description=corpus.description,
+        splits=splits,
+        meaning=corpus.vocabulary.meaning,
+        corpus=corpus,
+    )

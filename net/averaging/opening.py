@@ -15,7 +15,7 @@ from net.averaging.grouping.group import Role
 from net.averaging.grouping.group_key import MoshpitGrid, check_prefix
 from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.line.monitor import LineMonitor
-from net.averaging.plan import AveragingPlan, announce_plan
+from net.averaging.plan import AveragingPlan, announce_plan, why_apart
 from net.averaging.reduction.all_reduce import AllReduce
 from net.averaging.speeds import UNKNOWN, Speeds
 from net.averaging.state.download import download_state
@@ -68,6 +68,7 @@ async def open_averager(
     grid: MoshpitGrid,
     rng: random.Random,
     schema: str = "",
+    meaning: str = "",
     cell: int | None = None,
     role: Role | None = None,
     speeds: Speeds | Callable[[], Speeds] = UNKNOWN,
@@ -86,7 +87,8 @@ async def open_averager(
       size: numbers in the vector.
       grid: the same for all peers.
       rng: draws the cell and the ids of groups.
-      schema: what the numbers mean (names and shapes of the parameters): peers of another schema are refused.
+      schema: names and shapes of the parameters: peers of another schema are not met, nor is their state taken.
+      meaning: what the numbers mean beyond that, in the same way; it is told to peers of another (`net.meaning`).
       cell: where on the grid to begin, 0 to `grid.num_cells` - 1; None: anywhere.
       role: None: a client if the caller cannot be called, else a node.
       speeds: of this machine, for the share that it reduces; or a function that says what is known of them now.
@@ -110,7 +112,7 @@ async def open_averager(
         if sparse.size != size:
             raise ValueError(f"the sparse layout has {sparse.size} values, and size is {size}")
         schema = f"{sparse.schema}\n{schema}"
-    plan = AveragingPlan.of(size=size, grid=grid, schema=schema)
+    plan = AveragingPlan.of(size=size, grid=grid, schema=schema, is_reduced=sparse is None, meaning=meaning)
     async with open_planned_averager(
         caller,
         dht,
@@ -154,7 +156,7 @@ async def open_planned_averager(
       plan: size, grid and schema in one. Whoever has a vector announces it, for auxiliary peers.
       drawn_from: numbers of a vector, if only the size of the plan is averaged of it.
     """
-    check_prefix(prefix)
+    name, prefix = check_prefix(prefix), plan.within(prefix)
     size, grid, agreed = plan.size, plan.grid, plan.schema
     if cell is not None and not 0 <= cell < grid.num_cells:
         raise ValueError(f"cells go from 0 to {grid.num_cells - 1}, got {cell}")
@@ -176,8 +178,8 @@ async def open_planned_averager(
             known = speeds if isinstance(speeds, Speeds) else speeds()
             monitor = opened(closing(LineMonitor(caller, prefix=prefix, known=known, vector_bytes=4 * size)))
         nursery = await stack.enter_async_context(background_nursery())
-        if role is not Role.AUXILIARY and sparse is None:  # plans are for auxiliary peers
-            nursery.start_soon(announce_plan, dht, prefix, caller.peer_id, plan)
+        if role is not Role.AUXILIARY:
+            nursery.start_soon(announce_plan, dht, name, caller.peer_id, plan)
         if state is not None:
             nursery.start_soon(StateSharing(caller, dht, prefix=prefix, source=state, config=config.state).run)
         download = functools.partial(_download, monitor, caller, dht, prefix=prefix, rng=rng, config=config.state)
@@ -197,6 +199,7 @@ async def open_planned_averager(
             gather=gather,
             compute=compute,
             download_state=download,
+            why_apart=functools.partial(why_apart, dht, name, plan),
             nursery=nursery,
             step_timeout_s=config.step_timeout_s,
         )

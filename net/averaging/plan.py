@@ -1,12 +1,19 @@
-"""What the peers of one name average, as they leave it in the DHT for those who have no vector of their own.
+"""What the peers of one name average, as they leave it in the DHT for each other and for those who have no vector.
 
-    DHT, PREFIX.plan / peer id      [size, side, dims, schema], a group size may follow
+    DHT, PREFIX.plan / peer id      [size, side, dims, schema, group size or null, whether it is reduced, meaning]
+
+Peers of one name and one plan meet under `AveragingPlan.within(PREFIX)`: groups, states and progress of other plans are
+elsewhere, so that numbers of different meaning never come together. Each peer looks here who has another plan, and
+says so.
 
 Anybody can write there: an auxiliary peer takes the plan that most peers have. One that nobody follows costs it nothing
 but waiting.
 """
 
+import contextlib
 import hashlib
+import logging
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +26,10 @@ from net.dht.node import DhtNode
 from net.dht.records import Dictionary, Value
 from net.errors import NetError, RemoteProtocolError
 from net.identity import PeerId
-from net.wire.fields import Field, integer, octets, row_untrusted
+from net.meaning import check_meaning, differing, is_meaning
+from net.wire.fields import FLAG, Field, integer, octets, optional, row_untrusted
+
+_log = logging.getLogger(__name__)
 
 ANNOUNCE_PERIOD_S = 60.0
 """Seconds between two announcements, which live three times as long."""
@@ -28,6 +38,7 @@ MAX_SIZE = 2**40
 """Numbers in the largest vector that can be announced."""
 
 _SCHEMA_BYTES = 32
+_WITHDRAWAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +46,7 @@ class AveragingPlan:
     """What peers must agree on to average together.
 
     Raises:
-      ValueError: the size, the grid or the group size is out of range.
+      ValueError: the size, the grid, the group size or the meaning is out of range.
     """
 
     size: int
@@ -47,6 +58,10 @@ class AveragingPlan:
     group_size: int | None = None
     """Most members that average with each other in each of two rounds, 2 or more (`reduction.grid`); None: a group
     averages in one."""
+    is_reduced: bool = True
+    """Whether others can reduce the vectors; sparse ones are gathered."""
+    meaning: str = ""
+    """What the numbers mean beyond names and shapes, for people (`net.meaning`)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= MAX_SIZE:
@@ -55,23 +70,43 @@ class AveragingPlan:
             raise ValueError(f"a grid of side {self.grid.side} has no groups of two")
         if self.group_size is not None and self.group_size < 2:
             raise ValueError(f"group_size must be at least 2 members, or None for all together, got {self.group_size}")
+        check_meaning(self.meaning)
 
     @classmethod
-    def of(cls, *, size: int, grid: MoshpitGrid, schema: str, group_size: int | None = None) -> "AveragingPlan":
+    def of(
+        cls,
+        *,
+        size: int,
+        grid: MoshpitGrid,
+        schema: str,
+        group_size: int | None = None,
+        is_reduced: bool = True,
+        meaning: str = "",
+    ) -> "AveragingPlan":
         """The plan of peers who know what their numbers mean.
 
         Args:
-          schema: says it, such as names and shapes of the parameters.
+          schema: names and shapes of the parameters, and how they are averaged.
         """
         two_rounds = "" if group_size is None else f" in groups of {group_size}"
-        agreed = hashlib.sha256(f"{size} float32 {grid.side} {grid.dims}{two_rounds}\n{schema}".encode()).digest()
-        return cls(size=size, grid=grid, schema=agreed, group_size=group_size)
+        agreed = hashlib.sha256(
+            f"{size} float32 {grid.side} {grid.dims}{two_rounds}\n{schema}\n{meaning}".encode()
+        ).digest()
+        return cls(size=size, grid=grid, schema=agreed, group_size=group_size, is_reduced=is_reduced, meaning=meaning)
+
+    def within(self, prefix: str) -> str:
+        """The prefix under which peers of this name and plan find each other, and no others."""
+        return f"{prefix}.{self.schema.hex()[:16]}"
 
     def to_value(self) -> Value:
         """What `parse_plan_untrusted` reads."""
-        row: list[Value] = [self.size, self.grid.side, self.grid.dims, self.schema]
-        # Without groups as earlier versions have it. They do not read the other, and could not take part.
-        return row if self.group_size is None else [*row, self.group_size]
+        grid = self.grid
+        return [self.size, grid.side, grid.dims, self.schema, self.group_size, self.is_reduced, self.meaning]
+
+    def facts(self) -> str:
+        """What tells it from others, for people, a fact a line."""
+        grid = f"groups of {self.grid.side}" + (f" on {self.grid.dims} axes" if self.grid.dims > 1 else "")
+        return f"{self.size:,} numbers\n{grid}\n{self.meaning}"
 
 
 def plan_key(prefix: str) -> str:
@@ -87,31 +122,56 @@ def parse_plan_untrusted(value: object) -> AveragingPlan:
     """
     number, schema = integer(1, MAX_SIZE), octets(_SCHEMA_BYTES, _SCHEMA_BYTES)
     fields: dict[str, Field[Any]] = {"size": number, "side": integer(2, 2**31), "dims": integer(1, 31)}
-    fields["schema"] = schema
-    if isinstance(value, list) and len(value) > len(fields):
-        fields["group_size"] = integer(2, MAX_GROUP_SIZE)
-    size, side, dims, agreed, *group_size = row_untrusted(value, "a plan", **fields)
+    fields |= {"schema": schema, "group size": optional(integer(2, MAX_GROUP_SIZE)), "kind": FLAG, "meaning": _MEANING}
+    size, side, dims, agreed, group_size, is_reduced, meaning = row_untrusted(value, "a plan", **fields)
     try:
         return AveragingPlan(
             size=size,
             grid=MoshpitGrid(side=side, dims=dims),
             schema=agreed,
-            group_size=group_size[0] if group_size else None,
+            group_size=group_size,
+            is_reduced=is_reduced,
+            meaning=meaning,
         )
     except ValueError as error:
         raise RemoteProtocolError(f"bad plan: {error}") from error
 
 
+_MEANING: Field[str] = Field("a text that can be printed", is_meaning)
+
+
 async def announce_plan(dht: DhtNode, prefix: str, peer_id: PeerId, plan: AveragingPlan) -> None:
-    """Announce the plan again and again, until cancelled; what was announced runs out by itself."""
-    while True:
-        await dht.store(
-            plan_key(prefix),
-            plan.to_value(),
-            subkey=str(peer_id),
-            expiration=dht.clock.now() + 3 * ANNOUNCE_PERIOD_S,
-        )
-        await trio.sleep(ANNOUNCE_PERIOD_S)
+    """Announce the plan until cancelled, then take it back; warn of peers of this name who have another one."""
+    said, expiration = "", 0.0
+    try:
+        while True:
+            expiration = dht.clock.now() + 3 * ANNOUNCE_PERIOD_S
+            await dht.store(plan_key(prefix), plan.to_value(), subkey=str(peer_id), expiration=expiration)
+            others = await why_apart(dht, prefix, plan)
+            if others and others != said:
+                _log.warning("%s", others)
+            said = others
+            await trio.sleep(ANNOUNCE_PERIOD_S)
+    finally:
+        with trio.move_on_after(_WITHDRAWAL_S, shield=True), contextlib.suppress(NetError):
+            end = math.nextafter(expiration, math.inf)
+            await dht.store(plan_key(prefix), None, subkey=str(peer_id), expiration=end)
+
+
+async def why_apart(dht: DhtNode, prefix: str, plan: AveragingPlan) -> str:
+    """A sentence about the peers of this name that average by another plan, and so never meet those of this one; empty
+    if there are none, or the DHT cannot be asked."""
+    try:
+        others = [each for each in await _announced(dht, prefix) if each.schema != plan.schema]
+    except NetError:
+        return ""
+    if not others:
+        return ""
+    theirs, ours = differing(others[0].facts(), plan.facts())
+    if theirs == ours:
+        theirs, ours = "other names, shapes or settings", "its own"
+    several = "1 peer averages" if len(others) == 1 else f"{len(others)} peers average"
+    return f"{several} something else under the name {prefix!r}: {theirs}; this one: {ours}. They do not meet"
 
 
 async def find_plan(dht: DhtNode, prefix: str, *, max_size: int = MAX_SIZE) -> AveragingPlan | None:
@@ -123,17 +183,20 @@ async def find_plan(dht: DhtNode, prefix: str, *, max_size: int = MAX_SIZE) -> A
     Raises:
       NetError: the DHT cannot be asked.
     """
-    record = await dht.get(plan_key(prefix))
-    votes: Counter[AveragingPlan] = Counter()
-    for entry in record.entries.values() if isinstance(record, Dictionary) else ():
-        try:
-            plan = parse_plan_untrusted(entry.value)
-        except RemoteProtocolError:
-            continue
-        if plan.size <= max_size:
-            votes[plan] += 1
+    found = await _announced(dht, prefix)
+    votes = Counter(plan for plan in found if plan.size <= max_size and plan.is_reduced)
     # The hash decides between equals: all who look choose the same.
     return max(votes, key=lambda plan: (votes[plan], plan.schema), default=None)
+
+
+async def _announced(dht: DhtNode, prefix: str) -> list[AveragingPlan]:
+    """Every plan that can be read."""
+    record = await dht.get(plan_key(prefix))
+    found = []
+    for entry in record.entries.values() if isinstance(record, Dictionary) else ():
+        with contextlib.suppress(RemoteProtocolError):
+            found.append(parse_plan_untrusted(entry.value))
+    return found
 
 
 async def wait_for_plan(dht: DhtNode, prefix: str, *, max_size: int = MAX_SIZE, poll_s: float = 2.0) -> AveragingPlan:

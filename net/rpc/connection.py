@@ -9,7 +9,7 @@ from functools import partial
 
 import trio
 
-from net.errors import CallFailed, ConnectionLost, NetError, RemoteProtocolError
+from net.errors import CallFailed, ConnectionLost, NetError, RemoteProtocolError, VersionMismatch
 from net.identity import Address
 from net.rpc.base import CALL_ERRORS, Body, Reply, Request, kind_of
 from net.rpc.faults import FaultInjector, misbehave
@@ -135,6 +135,8 @@ class Connection:
         self._taskless = TasklessCalls(reply=self._answer, fail=self._fail, forget=self._forget)
         self._scope = trio.CancelScope()
         self._wake = trio.Event()
+        self._was_greeted = trio.Event()
+        self._refusal: VersionMismatch | None = None
         self._last_part: Part | None = None
         self._num_moved = 0  # of the link when it was looked at last
         self._pinged_at = -math.inf
@@ -278,6 +280,10 @@ class Connection:
     async def _write(self) -> None:
         """The only task that sends: parts leave whole and in order, whoever is cancelled meanwhile."""
         try:
+            if self.is_outgoing:
+                # Whoever is dialled speaks first: an older peer that got our hello at once would drop us for our
+                # version and not say its own. It costs no time: no call leaves before the other end's hello.
+                await self._was_greeted.wait()
             while True:
                 if self._last_part is not None:
                     await self.link.send(self._last_part)
@@ -285,6 +291,8 @@ class Connection:
                 parts = self.session.take_parts(_WRITE_BYTES)
                 if parts:
                     await self.link.send(*parts)
+                elif self._refusal is not None:  # our hello has left: both ends can say why
+                    return self.end(self._refusal)
                 elif self.session.is_over:
                     return self.end(ConnectionLost("both ends were done"))
                 else:
@@ -303,6 +311,11 @@ class Connection:
                 self._take_untrusted(frame, nursery)
                 del frame  # it would stay in memory until the next one comes
             self.end(ConnectionLost(f"{link.remote_address} closed the connection"))
+        except VersionMismatch as exc:
+            self._refusal = VersionMismatch(f"{link.remote_address} {exc}")
+            _log.warning("dropping a connection: %s", self._refusal)
+            self._was_greeted.set()
+            self._wake.set()
         except NetError as exc:
             if isinstance(exc, RemoteProtocolError):
                 _log.warning("dropping the connection with %s: %s", link.remote_address, exc)
@@ -313,6 +326,7 @@ class Connection:
         self.last_heard = trio.current_time()
         if self._scope.deadline != math.inf and self.session.remote is not None:
             self._scope.deadline = math.inf
+            self._was_greeted.set()
             self._on_hello(self, self.session.remote)
         if action is not None:
             self._carry_out(action, nursery)

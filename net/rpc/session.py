@@ -29,7 +29,7 @@ both ends have said `Goodbye` and all calls are answered the session `is_over`.
 
 from collections.abc import Sequence
 
-from net.errors import PeerBusy, RemoteProtocolError
+from net.errors import PeerBusy, RemoteProtocolError, VersionMismatch
 from net.rpc.base import Body
 from net.rpc.outbox import ANSWER, CALL, PARTIAL, Key, Outbox
 from net.wire.compression import Compressed
@@ -52,6 +52,7 @@ from net.wire.messages import (
     parse_untrusted,
 )
 from net.wire.tensors import Outgoing
+from net.wire.versions import versions_differ
 
 MAX_OUTGOING_CALLS = 1024
 """Calls of ours under way on one connection; one more is `PeerBusy`. Ten times what a trainer needs."""
@@ -89,6 +90,7 @@ class RpcSession:
         """What the peer said of itself; None until it has."""
         self.is_leaving = False
         """One of the two wants to part: place no more calls here."""
+        self._calls = hello.calls
         self._window_bytes = hello.window_bytes
         self._gathered_bytes = max(1, hello.window_bytes // 8)  # of credit at most; see the sum in `net.rpc.outbox`
         self._last_placed = 0  # highest id that we used
@@ -244,11 +246,15 @@ class RpcSession:
 
         Raises:
           RemoteProtocolError: it is no message, or not one that may come now. The connection must be dropped.
+          VersionMismatch: the peer speaks another version; it is to get our hello all the same, and no more.
         """
         message = parse_untrusted(frame)
         if self.remote is None:
             if not isinstance(message, Hello):
                 raise RemoteProtocolError(f"expected Hello first, got {type(message).__name__}")
+            if message.calls != self._calls:
+                what = "calls and records"
+                raise VersionMismatch(versions_differ(what, message.calls, self._calls, software=message.software))
             self.remote = message
             self._outbox.open_window(message.window_bytes)
             return None

@@ -19,6 +19,7 @@ from net.errors import RemoteProtocolError
 from net.wire.codec import decode_untrusted
 from net.wire.frames import (
     CHUNK_BYTES,
+    HELLO_VERSION,
     MAGIC,
     MAX_BODY_BYTES,
     MAX_CHUNK_BYTES,
@@ -111,6 +112,7 @@ class FrameReader:
         self._end = 0  # first byte of scratch not received yet
         self._streams: dict[int, _Assembly] = {}
         self._num_opened = 0
+        self._is_first = True  # the next part is the stream's first, which may be a hello
         self._under_way = 0  # window cost of all streams
         self._target: _Assembly | None = None  # the frame to which the bytes that come next belong,
         self._target_end = 0  # and up to where in its body
@@ -174,7 +176,7 @@ class FrameReader:
             self._make_room(PREAMBLE.size)
             return False
         magic, version, kind, number, nbytes = PREAMBLE.unpack_from(self._scratch, self._start)
-        if magic != MAGIC or version != VERSION:
+        if magic != MAGIC or (version != VERSION and not (self._is_first and version == HELLO_VERSION)):
             start = bytes(self._scratch[self._start : self._start + 4])
             raise RemoteProtocolError(f"not a part of a frame of version {VERSION}: it starts with {start!r}")
         if kind == PartKind.WHOLE or kind == PartKind.OPEN:
@@ -226,7 +228,7 @@ class FrameReader:
         layout = layout_untrusted(table)
         if layout.nbytes != body_nbytes:
             raise RemoteProtocolError(f"tensor table and body length ({body_nbytes}) disagree")
-        self._start = head_end
+        self._start, self._is_first = head_end, False
         assembly = self._assembly_untrusted(header, table, layout)
         if kind == PartKind.WHOLE:
             self._fill(assembly, body_nbytes)

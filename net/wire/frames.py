@@ -3,7 +3,7 @@
 A byte stream is a sequence of parts, each with a preamble of 16 bytes:
 
     2 bytes   magic "DX"
-    1 byte    version of everything on the wire (2)
+    1 byte    version: 2 in the first part of each direction, which holds the hello; 3 in all others
     1 byte    kind of part
     4 bytes   number, unsigned, big-endian
     8 bytes   length, unsigned, big-endian
@@ -34,8 +34,11 @@ from net.wire.codec import MAX_ENCODED_BYTES, encode
 from net.wire.tensors import Outgoing, buffers_of, describe
 
 MAGIC = b"DX"
-VERSION = 2
-"""Version 1 had no parts."""
+VERSION = 3
+"""Of frames and messages: raised with each change of a byte that a test vector holds. Version 1 had no parts."""
+
+HELLO_VERSION = 2
+"""Stands in the part that carries a hello, for good: so peers of all versions can read who speaks, and as what."""
 
 MAX_HEADER_BYTES = MAX_ENCODED_BYTES
 MAX_BODY_BYTES = 128 * 2**20
@@ -86,11 +89,13 @@ class EncodedFrame:
       frame: what a simulated link hands over without decoding.
       head: the encoded header.
       body: the tensors' bytes, aliasing the tensors: they must not be written to before the frame has left.
+      version: what its preamble says.
     """
 
     frame: Frame
     head: bytes
     body: tuple[bytes | memoryview, ...]
+    version: int = VERSION
 
     @property
     def body_nbytes(self) -> int:
@@ -148,7 +153,8 @@ def encode_frame(
 def whole_part(encoded: EncodedFrame) -> Part:
     """The one part of a frame that is not large."""
     assert not encoded.is_large
-    head = _preamble(PartKind.WHOLE, len(encoded.head), encoded.body_nbytes) + encoded.head
+    numbers = PREAMBLE.pack(MAGIC, encoded.version, PartKind.WHOLE, len(encoded.head), encoded.body_nbytes)
+    head = numbers + encoded.head
     return Part(pieces=(head, *encoded.body), nbytes=len(head) + encoded.body_nbytes, frame=encoded.frame)
 
 

@@ -7,21 +7,26 @@ by a `CallCancel`. A call that takes partials may get parts of its answer ahead 
 frames arrive in the order in which they were completed, calls do not arrive in the order of
 their ids. The two directions of a connection are independent.
 
+The name of a hello says which version of the wire format its sender speaks, and its frame has a form that no version
+changes: so each end can tell the other's version, whatever it is, and say both.
+
 `Credit` gives room in the window back (`net.rpc.outbox`), `Ping` asks for a `Pong` at any time, and `Goodbye` announces
 that its sender places no more calls: once both have said it and all calls are answered, the connection is closed.
 """
 
 import enum
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from net.errors import LocalProtocolError, RemoteProtocolError
+from net.errors import LocalProtocolError, RemoteProtocolError, VersionMismatch
 from net.identity import PeerId
 from net.wire.fields import HOST, MAPPING, PEER_ID, PORT, Field, choice, integer, octets, optional, real, several, text
-from net.wire.frames import EncodedFrame, Frame, encode_frame
+from net.wire.frames import HELLO_VERSION, VERSION, EncodedFrame, Frame, encode_frame
 from net.wire.tensors import Outgoing
+from net.wire.versions import CALLS, MAX_VERSION, SOFTWARE, versions_differ
 
 MAX_CALL_ID = 2**63 - 1
 MAX_METHOD_CHARACTERS = 128
@@ -39,6 +44,8 @@ INSTANCE_BYTES = 8
 MAX_COMPRESSIONS = 16
 MAX_COMPRESSION_CHARACTERS = 32
 """Names in a `Hello`: a peer may know compressions that we do not."""
+
+MAX_SOFTWARE_CHARACTERS = 64
 
 MAX_TIMEOUT_S = 24 * 3600.0
 """A handler of a peer that vanished lives no longer than this."""
@@ -64,6 +71,8 @@ class Hello:
         forwards ports, or in a container's network. A claim; who dials it checks who answers.
       window_bytes: how much the other end may send ahead, see `net.rpc.outbox`.
       compressions: names of the compressions that the sender can undo.
+      calls: version of what the sender's calls and DHT records say, see `net.wire.versions`.
+      software: name and version of the sender's program, for people.
       lane: this connection is a further one beside the one that there is, see `net.rpc.lanes`. Said only to a peer
         that is known to understand it.
     """
@@ -74,6 +83,8 @@ class Hello:
     window_bytes: int
     host: str | None = None
     compressions: tuple[str, ...] = ()
+    calls: int = CALLS
+    software: str = SOFTWARE
     lane: bool = False
 
 
@@ -159,6 +170,7 @@ Message = Hello | CallStart | CallReply | CallPartial | CallError | CallCancel |
 
 _CALL_ID = integer(1, MAX_CALL_ID)
 _METHOD = text(1, MAX_METHOD_CHARACTERS)
+_SOFTWARE = text(1, MAX_SOFTWARE_CHARACTERS)
 _COMPRESSIONS = several(text(1, MAX_COMPRESSION_CHARACTERS), MAX_COMPRESSIONS)
 
 _FIELDS: dict[type[Message], dict[str, tuple[str, Field[Any]]]] = {
@@ -169,6 +181,8 @@ _FIELDS: dict[type[Message], dict[str, tuple[str, Field[Any]]]] = {
         "port": ("port", optional(PORT)),
         "window": ("window_bytes", integer(MIN_WINDOW_BYTES, MAX_WINDOW_BYTES)),
         "compressions": ("compressions", _COMPRESSIONS),
+        "calls": ("calls", integer(1, MAX_VERSION)),
+        "software": ("software", _SOFTWARE),
     },
     CallStart: {
         "id": ("call_id", _CALL_ID),
@@ -191,8 +205,11 @@ _FIELDS: dict[type[Message], dict[str, tuple[str, Field[Any]]]] = {
 }
 """Field on the wire -> (attribute of the message, its kind)."""
 
+_HELLO_OF_VERSION = re.compile(r"hello(?: of wire version ([1-9]\d{0,8}))?")
+"""Names of hellos. That of version 2 said no number."""
+
 _TYPES: dict[str, type[Message]] = {
-    "hello": Hello,
+    f"hello of wire version {VERSION}": Hello,
     "call": CallStart,
     "reply": CallReply,
     "partial": CallPartial,
@@ -207,8 +224,7 @@ _NAMES = {kind: name for name, kind in _TYPES.items()}
 _KEYS = {kind: frozenset({"type", *fields}) for kind, fields in _FIELDS.items()}
 
 _FLAGS: dict[type[Message], str] = {Hello: "lane", CallStart: "partials"}
-"""A key of a message, and its attribute, that is there with the value true or not at all: peers of earlier versions
-know none such."""
+"""A key of a message, and its attribute, that is there with the value true or not at all."""
 
 _WITH_TENSORS = (CallStart, CallReply, CallPartial)
 
@@ -241,7 +257,8 @@ def encode_message(message: Message) -> EncodedFrame:
         raise LocalProtocolError(f"a method has 1 to {MAX_METHOD_CHARACTERS} characters, got {message.method!r:.200}")
     if isinstance(message, CallError):
         header["message"] = error_text(message.message)
-    return encode_frame(header, message.tensors if isinstance(message, _WITH_TENSORS) else ())
+    encoded = encode_frame(header, message.tensors if isinstance(message, _WITH_TENSORS) else ())
+    return replace(encoded, version=HELLO_VERSION) if kind is Hello else encoded
 
 
 def parse_untrusted(frame: Frame) -> Message:
@@ -250,10 +267,15 @@ def parse_untrusted(frame: Frame) -> Message:
     Raises:
       RemoteProtocolError: it is none of ours: unknown type, missing or additional fields, a value out of
         range.
+      VersionMismatch: it is the hello of another version of the wire format.
     """
     name = frame.header.get("type")
     kind = _TYPES.get(name) if type(name) is str else None
     if kind is None:
+        if type(name) is str and (hello := _HELLO_OF_VERSION.fullmatch(name)):
+            theirs, said = int(hello[1] or HELLO_VERSION), frame.header.get("software")
+            software = str(said) if _SOFTWARE.holds(said) else ""
+            raise VersionMismatch(versions_differ("the wire format", theirs, VERSION, software=software))
         raise RemoteProtocolError(f"unknown message type {str(name)[:32]!r}")
     flag = _FLAGS.get(kind)
     is_flagged = flag is not None and frame.header.get(flag) is True

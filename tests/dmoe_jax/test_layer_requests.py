@@ -116,6 +116,34 @@ async def test_parts_come_back_as_they_are_ready(autojump_clock: trio.testing.Mo
         assert [backend.update_count for backend in swarm.backends.values()] == [1] * 4
 
 
+@pytest.mark.parametrize("is_checked", [True, False])
+async def test_a_node_gets_no_more_rows_in_a_call_than_it_takes(
+    is_checked: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Three rows for each of three experts at a node that takes two: it says so when it is checked, or when it is asked
+    for more, which costs one refusal; all rows are answered, and each part of them trains once."""
+    async with one_node(config=NodeConfig(max_batch_rows=2), grace_s=60.0, timeout_s=60.0) as (swarm, mixture, wire, choice):
+        if is_checked:
+            await mixture.check()
+            calls = [part for call in choice.calls for part in mixture._split(call)]
+            choice = choice._replace(calls=tuple(calls))
+        outputs, answered, residual = await mixture.forward(choice, [X])
+        assert swarm.statistics.failures == ({} if is_checked else {"refused": 3})
+        assert sorted(len(call.rows) for call, _ in residual.answered) == [1, 1, 1, 1, 2, 2, 2]
+        assert answered.tolist() == [[True, True, True, False]] * 2 + [[True] * 4]
+        # Programs for one row, two and three round otherwise.
+        np.testing.assert_allclose(outputs[[0, 1, 2], 0], swarm.backends["ffn.0"].forward([X]), rtol=1e-6, atol=1e-6)
+        await mixture.backward(residual, outputs)
+        assert {uid: backend.update_count for uid, backend in swarm.backends.items()} == {
+            **dict.fromkeys(("ffn.0", "ffn.1", "ffn.2"), 2),
+            "ffn.3": 1,
+        }
+        # From now on nothing is refused.
+        first, there = np.zeros((3, 1, 1), np.int32), np.ones((3, 1), bool)
+        grouped_ones = await mixture._grouped(first, there, await mixture.living())
+        assert [len(call.rows) for call in grouped_ones.calls] == [2, 1]
+
+
 async def test_what_is_said_of_the_parts_is_in_canonical_order(autojump_clock: trio.testing.MockClock) -> None:
     """So that the codec takes the shorter way, forward and backward, with dropout and with compression."""
     async with one_node(compression=Compression.FLOAT16) as (_, mixture, wire, choice):

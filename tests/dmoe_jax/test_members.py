@@ -18,6 +18,7 @@ from dmoe_jax.members import (
     withdraw_member,
 )
 from net.identity import Address, Contact, PeerId
+from net.wire.versions import CALLS
 from tests.net.direct_network import DirectNetwork, open_swarm
 
 RNG = random.Random(0)
@@ -98,7 +99,7 @@ async def test_only_sound_facts_are_told_and_believed(autojump_clock: MockClock,
         await declare_member(nodes[0], "demo", good.peer_id, good, NODE, expiration=now() + 60)
         for role in ("node", "trainer"):
             await nodes[0].store(
-                "members:demo", [None, info], subkey=f"{HOSTS[1].peer_id}/{role}", expiration=now() + 60
+                "members:demo", [None, info, CALLS], subkey=f"{HOSTS[1].peer_id}/{role}", expiration=now() + 60
             )
         assert [member.peer_id for member in await list_members(nodes[1], "demo")] == [good.peer_id]
 
@@ -110,13 +111,14 @@ def test_a_loss_that_is_not_a_number_is_not_announced() -> None:
 
 
 FORGERIES: list[tuple[str, Any]] = [
-    ("junk", [None, TRAINER]),
-    (f"{HOSTS[1].peer_id}/trainer", ["junk", TRAINER]),
+    ("junk", [None, TRAINER, CALLS]),
+    (f"{HOSTS[1].peer_id}/trainer", ["junk", TRAINER, CALLS]),
     (f"{HOSTS[1].peer_id}/trainer", "junk"),
-    (f"{HOSTS[1].peer_id}/trainer", [None, TRAINER, 1]),
-    (f"{HOSTS[1].peer_id}/node", [None, TRAINER]),
-    (f"{HOSTS[1].peer_id}", [None, TRAINER]),
-    (f"{HOSTS[1].peer_id}/trainer", [[HOSTS[2].peer_id.raw, "10.6.6.6", 6], TRAINER]),
+    (f"{HOSTS[1].peer_id}/trainer", [None, TRAINER, CALLS, 1]),
+    (f"{HOSTS[1].peer_id}/node", [None, TRAINER, CALLS]),
+    (f"{HOSTS[1].peer_id}", [None, TRAINER, CALLS]),
+    (f"{HOSTS[1].peer_id}/trainer", [[HOSTS[2].peer_id.raw, "10.6.6.6", 6], TRAINER, CALLS]),
+    (f"{HOSTS[1].peer_id}/trainer", [None, TRAINER, "two"]),
 ]
 
 

@@ -1,6 +1,7 @@
 """What a remote mixture is told to do with unusual experts and routers, and what it says when experts are missing."""
 
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -31,8 +32,10 @@ from net.errors import (
     PeerTimeout,
     RemoteFailure,
     RemoteProtocolError,
+    VersionMismatch,
 )
 from net.rpc.base import Reply, Request
+from net.wire.versions import CALLS
 from tests.dmoe_jax.small_swarm import close, direct_callers, open_small_swarm
 from tests.net.direct_network import DirectNetwork
 
@@ -276,15 +279,45 @@ async def test_check_waits_for_experts_and_compares_them(autojump_clock: trio.te
             await swarm.mixture(NARROW, ROUTER, "ffn", k_best=2).check()
 
 
-async def test_check_is_content_with_one_expert_that_answers(autojump_clock: trio.testing.MockClock) -> None:
-    """A node that has just died is listed for a while longer: the next expert is asked."""
+async def test_check_counts_what_can_be_called(autojump_clock: trio.testing.MockClock) -> None:
+    """A node that has just died is listed for a while longer: its experts do not count as alive."""
     network = DirectNetwork(latency_s=0.1)
     callers = direct_callers(network, 3)
     expert = feedforward(d_model=4)
     async with open_small_swarm(callers, expert, None, prefixes=["ffn"], grid_size=GRID) as swarm:
         await swarm.directory.living("ffn", GRID)
         network.take_down(callers[1].address)
-        assert await swarm.mixture(expert, ROUTER, "ffn", k_best=2).check(timeout_s=20.0) >= 1
+        said: list[str] = []
+        assert await swarm.mixture(expert, ROUTER, "ffn", k_best=2).check(timeout_s=20.0, say=said.append) == 2
+        assert said == ["ffn: 2 of 4 experts alive"]
+
+
+@pytest.mark.parametrize("version", [CALLS - 1, CALLS + 1, None, "two"])
+async def test_check_tells_of_nodes_of_another_version(
+    version: Any, autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sentence with both versions, at once; where others fit they are used, and the log has the sentence."""
+    callers = direct_callers(DirectNetwork(latency_s=0.1), 3)
+    expert = feedforward(d_model=4)
+    async with open_small_swarm(callers, expert, None, prefixes=["ffn"], grid_size=GRID) as swarm:
+
+        def speaks_otherwise(number: int) -> None:
+            info = swarm.nodes[number].handlers["expert.info"]
+
+            async def other(request: Request) -> Reply:
+                return Reply(body={**(await info(request)).body, "calls": version})
+
+            callers[number].remove_handler("expert.info")
+            callers[number].add_handler("expert.info", other)
+
+        mixture = swarm.mixture(expert, ROUTER, "ffn", k_best=2)
+        sentence = f"speaks (version {version!r}|no version) of calls and records, this peer version {CALLS} "
+        speaks_otherwise(0)
+        assert await mixture.check() == 2
+        assert re.search(sentence, caplog.text)
+        speaks_otherwise(1)
+        with pytest.raises(VersionMismatch, match=sentence):
+            await mixture.check(timeout_s=300.0)
 
 
 async def test_check_says_what_the_swarm_serves_instead(autojump_clock: trio.testing.MockClock) -> None:

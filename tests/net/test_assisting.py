@@ -136,8 +136,8 @@ def test_a_plan_travels() -> None:
     in_groups = AveragingPlan.of(size=50, grid=GRID, schema="", group_size=4)
     assert parse_plan_untrusted(in_groups.to_value()) == in_groups
     assert in_groups.schema != PLAN.schema  # who averages otherwise is not met
-    with pytest.raises(RemoteProtocolError, match="group_size of a plan must be"):
-        parse_plan_untrusted([50, 4, 1, bytes(32), 1])
+    with pytest.raises(RemoteProtocolError, match="group size of a plan must be"):
+        parse_plan_untrusted([50, 4, 1, bytes(32), 1, True, ""])
     with pytest.raises(ValueError, match=r"group_size must be at least 2 members, .* got 1"):
         AveragingPlan.of(size=50, grid=GRID, schema="", group_size=1)
     with pytest.raises(ValueError, match="got size 0"):
@@ -145,7 +145,7 @@ def test_a_plan_travels() -> None:
     with pytest.raises(ValueError, match="side 1 has no groups of two"):
         AveragingPlan.of(size=5, grid=MoshpitGrid(side=1), schema="")
     with pytest.raises(RemoteProtocolError, match="at most 2147483647 cells"):
-        parse_plan_untrusted([50, 2**31, 2, bytes(32)])
+        parse_plan_untrusted([50, 2**31, 2, bytes(32), None, True, ""])
 
 
 anything = st.recursive(
@@ -155,7 +155,7 @@ anything = st.recursive(
 )
 
 
-@given(anything, st.integers(0, 4))
+@given(anything, st.integers(0, 6))
 def test_garbage_is_only_ever_a_protocol_error(rubbish: Any, place: int) -> None:
     """As a whole, or in one place of a good plan."""
     for value in (rubbish, [*PLAN.to_value()[:place], rubbish, *PLAN.to_value()[place + 1 :]]):

@@ -11,6 +11,7 @@ from net.averaging.averager import Averager, AveragingStep
 from net.averaging.grouping.group import Role
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.opening import open_averager
+from net.averaging.plan import AveragingPlan
 from net.averaging.state.sharing import SharedState, StateSource
 from net.errors import CallRefused
 from net.transport.sim.events import HostDown
@@ -282,8 +283,9 @@ def test_a_prefix_is_free_again_after_its_averager() -> None:
             assert place.rpc.address is not None
 
             async def call(name: str) -> None:
-                await other.rpc.call(place.rpc.address, f"averaging.x.{name}", {}, timeout_s=5.0)
+                await other.rpc.call(place.rpc.address, f"averaging.{within}.{name}", {}, timeout_s=5.0)
 
+            within = AveragingPlan.of(size=SIZE, grid=MoshpitGrid(side=2), schema="").within("x")
             for side in (2, 2, 1, 2):
                 opening = open_averager(
                     place.rpc,

@@ -16,6 +16,7 @@ from net.averaging.grouping.join_messages import (
     parse_request_untrusted,
 )
 from net.averaging.opening import open_averager
+from net.averaging.plan import AveragingPlan
 from net.errors import CallRefused
 from net.identity import Contact
 from net.rpc.base import Handler, Reply, Request
@@ -23,7 +24,8 @@ from tests.net.averaging_peers import CONFIG, SIZE, vector_of
 from tests.net.averaging_swarm import Place, Swarm, in_swarm, open_place
 
 GRID = MoshpitGrid(side=2, dims=1)
-KEY = group_key("x", GRID, 0, 0)
+PREFIX = AveragingPlan.of(size=SIZE, grid=GRID, schema="").within("x")
+KEY = group_key(PREFIX, GRID, 0, 0)
 
 
 async def refuse(_: Request) -> Reply:
@@ -62,7 +64,7 @@ async def lead(place: Place, reduce: Handler) -> None:
         return Reply(body=group_body(Group(group_id=b"\7" * 16, members=(victim, own), side=2)))
 
     for name, handler in {"ask": ask, "join": join, "reduce": reduce}.items():
-        place.rpc.add_handler(f"averaging.x.{name}", handler)
+        place.rpc.add_handler(f"averaging.{PREFIX}.{name}", handler)
     while True:
         candidate = Candidate(contact=Contact(place.rpc.peer_id, address), expiration=expiration())
         await place.dht.store(

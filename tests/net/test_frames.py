@@ -201,7 +201,8 @@ DONE = OPENED + chunk(0, bytes(LARGE))
 VIOLATIONS: list[tuple[str, bytes, str]] = [
     ("magic", preamble(WHOLE, 1, 0, magic=b"HT"), "not a part"),
     ("older version", preamble(WHOLE, 1, 0, version=1), "not a part"),
-    ("newer version", preamble(WHOLE, 1, 0, version=3), "not a part"),
+    ("newer version", preamble(WHOLE, 1, 0, version=4), "not a part"),
+    ("second part as a hello's", opening(0, kind=WHOLE) + preamble(WHOLE, 1, 0, version=2), "not a part"),
     ("kind 4", preamble(4, 1, 0), "unknown kind"),
     ("kind 255", preamble(255, 1, 0), "unknown kind"),
     ("header too large", preamble(WHOLE, MAX_HEADER_BYTES + 1, 0), "announces a header"),

@@ -94,13 +94,15 @@ def test_error_messages_are_cut_to_fit() -> None:
 
 CALL = {"type": "call", "id": 1, "method": "m", "timeout_s": 1.0, "body": {}}
 GREETING = {
-    "type": "hello",
+    "type": "hello of wire version 3",
     "peer_id": bytes(32),
     "instance": bytes(8),
     "host": None,
     "port": None,
     "window": 2**20,
     "compressions": ["none"],
+    "calls": 1,
+    "software": "x",
 }
 ERROR = {"type": "error", "id": 1, "kind": "busy", "message": ""}
 
@@ -161,6 +163,10 @@ def test_what_the_malformed_ones_differ_from(header: dict[str, Any]) -> None:
         GREETING | {"compressions": [""]},
         GREETING | {"compressions": ["c" * (MAX_COMPRESSION_CHARACTERS + 1)]},
         GREETING | {"compressions": ["c"] * (MAX_COMPRESSIONS + 1)},
+        GREETING | {"calls": 0},
+        GREETING | {"calls": True},
+        GREETING | {"software": ""},
+        GREETING | {"software": "x" * 65},
         GREETING | {"extra": 1},
         CALL | {"method": ""},
         CALL | {"method": "m" * (MAX_METHOD_CHARACTERS + 1)},
@@ -188,7 +194,7 @@ def test_malformed_messages_are_refused(header: dict[str, Any]) -> None:
         parse_untrusted(Frame(header=header))
 
 
-@pytest.mark.parametrize("kind", ["cancel", "hello", "error", "credit", "ping", "pong", "goodbye"])
+@pytest.mark.parametrize("kind", ["cancel", "hello of wire version 3", "error", "credit", "ping", "pong", "goodbye"])
 def test_tensors_only_where_they_belong(kind: str) -> None:
     """Only calls and replies carry tensors."""
     messages = [HELLO, CallError(call_id=1, kind=ErrorKind.BUSY, message=""), CallCancel(call_id=1), Credit(nbytes=1)]

@@ -176,8 +176,8 @@ async def test_a_server_that_answers_garbage() -> None:
 
     async def serve() -> None:
         link = await listener.accept()
-        await link.receive()
         await link.send(hello(SERVER))
+        await link.receive()
         await link.receive()  # the client's call
         await link.send(part(CallReply(call_id=99, body={})))
         with pytest.raises(ConnectionLost):

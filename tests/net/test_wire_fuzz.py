@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from net.errors import RemoteProtocolError
+from net.errors import RemoteProtocolError, VersionMismatch
 from net.identity import PeerId
 from net.rpc.session import RpcSession
 from net.wire import codec, frame_reader, messages, tensors
@@ -81,7 +81,7 @@ def run(rng: random.Random) -> tuple[Counter[str], float]:
         try:
             num_frames = feed(data, cut)
             outcomes["accepted" if num_frames > 1 else "silence"] += 1
-        except RemoteProtocolError as error:
+        except (RemoteProtocolError, VersionMismatch) as error:
             outcomes[refusal_site(error)] += 1
         slowest_s = max(slowest_s, time.thread_time() - started_s)
     return outcomes, slowest_s

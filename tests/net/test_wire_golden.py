@@ -7,6 +7,7 @@ reads the same vectors, so the two cannot drift apart.
 import hashlib
 import importlib
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from net.identity import PeerId
 from net.keys import Identity, Membership, certificate_chain
 from net.wire.compression import Compressed, Compression
-from net.wire.frames import OutgoingStream, encode_frame
+from net.wire.frames import VERSION, OutgoingStream, encode_frame
 from net.wire.messages import (
     CallCancel,
     CallError,
@@ -39,6 +40,11 @@ from tests.net import wire_reference
 from tests.net.wire_parts import part_bytes, parts_of, read
 
 BREAKS = "these bytes changed: that breaks the wire format. If it is meant, raise VERSION in net/wire/frames.py"
+DIGESTS = {
+    2: "f19b6d030fdb90d80f8ae2f6b4fa0506ea6531690ef915e961924d4dcf4fdd8b",
+    3: "6ed51fa6739459d366f0ab28b37b5966906561dd0cefba66b6a4450339ffa492",
+}
+"""Version of the wire format -> SHA-256 of all its vectors. Whoever changes a vector adds a line, and changes none."""
 README = Path(__file__).parents[2] / "net" / "wire" / "README.md"
 
 
@@ -66,6 +72,7 @@ def f32(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
+CLIENT = Hello(peer_id=PeerId(b"\xff" * 32), instance=bytes(8), port=None, window_bytes=2**16, calls=1, software="x")
 MESSAGES: dict[str, Message] = {
     "hello": Hello(
         peer_id=PeerId(bytes(range(32))),
@@ -74,9 +81,11 @@ MESSAGES: dict[str, Message] = {
         host="a.example",
         window_bytes=2**26,
         compressions=("float16", "bfloat16", "blockwise8"),
+        calls=7,
+        software="peer 1",
     ),
-    "hello of a client": Hello(peer_id=PeerId(b"\xff" * 32), instance=bytes(8), port=None, window_bytes=2**16),
-    "hello of a lane": Hello(peer_id=PeerId(b"\xff" * 32), instance=bytes(8), port=None, window_bytes=2**16, lane=True),
+    "hello of a client": CLIENT,
+    "hello of a lane": replace(CLIENT, lane=True),
     "call": CallStart(
         call_id=1,
         method="forward",
@@ -172,6 +181,14 @@ def same(left: np.ndarray, right: np.ndarray) -> bool:
     )
 
 
+def test_the_version_rises_with_the_vectors() -> None:
+    """The vectors are those of the version that peers compare: others need another version, or peers that do not
+    understand each other would not be told apart."""
+    found = hashlib.sha256(b"".join(name.encode() + VECTORS[name] for name in sorted(VECTORS))).hexdigest()
+    assert max(DIGESTS) == VERSION, f"add the digest of version {VERSION}: {found}"
+    assert DIGESTS[VERSION] == found, f"{BREAKS}, and add its digest here: {found}"
+
+
 @pytest.mark.parametrize("name", MESSAGES)
 def test_encoding(name: str) -> None:
     """Each message is written as exactly these bytes."""
@@ -215,7 +232,7 @@ LARGE = [
     VECTORS["large chunk of stream 1"] + CHUNKS[0],
     VECTORS["reset of stream 1"],
 ]
-LARGE_SHA256 = "adb4639f1e0a8ff95383b7320c72912be1bacf5abc06f8b89502491b3152d1b6"
+LARGE_SHA256 = "4f9f5649e1308db3a9a31a795220b239408a9445cf1e01a6c599ecad616c1d4c"
 """Of `LARGE`: the vectors with their chunks between them."""
 
 
@@ -256,7 +273,7 @@ def test_the_example_in_the_readme() -> None:
 def test_the_limits_in_the_readme() -> None:
     """Each row of its table of limits names a constant and its value."""
     rows = re.findall(r"^\| [^|]* \| ([\d,]+) [^|]*\| `(net\.[\w.]+)\.(\w+)` \|$", README.read_text(), re.MULTILINE)
-    assert len(rows) == 22
+    assert len(rows) == 24
     for value, module, name in rows:
         assert int(value.replace(",", "")) == getattr(importlib.import_module(module), name), name
 

@@ -16,7 +16,7 @@ WHOLE_BYTES = 512 * KIB
 """The largest body of a WHOLE part."""
 
 
-def preamble(kind: int, number: int, nbytes: int, *, magic: bytes = b"DX", version: int = 2) -> bytes:
+def preamble(kind: int, number: int, nbytes: int, *, magic: bytes = b"DX", version: int = 3) -> bytes:
     """The sixteen bytes at the head of every part."""
     return PREAMBLE.pack(magic, version, kind, number, nbytes)
 

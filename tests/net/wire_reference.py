@@ -22,8 +22,9 @@ NUMPY = {
     "uint32": "<u4", "uint64": "<u8", "float16": "<f2", "float32": "<f4", "float64": "<f8",
 }  # fmt: skip
 BLOCK = 4096
+HELLO = "hello of wire version 3"
 FIELDS = {
-    "hello": {"type", "peer_id", "instance", "host", "port", "window", "compressions"},
+    HELLO: {"type", "peer_id", "instance", "host", "port", "window", "compressions", "calls", "software"},
     "call": {"type", "id", "method", "timeout_s", "body"},
     "reply": {"type", "id", "body"},
     "partial": {"type", "id", "body"},
@@ -34,7 +35,7 @@ FIELDS = {
     "pong": {"type"},
     "goodbye": {"type"},
 }
-FLAGS = {"hello": "lane", "call": "partials"}
+FLAGS = {HELLO: "lane", "call": "partials"}
 
 
 @dataclass
@@ -59,7 +60,7 @@ def decode_stream(data: bytes) -> list[Message]:
     opened = at = 0
     while at < len(data):
         magic, version, kind, number, length = struct.unpack_from(">2sBBIQ", data, at)
-        need(magic == b"DX" and version == 2 and kind <= 3, "preamble")
+        need(magic == b"DX" and version in ((3,) if at else (2, 3)) and kind <= 3, "preamble")
         at += 16
         if kind <= 1:
             need(number <= 65536 and length <= 2**28 and (kind == 1) == (length > 524288), "lengths of a frame")

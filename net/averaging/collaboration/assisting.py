@@ -26,8 +26,8 @@ async def is_collaboration(dht: DhtNode, prefix: str) -> bool:
     Raises:
       NetError: the DHT cannot be asked.
     """
-    await wait_for_plan(dht, prefix)
-    return await dht.get(progress_key(prefix)) is not None
+    plan = await wait_for_plan(dht, prefix)
+    return await dht.get(progress_key(plan.within(prefix))) is not None
 
 
 async def assist_collaboration(
@@ -63,6 +63,7 @@ async def assist_collaboration(
         raise ValueError("an auxiliary peer must listen somewhere: others bring it what it is to reduce")
     plan = await wait_for_plan(dht, prefix, max_size=max_size)
     on_plan(plan)
+    prefix = plan.within(prefix)
     async with background_nursery() as nursery:
         averaging = StepAveraging(
             caller,

@@ -102,13 +102,13 @@ class Averaged:
     """All-reduces that it took."""
 
 
-def plan_of(*, size: int, side: int, schema: str, group_size: int | None = None) -> AveragingPlan:
+def plan_of(*, size: int, side: int, schema: str, group_size: int | None = None, meaning: str = "") -> AveragingPlan:
     """What the peers of a collaboration agree on.
 
     Args:
       size: numbers in the vector.
       side: most members that have a vector.
-      schema: what the numbers mean.
+      schema: names and shapes of the parameters. meaning: what the numbers mean beyond that (`net.meaning`).
       group_size: most members that exchange vectors with each other in each of two rounds; None: all do in one.
 
     Raises:
@@ -117,9 +117,8 @@ def plan_of(*, size: int, side: int, schema: str, group_size: int | None = None)
     # The first line keeps those apart who bring their weights with the chunks, and cut the vector as `cautious` says,
     # and those of earlier versions.
     grid = MoshpitGrid(side=side, dims=1)
-    return AveragingPlan.of(
-        size=size, grid=grid, schema=f"weights with chunks, unknown lines are slow\n{schema}", group_size=group_size
-    )
+    schema = f"weights with chunks, unknown lines are slow\n{schema}"
+    return AveragingPlan.of(size=size, grid=grid, schema=schema, group_size=group_size, meaning=meaning)
 
 
 class StepAveraging:
