@@ -61,7 +61,7 @@ def run(swarm: BlockingSwarm, experts: dict[str, Any], loop: Loop) -> float:
     mixtures = []
     for kind in loop.layers:
         router = expert_choice(GRID) if loop.whole_grid else product_key(GRID)
-        mixtures.append(swarm.mixture(kind, experts[kind], router, k_best=2, timeout_s=60.0))
+        mixtures.append(swarm.mixture(kind, experts[kind], router, k_best=2, timeout_s=60.0, grace_s=60.0))
     widths = [mixture.remote.expert.inputs[0].shape[0] for mixture in mixtures]
     keys = iter(jax.random.split(jax.random.key(0), 2 * len(mixtures)))
     params = [
@@ -110,7 +110,7 @@ def main(when: str, loops: list[Loop]) -> None:
         experts = {
             "feedforward": feedforward(d_model=32),
             "convolution": expert_from_nnx(Convolution, jnp.zeros((1, 32))),
-            "wide": feedforward(d_model=256, d_hidden=64),
+            "wide": feedforward(d_model=256),
         }
         used = {kind: experts[kind] for loop in loops for kind in loop.layers}
         served = {f"{kind}.[0:2].[0:2]": expert for kind, expert in used.items()}
