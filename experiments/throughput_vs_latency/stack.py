@@ -185,9 +185,9 @@ async def _measure(
         warm_up_rows=0,  # the sizes that occur are compiled already
         max_waiting_rows=max(most, trainers * batch_rows),
         max_concurrent_calls=2 * trainers,
-        # Nodes that stay: they need not say so every ten seconds.
-        announce_period_s=600.0,
-        record_lifetime_s=6000.0,
+        # Nodes that stay: they need not say so every ten seconds. Outside simulations records live for five minutes.
+        announce_period_s=100.0 if network is None else 600.0,
+        record_lifetime_s=300.0 if network is None else 6000.0,
     )
     async with AsyncExitStack() as stack:
         servers: list[tuple[Served, Delays]] = []
