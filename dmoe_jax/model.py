@@ -83,8 +83,8 @@ class Model(abc.ABC):
     unit: str = "samples"
     """What `Outcome.items` counts, for people."""
     meaning: str = ""
-    """What the numbers of its parameters mean beyond names and shapes, a fact a line, such as a hash of the words that
-    the rows of an embedding stand for. Averages, states and checkpoints of another meaning are refused."""
+    """Meaning of its parameters' numbers beyond names and shapes, a fact a line, such as a hash of the words that the
+    rows of an embedding stand for. Averages, states and checkpoints of another meaning are refused."""
 
     @abc.abstractmethod
     def init(self, key: PRNGKeyArray) -> PyTree:

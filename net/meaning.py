@@ -1,6 +1,6 @@
-"""What numbers mean, beyond their names and shapes, as a text that peers and files compare.
+"""Texts that say what numbers mean beyond their names and shapes, for peers and files to compare.
 
-The text has a fact a line, such as "vocabulary: 33,278 words, 5c31d0f2a9b4e870". An empty text says nothing.
+A text has a fact a line, such as "vocabulary: 33,278 words, 5c31d0f2a9b4e870". An empty text says nothing.
 """
 
 MAX_MEANING_CHARACTERS = 2000
@@ -20,7 +20,7 @@ def check_meaning(meaning: str) -> str:
 
 
 def is_meaning(value: object) -> bool:
-    """Whether this is such a text."""
+    """True if this is one of these texts."""
     return type(value) is str and len(value) <= MAX_MEANING_CHARACTERS and all(map(str.isprintable, value.split("\n")))
 
 

@@ -49,7 +49,7 @@ class TreeAveragerConfig:
     """Whether to find out what `speeds` does not say of the line: from what passes it, and every five minutes by some
     megabytes exchanged with others of the group."""
     meaning: str = ""
-    """What the model's numbers mean beyond their names and shapes, as `Model.meaning`: peers of another one are not
+    """Meaning of the model's numbers beyond their names and shapes, as `Model.meaning`: peers of another one are not
     met, their state is not taken, and both are told."""
 
     def __post_init__(self) -> None:

@@ -62,7 +62,7 @@ class CollaborationConfig:
     """Whether averaging overlaps with the next batch: each step is then made with gradients of the parameters before
     the last one (delayed parameter updates, Ren et al. 2021). A newcomer's first gradients are of fresher ones."""
     meaning: str = ""
-    """What the model's numbers mean beyond their names and shapes, as `Model.meaning`: peers of another one are not
+    """Meaning of the model's numbers beyond their names and shapes, as `Model.meaning`: peers of another one are not
     met, their state is not taken, and both are told."""
 
     def __post_init__(self) -> None:

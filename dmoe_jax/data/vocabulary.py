@@ -40,7 +40,7 @@ class Vocabulary:
 
     @property
     def meaning(self) -> str:
-        """What ids stand for, as one fact to compare: a hash of the words in their order."""
+        """Meaning of the ids, as one fact to compare: a hash of the words in their order."""
         digest = hashlib.sha256("\n".join(self.words).encode()).hexdigest()[:16]
         return f"vocabulary: {len(self):,} words, {digest}"
 

@@ -23,7 +23,7 @@ class Task:
     main: str = "loss"
     """The figure that messages show."""
     meaning: str = ""
-    """What a checkpoint's numbers stand for in this data, as `Model.meaning`: a run goes on with the same alone."""
+    """Meaning of a checkpoint's numbers with this data, as `Model.meaning`: a run goes on with the same alone."""
 
     def figures(self, evaluation: Evaluation) -> Mapping[str, float]:
         """The figures of an evaluation, by name: its loss and the model's own metrics."""

@@ -59,9 +59,9 @@ class AveragingPlan:
     """Most members that average with each other in each of two rounds, 2 or more (`reduction.grid`); None: a group
     averages in one."""
     is_reduced: bool = True
-    """Whether others can reduce the vectors; sparse ones are gathered."""
+    """True if others can reduce the vectors; sparse ones are gathered."""
     meaning: str = ""
-    """What the numbers mean beyond names and shapes, for people (`net.meaning`)."""
+    """Meaning of the numbers beyond names and shapes, for people (`net.meaning`)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= MAX_SIZE:

@@ -35,10 +35,10 @@ from net.wire.tensors import Outgoing, buffers_of, describe
 
 MAGIC = b"DX"
 VERSION = 3
-"""Of frames and messages: raised with each change of a byte that a test vector holds. Version 1 had no parts."""
+"""Version of frames and messages; it rises with each change of a byte of a test vector. Version 1 had no parts."""
 
 HELLO_VERSION = 2
-"""Stands in the part that carries a hello, for good: so peers of all versions can read who speaks, and as what."""
+"""Version in the part that carries a hello, for good: so peers of all versions can read which one the sender speaks."""
 
 MAX_HEADER_BYTES = MAX_ENCODED_BYTES
 MAX_BODY_BYTES = 128 * 2**20

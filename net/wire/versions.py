@@ -10,7 +10,7 @@ CALLS = 2
 with each change that a peer of the version before would refuse or read wrongly."""
 
 MAX_VERSION = 2**31
-"""Of any version that a peer may claim."""
+"""Largest version that a peer may claim."""
 
 
 def _software() -> str:

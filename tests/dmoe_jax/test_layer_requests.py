@@ -122,7 +122,12 @@ async def test_a_node_gets_no_more_rows_in_a_call_than_it_takes(
 ) -> None:
     """Three rows for each of three experts at a node that takes two: it says so when it is checked, or when it is asked
     for more, which costs one refusal; all rows are answered, and each part of them trains once."""
-    async with one_node(config=NodeConfig(max_batch_rows=2), grace_s=60.0, timeout_s=60.0) as (swarm, mixture, wire, choice):
+    async with one_node(config=NodeConfig(max_batch_rows=2), grace_s=60.0, timeout_s=60.0) as (
+        swarm,
+        mixture,
+        _,
+        choice,
+    ):
         if is_checked:
             await mixture.check()
             calls = [part for call in choice.calls for part in mixture._split(call)]
