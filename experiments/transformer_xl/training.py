@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from dmoe_jax.checkpoints import CheckpointError
 from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.data.corpora import Corpus, load_corpus
+from dmoe_jax.disk import CheckpointError
 from dmoe_jax.layer_config import Route
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.routing.base import Router, RouterError

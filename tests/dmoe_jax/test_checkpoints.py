@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from dmoe_jax.checkpoints import CheckpointError, Checkpoints, host_copy
+from dmoe_jax.checkpoints import Checkpoints, host_copy
+from dmoe_jax.disk import CheckpointError
 
 
 def state_at(step: int) -> dict:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import trio
 
-from dmoe_jax.checkpoints import CheckpointError, Checkpoints, host_copy
+from dmoe_jax.checkpoints import Checkpoints, host_copy
 from dmoe_jax.data.vocabulary import unigram_perplexity
+from dmoe_jax.disk import CheckpointError
 from dmoe_jax.model import Evaluation
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import StepRecord
