@@ -5,12 +5,14 @@ checkpoint of another model) fails between the two, so that a run that cannot be
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dmoe_jax.runs.run_folder import METRICS, RunFolder, Sink, changed_settings, check_new
+from dmoe_jax.disk import check_not_held, hold_folder, is_empty
+from dmoe_jax.runs.run_folder import METRICS, RunFolder, Sink, changed_settings, check_new, new_folder
 
 CHECKPOINT_FOLDER = "checkpoints"
 
@@ -45,6 +47,17 @@ class PreparedRun:
         """The headline of a run that was completed; None for one that is to be trained or resumed."""
         return finished_headline(RunFolder(self.path)) if self.path is not None and self.goes_on else None
 
+    @contextmanager
+    def held(self) -> Iterator["PreparedRun"]:
+        """The run with its folder, which no other process takes up while the block lasts.
+
+        Raises:
+          FolderInUse: another process trains in it. OSError: the folder cannot be written.
+        """
+        path = new_folder(Path("runs"), self.name) if self.path is None else self.path
+        with hold_folder(path, "run"):
+            yield replace(self, path=path)
+
     def begin(self) -> RunFolder:
         """Make the folder, or take it up; from here on it is written to.
 
@@ -74,10 +87,13 @@ def prepare_run(
     Raises:
       ValueError: naming the first setting that was another one, and both values; or the folder is not empty although
         `resume` is false, or is not a run folder.
+      FolderInUse: another process trains in it.
     """
+    if path is not None:
+        check_not_held(path, "run")
     if path is not None and not resume:
         check_new(path, hint=", or --resume")
-    if path is None or not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    if path is None or not path.exists() or (path.is_dir() and is_empty(path)):
         return PreparedRun(path=path, settings=settings, name=name)
     changes = changed_settings(saved_settings(path), settings)
     for setting, (then, now) in changes.items():
