@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dmoe_jax.disk import check_not_held, hold_folder, is_empty
-from dmoe_jax.runs.run_folder import METRICS, RunFolder, Sink, changed_settings, check_new, new_folder
+from dmoe_jax.runs.run_folder import CONFIG, METRICS, RunFolder, Sink, changed_settings, check_new, new_folder
 
 CHECKPOINT_FOLDER = "checkpoints"
 
@@ -114,6 +114,31 @@ def saved_settings(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a run that could be resumed: it has no readable config.json") from error
     return settings
+
+
+def is_code(value: object) -> bool:
+    """True for what names an object in a Python file, which is run to get it: "path/to/file.py:attribute"."""
+    return isinstance(value, str) and value.rpartition(":")[0].endswith(".py")
+
+
+def check_code(path: Path, flag: str, value: object, *, given: object) -> None:
+    """Check that no file is run only because the folder of a run names it: it may be a stranger's.
+
+    Args:
+      path: the folder.
+      flag: the flag that takes such a value, for the message.
+      value: what is to be used.
+      given: what the command line says.
+
+    Raises:
+      ValueError: the file is named by the folder alone.
+    """
+    if is_code(value) and value != given:
+        file = Path(str(value).rpartition(":")[0]).expanduser().absolute()
+        raise ValueError(
+            f"the run in {path} would run code out of {file}, which only its {CONFIG} names; if that file is yours, "
+            f"give {flag} {value} again, or --trust-run for all that the run names"
+        )
 
 
 def finished_headline(folder: RunFolder) -> dict[str, Any] | None:
