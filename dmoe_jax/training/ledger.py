@@ -13,7 +13,7 @@ from dmoe_jax.checkpoints import Checkpoints, host_copy
 from dmoe_jax.disk import CheckpointError, reserve
 from dmoe_jax.model import Evaluation
 from dmoe_jax.runs.figure import training_figure
-from dmoe_jax.runs.report import write_report
+from dmoe_jax.runs.report import spoken, write_report
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain
 from dmoe_jax.trainer import StepRecord, first_leaf
 from dmoe_jax.training.balance import BalanceLog
@@ -232,8 +232,11 @@ class Ledger:
         if not self.plan.pause and kind == "eval":
             self.log_balance()
         shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if key != "loss" or len(figures) == 1)
-        if is_new:
-            self.progress.say(f"{self.engine.name}, step {step}: {name} {shown}")
+        over = f"over {evaluation.items:,} {spoken(self.task.unit)}"
+        if kind == "final_eval":
+            self.progress.say(f"{self.engine.name}, final, {over}: {name} {shown}")
+        elif is_new:
+            self.progress.say(f"{self.engine.name}, step {step}: {name} {shown} ({over})")
 
     def _log_baseline(self, evaluation: Evaluation | None) -> None:
         baseline = self.task.baseline(evaluation)
