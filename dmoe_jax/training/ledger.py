@@ -295,6 +295,8 @@ class Ledger:
         self._room.unlink(missing_ok=True)
         if self._unwritten:
             self.event("records_lost", f"{self._unwritten} records had no room in metrics.jsonl")
+        if self.unsaved:
+            self.event("end_not_saved", self.unsaved)
         headline = {**self._headline(is_complete), "complete": is_complete and not self.unsaved}
         title = f"{self.engine.name} on {self.task.name}"
         try:
