@@ -35,7 +35,7 @@ def hold_folder(folder: Path, what: str) -> Iterator[None]:
     nobody is kept out.)
 
     Args:
-      what: what the folder is, for the message: "run".
+      what: what goes on there, for the message: "run".
 
     Raises:
       FolderInUse: somebody else holds it, perhaps in this process. OSError: it cannot be written to.
@@ -122,4 +122,4 @@ def _in_use(folder: Path, what: str, file: IO[str]) -> FolderInUse:
     file.seek(0)
     holder = file.read(200).strip() or "another process"
     file.close()
-    return FolderInUse(f"the {what} in {folder} is under way: {holder} writes to it; end that first")
+    return FolderInUse(f"the {what} in {folder} is under way: {holder} writes there; end that first")

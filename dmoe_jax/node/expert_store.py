@@ -118,7 +118,7 @@ class ExpertStore:
           FolderInUse: one does. OSError: the folder cannot be written to.
         """
         for uid in uids:
-            self._held.enter_context(hold_folder(self.folder / uid, "expert"))
+            self._held.enter_context(hold_folder(self.folder / uid, "saving of the expert"))
 
     def _of(self, uid: str) -> Checkpoints:
         if uid not in self._checkpoints:

@@ -17,7 +17,7 @@ import trio
 
 from dmoe_jax.checkpoints import CheckpointFiles
 from dmoe_jax.device import InlineDevice
-from dmoe_jax.disk import CheckpointError
+from dmoe_jax.disk import CheckpointError, FolderInUse
 from dmoe_jax.experts import expert_from_functions
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.node import saving
@@ -347,6 +347,45 @@ async def test_what_cannot_be_written_does_not_keep_others_from_it(tmp_path: Pat
     assert saved(tmp_path) == {"a.0": [1], "a.1": [1]}
 
 
+async def test_what_is_learnt_after_damage_is_found_at_the_next_start(tmp_path: Path) -> None:
+    """Though its numbers are lower than those of the checkpoints that cannot be read."""
+
+    async def life(updates: int) -> int:
+        """One node; the updates that it found."""
+        backends = experts("a.0")
+        saver = ExpertSaver(tmp_path, backends, InlineDevice())
+        found = (await saver.restore()).get("a.0", 0)
+        for _ in range(updates):
+            backends["a.0"].backward([X], X)
+            await saver.save()
+        return found
+
+    await life(8)
+    for number in ("7", "8"):
+        (tmp_path / "a.0" / number / "facts" / "metadata").write_text("")
+    assert await life(3) == 0
+    assert await life(1) == 3
+    assert await life(0) == 4
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nobody is kept out there")
+async def test_one_node_at_a_time_saves_an_expert(tmp_path: Path) -> None:
+    """A second one that is to serve it by itself is told who does; other experts may lie beside it."""
+    first = ExpertSaver(tmp_path, experts("a.0", "a.1"), InlineDevice())
+    await first.restore(alone=True)
+    with pytest.raises(
+        FolderInUse, match=rf"the saving of the expert in .*a\.1 is under way: process {os.getpid()} on "
+    ):
+        await ExpertSaver(tmp_path, experts("a.2", "a.1"), InlineDevice()).restore(alone=True)
+    third = ExpertSaver(tmp_path, experts("a.2"), InlineDevice())
+    await third.restore(alone=True)
+    third.close()
+    first.close()
+    second = ExpertSaver(tmp_path, experts("a.2", "a.1"), InlineDevice())
+    await second.restore(alone=True)
+    second.close()
+
+
 def poison(backend: ExpertBackend, *, updates: int | None = None) -> None:
     state = jax.tree.map(np.array, backend.state)
     state["params"]["Dense_0"]["bias"][0] = np.nan
@@ -359,7 +398,7 @@ async def test_a_full_disk_does_not_stop_the_node(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is reported, and tried again."""
+    """It is reported once, and tried again."""
     backends = experts("a.0")
     saver = ExpertSaver(tmp_path, backends, InlineDevice())
     tries = []
@@ -373,7 +412,9 @@ async def test_a_full_disk_does_not_stop_the_node(
     with trio.move_on_after(25.0):
         await saver.run(10.0)
     assert tries == pytest.approx([5.0, 11.0, 17.8])  # what a save may take is allowed for less and less
-    assert "RESOURCE_EXHAUSTED" in caplog.text
+    assert [record.getMessage() for record in caplog.records] == [
+        "RESOURCE_EXHAUSTED: no space left; the node goes on, and tries again every 10 s"
+    ]
 
 
 async def test_random_keys_in_a_state_are_saved(tmp_path: Path) -> None:
