@@ -116,10 +116,12 @@ def final_evaluation(metrics: Sequence[Mapping[str, Any]], split: str = "valid")
     Returns: such as ("final perplexity, over 16,384 words: 73.5", "8,192 words").
     """
     unit = next((record["unit"] for record in metrics if record["kind"] == "task"), "samples")
-    point, final = (
-        next((record for record in reversed(metrics) if record["kind"] == kind and record.get("split") == split), {})
-        for kind in ("eval", "final_eval")
-    )
+
+    def last(kind: str) -> Mapping[str, Any]:
+        found = (record for record in reversed(metrics) if record["kind"] == kind and record.get("split") == split)
+        return next(found, {})
+
+    point, final = last("eval"), last("final_eval")
     if not final.get("items") or not point.get("items") or point["items"] == final["items"]:
         return None
     name = "perplexity" if "perplexity" in final else "loss"
