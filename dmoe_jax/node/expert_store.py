@@ -63,10 +63,6 @@ class ExpertStore:
         self._held = ExitStack()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dmoe-writer", initializer=_give_way)
 
-    def newest(self, uid: str) -> int | None:
-        """The updates of an expert's newest checkpoint; None if there is none."""
-        return max(numbers_in(self.folder / uid), default=None)
-
     def save(
         self,
         uid: str,
@@ -101,7 +97,7 @@ class ExpertStore:
         Raises:
           CheckpointError: the checkpoint is of an expert of another shape or optimiser.
         """
-        had_any = self.newest(uid) is not None
+        had_any = bool(numbers_in(self.folder / uid))
         found = self._of(uid).restore_or_begin(backend.state)
         if found is None:
             if had_any:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -14,7 +15,7 @@ from dmoe_jax.disk import CheckpointError, reserve
 from dmoe_jax.model import Evaluation
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.report import spoken, write_report
-from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain
+from dmoe_jax.runs.run_folder import FIGURE, REPORT, RunFolder, plain
 from dmoe_jax.trainer import StepRecord, first_leaf
 from dmoe_jax.training.balance import BalanceLog
 from dmoe_jax.training.engine import Engine
@@ -26,7 +27,7 @@ from dmoe_jax.training.task import Task
 Records = Callable[[], Iterable[tuple[str, Mapping[str, object]]]]
 """What else happened since it was called last: records for the metrics, as (kind, fields)."""
 
-_ROOM_BYTES = 1 << 20
+_ROOM_BYTES = 1 << 19
 """Kept free on the disk from the beginning of a run, for its figure and report."""
 
 _SPLIT_NAMES = {"valid": "validation", "test": "test"}
@@ -298,18 +299,23 @@ class Ledger:
         if self.unsaved:
             self.event("end_not_saved", self.unsaved)
         headline = {**self._headline(is_complete), "complete": is_complete and not self.unsaved}
-        title = f"{self.engine.name} on {self.task.name}"
-        try:
-            training_figure(self.folder.metrics(), self.folder.path / FIGURE, title=title)
+        path, title = self.folder.path, f"{self.engine.name} on {self.task.name}"
+        with self._writing(path / FIGURE):
+            training_figure(self.folder.metrics(), path / FIGURE, title=title)
+        with self._writing(path / REPORT):
             write_report(self.folder, headline, title=title, summary=self.task.description)
-            written = f"report: {self.folder.path / 'report.md'}"
-        except OSError as error:
-            written = f"the report in {self.folder.path} cannot be written: {error.strerror}"
+            self.progress.say(f"report: {path / REPORT}")
         # Last: who finds this record need not look for the others.
         self._write("headline", **headline)
-        self.progress.say(written)
         self._on_end(plain(headline))
         return headline
+
+    @contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.progress.say(f"{path} cannot be written: {error.strerror or error}")
 
     def _headline(self, is_complete: bool) -> dict[str, Any]:
         task, totals, unit = self.task, self.totals, self.task.unit

@@ -491,6 +491,24 @@ def test_records_without_room_are_counted(
     assert "| records lost | 2 records had no room in metrics.jsonl |" in (tmp_path / "report.md").read_text()
 
 
+def test_a_figure_without_room_costs_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a report without room costs no headline; a sentence tells of each."""
+
+    def full(*args: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dmoe_jax.training.ledger.training_figure", full)
+    assert count(tmp_path / "a", CountingEngine())["complete"]
+    assert (tmp_path / "a" / "report.md").exists()
+    assert "figure.png cannot be written: No space left on device" in capsys.readouterr().err
+    monkeypatch.setattr("dmoe_jax.training.ledger.write_report", full)
+    assert count(tmp_path / "b", CountingEngine())["complete"]
+    assert "report.md cannot be written: No space left on device" in capsys.readouterr().err
+    assert records(tmp_path / "b", "headline", "complete") == [(True,)]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="nobody is kept out there")
 def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
     """The second is refused with the first's number, before it has done anything; so is one that begins anew."""
