@@ -1,11 +1,20 @@
 """Checkpoints on disk: a pytree of arrays and a few facts beside it, written whole or not at all (Orbax).
 
-Orbax writes into a temporary folder and renames it, so that a process killed in the middle leaves the previous
-checkpoint as the latest. `Checkpoints` are those of a run, numbered, of which the newest few are kept;
-`CheckpointFiles` writes and reads single ones.
+A checkpoint is written under another name, with the sizes and checksums of its files, and moved into place, so that a
+process killed in the middle leaves the previous one as the latest. `Checkpoints` are those of a run or an expert,
+numbered, of which the newest few are kept; `CheckpointFiles` writes and reads single ones.
+
+Whatever goes wrong, in Orbax too, is raised as `CheckpointError`.
 """
 
-from collections.abc import Callable, Mapping
+import errno
+import json
+import logging
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,75 +22,33 @@ import jax
 import numpy as np
 
 from dmoe_jax.arrays import stored
+from dmoe_jax.disk import CheckpointError, check_room
 from dmoe_jax.types import PyTree
+
+logger = logging.getLogger(__name__)
+
+Arrays = dict[tuple[str, ...], np.ndarray]
+"""Arrays by the names on the way to them, such as ("params", "gates", "0", "kernel")."""
 
 _STATE = "state"
 _FACTS = "facts"
+_CHECKSUMS = "checksums.json"
+"""Path in the checkpoint -> [bytes, CRC-32] of each file that is read."""
+_NOT_READ = {_CHECKSUMS, "commit_success.txt", "_CHECKPOINT_METADATA"}
+"""Files that no array and no fact depends on."""
+_UNFINISHED = ".unfinished-"
+"""Begins the name of a checkpoint that is being written."""
+_TRASH = ".old-"
+"""Begins the name of a checkpoint that is about to be deleted."""
+_SET_ASIDE = "set-aside-"
+"""Begins the name of a checkpoint that cannot be used and is kept for whoever wants to look at it."""
+
+_NOT_DAMAGED = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors of the system that say nothing of what is in a file."""
 
 
-class CheckpointError(ValueError):
-    """A folder holds no checkpoint, or one of another model. The message names the folder."""
-
-
-class Checkpoints:
-    """Checkpoints in one folder, numbered by step.
-
-    All methods block; call them in a worker thread where that matters.
-
-    Args:
-      folder: made if it is not there.
-      keep: how many of the newest are kept.
-    """
-
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        # Here, for it takes a second, and a node that saves nothing starts without.
-        import orbax.checkpoint as ocp
-
-        self._folder = folder.absolute()
-        self._args = ocp.args
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=(_STATE, _FACTS))
-
-    def latest_step(self) -> int | None:
-        """Number of the newest checkpoint, None if there is none."""
-        step = self._manager.latest_step()
-        return None if step is None else int(step)
-
-    def save(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
-        """Write a checkpoint unless there is one of this step already.
-
-        Args:
-          step: its number.
-          state: arrays that nobody changes or donates meanwhile; see `dmoe_jax.arrays.host_copy`.
-          facts: what JSON can hold.
-        """
-        if step in self._manager.all_steps():
-            return
-        stored, record = _to_store(state, facts)
-        items = {_STATE: self._args.StandardSave(stored), _FACTS: self._args.JsonSave(record)}
-        self._manager.save(step, args=self._args.Composite(**items))
-
-    def restore_latest(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]]:
-        """The newest checkpoint as (step, state, facts).
-
-        Args:
-          like: a tree of arrays of the structure, shapes and dtypes that are expected.
-
-        Raises:
-          CheckpointError: there is none, or its structure, shapes or dtypes are others.
-        """
-        step = self.latest_step()
-        if step is None:
-            raise CheckpointError(f"there is no checkpoint in {self._folder}")
-        saved = self._manager.restore(step, args=self._args.Composite(**{_FACTS: self._args.JsonRestore()}))[_FACTS]
-        like = jax.tree.map(stored, like)
-        shapes = _to_restore(like, saved, f"checkpoint {step} in {self._folder}")
-        args = self._args.Composite(**{_STATE: self._args.StandardRestore(shapes)})
-        return step, _refilled(like, self._manager.restore(step, args=args)[_STATE]), saved["facts"]
-
-    def close(self) -> None:
-        """Free Orbax's threads."""
-        self._manager.close()
+class _Unusable(CheckpointError):
+    """A checkpoint is damaged, or its numbers are not finite: an older one may be used."""
 
 
 class CheckpointFiles:
@@ -92,9 +59,11 @@ class CheckpointFiles:
     """
 
     def __init__(self) -> None:
+        # Here, for it takes a second, and a node that saves nothing starts without.
         import orbax.checkpoint as ocp
 
-        self._args = ocp.args
+        logging.getLogger("absl").addFilter(_is_news)
+        self._ocp = ocp
         # Of a node of several processes one writes, what is whole there; Orbax would have it wait for the others.
         alone = {"primary_host": jax.process_index(), "active_processes": {jax.process_index()}}
         here = ocp.options.MultiprocessingOptions(**alone, barrier_sync_key_prefix="alone")
@@ -108,14 +77,33 @@ class CheckpointFiles:
         self._checkpointer = ocp.Checkpointer(composite, multiprocessing_options=here)
 
     def write(self, path: Path, state: PyTree, facts: Mapping[str, Any]) -> None:
-        """Write a checkpoint; like `Checkpoints.save`.
+        """Write a checkpoint.
+
+        Args:
+          state: arrays that nobody changes or donates meanwhile; see `host_copy`.
+          facts: what JSON can hold.
 
         Raises:
-          ValueError: there is something at the path already.
+          CheckpointError: there is something at the path already, or it cannot be written; then nothing is there.
         """
-        stored, record = _to_store(state, facts)
-        items = {_STATE: self._args.PyTreeSave(stored), _FACTS: self._args.JsonSave(record)}
-        self._checkpointer.save(path.absolute(), args=self._args.Composite(**items))
+        path = path.absolute()
+        with _one_error(f"checkpoint {path} cannot be written", CheckpointError):
+            if path.exists():
+                raise CheckpointError(f"{path} is there already")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{path.name}.", dir=path.parent))
+            try:
+                stored, record = _to_store(state, facts)
+                # Tried first: Orbax leaves threads and long texts behind where a disk is full.
+                check_room(unfinished, sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) + (64 << 10))
+                args = self._ocp.args
+                items = {_STATE: args.PyTreeSave(stored), _FACTS: args.JsonSave(record)}
+                self._checkpointer.save(unfinished / path.name, args=args.Composite(**items))
+                checksums = json.dumps(dict(_checksums(unfinished / path.name)))
+                (unfinished / path.name / _CHECKSUMS).write_text(checksums, encoding="utf-8")
+                (unfinished / path.name).rename(path)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
 
     def read(self, path: Path, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """The checkpoint at a path as (state in NumPy arrays, facts).
@@ -124,64 +112,269 @@ class CheckpointFiles:
           like: a tree of arrays of the structure, shapes and dtypes that are expected.
 
         Raises:
-          CheckpointError: its structure, shapes or dtypes are others.
-          OSError or ValueError: it cannot be read.
+          CheckpointError: it cannot be read, or its structure, shapes or dtypes are others.
         """
-        import orbax.checkpoint as ocp
-
         path = path.absolute()
-        facts_alone = self._args.Composite(**{_FACTS: self._args.JsonRestore()})
-        saved = self._checkpointer.restore(path, args=facts_alone)[_FACTS]
-        like = jax.tree.map(stored, like)
-        shapes = _to_restore(like, saved, f"checkpoint {path}")
-        as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
-        args = self._args.Composite(**{_STATE: self._args.PyTreeRestore(shapes, restore_args=as_numpy)})
-        return _refilled(like, self._checkpointer.restore(path, args=args)[_STATE]), saved["facts"]
+        with _reading(path):
+            args = self._ocp.args
+            facts_alone = args.Composite(**{_FACTS: args.JsonRestore()})
+            saved = self._checkpointer.restore(path, args=facts_alone)[_FACTS]
+            facts: dict[str, Any] = saved["facts"]
+            like = jax.tree.map(stored, like)
+            shapes = _to_restore(like, saved, f"checkpoint {path}")
+            return _refilled(like, self._restored(path, shapes)), facts
+
+    def read_arrays(self, path: Path, is_wanted: Callable[[tuple[str, ...]], bool]) -> Arrays:
+        """Some arrays of the checkpoint at a path, for readers that do not know all of its structure.
+
+        Args:
+          is_wanted: told the names on the way to an array; what it does not want is not read from the disk.
+
+        Returns: the arrays by those names, without those that have no elements.
+
+        Raises:
+          CheckpointError: it cannot be read.
+        """
+        path, placeholder = path.absolute(), self._ocp.PLACEHOLDER
+        with _reading(path):
+            held = self._checkpointer.metadata(path).item_metadata[_STATE]
+            # An empty array of the right type stands for one that is read.
+            wanted = jax.tree_util.tree_map_with_path(
+                lambda at, leaf: np.zeros((), leaf.dtype) if is_wanted(names_of(at)) else placeholder,
+                getattr(held, "tree", held),
+            )
+            leaves = jax.tree_util.tree_leaves_with_path(self._restored(path, wanted))
+            return {names_of(at): leaf for at, leaf in leaves if leaf is not placeholder}
+
+    def _restored(self, path: Path, shapes: PyTree) -> PyTree:
+        args = self._ocp.args
+        as_numpy = jax.tree.map(lambda leaf: self._ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+        items = {_STATE: args.PyTreeRestore(shapes, restore_args=as_numpy)}
+        return self._checkpointer.restore(path, args=args.Composite(**items))[_STATE]
 
     def close(self) -> None:
         """Free Orbax's threads."""
         self._checkpointer.close()
 
 
-def read_arrays(
-    folder: Path, is_wanted: Callable[[tuple[str, ...]], bool]
-) -> tuple[int, dict[tuple[str, ...], np.ndarray]]:
-    """Some arrays of the newest checkpoint, for readers that do not know all of its structure. Writes nothing.
+class Checkpoints:
+    """Checkpoints in one folder, numbered by step. All methods block.
+
+    The newest is the one with the highest number that can be used. Those above it, which cannot, are moved aside when
+    it is restored: else they would stand before everything that is learnt from then on.
 
     Args:
-      folder: where the checkpoints are.
-      is_wanted: told the names on the way to an array, such as ("params", "gates", "0", "kernel"); what it does not
-        want is not read from the disk.
-
-    Returns: (its number, the arrays by those names); arrays without elements are left out.
-
-    Raises:
-      CheckpointError: there is none.
+      folder: made when something is saved.
+      keep: number of the newest that are kept.
+      files: reads and writes them; None: its own.
+      is_sound: False for a state that is worth nothing, such as one that is not finite.
+      say: told of each checkpoint that cannot be used, once.
     """
-    import orbax.checkpoint as ocp
 
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 2,
+        files: CheckpointFiles | None = None,
+        is_sound: Callable[[PyTree], Any] = lambda state: True,
+        say: Callable[[str], object] = logger.warning,
+    ) -> None:
+        self._folder = folder.absolute()
+        self._keep, self._is_sound, self._say = keep, is_sound, say
+        self._owns_files = files is None
+        self._files = CheckpointFiles() if files is None else files
+        self._usable: set[int] = set()  # those that were read or written here
+
+    def latest_step(self) -> int | None:
+        """Number of the newest checkpoint, whether or not it can be used; None if there is none."""
+        return max(numbers_in(self._folder), default=None)
+
+    def save(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
+        """Write a checkpoint unless there is a usable one of this step already, and delete the oldest.
+
+        Args: as of `CheckpointFiles.write`.
+
+        Raises:
+          CheckpointError: it cannot be written; all that was there is there still.
+        """
+        path = self._folder / str(step)
+        if path.exists() and step not in self._usable:
+            try:
+                self._read(step, state)
+            except CheckpointError as error:
+                self._set_aside({step: str(error)}, "written anew")
+        if not path.exists():
+            self._files.write(path, state, facts)
+        self._usable.add(step)
+        self._prune(step)
+
+    def restore_latest(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]]:
+        """The newest checkpoint that can be used, as (step, state, facts).
+
+        Args:
+          like: a tree of arrays of the structure, shapes and dtypes that are expected.
+
+        Raises:
+          CheckpointError: there is none, or it is one of another model. Nothing is moved then.
+        """
+        found, unusable = self._newest(like)
+        if found is None and unusable:
+            why = "; ".join(unusable.values())
+            raise CheckpointError(f"no checkpoint in {self._folder} can be used: {why}")
+        if found is None:
+            raise CheckpointError(f"there is no checkpoint in {self._folder}")
+        self._set_aside(unusable, f"checkpoint {found[0]} is taken")
+        return found
+
+    def restore_or_begin(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
+        """As `restore_latest`; None, with all set aside that cannot be used, for a fresh start.
+
+        Raises:
+          CheckpointError: the newest that could be used is one of another model.
+        """
+        found, unusable = self._newest(like)
+        self._set_aside(unusable, "there is no other" if found is None else f"checkpoint {found[0]} is taken")
+        return found
+
+    def read_arrays(self, is_wanted: Callable[[tuple[str, ...]], bool]) -> tuple[int, Arrays]:
+        """The number of the newest checkpoint that can be read, and some of its arrays. Writes nothing.
+
+        Args: as of `CheckpointFiles.read_arrays`.
+
+        Raises:
+          CheckpointError: there is none.
+        """
+        why: list[str] = []
+        for step in sorted(numbers_in(self._folder), reverse=True):
+            try:
+                arrays = self._files.read_arrays(self._folder / str(step), is_wanted)
+            except _Unusable as error:
+                why.append(str(error))
+                continue
+            for each in why:
+                self._say(f"{each}; checkpoint {step} is read instead")
+            return step, arrays
+        raise CheckpointError("; ".join(why) or f"there is no checkpoint in {self._folder}")
+
+    def close(self) -> None:
+        """Free Orbax's threads."""
+        if self._owns_files:
+            self._files.close()
+
+    def _newest(self, like: PyTree) -> tuple[tuple[int, PyTree, dict[str, Any]] | None, dict[int, str]]:
+        """The newest that can be used, and why those above it cannot, by their numbers."""
+        unusable: dict[int, str] = {}
+        # Listed again each time: another node that shares the folder may save, and delete the oldest, meanwhile.
+        while left := [step for step in numbers_in(self._folder) if step not in unusable]:
+            try:
+                state, facts = self._read(left[-1], like)
+            except _Unusable as error:
+                unusable[left[-1]] = str(error)
+                continue
+            self._usable.add(left[-1])
+            return (left[-1], state, facts), unusable
+        return None, unusable
+
+    def _read(self, step: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
+        state, facts = self._files.read(self._folder / str(step), like)
+        if not self._is_sound(state):
+            raise _Unusable(f"checkpoint {self._folder / str(step)} is not finite")
+        return state, facts
+
+    def _set_aside(self, unusable: Mapping[int, str], instead: str) -> None:
+        """Rename checkpoints that cannot be used, and say so with the reasons, and what is done instead."""
+        for step, why in unusable.items():
+            kept = self._folder / f"{_SET_ASIDE}{step}"
+            number = 1
+            while kept.exists():
+                number += 1
+                kept = self._folder / f"{_SET_ASIDE}{step}-{number}"
+            try:
+                (self._folder / str(step)).rename(kept)
+            except FileNotFoundError:  # its node has deleted it meanwhile, since it was old
+                continue
+            except OSError as error:
+                self._say(f"{why}; it cannot be moved away ({error.strerror}); {instead}")
+                continue
+            self._say(f"{why}; it is kept as {kept.name}; {instead}")
+
+    def _prune(self, saved: int) -> None:
+        """Delete the oldest, and what a writer that was killed has left unfinished.
+
+        Kept are the newest, and also the newest up to the one just saved: higher ones may be another node's.
+        """
+        numbers = numbers_in(self._folder)
+        newest, own = numbers[-self._keep :], [number for number in numbers if number <= saved][-self._keep :]
+        for old in {*numbers} - {*newest, *own}:
+            trash = self._folder / f"{_TRASH}{old}"
+            with suppress(OSError):  # another node that shares the folder was quicker
+                # Renamed first, so that nobody reads half of it.
+                (self._folder / str(old)).rename(trash)
+            shutil.rmtree(trash, ignore_errors=True)
+        for path in self._folder.iterdir():
+            name = path.name.removeprefix(_TRASH).removeprefix(_UNFINISHED)
+            number, dot, _ = name.partition(".")
+            is_leftover = bool(dot) or name != path.name
+            if is_leftover and number.isdigit() and int(number) < saved:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def numbers_in(folder: Path) -> list[int]:
+    """The numbers that name checkpoints in a folder, ascending."""
     if not folder.is_dir():
-        raise CheckpointError(f"there is no checkpoint in {folder}")
-    handlers = {_STATE: ocp.PyTreeCheckpointHandler(), _FACTS: ocp.JsonCheckpointHandler()}
-    options = ocp.CheckpointManagerOptions(create=False)
-    manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and path.is_dir())
+
+
+def read_arrays(folder: Path, is_wanted: Callable[[tuple[str, ...]], bool]) -> tuple[int, Arrays]:
+    """`Checkpoints.read_arrays` of a folder."""
+    checkpoints = Checkpoints(folder)
     try:
-        step = manager.latest_step()
-        if step is None:
-            raise CheckpointError(f"there is no checkpoint in {folder}")
-        held = manager.item_metadata(step)[_STATE]
-        # An empty array of the right type stands for one that is read.
-        wanted = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: np.zeros((), leaf.dtype) if is_wanted(names_of(path)) else ocp.PLACEHOLDER,
-            getattr(held, "tree", held),
-        )
-        as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
-        args = ocp.args.Composite(**{_STATE: ocp.args.PyTreeRestore(wanted, restore_args=as_numpy)})
-        state = manager.restore(step, args=args)[_STATE]
+        return checkpoints.read_arrays(is_wanted)
     finally:
-        manager.close()
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return int(step), {names_of(path): leaf for path, leaf in leaves if leaf is not ocp.PLACEHOLDER}
+        checkpoints.close()
+
+
+@contextmanager
+def _one_error(text: str, kind: Callable[[str], CheckpointError]) -> Iterator[None]:
+    """Turn whatever the block raises into one error, which begins with a text."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # Orbax, TensorStore and the system each have their own
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        not_damaged = isinstance(error, MemoryError) or getattr(error, "errno", None) in _NOT_DAMAGED
+        raise (CheckpointError if not_damaged else kind)(f"{text}: {reason[:300]}") from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    with _one_error(f"checkpoint {path} cannot be read", _Unusable):
+        # Those of earlier versions have no checksums.
+        if (path / _CHECKSUMS).exists():
+            wanted = json.loads((path / _CHECKSUMS).read_text(encoding="utf-8"))
+            held = dict(_checksums(path))
+            if damaged := sorted(name for name, sums in wanted.items() if held.get(name) != sums):
+                raise _Unusable(f"checkpoint {path} cannot be read: {damaged[0]} is damaged or gone")
+        yield
+
+
+def _checksums(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    """Path in the folder, (bytes, CRC-32), of each file in it."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name not in _NOT_READ:
+            size, checksum = 0, 0
+            with path.open("rb") as file:
+                while piece := file.read(1 << 22):
+                    size, checksum = size + len(piece), zlib.crc32(piece, checksum)
+            yield path.relative_to(folder).as_posix(), [size, checksum]
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for what Orbax's threads log of an error that it raises as well."""
+    return "_SignalingThread.run() raised" not in record.getMessage()
 
 
 def names_of(path: Any) -> tuple[str, ...]:

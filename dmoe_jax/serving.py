@@ -101,6 +101,9 @@ async def serve_until_left(
       compiling: see `open_expert_node`.
       replicate: the experts are replicas of those that other nodes serve, and begin with the state that they have
         there.
+
+    Raises:
+      CheckpointError: some experts could not be saved at the end.
     """
     served: Served | None = None
     claimer: Claimer | None = None
@@ -141,9 +144,13 @@ async def serve_until_left(
             if claimer is not None:
                 claimer.stop()
     finally:
-        if served is not None:
-            # After the withdrawal: nobody sends gradients any more.
-            with trio.CancelScope(shield=True):
-                if saver is not None:
+        try:
+            if served is not None and saver is not None:
+                # After the withdrawal: nobody sends gradients any more.
+                with trio.CancelScope(shield=True):
                     await saver.save()
-            served._gone.set()
+        finally:
+            if saver is not None:
+                saver.close()
+            if served is not None:
+                served._gone.set()

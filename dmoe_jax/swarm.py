@@ -156,6 +156,7 @@ class Swarm(AveragingSwarm):
           ValueError: this peer listens nowhere or serves experts already, a pattern is malformed or names an expert
             twice, the optimiser cannot work on a node, a checkpoint is of an expert of another shape, there are not so
             many devices, or the rule does not fit an array.
+          FolderInUse: another process saves one of these experts in `checkpoint_dir`. OSError: it cannot be written to.
         """
         if self.rpc.address is None:
             raise ValueError("experts cannot be served by a client; give open_swarm(listen='HOST:PORT')")
@@ -183,9 +184,12 @@ class Swarm(AveragingSwarm):
             make = functools.partial(make_backends, seed=seed, places=places)
             backends = await all_of(own).run(make, experts, optimizer)
         saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, own)
-        if saver is not None and (restored := await saver.restore()):
+        if saver is not None:
+            # Those that claim or replicate share a folder: they hand experts to each other, or serve the same ones.
+            restored = await saver.restore(alone=claim is None and replicas is None)
             several = f"{len(restored)} of {len(backends)} experts"
-            on_progress(f"{several} go on from {checkpoint_dir} ({sum(restored.values())} updates)")
+            if restored:
+                on_progress(f"{several} go on from {checkpoint_dir} ({sum(restored.values())} updates)")
         serving = functools.partial(
             serve_until_left,
             period_s=checkpoint_period_s,

@@ -65,6 +65,8 @@ SHELLS = {
     "dmoe_jax.data.wikitext2",
     "dmoe_jax.emulator.recording",
     "dmoe_jax.runs.run_folder",
+    "dmoe_jax.checkpoints",
+    "dmoe_jax.disk",
     "dmoe_jax.cores",
     "dmoe_jax.interrupts",
     "dmoe_jax.xla_threads",

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -16,6 +16,7 @@ from dmoe_jax.cli.common import UsageError, check_at_least, mistakes_in_one_line
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, NetworkOptions, join_swarm
 from dmoe_jax.inspection.saved_run import SavedRun, find_run
+from dmoe_jax.training.saving import check_code, is_code
 
 if TYPE_CHECKING:
     from dmoe_jax.data.corpora import Corpus
@@ -51,6 +52,10 @@ class InspectCommand:
     """Part of the text that the model reads."""
     tokens: int = 65_536
     """Words that it reads, from evenly spaced places; 0 for all."""
+    router: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
+    """The run's router again, if it is out of a file of your own: no file is run only because a run names it."""
+    trust_run: bool = False
+    """Run the Python file that the run names for its router."""
     unfinished: bool = False
     """Inspect the last checkpoint of a run that was not trained to its end."""
     json: bool = False
@@ -66,6 +71,11 @@ class InspectCommand:
         console = Console(stderr=True, soft_wrap=True, highlight=False)
         with mistakes_in_one_line():
             run = find_run(self.run_folder, data=self.data, unfinished=self.unfinished)
+            if self.router is not None and not is_code(run.router):
+                raise ValueError(f"--router would have no effect: that of the run is {run.router}")
+            run = replace(run, router=self.router or run.router)
+            if not self.trust_run:
+                check_code(run.path, "--router", run.router, given=self.router)
         set_up_jax()
         with mistakes_in_one_line():
             model, corpus = await _in_thread(partial(self._load, run))

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import trio
 
 from dmoe_jax.cli.common import UsageError, fail, one_line
+from dmoe_jax.disk import CheckpointError, FolderInUse
 from dmoe_jax.processes import ProcessFailed
 from net.errors import NetError
 from net.keys import IdentityError
@@ -22,7 +23,7 @@ from net.keys import IdentityError
 EXIT_INTERRUPTED = 130
 """128 + SIGINT: what a shell reports for a command that Ctrl-C ended."""
 
-_MISTAKES = (NetError, IdentityError, UsageError, ProcessFailed)
+_MISTAKES = (NetError, IdentityError, UsageError, ProcessFailed, CheckpointError, FolderInUse)
 """Errors that are told in one line: they are the swarm's or the user's, not ours. Any other error is a bug and keeps
 its traceback."""
 

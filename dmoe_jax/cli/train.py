@@ -5,14 +5,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dmoe_jax.cli.common import mistakes_in_one_line, parse_command_line, set_up_jax
+from dmoe_jax.cli.common import flag_of, mistakes_in_one_line, parse_command_line, set_up_jax
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import join_swarm
 from dmoe_jax.cli.train_options import TrainOptions, check_changes, flags_of_run
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.metrics.trackers import tracking
 from dmoe_jax.runs.run_folder import flat
-from dmoe_jax.training.saving import PreparedRun, prepare_run, saved_settings
+from dmoe_jax.training.saving import PreparedRun, check_code, prepare_run, saved_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +26,18 @@ class TrainCommand(TrainOptions):
         """The command as it goes on with a run: the run's flags, and those of `args`, the words after `train`.
 
         Raises:
-          UsageError: --out is no run.
+          UsageError: --out is no run, or names code that the words do not name.
         """
         if not self.resume or self.out is None or not (self.out / "config.json").exists():
             return self
         with mistakes_in_one_line():
             words = [*flags_of_run(saved_settings(self.out)), *args]
         resumed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=words)
+        if not self.trust_run:
+            given = flat(self.settings())
+            with mistakes_in_one_line():
+                for name, value in flat(resumed.settings()).items():
+                    check_code(self.out, flag_of(name), value, given=given.get(name))
         return resumed
 
     def prepared(self) -> PreparedRun:

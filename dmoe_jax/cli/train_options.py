@@ -160,7 +160,7 @@ _FIXED = (
 _ON_OR_OFF = ("averaging.average_every", "averaging.target_batch_size", "optimizer.weight_decay", "optimizer.grad_clip")
 """Settings that a resumed run may change, but not switch on or off: the optimiser has a state for each that is on."""
 
-_NO_SETTINGS = ("resume", "out", "metrics", "trace")
+_NO_SETTINGS = ("resume", "trust_run", "out", "metrics", "trace")
 """Flags that say nothing of what a run trains, and much of where it runs."""
 
 _OF_THIS_PROCESS = ("join", "json", "exit_on_stdin_eof")
@@ -181,6 +181,9 @@ class TrainOptions:
     resume: bool = False
     """Continue the run in --out from its latest checkpoint, with its flags; those that are given change. The experts
     are as their nodes have them now."""
+    trust_run: bool = False
+    """With --resume: run the Python files that the run in --out names, such as its --router. Without it they must be
+    named again."""
     model: str | None = None
     """A model of your own, as my_file.py:my_model: a function of the swarm that returns a `dmoe_jax.model.Model` which
     also has `batches(shard, num_shards, seed)`, an iterator of training batches, and perhaps `validation()`, an
@@ -234,6 +237,8 @@ class TrainOptions:
             raise UsageError("--join needs at least one HOST:PORT")
         if self.resume and self.out is None:
             raise UsageError("--resume needs --out with the folder of the run to continue")
+        if self.trust_run and not self.resume:
+            raise UsageError("--trust-run would have no effect without --resume")
 
     def settings(self) -> dict[str, Any]:
         """The flags as plain data, for config.json."""

@@ -14,7 +14,6 @@ import optax
 import trio
 
 from dmoe_jax.averaging import Round
-from dmoe_jax.checkpoints import CheckpointError
 from dmoe_jax.cli.averaging import open_averaging
 from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.cli.train_options import TrainOptions
@@ -22,6 +21,7 @@ from dmoe_jax.cli.trained_models import Training, language_training, own_trainin
 from dmoe_jax.cli.watching import Watching, watching
 from dmoe_jax.collaboration import Collaboration, GlobalStep
 from dmoe_jax.collaboration.trainers import CollaborativeTrainers
+from dmoe_jax.disk import CheckpointError
 from dmoe_jax.metrics.monitor import Monitor
 from dmoe_jax.mixture.coverage import TooFewExperts, check_coverage
 from dmoe_jax.mixture.readiness import ExpertMismatch

@@ -3,6 +3,7 @@
 import shlex
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ from dmoe_jax.cli.network import (
     SizeText,
     check_memory_budget,
 )
+from dmoe_jax.disk import hold_folder
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern, layer_prefix
 from dmoe_jax.inspection.saved_run import SHARED_FOLDER, saved_experts
 from dmoe_jax.layer_config import LayerConfig, Route
@@ -134,7 +136,7 @@ class UpCommand:
 
         Raises:
           ProcessFailed: a trainer ended with an error of its own, or another process before it served.
-          UsageError: the folder for the logs cannot be made.
+          UsageError: the folder for the logs cannot be made. FolderInUse: another swarm runs in it.
         """
         out = self.folder
         logs = out.parent / f"{out.name}.logs"
@@ -148,10 +150,12 @@ class UpCommand:
         shown = LocalMetrics(self.announce)
         flags = [*self.network_flags(), *self.metrics_flags()]
         async with (
+            AsyncExitStack() as stack,
             self.metrics.opened("up", {"/targets": shown.targets}) as monitor,
             open_local_swarm(logs, network_flags=flags) as swarm,
             trio.open_nursery() as showing,
         ):
+            stack.enter_context(hold_folder(logs, "swarm"))
             shown.began(swarm, watches)
             monitor.show(shown.families)
             monitor.why_not_ready = shown.why_not_ready

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from dmoe_jax.checkpoints import CheckpointError, names_of, read_arrays
+from dmoe_jax.checkpoints import names_of, read_arrays
 from dmoe_jax.data.corpora import SOURCES, Corpus, load_corpus
+from dmoe_jax.disk import CheckpointError
 from dmoe_jax.grid import all_uids, layer_prefix
 from dmoe_jax.inspection.saved_run import SHARED_FOLDER, SavedRun, saved_experts
 from dmoe_jax.layer_config import LayerConfig

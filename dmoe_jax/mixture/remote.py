@@ -18,6 +18,7 @@ ever NaN, and a layer that finds no experts says so.
 `backward`) with arrays on the host, from which `dmoe_jax.flax_layers` makes a layer that lives under `jit`.
 """
 
+import functools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence

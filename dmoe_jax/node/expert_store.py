@@ -3,16 +3,18 @@
 An expert of 1,200 updates is the checkpoint FOLDER/UID/1200: parameters, optimiser state, and facts. Several nodes may
 share a folder. Where two have served one expert apart from each other, the one of more updates counts.
 
-An expert that is not finite is worth nothing: one that is there all the same is not taken up.
+An expert that is not finite is worth nothing: one that is there all the same is not taken up. It is set aside, as is
+one that cannot be read: what is learnt after it has lower numbers.
 """
 
+import functools
 import logging
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax.checkpoints import CheckpointError, CheckpointFiles
+from dmoe_jax.checkpoints import CheckpointFiles, Checkpoints, numbers_in
+from dmoe_jax.disk import CheckpointError, hold_folder
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.types import PyTree
@@ -33,8 +36,6 @@ _NICENESS = 15
 _LARGE_BYTES = 16 << 20
 """Of an expert that is written by such a thread. To write a small one is mostly Python: a thread that holds the
 interpreter and gets no processor would have the whole node wait."""
-_TRASH = ".old-"
-"""Begins the name of a checkpoint that is about to be deleted."""
 
 
 class ExpertStore:
@@ -51,7 +52,7 @@ class ExpertStore:
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         self.folder = folder.absolute()
-        if numbers := _numbered(self.folder):
+        if numbers := numbers_in(self.folder):
             raise CheckpointError(
                 f"{self.folder} holds checkpoints of an earlier version, among them {numbers[-1]}; experts now have "
                 "a folder each, so give another folder"
@@ -59,11 +60,9 @@ class ExpertStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._keep = keep
         self._files = CheckpointFiles()
+        self._checkpoints: dict[str, Checkpoints] = {}
+        self._held = ExitStack()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dmoe-writer", initializer=_give_way)
-
-    def newest(self, uid: str) -> int | None:
-        """The updates of an expert's newest checkpoint; None if there is none."""
-        return max(_numbered(self.folder / uid), default=None)
 
     def save(
         self,
@@ -83,61 +82,54 @@ class ExpertStore:
           state, learnt_from: see `ExpertBackend`; sound, and in arrays that nobody changes meanwhile.
           meaning: see `Expert.meaning`.
           gives_way: to threads that compute, if it is large, and so takes longer.
+
+        Raises:
+          CheckpointError: it cannot be written.
         """
-        own = self.folder / uid
-        if updates not in _numbered(own):
-            facts = {"updates": updates, "learnt_from": [name.hex() for name in learnt_from], "meaning": meaning}
-            if gives_way and sum(leaf.nbytes for leaf in jax.tree.leaves(state)) >= _LARGE_BYTES:
-                self._writer.submit(self._files.write, own / str(updates), state, facts).result()
-            else:
-                self._files.write(own / str(updates), state, facts)
-        self._prune(own, updates)
+        facts = {"updates": updates, "learnt_from": [name.hex() for name in learnt_from], "meaning": meaning}
+        saving = functools.partial(self._of(uid).save, updates, state, facts)
+        if gives_way and sum(leaf.nbytes for leaf in jax.tree.leaves(state)) >= _LARGE_BYTES:
+            self._writer.submit(saving).result()
+        else:
+            saving()
 
     def restore(self, uid: str, backend: ExpertBackend) -> int | None:
-        """Have a backend take up the newest sound checkpoint of an expert; returns its updates, None if there is none.
+        """Have a backend take up the newest checkpoint of an expert that can be used; returns its updates, None if
+        there is none. Newer ones are set aside.
 
         Raises:
           CheckpointError: the checkpoint is of an expert of another shape, meaning or optimiser.
         """
-        tried: set[int] = set()
-        # Listed again each time: another node that shares the folder may save, and delete the oldest, meanwhile.
-        while left := [number for number in _numbered(self.folder / uid) if number not in tried]:
-            updates = left[-1]
-            tried.add(updates)
-            try:
-                state, facts = self._files.read(self.folder / uid / str(updates), backend.state)
-                _check_meaning(facts.get("meaning", ""), backend, f"checkpoint {updates} of expert {uid}")
-            except CheckpointError:
-                raise
-            except (OSError, ValueError, KeyError) as error:
-                logger.warning(
-                    "checkpoint %d of expert %s cannot be read, an older one is tried: %s", updates, uid, error
-                )
-                continue
-            if is_sound(state):
-                names = map(bytes.fromhex, facts.get("learnt_from", ()))
-                backend.load(state, update_count=updates, learnt_from=names)
-                return updates
-            logger.warning("expert %s is not finite in its checkpoint %d; an older one is tried", uid, updates)
-        if tried:
-            logger.warning("no checkpoint of expert %s can be used: it starts afresh", uid)
-        return None
+        had_any = bool(numbers_in(self.folder / uid))
+        found = self._of(uid).restore_or_begin(backend.state)
+        if found is None:
+            if had_any:
+                logger.warning("no checkpoint of expert %s can be used: it starts afresh", uid)
+            return None
+        updates, state, facts = found
+        _check_meaning(facts.get("meaning", ""), backend, f"checkpoint {updates} of expert {uid}")
+        backend.load(state, update_count=updates, learnt_from=map(bytes.fromhex, facts.get("learnt_from", ())))
+        return updates
 
-    def _prune(self, own: Path, updates: int) -> None:
-        """Delete an expert's oldest checkpoints, and what a writer that was killed has left unfinished."""
-        for old in _numbered(own)[: -self._keep]:
-            trash = own / f"{_TRASH}{old}"
-            # Renamed first, so that nobody reads half of it.
-            (own / str(old)).rename(trash)
-            shutil.rmtree(trash, ignore_errors=True)
-        for path in own.iterdir():
-            number, dot, _ = path.name.removeprefix(_TRASH).partition(".")
-            is_leftover = bool(dot) or path.name.startswith(_TRASH)
-            if is_leftover and number.isdigit() and int(number) < updates:
-                shutil.rmtree(path, ignore_errors=True)
+    def hold(self, uids: Iterable[str]) -> None:
+        """Keep other processes from saving these experts here, until `close`.
+
+        Raises:
+          FolderInUse: one does. OSError: the folder cannot be written to.
+        """
+        for uid in uids:
+            self._held.enter_context(hold_folder(self.folder / uid, "saving of the expert"))
+
+    def _of(self, uid: str) -> Checkpoints:
+        if uid not in self._checkpoints:
+            self._checkpoints[uid] = Checkpoints(
+                self.folder / uid, keep=self._keep, files=self._files, is_sound=is_sound
+            )
+        return self._checkpoints[uid]
 
     def close(self) -> None:
-        """Free Orbax's threads."""
+        """Let others save here, and free Orbax's threads."""
+        self._held.close()
         self._writer.shutdown()
         self._files.close()
 
@@ -159,7 +151,7 @@ def _give_way() -> None:
 
 def saved_uids(folder: Path) -> tuple[str, ...]:
     """The uids of the experts that a folder of an `ExpertStore` holds checkpoints of, sorted."""
-    return tuple(sorted(path.name for path in folder.glob("*.*") if _is_uid(path.name) and _numbered(path)))
+    return tuple(sorted(path.name for path in folder.glob("*.*") if _is_uid(path.name) and numbers_in(path)))
 
 
 def is_sound(state: dict[str, PyTree], xp: Any = np) -> Any:
@@ -184,10 +176,3 @@ def _is_uid(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _numbered(folder: Path) -> list[int]:
-    """The numbers that name folders in it, ascending."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and path.is_dir())

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import trio
 
-from dmoe_jax.checkpoints import CheckpointError
 from dmoe_jax.device import Device
+from dmoe_jax.disk import CheckpointError
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.expert_store import ExpertStore, is_sound
@@ -60,14 +60,29 @@ class ExpertSaver:
         self._saved: dict[str, int] = {}  # updates at the last checkpoint that this node knows of
         self._copies: dict[int, tuple[Programs, PyTree, Copy]] = {}  # what `_kind_of` says, by number of the programs
 
-    async def restore(self) -> dict[str, int]:
+    async def restore(self, *, alone: bool = False) -> dict[str, int]:
         """Take up all experts of which there are checkpoints; returns their updates. Not while they are served.
+
+        Args:
+          alone: keep other processes from saving these experts in the folder, until `close`.
 
         Raises:
           CheckpointError: a checkpoint is of an expert of another shape or optimiser; it names the expert.
+          FolderInUse: another process saves one of them; the message says which. OSError: the folder cannot be
+            written to.
         """
-        found = {uid: await self.restore_one(uid, backend) for uid, backend in tuple(self._backends.items())}
+        try:
+            if alone:
+                self._store.hold(self._backends)
+            found = {uid: await self.restore_one(uid, backend) for uid, backend in tuple(self._backends.items())}
+        except BaseException:
+            self.close()
+            raise
         return {uid: updates for uid, updates in found.items() if updates is not None}
+
+    def close(self) -> None:
+        """Let others save the experts. Blocks while one is written."""
+        self._store.close()
 
     async def restore_one(self, uid: str, backend: ExpertBackend) -> int | None:
         """Have a backend that is not served yet take up this expert; returns its updates, None without a checkpoint.
@@ -91,7 +106,7 @@ class ExpertSaver:
         Raises:
           CheckpointError: some could not be written. All were tried.
         """
-        failed: dict[str, Exception] = {}
+        failed: dict[str, CheckpointError] = {}
         learnt = [(uid, backend) for uid, backend in self._backends.items() if self._has_learnt(uid, backend)]
         for uid, backend in learnt:
             device = self._device_of(backend)
@@ -106,7 +121,7 @@ class ExpertSaver:
                 save = functools.partial(self._store.save, meaning=meaning, gives_way=gives_way)
                 await device.aside(functools.partial(save, uid, updates, state, learnt_from))
                 self._saved[uid] = updates
-            except (OSError, ValueError) as error:  # Orbax raises ValueError where a disk is full
+            except CheckpointError as error:
                 failed[uid] = error
             del state  # before the next one is copied
         if failed:
@@ -120,9 +135,11 @@ class ExpertSaver:
 
         A save writes what was so when it began, and until the next one has ended that is the newest there is: so the
         time that a save takes counts twice. A save that takes over a third of the period is followed by a rest as long
-        as itself, and a warning says how old checkpoints become. A full disk is reported and does not stop the node.
+        as itself, and a warning says how old checkpoints become. A full disk is reported, once until there is room
+        again, and does not stop the node.
         """
         took_s, warned_s = period_s / 4, period_s  # the first one half a period from now
+        fails = False
         while True:
             rest_s = max(period_s - 2 * took_s, took_s)
             if (age_s := 2 * took_s + rest_s) > 1.1 * warned_s:
@@ -136,7 +153,13 @@ class ExpertSaver:
             try:
                 await self.save(gives_way=True)
             except CheckpointError as error:
-                logger.warning("%s", error)
+                if not fails:
+                    logger.warning("%s; the node goes on, and tries again every %.3g s", error, period_s)
+                fails = True
+            else:
+                if fails:
+                    logger.warning("the experts are saved again")
+                fails = False
             # Of the longest of late: one that found nothing to write says nothing of the next one.
             took_s = max(trio.current_time() - began, 0.8 * took_s)
 

@@ -17,6 +17,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from dmoe_jax.runs import balance_panels, load_map
+from dmoe_jax.runs.report import final_evaluation
 from dmoe_jax.runs.run_folder import replaced_file
 from dmoe_jax.runs.style import (
     GREY,
@@ -139,8 +140,9 @@ def _learning(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]]) 
     if eval_steps.size:
         axes.plot(eval_steps, values, color=VALID, linewidth=2.2, marker="o", markersize=4.5, zorder=4)
         labels.append((values[-1], f"validation {short(values[-1])}", VALID))
-        if isinstance(accuracy := valid[-1].get("accuracy"), float):
-            axes.set_title(f"validation accuracy {accuracy:.1%}", loc="right", fontsize=9, color=VALID, pad=16)
+        notes = [f"validation accuracy {valid[-1]['accuracy']:.1%}"] if valid[-1].get("accuracy") is not None else []
+        notes += [found[0]] if (found := final_evaluation(metrics)) else []
+        axes.set_title(", ".join(notes), loc="right", fontsize=9, color=VALID, pad=16)
     if not steps.size and not eval_steps.size:
         say_empty(axes, "no training step and no evaluation yet")
         return

@@ -11,6 +11,18 @@ MAX_EVENTS = 50
 """Events in the report; a run of days has thousands, and metrics.jsonl has them all."""
 
 
+_LOSSES = (
+    "calls_failed",
+    "samples_without_experts",
+    "steps_lost",
+    "averages_missed",
+    "averages_rejected",
+    "averaging_peers_lost",
+    "samples_lost",
+)
+"""Figures of a headline that count what went wrong: each above 0 is worth a line beside the events."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportTable:
     """A table for a report.
@@ -61,12 +73,15 @@ def write_report(
     if summary:
         parts.append(summary)
     figures = [(_words(name), value) for name, value in headline.items()]
+    metrics = run_folder.metrics()
     parts += ["## Headline", markdown_table(("figure", "value"), figures)]
+    if final := final_evaluation(metrics):
+        parts.append(f"The {final[0]}. Each point of the curve is over {final[1]}.")
     if (run_folder.path / FIGURE).exists():
         parts.append(f"![{figure_text}]({FIGURE})")
     for table in tables:
         parts += [f"## {table.title}", markdown_table(table.head, table.rows), *([table.note] if table.note else [])]
-    parts += ["## What happened", _events(run_folder.metrics())]
+    parts += ["## What happened", _events(metrics, headline)]
     settings = [(f"`{name}`", value) for name, value in flat(config.get("settings", {})).items()]
     parts += ["## Settings", markdown_table(("setting", "value"), settings)]
     parts += ["## How to reproduce", f"```sh\n{command or config.get('command', '')}\n```", _environment(config)]
@@ -90,18 +105,56 @@ def format_value(value: object) -> str:
     return str(value)
 
 
-def _events(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """The events as a table, oldest first."""
+def spoken(unit: str) -> str:
+    """The plural of what an evaluation counts, for people."""
+    return "words" if unit == "tokens" else unit
+
+
+def final_evaluation(metrics: Sequence[Mapping[str, Any]], split: str = "valid") -> tuple[str, str] | None:
+    """What a run's last evaluation found, and over how much those of its curve are; None if it is one of them.
+
+    Returns: such as ("final perplexity, over 16,384 words: 73.5", "8,192 words").
+    """
+    unit = next((record["unit"] for record in metrics if record["kind"] == "task"), "samples")
+
+    def last(kind: str) -> Mapping[str, Any]:
+        found = (record for record in reversed(metrics) if record["kind"] == kind and record.get("split") == split)
+        return next(found, {})
+
+    point, final = last("eval"), last("final_eval")
+    if not final.get("items") or not point.get("items") or point["items"] == final["items"]:
+        return None
+    name = "perplexity" if "perplexity" in final else "loss"
+    over, of_curve = (f"{record['items']:,} {spoken(unit)}" for record in (final, point))
+    return f"final {name}, over {over}: {format_value(final[name])}", of_curve
+
+
+def _events(metrics: Sequence[Mapping[str, Any]], headline: Mapping[str, object]) -> str:
+    """What the run lost, and its events, oldest first, as a table."""
     events = [record for record in metrics if record["kind"] == "event"]
-    if not events:
+    lost = [(name, headline[name]) for name in _LOSSES if headline.get(name)]
+    lost += [(name, count) for name, count in headline.items() if name.startswith("failed: ") and count]
+    if not events and not lost:
         return "Nothing out of the ordinary."
-    rows = [
+    rows: list[tuple[object, ...]] = [
+        (None, None, _words(name), _detail(name, count, headline)) for name, count in lost
+    ]
+    rows += [
         (record.get("step"), _clock(record.get("time_s")), _words(str(record.get("name"))), record.get("detail", ""))
         for record in events[:MAX_EVENTS]
     ]
     table = markdown_table(("step", "time", "event", "detail"), rows)
-    left = len(events) - len(rows)
-    return f"{table}\n\nand {left:,} more in {METRICS}." if left else table
+    left = len(events) - MAX_EVENTS
+    return f"{table}\n\nand {left:,} more in {METRICS}." if left > 0 else table
+
+
+def _detail(name: str, count: object, headline: Mapping[str, object]) -> str:
+    """How many, and for failed calls of how many and why."""
+    if name != "calls_failed" or not isinstance(count, int) or not isinstance(ok := headline.get("calls_ok"), int):
+        return f"{format_value(count)} in all"
+    why = headline.get("failures")
+    reasons = f": {format_value(why)}" if why else ""
+    return f"{count:,} of {count + ok:,}{reasons}"
 
 
 def _environment(config: Mapping[str, Any]) -> str:

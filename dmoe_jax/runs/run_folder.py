@@ -5,6 +5,7 @@ other file is written under another name and moved into place.
 """
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -18,6 +19,8 @@ from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from dmoe_jax.disk import is_empty
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -71,7 +74,7 @@ class RunFolder:
         if not (isinstance(config, Mapping) or dataclasses.is_dataclass(config)):
             raise ValueError(f"config must be a dataclass or a mapping, got {type(config).__name__}")
         if path is None:
-            path = _make_new_folder(Path("runs"), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+            path = new_folder(Path("runs"), name)
         elif not resume or path.is_file():
             check_new(path)
         path.mkdir(parents=True, exist_ok=True)
@@ -118,11 +121,25 @@ class RunFolder:
         return self.path / name
 
 
+def new_folder(parent: Path, name: str) -> Path:
+    """Make a folder called by a name and the time, or the first of TIME-2, TIME-3 ... that is not there yet."""
+    name, number = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", 1
+    path = parent / name
+    while True:
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            path = parent / f"{name}-{number}"
+        else:
+            return path
+
+
 def check_new(path: Path, *, hint: str = "") -> None:
     """Raises ValueError, which ends in the hint, unless a run may begin in this folder: it is not there, or empty."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"the run folder {path} is a file; expected a new or empty folder")
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and not is_empty(path):
         raise ValueError(f"the run folder {path} is not empty; expected a new or empty folder{hint}")
 
 
@@ -142,8 +159,10 @@ def append_metric(path: Path, /, *, kind: str, **fields: object) -> None:
     data = line.encode()
     with path.open("ab", buffering=0) as file:
         written = file.write(data)
+        if written != len(data) and file.tell() == os.fstat(file.fileno()).st_size:
+            file.truncate(file.tell() - written)  # half a line would spoil the next one
     if written != len(data):
-        raise OSError(f"{path}: only {written} of {len(data)} bytes were written; is the disk full?")
+        raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes could be written", str(path))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -214,19 +233,6 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in settings.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return found
-
-
-def _make_new_folder(parent: Path, name: str) -> Path:
-    """The first of name, name-2, name-3 ... that is not there yet."""
-    path, number = parent / name, 1
-    while True:
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            path = parent / f"{name}-{number}"
-        else:
-            return path
 
 
 def _config_record(config: object) -> dict[str, Any]:

@@ -6,14 +6,13 @@ load, tells how many experts share the work: 1 for all of them alike, log(m) / l
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from dmoe_jax.routing.balancing import bias_range
-from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.engine import Totals
 from dmoe_jax.types import PyTree
 
@@ -80,13 +79,13 @@ class BalanceLog:
     """Writes "experts" records of the cumulative load, and "balance" records over the samples since the last ones.
 
     Args:
-      folder: where they go.
+      log: writes a record of a kind with its fields.
       layers: layer -> uids of its experts.
       totals: the totals where the first window begins; what a resumed run has counted already belongs to none.
     """
 
-    def __init__(self, folder: RunFolder, layers: Mapping[str, tuple[str, ...]], totals: Totals) -> None:
-        self._folder = folder
+    def __init__(self, log: Callable[..., None], layers: Mapping[str, tuple[str, ...]], totals: Totals) -> None:
+        self._write = log
         self._layers = layers
         self._before = totals
         self._last: list[Balance] = []
@@ -94,7 +93,7 @@ class BalanceLog:
     def log_load(self, totals: Totals, **place: object) -> None:
         """The load of all experts since the run began, and who serves them; nothing for a dense model."""
         if self._layers:
-            self._folder.log("experts", **place, load=totals.load, peer=totals.peers)
+            self._write("experts", **place, load=totals.load, peer=totals.peers)
 
     def log(self, totals: Totals, **place: object) -> None:
         """The load, and the balance of each layer; nothing if no sample was sent since the last time."""
@@ -103,7 +102,7 @@ class BalanceLog:
         self.log_load(totals, **place)
         self._last = [balance(uids, totals, self._before) for uids in self._layers.values()]
         for layer, found in zip(self._layers, self._last, strict=True):
-            self._folder.log("balance", **place, layer=layer, **asdict(found))
+            self._write("balance", **place, layer=layer, **asdict(found))
         self._before = totals
 
     def headline(self, totals: Totals, state: PyTree) -> dict[str, Any]:

@@ -2,18 +2,21 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import trio
 
 from dmoe_jax.arrays import host_copy
-from dmoe_jax.checkpoints import CheckpointError, Checkpoints
+from dmoe_jax.checkpoints import Checkpoints
+from dmoe_jax.disk import CheckpointError, reserve
 from dmoe_jax.model import Evaluation
 from dmoe_jax.runs.figure import training_figure
-from dmoe_jax.runs.report import write_report
-from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain
+from dmoe_jax.runs.report import spoken, write_report
+from dmoe_jax.runs.run_folder import FIGURE, REPORT, RunFolder, plain
 from dmoe_jax.trainer import StepRecord, first_leaf
 from dmoe_jax.training.balance import BalanceLog
 from dmoe_jax.training.engine import Engine
@@ -24,6 +27,9 @@ from dmoe_jax.training.task import Task
 
 Records = Callable[[], Iterable[tuple[str, Mapping[str, object]]]]
 """What else happened since it was called last: records for the metrics, as (kind, fields)."""
+
+_ROOM_BYTES = 1 << 19
+"""Kept free on the disk from the beginning of a run, for its figure and report."""
 
 _SPLIT_NAMES = {"valid": "validation", "test": "test"}
 
@@ -96,28 +102,39 @@ class Ledger:
             run.check_meaning(task.meaning)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
-        size = self._restore(run)
+        self.unsaved = ""
+        """Why the newest checkpoint could not be written; empty if it was."""
+        self._unwritten = 0
+        passed_over: list[str] = []
+        size = self._restore(run, passed_over.append)
         self.folder: RunFolder = run.begin()
+        self._room = self.folder.path / ".room"
+        with suppress(OSError):
+            reserve(self._room, _ROOM_BYTES)
         self.checkpoints = Checkpoints(self.folder.path / CHECKPOINT_FOLDER)
+        (self.folder.path / CHECKPOINT_FOLDER).mkdir(exist_ok=True)
         cut_metrics(self.folder, step=engine.step, size=size)
         self.totals = engine.totals()
-        self._balance = BalanceLog(self.folder, engine.layers, self.totals)
+        self._balance = BalanceLog(self._write, engine.layers, self.totals)
         self._calls_logged = (0, 0)
         progress.say(f"run folder: {self.folder.path}")
         progress.start_at(engine.step)
+        for text in passed_over:
+            progress.say(text)
+            self.event("checkpoint_unusable", text)
         if engine.step:
             progress.say(f"{engine.name}: continuing from step {engine.step}")
             told = [record for record in self.folder.metrics() if record["kind"] == "baseline"]
             self._baseline = {name: value for name, value in (told or [{}])[-1].items() if name != "kind"}
         else:
-            self.folder.log("task", name=task.name, unit=task.unit, meaning=task.meaning)
+            self._write("task", name=task.name, unit=task.unit, meaning=task.meaning)
             self._log_baseline(None)
 
-    def _restore(self, run: PreparedRun) -> int | None:
+    def _restore(self, run: PreparedRun, say: Callable[[str], object]) -> int | None:
         """Move the engine on to the last checkpoint, if there is one; what `cut_metrics` wants to know."""
         if run.path is None or not run.has_checkpoint:
             return 0
-        checkpoints = Checkpoints(run.path / CHECKPOINT_FOLDER)
+        checkpoints = Checkpoints(run.path / CHECKPOINT_FOLDER, say=say)
         try:
             if checkpoints.latest_step() is None:
                 return 0
@@ -151,7 +168,16 @@ class Ledger:
 
     def log(self, kind: str, /, **fields: object) -> None:
         """A record with its time."""
-        self.folder.log(kind, **{"step": self.engine.step, "time_s": self.watch.now(), **fields})
+        self._write(kind, **{"step": self.engine.step, "time_s": self.watch.now(), **fields})
+
+    def _write(self, kind: str, /, **fields: object) -> None:
+        """A record; one for which the disk has no room is counted, and the run goes on."""
+        try:
+            self.folder.log(kind, **fields)
+        except OSError as error:
+            if not self._unwritten:
+                self.progress.say(f"metrics.jsonl cannot be written: {error.strerror}; the run goes on without")
+            self._unwritten += 1
 
     def event(self, name: str, detail: str) -> None:
         """A record for the report."""
@@ -212,14 +238,17 @@ class Ledger:
         if not self.plan.pause and kind == "eval":
             self.log_balance()
         shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if key != "loss" or len(figures) == 1)
-        if is_new:
-            self.progress.say(f"{self.engine.name}, step {step}: {name} {shown}")
+        over = f"over {evaluation.items:,} {spoken(self.task.unit)}"
+        if kind == "final_eval":
+            self.progress.say(f"{self.engine.name}, final, {over}: {name} {shown}")
+        elif is_new:
+            self.progress.say(f"{self.engine.name}, step {step}: {name} {shown} ({over})")
 
     def _log_baseline(self, evaluation: Evaluation | None) -> None:
         baseline = self.task.baseline(evaluation)
         if baseline and baseline != self._baseline:
             self._baseline = baseline
-            self.folder.log("baseline", **baseline)
+            self._write("baseline", **baseline)
 
     def checkpoint_facts(self) -> dict[str, Any]:
         """What a checkpoint holds beside the arrays."""
@@ -232,7 +261,21 @@ class Ledger:
 
     def save_here(self) -> None:
         """Write a checkpoint while nobody trains; blocks."""
-        self.checkpoints.save(self.engine.step, host_copy(self.engine.state()), self.checkpoint_facts())
+        with self.saving():
+            self.checkpoints.save(self.engine.step, host_copy(self.engine.state()), self.checkpoint_facts())
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Write a checkpoint in the block. If it cannot be written, that is an event, and the run goes on."""
+        try:
+            yield
+        except (CheckpointError, OSError) as error:
+            if not self.unsaved:
+                self.progress.say(f"{error}; the run goes on")
+            self.unsaved = str(error)
+            self.event("checkpoint_lost", self.unsaved)
+        else:
+            self.unsaved = ""
 
     def end_early(self, error: BaseException) -> None:
         """Write down what ended the run, and its report. Nothing here waits for the network."""
@@ -248,19 +291,36 @@ class Ledger:
         self.finish(is_complete=False)
 
     def finish(self, *, is_complete: bool) -> dict[str, Any]:
-        """Save a run that does not pause, log the headline, draw the figure and write the report."""
+        """Save a run that does not pause, log the headline, draw the figure and write the report.
+
+        A run whose end is not saved is not complete.
+        """
         if not self.plan.pause:
             self.log_calls()
             self.save_here()
-        headline = self._headline(is_complete)
-        title = f"{self.engine.name} on {self.task.name}"
-        training_figure(self.folder.metrics(), self.folder.path / FIGURE, title=title)
-        write_report(self.folder, headline, title=title, summary=self.task.description)
-        self.progress.say(f"report: {self.folder.path / 'report.md'}")
+        self._room.unlink(missing_ok=True)
+        if self._unwritten:
+            self.event("records_lost", f"{self._unwritten} records had no room in metrics.jsonl")
+        if self.unsaved:
+            self.event("end_not_saved", self.unsaved)
+        headline = {**self._headline(is_complete), "complete": is_complete and not self.unsaved}
+        path, title = self.folder.path, f"{self.engine.name} on {self.task.name}"
+        with self._writing(path / FIGURE):
+            training_figure(self.folder.metrics(), path / FIGURE, title=title)
+        with self._writing(path / REPORT):
+            write_report(self.folder, headline, title=title, summary=self.task.description)
+            self.progress.say(f"report: {path / REPORT}")
         # Last: who finds this record need not look for the others.
-        self.folder.log("headline", **headline)
+        self._write("headline", **headline)
         self._on_end(plain(headline))
         return headline
+
+    @contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.progress.say(f"{path} cannot be written: {error.strerror or error}")
 
     def _headline(self, is_complete: bool) -> dict[str, Any]:
         task, totals, unit = self.task, self.totals, self.task.unit
@@ -294,5 +354,4 @@ class Ledger:
             "steps_lost": totals.steps_lost,
             **self._balance.headline(totals, self.engine.state()),
             **totals.figures,
-            "complete": is_complete,
         }

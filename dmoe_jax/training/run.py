@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import trio
 
+from dmoe_jax.disk import CheckpointError
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine
 from dmoe_jax.training.ledger import Ledger, Records
@@ -63,11 +64,12 @@ async def train(
       The headline: what the run came to. A run that pauses and stopped for its time limit is not complete.
 
     Raises:
-      CheckpointError: the folder's checkpoint is of another model. OSError: the folder cannot be written.
+      CheckpointError: the folder's checkpoint is of another model; or the last one could not be written, after the
+        report. OSError: the folder cannot be written, or is another process's (`FolderInUse`).
       KeyboardInterrupt, FloatingPointError, RouterError, NetError: as the engine raised them, after the report, and
         perhaps in groups.
     """
-    with progress:
+    with progress, run.held() as run:
         state = Ledger(engine, run, plan, task, progress, facts, records, on_end)
         try:
             if plan.pause:
@@ -78,12 +80,15 @@ async def train(
                 is_complete = True
             if is_complete:
                 await state.evaluate_finally()
-            return state.finish(is_complete=is_complete)
+            headline = state.finish(is_complete=is_complete)
         except BaseException as error:
             state.end_early(error)
             raise
         finally:
             state.checkpoints.close()
+        if state.unsaved:
+            raise CheckpointError(f"{state.unsaved}; the end of the run is not saved, --resume goes on from before it")
+        return headline
 
 
 def train_without_waiting(run: Coroutine[Any, Any, T]) -> T:
@@ -190,4 +195,5 @@ class _Beside:
         async with self._saving:
             step, state = await self._run.engine.snapshot()
             facts = self._run.checkpoint_facts()
-            await trio.to_thread.run_sync(self._run.checkpoints.save, step, state, facts)
+            with self._run.saving():
+                await trio.to_thread.run_sync(self._run.checkpoints.save, step, state, facts)

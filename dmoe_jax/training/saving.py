@@ -5,12 +5,14 @@ checkpoint of another model) fails between the two, so that a run that cannot be
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dmoe_jax.runs.run_folder import METRICS, RunFolder, Sink, changed_settings, check_new
+from dmoe_jax.disk import check_not_held, hold_folder, is_empty
+from dmoe_jax.runs.run_folder import CONFIG, METRICS, RunFolder, Sink, changed_settings, check_new, new_folder
 from net.meaning import differing
 
 CHECKPOINT_FOLDER = "checkpoints"
@@ -51,6 +53,17 @@ class PreparedRun:
         if self.path is not None and self.goes_on:
             check_meaning_of_run(self.path, meaning)
 
+    @contextmanager
+    def held(self) -> Iterator["PreparedRun"]:
+        """The run with its folder, which no other process takes up while the block lasts.
+
+        Raises:
+          FolderInUse: another process trains in it. OSError: the folder cannot be written.
+        """
+        path = new_folder(Path("runs"), self.name) if self.path is None else self.path
+        with hold_folder(path, "run"):
+            yield replace(self, path=path)
+
     def begin(self) -> RunFolder:
         """Make the folder, or take it up; from here on it is written to.
 
@@ -80,10 +93,13 @@ def prepare_run(
     Raises:
       ValueError: naming the first setting that was another one, and both values; or the folder is not empty although
         `resume` is false, or is not a run folder.
+      FolderInUse: another process trains in it.
     """
+    if path is not None:
+        check_not_held(path, "run")
     if path is not None and not resume:
         check_new(path, hint=", or --resume")
-    if path is None or not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    if path is None or not path.exists() or (path.is_dir() and is_empty(path)):
         return PreparedRun(path=path, settings=settings, name=name)
     changes = changed_settings(saved_settings(path), settings)
     for setting, (then, now) in changes.items():
@@ -123,6 +139,31 @@ def check_meaning_of_run(path: Path, meaning: str) -> None:
         raise ValueError(
             f"the numbers that the run in {path} has learnt stand for something else than now: it was begun with "
             f"{was}; the data or the model now has {is_now}"
+        )
+
+
+def is_code(value: object) -> bool:
+    """True for what names an object in a Python file, which is run to get it: "path/to/file.py:attribute"."""
+    return isinstance(value, str) and value.rpartition(":")[0].endswith(".py")
+
+
+def check_code(path: Path, flag: str, value: object, *, given: object) -> None:
+    """Check that no file is run only because the folder of a run names it: it may be a stranger's.
+
+    Args:
+      path: the folder.
+      flag: the flag that takes such a value, for the message.
+      value: what is to be used.
+      given: what the command line says.
+
+    Raises:
+      ValueError: the file is named by the folder alone.
+    """
+    if is_code(value) and value != given:
+        file = Path(str(value).rpartition(":")[0]).expanduser().absolute()
+        raise ValueError(
+            f"the run in {path} would run code out of {file}, which only its {CONFIG} names; if that file is yours, "
+            f"give {flag} {value} again, or --trust-run for all that the run names"
         )
 
 

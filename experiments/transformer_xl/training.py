@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from dmoe_jax.checkpoints import CheckpointError
 from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.data.corpora import Corpus, load_corpus
+from dmoe_jax.disk import CheckpointError, FolderInUse
 from dmoe_jax.layer_config import Route
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.routing.base import Router, RouterError
@@ -170,7 +170,7 @@ def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None 
     task = language_task(setup.corpus, splits=("valid", "test"))
     try:
         train_without_waiting(train(engine, run, plan, task, progress, facts=facts))
-    except CheckpointError as error:
+    except (CheckpointError, FolderInUse) as error:
         raise UsageError(str(error)) from error
 
 

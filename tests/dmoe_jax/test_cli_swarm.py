@@ -218,6 +218,49 @@ async def test_experts_outlive_a_killed_node(tmp_path: Path) -> None:
             assert sorted(map(str, adopted)) == ["{'checkpoint': 4}", "{'seed': 4}"]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit stands for a full disk")
+def test_a_node_without_room_goes_on_and_ends_with_a_sentence(tmp_path: Path) -> None:
+    """It says once that it cannot save, and nothing of a checkpoint is left; a second node with its experts is told who
+    saves them; at its end one line has the reason, and the status is 1."""
+    flags = ["node", "--experts", "ffn.[0:2]", "--expert", "feedforward", "--d-model", "8", "--warm-up-rows", "1"]
+    flags += ["--checkpoint-dir", str(tmp_path / "experts"), "--checkpoint-period-s", "0.2"]
+    log = tmp_path / "log"
+
+    async def learn(contact: str) -> None:
+        x, index = np.ones((1, 8), np.float32), np.zeros(1, np.int32)
+        async with join_swarm(NetworkOptions(), join=[contact]) as peer:
+            for uid in ("ffn.0", "ffn.1"):
+                body = {"parts": [{"uid": uid, "id": b"id", "rows": 1}]}
+                await peer.rpc.call(Contact.parse(contact), "expert.backward", body, (index, x, x), timeout_s=30)
+            await trio.sleep(2.0)
+
+    limited = 'ulimit -f 1; exec "$@"'  # no file above 512 or 1,024 bytes
+    with log.open("w") as stderr:
+        command = ["sh", "-c", limited, "sh", sys.executable, "-m", "dmoe_jax.cli", *flags]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "DMOE_XLA_CACHE": ""}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        contact = next(found[1] for line in process.stdout if (found := re.search(r"--join (\S+)", line)))
+        second = subprocess.run([sys.executable, "-m", "dmoe_jax.cli", *flags], capture_output=True, text=True)
+        assert second.returncode == 1
+        assert f"is under way: process {process.pid} on " in second.stderr
+        assert "Traceback" not in second.stderr
+        trio.run(learn, contact)
+        process.terminate()
+        assert process.wait(timeout=20) == 1
+    finally:
+        process.kill()
+        process.communicate()
+    lines = log.read_text().splitlines()
+    assert sum("could not be saved, among them ffn." in line for line in lines) == 2
+    assert "; the node goes on, and tries again every 0.2 s" in log.read_text()
+    assert lines[-1].startswith("dmoe: error: 2 of 2 experts could not be saved, among them ffn.0: checkpoint ")
+    assert "Traceback" not in log.read_text()
+    assert not [path for path in (tmp_path / "experts").rglob("*") if path.is_file()]
+
+
 async def test_a_node_serves_an_expert_of_the_users_own(tmp_path: Path) -> None:
     """An own network with an own optimiser; the node says what it does, and then serves."""
     file = tmp_path / "own.py"

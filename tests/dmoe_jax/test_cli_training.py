@@ -170,6 +170,33 @@ def test_a_resumed_run_has_its_own_flags(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("flag", "value"), [("--router", "mine.py:router"), ("--model", "mine.py:model")])
+def test_a_run_folder_runs_no_code_by_itself(flag: str, value: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """A file that only its config names must be named again, or the folder trusted; nothing of it has run by then."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("open('ran', 'w').close()\nrouter = model = None\n")
+    out = tmp_path / "run"
+    command(out, "embedded", **{flag.strip("-"): value}).prepared().begin()
+    resume = ["--join", "127.0.0.1:9", "--out", str(out), "--resume"]
+
+    def resumed(*more: str) -> TrainCommand:
+        words = [*resume, *more]
+        typed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=words)
+        return typed.resumed(words)
+
+    line = rf"would run code out of {tmp_path / 'mine.py'}, .*give {flag} {value} again, or --trust-run"
+    with pytest.raises(UsageError, match=line):
+        resumed()
+    for words in ((flag, value), ("--trust-run",)):
+        found = resumed(*words)
+        assert value in (found.model, found.language.router)
+    # What is typed instead is the user's own wish; whether the run can go on with it is looked at later.
+    assert resumed(flag, "./other.py:mine").resume
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(UsageError, match="--trust-run would have no effect without --resume"):
+        command(out, "embedded", trust_run=True).check()
+
+
 @pytest.mark.parametrize(
     ("words", "cutoffs"), [(["none"], "none"), ([], ()), (["20", "40"], (20, 40))], ids=["none", "empty", "two"]
 )

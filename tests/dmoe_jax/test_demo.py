@@ -13,12 +13,14 @@ import pytest
 import trio
 from rich.console import Console
 
+from dmoe_jax.cli import main
 from dmoe_jax.cli.common import UsageError, parse_command_line
 from dmoe_jax.cli.demo import DemoCommand, headline_of
 from dmoe_jax.cli.local_view import LocalView, TrainerWatch
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
+from dmoe_jax.disk import hold_folder
 from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.processes import open_local_swarm
 from dmoe_jax.runs.run_folder import append_metric
@@ -282,3 +284,13 @@ def test_interrupted_demo_leaves_no_process(tmp_path: Path, how: signal.Signals)
     assert processes_of(str(out)) == []
     if how is signal.SIGINT:
         assert (out / "report.md").exists()  # the trainers ended before the nodes, and in order
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nobody is kept out there")
+def test_one_swarm_at_a_time_runs_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second is told who runs the first, and starts nothing."""
+    with hold_folder(tmp_path / "up.logs", "swarm"), pytest.raises(SystemExit) as exit_:
+        main(["up", "--out", str(tmp_path / "up"), "--trainers", "1"])
+    assert exit_.value.code == 1
+    assert f"the swarm in {tmp_path / 'up.logs'} is under way: process {os.getpid()} on" in capsys.readouterr().err
+    assert not list((tmp_path / "up.logs").iterdir())

@@ -257,6 +257,29 @@ def test_what_cannot_be_inspected_is_refused(
     assert not (tmp_path / "run" / "inspection").exists()
 
 
+def test_a_run_folder_runs_no_code_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router's file must be named again, or the folder trusted; a router of ours is no file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("raise ValueError('it ran')\n")
+    for name, router in (("run", "mine.py:router"), ("ours", "switch")):
+        settings = TRAIN | {"language": TRAIN["language"] | {"router": router}, "data": {"data": "embedded"}}
+        RunFolder.create(tmp_path / name, settings).log("train", step=7)
+        (tmp_path / name / "checkpoints" / "7").mkdir(parents=True)
+
+    def refusal(*words: str) -> str:
+        with pytest.raises(SystemExit):
+            main(["inspect", "--unfinished", *words])
+        return capsys.readouterr().err
+
+    line = f"would run code out of {tmp_path / 'mine.py'}, .*give --router mine.py:router again, or --trust-run"
+    assert re.search(line, refusal("run"))
+    for words in (("--router", "mine.py:router"), ("--trust-run",)):
+        assert "raised ValueError: it ran" in refusal("run", *words)
+    assert "--router would have no effect: that of the run is switch" in refusal("ours", "--router", "mine.py:router")
+
+
 def test_the_runs_of_an_experiment_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Who gives the folder above hears which runs it holds; who gives none that there is, that there is none."""
     RunFolder.create(tmp_path / "all", {"experiment": "transformer_xl"})

@@ -112,6 +112,15 @@ def test_figure_says_the_numbers() -> None:
     assert {"no training step and no evaluation yet", "no remote call counted yet"} <= words_of(figure_of("empty"))
 
 
+def test_figure_tells_the_final_perplexity_from_the_curve() -> None:
+    """It is over more words than each point, and says over how many."""
+    final = {"kind": "final_eval", "step": 200, "split": "valid", "perplexity": 467.8, "items": 16384}
+    point = {"kind": "eval", "step": 200, "split": "valid", "perplexity": 433.1, "items": 8192}
+    figure = draw_run([{"kind": "task", "unit": "tokens"}, *run_metrics(), point, final], "A made-up run")
+    assert_readable(figure)
+    assert {"final perplexity, over 16,384 words: 467.8", "validation 433"} <= words_of(figure)
+
+
 def test_balance_has_panels_only_where_it_was_measured() -> None:
     """Two panels more, and the figure as much higher; the last window's figures are written beside the lines."""
     plain, balanced = figure_of("whole"), figure_of("balance of two layers")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dmoe_jax.runs.report import MAX_EVENTS, ReportTable, format_value, write_report
+from dmoe_jax.runs.report import MAX_EVENTS, ReportTable, final_evaluation, format_value, write_report
 from dmoe_jax.runs.run_folder import RunFolder
 
 
@@ -43,6 +43,36 @@ def test_report_of_a_quiet_run(tmp_path: Path) -> None:
     assert "figure.png" not in text
     assert folder.config()["command"] in text
     assert f"python {folder.config()['versions']['python']}" in text
+
+
+def test_what_a_run_lost_is_out_of_the_ordinary(tmp_path: Path) -> None:
+    """Failed calls with their reasons, samples without experts, missed averages; not what is 0."""
+    folder = RunFolder.create(tmp_path, {})
+    headline = {
+        **{"calls_ok": 1184, "calls_failed": 16, "failures": {"unreachable": 12, "late": 4}},
+        **{"samples_without_experts": 3, "averages_missed": 2, "averages_rejected": 0, "failed: no group found": 45},
+    }
+    text = write_report(folder, headline).read_text()
+    assert "Nothing out of the ordinary" not in text
+    assert "| – | – | calls failed | 16 of 1,200: unreachable 12, late 4 |" in text
+    assert "| – | – | samples without experts | 3 in all |" in text
+    assert "| – | – | averages missed | 2 in all |" in text
+    assert "| – | – | failed: no group found | 45 in all |" in text
+    assert "| – | – | averages rejected" not in text
+
+
+def test_the_final_figure_is_told_from_the_curve(tmp_path: Path) -> None:
+    """By the words that each is over; nothing is said where they are the same."""
+    folder = RunFolder.create(tmp_path, {})
+    folder.log("task", name="text", unit="tokens")
+    folder.log("eval", step=5, split="valid", perplexity=66.5, loss=4.2, items=8192)
+    for split, perplexity in (("valid", 73.5), ("test", 80.0)):
+        folder.log("final_eval", step=5, split=split, perplexity=perplexity, loss=4.3, items=16384)
+    sentence = "The final perplexity, over 16,384 words: 73.5. Each point of the curve is over 8,192 words."
+    assert sentence in write_report(folder, {}).read_text()
+    assert final_evaluation(folder.metrics()) == ("final perplexity, over 16,384 words: 73.5", "8,192 words")
+    folder.log("eval", step=5, split="valid", perplexity=73.5, loss=4.3, items=16384)
+    assert sentence not in write_report(folder, {}).read_text()
 
 
 def test_report_is_bounded(tmp_path: Path) -> None:

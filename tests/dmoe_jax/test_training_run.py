@@ -1,7 +1,10 @@
 """The run loop: pauses where they belong, an end that can be gone on from, and nothing in the metrics twice."""
 
+import errno
 import json
 import math
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,9 +14,11 @@ import pytest
 import trio
 
 from dmoe_jax.arrays import host_copy
-from dmoe_jax.checkpoints import CheckpointError, Checkpoints
+from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.data.vocabulary import unigram_perplexity
+from dmoe_jax.disk import CheckpointError, FolderInUse
 from dmoe_jax.model import Evaluation
+from dmoe_jax.runs import run_folder
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine, OnBatch, OnLost, OnStep, Totals
@@ -395,3 +400,133 @@ def test_failed_calls_are_named_by_reason() -> None:
     """The most frequent first."""
     assert describe_failures({"late": 4, "timeout": 1200, "busy": 0}) == "1,200 timeout, 4 late"
     assert describe_failures({}) == "none"
+
+
+def spoil(checkpoint: Path) -> None:
+    for path in checkpoint.rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:7])
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run goes on from there, says so once, and saves what it trains anew where it is found."""
+    with pytest.raises(KeyboardInterrupt):
+        count(tmp_path, CountingEngine(fails_at=9))
+    spoil(tmp_path / CHECKPOINT_FOLDER / "8")
+    engine = CountingEngine(fails_at=9)
+    with pytest.raises(KeyboardInterrupt):
+        count(tmp_path, engine, resume=True)
+    assert engine.stretches == [4, 2]
+    assert "8 cannot be read" in capsys.readouterr().err
+    ((_, detail),) = [row for row in records(tmp_path, "event", "name", "detail") if row[0] == "checkpoint_unusable"]
+    assert detail.endswith("it is kept as set-aside-8; checkpoint 4 is taken")
+    again = CountingEngine()
+    assert count(tmp_path, again, resume=True)["complete"]
+    assert again.stretches == [2]
+    assert [row[0] for row in records(tmp_path, "train", "step")] == list(range(1, 11))
+
+
+def full_from(call: int, patch: pytest.MonkeyPatch, *, until: int = 99) -> None:
+    """A disk that has no room from the call with this number on, of those that try for it in a run."""
+    calls, real = 0, os.posix_fallocate
+
+    def fallocate(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if call <= calls < until:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*args)
+
+    patch.setattr(os, "posix_fallocate", fallocate)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="room is not tried for there")
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of three the first cannot be written; the run goes on, ends well, and the report has the reason."""
+    full_from(2, monkeypatch, until=3)  # the first call keeps room for the report
+    assert count(tmp_path, CountingEngine())["complete"]
+    assert capsys.readouterr().err.count("No space left on device; the run goes on") == 1
+    assert "checkpoint lost | checkpoint" in (tmp_path / "report.md").read_text()
+    assert sorted(path.name for path in (tmp_path / CHECKPOINT_FOLDER).iterdir()) == ["10", "8"]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="room is not tried for there")
+def test_a_run_whose_end_is_not_saved_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figure and report are there, one sentence says why, and --resume makes the rest again."""
+    with monkeypatch.context() as patch:
+        full_from(3, patch)
+        with pytest.raises(CheckpointError, match=r"10 cannot be written: .*No space left.*--resume goes on"):
+            count(tmp_path, CountingEngine())
+    assert "end not saved" in (tmp_path / "report.md").read_text()
+    assert {"figure.png", "report.md"} <= {path.name for path in tmp_path.iterdir()}
+    assert finished_headline(RunFolder(tmp_path)) is None
+    assert [path.name for path in (tmp_path / CHECKPOINT_FOLDER).iterdir()] == ["4"]
+    engine = CountingEngine()
+    assert count(tmp_path, engine, resume=True)["complete"]
+    assert engine.stretches == [4, 2]
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_records_without_room_are_counted(
+    pauses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run goes on without them and says so once; figure and report are of what was written."""
+    real, lost = run_folder.append_metric, 0
+
+    def append(path: Path, /, *, kind: str, **fields: object) -> None:
+        nonlocal lost
+        if kind == "train" and fields["step"] in (5, 6):
+            lost += 1
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(path, kind=kind, **fields)
+
+    monkeypatch.setattr(run_folder, "append_metric", append)
+    if pauses:
+        count(tmp_path, CountingEngine())
+    else:
+        trio.run(count_beside, tmp_path, CountingEngine())
+    assert lost == 2
+    assert capsys.readouterr().err.count("metrics.jsonl cannot be written: No space left on device") == 1
+    assert "| records lost | 2 records had no room in metrics.jsonl |" in (tmp_path / "report.md").read_text()
+
+
+def test_a_figure_without_room_costs_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a report without room costs no headline; a sentence tells of each."""
+
+    def full(*args: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dmoe_jax.training.ledger.training_figure", full)
+    assert count(tmp_path / "a", CountingEngine())["complete"]
+    assert (tmp_path / "a" / "report.md").exists()
+    assert "figure.png cannot be written: No space left on device" in capsys.readouterr().err
+    monkeypatch.setattr("dmoe_jax.training.ledger.write_report", full)
+    assert count(tmp_path / "b", CountingEngine())["complete"]
+    assert "report.md cannot be written: No space left on device" in capsys.readouterr().err
+    assert records(tmp_path / "b", "headline", "complete") == [(True,)]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nobody is kept out there")
+def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
+    """The second is refused with the first's number, before it has done anything; so is one that begins anew."""
+    seen: list[str] = []
+
+    class Watched(CountingEngine):
+        async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
+            for resume in (True, False):
+                with pytest.raises(FolderInUse, match=rf"is under way: process {os.getpid()} on .* since ") as caught:
+                    prepare_run(tmp_path, {"steps": 10}, resume=resume)
+                seen.append(str(caught.value))
+            await super().advance(num_steps, on_step, on_lost)
+
+    early = prepare_run(tmp_path, {"steps": 10})
+    plan, task = Plan(steps=10, eval_every=4, pause=True), language_task(small_corpus())
+    train_without_waiting(train(Watched(), early, plan, task, TrainingProgress(10)))
+    assert len(seen) == 6
+    with pytest.raises(ValueError, match="not empty"):  # it was prepared before the first one began
+        train_without_waiting(train(CountingEngine(), early, plan, task, TrainingProgress(10)))
+    assert records(tmp_path, "headline", "complete") == [(True,)]

@@ -1,0 +1,125 @@
+"""What goes wrong with files that outlive a process, and folders that one process at a time may write to."""
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+if sys.platform != "win32":
+    import fcntl
+
+HOLDER = ".in-use"
+"""The file in a folder that its holder has locked, and that says who that is."""
+
+_PIECE_BYTES = 1 << 30
+"""Most bytes of one file that tries whether there is room; Orbax's files are no larger than twice that."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read or written, or is one of another model. The message names the file or folder."""
+
+
+class FolderInUse(OSError):
+    """Another process writes to a folder. The message says which process, where, and since when."""
+
+
+@contextmanager
+def hold_folder(folder: Path, what: str) -> Iterator[None]:
+    """Keep other processes out of a folder while the block lasts; made if it is not there.
+
+    The system takes the lock from a process that dies, however it does. (Windows, and file systems without locks:
+    nobody is kept out.)
+
+    Args:
+      what: what goes on there, for the message: "run".
+
+    Raises:
+      FolderInUse: somebody else holds it, perhaps in this process. OSError: it cannot be written to.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        file = (folder / HOLDER).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _in_use(folder, what, file) from None
+        except OSError:  # a file system without locks
+            break
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), (folder / HOLDER).stat()):
+                break
+        file.close()  # its holder took it away between the two lines: there is a new one
+    with file:
+        with suppress(OSError):  # a full disk: the lock holds all the same
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+            file.flush()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                (folder / HOLDER).unlink()
+
+
+def check_not_held(folder: Path, what: str) -> None:
+    """Raises FolderInUse if somebody holds the folder. Writes nothing."""
+    if sys.platform == "win32":
+        return
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError), (folder / HOLDER).open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _in_use(folder, what, file) from None
+        except OSError:  # a file system without locks
+            return
+
+
+def is_empty(folder: Path) -> bool:
+    """True if nothing lies in a folder but what its holder put there to hold it."""
+    return all(path.name == HOLDER for path in folder.iterdir())
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Try whether so many bytes fit into a folder that is there; leaves nothing behind.
+
+    Raises:
+      OSError: they do not: the disk or the quota is full, or files may not be so large.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        return
+    trial = folder / ".room"
+    pieces = []
+    try:
+        for number, start in enumerate(range(0, num_bytes, _PIECE_BYTES)):
+            pieces.append(trial.with_suffix(f".{number}"))
+            reserve(pieces[-1], min(_PIECE_BYTES, num_bytes - start))
+    finally:
+        for piece in pieces:
+            piece.unlink(missing_ok=True)
+
+
+def reserve(path: Path, num_bytes: int) -> None:
+    """Make a file of so many bytes, for which there is room on the disk then.
+
+    Raises:
+      OSError: there is none; what is at the path then is shorter.
+    """
+    with path.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except AttributeError:  # not on this system
+            file.write(bytes(num_bytes))
+
+
+def _in_use(folder: Path, what: str, file: IO[str]) -> FolderInUse:
+    file.seek(0)
+    holder = file.read(200).strip() or "another process"
+    file.close()
+    return FolderInUse(f"the {what} in {folder} is under way: {holder} writes there; end that first")
