@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from rich.console import Console
 
 from dmoe_jax.cli.common import fail, mistakes_in_one_line, parse_command_line, set_up_jax
+from dmoe_jax.cli.speech import standard_streams
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain, replaced_file
 from experiments.exits import ending_of, one_line_errors, run_until_signal
 from experiments.results import Result, result_table, write_result
@@ -159,6 +160,7 @@ class Experiment(Generic[S]):
     """Errors of `measure` that explain whatever was raised beside them, such as the death of a helper process."""
 
 
+@standard_streams()
 def run_experiment(
     settings_class: type[S],
     experiment: Experiment[S] | str,

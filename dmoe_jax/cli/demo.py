@@ -18,6 +18,7 @@ from dmoe_jax.cli.common import UsageError, as_flags, changed, check_at_least
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.local_view import TrainerWatch
 from dmoe_jax.cli.monitoring import MetricsOptions
+from dmoe_jax.cli.speech import say
 from dmoe_jax.cli.up import LEAVE_TIMEOUT_S, UpCommand
 from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.layer_config import Route
@@ -133,7 +134,7 @@ class DemoCommand:
         console.print(headline_table(headline))
         console.print(f"run folder: {up.folder} (figure.png, report.md, metrics.jsonl, config.json)")
         if self.json:
-            print(json.dumps(headline))
+            say(json.dumps(headline))
         return 0
 
     def _report(self, out: Path) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from dmoe_jax.cli.averaging import AveragingOptions
-from dmoe_jax.cli.common import UsageError, as_flags, check_at_least, flag_of
+from dmoe_jax.cli.common import UsageError, as_flags, check_at_least, check_seed, flag_of
+from dmoe_jax.cli.flags import flags_of
 from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import (
     DEFAULT_MEMORY_BUDGET,
@@ -100,8 +101,8 @@ class CallOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
-    """How the trunk is trained: Adam with a clipped gradient, warm-up and cosine decay."""
+class AdamOptions:
+    """How the trunk is trained, unless by an optimiser of one's own: Adam with a clipped gradient, warm-up and cosine decay."""
 
     learning_rate: float = 2e-3
     """Peak step size of the trunk's Adam."""
@@ -117,6 +118,16 @@ class OptimizerOptions:
     """An update is divided by (1 + s) to this power, s being the trunk's updates since its parameters were read,
     and stale ones get no momentum; 0: plain Adam. That of the experts is their nodes' own. With many trainers it wants
     a larger --learning-rate, of nodes too: four times that of one trainer is a good guess for 32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions(AdamOptions):
+    """How the trunk is trained."""
+
+    optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
+    """What the trunk learns with: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
+    returns one, whose schedules count the updates of all trainers together. Default: Adam, with the step size and so on
+    given here. (What experts learn with is the --optimizer of their nodes.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +160,7 @@ _FIXED = (
     "language.layer.num_heads",
     "language.layer.d_ff",
     "data.data",
+    "optimizer.optimizer",
     "averaging.average",
     "averaging.average_by_samples",
     "averaging.average_fragments",
@@ -213,6 +225,11 @@ class TrainOptions:
           UsageError: naming the flag.
         """
         check_at_least(1, self.data, "num_trainers", "batch_size")
+        check_seed(self.data, "seed", "data_seed")
+        if self.optimizer.optimizer is not None:
+            for flag in flags_of(self.optimizer):
+                if flag.is_changed and flag.word != "--optimizer":
+                    raise UsageError(f"{flag.word} would have no effect beside --optimizer {self.optimizer.optimizer}")
         check_at_least(1, self.language, "num_layers")
         check_at_least(1, self.calls, "k_best", "max_rows")
         check_at_least(1, self.run_length, "steps", "eval_every")
