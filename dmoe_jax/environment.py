@@ -1,8 +1,5 @@
 """The environment variables that the commands read, and the folder for what need not be fetched or compiled twice."""
 
-import os
-from pathlib import Path
-
 JOIN_VARIABLE = "DMOE_JOIN"
 """Peers to join through, separated by blanks; stands for `--join` where that is not given."""
 
@@ -18,17 +15,3 @@ Environment:
   DMOE_XLA_CACHE          folder for compiled code; empty turns the cache off (default: a folder in ~/.cache/dmoe_jax)
 """
 """What `dmoe --help` says about them."""
-
-
-def cache_folder() -> Path | None:
-    """`dmoe_jax` in the user's cache folder: in XDG_CACHE_HOME, unless that is relative, or in ~/.cache.
-
-    None for a user without a home, such as a container's uid that is in no passwd file.
-    """
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError:
-            return None
-    return base / "dmoe_jax"

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 import trio
 import tyro
 
-from dmoe_jax.cli.flags import advice, as_words, flags_of, help_page, meant
+from dmoe_jax.cache_folder import cache_folder
+from dmoe_jax.cli.flags import advice, as_words, flags_of, help_page, meant, without_idle
 from dmoe_jax.cores import usable_cores
-from dmoe_jax.environment import cache_folder
 from dmoe_jax.freed_memory import keep_freed_memory
 from dmoe_jax.xla_threads import xla_threads
 
@@ -72,6 +72,8 @@ def parse_command_line(command: Any, *, prog: str, description: str | None = Non
     config = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff)
     commands = _commands_of(command)
     name = words[0] if words and words[0] in commands else ""
+    if name in commands:
+        words = without_idle(words, flags_of(commands[name]))
     page = io.StringIO() if name in commands and {"--help", "-h"} & {*words} else None
     try:
         with contextlib.redirect_stderr(box), contextlib.redirect_stdout(page or sys.stdout), _unwrapped(page):
@@ -120,7 +122,9 @@ def _line_of_box(box: str, prog: str, words: Sequence[str], known: Mapping[str, 
     if command not in known:
         guess = meant(command, [*known])
         return f"{mistake}; {f'did you mean {guess}? See' if guess else 'see'} {prog} --help"
-    unknown = [flag for word in words if (flag := word.partition("=")[0]).startswith("--") and flag not in known[command]]
+    unknown = [
+        flag for word in words if (flag := word.partition("=")[0]).startswith("--") and flag not in known[command]
+    ]
     given = re.findall(r"[^\s,]+", re.sub(r"Unrecognized[^:]*:|\(applied to [^)]*\)", "", mistake))
     advised = advice(unknown[0], command, known, prog) if unknown else ""
     more = f"{advised}{' See' if advised.endswith('?') else '; see'}" if advised else "see"

@@ -5,7 +5,7 @@ import difflib
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -27,9 +27,14 @@ class Flag:
     group: str
     """Title of the group that it belongs to."""
     value: Any
-    """What it is set to; None where only the class is known."""
-    is_changed: bool = False
-    """True if that is not the default."""
+    """What it is set to; the default where only the class is known."""
+    default: Any
+    """What it is if it is not given."""
+
+    @property
+    def is_changed(self) -> bool:
+        """True if it is not as it is by default."""
+        return bool(self.value != self.default)
 
 
 def flags_of(options: Any, group: str = "options") -> Iterator[Flag]:
@@ -39,15 +44,15 @@ def flags_of(options: Any, group: str = "options") -> Iterator[Flag]:
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         inner = get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
-        value = None if options is cls else getattr(options, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = default if options is cls else getattr(options, field.name)
         if dataclasses.is_dataclass(inner):
             title = _TITLES.get(field.name, field.name.replace("_", " "))
             yield from flags_of(inner if options is cls else value, title)
             continue
         names = [name for each in getattr(hint, "__metadata__", ()) if (name := getattr(each, "name", None))]
         word = "--" + (names or [field.name])[0].replace("_", "-")
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        yield Flag(word, group, value, is_changed=options is not cls and value != default)
+        yield Flag(word, group, value, default)
 
 
 def as_words(word: str, value: object) -> list[str]:
@@ -61,6 +66,18 @@ def words_of(options: Any, *, without: Sequence[str] = ()) -> list[str]:
     """The flags that are not as they are by default, as words of a command line."""
     changed = [flag for flag in flags_of(options) if flag.is_changed and flag.word not in without]
     return [word for flag in changed for word in as_words(flag.word, flag.value)]
+
+
+def without_idle(words: Sequence[str], flags: Iterable[Flag]) -> list[str]:
+    """The words without such as `--save-experts`, where that is so by default; they undo a `--no-save-experts` before
+    them."""
+    kept = list(words)
+    for flag in flags:
+        if flag.default is True and flag.word in kept:
+            last = len(kept) - kept[::-1].index(flag.word)
+            opposite = as_words(flag.word, False)
+            kept = [each for each in kept[:last] if each != flag.word and each not in opposite] + kept[last:]
+    return kept
 
 
 def help_page(page: str, groups: Mapping[str, str]) -> str:

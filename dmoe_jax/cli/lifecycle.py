@@ -135,6 +135,8 @@ async def _stop_on_signal(stop: Stop, task_status: trio.TaskStatus[None]) -> Non
 async def _stop_on_stdin_eof(stop: Stop) -> None:
     # In a thread: Windows knows no other way, and a non-blocking pipe would be one for whoever shares it, too.
     # Without a standard input nobody has started us who could be gone later: it is at its end.
-    while sys.stdin is not None and await trio.to_thread.run_sync(os.read, sys.stdin.fileno(), 4096, abandon_on_cancel=True):
+    while sys.stdin is not None and await trio.to_thread.run_sync(
+        os.read, sys.stdin.fileno(), 4096, abandon_on_cancel=True
+    ):
         pass
     stop.request()

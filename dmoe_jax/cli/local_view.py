@@ -31,6 +31,7 @@ class TrainerWatch:
         self._path = folder / "metrics.jsonl"
         self._offset = self._items = self._failed_calls = 0
         self._loss: float | None = None
+        self._unit = "items"
         self.step = 0
         """Trunk updates so far."""
         self.time_s = 0.0
@@ -47,6 +48,8 @@ class TrainerWatch:
         for record in map(json.loads, whole.splitlines()):
             if record["kind"] == "calls":
                 self._failed_calls = record["failed"]
+            elif record["kind"] == "task":
+                self._unit = record["unit"]
             elif record["kind"] == "train":
                 self.step, self.time_s = max(self.step, record["step"]), record["time_s"]
                 self._items += record["items"]
@@ -54,10 +57,10 @@ class TrainerWatch:
                     self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
 
     def figures(self, num_steps: int) -> str:
-        """One line: step, an exponential mean of the loss over about 20 steps, items a second, failed calls."""
+        """One line: step, an exponential mean of the loss over about 20 steps, items a second (tokens, where the run says so), failed calls."""
         loss = "no number" if self._loss is None else f"{self._loss:.3f}"
         # The clock starts with the first step, which compiles.
-        rate = f"{self._items / self.time_s:,.0f} items/s  " if self.time_s > 0.1 else ""
+        rate = f"{self._items / self.time_s:,.0f} {self._unit}/s  " if self.time_s > 0.1 else ""
         return f"step {self.step}/{num_steps}  loss {loss}  {rate}{self._failed_calls} failed calls"
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import Any
 
 _UNREAD_STATUS = 128 + 13
 """As the shell reports a process that SIGPIPE ended: whoever read our output has gone, as `head` does."""
@@ -32,10 +32,10 @@ class _Forgiving:
     """A text stream that keeps the error of a write that failed, in place of raising it.
 
     Args:
-      stream: what is written to; None: nothing is.
+      stream: the text stream to write to; None: there is none.
     """
 
-    def __init__(self, stream: TextIO | None) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.error: OSError | None = None
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from dmoe_jax.cli.averaging import AveragingOptions
-from dmoe_jax.cli.common import UsageError, as_flags, check_at_least, check_seed, flag_of
+from dmoe_jax.cli.common import UsageError, as_flags, check_at_least, check_seed, flag_of, mistakes_in_one_line
 from dmoe_jax.cli.flags import flags_of
 from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import (
@@ -19,6 +19,7 @@ from dmoe_jax.cli.network import (
     SizeText,
     check_memory_budget,
 )
+from dmoe_jax.data import check_source
 from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.runs.run_folder import flat, plain
 
@@ -239,6 +240,9 @@ class TrainOptions:
             raise UsageError(f"--k-min must not exceed --k-best, got {self.calls.k_min} and {self.calls.k_best}")
         if not self.language.grid_size or min(self.language.grid_size) < 1:
             raise UsageError(f"--grid-size must be positive integers, got {self.language.grid_size}")
+        if self.model is None:
+            with mistakes_in_one_line():
+                check_source(self.data.data)
         self.averaging.check()
         check_memory_budget(self.memory_budget)
         if self.trace is not None and self.trace.is_dir():

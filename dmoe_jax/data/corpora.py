@@ -12,12 +12,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from dmoe_jax.data import DataError, raw_text, wikitext2
+from dmoe_jax.cache_folder import cache_folder
+from dmoe_jax.data import SOURCES, DataError, check_source, raw_text, wikitext2
 from dmoe_jax.data.vocabulary import UNK, Vocabulary
-from dmoe_jax.environment import cache_folder
-
-SOURCES = ("auto", "wikitext-2", "embedded")
-"""Texts that have a name: WikiText-2 if it can be had and else the embedded one, or one of the two only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,8 +113,7 @@ def _embedded_corpus(why: str) -> Corpus:
 
 
 def _own_corpus(path: Path) -> Corpus:
-    if not path.exists():
-        raise DataError(f"--data {path}: there is no such file or folder; expected one, or {', '.join(SOURCES)}")
+    check_source(str(path))
     train, valid, test = raw_text.read_own_text(path)
     vocabulary = Vocabulary.build(train, min_count=raw_text.MIN_COUNT)
     if UNK not in vocabulary:
