@@ -1,8 +1,8 @@
 """How a command begins and ends: logging, signals, one-line errors, and leaving in order.
 
-A command that is asked to stop (SIGINT, SIGTERM, SIGHUP, or the end of the process that started it) must still be able to talk:
-a node withdraws its experts from the DHT. So only the command's *body* is cancelled first, and the contexts around it
-close from the inside out. Whatever is not over in time, or at a second signal, is cancelled as a whole.
+A command that is asked to stop (SIGINT, SIGTERM, SIGHUP, or the end of the process that started it) must still be able
+to talk: a node withdraws its experts from the DHT. So only the command's *body* is cancelled first, and the contexts
+around it close from the inside out. Whatever is not over in time, or at a second signal, is cancelled as a whole.
 """
 
 import contextlib
@@ -119,7 +119,7 @@ def _set_up_logging() -> None:
 
 
 def ending_signals() -> list[signal.Signals]:
-    """The signals that end a command in order: Ctrl-C, SIGTERM and, unless `nohup` has it ignored, a closed terminal."""
+    """The signals that end a command in order: Ctrl-C, SIGTERM, and a closed terminal unless `nohup` ignores it."""
     hangup: signal.Signals | None = getattr(signal, "SIGHUP", None)
     is_heard = hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([hangup] if hangup is not None and is_heard else [])]
@@ -134,9 +134,7 @@ async def _stop_on_signal(stop: Stop, task_status: trio.TaskStatus[None]) -> Non
 
 async def _stop_on_stdin_eof(stop: Stop) -> None:
     # In a thread: Windows knows no other way, and a non-blocking pipe would be one for whoever shares it, too.
-    # Without a standard input nobody has started us who could be gone later: it is at its end.
-    while sys.stdin is not None and await trio.to_thread.run_sync(
-        os.read, sys.stdin.fileno(), 4096, abandon_on_cancel=True
-    ):
-        pass
+    if sys.stdin is not None:  # else it is at its end already
+        while await trio.to_thread.run_sync(os.read, sys.stdin.fileno(), 4096, abandon_on_cancel=True):
+            pass
     stop.request()

@@ -57,7 +57,7 @@ class TrainerWatch:
                     self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
 
     def figures(self, num_steps: int) -> str:
-        """One line: step, an exponential mean of the loss over about 20 steps, items a second (tokens, where the run says so), failed calls."""
+        """One line: step, a mean of the loss over about 20 steps, items or tokens a second, failed calls."""
         loss = "no number" if self._loss is None else f"{self._loss:.3f}"
         # The clock starts with the first step, which compiles.
         rate = f"{self._items / self.time_s:,.0f} {self._unit}/s  " if self.time_s > 0.1 else ""

@@ -38,6 +38,8 @@ class _Forgiving:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.error: OSError | None = None
+        """What the last line met, if it was not written."""
+        self._is_whole = True  # what was written since the last flush
 
     def write(self, text: str) -> int:
         if self._stream is not None:
@@ -53,17 +55,18 @@ class _Forgiving:
         if self._stream is not None:
             with self._noting():
                 self._stream.flush()
-                if not isinstance(self.error, BrokenPipeError):
+                if self._is_whole and not isinstance(self.error, BrokenPipeError):
                     self.error = None  # a disk that was full has room again
+            self._is_whole = True
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            self.error = error
+            self.error, self._is_whole = error, False
         except ValueError as error:  # closed
-            self.error = OSError(errno.EBADF, str(error))
+            self.error, self._is_whole = OSError(errno.EBADF, str(error)), False
 
     def writelines(self, lines: Any) -> None:
         self.write("".join(lines))
@@ -98,7 +101,7 @@ def standard_streams() -> Iterator[None]:
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr
     out, error = _Forgiving(sys.stdout), _Forgiving(sys.stderr)
-    sys.stdout, sys.stderr = out, error  # type: ignore[assignment]
+    sys.stdout, sys.stderr = out, error
     status: object = 0
     try:
         yield

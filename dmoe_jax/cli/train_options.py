@@ -103,7 +103,7 @@ class CallOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamOptions:
-    """How the trunk is trained, unless by an optimiser of one's own: Adam with a clipped gradient, warm-up and cosine decay."""
+    """How the trunk is trained: Adam with a clipped gradient, warm-up and cosine decay."""
 
     learning_rate: float = 2e-3
     """Peak step size of the trunk's Adam."""

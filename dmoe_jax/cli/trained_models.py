@@ -187,8 +187,8 @@ async def check_before_joining(options: TrainOptions) -> None:
     """Look at the rates, and at what the flags name in the user's own files, before the swarm hears of us.
 
     Raises:
-      UsageError: a rate is out of range, there is no such router, model or optimiser, or the router does not keep to its contract.
-        The message names it.
+      UsageError: a rate is out of range, there is no such router, model or optimiser, or the router does not keep to
+        its contract. The message names it.
     """
 
     def look() -> None:

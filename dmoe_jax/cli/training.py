@@ -17,7 +17,6 @@ from dmoe_jax.averaging import Round
 from dmoe_jax.checkpoints import CheckpointError
 from dmoe_jax.cli.averaging import open_averaging
 from dmoe_jax.cli.common import CommandFailed, UsageError, mistakes_in_one_line, one_line
-from dmoe_jax.cli.speech import say
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.cli.trained_models import Training, language_training, own_training, trunk_optimizer
 from dmoe_jax.cli.watching import Watching, watching
@@ -226,7 +225,7 @@ async def _train(
             progress,
             facts=training.facts,
             records=opened.records,
-            on_end=lambda headline: say(json.dumps(headline)) if options.json else None,
+            on_end=lambda headline: print(json.dumps(headline)) if options.json else None,
         )
     finally:
         reached(engine.step)

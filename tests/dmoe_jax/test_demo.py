@@ -220,7 +220,7 @@ async def test_every_process_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
         await trio.sleep(0.3)
         nursery.cancel_scope.cancel()
     for is_terminal, screen in screens.items():
-        for line in (f"serves at {peer.address}", "ended with status 1", "stopped"):
+        for line in (f"serves at {peer.address}", "ended with status 2", "stopped"):
             assert line in screen.getvalue()
         assert ("0 of 1 nodes serve" in screen.getvalue()) is is_terminal
 
