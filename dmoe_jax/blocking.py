@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -40,13 +41,14 @@ _W = TypeVar("_W")
 
 
 class Closed(RuntimeError):
-    """The swarm was closed, or its thread has ended."""
+    """The swarm was closed, its thread has ended, or this process is a fork of the one that has it."""
 
 
 class TrioThread:
     """trio in a thread of its own, and the way into it from other threads."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._stop = trio.Event()
         ready: Future[tuple[trio.lowlevel.TrioToken, trio.Nursery]] = Future()
 
@@ -66,10 +68,15 @@ class TrioThread:
         A KeyboardInterrupt while waiting cancels the call.
 
         Raises:
-          Closed: the thread has ended, or does so before the call is over.
+          Closed: the thread has ended, or does so before the call is over; or this process was forked and has none.
           RuntimeError: called in the thread itself, which would wait for itself for ever.
           Whatever the function raises.
         """
+        if self.is_elsewhere:
+            raise Closed(
+                f"process {os.getpid()} was forked from process {self._pid}, which has the swarm; a fork has no "
+                "threads: call connect here, or start processes with multiprocessing's method 'spawn'"
+            )
         if threading.current_thread() is self._thread:
             raise RuntimeError("this is the swarm's own thread: await the function instead of waiting for it")
         # Not `trio.from_thread.run`: that refuses threads in which a trio of their own runs, such as a notebook's.
@@ -103,6 +110,11 @@ class TrioThread:
             with contextlib.suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(scope.cancel)
             raise
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True in a process that was forked from the one with the thread."""
+        return os.getpid() != self._pid
 
     @contextlib.contextmanager
     def held_open(self, opened: AbstractAsyncContextManager[_T]) -> Iterator[_T]:
@@ -138,7 +150,10 @@ class TrioThread:
                 raise failures[0]
 
     def close(self) -> None:
-        """End everything that runs in the thread, in order, and the thread. Doing it twice does nothing."""
+        """End everything that runs in the thread, in order, and the thread. Doing it twice does nothing, nor in a
+        fork."""
+        if self.is_elsewhere:
+            return
         with contextlib.suppress(trio.RunFinishedError):
             self._token.run_sync_soon(self._stop.set)
         if threading.current_thread() is not self._thread:

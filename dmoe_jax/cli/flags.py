@@ -80,6 +80,14 @@ def without_idle(words: Sequence[str], flags: Iterable[Flag]) -> list[str]:
     return kept
 
 
+def unnamed_file(saved: Sequence[str], given: Sequence[str]) -> str | None:
+    """The first of a run's saved words that names a Python file, which the words given now do not name; None: none.
+
+    Whoever goes on with a run in a folder that may come from anywhere must not run code by that.
+    """
+    return next((word for word in saved if ".py:" in word and not any(word in each for each in given)), None)
+
+
 def help_page(page: str, groups: Mapping[str, str]) -> str:
     """Tyro's help page of one command with its flags in groups, each description as one paragraph.
 

@@ -24,7 +24,7 @@ from dmoe_jax.cli.common import (
     mistakes_in_one_line,
     parse_command_line,
 )
-from dmoe_jax.cli.flags import as_words, flags_of, words_of
+from dmoe_jax.cli.flags import as_words, flags_of, unnamed_file, words_of
 from dmoe_jax.cli.headline import show_headline
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.local_metrics import LocalMetrics
@@ -156,9 +156,8 @@ class UpCommand:
             saved = [str(word) for word in json.loads(self._flags_file.read_text())]
         except (OSError, ValueError) as error:
             raise UsageError(f"--resume: {self.out} is no run of dmoe up: cannot read {self._flags_file}") from error
-        named = [word for word in saved if ".py:" in word and word not in args]
-        if named and not self.trust_run:
-            raise UsageError(f"the run in {self.out} runs {named[0]}: name it again, or add --trust-run")
+        if not self.trust_run and (file := unnamed_file(saved, args)) is not None:
+            raise UsageError(f"the run in {self.out} runs {file}: name it again, or add --trust-run")
         resumed: UpCommand = parse_command_line(UpCommand, prog="dmoe up", args=[*saved, *args])
         saved_nodes = parse_command_line(UpCommand, prog="dmoe up", args=saved).nodes
         if resumed.nodes != saved_nodes and resumed.claim is None and resumed.save_experts:

@@ -12,7 +12,7 @@ from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.grid import ExpertUid
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.routing.beam_search import Coordinates
-from net.errors import CallFailed, NetError, NoQuorum, PeerUnavailable, RemoteProtocolError
+from net.errors import CallFailed, NetError, NoQuorum, PeerUnavailable, RemoteProtocolError, seconds_of
 from net.identity import Contact
 from net.rpc.base import Body
 
@@ -75,7 +75,7 @@ async def check_experts(
             await trio.sleep(_ASK_PERIOD_S)
     if failures:
         raise NoQuorum(
-            f"experts of {prefix!r} are announced, but none answered within {timeout_s:g} s; "
+            f"experts of {prefix!r} are announced, but none answered within {seconds_of(timeout_s)}; "
             f"the last one: {failures[-1]}"
         )
     raise NoQuorum(await _nobody(prefix, caller.directory, timeout_s))
@@ -87,7 +87,7 @@ async def _nobody(prefix: str, directory: ExpertDirectory, timeout_s: float) -> 
     # Announcements carry absolute times: to a clock that is fast by more than their life they are all over.
     skew_s = directory.clock_skew_s
     clocks = f"; the swarm's clock and this one differ by {skew_s:+.0f} s" if abs(skew_s) > _TOLERABLE_SKEW_S else ""
-    return f"no expert of {prefix!r} was announced within {timeout_s:g} s; {instead}{clocks}"
+    return f"no expert of {prefix!r} was announced within {seconds_of(timeout_s)}; {instead}{clocks}"
 
 
 def _compare(expert: Expert, info: Body, who: str) -> None:
