@@ -12,9 +12,12 @@ Callbacks run in the swarm's thread. Ctrl-C cancels what is being waited for.
 
 import atexit
 import contextlib
+import ctypes
 import functools
+import gc
 import inspect
 import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -22,6 +25,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
+import jax
 import trio
 
 from dmoe_jax.autodiff import value_and_grad
@@ -42,6 +46,25 @@ _W = TypeVar("_W")
 
 class Closed(RuntimeError):
     """The swarm was closed, its thread has ended, or this process is a fork of the one that has it."""
+
+
+def _keep_backends() -> None:
+    """In a forked process: never destroy what JAX holds, whose threads are not there.
+
+    As Python ends, destructors would wait for them for ever, or crash.
+    """
+    gc.freeze()
+    modules = [vars(module) for name, module in [*sys.modules.items()] if name.partition(".")[0] in ("jax", "jaxlib")]
+    clients = {device.client for device in jax.local_devices()}
+    alive = [each for client in clients for each in (client, *client.live_executables(), *client.live_arrays())]
+    for kept in [*alive, *(value for module in modules for value in module.values())]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+@functools.cache
+def _prepare_for_forks() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_keep_backends)
 
 
 class TrioThread:
@@ -374,6 +397,7 @@ def connect(join: Target | Sequence[Target] = (), **options: Any) -> BlockingSwa
       ValueError, NetError: as of `open_swarm`.
     """
     make_room()
+    _prepare_for_forks()
     thread = TrioThread()
     with contextlib.ExitStack() as stack:
         stack.callback(thread.close)
