@@ -1,6 +1,7 @@
 """What the processes of a local swarm do, for the eye: a live table on a terminal, lines anywhere else."""
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,7 +30,7 @@ class TrainerWatch:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "metrics.jsonl"
-        self._offset = self._items = self._failed_calls = 0
+        self._inode = self._offset = self._items = self._failed_calls = 0
         self._loss: float | None = None
         self._unit = "items"
         self.step = 0
@@ -42,6 +43,9 @@ class TrainerWatch:
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
+            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
+                # A run that goes on writes the file anew, without what came after its checkpoint.
+                self._inode, self._offset, self._items, self.step = inode, 0, 0, 0
             file.seek(self._offset)
             whole, line_feed, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(line_feed)
