@@ -39,7 +39,7 @@ class _Forgiving:
         self._stream = stream
         self.error: OSError | None = None
         """What the last line met, if it was not written."""
-        self._is_whole = True  # what was written since the last flush
+        self._has_written = False  # since that
 
     def write(self, text: str) -> int:
         if self._stream is not None:
@@ -49,24 +49,24 @@ class _Forgiving:
                 except UnicodeEncodeError:
                     encoding = self._stream.encoding
                     self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+                self._has_written = self._has_written or bool(text)
         return len(text)
 
     def flush(self) -> None:
         if self._stream is not None:
             with self._noting():
                 self._stream.flush()
-                if self._is_whole and not isinstance(self.error, BrokenPipeError):
+                if self._has_written and not isinstance(self.error, BrokenPipeError):
                     self.error = None  # a disk that was full has room again
-            self._is_whole = True
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            self.error, self._is_whole = error, False
+            self.error, self._has_written = error, False
         except ValueError as error:  # closed
-            self.error, self._is_whole = OSError(errno.EBADF, str(error)), False
+            self.error, self._has_written = OSError(errno.EBADF, str(error)), False
 
     def writelines(self, lines: Any) -> None:
         self.write("".join(lines))

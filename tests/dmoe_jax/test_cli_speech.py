@@ -3,8 +3,10 @@
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -50,9 +52,20 @@ def test_what_cannot_be_said_shows_in_the_status(redirection: str, status: int, 
 
 @pytest.mark.parametrize("redirection", [">&-", ">&- 2>&-", "> >(true)"])
 def test_a_peer_serves_whether_it_is_heard_or_not(redirection: str) -> None:
-    """Until it is asked to stop: `timeout` sends SIGTERM, which ends it in order."""
-    done = shell(f"timeout --preserve-status 4 DMOE dht --insecure-loopback {redirection}")
-    assert (done.returncode, done.stderr) == (130, "")
+    """Until it is asked to stop, which ends it in order."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()
+    words = f"exec {' '.join(CLI)} dht --insecure-loopback --listen {address[0]}:{address[1]} {redirection}"
+    with subprocess.Popen(["bash", "-c", words], stderr=subprocess.PIPE, text=True) as peer:
+        while peer.poll() is None:
+            with socket.socket() as caller:
+                if caller.connect_ex(address) == 0:
+                    break
+            time.sleep(0.05)
+        peer.send_signal(signal.SIGTERM)
+        error = peer.communicate(timeout=30)[1]
+    assert (peer.returncode, error) == (130, "")
 
 
 def test_a_meeting_point_that_nobody_can_learn_of_is_refused() -> None:
@@ -84,11 +97,16 @@ def test_a_line_that_finds_no_room_is_let_go(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_command_that_was_not_heard_has_not_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Status 0 becomes 1; another status stays."""
+
+    @standard_streams()
+    def command(status: int) -> None:
+        say("lost")
+        sys.exit(status)
+
     for status, expected in ((0, 1), (3, 3)):
         monkeypatch.setattr(sys, "stdout", Disk())
-        with pytest.raises(SystemExit) as exit_, standard_streams():
-            say("lost")
-            sys.exit(status)
+        with pytest.raises(SystemExit) as exit_:
+            command(status)
         assert exit_.value.code == expected
 
 
