@@ -13,8 +13,12 @@ the program has ended (`dmoe_jax.interrupts`).
 
 import atexit
 import contextlib
+import ctypes
 import functools
+import gc
 import inspect
+import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -22,6 +26,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
+import jax
 import trio
 
 from dmoe_jax.autodiff import value_and_grad
@@ -44,13 +49,33 @@ _W = TypeVar("_W")
 
 
 class Closed(RuntimeError):
-    """The swarm was closed, or its thread has ended."""
+    """The swarm was closed, its thread has ended, or this process is a fork of the one that has it."""
+
+
+def _keep_backends() -> None:
+    """In a forked process: never destroy what JAX holds, whose threads are not there.
+
+    As Python ends, destructors would wait for them for ever, or crash.
+    """
+    gc.freeze()
+    modules = [vars(module) for name, module in [*sys.modules.items()] if name.partition(".")[0] in ("jax", "jaxlib")]
+    clients = {device.client for device in jax.local_devices()}
+    alive = [each for client in clients for each in (client, *client.live_executables(), *client.live_arrays())]
+    for kept in [*alive, *(value for module in modules for value in module.values())]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+@functools.cache
+def _prepare_for_forks() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_keep_backends)
 
 
 class TrioThread:
     """trio in a thread of its own, and the way into it from other threads."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._stop = trio.Event()
         ready: Future[tuple[trio.lowlevel.TrioToken, trio.Nursery]] = Future()
 
@@ -70,10 +95,15 @@ class TrioThread:
         A KeyboardInterrupt while waiting cancels the call.
 
         Raises:
-          Closed: the thread has ended, or does so before the call is over.
+          Closed: the thread has ended, or does so before the call is over; or this process was forked and has none.
           RuntimeError: called in the thread itself, which would wait for itself for ever.
           Whatever the function raises.
         """
+        if self.is_elsewhere:
+            raise Closed(
+                f"process {os.getpid()} was forked from process {self._pid}, which has the swarm; a fork has no "
+                "threads: call connect here, or start processes with multiprocessing's method 'spawn'"
+            )
         if threading.current_thread() is self._thread:
             raise RuntimeError("this is the swarm's own thread: await the function instead of waiting for it")
         # Not `trio.from_thread.run`: that refuses threads in which a trio of their own runs, such as a notebook's.
@@ -107,6 +137,11 @@ class TrioThread:
             with contextlib.suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(scope.cancel)
             raise
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True in a process that was forked from the one with the thread."""
+        return os.getpid() != self._pid
 
     @contextlib.contextmanager
     def held_open(self, opened: AbstractAsyncContextManager[_T]) -> Iterator[_T]:
@@ -142,7 +177,10 @@ class TrioThread:
                 raise failures[0]
 
     def close(self) -> None:
-        """End everything that runs in the thread, in order, and the thread. Doing it twice does nothing."""
+        """End everything that runs in the thread, in order, and the thread. Doing it twice does nothing, nor in a
+        fork."""
+        if self.is_elsewhere:
+            return
         with contextlib.suppress(trio.RunFinishedError):
             self._token.run_sync_soon(self._stop.set)
         if threading.current_thread() is not self._thread:
@@ -362,6 +400,7 @@ def connect(join: Target | Sequence[Target] = (), **options: Any) -> BlockingSwa
       ValueError, NetError: as of `open_swarm`.
     """
     make_room()
+    _prepare_for_forks()
     thread = TrioThread()
     with contextlib.ExitStack() as stack:
         stack.callback(thread.close)

@@ -102,6 +102,10 @@ def expand_grid_pattern(pattern: str) -> tuple[ExpertUid, ...]:
         uids.
     """
     prefix, *parts = pattern.split(".")
+    if (layers := re.fullmatch(r"([\w-]*)\[(\d+):\d+\]", prefix)) is not None:
+        name, rest = layers[1] or "layer", pattern.partition(".")[2]
+        each = " ".join(f"{name}{int(layers[2]) + step}.{rest}" for step in range(2))
+        raise ValueError(f"bad grid pattern {pattern!r}: give one pattern for each layer, {each} ...")
     try:
         check_prefix(prefix)
         ranges = [_expand_part(part) for part in parts]

@@ -235,13 +235,14 @@ async def start_nodes(
     return nodes
 
 
-def averaging_flags(*, num_processes: int, every: int, seed: int, index: int) -> list[str]:
-    """Flags of `dmoe train` for the trainer process `index` of several that average their trunks in one group.
+def averaging_flags(*, num_processes: int, every: int, seeds: tuple[int, int]) -> list[str]:
+    """Flags of `dmoe train` for one of several trainer processes that average their trunks in one group.
 
-    They begin with equal parameters; text and dropout are each one's own.
+    Args:
+      seeds: of the parameters, which all begin with, and of its own text and dropout.
     """
     averaging = ["--average-every", str(every), "--average-side", str(num_processes)]
-    return ["--seed", str(seed), "--data-seed", str(seed + index), *(averaging if num_processes > 1 else [])]
+    return ["--seed", str(seeds[0]), "--data-seed", str(seeds[1]), *(averaging if num_processes > 1 else [])]
 
 
 async def start_trainers(swarm: LocalSwarm, commands: Sequence[Sequence[str]]) -> list[SwarmProcess]:

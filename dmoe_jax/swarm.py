@@ -15,8 +15,10 @@ The same code runs over TLS, over plain TCP (`security=Plain()`) and on a simula
 
 import functools
 import logging
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -65,6 +67,39 @@ from net.wire.compression import Compression
 _log = logging.getLogger(__name__)
 
 _STATUS_TIMEOUT_S = 2.0
+
+_SLOW_S = 5.0
+"""After so long whoever serves from Python is told what is being compiled."""
+
+
+@contextmanager
+def told_when_slow(on_progress: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
+    """Have somebody told what the block is doing: who asked for it, else the log, ever less often.
+
+    Args:
+      on_progress: is told at once; None: warnings in the log, the first after five seconds, for nobody shall wait for
+        minutes without a word.
+    """
+    if on_progress is not None:
+        yield on_progress
+        return
+    doing, done, began = "preparing experts", threading.Event(), time.monotonic()
+
+    def note(text: str) -> None:
+        nonlocal doing
+        doing = text
+
+    def tell() -> None:  # in a thread: in virtual time, and while XLA compiles, nothing else runs
+        pause_s = _SLOW_S
+        while not done.wait(pause_s):
+            _log.warning("serve, after %.0f s: %s", time.monotonic() - began, doing)
+            pause_s *= 2
+
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield note
+    finally:
+        done.set()
 
 
 class Swarm(AveragingSwarm):
@@ -117,7 +152,7 @@ class Swarm(AveragingSwarm):
         checkpoint_period_s: float = 60.0,
         claim: ClaimConfig | None = None,
         replicas: ReplicaConfig | None = None,
-        on_progress: Callable[[str], None] = lambda text: None,
+        on_progress: Callable[[str], None] | None = None,
         compiling: AbstractAsyncContextManager[object] = nullcontext(),  # noqa: B008 (stateless)
     ) -> Served:
         """Serve experts to the trainers of the swarm, who teach them by the gradients that they send.
@@ -149,7 +184,7 @@ class Swarm(AveragingSwarm):
             should share, has of them, else with their seeds. Returns when there is nothing more to claim for now.
           replicas: serve the experts beside others who serve them too: begin with their state, share the load, and
             average with them. All of them need it. None: whoever else serves one of them is warned of by name.
-          on_progress: told what it is doing, in a few words.
+          on_progress: told what it is doing, in a few words. None: after five seconds a warning in the log says so.
           compiling: is entered while programs are compiled, so that processes of one machine may wait for each other.
 
         Raises:
@@ -174,31 +209,31 @@ class Swarm(AveragingSwarm):
         seed = self.seed if seed is None else seed
         own = node_devices(self.device, devices, mesh, sharding_rule)
         places = [each.place for each in own]
-        claimable: Claimable | None = None
-        if claim is not None:
-            prepare = functools.partial(claimable_of, seed=seed, places=places)
-            claimable = await all_of(own).run(prepare, experts, claim, optimizer)
-            experts = fixed_of(experts, claim)
-        backends: dict[str, ExpertBackend] = {}
-        if claimable is None or experts:
-            make = functools.partial(make_backends, seed=seed, places=places)
-            backends = await all_of(own).run(make, experts, optimizer)
-        saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, own)
-        if saver is not None:
+        with told_when_slow(on_progress) as told:
+            claimable: Claimable | None = None
+            if claim is not None:
+                prepare = functools.partial(claimable_of, seed=seed, places=places)
+                claimable = await all_of(own).run(prepare, experts, claim, optimizer)
+                experts = fixed_of(experts, claim)
+            backends: dict[str, ExpertBackend] = {}
+            if claimable is None or experts:
+                make = functools.partial(make_backends, seed=seed, places=places)
+                backends = await all_of(own).run(make, experts, optimizer)
+            saver = None if checkpoint_dir is None else ExpertSaver(Path(checkpoint_dir), backends, own)
             # Those that claim or replicate share a folder: they hand experts to each other, or serve the same ones.
-            restored = await saver.restore(alone=claim is None and replicas is None)
-            several = f"{len(restored)} of {len(backends)} experts"
-            if restored:
-                on_progress(f"{several} go on from {checkpoint_dir} ({sum(restored.values())} updates)")
-        serving = functools.partial(
-            serve_until_left,
-            period_s=checkpoint_period_s,
-            on_progress=on_progress,
-            claimable=claimable,
-            replicate=replicas,
-            compiling=compiling,
-        )
-        served: Served = await self._nursery.start(serving, self.peer, own, backends, config, saver)
+            alone = claim is None and replicas is None
+            if saver is not None and (restored := await saver.restore(alone=alone)):
+                several = f"{len(restored)} of {len(backends)} experts"
+                told(f"{several} go on from {checkpoint_dir} ({sum(restored.values())} updates)")
+            serving = functools.partial(
+                serve_until_left,
+                period_s=checkpoint_period_s,
+                on_progress=told,
+                claimable=claimable,
+                replicate=replicas,
+                compiling=compiling,
+            )
+            served: Served = await self._nursery.start(serving, self.peer, own, backends, config, saver)
         self._served = served
         return served
 

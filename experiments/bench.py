@@ -15,7 +15,9 @@ that a run which is interrupted, or fails half way, still leaves a report of wha
 import importlib
 import inspect
 import json
+import sys
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from rich.console import Console
 
-from dmoe_jax.cli.common import fail, mistakes_in_one_line, parse_command_line, set_up_jax
+from dmoe_jax.cli.common import UsageError, fail, mistakes_in_one_line, parse_command_line, set_up_jax
+from dmoe_jax.cli.flags import as_words, flags_of, unnamed_file
+from dmoe_jax.cli.speech import standard_streams
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain, replaced_file
 from experiments.exits import ending_of, one_line_errors, run_until_signal
 from experiments.results import Result, result_table, write_result
@@ -159,6 +163,7 @@ class Experiment(Generic[S]):
     """Errors of `measure` that explain whatever was raised beside them, such as the death of a helper process."""
 
 
+@standard_streams()
 def run_experiment(
     settings_class: type[S],
     experiment: Experiment[S] | str,
@@ -185,8 +190,12 @@ def run_experiment(
     Raises:
       SystemExit: in each of the cases above. Bugs are raised as they are.
     """
-    settings = parse_command_line(settings_class, prog=f"python -m experiments.{name}", args=args)
+    prog = f"python -m experiments.{name}"
+    words = sys.argv[1:] if args is None else args
+    settings = parse_command_line(settings_class, prog=prog, args=words)
     with one_line_errors(name):
+        if saved := _flags_of_run(settings, words):
+            settings = parse_command_line(settings_class, prog=prog, args=[*saved, *words])
         if uses_jax:
             set_up_jax()
         if isinstance(experiment, str):
@@ -219,6 +228,30 @@ def run_experiment(
     if result.failure:
         fail(result.failure, prog=name)
     return headline
+
+
+def _flags_of_run(settings: UnseededSettings, given: Sequence[str]) -> list[str]:
+    """The flags that a run which is resumed was begun with, where they differ from the defaults.
+
+    Raises:
+      UsageError: they name a Python file that the words given now do not.
+    """
+    if not isinstance(settings, ResumableSettings) or not settings.resume or settings.out is None:
+        return []
+    with suppress(OSError, ValueError, KeyError, TypeError):  # no run: told when its folder is opened
+        saved = RunFolder(settings.out).config()["settings"]
+        flags = [flag for flag in flags_of(type(settings)) if flag.word not in ("--out", "--resume", "--json")]
+        before = {flag: saved.get(flag.word[2:].replace("-", "_")) for flag in flags}
+        words = [
+            word
+            for flag, value in before.items()
+            if value is not None and value != plain(flag.default)
+            for word in as_words(flag.word, value)
+        ]
+        if (file := unnamed_file(words, given)) is not None:
+            raise UsageError(f"the run in {settings.out} runs {file}: name it again")
+        return words
+    return []
 
 
 def _report(run: Run[S], experiment: Experiment[S]) -> Result | None:

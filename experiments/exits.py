@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import trio
 
 from dmoe_jax.cli.common import UsageError, one_line
+from dmoe_jax.cli.lifecycle import ending_signals
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -76,15 +77,17 @@ def one_line_errors(prog: str, *, expected: Errors = (), causes: Errors = (), hi
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """In the block SIGTERM raises KeyboardInterrupt, as Ctrl-C does; afterwards its handler is as it was before.
+    """In the block SIGTERM, and the end of the terminal, raise KeyboardInterrupt, as Ctrl-C does; afterwards their
+    handlers are as they were before.
 
     Whoever ends a process from outside wants what Ctrl-C gives: a report, and a run that can be resumed.
     """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in ending_signals()[1:]}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def run_until_signal(main: Callable[[], Awaitable[None]], *, prog: str) -> None:
@@ -97,7 +100,7 @@ def run_until_signal(main: Callable[[], Awaitable[None]], *, prog: str) -> None:
     """
 
     async def interrupt_on_signal(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        with trio.open_signal_receiver(*ending_signals()) as signals:
             task_status.started()
             async for _ in signals:
                 break

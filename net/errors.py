@@ -74,3 +74,8 @@ class RemoteFailure(CallFailed):
 
 class NoQuorum(NetError):
     """Too few peers answered for the result to mean anything (fewer than `k_min` experts, no expert of a layer)."""
+
+
+def seconds_of(duration_s: float) -> str:
+    """A duration in seconds for a message: 9.99973 is "10 s"."""
+    return f"{float(f'{duration_s:.3g}'):g} s"

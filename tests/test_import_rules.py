@@ -65,6 +65,7 @@ SHELLS = {
     "dmoe_jax.data.wikitext2",
     "dmoe_jax.emulator.recording",
     "dmoe_jax.runs.run_folder",
+    "dmoe_jax.cache_folder",
     "dmoe_jax.checkpoints",
     "dmoe_jax.disk",
     "dmoe_jax.cores",

@@ -21,6 +21,7 @@ from dmoe_jax.cli.identity import IdentityCommand
 from dmoe_jax.cli.inspect import InspectCommand
 from dmoe_jax.cli.network import check_names
 from dmoe_jax.cli.node import NodeCommand
+from dmoe_jax.cli.speech import say, standard_streams
 from dmoe_jax.cli.status import StatusCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
@@ -43,27 +44,35 @@ _JOINING = ("dht", "node", "train", "assist", "status")
 """Commands that join whom the environment names. `inspect` asks a swarm only if it is told to."""
 
 
+@standard_streams()
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point of `dmoe`. Exits 0 when done, 1 on an error, 2 on a wrong flag, 130 after Ctrl-C."""
+    """Entry point of `dmoe`. Exits 0 when done, 1 on an error, 2 on a mistake of the user's, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if args is None else args)
     if words == ["--version"]:
-        print(f"dmoe_jax {_version()}")
+        say(f"dmoe_jax {_version()}")
         return
+    if words[:1] == ["completion"]:
+        words = ["--tyro-print-completion", *words[1:]]
     peers = os.environ.get(JOIN_VARIABLE, "").split()
     is_given = any(word.partition("=")[0] in ("--join", "--help", "-h") for word in words)
     if peers and words and words[0] in _JOINING and not is_given:
         words += ["--join", *peers]
-    description = f"Decentralised mixture-of-experts training in JAX. dmoe --version tells the version.\n\n{HELP}"
+    description = (
+        "Decentralised mixture-of-experts training in JAX. dmoe --version tells the version; dmoe completion bash (or "
+        f"zsh, tcsh) prints what completes its flags.\n\n{HELP}"
+    )
     command: Command = parse_command_line(Command, prog="dmoe", description=description, args=words)
     try:
         # Before any import that takes seconds: a slip of the pen is told at once.
         check_names(getattr(command, "join", ()), getattr(command, "swarm", "dmoe"))
         if hasattr(command, "network"):
             command.network.security()
-        if isinstance(command, TrainCommand):
+        if isinstance(command, TrainCommand | UpCommand):
             command = command.resumed(words[1:])
         sys.exit(command.run())
-    except (UsageError, IdentityError) as error:
+    except UsageError as error:
+        fail(str(error), status=error.status)
+    except IdentityError as error:
         fail(str(error))
 
 

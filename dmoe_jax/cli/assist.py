@@ -22,6 +22,7 @@ from dmoe_jax.cli.network import (
     join_line,
     join_swarm,
 )
+from dmoe_jax.cli.speech import say
 from dmoe_jax.members import listed_member
 from dmoe_jax.metrics.families import Family, counter
 from dmoe_jax.metrics.process import peer_families
@@ -126,8 +127,8 @@ class AssistCommand:
             rpc = peer.rpc
             assert rpc.address is not None
             contact = Contact(rpc.peer_id, rpc.address)
-            print(f"auxiliary peer {rpc.peer_id.short} listens on {rpc.address}")
-            print(join_line("train", self.network, peer), flush=True)
+            say(f"auxiliary peer {rpc.peer_id.short} listens on {rpc.address}")
+            say(join_line("train", self.network, peer))
             async with listed_member(
                 peer.dht, self.swarm, rpc.peer_id, contact, totals.facts, period_s=_ANNOUNCE_PERIOD_S
             ):
@@ -154,7 +155,7 @@ class AssistCommand:
                         on_plan=totals.begin,
                         on_round=totals.count,
                     )
-        print(f"assisted in {totals.rounds} rounds, {_megabytes(totals.moved_bytes)} each way", flush=True)
+        say(f"assisted in {totals.rounds} rounds, {_megabytes(totals.moved_bytes)} each way")
         return EXIT_INTERRUPTED
 
 
@@ -171,19 +172,19 @@ class _Totals:
     def begin(self, plan: AveragingPlan) -> None:
         """It is known what is averaged."""
         self.state = "assisting"
-        print(f"{self._name}: averages of {plan.size:,} numbers in groups of {plan.grid.side}", flush=True)
+        say(f"{self._name}: averages of {plan.size:,} numbers in groups of {plan.grid.side}")
 
     def count(self, done: AveragingStep) -> None:
         """A round is over."""
         self.rounds += 1
         self.moved_bytes += done.moved_bytes
         moved = f"{_megabytes(done.moved_bytes)} each way, {_megabytes(self.moved_bytes)} in all"
-        print(f"round {self.rounds}: {len(done.peers)} peers, {moved}", flush=True)
+        say(f"round {self.rounds}: {len(done.peers)} peers, {moved}")
 
     def count_step(self, done: Averaged) -> None:
         """A step of a collaboration is made."""
         self.rounds += 1
-        print(f"step {self.rounds}: {len(done.members)} peers, {done.weight:,.0f} samples", flush=True)
+        say(f"step {self.rounds}: {len(done.members)} peers, {done.weight:,.0f} samples")
 
     def facts(self) -> Mapping[str, Value]:
         """What the swarm is told."""

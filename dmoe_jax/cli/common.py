@@ -1,7 +1,6 @@
 """What every subcommand shares: command lines read and written, one-line errors, setting up JAX."""
 
 import contextlib
-import difflib
 import gc
 import inspect
 import io
@@ -12,11 +11,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import trio
 import tyro
 
+from dmoe_jax.cache_folder import cache_folder
+from dmoe_jax.cli.flags import advice, as_words, flags_of, help_page, meant, without_idle
 from dmoe_jax.cores import usable_cores
 from dmoe_jax.freed_memory import keep_freed_memory
 from dmoe_jax.xla_threads import xla_threads
@@ -28,14 +29,26 @@ if TYPE_CHECKING:
 class UsageError(Exception):
     """A mistake of the user's; the message is the one line that is printed."""
 
+    status = 2
+    """Exit status of the command."""
+
+
+class CommandFailed(UsageError):
+    """What was asked for rightly could not be done; the message is the one line that is printed."""
+
+    status = 1
+
 
 @contextlib.contextmanager
 def mistakes_in_one_line() -> Iterator[None]:
-    """Turn what a wrong setting, a damaged file or a full folder raises in the block into a `UsageError`."""
+    """Turn what a wrong setting or a damaged file raises in the block into a `UsageError`, a full disk into a
+    `CommandFailed`."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise UsageError(one_line(error)) from error
+    except OSError as error:
+        raise CommandFailed(one_line(error)) from error
 
 
 def one_line(error: BaseException) -> str:
@@ -53,45 +66,69 @@ def parse_command_line(command: Any, *, prog: str, description: str | None = Non
     """Read the command line (None: this process's) into `command`, a dataclass or a union of them, with tyro.
 
     A mistake ends the process with status 2 and one line instead of tyro's box. For a flag or command that does not
-    exist the line names the one that was probably meant, and the help page that lists them.
+    exist the line names the one that was probably meant, or the command that has it, and the help page.
     """
     words, box = list(sys.argv[1:] if args is None else args), io.StringIO()
     config = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff)
+    commands = _commands_of(command)
+    name = words[0] if words and words[0] in commands else ""
+    if name in commands:
+        words = without_idle(words, flags_of(commands[name]))
+    page = io.StringIO() if name in commands and {"--help", "-h"} & {*words} else None
     try:
-        with contextlib.redirect_stderr(box):
-            try:
-                return tyro.cli(command, prog=prog, description=description, args=words, config=config)
-            finally:
-                sys.stdout.flush()  # here, and not when Python ends, it may fail
-    except BrokenPipeError:
-        _end_unread()
+        with contextlib.redirect_stderr(box), contextlib.redirect_stdout(page or sys.stdout), _unwrapped(page):
+            return tyro.cli(command, prog=prog, description=description, args=words, config=config)
     except SystemExit as exit_:
         if not exit_.code:
+            if page is not None:
+                print(help_page(page.getvalue(), {flag.word: flag.group for flag in flags_of(commands[name])}), end="")
             raise
-        has_commands = not isinstance(command, type) and bool(words) and not words[0].startswith("-")
-        fail(_line_of_box(box.getvalue(), prog, words[0] if has_commands else ""), status=2, prog=prog)
+        known = {each: [flag.word for flag in flags_of(cls)] for each, cls in commands.items()}
+        fail(_line_of_box(box.getvalue(), prog, words, known), status=2, prog=prog)
     except ValueError as error:  # a dataclass did not take its fields
         fail(str(error), status=2, prog=prog)
 
 
-def _end_unread() -> NoReturn:
-    """Whoever was to read our output has gone, as `head` does: end as a process that the signal for it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
-    sys.exit(128 + 13)
+def _commands_of(command: Any) -> dict[str, type]:
+    """The dataclasses that a command line may be read into, by the word that chooses one; "" for a lone one."""
+    if isinstance(command, type):
+        return {"": command}
+    return {config.name: get_args(each)[0] for each in get_args(command) for config in each.__metadata__}
 
 
-def _line_of_box(box: str, prog: str, command: str) -> str:
+@contextlib.contextmanager
+def _unwrapped(page: io.StringIO | None) -> Iterator[None]:
+    """Have tyro wrap nothing in the block, unless the page is None."""
+    before = os.environ.get("COLUMNS")
+    if page is not None:
+        os.environ["COLUMNS"] = "9999"
+    try:
+        yield
+    finally:
+        if page is not None:
+            del os.environ["COLUMNS"]
+            os.environ |= {} if before is None else {"COLUMNS": before}
+
+
+def _line_of_box(box: str, prog: str, words: Sequence[str], known: Mapping[str, Sequence[str]]) -> str:
     """Tyro's error box as one line. Its first line is the title; it is drawn with lines or, in ASCII, with hyphens."""
     lines = [line.strip(" │╭╮╰╯─") for line in box.splitlines()[1:]]
     text = "\n".join(line if line.strip("-") else "" for line in lines).strip()
     mistake = " ".join(text.partition("\n\n")[0].split()).rstrip(".") or "unusable arguments"
-    commands = re.search(r"Available subcommands: ([\w,\s-]+?)(\n\n|$)", text)
-    if commands is not None:
-        meant = difflib.get_close_matches(command, re.split(r",\s+", commands[1]), n=1)
-    else:
-        meant = re.findall(r"Perhaps you meant:\s+(--[\w-]+)", text)
-        prog = f"{prog} {command}".strip()
-    return f"{mistake}; {f'did you mean {meant[0]}? See' if meant else 'see'} {prog} --help"
+    command = words[0] if "" not in known and words and not words[0].startswith("-") else ""
+    page = f"{prog} {command}".strip()
+    if not mistake.startswith("Unrecognized"):
+        return f"{mistake}; see {page} --help"
+    if command not in known:
+        guess = meant(command, [*known])
+        return f"{mistake}; {f'did you mean {guess}? See' if guess else 'see'} {prog} --help"
+    unknown = [
+        flag for word in words if (flag := word.partition("=")[0]).startswith("--") and flag not in known[command]
+    ]
+    given = re.findall(r"[^\s,]+", re.sub(r"Unrecognized[^:]*:|\(applied to [^)]*\)", "", mistake))
+    advised = advice(unknown[0], command, known, prog) if unknown else ""
+    more = f"{advised}{' See' if advised.endswith('?') else '; see'}" if advised else "see"
+    return f"Unrecognized options: {', '.join(given)}; {more} {page} --help"
 
 
 def changed(options: "DataclassInstance") -> dict[str, Any]:
@@ -102,22 +139,13 @@ def changed(options: "DataclassInstance") -> dict[str, Any]:
 
 
 def as_flags(values: Mapping[str, object]) -> list[str]:
-    """Values by the names of their fields as words of a command line.
-
-    `{"grid_size": (4, 4), "resume": True, "average_by_samples": False}` becomes
-    `--grid-size 4 4 --resume --no-average-by-samples`.
-    """
-    words = []
-    for name, value in values.items():
-        words.append(flag_of(name, "no-" if value is False else ""))
-        if not isinstance(value, bool):
-            words += [str(item) for item in (value if isinstance(value, list | tuple) else (value,))]
-    return words
+    """Values by the names of their fields as words of a command line; see `as_words`."""
+    return [word for name, value in values.items() for word in as_words(flag_of(name), value)]
 
 
-def flag_of(name: str, prefix: str = "") -> str:
+def flag_of(name: str) -> str:
     """The flag of a field, which may be one of a nested dataclass: "calls.k_best" becomes "--k-best"."""
-    return f"--{prefix}{name.rpartition('.')[2].replace('_', '-')}"
+    return f"--{name.rpartition('.')[2].replace('_', '-')}"
 
 
 def check_at_least(least: int, options: object, *names: str) -> None:
@@ -125,6 +153,22 @@ def check_at_least(least: int, options: object, *names: str) -> None:
     for name in names:
         if not getattr(options, name) >= least:
             raise UsageError(f"{flag_of(name)} must be at least {least}, got {getattr(options, name)}")
+
+
+_MOST_SEED = 2**32 - 1
+"""JAX makes a key of 32 bits of a seed."""
+
+
+def check_seed(options: object, *names: str, more: int = 0) -> None:
+    """Raise `UsageError` for the first of these fields that is no seed; None is left to its default.
+
+    Args:
+      more: is added to it later on, for the last of several processes.
+    """
+    for name in names:
+        seed = getattr(options, name)
+        if seed is not None and not 0 <= seed <= _MOST_SEED - more:
+            raise UsageError(f"{flag_of(name)} must be from 0 to {_MOST_SEED - more}, got {seed}")
 
 
 def check_positive(options: object, *names: str) -> None:
@@ -138,16 +182,17 @@ def set_up_jax() -> None:
     """Have freed memory kept (`keep_freed_memory`) and XLA's results, so that a process started again compiles nothing.
 
     Compiled code is for one processor type, hence a folder for each machine. `DMOE_XLA_CACHE` names another place;
-    empty turns the cache off. Of a GPU's memory the process takes what it needs and no more: by itself JAX takes three
-    quarters at once, and a second process finds none. `XLA_PYTHON_CLIENT_PREALLOCATE` says otherwise.
+    empty turns the cache off, and so does a user without a home. Of a GPU's memory the process takes what it needs and
+    no more: by itself JAX takes three quarters at once, and a second process finds none.
+    `XLA_PYTHON_CLIENT_PREALLOCATE` says otherwise.
     """
     keep_freed_memory()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    default = caches / "dmoe_jax" / f"xla-{platform.node()}"
-    folder = os.environ.get("DMOE_XLA_CACHE", str(default))
+    caches = cache_folder()
+    default = "" if caches is None else str(caches / f"xla-{platform.node()}")
+    folder = os.environ.get("DMOE_XLA_CACHE", default)
     if folder:
         if (threads := xla_threads()) != usable_cores():
             # Programs are divided among so many, which the names of JAX's files do not say.

@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,12 +12,14 @@ from typing import Annotated, Any
 import trio
 import tyro
 from rich.console import Console
-from rich.table import Table
 
-from dmoe_jax.cli.common import UsageError, as_flags, changed, check_at_least
+from dmoe_jax.cli.common import UsageError, as_flags, changed, check_at_least, check_seed
+from dmoe_jax.cli.headline import headline_of, show_headline
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.local_view import TrainerWatch
 from dmoe_jax.cli.monitoring import MetricsOptions
+from dmoe_jax.cli.speech import say
+from dmoe_jax.cli.train_options import DataOptions, LanguageModelOptions, RunOptions
 from dmoe_jax.cli.up import LEAVE_TIMEOUT_S, UpCommand
 from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.layer_config import Route
@@ -79,6 +81,7 @@ class DemoCommand:
         check_at_least(3, self, "num_nodes")
         check_at_least(1, self, "num_trainers", "num_processes", "average_every")
         check_at_least(10, self, "steps")
+        check_seed(self, "seed", more=self.num_processes)
         if self.kill_trainer and self.num_processes < 2:
             raise UsageError("--kill-trainer needs --num-processes of at least 2: one has to go on")
         # Its swarm is its own, whatever the user's real one needs.
@@ -93,21 +96,19 @@ class DemoCommand:
         node = {"warm_up_rows": 4 if self.route == "sequence" else 64} | (
             {"freeze_experts": True} if self.freeze_experts else {}
         )
-        train = {"num_trainers": self.num_trainers, "eval_every": max(20, steps // 8)}
+        evaluations = _QUICK_EVALUATIONS if self.quick else {}
         return UpCommand(
             nodes=self.num_nodes,
             trainers=self.num_processes,
             out=self.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"),
-            data=self.data,
-            route=self.route,
-            router=self.router or ("balanced" if self.route == "token" else "product_key"),
-            steps=steps,
-            max_minutes=max_minutes,
+            data=DataOptions(data=self.data, num_trainers=self.num_trainers, seed=self.seed),
+            language=LanguageModelOptions(
+                route=self.route, router=self.router or ("balanced" if self.route == "token" else "product_key")
+            ),
+            run_length=RunOptions(steps=steps, max_minutes=max_minutes, eval_every=max(20, steps // 8), **evaluations),
             average_every=self.average_every,
-            seed=self.seed,
             save_experts=self.save_experts,
             node_flags=shlex.join(as_flags(node)),
-            train_flags=shlex.join(as_flags(train | (_QUICK_EVALUATIONS if self.quick else {}))),
             insecure_loopback=self.insecure_loopback,
             metrics=self.metrics,
         )
@@ -119,7 +120,7 @@ class DemoCommand:
             first = watches["trainer0"]
             while True:
                 await trio.sleep(0.25)
-                if first.step >= up.steps // 2:
+                if first.step >= up.run_length.steps // 2:
                     break
             if not self.spare_nodes:
                 await _kill(swarm.of_kind("node")[-1], first, up.folder, console)
@@ -130,10 +131,9 @@ class DemoCommand:
             return status
         # In a thread: importing Matplotlib takes its time.
         headline = await trio.to_thread.run_sync(self._report, up.folder)
-        console.print(headline_table(headline))
-        console.print(f"run folder: {up.folder} (figure.png, report.md, metrics.jsonl, config.json)")
+        show_headline(console, up.folder, headline, title="DMoE Transformer-XL")
         if self.json:
-            print(json.dumps(headline))
+            say(json.dumps(headline))
         return 0
 
     def _report(self, out: Path) -> dict[str, Any]:
@@ -166,32 +166,3 @@ async def _kill(process: SwarmProcess, first: TrainerWatch, out: Path, console: 
     place = {"step": first.step, "time_s": first.time_s}
     append_metric(out / "metrics.jsonl", kind="event", name=name, **place, detail=who, peer=address)
     console.print(f"[bold red]killed {who} with SIGKILL at step {first.step}[/]")
-
-
-def headline_of(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures that the demonstration is about, from a run's metrics."""
-    final = [record for record in metrics if record["kind"] == "headline"][-1]
-    headline = {name: value for name, value in final.items() if name != "kind"}
-    kills = [record for record in metrics if record["kind"] == "event" and record["name"] == "node_killed"]
-    if kills:
-        calls = [record for record in metrics if record["kind"] == "calls"]
-        before = [record for record in calls if record["step"] <= kills[0]["step"]]
-        at_kill = before[-1] if before else {"ok": 0, "failed": 0}
-        ok, failed = calls[-1]["ok"] - at_kill["ok"], calls[-1]["failed"] - at_kill["failed"]
-        headline |= {
-            "killed_at_step": kills[0]["step"],
-            "calls_after_kill": ok + failed,
-            "failed_calls_after_kill": failed,
-            "failed_share_after_kill": failed / max(1, ok + failed),
-        }
-    return headline
-
-
-def headline_table(headline: dict[str, Any]) -> Table:
-    """The headline figures for the terminal."""
-    table = Table(title="DMoE Transformer-XL over a local swarm", show_header=False, title_justify="left")
-    for name, value in headline.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{reason} {count}" for reason, count in value.items()) or "none"
-        table.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
-    return table

@@ -1,5 +1,6 @@
 """`dmoe dht`: a peer that keeps records and lets others in."""
 
+import errno
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, ClassVar
@@ -7,9 +8,11 @@ from typing import Annotated, ClassVar
 import trio
 import tyro
 
+from dmoe_jax.cli.common import CommandFailed
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions, join_line, join_swarm
+from dmoe_jax.cli.speech import say, why_unheard
 from dmoe_jax.metrics.process import peer_families
 
 
@@ -43,8 +46,16 @@ class DhtCommand:
         ):
             monitor.show(partial(peer_families, peer))
             monitor.why_not_ready = lambda: ""
-            print(f"DHT peer {peer.rpc.peer_id.short} listens on {peer.rpc.address}")
-            print(join_line("node", self.network, peer), flush=True)
+            say(f"DHT peer {peer.rpc.peer_id.short} listens on {peer.rpc.address}")
+            if not say(join_line("node", self.network, peer)) and not self.join:
+                self._check_heard()
             with stop.body():
                 await trio.sleep_forever()
         return EXIT_INTERRUPTED
+
+    @staticmethod
+    def _check_heard() -> None:
+        """Refuse to be a meeting point whose address stands nowhere; whose reader has gone may have read it."""
+        error = why_unheard()
+        if error is not None and error.errno == errno.ENOSPC:
+            raise CommandFailed(f"nobody can join: standard output cannot be written: {error.strerror}")

@@ -10,6 +10,7 @@ import trio
 import tyro
 
 from dmoe_jax.cli.common import UsageError, one_line
+from dmoe_jax.cli.speech import say
 from net.identity import Address
 
 _END_TIMEOUT_S = 10.0
@@ -84,7 +85,7 @@ class DistributedOptions:
                 shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
             )
 
-        print(f"process {self.process_id} of {self.num_processes} waits for the others", flush=True)
+        say(f"process {self.process_id} of {self.num_processes} waits for the others")
         try:
             await trio.to_thread.run_sync(initialize, abandon_on_cancel=True)
         except RuntimeError as error:

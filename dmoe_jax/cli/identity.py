@@ -6,6 +6,7 @@ from typing import Annotated
 
 import tyro
 
+from dmoe_jax.cli.speech import say
 from net.key_files import load_or_create_identity
 
 
@@ -18,5 +19,5 @@ class IdentityCommand:
 
     def run(self) -> int:
         """Print it; the exit status."""
-        print(load_or_create_identity(self.file).peer_id)
+        say(load_or_create_identity(self.file).peer_id)
         return 0

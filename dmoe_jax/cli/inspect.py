@@ -15,6 +15,7 @@ from rich.console import Console
 from dmoe_jax.cli.common import UsageError, check_at_least, mistakes_in_one_line, one_line, set_up_jax
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, NetworkOptions, join_swarm
+from dmoe_jax.cli.speech import say
 from dmoe_jax.inspection.saved_run import SavedRun, find_run
 from dmoe_jax.training.saving import check_code, is_code
 
@@ -87,7 +88,7 @@ class InspectCommand:
         for text in figures["left_out"]:
             console.print(f"left out: {text}")
         if self.json:
-            print(json.dumps(figures))
+            say(json.dumps(figures))
         return 0
 
     def _load(self, run: SavedRun) -> "tuple[SavedModel, Corpus]":

@@ -1,8 +1,8 @@
 """How a command begins and ends: logging, signals, one-line errors, and leaving in order.
 
-A command that is asked to stop (SIGINT, SIGTERM, or the end of the process that started it) must still be able to talk:
-a node withdraws its experts from the DHT. So only the command's *body* is cancelled first, and the contexts around it
-close from the inside out. Whatever is not over in time, or at a second signal, is cancelled as a whole.
+A command that is asked to stop (SIGINT, SIGTERM, SIGHUP, or the end of the process that started it) must still be able
+to talk: a node withdraws its experts from the DHT. So only the command's *body* is cancelled first, and the contexts
+around it close from the inside out. Whatever is not over in time, or at a second signal, is cancelled as a whole.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def run_until_done(
 ) -> int:
     """Run an async command to its end, or until it is stopped; returns the exit status.
 
-    The process's own handlers of SIGINT and SIGTERM are back in place when this returns or raises.
+    The process's own handlers of the signals are back in place when this returns or raises.
 
     Args:
       main: the command. It may mark its body with the `Stop` that it is given; one without is cancelled as a whole.
@@ -80,7 +80,7 @@ def run_until_done(
         takes at most two, closing connections little; nodes answer what they have accepted and save.
 
     Raises:
-      SystemExit: with status 1, after one line for a mistake of the user's or a failure of the swarm's.
+      SystemExit: after one line, with status 2 for a mistake of the user's, 1 for a failure of the swarm's.
     """
     _set_up_logging()
     status = EXIT_INTERRUPTED
@@ -108,7 +108,7 @@ def run_until_done(
             raise
         while isinstance(leaf, BaseExceptionGroup):
             leaf = leaf.exceptions[0]
-        fail(one_line(leaf))
+        fail(one_line(leaf), status=leaf.status if isinstance(leaf, UsageError) else 1)
     return status
 
 
@@ -119,8 +119,15 @@ def _set_up_logging() -> None:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
+def ending_signals() -> list[signal.Signals]:
+    """The signals that end a command in order: Ctrl-C, SIGTERM, and a closed terminal unless `nohup` ignores it."""
+    hangup: signal.Signals | None = getattr(signal, "SIGHUP", None)
+    is_heard = hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([hangup] if hangup is not None and is_heard else [])]
+
+
 async def _stop_on_signal(stop: Stop, task_status: trio.TaskStatus[None]) -> None:
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+    with trio.open_signal_receiver(*ending_signals()) as signals:
         task_status.started()
         async for _ in signals:
             stop.request()
@@ -128,6 +135,7 @@ async def _stop_on_signal(stop: Stop, task_status: trio.TaskStatus[None]) -> Non
 
 async def _stop_on_stdin_eof(stop: Stop) -> None:
     # In a thread: Windows knows no other way, and a non-blocking pipe would be one for whoever shares it, too.
-    while await trio.to_thread.run_sync(os.read, sys.stdin.fileno(), 4096, abandon_on_cancel=True):
-        pass
+    if sys.stdin is not None:  # else it is at its end already
+        while await trio.to_thread.run_sync(os.read, sys.stdin.fileno(), 4096, abandon_on_cancel=True):
+            pass
     stop.request()

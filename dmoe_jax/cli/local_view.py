@@ -1,6 +1,7 @@
 """What the processes of a local swarm do, for the eye: a live table on a terminal, lines anywhere else."""
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,8 +30,9 @@ class TrainerWatch:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "metrics.jsonl"
-        self._offset = self._items = self._failed_calls = 0
+        self._inode = self._offset = self._items = self._failed_calls = 0
         self._loss: float | None = None
+        self._unit = "items"
         self.step = 0
         """Trunk updates so far."""
         self.time_s = 0.0
@@ -41,12 +43,17 @@ class TrainerWatch:
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
+            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
+                # A run that goes on writes the file anew, without what came after its checkpoint.
+                self._inode, self._offset, self._items, self.step = inode, 0, 0, 0
             file.seek(self._offset)
             whole, line_feed, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(line_feed)
         for record in map(json.loads, whole.splitlines()):
             if record["kind"] == "calls":
                 self._failed_calls = record["failed"]
+            elif record["kind"] == "task":
+                self._unit = record["unit"]
             elif record["kind"] == "train":
                 self.step, self.time_s = max(self.step, record["step"]), record["time_s"]
                 self._items += record["items"]
@@ -54,10 +61,10 @@ class TrainerWatch:
                     self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
 
     def figures(self, num_steps: int) -> str:
-        """One line: step, an exponential mean of the loss over about 20 steps, items a second, failed calls."""
+        """One line: step, a mean of the loss over about 20 steps, items or tokens a second, failed calls."""
         loss = "no number" if self._loss is None else f"{self._loss:.3f}"
         # The clock starts with the first step, which compiles.
-        rate = f"{self._items / self.time_s:,.0f} items/s  " if self.time_s > 0.1 else ""
+        rate = f"{self._items / self.time_s:,.0f} {self._unit}/s  " if self.time_s > 0.1 else ""
         return f"step {self.step}/{num_steps}  loss {loss}  {rate}{self._failed_calls} failed calls"
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from dmoe_jax.cli.common import UsageError
+from dmoe_jax.cli.speech import say
 from dmoe_jax.metrics.monitor import Monitor, open_monitor
 from net.errors import ListenFailed
 from net.identity import Address
@@ -55,5 +56,5 @@ class MetricsOptions:
             except ListenFailed as error:
                 raise UsageError(f"--metrics-port: {error}") from error
             if monitor.address is not None:
-                print(f"{METRICS_LINE}{monitor.address}/metrics", flush=True)
+                say(f"{METRICS_LINE}{monitor.address}/metrics")
             yield monitor

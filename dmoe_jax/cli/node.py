@@ -18,6 +18,7 @@ from dmoe_jax.cli.common import (
     changed,
     check_at_least,
     check_positive,
+    check_seed,
     flag_of,
     mistakes_in_one_line,
     set_up_jax,
@@ -26,6 +27,7 @@ from dmoe_jax.cli.dht import DhtCommand
 from dmoe_jax.cli.distributed import DistributedOptions, end_soon
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop
 from dmoe_jax.cli.network import join_line, join_swarm
+from dmoe_jax.cli.speech import say
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.metrics.node import node_families
@@ -173,16 +175,16 @@ class NodeCommand(DhtCommand):
         ):
             monitor.show(partial(peer_families, peer))
             # Joined first: a taken port or an unreachable swarm is reported before minutes of compilation.
-            print(f"Node {peer.rpc.peer_id.short} has joined the swarm at {peer.rpc.address}", flush=True)
+            say(f"Node {peer.rpc.peer_id.short} has joined the swarm at {peer.rpc.address}")
             if claim is not None and self.checkpoint_dir is None:
-                print("Without --checkpoint-dir, experts of a node that died begin again with their seeds", flush=True)
+                say("Without --checkpoint-dir, experts of a node that died begin again with their seeds")
             started, doing = time.perf_counter(), "joined, not serving yet"
             monitor.why_not_ready = lambda: doing
 
             def said(text: str) -> None:
                 nonlocal doing
                 doing = text
-                print(text, flush=True)
+                say(text)
 
             serving = partial(
                 swarm.serve,
@@ -211,6 +213,7 @@ class NodeCommand(DhtCommand):
         """Raise `UsageError` if flags are out of range or do not go together; else what is to go wrong on purpose."""
         check_positive(self, "announce_period_s", "checkpoint_period_s", "warm_up_rows", "learning_rate", "grad_clip")
         check_at_least(1, self, "max_batch_rows")
+        check_seed(self, "seed")
         if self.xla_threads is not None and not 1 <= self.xla_threads <= _MOST_XLA_THREADS:
             raise UsageError(f"--xla-threads must be from 1 to {_MOST_XLA_THREADS}, got {self.xla_threads}")
         if self.checkpoint_dir is not None and self.checkpoint_dir.exists() and not self.checkpoint_dir.is_dir():
@@ -246,12 +249,12 @@ class NodeCommand(DhtCommand):
     def _say_what_is_served(self, served: "Served", peer: "SwarmPeer", *, took_s: float) -> None:
         node = served.node
         more = "" if node.claims is None else f" and may claim {node.claims()['room']} more"
-        print(f"Node {peer.rpc.peer_id.short} serves {len(served.uids)} experts{more}, ready after {took_s:.1f} s")
+        say(f"Node {peer.rpc.peer_id.short} serves {len(served.uids)} experts{more}, ready after {took_s:.1f} s")
         if self.replicate:
-            print(f"Slots of its experts (slot:experts): {node.status()['replicas']['summary']}")
-        print(join_line("train", self.network, peer), flush=True)
+            say(f"Slots of its experts (slot:experts): {node.status()['replicas']['summary']}")
+        say(join_line("train", self.network, peer))
         if self.faults:
-            print(f"This node misbehaves on purpose: --faults {' '.join(self.faults)}", flush=True)
+            say(f"This node misbehaves on purpose: --faults {' '.join(self.faults)}")
 
     def _node_config(self) -> "NodeConfig":
         from dmoe_jax.node.config import NodeConfig
@@ -317,9 +320,9 @@ class NodeCommand(DhtCommand):
             # Process 0 leaves within the time that a node has, and tells us.
             with stop.body(leave_timeout_s=2 * self.LEAVE_TIMEOUT_S):
                 await trio.sleep_forever()
-            print("asks process 0 to leave", flush=True)
+            say("asks process 0 to leave")
 
-        print(f"process {self.processes.process_id} does as process 0 does", flush=True)
+        say(f"process {self.processes.process_id} does as process 0 does")
         await follow(
             dict.fromkeys((str(uid) for pattern in self._named() for uid in expand_grid_pattern(pattern)), expert),
             optimizer,
@@ -420,7 +423,7 @@ class NodeCommand(DhtCommand):
 @asynccontextmanager
 async def _listed_as_waiting(swarm: "Swarm", num_experts: int, claim: "ClaimConfig | None") -> AsyncIterator[None]:
     """While another process compiles what this node needs. One that claims is listed anyway."""
-    print("waiting for another process, which compiles the same", flush=True)
+    say("waiting for another process, which compiles the same")
     if claim is not None:
         yield
         return

@@ -16,6 +16,7 @@ from rich.table import Table
 from dmoe_jax.cli.common import UsageError, check_positive
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, NetworkOptions, join_swarm
+from dmoe_jax.cli.speech import say, why_unheard
 from dmoe_jax.members import ROLES, Member, list_members
 from dmoe_jax.peer import SwarmPeer
 from net.errors import NetError
@@ -80,7 +81,7 @@ class StatusCommand:
 
             members, statuses = await read_members(peer, self.swarm)
             if self.json:
-                print(json.dumps({"swarm": self.swarm, **_as_json(members, statuses)}))
+                say(json.dumps({"swarm": self.swarm, **_as_json(members, statuses)}))
                 return 0
             if self.once:
                 await trio.sleep(_ONCE_INTERVAL_S)
@@ -89,11 +90,12 @@ class StatusCommand:
                 Console().print(tables(before))
                 return 0
             with Live(tables({}), auto_refresh=False) as live:
-                while True:
+                while why_unheard() is None:  # nobody looks at what cannot be shown
                     await trio.sleep(self.interval_s)
                     before = statuses
                     members, statuses = await read_members(peer, self.swarm)
                     live.update(tables(before), refresh=True)
+        return 0
 
 
 async def read_members(peer: SwarmPeer, swarm: str) -> tuple[tuple[Member, ...], Statuses]:
@@ -116,8 +118,8 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
     """A rich table for each role that is there; rates come from the difference between two readings of the counters."""
     if not members:
         return (
-            f"Nobody is listed under the name {swarm!r}. Names cannot be looked up here: "
-            "is --swarm the same as on the nodes and trainers?"
+            f"No node or trainer is listed under the name {swarm!r} yet. They may still be joining; or they were "
+            "given another --swarm than this command."
         )
     nodes, trainers, averagers, auxiliaries, collaborators = (_of_role(members, role) for role in ROLES)
     num_experts = sum(_num_experts(node, now.get(node.peer_id)) for node in nodes)

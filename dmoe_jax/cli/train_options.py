@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from dmoe_jax.cli.averaging import AveragingOptions
-from dmoe_jax.cli.common import UsageError, as_flags, check_at_least, flag_of
+from dmoe_jax.cli.common import UsageError, as_flags, check_at_least, check_seed, flag_of, mistakes_in_one_line
+from dmoe_jax.cli.flags import flags_of
 from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import (
     DEFAULT_MEMORY_BUDGET,
@@ -18,6 +19,7 @@ from dmoe_jax.cli.network import (
     SizeText,
     check_memory_budget,
 )
+from dmoe_jax.data import check_source
 from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.runs.run_folder import flat, plain
 
@@ -102,7 +104,7 @@ class CallOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
+class AdamOptions:
     """How the trunk is trained: Adam with a clipped gradient, warm-up and cosine decay."""
 
     learning_rate: float = 2e-3
@@ -119,6 +121,16 @@ class OptimizerOptions:
     """An update is divided by (1 + s) to this power, s being the trunk's updates since its parameters were read,
     and stale ones get no momentum; 0: plain Adam. That of the experts is their nodes' own. With many trainers it wants
     a larger --learning-rate, of nodes too: four times that of one trainer is a good guess for 32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions(AdamOptions):
+    """How the trunk is trained."""
+
+    optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
+    """What the trunk learns with: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
+    returns one, whose schedules count the updates of all trainers together. Default: Adam, with the step size and so on
+    given here. (What experts learn with is the --optimizer of their nodes.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +163,7 @@ _FIXED = (
     "language.layer.num_heads",
     "language.layer.d_ff",
     "data.data",
+    "optimizer.optimizer",
     "averaging.average",
     "averaging.average_by_samples",
     "averaging.average_fragments",
@@ -218,6 +231,11 @@ class TrainOptions:
           UsageError: naming the flag.
         """
         check_at_least(1, self.data, "num_trainers", "batch_size")
+        check_seed(self.data, "seed", "data_seed")
+        if self.optimizer.optimizer is not None:
+            for flag in flags_of(self.optimizer):
+                if flag.is_changed and flag.word != "--optimizer":
+                    raise UsageError(f"{flag.word} would have no effect beside --optimizer {self.optimizer.optimizer}")
         check_at_least(1, self.language, "num_layers")
         check_at_least(1, self.calls, "k_best", "max_rows")
         check_at_least(1, self.run_length, "steps", "eval_every")
@@ -229,6 +247,9 @@ class TrainOptions:
             raise UsageError(f"--k-min must not exceed --k-best, got {self.calls.k_min} and {self.calls.k_best}")
         if not self.language.grid_size or min(self.language.grid_size) < 1:
             raise UsageError(f"--grid-size must be positive integers, got {self.language.grid_size}")
+        if self.model is None:
+            with mistakes_in_one_line():
+                check_source(self.data.data)
         self.averaging.check()
         check_memory_budget(self.memory_budget)
         if self.trace is not None and self.trace.is_dir():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import optax
 import trio
 
 from dmoe_jax.cli.common import mistakes_in_one_line
@@ -18,14 +19,14 @@ from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.model import Model
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL
-from dmoe_jax.recipe import Recipe
+from dmoe_jax.recipe import Recipe, make_optimizer
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.swarm import Swarm
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.swarm_engine import EvaluationBatches
 from dmoe_jax.training.task import Task, language_task
-from dmoe_jax.user_file import UserFileError, call_user, user_model
+from dmoe_jax.user_file import UserFileError, call_user, user_model, user_optimizer
 
 _EVAL_BATCH = 16
 """Rows of an evaluation batch, each from another place of the text: enough places for a part to stand for the whole."""
@@ -103,8 +104,24 @@ async def language_training(options: TrainOptions, swarm: Swarm, progress: Train
     )
 
 
+def trunk_optimizer(options: TrainOptions) -> optax.GradientTransformation:
+    """What the trunk learns with.
+
+    Raises:
+      ValueError: a rate is out of range, or the user's file has no optimiser.
+    """
+    spec = options.optimizer.optimizer
+    if spec is None:
+        return make_optimizer(trunk_recipe(options))
+    try:
+        return user_optimizer(spec)
+    except UserFileError as error:
+        hint = "it is the trunk's: what experts learn with is --optimizer of dmoe node and dmoe up"
+        raise UserFileError(f"{error} ({hint})") from error
+
+
 def trunk_recipe(options: TrainOptions) -> Recipe:
-    """How the trunk is trained.
+    """How the trunk is trained, unless by an optimiser of the user's.
 
     Raises:
       ValueError: a rate is out of range.
@@ -175,12 +192,12 @@ async def check_before_joining(options: TrainOptions) -> None:
     """Look at the rates, and at what the flags name in the user's own files, before the swarm hears of us.
 
     Raises:
-      UsageError: a rate is out of range, there is no such router or model, or the router does not keep to its contract.
-        The message names it.
+      UsageError: a rate is out of range, there is no such router, model or optimiser, or the router does not keep to
+        its contract. The message names it.
     """
 
     def look() -> None:
-        trunk_recipe(options)
+        trunk_optimizer(options)
         if options.model is not None:
             user_model(options.model)
             return

@@ -15,9 +15,9 @@ import trio
 
 from dmoe_jax.averaging import Round
 from dmoe_jax.cli.averaging import open_averaging
-from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, one_line
+from dmoe_jax.cli.common import CommandFailed, UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.cli.train_options import TrainOptions
-from dmoe_jax.cli.trained_models import Training, language_training, own_training, trunk_recipe
+from dmoe_jax.cli.trained_models import Training, language_training, own_training, trunk_optimizer
 from dmoe_jax.cli.watching import Watching, watching
 from dmoe_jax.collaboration import Collaboration, GlobalStep
 from dmoe_jax.collaboration.trainers import CollaborativeTrainers
@@ -26,7 +26,6 @@ from dmoe_jax.metrics.monitor import Monitor
 from dmoe_jax.mixture.coverage import TooFewExperts, check_coverage
 from dmoe_jax.mixture.readiness import ExpertMismatch
 from dmoe_jax.mixture.remote import RemoteMixture
-from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.swarm import Swarm
 from dmoe_jax.trainer import Trainers, first_leaf
@@ -75,7 +74,7 @@ async def run_training(
             await _wait_for_experts(training.mixtures, options.calls.wait_s, progress)
             watch.found_experts()
             with mistakes_in_one_line():
-                optimizer = options.averaging.wrap(make_optimizer(trunk_recipe(options)))
+                optimizer = options.averaging.wrap(trunk_optimizer(options))
                 # --seed decides the parameters, which all processes share; the rest of chance is each one's own.
                 params = training.model.init(jax.random.key(options.data.seed))
             step = 0
@@ -91,13 +90,13 @@ async def run_training(
                     check_coverage(swarm.statistics, options.calls.max_skipped)
                     return headline
             except (CheckpointError, OSError) as error:
-                raise UsageError(one_line(error)) from error
+                raise CommandFailed(one_line(error)) from error
             # What stays wrong ends the run: dropping step after step would not end.
             except (RouterError, FloatingPointError, TooFewExperts, BaseExceptionGroup) as error:
                 leaf = first_leaf(error)
                 if not isinstance(leaf, RouterError | FloatingPointError | TooFewExperts):
                     raise
-                raise UsageError(f"{one_line(leaf)}; stopped at step {step}") from error
+                raise CommandFailed(f"{one_line(leaf)}; stopped at step {step}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

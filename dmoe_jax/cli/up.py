@@ -1,8 +1,9 @@
 """`dmoe up`: a whole swarm on this machine, in one terminal."""
 
+import json
 import shlex
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +14,19 @@ import trio
 import tyro
 from rich.console import Console
 
-from dmoe_jax.cli.common import UsageError, as_flags, changed, check_at_least, flag_of, mistakes_in_one_line
+from dmoe_jax.cli.common import (
+    CommandFailed,
+    UsageError,
+    as_flags,
+    changed,
+    check_at_least,
+    check_seed,
+    flag_of,
+    mistakes_in_one_line,
+    parse_command_line,
+)
+from dmoe_jax.cli.flags import as_words, flags_of, unnamed_file, words_of
+from dmoe_jax.cli.headline import show_headline
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.local_metrics import LocalMetrics
 from dmoe_jax.cli.local_view import LocalView, TrainerWatch
@@ -25,10 +38,11 @@ from dmoe_jax.cli.network import (
     SizeText,
     check_memory_budget,
 )
+from dmoe_jax.cli.train_options import AdamOptions, DataOptions, LanguageModelOptions, RunOptions
+from dmoe_jax.data import check_source
 from dmoe_jax.disk import hold_folder
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern, layer_prefix
 from dmoe_jax.inspection.saved_run import SHARED_FOLDER, saved_experts
-from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.processes import (
     LocalSwarm,
     averaging_flags,
@@ -37,10 +51,14 @@ from dmoe_jax.processes import (
     launch_nodes,
     open_local_swarm,
 )
+from dmoe_jax.runs.run_folder import CONFIG, replaced_file
 from dmoe_jax.xla_threads import share_of_threads
 
 LEAVE_TIMEOUT_S = 90.0
 """For ending all processes in order: trainers write their reports, nodes their checkpoints."""
+
+_OF_THIS_PROCESS = ("--out", "--resume", "--trust-run", "--exit-on-stdin-eof")
+"""Flags that a resumed run does not take from the one before."""
 
 Beside = Callable[[LocalSwarm, Mapping[str, TrainerWatch]], Awaitable[None]]
 """Called with the swarm and, by its name, how far each trainer process is."""
@@ -57,16 +75,17 @@ class UpCommand:
     """Expert node processes; the experts are dealt out among them."""
     claim: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Deal out nothing: each node claims up to so many of the experts, and takes over those of a node that dies; with
-    --save-experts as they were last saved, else from their seeds."""
+    --no-save-experts from their seeds, else as they were last saved."""
     trainers: int = 1
     """Trainer processes, whose trunks are averaged; with 0 the nodes serve until Ctrl-C."""
     out: Path | None = None
-    """Run folder of the first trainer process; new or empty. The others' and the logs lie beside it. Default: runs/up
-    and the time."""
-    num_layers: int = 2
-    """Expert layers, called layer0, layer1 and so on."""
-    grid_size: tuple[int, ...] = (4, 4)
-    """Extents of each layer's expert grid."""
+    """Run folder of the first trainer process; new or empty unless --resume. The others' and the logs lie beside it.
+    Default: runs/up and the time."""
+    resume: bool = False
+    """Go on with the run in --out, with its flags; those that are given change. Trunks go on from their latest
+    checkpoints, and experts from what was saved of them."""
+    trust_run: bool = False
+    """With --resume: run the Python files that the run's flags name, though they are not named again."""
     experts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATTERN [PATTERN ...]")] = ()
     """Experts to serve instead of those layers, for a model of your own: patterns such as ffn.[0:4].[0:4]."""
     kind: Annotated[str, tyro.conf.arg(name="expert")] = "transformer_xl"
@@ -75,31 +94,24 @@ class UpCommand:
     """What experts learn with; as for `dmoe node`, my_file.py:my_optimizer. Default: Adam."""
     model: str = ""
     """What to train; as for `dmoe train`, my_file.py:my_model. Default: a Transformer-XL language model."""
-    expert: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
-    """Shape of one expert."""
-    route: Route = "sequence"
-    """What has experts of its own; as for `dmoe train`, sequence or token."""
-    data: str = "auto"
-    """Corpus; as for `dmoe train`."""
-    router: str = "product_key"
-    """Chooses the experts of each sample; as for `dmoe train`."""
-    steps: int = 600
-    """Trunk updates of each trainer process."""
-    max_minutes: float = 0.0
-    """Stop training after this many minutes even if there are steps left; 0 for no limit."""
+    trunk_optimizer: str = ""
+    """What trunks learn with; as --optimizer of `dmoe train`, my_file.py:my_optimizer. Default: Adam, with the step
+    size and so on given here."""
+    language: Annotated[LanguageModelOptions, tyro.conf.arg(name="")] = field(default_factory=LanguageModelOptions)
+    data: Annotated[DataOptions, tyro.conf.arg(name="")] = field(default_factory=DataOptions)
+    adam: Annotated[AdamOptions, tyro.conf.arg(name="")] = field(default_factory=AdamOptions)
+    run_length: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     average_every: int = 10
     """Trunk updates of a process between two averages, if there are several."""
-    seed: int = 0
-    """Seed of all parameters; each trainer process reads its own text."""
     memory_budget: SizeText = DEFAULT_MEMORY_BUDGET
     """What averages under way may hold in each trainer process; as for `dmoe train`."""
-    save_experts: bool = False
+    save_experts: bool = True
     """Have the nodes save their experts every minute and at their end, in FOLDER.nodes beside the run folder, where
-    dmoe inspect finds them."""
+    --resume and dmoe inspect find them."""
     node_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
     """Further flags of every node in one word: --node-flags="--warmup-steps 50 --checkpoint-period-s 30"."""
     train_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
-    """Further flags of every trainer process in one word: --train-flags="--num-trainers 2 --k-best 2"."""
+    """Further flags of every trainer process in one word: --train-flags="--k-best 2 --timeout-s 5"."""
     announce: Annotated[str | None, tyro.conf.arg(metavar="HOST")] = None
     """Name or address of this machine, for others to join from elsewhere. Default: this machine only."""
     swarm_secret_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -122,11 +134,64 @@ class UpCommand:
             flags = "".join(f" {word}" for word in self.network_flags())
             console.print(f"Join it with:  dmoe train --join {swarm.processes[0].contact}{flags}")
 
-        return run_until_done(
-            lambda stop: self.train(console, stop, invite),
-            exit_on_stdin_eof=self.exit_on_stdin_eof,
-            leave_timeout_s=LEAVE_TIMEOUT_S,
-        )
+        async def train(stop: Stop) -> int:
+            status = await self.train(console, stop, invite)
+            if status == EXIT_INTERRUPTED:
+                console.print(f"go on with: {self.to_go_on()}")
+            elif self.folders():
+                show_headline(console, self.folder, title=self.model or "DMoE Transformer-XL")
+            return status
+
+        return run_until_done(train, exit_on_stdin_eof=self.exit_on_stdin_eof, leave_timeout_s=LEAVE_TIMEOUT_S)
+
+    def resumed(self, args: Sequence[str]) -> "UpCommand":
+        """The command as it goes on with a run: the run's flags, and those of `args`, the words after `up`.
+
+        Raises:
+          UsageError: --out is no run, or its flags name Python files that `args` do not.
+        """
+        if not self.resume:
+            return self
+        if self.out is None:
+            raise UsageError("--resume needs --out: without the run's folder dmoe up cannot go on with it")
+        try:
+            saved = [str(word) for word in json.loads(self._flags_file.read_text())]
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--resume: {self.out} is no run of dmoe up: cannot read {self._flags_file}") from error
+        if not self.trust_run and (file := unnamed_file(saved, args)) is not None:
+            raise UsageError(f"the run in {self.out} runs {file}: name it again, or add --trust-run")
+        resumed: UpCommand = parse_command_line(UpCommand, prog="dmoe up", args=[*saved, *args])
+        saved_nodes = parse_command_line(UpCommand, prog="dmoe up", args=saved).nodes
+        if resumed.nodes != saved_nodes and resumed.claim is None and resumed.save_experts:
+            raise UsageError(f"--nodes must be {saved_nodes} as before: each node has saved experts of its own")
+        return resumed
+
+    def to_go_on(self) -> str:
+        """What to type to go on with the run."""
+        trust = " --trust-run" if ".py:" in " ".join(words_of(self)) else ""
+        return f"dmoe up --resume --out {shlex.quote(str(self.folder))}{trust}"
+
+    @property
+    def _logs(self) -> Path:
+        return self.folder.parent / f"{self.folder.name}.logs"
+
+    @property
+    def _flags_file(self) -> Path:
+        """The command's flags, as a list of words in JSON."""
+        return self._logs / "up.json"
+
+    def _make_logs(self) -> None:
+        """Make the folder for the logs, with the flags in it.
+
+        Raises:
+          UsageError: it cannot be made.
+        """
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            with replaced_file(self._flags_file) as temporary:
+                temporary.write_text(json.dumps(words_of(self, without=_OF_THIS_PROCESS)))
+        except OSError as error:
+            raise CommandFailed(f"--out: cannot make {self._logs}: {error.strerror}") from error
 
     async def train(self, console: Console, stop: Stop, beside: Beside) -> int:
         """Run the swarm until the trainer processes are done or the command is stopped, and show it; the exit status.
@@ -138,13 +203,8 @@ class UpCommand:
           ProcessFailed: a trainer ended with an error of its own, or another process before it served.
           UsageError: the folder for the logs cannot be made. FolderInUse: another swarm runs in it.
         """
-        out = self.folder
-        logs = out.parent / f"{out.name}.logs"
-        try:
-            logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--out: cannot make {logs}: {error.strerror}") from error
-        console.print(f"run folder: {out}; logs of the processes: {logs}")
+        self._make_logs()
+        console.print(f"run folder: {self.folder}; logs of the processes: {self._logs}")
         folders = self.folders()
         watches = {f"trainer{index}": TrainerWatch(folder) for index, folder in enumerate(folders)}
         shown = LocalMetrics(self.announce)
@@ -152,14 +212,14 @@ class UpCommand:
         async with (
             AsyncExitStack() as stack,
             self.metrics.opened("up", {"/targets": shown.targets}) as monitor,
-            open_local_swarm(logs, network_flags=flags) as swarm,
+            open_local_swarm(self._logs, network_flags=flags) as swarm,
             trio.open_nursery() as showing,
         ):
-            stack.enter_context(hold_folder(logs, "swarm"))
+            stack.enter_context(hold_folder(self._logs, "swarm"))
             shown.began(swarm, watches)
             monitor.show(shown.families)
             monitor.why_not_ready = shown.why_not_ready
-            showing.start_soon(LocalView(console, swarm, watches, self.steps).run)
+            showing.start_soon(LocalView(console, swarm, watches, self.run_length.steps).run)
             dht = await swarm.start("dht", ["dht", *self.listen_flags()])
             nodes = self.flags_of_nodes()
             await launch_nodes(
@@ -171,6 +231,7 @@ class UpCommand:
             )
             for index, (name, folder) in enumerate(zip(watches, folders, strict=True)):
                 words = ["--join", dht.contact, "--out", str(folder), *self.flags_of_trainer(index)]
+                words += ["--resume"] if self.resume and (folder / CONFIG).exists() else []
                 await swarm.launch(name, ["train", *words])
             with stop.body() as body:
                 async with trio.open_nursery() as nursery:
@@ -199,15 +260,18 @@ class UpCommand:
         Raises:
           UsageError: for one that cannot be meant.
         """
-        check_at_least(1, self, "nodes", "steps", "average_every", "num_layers")
+        check_at_least(1, self, "nodes", "average_every")
+        check_at_least(1, self.run_length, "steps")
+        check_at_least(1, self.language, "num_layers")
         check_at_least(0, self, "trainers")
+        check_seed(self.data, "seed", "data_seed", more=self.trainers)
         check_memory_budget(self.memory_budget)
         if self.memory_budget != DEFAULT_MEMORY_BUDGET and self.trainers < 2:
             raise UsageError(f"--memory-budget would have no effect with --trainers {self.trainers}: nobody averages")
-        if not self.grid_size or min(self.grid_size) < 1:
-            raise UsageError(f"--grid-size must be positive integers, got {self.grid_size}")
+        if not self.language.grid_size or min(self.language.grid_size) < 1:
+            raise UsageError(f"--grid-size must be positive integers, got {self.language.grid_size}")
         saved = [saved_experts(self.folder)] if self.save_experts else []
-        for folder in [*(self.folders() or [self.folder]), *saved]:
+        for folder in [] if self.resume else [*(self.folders() or [self.folder]), *saved]:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UsageError(f"--out must be a new or empty folder, {folder} is not")
         hands = self.hands()
@@ -220,9 +284,13 @@ class UpCommand:
         elif not all(hands):
             raise UsageError(f"--nodes {self.nodes} is more than there are experts: {sum(map(len, hands))}")
         with mistakes_in_one_line():
+            check_source(self.data.data)
             self._network.security()
             if self.announce is not None:
                 ListenOptions(listen="0.0.0.0:0", announce=self.announce)
+        for flag in flags_of(self.adam) if self.trunk_optimizer else ():
+            if flag.is_changed:
+                raise UsageError(f"{flag.word} would have no effect beside --trunk-optimizer {self.trunk_optimizer}")
         for name in ("node_flags", "train_flags"):
             try:
                 shlex.split(getattr(self, name))
@@ -263,8 +331,8 @@ class UpCommand:
 
     def patterns(self) -> tuple[str, ...]:
         """What the experts are called: --experts, or the grid of each layer."""
-        grid = "".join(f".[0:{size}]" for size in self.grid_size)
-        return self.experts or tuple(f"{layer_prefix(layer)}{grid}" for layer in range(self.num_layers))
+        grid = "".join(f".[0:{size}]" for size in self.language.grid_size)
+        return self.experts or tuple(f"{layer_prefix(layer)}{grid}" for layer in range(self.language.num_layers))
 
     def uids(self) -> list[ExpertUid]:
         """All experts, each once.
@@ -288,19 +356,31 @@ class UpCommand:
         """Flags of `dmoe node` besides the experts and whom to join."""
         kind = {"expert": self.kind} if self.kind != "transformer_xl" else {}
         optimizer = {"optimizer": self.optimizer} if self.optimizer else {}
-        route = {"route": self.route} if self.route != "sequence" else {}
+        route = {"route": self.language.route} if self.language.route != "sequence" else {}
         threads = share_of_threads(self.nodes, may_call_host=bool(self.optimizer) or ":" in self.kind)
-        node = kind | optimizer | route | changed(self.expert) | {"seed": self.seed, "announce_period_s": 5}
+        node = kind | optimizer | route | changed(self.language.layer)
+        node |= {"seed": self.data.seed, "announce_period_s": 5}
         node |= {"xla_threads": threads}
         return [*self.listen_flags(), *as_flags(node), *shlex.split(self.node_flags)]
 
     def flags_of_trainer(self, index: int) -> list[str]:
         """Flags of `dmoe train` for one trainer process, besides the folder and whom to join."""
-        train = {name: getattr(self, name) for name in ("data", "router", "steps", "max_minutes", "grid_size")}
-        train |= {"model": self.model} if self.model else {"num_layers": self.num_layers, "route": self.route}
+        groups = (self.language, self.data, self.adam, self.run_length)
+        # A run that goes on takes its own flags where none are given, and not the defaults.
+        flags = [flag for group in groups for flag in flags_of(group) if flag.word not in ("--seed", "--data-seed")]
+        given = [
+            flag
+            for flag in flags
+            if flag.is_changed or (self.resume and flag.value is not None and flag.value is not False)
+        ]
+        of_this_one = averaging_flags(
+            num_processes=self.trainers, every=self.average_every, seeds=(self.data.seed, self.data.chance_seed + index)
+        )
+        named = {"model": self.model, "optimizer": self.trunk_optimizer}
         return [
-            *as_flags(train | changed(self.expert)),
-            *averaging_flags(num_processes=self.trainers, every=self.average_every, seed=self.seed, index=index),
+            *(word for flag in given for word in as_words(flag.word, flag.value)),
+            *as_flags({name: value for name, value in named.items() if value}),
+            *of_this_one,
             *(self.listen_flags() if self.trainers > 1 else []),
             *(as_flags({"memory_budget": self.memory_budget}) if self.trainers > 1 else []),
             *shlex.split(self.train_flags),

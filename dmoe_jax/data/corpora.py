@@ -12,11 +12,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from dmoe_jax.data import DataError, raw_text, wikitext2
+from dmoe_jax.cache_folder import cache_folder
+from dmoe_jax.data import SOURCES, DataError, check_source, raw_text, wikitext2
 from dmoe_jax.data.vocabulary import UNK, Vocabulary
-
-SOURCES = ("auto", "wikitext-2", "embedded")
-"""Texts that have a name: WikiText-2 if it can be had and else the embedded one, or one of the two only."""
 
 _MANY_UNKNOWN = 0.1
 """Share of `<unk>` in a part that is worth a word; WikiText-2's parts have from 3 to 6 %."""
@@ -63,11 +61,15 @@ def load_corpus(*, source: str = "auto") -> Corpus:
         texts = wikitext2.read_folder(os.path.join(folder, "wikitext-2"))
         return _wikitext_corpus(texts, f"DMOE_DATA={folder}")
     tried = ["DMOE_DATA is not set"]
-    cache = _cache_folder()
+    caches = cache_folder()
+    cache = None if caches is None else str(caches / "wikitext-2")
     try:
-        return _wikitext_corpus(wikitext2.read_folder(cache), f"the cache {cache}")
+        if cache is None:
+            tried.append("no home directory for a cache")
+        else:
+            return _wikitext_corpus(wikitext2.read_folder(cache), f"the cache {cache}")
     except DataError as error:
-        tried.append(f"nothing in the cache {cache}" if not os.path.isdir(cache) else f"cache: {error}")
+        tried.append(f"nothing in the cache {cache}" if not os.path.isdir(cache or "") else f"cache: {error}")
     try:
         texts = wikitext2.download()
     except DataError as error:
@@ -83,16 +85,10 @@ def load_corpus(*, source: str = "auto") -> Corpus:
     return _embedded_corpus("; ".join(tried))
 
 
-def _cache_folder() -> str:
-    """Where a download is kept (XDG base directory specification: relative paths are to be ignored)."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):
-        base = os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(base, "dmoe_jax", "wikitext-2")
-
-
-def _keep_in_cache(texts: wikitext2.Texts, cache: str) -> str:
+def _keep_in_cache(texts: wikitext2.Texts, cache: str | None) -> str:
     """Write the texts to the cache; one that cannot be written costs the next run a download, no more."""
+    if cache is None:
+        return "not kept: there is no home directory"
     try:
         wikitext2.write_folder(texts, cache)
     except OSError as error:
@@ -120,8 +116,7 @@ def _embedded_corpus(why: str) -> Corpus:
 
 
 def _own_corpus(path: Path) -> Corpus:
-    if not path.exists():
-        raise DataError(f"--data {path}: there is no such file or folder; expected one, or {', '.join(SOURCES)}")
+    check_source(str(path))
     (train, valid, test), is_tokenised = raw_text.read_own_text(path)
     vocabulary = Vocabulary.build(train, min_count=1 if is_tokenised else raw_text.MIN_COUNT)
     if UNK not in vocabulary:

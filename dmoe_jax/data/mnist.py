@@ -1,16 +1,45 @@
 """MNIST (LeCun et al. 1998): its four files in IDX format, gzip, as they have always been published."""
 
 import gzip
+import hashlib
+import logging
 import os
+import shutil
 import struct
+import tempfile
+import time
 import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, UInt8
 
+from dmoe_jax.cache_folder import cache_folder
 from dmoe_jax.data import DataError
+from dmoe_jax.data.wikitext2 import TOTAL_TIMEOUT_S, fetch
+
+_log = logging.getLogger(__name__)
+
+BASE_URL = "https://storage.googleapis.com/cvdf-datasets/mnist/"
+"""A public copy of the four files."""
+
+SHA256: Mapping[str, str] = MappingProxyType(
+    {
+        "train-images-idx3": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+        "train-labels-idx1": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "t10k-images-idx3": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+        "t10k-labels-idx1": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    }
+)
+"""Checksums of the unpacked files."""
+
+_MOST_BYTES = 64 * 2**20
+"""The largest unpacked file has 47 MB."""
 
 PARTS = {"train": 60_000, "t10k": 10_000}
 """Images of each part, by its name in the files' names."""
@@ -34,22 +63,65 @@ class Images(NamedTuple):
     labels: Int32[np.ndarray, " images"]
 
 
-class Mnist(NamedTuple):
-    """Both parts."""
+@dataclass(frozen=True, slots=True)
+class Mnist:
+    """Both parts, in this order where it is unpacked: `train, test = load_mnist()`."""
 
     train: Images
     test: Images
+    origin: str
+    """Where they come from, for people."""
+
+    def __iter__(self) -> Iterator[Images]:
+        return iter((self.train, self.test))
 
 
 def load_mnist() -> Mnist:
-    """MNIST from the folder `mnist` in the one that the environment variable `DMOE_DATA` names; see `read_mnist`.
+    """MNIST from the folder `mnist` of `$DMOE_DATA`, else of the user's cache folder, else from the network.
+
+    A download (11 MB) is kept in the cache; the log says where from (a warning). Call it before anything is compiled.
 
     Raises:
-      DataError: the variable is not set, or as of `read_mnist`.
+      DataError: `$DMOE_DATA` is set but its MNIST is missing or damaged; or it cannot be had. The message says what was
+        tried.
     """
-    if not os.environ.get("DMOE_DATA"):
-        raise DataError("set DMOE_DATA to the folder that has mnist/train-images-idx3-ubyte.gz and its companions")
-    return read_mnist(Path(os.environ["DMOE_DATA"]) / "mnist")
+    if named := os.environ.get("DMOE_DATA"):
+        return read_mnist(Path(named) / "mnist")
+    caches = cache_folder()
+    cache = None if caches is None else caches / "mnist"
+    tried = ["DMOE_DATA is not set", f"the cache {cache}: no such folder" if cache else "no home directory for a cache"]
+    if cache is not None and cache.is_dir():
+        try:
+            return read_mnist(cache)
+        except DataError as error:
+            tried[-1] = f"the cache: {error}"
+    try:
+        return _download(cache)
+    except (DataError, OSError) as error:
+        tried.append(f"download: {error}")
+    raise DataError(
+        f"MNIST cannot be had: {'; '.join(tried)}. Set DMOE_DATA to a folder that holds mnist/"
+        f"{', '.join(name + '-ubyte.gz' for name in SHA256)}"
+    )
+
+
+def _download(cache: Path | None) -> Mnist:
+    """Fetch the four files, each of them byte for byte what is known once it is unpacked, and keep them if possible."""
+    _log.warning("downloading MNIST from %s", BASE_URL)
+    deadline = time.monotonic() + TOTAL_TIMEOUT_S
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, digest in SHA256.items():
+            url, path = f"{BASE_URL}{name}-ubyte.gz", Path(temporary, f"{name}-ubyte.gz")
+            path.write_bytes(fetch(url, deadline))
+            with gzip.open(path) as file:
+                found = hashlib.sha256(file.read(_MOST_BYTES)).hexdigest()
+            if found != digest:
+                raise DataError(f"{url}: expected the known bytes with SHA-256 {digest}, got {found}")
+        data = read_mnist(Path(temporary))
+        if cache is not None:
+            with suppress(OSError):
+                shutil.copytree(temporary, cache, dirs_exist_ok=True)
+    return replace(data, origin=f"a download from {BASE_URL}")
 
 
 def read_mnist(folder: Path) -> Mnist:
@@ -66,7 +138,7 @@ def read_mnist(folder: Path) -> Mnist:
         if labels.max() >= NUM_CLASSES:
             raise DataError(f"{path}: expected labels from 0 to {NUM_CLASSES - 1}, got {labels.max()}")
         parts[part] = Images(pixels.reshape(count, SIDE * SIDE), labels.astype(np.int32))
-    return Mnist(train=parts["train"], test=parts["t10k"])
+    return Mnist(train=parts["train"], test=parts["t10k"], origin=str(folder))
 
 
 def _read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:

@@ -138,15 +138,18 @@ def download() -> Texts:
     texts = {}
     for split in ("valid", "test", "train"):
         url = f"{BASE_URL}{split}.txt"
-        texts[split] = _fetch(url, deadline)
+        texts[split] = fetch(url, deadline)
         check_bytes(split, texts[split], url)
     return texts
 
 
-def _fetch(url: str, deadline: float) -> bytes:
+def fetch(url: str, deadline: float) -> bytes:
     """The bytes behind an address: at most `MAX_TEXT_BYTES`, before `deadline` on the monotonic clock.
 
     Certificates are verified, and proxies come from the environment.
+
+    Raises:
+      DataError: naming the address, and what was wrong with it.
     """
     parts: list[bytes] = []
     size = 0

@@ -13,7 +13,15 @@ from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.grid import ExpertUid
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.routing.beam_search import Coordinates
-from net.errors import CallFailed, NetError, NoQuorum, PeerUnavailable, RemoteProtocolError, VersionMismatch
+from net.errors import (
+    CallFailed,
+    NetError,
+    NoQuorum,
+    PeerUnavailable,
+    RemoteProtocolError,
+    VersionMismatch,
+    seconds_of,
+)
 from net.identity import Contact
 from net.meaning import MAX_MEANING_CHARACTERS, differing
 from net.rpc.base import Body
@@ -84,7 +92,7 @@ async def check_experts(
             await trio.sleep(_ASK_PERIOD_S)
     if failures:
         raise NoQuorum(
-            f"experts of {prefix!r} are announced, but none answered within {timeout_s:g} s; "
+            f"experts of {prefix!r} are announced, but none answered within {seconds_of(timeout_s)}; "
             f"the last one: {failures[-1]}"
         )
     raise NoQuorum(await _nobody(prefix, caller.directory, timeout_s))
@@ -94,7 +102,7 @@ async def _nobody(prefix: str, directory: ExpertDirectory, timeout_s: float) -> 
     served = await directory.served_prefixes()
     instead = f"this swarm serves {', '.join(map(repr, served))}" if served else "this swarm lists no experts at all"
     clocks = f"; {doubts}" if (doubts := directory.clock_doubts()) else ""
-    return f"no expert of {prefix!r} was announced within {timeout_s:g} s; {instead}{clocks}"
+    return f"no expert of {prefix!r} was announced within {seconds_of(timeout_s)}; {instead}{clocks}"
 
 
 async def _ask_nodes(

@@ -61,7 +61,8 @@ def check_router(
         except RouterError:
             raise
         except ValueError as error:
-            raise RouterError(f"router {router.name!r}: {error}") from error
+            trial = f"in a trial of {_BATCH} samples on grid {router.grid_size}"
+            raise RouterError(f"router {router.name!r}: {trial}: {error}") from error
 
 
 def check_finite(router: Router, logits: tuple[np.ndarray, ...], where: str) -> None:

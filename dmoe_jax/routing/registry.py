@@ -1,5 +1,6 @@
 """Routers by name. To add one: write its file and add a line to `ROUTERS`."""
 
+import difflib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,9 +68,11 @@ def make_router(spec: str, grid_size: tuple[int, ...]) -> Router:
             "(dmoe_jax/mixture/soft.py)"
         )
     if ":" not in spec and not spec.endswith(".py"):
+        near = difflib.get_close_matches(name, ROUTERS, n=1)
+        guess = f" (did you mean {near[0]}?)" if near else ""
         raise RouterError(
-            f"unknown router {spec!r}; expected one of {', '.join(ROUTERS)}, perhaps with +{' or +'.join(BALANCERS)} "
-            "and =NUMBER, or a file: 'path/to/file.py:attribute'"
+            f"unknown router {spec!r}{guess}; expected one of {', '.join(ROUTERS)}, perhaps with "
+            f"+{' or +'.join(BALANCERS)} and =NUMBER, or a file: 'path/to/file.py:attribute'"
         )
     try:
         found = load_from_file(spec, kind="router")

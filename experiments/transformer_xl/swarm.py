@@ -129,7 +129,7 @@ def trainer_flags(settings: TransformerXLSettings, contacts: Sequence[str], out:
     config = asdict(preset.config) | {"route": settings.route}
     del config["vocab_size"], config["layer"]
     averaging = averaging_flags(
-        num_processes=settings.processes, every=settings.average_every, seed=settings.seed, index=index
+        num_processes=settings.processes, every=settings.average_every, seeds=(settings.seed, settings.seed + index)
     )
     return averaging + as_flags(
         {

@@ -18,6 +18,7 @@ from net.errors import (
     PeerTimeout,
     PeerUnavailable,
     RemoteProtocolError,
+    seconds_of,
 )
 from net.identity import Address, Contact, PeerId, address_of, peer_id_of
 from net.nursery import background_nursery
@@ -244,9 +245,9 @@ class RpcPeer:
                         method, body, tensors, deadline=scope.deadline, on_partial=on_partial, into=into
                     )
             if scope.cancelled_caught and isinstance(way, Dial):
-                raise DialFailed(f"cannot connect to {target} within {timeout_s:g} s")
+                raise DialFailed(f"cannot connect to {target} within {seconds_of(timeout_s)}")
             if scope.cancelled_caught:
-                raise PeerTimeout(f"{target} did not answer {method!r} within {timeout_s:g} s")
+                raise PeerTimeout(f"{target} did not answer {method!r} within {seconds_of(timeout_s)}")
         except (PeerUnavailable, RemoteProtocolError, CallFailed) as error:
             self._note_end(peer_id, method, started, error)
             raise

@@ -2,7 +2,11 @@
 
 import inspect
 import itertools
+import re
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +15,7 @@ import optax
 import pytest
 import trio
 
+import dmoe_jax.swarm
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.blocking import BlockingSwarm, Closed, connect
 from dmoe_jax.collaboration import CollaborationConfig
@@ -19,7 +24,7 @@ from dmoe_jax.model import Model, Outcome
 from dmoe_jax.optim.moshpit import moshpit_average
 from dmoe_jax.routing import product_key
 from dmoe_jax.security import Plain
-from dmoe_jax.swarm import Swarm
+from dmoe_jax.swarm import Swarm, told_when_slow
 from net.errors import DialFailed
 
 
@@ -142,3 +147,45 @@ def test_closing_ends_what_is_waited_for() -> None:
     assert len(errors) == 1
     with pytest.raises(Closed, match="is closed"):
         swarm.experts()
+
+
+FORKED = """
+import os, sys, warnings
+from dmoe_jax import connect
+warnings.simplefilter("ignore")  # JAX's own, of forks
+swarm = connect(seed=1)
+child = os.fork()
+if not child:
+    try:
+        swarm.experts()
+    except RuntimeError as error:
+        print(error, flush=True)
+    swarm.close()
+    sys.exit(3)
+status = os.waitpid(child, 0)[1]
+print(os.waitstatus_to_exitcode(status), swarm.experts())
+"""
+
+
+def test_a_fork_ends_and_is_told_that_it_has_no_swarm() -> None:
+    """It has none of the threads that it would wait for; its parent goes on."""
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, check=True, text=True, timeout=60)
+    told, ended = done.stdout.splitlines()
+    assert re.match(r"process \d+ was forked from process \d+, which has the swarm; .* call connect here", told)
+    assert ended == "3 {}"
+
+
+def test_whoever_serves_is_told_what_takes_long(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python, unless they asked to be told themselves."""
+    monkeypatch.setattr(dmoe_jax.swarm, "_SLOW_S", 0.001)
+    with told_when_slow(None) as note:
+        note("compiling 1 of 2")
+        while not caplog.messages:
+            time.sleep(0.001)
+    assert caplog.messages[0] in ("serve, after 0 s: preparing experts", "serve, after 0 s: compiling 1 of 2")
+    told: list[str] = []
+    with told_when_slow(told.append) as note:
+        note("compiling 1 of 2")
+    assert told == ["compiling 1 of 2"]

@@ -38,48 +38,48 @@ def outcome(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
         (["node", "--d-model", "x"], 2, "Error parsing --d-model: .*'x'"),
         (["train"], 2, "Missing from dmoe train: --join"),
         (["train", "--join", "127.0.0.1:1", "--compression", "zip"], 2, "invalid choice 'zip'"),
-        (["train", "--join", "127.0.0.1:1", "--k-min", "9"], 1, "--k-min must not exceed --k-best, got 9 and 4"),
-        (["train", "--join", "127.0.0.1:1", "--steps", "0"], 1, "--steps must be at least 1, got 0"),
-        (["train", "--join", "127.0.0.1:1", "--resume"], 1, "--resume needs --out"),
+        (["train", "--join", "127.0.0.1:1", "--k-min", "9"], 2, "--k-min must not exceed --k-best, got 9 and 4"),
+        (["train", "--join", "127.0.0.1:1", "--steps", "0"], 2, "--steps must be at least 1, got 0"),
+        (["train", "--join", "127.0.0.1:1", "--resume"], 2, "--resume needs --out"),
         (
             ["train", "--join", "127.0.0.1:1", "--weight-decay", "-1"],
-            1,
+            2,
             "weight_decay must not be negative, got -1.0",
         ),
-        (["train", "--join", "127.0.0.1:1", "--staleness-power", "-1"], 1, "staleness_power must be .*, got -1.0"),
-        (["train", "--join", "127.0.0.1:1", "--learning-rate-floor", "2"], 1, "floor must be .*, got 2.0"),
+        (["train", "--join", "127.0.0.1:1", "--staleness-power", "-1"], 2, "staleness_power must be .*, got -1.0"),
+        (["train", "--join", "127.0.0.1:1", "--learning-rate-floor", "2"], 2, "floor must be .*, got 2.0"),
         (["train", "--join", "127.0.0.1:1", "--eval-tokens", "0", "--d-ff", "0"], 2, "d_ff must be .*, got 0"),
         (["train", "--join", "127.0.0.1:1", "--dropout", "1"], 2, "dropout must be .* below 1, got 1.0"),
         (["train", "--join", "127.0.0.1:1", "--compute-dtype", "int8"], 2, "compute_dtype must be .*, got 'int8'"),
-        (["train", "--join", "127.0.0.1:1", "--router", "best"], 1, "unknown router 'best'; expected .*product_key"),
-        (["train", "--join", "127.0.0.1:1", "--router", "/nowhere/r.py:mine"], 1, "router '/nowhere/r.py:mine': .* no"),
+        (["train", "--join", "127.0.0.1:1", "--router", "best"], 2, "unknown router 'best'; expected .*product_key"),
+        (["train", "--join", "127.0.0.1:1", "--router", "/nowhere/r.py:mine"], 2, "router '/nowhere/r.py:mine': .* no"),
         (["train", "--join", "127.0.0.1:1"], 1, "cannot join the swarm: cannot connect to 127.0.0.1:1: .*refused"),
-        (["node", "--experts", "layer0.[4:2]"], 1, r"expected \[START:STOP\] with START < STOP"),
-        (["node", "--experts", "a.1", "a.[0:2]"], 1, "--experts must name no expert twice, got a.1"),
-        (["node", "--weight-decay", "-0.1"], 1, "--weight-decay must be at least 0, got -0.1"),
-        (["node", "--staleness-power", "-0.5"], 1, "--staleness-power must be at least 0, got -0.5"),
-        (["node", "--warmup-steps", "-1"], 1, "--warmup-steps must be at least 0, got -1"),
-        (["node", "--announce-period-s", "-1"], 1, "--announce-period-s must be positive, got -1.0"),
-        (["node", "--claim", "0", "--of", "a.0"], 1, "--claim must be at least 1, got 0"),
-        (["node", "--claim", "4"], 1, "--claim needs --of PATTERN"),
-        (["node", "--of", "a.0"], 1, "--of would have no effect without --claim N"),
-        (["node", "--claim", "4", "--of", "a.["], 1, r"bad grid pattern 'a.\['"),
+        (["node", "--experts", "layer0.[4:2]"], 2, r"expected \[START:STOP\] with START < STOP"),
+        (["node", "--experts", "a.1", "a.[0:2]"], 2, "--experts must name no expert twice, got a.1"),
+        (["node", "--weight-decay", "-0.1"], 2, "--weight-decay must be at least 0, got -0.1"),
+        (["node", "--staleness-power", "-0.5"], 2, "--staleness-power must be at least 0, got -0.5"),
+        (["node", "--warmup-steps", "-1"], 2, "--warmup-steps must be at least 0, got -1"),
+        (["node", "--announce-period-s", "-1"], 2, "--announce-period-s must be positive, got -1.0"),
+        (["node", "--claim", "0", "--of", "a.0"], 2, "--claim must be at least 1, got 0"),
+        (["node", "--claim", "4"], 2, "--claim needs --of PATTERN"),
+        (["node", "--of", "a.0"], 2, "--of would have no effect without --claim N"),
+        (["node", "--claim", "4", "--of", "a.["], 2, r"bad grid pattern 'a.\['"),
         (
             ["node", "--claim", "4", "--of", "a.[0:4]", "--experts", "a.3"],
-            1,
+            2,
             r"--experts and --of together must name no expert twice, got a.3 in a.3 and in a.\[0:4\]",
         ),
-        (["node", "--claim", "4", "--of", "a.[0:2000].[0:4]"], 1, "2000 rows of their grids, at most 1024"),
-        (["status", "--join", "nowhere"], 1, "expected an address as HOST:PORT, got 'nowhere'"),
-        (["node", "--faults", "late"], 1, "--faults: expected FAULT=RATE or late=RATE:MEAN_S, .* got 'late'"),
-        (["node", "--faults", "late=0.6", "die=0.6"], 1, "--faults: .*together at most 1"),
+        (["node", "--claim", "4", "--of", "a.[0:2000].[0:4]"], 2, "2000 rows of their grids, at most 1024"),
+        (["status", "--join", "nowhere"], 2, "expected an address as HOST:PORT, got 'nowhere'"),
+        (["node", "--faults", "late"], 2, "--faults: expected FAULT=RATE or late=RATE:MEAN_S, .* got 'late'"),
+        (["node", "--faults", "late=0.6", "die=0.6"], 2, "--faults: .*together at most 1"),
         (["status", "--join", "127.0.0.1:1"], 1, "cannot join the swarm: cannot connect to 127.0.0.1:1: .*refused"),
         (["status", "--join", f"{STRANGER}@127.0.0.1:1"], 1, "cannot join the swarm: cannot connect to .*refused"),
-        (["status", "--join", "ab@127.0.0.1:1"], 1, "expected a peer as PEERID@HOST:PORT, got 'ab@127.0.0.1:1'"),
+        (["status", "--join", "ab@127.0.0.1:1"], 2, "expected a peer as PEERID@HOST:PORT, got 'ab@127.0.0.1:1'"),
         (["status", "--join", "127.0.0.1:1", "--insecure-loopback"], 1, "cannot join the swarm over plain TCP: "),
         (
             ["status", "--join", "127.0.0.1:1", "--insecure-loopback", "--identity", "f", "--allow-list", "f"],
-            1,
+            2,
             "--insecure-loopback proves nothing: --identity and --allow-list would have no effect",
         ),
         (["dht", "--listen", "203.0.113.1:0"], 1, "cannot listen at 203.0.113.1:0: "),
@@ -89,7 +89,7 @@ def outcome(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
         (["node", "--listen", "[::]:0"], 2, r"--listen \[::\]:0 .*--announce must say"),
         (["dht", "--announce", "host:4000"], 2, "--announce must be .* without a port, got 'host:4000'"),
         (["inspect"], 2, "Missing from dmoe inspect: RUN"),
-        (["inspect", "/nowhere", "--tokens", "-1"], 1, "--tokens must be at least 0, got -1"),
+        (["inspect", "/nowhere", "--tokens", "-1"], 2, "--tokens must be at least 0, got -1"),
         (["identity"], 2, "Missing from dmoe identity: FILE"),
         (["identity", "/nowhere/key"], 1, "cannot write the identity /nowhere/key: No such file or directory"),
     ],
@@ -167,7 +167,7 @@ def test_a_router_that_will_not_do_gets_one_line(
     file.write_text(ROUTER_FILE)
     router = ["--router", f"{file}:{attribute}"]
     status, error = outcome(["train", "--join", "127.0.0.1:1", "--d-model", "16", *router], capsys)
-    assert status == 1
+    assert status == 2
     assert re.match(rf"dmoe: error: .*{line}", error)
     assert len(error.splitlines()) == 1
 
@@ -245,7 +245,7 @@ def test_a_wrong_address_is_told_before_jax_is_imported() -> None:
             sys.exit(exit_.code + 10 * ("jax" in sys.modules))
     """
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "dmoe: error: --join: expected an address as HOST:PORT, got 'foo'\n")
+    assert (done.returncode, done.stderr) == (2, "dmoe: error: --join: expected an address as HOST:PORT, got 'foo'\n")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
@@ -308,7 +308,7 @@ def test_an_expert_that_will_not_do_gets_one_line(
     file.write_text(OWN_FILE)
     words = [word.replace("FILE", str(file)) for word in flags]
     status, error = outcome(["node", "--join", "127.0.0.1:1", *words], capsys)
-    assert status == 1
+    assert status == 2
     assert re.match(rf"dmoe: error: .*{line}", error)
     assert len(error.splitlines()) == 1
 

@@ -14,6 +14,7 @@ from typing import IO
 import numpy as np
 import pytest
 
+from dmoe_jax.cache_folder import cache_folder
 from dmoe_jax.data import DataError, raw_text, wikitext2
 from dmoe_jax.data.corpora import Corpus, load_corpus
 from dmoe_jax.data.vocabulary import EOS, UNK, unigram_perplexity
@@ -314,3 +315,20 @@ def test_wikitext2_facts(monkeypatch: pytest.MonkeyPatch) -> None:
         text = gzip.decompress(Path(str(REAL_DATA), "wikitext-2", f"{split}.txt.gz").read_bytes())
         if split != "train":  # a copy may have its training articles in another order
             wikitext2.check_bytes(split, text, split)
+
+
+def test_a_user_without_a_home_has_no_cache(
+    network: Callable[[Opener], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a container's uid that is in no passwd file: no folder named ~ appears, and the text says why."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.chdir(tmp_path)
+    network(unreachable)
+    assert cache_folder() is None
+    assert "no home directory for a cache" in load_corpus().description
+    assert list(tmp_path.iterdir()) == []

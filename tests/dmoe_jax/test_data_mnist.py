@@ -1,6 +1,7 @@
 """Reading MNIST: the IDX format, and files that are not what they should be."""
 
 import gzip
+import hashlib
 import os
 import struct
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from dmoe_jax.data import DataError, mnist
-from dmoe_jax.data.mnist import read_mnist
+from dmoe_jax.data.mnist import load_mnist, read_mnist
 
 
 @pytest.fixture
@@ -65,3 +66,43 @@ def test_the_published_files() -> None:
     assert np.bincount(data.train.labels).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     assert np.bincount(data.test.labels)[0] == 980
     assert 33 < data.train.pixels.mean() < 34  # 0.1307 of 255, as everybody normalises by
+
+
+@pytest.fixture
+def published(folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The addresses that were asked for; the files of `folder` are what is published. The cache is empty."""
+    asked: list[str] = []
+
+    def fetch(url: str, deadline: float) -> bytes:
+        asked.append(url)
+        return (folder / url.rpartition("/")[2]).read_bytes()
+
+    digests = {
+        name: hashlib.sha256(gzip.decompress((folder / f"{name}-ubyte.gz").read_bytes())).hexdigest()
+        for name in mnist.SHA256
+    }
+    monkeypatch.setattr(mnist, "SHA256", digests)
+    monkeypatch.setattr(mnist, "fetch", fetch)
+    monkeypatch.delenv("DMOE_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    return asked
+
+
+def test_a_download_is_told_of_checked_and_kept(published: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Four files once; the second time they are in the cache, and say so."""
+    train, _ = data = load_mnist()
+    assert (len(train.labels), data.origin) == (3, f"a download from {mnist.BASE_URL}")
+    assert caplog.messages == [f"downloading MNIST from {mnist.BASE_URL}"]
+    assert "cache" in load_mnist().origin
+    assert len(published) == 4
+
+
+def test_other_bytes_than_the_published_are_refused(published: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is kept of them. The message says what was tried, and what would help."""
+    monkeypatch.setitem(mnist.SHA256, "t10k-labels-idx1", "00")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"DMOE_DATA is not set; the cache .*; download: .*t10k-labels.*Set DMOE_DATA"):
+        load_mnist()
+    assert published
+    monkeypatch.setenv("DMOE_DATA", "/nowhere")
+    with pytest.raises(DataError, match=r"/nowhere/mnist/train-images-idx3-ubyte\.gz is missing"):
+        load_mnist()

@@ -15,10 +15,12 @@ from rich.console import Console
 
 from dmoe_jax.cli import main
 from dmoe_jax.cli.common import UsageError, parse_command_line
-from dmoe_jax.cli.demo import DemoCommand, headline_of
+from dmoe_jax.cli.demo import DemoCommand
+from dmoe_jax.cli.headline import headline_of
 from dmoe_jax.cli.local_view import LocalView, TrainerWatch
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train import TrainCommand
+from dmoe_jax.cli.train_options import LanguageModelOptions
 from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.disk import hold_folder
 from dmoe_jax.environment import SECRET_VARIABLE
@@ -54,7 +56,7 @@ def test_up_gives_each_node_a_folder_for_its_experts(tmp_path: Path) -> None:
 
 def test_nodes_of_up_claim_and_share_a_folder(tmp_path: Path) -> None:
     """Each may take any expert, and finds what another has saved. Own patterns are claimed as they are."""
-    up = UpCommand(out=tmp_path / "run", save_experts=True, claim=20, num_layers=2, grid_size=(4, 4))
+    up = UpCommand(out=tmp_path / "run", save_experts=True, claim=20)
     up.check()
     assert up.hands() == [["layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]"]] * 2
     for index in range(2):
@@ -110,9 +112,13 @@ def test_nodes_and_trainers_route_the_same(tmp_path: Path) -> None:
 
 def test_the_router_follows_who_chooses(tmp_path: Path) -> None:
     """An even load costs nothing where tokens choose, and perplexity where sequences do (experiments/demo)."""
-    assert (DemoCommand(out=tmp_path)._up().route, DemoCommand(out=tmp_path)._up().router) == ("token", "balanced")
-    assert DemoCommand(out=tmp_path, route="sequence")._up().router == "product_key"
-    assert DemoCommand(out=tmp_path, router="hash")._up().router == "hash"
+    for flags, expected in (
+        ({}, ("token", "balanced")),
+        ({"route": "sequence"}, ("sequence", "product_key")),
+        ({"router": "hash"}, ("token", "hash")),
+    ):
+        language = DemoCommand(out=tmp_path, **flags)._up().language
+        assert (language.route, language.router) == expected
 
 
 def test_up_serves_what_an_own_model_needs(tmp_path: Path) -> None:
@@ -137,7 +143,7 @@ def test_up_serves_what_an_own_model_needs(tmp_path: Path) -> None:
         (UpCommand(claim=0), "--claim must be at least 1, got 0"),
         (UpCommand(claim=15), "--nodes 2 with --claim 15 leave 2 of 32 experts unserved"),
         (UpCommand(experts=("a",)), r"--experts: expected a grid pattern .* got 'a'"),
-        (UpCommand(grid_size=()), "--grid-size must be positive integers"),
+        (UpCommand(language=LanguageModelOptions(grid_size=())), "--grid-size must be positive integers"),
         (UpCommand(announce="host:1"), "--announce must be a host name"),
         (UpCommand(train_flags="'"), "--train-flags: No closing quotation"),
         (DemoCommand(num_nodes=2), "--num-nodes must be at least 3, got 2"),
@@ -216,7 +222,7 @@ async def test_every_process_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
         await trio.sleep(0.3)
         nursery.cancel_scope.cancel()
     for is_terminal, screen in screens.items():
-        for line in (f"serves at {peer.address}", "ended with status 1", "stopped"):
+        for line in (f"serves at {peer.address}", "ended with status 2", "stopped"):
             assert line in screen.getvalue()
         assert ("0 of 1 nodes serve" in screen.getvalue()) is is_terminal
 

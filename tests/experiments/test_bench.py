@@ -290,3 +290,33 @@ def test_bar_is_met_from_its_side() -> None:
     assert not most.is_met_by(None)
     assert not least.is_met_by(float("nan"))
     assert Result(title="", figures={}, bars=[most]).missed_bars == ["p99"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptSettings(ResumableSettings):
+    """Throw a die, and go on with it."""
+
+    throws: int = 3
+    """How often."""
+    thrower: str = "hand"
+    """What throws, or a file."""
+
+
+def test_a_resumed_run_has_the_flags_that_it_was_begun_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that are given now come last. A Python file that only the folder names is not run."""
+    seen: list[tuple[int, str]] = []
+    kept = Experiment[KeptSettings](
+        measure=lambda run: seen.append((run.settings.throws, run.settings.thrower)),
+        summarise=lambda run: Result(title="Dice", figures={}),
+    )
+
+    def go(*flags: str) -> None:
+        run_experiment(KeptSettings, kept, name="dice", uses_jax=False, args=["--out", str(tmp_path), *flags])
+
+    go("--throws", "5", "--thrower", "my.py:arm")
+    with pytest.raises(SystemExit):
+        go("--resume")
+    assert f"the run in {tmp_path} runs my.py:arm: name it again" in capsys.readouterr().err
+    go("--resume", "--thrower", "my.py:arm")
+    go("--resume", "--thrower", "my.py:arm", "--throws", "6")
+    assert seen == [(5, "my.py:arm"), (5, "my.py:arm"), (6, "my.py:arm")]

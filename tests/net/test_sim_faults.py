@@ -7,7 +7,7 @@ import trio
 import trio.testing
 
 from net.errors import ConnectionLost, DialFailed, ListenFailed
-from net.transport.sim import simulate
+from net.transport.sim import run, simulate
 from net.transport.sim.endpoints import SimLink
 from net.transport.sim.events import Heal, HostDown, HostUp, SetHost, SetLatency
 from net.transport.sim.links import Constant, HostOptions, Loss
@@ -292,3 +292,23 @@ async def test_losses_delay_and_finally_break_a_link() -> None:
 async def connect_often(network: SimNetwork, count: int) -> None:
     for _ in range(count):
         await connect(network, "a", "b")
+
+
+def test_a_program_that_waits_for_its_host_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """It starts when the host comes up; until then nothing else would say why nothing happens."""
+    started: list[float] = []
+
+    async def program() -> None:
+        started.append(trio.current_time())
+
+    async def main() -> None:
+        async with simulate() as network:
+            network.apply(HostDown("a"))
+            network.start("a", program)
+            await trio.sleep(5)
+            network.apply(HostUp("a"))
+            await trio.sleep(1)
+
+    run(main)
+    assert len(started) == 1
+    assert caplog.messages == ["host 'a' is down at 0.0 s: its program waits for a HostUp"]

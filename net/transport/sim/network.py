@@ -1,5 +1,6 @@
 """The simulated network itself: its hosts, their programs, and what befalls them."""
 
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from net.transport.sim.endpoints import SimLink, Topology
 from net.transport.sim.events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost, SetLatency
 from net.transport.sim.links import HostOptions, SimHost, model_between
 from net.transport.sim.transport import SimTransport
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +67,12 @@ class SimNetwork:
     def start(self, host: str, main: Callable[..., Awaitable[object]], *args: Any) -> None:
         """Run `await main(*args)` as a program of `host`, as long as the network lives.
 
-        When the host goes down, the program is cancelled; when it comes up again, the program starts again from the
-        beginning, unless it had returned. What it raises ends the simulation, except for network errors while it is
-        being cancelled.
+        Where the host is down, a warning in the log says that the program waits for it. When it goes down, the program
+        is cancelled; when it comes up again, the program starts again from the beginning, unless it had returned. What
+        it raises ends the simulation, except for network errors while it is being cancelled.
         """
-        self._host(host)
+        if self._host(host).is_down:
+            _log.warning("host %r is down at %.1f s: its program waits for a HostUp", host, trio.current_time())
         self._nursery.start_soon(self._run_program, host, main, *args)
 
     def apply(self, event: NetworkEvent) -> None:

@@ -1,7 +1,10 @@
 """`run` and `simulate`: a simulated network and the virtual time it lives in; see the package."""
 
 import gc
+import logging
 import math
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
@@ -18,6 +21,11 @@ from net.transport.sim.network import SimNetwork
 
 _T = TypeVar("_T")
 
+_log = logging.getLogger(__name__)
+
+_TELL_PERIOD_S = 10.0
+"""Of real time, between two lines of a simulation in the log."""
+
 _LATENCY = Constant(0.05)
 _HOST = HostOptions()
 
@@ -32,6 +40,8 @@ own 700 this takes 40 % of the time, at 50,000 next to nothing, for some 10 MB o
 def run(main: Callable[..., Awaitable[_T]], *args: Any, seed: int = 0) -> _T:
     """Run `await main(*args)` in virtual time, with deterministic scheduling; the counterpart of `trio.run`.
 
+    The log (INFO, of `net.transport.sim.simulation`) tells every ten seconds how much virtual time has passed.
+
     Args:
       seed: of the order in which tasks run that are ready at the same time.
 
@@ -45,8 +55,27 @@ def run(main: Callable[..., Awaitable[_T]], *args: Any, seed: int = 0) -> _T:
             return await main(*args)
         raise RuntimeError("the simulation is stuck: every task waits, and nothing is due")
 
-    with _deterministic_scheduling(seed), _rare_collections():
-        return trio.run(until_stuck, clock=trio.testing.MockClock(autojump_threshold=0))
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    with _deterministic_scheduling(seed), _rare_collections(), _virtual_time_told(clock):
+        return trio.run(until_stuck, clock=clock)
+
+
+@contextmanager
+def _virtual_time_told(clock: trio.testing.MockClock) -> Iterator[None]:
+    """Tell the log (INFO) every ten seconds of real time how far the block has come in virtual time."""
+    done, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(_TELL_PERIOD_S):
+            virtual_s = clock.current_time() - start_s
+            _log.info("%.1f s of virtual time in %.0f s of real time", virtual_s, time.monotonic() - began)
+
+    start_s = clock.current_time()
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 @contextmanager

@@ -1,0 +1,139 @@
+"""The flags of a command as its dataclass has them: their groups, a help page, and which one was probably meant."""
+
+import dataclasses
+import difflib
+import re
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
+
+_TITLES = {"language": "model", "calls": "calls of experts", "run_length": "run", "expert": "layer"}
+"""What the help page calls a group of flags that lies in a field of this name, if not by the name."""
+
+_LAST_TITLES = ("averaging", "listening", "network", "metrics", "processes")
+"""Groups that most users never need, at the end of the page."""
+
+_WIDEST_PAGE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag of a command."""
+
+    word: str
+    """As it is typed: "--k-best"."""
+    group: str
+    """Title of the group that it belongs to."""
+    value: Any
+    """What it is set to; the default where only the class is known."""
+    default: Any
+    """What it is if it is not given."""
+
+    @property
+    def is_changed(self) -> bool:
+        """True if it is not as it is by default."""
+        return bool(self.value != self.default)
+
+
+def flags_of(options: Any, group: str = "options") -> Iterator[Flag]:
+    """Every flag of a dataclass or of an instance of one, those of the dataclasses in its fields too."""
+    cls = options if isinstance(options, type) else type(options)
+    hints = get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        inner = get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = default if options is cls else getattr(options, field.name)
+        if dataclasses.is_dataclass(inner):
+            title = _TITLES.get(field.name, field.name.replace("_", " "))
+            yield from flags_of(inner if options is cls else value, title)
+            continue
+        names = [name for each in getattr(hint, "__metadata__", ()) if (name := getattr(each, "name", None))]
+        word = "--" + (names or [field.name])[0].replace("_", "-")
+        yield Flag(word, group, value, default)
+
+
+def as_words(word: str, value: object) -> list[str]:
+    """A flag and its value as words of a command line: `--grid-size 4 4`, `--resume`, `--no-average-by-samples`."""
+    if isinstance(value, bool):
+        return [word if value else f"--no-{word.removeprefix('--')}"]
+    return [word, *(str(item) for item in (value if isinstance(value, list | tuple) else (value,)))]
+
+
+def words_of(options: Any, *, without: Sequence[str] = ()) -> list[str]:
+    """The flags that are not as they are by default, as words of a command line."""
+    changed = [flag for flag in flags_of(options) if flag.is_changed and flag.word not in without]
+    return [word for flag in changed for word in as_words(flag.word, flag.value)]
+
+
+def without_idle(words: Sequence[str], flags: Iterable[Flag]) -> list[str]:
+    """The words without such as `--save-experts`, where that is so by default; they undo a `--no-save-experts` before
+    them."""
+    kept = list(words)
+    for flag in flags:
+        if flag.default is True and flag.word in kept:
+            last = len(kept) - kept[::-1].index(flag.word)
+            opposite = as_words(flag.word, False)
+            kept = [each for each in kept[:last] if each != flag.word and each not in opposite] + kept[last:]
+    return kept
+
+
+def unnamed_file(saved: Sequence[str], given: Sequence[str]) -> str | None:
+    """The first of a run's saved words that names a Python file, which the words given now do not name; None: none.
+
+    Whoever goes on with a run in a folder that may come from anywhere must not run code by that.
+    """
+    return next((word for word in saved if ".py:" in word and not any(word in each for each in given)), None)
+
+
+def help_page(page: str, groups: Mapping[str, str]) -> str:
+    """Tyro's help page of one command with its flags in groups, each description as one paragraph.
+
+    Args:
+      page: as Tyro prints it without colours and borders, so many columns wide that it wrapped nothing.
+      groups: flag -> title of its group; others are options.
+    """
+    head, *lines = re.split(r"\n(?= options *\n| positional arguments *\n)", page, maxsplit=1)
+    entries: list[list[str]] = []
+    for line in "\n".join(lines).splitlines():
+        if re.match(r"  \S", line):
+            entries.append([*re.split(r"  +", line.strip(), maxsplit=1)])
+        elif re.match(r"    +\S", line) and entries:
+            entries[-1].append(line.strip())
+    width = min(_WIDEST_PAGE, shutil.get_terminal_size().columns)
+    shown: dict[str, list[str]] = {}
+    for invocation, *about in entries:
+        flag = re.split(r"[ ,]", invocation)[0]
+        group = groups.get(flag, groups.get(flag.replace("--no-", "--", 1), "options"))
+        text = re.sub(r" \(default: (None|False|)\)$", "", " ".join(about))
+        lines = textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
+        shown.setdefault(group, []).extend([f"  {invocation.replace('{None}|', '')}", *lines])
+    paragraphs = [textwrap.fill(" ".join(each.split()), width) for each in head.strip().split("\n\n")]
+    ordered = [*(each for each in shown if each not in _LAST_TITLES), *(each for each in _LAST_TITLES if each in shown)]
+    return "\n\n".join([*paragraphs, *("\n".join([f"{group}:", *shown[group]]) for group in ordered)]) + "\n"
+
+
+def meant(word: str, choices: Sequence[str]) -> str | None:
+    """Which of the choices was probably meant: one that is written nearly so, or whose initials these are."""
+    initials = {"--" + "".join(part[:1] for part in each[2:].split("-")): each for each in choices}
+    near = difflib.get_close_matches(word, [each for each in choices if each != word], n=1)
+    return initials.get(word) or (near[0] if near else None)
+
+
+def advice(word: str, command: str, flags: Mapping[str, Sequence[str]], prog: str) -> str:
+    """What to do about a flag that a command does not have.
+
+    Args:
+      word: the flag. command: that was given it.
+      flags: of every command.
+      prog: the program, for the message.
+    """
+    if having := [name for name, words in flags.items() if word in words]:
+        several = " and ".join(f"{prog} {name}" for name in having)
+        handed = next((name for name in ("train", "node") if command == "up" and name in having), None)
+        how = f": dmoe up --{handed}-flags='{word} ...' hands it on" if handed else ""
+        return f"{word} is a flag of {several}{how}"
+    guess = meant(word, flags.get(command, ()))
+    return "" if guess is None else f"did you mean {guess}?"

@@ -1,0 +1,127 @@
+"""What a command says: a line that nobody can read, or that finds no room, ends nothing.
+
+Standard output may be missing, a pipe whose reader has gone, or a file on a full disk. `standard_streams` puts a stream
+that forgives in the place of each of the two, so that whoever writes there (`say`, rich, logging, a user's own file)
+need not care. A process that could not say everything tells so in its exit status.
+"""
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+_UNREAD_STATUS = 128 + 13
+"""As the shell reports a process that SIGPIPE ended: whoever read our output has gone, as `head` does."""
+
+
+def say(text: object) -> bool:
+    """Print a line to standard output at once; False if it could not be written."""
+    print(text, flush=True)
+    return why_unheard() is None
+
+
+def why_unheard() -> OSError | None:
+    """What the last line to standard output met, if it was not written; None if it was, or if there is no output."""
+    error: OSError | None = getattr(sys.stdout, "error", None)
+    return error
+
+
+class _Forgiving:
+    """A text stream that keeps the error of a write that failed, in place of raising it.
+
+    Args:
+      stream: the text stream to write to; None: there is none.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+        """What the last line met, if it was not written."""
+        self._has_written = False  # since that
+
+    def write(self, text: str) -> int:
+        if self._stream is not None:
+            with self._noting():
+                try:
+                    self._stream.write(text)
+                except UnicodeEncodeError:
+                    encoding = self._stream.encoding
+                    self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+                self._has_written = self._has_written or bool(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            with self._noting():
+                self._stream.flush()
+                if self._has_written and not isinstance(self.error, BrokenPipeError):
+                    self.error = None  # a disk that was full has room again
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error, self._has_written = error, False
+        except ValueError as error:  # closed
+            self.error, self._has_written = OSError(errno.EBADF, str(error)), False
+
+    def writelines(self, lines: Any) -> None:
+        self.write("".join(lines))
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def __getattr__(self, name: str) -> Any:
+        if self._stream is None:
+            raise OSError(errno.EBADF, f"there is no stream with {name}")
+        return getattr(self._stream, name)
+
+    def give_up(self) -> None:
+        """Let what was not written go: Python flushes it once more as it ends, and complains."""
+        if self.error is not None and self._stream is not None:
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """In the block nothing that is written to standard output or error raises.
+
+    Raises:
+      SystemExit: in place of status 0, if not all was said: 141 for a pipe that nobody reads, else 1 after one line.
+    """
+    for number in range(3):
+        # What is opened later, such as a socket, must not get the number of a stream that is missing.
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    before = sys.stdout, sys.stderr
+    out, error = _Forgiving(sys.stdout), _Forgiving(sys.stderr)
+    sys.stdout, sys.stderr = out, error
+    status: object = 0
+    try:
+        yield
+    except SystemExit as exit_:
+        status = exit_.code
+        raise
+    except BaseException:
+        status = 1
+        raise
+    finally:
+        out.flush()
+        if out.error is not None and not status:
+            if not isinstance(out.error, BrokenPipeError):
+                print(f"error: standard output cannot be written: {out.error.strerror}", file=error)
+            status = _UNREAD_STATUS if isinstance(out.error, BrokenPipeError) else 1
+        else:
+            status = None
+        error.flush()
+        sys.stdout, sys.stderr = before
+        out.give_up()
+        error.give_up()
+        if status:
+            sys.exit(status)

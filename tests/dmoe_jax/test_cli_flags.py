@@ -1,0 +1,140 @@
+"""Help pages that can be read, flags that are guessed right, and runs that are taken up with their flags."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from dmoe_jax.cli import main
+from dmoe_jax.cli.common import UsageError, parse_command_line
+from dmoe_jax.cli.flags import flags_of, unnamed_file, words_of
+from dmoe_jax.cli.train import TrainCommand
+from dmoe_jax.cli.up import UpCommand
+
+
+def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The line of `dmoe ARGS`, which ends with status 2."""
+    with pytest.raises(SystemExit) as exit_:
+        main(args)
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["train", "--join", "a:1", "--lr", "1"], "did you mean --learning-rate?"),
+        (["train", "--join", "a:1", "--nodes", "2"], "--nodes is a flag of dmoe up;"),
+        (
+            ["up", "--k-best", "2"],
+            "a flag of dmoe train: dmoe up --train-flags='--k-best ...' hands it on;",
+        ),
+        (["up", "--grad-clips", "2"], "did you mean --grad-clip?"),
+        (["up", "--resume"], "--resume needs --out"),
+        (["up", "--data", "nowhere.txt"], "--data nowhere.txt: there is no such file"),
+        (["up", "--seed", "-1"], "--seed must be from 0 to 4294967294, got -1"),
+        (["up", "--trunk-optimizer", "a.py:b", "--learning-rate", "1"], "--learning-rate would have no effect beside"),
+        (["train", "--join", "a:1", "--seed", "4294967296"], "--seed must be from 0 to 4294967295, got 4294967296"),
+        (["train", "--join", "a:1", "--data-seed", "-5"], "--data-seed must be from 0 to 4294967295, got -5"),
+        (["train", "--join", "a:1", "--optimizer", "nowhere.py:b"], "--optimizer of dmoe node and dmoe up"),
+        (["train", "--join", "a:1", "--router", "swich"], "unknown router 'swich' (did you mean switch?)"),
+        (["node", "--experts", "layer[0:2].[0:2]"], "one pattern for each layer, layer0.[0:2] layer1.[0:2] ..."),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_do(
+    args: list[str], line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never with the flag that was just refused."""
+    monkeypatch.chdir(tmp_path)
+    error = refused(args, capsys)
+    assert line in error
+    assert not list(tmp_path.iterdir())
+    guess = re.search(r"did you mean (--[\w-]+)", error)
+    assert guess is None or guess[1] not in args
+
+
+def test_help_is_joined_and_grouped_at_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every flag once, under the title of its group; lines are as full as they can be."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    page = capsys.readouterr().out
+    listed = re.findall(r"^  --(?:no-)?([\w-]+)", page, re.MULTILINE)
+    assert sorted(listed) == sorted(flag.word[2:] for flag in flags_of(TrainCommand))
+    titles = re.findall(r"^([a-z ]+):$", page, re.MULTILINE)
+    assert titles[:2] == ["options", "model"]
+    assert titles.index("run") < titles.index("averaging") < titles.index("network")
+    lines = page.splitlines()
+    for line, following in itertools.pairwise(lines):
+        if line.startswith("      ") and following.startswith("      "):
+            assert len(line) + 1 + len(following.split()[0]) > 80, line
+
+
+def test_flags_become_words_and_flags_again(tmp_path: Path) -> None:
+    """Those that are not as they are by default, by the names that they have on the command line."""
+    args = ["--nodes", "3", "--expert", "a.py:b", "--grid-size", "2", "4", "--no-save-experts", "--insecure-loopback"]
+    up: UpCommand = parse_command_line(UpCommand, prog="dmoe up", args=[*args, "--out", str(tmp_path)])
+    assert sorted(words_of(up, without=("--out",))) == sorted(args)
+    # What is so by default may be said, and undoes the opposite before it.
+    for words, saves in ((["--save-experts"], True), (["--no-save-experts", "--save-experts"], True)):
+        assert parse_command_line(UpCommand, prog="dmoe up", args=words).save_experts is saves
+
+
+def test_up_goes_on_with_the_flags_of_the_run(tmp_path: Path) -> None:
+    """Those that are given now come last; a file that the run names is run only if it is named again, or trusted."""
+    out = tmp_path / "run"
+    begun: UpCommand = parse_command_line(
+        UpCommand,
+        prog="dmoe up",
+        args=["--out", str(out), "--nodes", "3", "--steps", "40", "--learning-rate", "0.1", "--model", "a.py:model"],
+    )
+    begun._make_logs()
+
+    def resumed(*args: str) -> UpCommand:
+        words = ["--resume", "--out", str(out), *args]
+        command: UpCommand = parse_command_line(UpCommand, prog="dmoe up", args=words)
+        return command.resumed(words)
+
+    assert begun.to_go_on() == f"dmoe up --resume --out {out} --trust-run"
+    up = resumed("--trust-run", "--steps", "80")
+    assert (up.nodes, up.run_length.steps, up.adam.learning_rate, up.resume) == (3, 80, 0.1, True)
+    trainer = parse_command_line(TrainCommand, prog="train", args=["--join", "a:1", *up.flags_of_trainer(0)])
+    assert (trainer.run_length.steps, trainer.optimizer.learning_rate, trainer.model) == (80, 0.1, "a.py:model")
+    # What is as by default now may have been otherwise in the run's folder, and is said.
+    assert "--batch-size" in up.flags_of_trainer(0)
+    assert "--batch-size" not in begun.flags_of_trainer(0)
+    assert resumed("--model", "a.py:model").model == "a.py:model"
+    with pytest.raises(UsageError, match=r"runs a\.py:model: name it again, or add --trust-run"):
+        resumed()
+    with pytest.raises(UsageError, match="--nodes must be 3 as before"):
+        resumed("--trust-run", "--nodes", "2")
+    (tmp_path / "run.logs" / "up.json").unlink()
+    with pytest.raises(UsageError, match="is no run of dmoe up"):
+        resumed()
+
+
+def test_a_file_counts_as_named_where_it_stands_in_a_word() -> None:
+    """Flags that are handed on are one word with blanks."""
+    assert unnamed_file(["--model", "a.py:b"], ["--out", "x"]) == "a.py:b"
+    assert unnamed_file(["--model", "a.py:b"], ["--model=a.py:b"]) is None
+    assert unnamed_file(["--steps", "3"], []) is None
+
+
+def test_completion_is_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    """`source <(dmoe completion bash)`."""
+    with pytest.raises(SystemExit) as exit_:
+        main(["completion", "bash"])
+    assert not exit_.value.code
+    assert "complete -F" in capsys.readouterr().out
+
+
+def test_the_flags_file_is_plain(tmp_path: Path) -> None:
+    """A list of words."""
+    UpCommand(out=tmp_path / "run", nodes=5)._make_logs()
+    assert json.loads((tmp_path / "run.logs" / "up.json").read_text()) == ["--nodes", "5"]
