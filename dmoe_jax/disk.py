@@ -29,8 +29,9 @@ class FolderInUse(OSError):
 
 @contextmanager
 def hold_folder(folder: Path, what: str) -> Iterator[None]:
-    """Keep other processes out of a folder while the block lasts; made if it is not there.
+    """Keep other processes out of a folder while the block lasts.
 
+    The folder is made if it is not there, and removed again if nothing was written to it.
     The system takes the lock from a process that dies, however it does. (Windows, and file systems without locks:
     nobody is kept out.)
 
@@ -43,8 +44,9 @@ def hold_folder(folder: Path, what: str) -> Iterator[None]:
     if sys.platform == "win32":
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    is_new = not folder.exists()
     while True:
+        folder.mkdir(parents=True, exist_ok=True)
         file = (folder / HOLDER).open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,6 +68,8 @@ def hold_folder(folder: Path, what: str) -> Iterator[None]:
         finally:
             with suppress(OSError):
                 (folder / HOLDER).unlink()
+                if is_new:
+                    folder.rmdir()  # unless something was written to it
 
 
 def check_not_held(folder: Path, what: str) -> None:

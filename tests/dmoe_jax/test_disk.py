@@ -36,9 +36,10 @@ def test_a_folder_has_one_holder(tmp_path: Path) -> None:
             ):
                 look()
     check_not_held(folder, "run")
-    assert not (folder / HOLDER).exists()
+    assert not folder.exists()
     with hold_folder(folder, "run"):
-        pass
+        (folder / "kept").touch()
+    assert [path.name for path in folder.iterdir()] == ["kept"]
     check_not_held(tmp_path / "nowhere", "run")
 
 
