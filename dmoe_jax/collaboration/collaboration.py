@@ -23,6 +23,9 @@ from net.averaging.grouping.group import Role
 from net.dht.node import DhtNode
 from net.rpc.base import Caller
 
+_LATE_S = 1.0
+"""So long after its foretold end nobody waits any more for a batch to be full, seconds."""
+
 
 class Collaboration:
     """This peer among those that make one large batch together. Made by `open_collaboration`."""
@@ -50,8 +53,9 @@ class Collaboration:
         self._standing = standing = Standing(chain=state.digest())
         self._micro_batch = 1
         self._pace = Pace()
-        self._gathering_since: float | None = trio.current_time()
-        """When this peer began to compute its next micro-batch; None while it waits for others."""
+        self._since = trio.current_time()
+        """When this peer began to compute its next micro-batch, or to wait for others after its last one."""
+        self._waits = False
         self._forming = StepForming(
             rounds, clock=dht.clock, lead_s=config.lead_s, nursery=nursery, where=lambda: standing.where
         )
@@ -156,7 +160,7 @@ class Collaboration:
     def is_averaging(self) -> bool:
         """Whether it averages with a group now, and waits for that."""
         coming = self._forming.coming
-        return coming is not None and self._gathering_since is None and coming.group is not None
+        return coming is not None and self._waits and coming.group is not None
 
     @property
     def quiet_s(self) -> float:
@@ -164,7 +168,7 @@ class Collaboration:
         somebody is behind and takes the state, which measurements would hold up."""
         if self._forming.coming is not None or self.board.is_followed:
             return 0.0
-        return max(0.0, self._forming.ends_at - self._config.lead_s - self._dht.clock.now())
+        return max(0.0, self._forming.ends_at - self._forming.lead_s - self._dht.clock.now())
 
     def report(self) -> Report:
         """What this peer says of itself."""
@@ -176,17 +180,23 @@ class Collaboration:
             step=self.step,
             chain=self.chain,
             samples=self.samples_at_hand + self._in_progress(),
-            rate=self._pace.rate,
+            rate=0.0 if self._is_idle else self._pace.rate,
             at=now,
             trained=self.samples_trained,
         )
 
+    @property
+    def _is_idle(self) -> bool:
+        """Whether this peer waits for a batch to which it has brought nothing: the others fill it, or nobody does."""
+        return self._waits and not self.samples_at_hand
+
     def _in_progress(self) -> float:
         """Samples' worth of work in the micro-batch that is being computed: without it every peer would be taken to
-        have half a micro-batch less than it has."""
-        if self._gathering_since is None:
+        have half a micro-batch less than it has. Who waits for the end of the batch is taken to go on until then, or
+        the end would move away for as long as everybody waits for it."""
+        if self._is_idle:
             return 0.0
-        return min(self._pace.rate * (trio.current_time() - self._gathering_since), float(self._micro_batch))
+        return min(self._pace.rate * (trio.current_time() - self._since), float(self._micro_batch))
 
     async def add(self, grads: PyTree, *, samples: int, took_s: float | None = None) -> bool:
         """Take in the mean gradient of a micro-batch; make the global step if it is due.
@@ -237,19 +247,20 @@ class Collaboration:
 
         Returns: whether the parameters have changed.
         """
-        if took_s is None:
-            assert self._gathering_since is not None
-            took_s = trio.current_time() - self._gathering_since
-        self._gathering_since = None
-        self._pace.measured(samples, took_s)
+        now = trio.current_time()
+        self._pace.measured(samples, now - self._since if took_s is None else took_s)
+        self._since, self._waits = now, True
         self._standing.gathered += samples
         self._micro_batch = samples
         changed = False
         while not self._has_time_for_more():
-            changed |= await self._global_step()
+            has_stepped = await self._global_step(now)
+            if has_stepped is None:
+                break
+            changed |= has_stepped
         if changed or self._forming.coming is None:
             changed |= await self.catch_up()
-        self._gathering_since = trio.current_time()
+        self._since, self._waits = trio.current_time(), False
         return changed
 
     def _has_time_for_more(self) -> bool:
@@ -266,15 +277,21 @@ class Collaboration:
             nursery.start_soon(self._forming.run)
             nursery.start_soon(self._following.serve)
 
-    async def _global_step(self) -> bool:
-        """Make the step that is due, or take the state of those who have made it. Returns whether the parameters have
-        changed."""
-        stopped_at, forming = trio.current_time(), self._forming
+    async def _global_step(self, stopped_at: float) -> bool | None:
+        """Make the step that is due, or take the state of those who have made it.
+
+        Returns: whether the parameters have changed; None if no step began when it was foretold to: rather than wait
+          for a batch that others may not fill, this peer then goes on.
+        """
+        forming, now = self._forming, self._dht.clock.now
+        latest = max(forming.ends_at, now()) + _LATE_S
         while forming.coming is None:
-            if self.view.leader is not None and self._standing.where is not None:
+            if (is_known := self._standing.where is not None) and self.view.leader is not None:
                 return await self.catch_up()
             if self._has_time_for_more():
                 return False
+            if is_known and now() > latest:
+                return None
             await forming.news()
         return await self._stepping.step(stopped_at)
 
