@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from dmoe_jax.cli.averaging import AveragingOptions
-from dmoe_jax.cli.common import UsageError, as_flags, check_at_least, flag_of
+from dmoe_jax.cli.common import UsageError, as_flags, check_at_least, check_needs, flag_of
 from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import (
     DEFAULT_MEMORY_BUDGET,
@@ -223,6 +223,8 @@ class TrainOptions:
         if not self.language.grid_size or min(self.language.grid_size) < 1:
             raise UsageError(f"--grid-size must be positive integers, got {self.language.grid_size}")
         self.averaging.check()
+        averaged = "--average-every or --target-batch-size without --average-client"
+        check_needs(averaged, self.averaging.listens, self.listening, "listen", "announce")
         check_memory_budget(self.memory_budget)
         if self.trace is not None and self.trace.is_dir():
             raise UsageError(f"--trace names the file to write, {self.trace} is a folder")
