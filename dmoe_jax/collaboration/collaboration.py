@@ -10,6 +10,7 @@ import trio
 from dmoe_jax.collaboration.following import Following
 from dmoe_jax.collaboration.forming import StepForming
 from dmoe_jax.collaboration.peer_state import PeerState
+from dmoe_jax.collaboration.remarks import Remarks
 from dmoe_jax.collaboration.settings import CollaborationConfig, CollaborationTotals, GlobalStep
 from dmoe_jax.collaboration.standing import Standing
 from dmoe_jax.collaboration.stepping import Stepping
@@ -23,6 +24,8 @@ from net.averaging.grouping.group import Role
 from net.dht.node import DhtNode
 from net.rpc.base import Caller
 
+_AWAY = 4.0
+"""Times as long as usual, and `late_s` besides, that a micro-batch takes before the others do without this peer."""
 _LATE_S = 1.0
 """So long after its foretold end nobody waits any more for a batch to be full, seconds."""
 
@@ -51,13 +54,14 @@ class Collaboration:
         self._role = role
         self._config = config
         self._standing = standing = Standing(chain=state.digest())
+        self._remarks = Remarks(config.target_batch_size, standing.totals)
         self._micro_batch = 1
         self._pace = Pace()
         self._since = trio.current_time()
         """When this peer began to compute its next micro-batch, or to wait for others after its last one."""
         self._waits = False
         self._forming = StepForming(
-            rounds, clock=dht.clock, lead_s=config.lead_s, nursery=nursery, where=lambda: standing.where
+            rounds, clock=dht.clock, lead_s=config.lead_s, nursery=nursery, where=lambda: self._where
         )
         self.board = self._forming.board = self._make_board(name)
         """Who is how far."""
@@ -65,6 +69,7 @@ class Collaboration:
 
         def stepped(done: GlobalStep) -> None:
             self._following.in_step()
+            self._remarks.stepped(done, num_behind=self.board.num_behind)
             on_step(done)
 
         self._stepping = Stepping(
@@ -96,7 +101,7 @@ class Collaboration:
             self._caller,
             self._dht,
             prefix=name,
-            own=self.report,
+            own=lambda: None if self._is_away else self.report(),
             target=self._config.target_batch_size,
             config=self._config.board(),
             on_begin=self._forming.heard,
@@ -166,7 +171,7 @@ class Collaboration:
     def quiet_s(self) -> float:
         """Seconds until groups form for the next step, as far as the swarm's progress foretells it; 0 if they do, or if
         somebody is behind and takes the state, which measurements would hold up."""
-        if self._forming.coming is not None or self.board.is_followed:
+        if self._forming.coming is not None or self.board.num_behind:
             return 0.0
         return max(0.0, self._forming.ends_at - self._forming.lead_s - self._dht.clock.now())
 
@@ -184,6 +189,18 @@ class Collaboration:
             at=now,
             trained=self.samples_trained,
         )
+
+    @property
+    def _is_away(self) -> bool:
+        """Whether its loop does something else than computing a micro-batch: nobody is to wait for that, or to need
+        this peer for a step."""
+        usual_s = self._pace.seconds_for(self._micro_batch)
+        late_s = trio.current_time() - self._since - _AWAY * usual_s
+        return not self._waits and usual_s > 0 and late_s > self._config.late_s
+
+    @property
+    def _where(self) -> tuple[int, bytes] | None:
+        return None if self._is_away else self._standing.where
 
     @property
     def _is_idle(self) -> bool:
@@ -260,6 +277,7 @@ class Collaboration:
             changed |= has_stepped
         if changed or self._forming.coming is None:
             changed |= await self.catch_up()
+        self._remarks.gathered()
         self._since, self._waits = trio.current_time(), False
         return changed
 

@@ -3,8 +3,8 @@
 Reports are written and read more often as the batch fills: a quarter of the time that is left, between two bounds. When
 somebody sees first that the batch is about to be full, it tells all others that can be called (`begin`), so that nobody
 misses the step because its own reading of the DHT was a little older; clients see it by themselves. So does whoever
-comes to where the others are, for steps may be shorter than the time between two readings. Question and answer carry the
-report of whoever sends them.
+comes to where the others are, for steps may be shorter than the time between two readings. Question and answer carry
+the report of whoever sends them.
 """
 
 import math
@@ -75,7 +75,7 @@ class ProgressBoard:
     Args:
       caller: serves and places the calls. dht: where reports are.
       prefix: names the collaboration.
-      own: this peer's report, of now.
+      own: this peer's report, of now; None: it brings nothing for so long that others are not to count on it.
       target: samples of a whole batch.
       on_begin: somebody is at a step, which may be about to begin; returns when it begins here, None: it does not.
     """
@@ -86,7 +86,7 @@ class ProgressBoard:
         dht: DhtNode,
         *,
         prefix: str,
-        own: Callable[[], Report],
+        own: Callable[[], Report | None],
         target: float,
         config: BoardConfig,
         on_begin: Callable[[Beginning], float | None],
@@ -104,8 +104,16 @@ class ProgressBoard:
         self._changed = trio.Event()
         self._wanted = trio.Event()
         self._expiration = 0.0
+        self._last: Report | None = None
+        self._is_withdrawn = False
         self.answer_s = 0.0
         """Seconds that the slowest of those who answered took, when the others were told last."""
+
+    def _now(self) -> Report:
+        """This peer's report, of now, or its last one if it makes none."""
+        self._last = self._own() or self._last
+        assert self._last is not None  # whoever begins reports
+        return self._last
 
     @property
     def contacts(self) -> tuple[Contact, ...]:
@@ -121,25 +129,20 @@ class ProgressBoard:
         if leader is None:
             return ()
         known = sorted(self._known(self._dht.clock.now()), key=lambda each: each.standing, reverse=True)
-        further = [each for each in known if each.standing > self._own().standing and each.gathers]
+        further = [each for each in known if each.standing > self._now().standing and each.gathers]
         return tuple(Contact(each.peer_id, each.address) for each in further if each.address is not None)
 
     @property
-    def is_followed(self) -> bool:
-        """Whether somebody with gradients is behind, and takes what it lacks from others."""
-        return self.num_behind > 0
-
-    @property
     def num_behind(self) -> int:
-        """Peers with gradients that report from an earlier step."""
-        step = self._own().step
+        """Peers with gradients that are behind, and take what they lack from others."""
+        step = self._now().step
         return sum(each.gathers and each.step < step for each in self._known(self._dht.clock.now()))
 
     @property
     def view(self) -> Forecast:
         """The swarm as of the last reading, extrapolated to now."""
         now = self._dht.clock.now()
-        return forecast(self._own(), self._known(now), target=self._target, now=now)
+        return forecast(self._now(), self._known(now), target=self._target, now=now)
 
     async def wait_for_news(self) -> None:
         """Wait until the DHT was read again."""
@@ -184,7 +187,7 @@ class ProgressBoard:
         Args:
           at: swarm time at which the step begins; None: others may know.
         """
-        own, began = self._own(), trio.current_time()
+        own, began = self._now(), trio.current_time()
         body = {"report": report_to_wire(own), "at": at}
         slowest = 0.0
 
@@ -224,7 +227,10 @@ class ProgressBoard:
         return min(max(left / 4, self._config.min_period_s), self._config.max_period_s)
 
     async def _report(self) -> None:
-        await self._store(self._own())
+        own = self._own()
+        if own is not None or not self._is_withdrawn:
+            await self._store(own)
+        self._is_withdrawn = own is None
 
     async def _store(self, report: Report | None) -> None:
         value = None if report is None else report_to_wire(replace(report, at=self._dht.clock.now()))
@@ -241,9 +247,7 @@ class ProgressBoard:
             record = await self._dht.get(self._key)
         except NetError:
             return
-        self._learn(
-            reports_in_untrusted(record, now=self._dht.clock.now()), withdrawn=withdrawn_in_untrusted(record)
-        )
+        self._learn(reports_in_untrusted(record, now=self._dht.clock.now()), withdrawn=withdrawn_in_untrusted(record))
 
     def _learn(self, reports: Iterable[Report], *, withdrawn: Iterable[PeerId] = ()) -> None:
         """Take in what is news of these reports, and wake up whoever waits for news."""
@@ -279,5 +283,8 @@ class ProgressBoard:
             report, at = self._read_untrusted(request.body, request.peer_id)
         except RemoteProtocolError as error:
             raise CallRefused(str(error)) from error
+        own = self._own()
+        if own is None:
+            raise CallRefused("this peer brings nothing now")
         begins_at = self._on_begin(Beginning(step=report.step, chain=report.chain, at=at))
-        return Reply(body={"report": report_to_wire(self._own()), "at": begins_at})
+        return Reply(body={"report": report_to_wire(own), "at": begins_at})
