@@ -79,7 +79,8 @@ class AveragingSwarm:
           params: the model's, for their names and shapes.
           optimizer: an optimiser with one `moshpit_average` in it.
           name: peers that give the same name average with each other.
-          state: (how far this peer is, its whole state), which newcomers may take; None: it is no donor.
+          state: (how far this peer is, its whole state), which newcomers may take; None: parameters and optimiser
+            state, as `TreeAverager.step` is given them, and a late joiner's `step` takes them.
           config: groups, windows, compression, role and speeds.
           on_round: called after each round.
 

@@ -44,7 +44,8 @@ def train(swarm, index):
     with swarm.averager(params, OPTIMIZER, name="sine", config=config) as averager:
         for _ in range(STEPS):
             params, opt_state, _ = train_step(params, opt_state, *sample(rng, low, high))
-            opt_state = averager.step(opt_state, params, wait=True)  # without wait: training goes on meanwhile
+            # Without `wait` training goes on meanwhile. A process that joins late gets the others' state here.
+            opt_state = averager.step(opt_state, params, wait=True)
         x, y = sample(rng, -1.0, 1.0)
         done, missed = averager.totals.done, averager.totals.missed
         loss = loss_of(params, x, y)

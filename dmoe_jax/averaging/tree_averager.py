@@ -3,7 +3,7 @@
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -12,6 +12,7 @@ import optax
 import trio
 
 from dmoe_jax.averaging.donor import donor_source, is_finite_state, table_of, tree_like
+from dmoe_jax.averaging.loop_state import LoopState
 from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, RoleName, Round, TreeAveragerConfig
 from dmoe_jax.averaging.sparse import SparseOffers, sparse_offers
 from dmoe_jax.device import Device, ThreadDevice
@@ -19,7 +20,9 @@ from dmoe_jax.optim.hosting import (
     averaged_kind,
     averages_by_host,
     averaging_due,
+    is_going_over,
     offered_trees,
+    taken_over,
     what_to_send,
     with_average,
     without_gathered,
@@ -30,6 +33,7 @@ from dmoe_jax.types import PyTree
 from net.averaging.averager import Averager, AveragingStep
 from net.averaging.grouping.group import WEIGHTS, Role
 from net.averaging.opening import open_averager
+from net.averaging.state.buffer import Table
 from net.averaging.state.sharing import MAX_VERSION, StateSource
 from net.dht.node import DhtNode
 from net.errors import NetError
@@ -82,6 +86,7 @@ class TreeAverager:
         what: str,
         role: RoleName = "auto",
         sparse: SparseOffers | None = None,
+        loop: LoopState | None = None,
         device: Device,
         nursery: trio.Nursery,
         on_round: Callable[[Round], None],
@@ -90,12 +95,15 @@ class TreeAverager:
         self._what = what
         self._role = role
         self._sparse = sparse
+        self._loop = loop
         self._device = device
         self._nursery = nursery
         self._on_round = on_round
         self._missed_in_a_row = 0
         self._left_behind = trio.Event()
         self._held_back = ""
+        self._is_of_others = False
+        """Whether a state that was offered last has other arrays than this peer's."""
         self.totals = AveragingTotals()
         """What the rounds so far came to."""
         self.why_not = ""
@@ -122,6 +130,10 @@ class TreeAverager:
         unless told to. The next update applies what has come; after a `wait`, `optim.apply_average` does so at once.
         If cancelled, the round goes on, and a later call gives its outcome.
 
+        Whoever joins late, or is left behind, gets the state of the peer that is furthest, unless the averager was
+        opened with a `state` of the caller's: this then waits for it, and the next update leads to that peer's
+        parameters.
+
         Args:
           opt_state: of the optimiser with which the averager was opened; not donated while this runs.
           params: the parameters after the update.
@@ -134,6 +146,26 @@ class TreeAverager:
         """
         if self._role == Role.AUXILIARY:
             raise ValueError("an auxiliary peer has nothing to average: call assist")
+        if self._loop is None:
+            return await self._step(opt_state, params, wait=wait)
+        async with self._loop.at_hand(params, opt_state) as own:
+            if (taken := await self._late_state(self._loop, own)) is not None:
+                return taken_over(**taken)
+            if await self._device.run(is_going_over, opt_state):
+                return opt_state
+            return await self._step(own["opt_state"], params, wait=wait)
+
+    async def _late_state(self, loop: LoopState, own: PyTree) -> PyTree | None:
+        """The state of the peer that is furthest, at this peer's first step or if it is left behind; None: go on."""
+        if not (loop.may_be_behind or self.is_left_behind):
+            return None
+        loop.may_be_behind, self._is_of_others = False, False
+        taken = await self.catch_up(loop.version, own)
+        if taken is None and self._is_of_others:  # which a `state` of their callers makes: not for this peer
+            self.why_not = self._held_back = ""
+        return None if taken is None else taken[1]
+
+    async def _step(self, opt_state: PyTree, params: PyTree, *, wait: bool) -> PyTree:
         for fragment in self._fragments:
             if fragment.under_way is None and await self._device.run(averaging_due, opt_state, fragment.number):
                 await self._begin(fragment, opt_state, params)
@@ -213,12 +245,17 @@ class TreeAverager:
             self._left_behind = trio.Event()
         self._missed_in_a_row = 0
         table = table_of(tree)
+
+        def is_of_use(theirs: int, offered: Table) -> bool:
+            self._is_of_others |= offered != table
+            return theirs <= max_version and offered == table
+
         try:
             state = await self._fragments[0].averager.download_state(
                 min_version=version + min_lead,
                 timeout_s=_CATCH_UP_TIMEOUT_S,
                 attempts=_CATCH_UP_ATTEMPTS,
-                expects=lambda theirs, offered: theirs <= max_version and offered == table,
+                expects=is_of_use,
                 accepts=is_finite_state,
             )
         except NetError as error:
@@ -339,9 +376,10 @@ async def open_tree_averager(
       optimizer: with one `moshpit_average`, `noloco` or `streaming_diloco` in it, which leaves averaging to the host.
       name: peers that give the same name average with each other; 1 to 64 letters, digits, '_' or '-'. With several
         fragments (`streaming_diloco`) they meet under name-0, name-1 and so on.
-      state: makes this peer a donor for newcomers: (how far it is, its state), or None. Everything the loop goes on
-        from belongs into the state: parameters, optimiser state. It is called from the event loop; where the training
-        runs in a thread of its own, keep version and state in one tuple and replace it as a whole.
+      state: (how far this peer is, its state) for newcomers, where more than parameters and optimiser state belongs to
+        it, or `step` is not to change them; the peer then calls `catch_up` itself. It is called from the event loop;
+        where the training runs in a thread of its own, keep version and state in one tuple and replace it as a whole.
+        None: what `step` is given is the state, and it takes that of others.
       config: see there.
       device: copies between arrays and vectors; None: a worker thread of its own. In virtual time, an `InlineDevice`.
       rng: draws the place on the grid; None: the system's.
@@ -359,8 +397,14 @@ async def open_tree_averager(
     if config.share < 1 and what != "parameters":
         raise ValueError(f"a share of {config.share} is for an optimiser that averages parameters, this one: {what}")
     sparse, rng = sparse_offers(opt_state, config.sparse), random.SystemRandom() if rng is None else rng
-    source = state if state is None or isinstance(state, StateSource) else donor_source(state, device)
-    fragments: list[Fragment] = []
+    loop = LoopState(device) if state is None and config.role != "auxiliary" else None
+    if loop is not None:
+        source: StateSource | None = loop.source
+    else:
+        source = state if state is None or isinstance(state, StateSource) else donor_source(state, device)
+    settings, fragments = config.averager(), list[Fragment]()
+    if loop is not None:  # its versions are rounds, of which each counts
+        settings = replace(settings, state=replace(settings.state, max_lag=0))
     async with AsyncExitStack() as stack:
         for number, tree in enumerate(trees):
             layout, is_first = TreeLayout(tree), number == 0
@@ -382,7 +426,7 @@ async def open_tree_averager(
                     sparse=None if sparse is None else sparse.payload,
                     share=config.share,
                     compute=device.run,
-                    config=config.averager(),
+                    config=settings,
                 )
             )
             fragments.append(Fragment(number=number, averager=averager, layout=layout))
@@ -392,6 +436,7 @@ async def open_tree_averager(
                 what=what,
                 role=config.role,
                 sparse=sparse,
+                loop=loop,
                 device=device,
                 nursery=nursery,
                 on_round=on_round,

@@ -1,11 +1,11 @@
 """The flags of `dmoe train` for averaging with other trainer processes, and what they set up."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from dmoe_jax.cli.common import UsageError, check_at_least, check_positive
+from dmoe_jax.cli.common import UsageError, check_at_least, check_needs, check_positive
 from net.averaging.grouping.group_key import check_prefix
 
 if TYPE_CHECKING:
@@ -96,8 +96,6 @@ class AveragingOptions:
             raise UsageError(f"--target-batch-size must not be negative, got {self.target_batch_size}")
         if self.target_batch_size and self.average_every:
             raise UsageError("--target-batch-size says when to average: leave --average-every out")
-        if self.average_group_size and not self.target_batch_size:
-            raise UsageError("--average-group-size is for --target-batch-size; else see --average-side, --average-dims")
         check_at_least(2, self, "average_side")
         check_positive(self, "average_window_s", "average_timeout_s")
         if self.outer_learning_rate is not None:
@@ -106,6 +104,8 @@ class AveragingOptions:
             raise UsageError(f"--outer-momentum must be at least 0 and below 1, got {self.outer_momentum}")
         self._check_sparse()
         self._check_method()
+        for needed, is_there, names in self._needs():
+            check_needs(needed, is_there, self, *names)
         try:
             check_prefix(
                 self.average_name if self.average_fragments == 1 else f"{self.average_name}-{self.average_fragments}"
@@ -157,6 +157,20 @@ class AveragingOptions:
             raise UsageError("--average noloco is for --average-every: with --target-batch-size all step together")
         if self.is_sparse and (self.average == "noloco" or self.average_fragments > 1):
             raise UsageError("--average-compression top-k is for gradients or pseudo-gradients of the whole model")
+
+    def _needs(self) -> Iterator[tuple[str, bool, tuple[str, ...]]]:
+        """Which flags do something only with another: (that one, whether it is there, the fields)."""
+        every, together = bool(self.average_every), bool(self.target_batch_size)
+        how = ("average_window_s", "average_timeout_s", "average_client", "average_up", "average_down")
+        names = ("average", "average_compression", "average_name", "average_side", *how)
+        yield "--average-every or --target-batch-size", every or together, names
+        alone = ("average_share", "average_fragments", "average_by_samples", "average_dims")
+        yield "--average-every", every, alone
+        yield "--target-batch-size", together, ("average_group_size",)
+        kept = ("average_kept", "average_value_bits", "average_residual_decay")
+        yield "--average-compression top-k", self.is_sparse, kept
+        outer = ("outer_learning_rate", "outer_momentum")
+        yield "--average pseudo-gradients", self.kind == "pseudo_gradients", outer
 
     @property
     def is_sparse(self) -> bool:

@@ -178,6 +178,21 @@ def check_positive(options: object, *names: str) -> None:
             raise UsageError(f"{flag_of(name)} must be positive, got {getattr(options, name)}")
 
 
+def check_needs(needed: str, is_there: bool, options: "DataclassInstance", *names: str) -> None:
+    """Raise `UsageError` for the first of these fields that is not as by default, unless what it is for is there.
+
+    Args:
+      needed: the flags that it is for, as the user writes them.
+      options: a dataclass; each of these fields has a default value.
+    """
+    defaults = {each.name: each.default for each in fields(options)}
+    for name in names:
+        value = getattr(options, name)
+        if not is_there and value != defaults[name]:
+            flag = flag_of(f"no_{name}" if value is False else name)
+            raise UsageError(f"{flag} is for {needed}: without, {value!r} would have no effect")
+
+
 def set_up_jax() -> None:
     """Have freed memory kept (`keep_freed_memory`) and XLA's results, so that a process started again compiles nothing.
 

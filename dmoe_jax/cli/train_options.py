@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from dmoe_jax.cli.averaging import AveragingOptions
-from dmoe_jax.cli.common import UsageError, as_flags, check_at_least, check_seed, flag_of, mistakes_in_one_line
+from dmoe_jax.cli.common import (
+    UsageError,
+    as_flags,
+    check_at_least,
+    check_needs,
+    check_seed,
+    flag_of,
+    mistakes_in_one_line,
+)
 from dmoe_jax.cli.flags import flags_of
 from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import (
@@ -251,6 +259,8 @@ class TrainOptions:
             with mistakes_in_one_line():
                 check_source(self.data.data)
         self.averaging.check()
+        averaged = "--average-every or --target-batch-size without --average-client"
+        check_needs(averaged, self.averaging.listens, self.listening, "listen", "announce")
         check_memory_budget(self.memory_budget)
         if self.trace is not None and self.trace.is_dir():
             raise UsageError(f"--trace names the file to write, {self.trace} is a folder")

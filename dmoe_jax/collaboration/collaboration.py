@@ -10,6 +10,7 @@ import trio
 from dmoe_jax.collaboration.following import Following
 from dmoe_jax.collaboration.forming import StepForming
 from dmoe_jax.collaboration.peer_state import PeerState
+from dmoe_jax.collaboration.remarks import Remarks
 from dmoe_jax.collaboration.settings import CollaborationConfig, CollaborationTotals, GlobalStep
 from dmoe_jax.collaboration.standing import Standing
 from dmoe_jax.collaboration.stepping import Stepping
@@ -22,6 +23,11 @@ from net.averaging.collaboration.step_log import StepLog
 from net.averaging.grouping.group import Role
 from net.dht.node import DhtNode
 from net.rpc.base import Caller
+
+_AWAY = 4.0
+"""Times as long as usual, and `late_s` besides, that a micro-batch takes before the others do without this peer."""
+_LATE_S = 1.0
+"""So long after its foretold end nobody waits any more for a batch to be full, seconds."""
 
 
 class Collaboration:
@@ -48,12 +54,14 @@ class Collaboration:
         self._role = role
         self._config = config
         self._standing = standing = Standing(chain=state.digest())
+        self._remarks = Remarks(config.target_batch_size, standing.totals)
         self._micro_batch = 1
         self._pace = Pace()
-        self._gathering_since: float | None = trio.current_time()
-        """When this peer began to compute its next micro-batch; None while it waits for others."""
+        self._since = trio.current_time()
+        """When this peer began to compute its next micro-batch, or to wait for others after its last one."""
+        self._waits = False
         self._forming = StepForming(
-            rounds, clock=dht.clock, lead_s=config.lead_s, nursery=nursery, where=lambda: standing.where
+            rounds, clock=dht.clock, lead_s=config.lead_s, nursery=nursery, where=lambda: self._where
         )
         self.board = self._forming.board = self._make_board(name)
         """Who is how far."""
@@ -61,6 +69,7 @@ class Collaboration:
 
         def stepped(done: GlobalStep) -> None:
             self._following.in_step()
+            self._remarks.stepped(done, num_behind=self.board.num_behind)
             on_step(done)
 
         self._stepping = Stepping(
@@ -92,7 +101,7 @@ class Collaboration:
             self._caller,
             self._dht,
             prefix=name,
-            own=self.report,
+            own=lambda: None if self._is_away else self.report(),
             target=self._config.target_batch_size,
             config=self._config.board(),
             on_begin=self._forming.heard,
@@ -156,15 +165,15 @@ class Collaboration:
     def is_averaging(self) -> bool:
         """Whether it averages with a group now, and waits for that."""
         coming = self._forming.coming
-        return coming is not None and self._gathering_since is None and coming.group is not None
+        return coming is not None and self._waits and coming.group is not None
 
     @property
     def quiet_s(self) -> float:
         """Seconds until groups form for the next step, as far as the swarm's progress foretells it; 0 if they do, or if
         somebody is behind and takes the state, which measurements would hold up."""
-        if self._forming.coming is not None or self.board.is_followed:
+        if self._forming.coming is not None or self.board.num_behind:
             return 0.0
-        return max(0.0, self._forming.ends_at - self._config.lead_s - self._dht.clock.now())
+        return max(0.0, self._forming.ends_at - self._forming.lead_s - self._dht.clock.now())
 
     def report(self) -> Report:
         """What this peer says of itself."""
@@ -176,17 +185,35 @@ class Collaboration:
             step=self.step,
             chain=self.chain,
             samples=self.samples_at_hand + self._in_progress(),
-            rate=self._pace.rate,
+            rate=0.0 if self._is_idle else self._pace.rate,
             at=now,
             trained=self.samples_trained,
         )
 
+    @property
+    def _is_away(self) -> bool:
+        """Whether its loop does something else than computing a micro-batch: nobody is to wait for that, or to need
+        this peer for a step."""
+        usual_s = self._pace.seconds_for(self._micro_batch)
+        late_s = trio.current_time() - self._since - _AWAY * usual_s
+        return not self._waits and usual_s > 0 and late_s > self._config.late_s
+
+    @property
+    def _where(self) -> tuple[int, bytes] | None:
+        return None if self._is_away else self._standing.where
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether this peer waits for a batch to which it has brought nothing: the others fill it, or nobody does."""
+        return self._waits and not self.samples_at_hand
+
     def _in_progress(self) -> float:
         """Samples' worth of work in the micro-batch that is being computed: without it every peer would be taken to
-        have half a micro-batch less than it has."""
-        if self._gathering_since is None:
+        have half a micro-batch less than it has. Who waits for the end of the batch is taken to go on until then, or
+        the end would move away for as long as everybody waits for it."""
+        if self._is_idle:
             return 0.0
-        return min(self._pace.rate * (trio.current_time() - self._gathering_since), float(self._micro_batch))
+        return min(self._pace.rate * (trio.current_time() - self._since), float(self._micro_batch))
 
     async def add(self, grads: PyTree, *, samples: int, took_s: float | None = None) -> bool:
         """Take in the mean gradient of a micro-batch; make the global step if it is due.
@@ -237,19 +264,21 @@ class Collaboration:
 
         Returns: whether the parameters have changed.
         """
-        if took_s is None:
-            assert self._gathering_since is not None
-            took_s = trio.current_time() - self._gathering_since
-        self._gathering_since = None
-        self._pace.measured(samples, took_s)
+        now = trio.current_time()
+        self._pace.measured(samples, now - self._since if took_s is None else took_s)
+        self._since, self._waits = now, True
         self._standing.gathered += samples
         self._micro_batch = samples
         changed = False
         while not self._has_time_for_more():
-            changed |= await self._global_step()
+            has_stepped = await self._global_step(now)
+            if has_stepped is None:
+                break
+            changed |= has_stepped
         if changed or self._forming.coming is None:
             changed |= await self.catch_up()
-        self._gathering_since = trio.current_time()
+        self._remarks.gathered()
+        self._since, self._waits = trio.current_time(), False
         return changed
 
     def _has_time_for_more(self) -> bool:
@@ -266,15 +295,21 @@ class Collaboration:
             nursery.start_soon(self._forming.run)
             nursery.start_soon(self._following.serve)
 
-    async def _global_step(self) -> bool:
-        """Make the step that is due, or take the state of those who have made it. Returns whether the parameters have
-        changed."""
-        stopped_at, forming = trio.current_time(), self._forming
+    async def _global_step(self, stopped_at: float) -> bool | None:
+        """Make the step that is due, or take the state of those who have made it.
+
+        Returns: whether the parameters have changed; None if no step began when it was foretold to: rather than wait
+          for a batch that others may not fill, this peer then goes on.
+        """
+        forming, now = self._forming, self._dht.clock.now
+        latest = max(forming.ends_at, now()) + _LATE_S
         while forming.coming is None:
-            if self.view.leader is not None and self._standing.where is not None:
+            if (is_known := self._standing.where is not None) and self.view.leader is not None:
                 return await self.catch_up()
             if self._has_time_for_more():
                 return False
+            if is_known and now() > latest:
+                return None
             await forming.news()
         return await self._stepping.step(stopped_at)
 

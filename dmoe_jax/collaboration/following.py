@@ -135,7 +135,7 @@ class Following:
         standing.totals.states_taken += 1
         await self._follower.ask()
         await self._follow()
-        self._forming.changed()
+        self._forming.arrived()
         return True
 
     async def _follow(self) -> bool:
@@ -154,7 +154,7 @@ class Following:
             standing.totals.steps_followed += 1
             has_moved = True
         if has_moved:
-            self._forming.changed()
+            self._forming.arrived()
         return has_moved
 
     async def _download(self, leader: Report) -> SharedState | None:

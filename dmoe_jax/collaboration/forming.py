@@ -14,6 +14,11 @@ from net.nursery import background_nursery
 
 _MOST_LEADS = 8
 """How many times as long as it is to be the time may become in which groups form."""
+_ANSWERS = 8.0
+"""Times that others took to answer in which a group forms: they are told and ask each other, then join; half of the
+lead is left for that where the batch is full already, and it is twice what it takes."""
+_PAUSE_S = 0.2
+"""And what passes besides, before those who asked too early ask again, seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +33,8 @@ class ComingStep:
     """Swarm time."""
     group: Group | None = None
     """Who makes it; None while that is looked for, and if nobody was found."""
+    has_company: bool = False
+    """Whether others were at this step when its group was looked for: else this peer makes it alone."""
     found: trio.Event = field(default_factory=trio.Event)
     """Set when `group` is what it will be."""
 
@@ -46,7 +53,7 @@ class StepForming:
 
     Args:
       rounds: finds groups. board: who is how far; set before anything else is called.
-      lead_s: how long before a step groups form, at least; where no group is found in that time, it grows.
+      lead_s: how long before a step groups form; see `lead_s`.
       where: step and chain of the step at hand; None while that is not known.
     """
 
@@ -61,7 +68,8 @@ class StepForming:
     ) -> None:
         self._rounds = rounds
         self._clock = clock
-        self._least_lead_s = self._lead_s = lead_s
+        self._set_lead_s = lead_s
+        self._factor = 1.0  # which grows where no group is found
         self._nursery = nursery
         self._where = where
         self._changed = trio.Event()
@@ -75,35 +83,54 @@ class StepForming:
         return self.board.view
 
     @property
+    def lead_s(self) -> float:
+        """Seconds between the forming of groups and the end of the batch.
+
+        As was set. Where that is more than half of the time that a batch takes, just what forming a group takes, by how
+        soon others answer: peers wait for it, batch after batch. And more where groups were not found.
+        """
+        answer_s = self.board.answer_s
+        needed = _ANSWERS * answer_s + _PAUSE_S if answer_s else self._set_lead_s
+        lead_s = max(min(self._set_lead_s, self._view.batch_s / 2), needed)
+        return min(self._factor * lead_s, _MOST_LEADS * self._set_lead_s)
+
+    @property
     def ends_at(self) -> float:
-        """Swarm time at which the step begins, as far as is known."""
-        return self._view.ends_at if self.coming is None else self.coming.begins_at
+        """Swarm time at which the batch is full or the step begins, as far as is known."""
+        ends_at = self._view.ends_at
+        return ends_at if self.coming is None else min(ends_at, self.coming.begins_at)
 
     async def run(self) -> None:
         """Form groups when steps are near, until cancelled."""
         while True:
             where = self._where()
             if self.coming is None and where is not None:
-                now, view = self._clock.now(), self._view
-                if view.ends_at - now <= self._lead_s and view.leader is None and view.samples > 0:
-                    self._begin(where, max(view.ends_at, now + self._lead_s / 2), tell=True)
+                now, view, lead_s = self._clock.now(), self._view, self.lead_s
+                if view.ends_at - now <= lead_s and view.leader is None and view.samples > 0:
+                    self._begin(where, max(view.ends_at, now + lead_s / 2 if view.others else now), tell=True)
             await self.news()
 
     async def news(self) -> None:
         """Wait for a change, or until it is time to look again."""
-        left = self._view.ends_at - self._clock.now() - self._lead_s
+        left = self._view.ends_at - self._clock.now() - self.lead_s
         with trio.move_on_after(min(max(left, 0.05), 0.5)):
             await self._changed.wait()
 
-    def over(self, *, found: bool) -> None:
+    def over(self) -> None:
         """The step was made; or nobody was found for it, or nothing came of it.
 
         Groups form for longer next time if nobody was found, unless others were and have made it meanwhile.
         """
-        factor = 0.9 if found or self._view.leader is not None else 2.0
-        self._lead_s = min(max(factor * self._lead_s, self._least_lead_s), _MOST_LEADS * self._least_lead_s)
+        coming = self.coming
+        is_lost = coming is not None and coming.has_company and coming.group is None and self._view.leader is None
+        self._factor = min(max((2.0 if is_lost else 0.9) * self._factor, 1.0), _MOST_LEADS)
         self.coming = None
         self.changed()
+
+    def arrived(self) -> None:
+        """This peer has come to where the others are: tell them, who may be about to begin."""
+        self.changed()
+        self._nursery.start_soon(self.board.tell, None)
 
     def changed(self) -> None:
         """Look again: something has changed."""
@@ -112,24 +139,25 @@ class StepForming:
         self._changed = trio.Event()
 
     def heard(self, beginning: Beginning) -> float | None:
-        """Another peer says when the step begins; returns when it begins here, if it does.
+        """Another peer is at a step, and may say when it begins; returns when it begins here, if it does.
 
         Of several times the latest stands, for everybody hears of it.
         """
-        where = self._where()
+        where, at = self._where(), beginning.at
         if (beginning.step, beginning.chain) != where:
             return None
         now, coming = self._clock.now(), self.coming
-        if beginning.at > now + 2 * _MOST_LEADS * self._least_lead_s:
-            return None if coming is None else coming.begins_at
+        known = None if coming is None or coming.found.is_set() else coming.begins_at
+        if at is None or at > now + 2 * _MOST_LEADS * self._set_lead_s:
+            return known
         if coming is None:
             # Whoever says so cannot make a batch of nothing: it must be nearly full by what everybody reports.
-            if self._view.ends_at - now > 4 * max(self._lead_s, beginning.at - now):
+            if self._view.ends_at - now > 4 * max(self._set_lead_s, self.lead_s, at - now):
                 return None
-            return self._begin(where, max(now, beginning.at), tell=False)
-        if beginning.at > coming.begins_at and not coming.found.is_set():
-            coming.begins_at = beginning.at
-            self._rounds.postpone(beginning.at)
+            return self._begin(where, max(now, at), tell=False)
+        if known is not None and at > known:
+            coming.begins_at = at
+            self._rounds.postpone(at)
         return coming.begins_at
 
     def _begin(self, where: tuple[int, bytes], at: float, *, tell: bool) -> float:
@@ -137,14 +165,17 @@ class StepForming:
         self.coming = ComingStep(*where, at)
         self._nursery.start_soon(self._form, self.coming)
         if tell:
-            step, chain = where
-            self._nursery.start_soon(self.board.tell, Beginning(step=step, chain=chain, at=at))
+            self._nursery.start_soon(self.board.tell, at)
         self._changed.set()
         self._changed = trio.Event()
         return at
 
     async def _form(self, coming: ComingStep) -> None:
+        with trio.move_on_after(max(0.0, coming.begins_at - self._clock.now())):
+            while not self._view.others:
+                await self.board.wait_for_news()
         if self._view.others:
+            coming.has_company = True
             async with background_nursery() as nursery:
                 nursery.start_soon(self._until_made, nursery.cancel_scope)
                 coming.group = await self._rounds.find_group(
@@ -154,8 +185,6 @@ class StepForming:
                     others=self.board.contacts,
                     fewest=lambda: fewest_of(self._view),
                 )
-        else:
-            await trio.sleep(max(0.0, coming.begins_at - self._clock.now()))
         coming.found.set()
 
     async def _until_made(self, scope: trio.CancelScope) -> None:

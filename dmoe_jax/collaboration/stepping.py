@@ -63,13 +63,14 @@ class Stepping:
 
         Returns: whether the parameters have changed.
         """
-        forming, view = self._forming, self._board.view
+        forming = self._forming
         coming = forming.coming
         assert coming is not None
         await coming.found.wait()
+        view = self._board.view
         try:
             if coming.group is None and (view.others or view.leader is not None):
-                self._standing.totals.reasons["no group found"] += 1
+                self._standing.totals.reasons["no group found"] += coming.has_company
                 return False
             vector, samples, overflows = await self._state.contribution()
             begun = UnderWay(samples, stopped_at)
@@ -84,7 +85,7 @@ class Stepping:
             self._settled(begun, begun.averaged)
             return True
         finally:
-            forming.over(found=coming.group is not None or not self._board.view.others)
+            forming.over()
 
     async def _step_with_the_last(self, begun: UnderWay, group: Group | None, vector: Array, overflows: float) -> bool:
         """Make the step whose averaging ran beside this batch, and leave the averaging of this batch to run beside the

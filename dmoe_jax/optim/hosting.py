@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from dmoe_jax.optim import moshpit, moshpit_state
@@ -20,6 +21,7 @@ from dmoe_jax.optim.compression import ErrorFeedback
 from dmoe_jax.optim.moshpit_state import MoshpitState, Sent
 from dmoe_jax.optim.noloco import NoLoCoState
 from dmoe_jax.optim.streaming_diloco import StreamingDiLoCoState
+from dmoe_jax.optim.taking_over import Taken
 from dmoe_jax.types import PyTree
 
 HostState = MoshpitState | NoLoCoState | StreamingDiLoCoState
@@ -151,6 +153,31 @@ def without_gathered(tree: PyTree) -> PyTree:
         return state.emptied()
 
     return _map_states(emptied, tree)
+
+
+def rounds_of(opt_state: PyTree) -> int:
+    """How far an optimiser is that the host averages for: its averagings, or for NoLoCo its updates at the last one.
+    Waits for them to be computed."""
+    state = host_state(opt_state)
+    count = state.offered if isinstance(state, NoLoCoState) else state.rounds
+    return 0 if count is None else int(count)
+
+
+def taken_over(params: PyTree, opt_state: PyTree) -> PyTree:
+    """Another peer's state of an optimiser, in which the next update goes over to that peer's parameters."""
+    taken = Taken(params, jnp.ones((), bool))
+    return _map_states(lambda state: state._replace(taken=taken), without_gathered(opt_state))
+
+
+def is_going_over(opt_state: PyTree) -> bool:
+    """Whether another peer's parameters wait for the next update. Waits for the one that says so."""
+    taken = host_state(opt_state).taken
+    return taken is not None and bool(taken.waits)
+
+
+def without_taken(opt_state: PyTree) -> PyTree:
+    """The state without parameters of another peer."""
+    return _map_states(lambda state: state._replace(taken=None), opt_state)
 
 
 def offered_trees(optimizer: optax.GradientTransformation, params: PyTree) -> list[PyTree]:

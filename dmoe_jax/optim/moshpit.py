@@ -48,6 +48,7 @@ from dmoe_jax.optim.moshpit_state import (
     typed_like,
     what_to_send,
 )
+from dmoe_jax.optim.taking_over import goes_over
 from dmoe_jax.types import PyTree
 
 What = Literal["parameters", "gradients", "pseudo_gradients"]
@@ -109,7 +110,7 @@ def moshpit_average(
     if outer is None and what == "pseudo_gradients":
         outer = optax.sgd(DILOCO_OUTER_RATE, momentum=DILOCO_OUTER_MOMENTUM, nesterov=True)
     moshpit = _Moshpit(optax.with_extra_args_support(inner), outer, every, what, weighted, average, compress)
-    return optax.GradientTransformationExtraArgs(moshpit.init, moshpit.update)
+    return optax.GradientTransformationExtraArgs(moshpit.init, goes_over(moshpit.update))
 
 
 def averaged_kind(opt_state: PyTree) -> What:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dmoe_jax.arrays import all_finite, wide
 from dmoe_jax.optim.compression import ErrorFeedback, compress
+from dmoe_jax.optim.taking_over import Taken
 from dmoe_jax.types import PyTree
 from net.wire.sparse import SparseBlocks
 
@@ -38,6 +39,7 @@ class MoshpitState(NamedTuple):
       anchor: the parameters that pseudo-gradients count from.
       outer: of the outer optimiser.
       residual: what compression has kept back, float32; None without compression.
+      taken: parameters of another peer to go over to; None: there are none.
     """
 
     inner: PyTree
@@ -52,6 +54,7 @@ class MoshpitState(NamedTuple):
     anchor: PyTree
     outer: PyTree
     residual: PyTree = None
+    taken: Taken | None = None
 
     def part(self, params: PyTree) -> PyTree:
         """The parameters that are averaged: under `optax.masked` or `optax.multi_transform` not all of the model's."""

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int
 from dmoe_jax.arrays import all_finite, wide
 from dmoe_jax.optim.moshpit import Average
 from dmoe_jax.optim.moshpit_state import Sent, check_like, masked_like, typed_like
+from dmoe_jax.optim.taking_over import Taken, goes_over
 from dmoe_jax.types import PyTree
 
 MOMENTUM, RATE, PULL = 0.5, 0.7, 0.7
@@ -34,6 +35,7 @@ class NoLoCoState(NamedTuple):
       due: whether enough updates were made for the next averaging.
       arrived: whether `incoming` waits for the next update.
       incoming: the group's means of theta - phi and of phi, and the peer's own theta - phi that was among them.
+      taken: parameters of another peer to go over to; None: there are none.
     """
 
     inner: PyTree
@@ -44,6 +46,7 @@ class NoLoCoState(NamedTuple):
     due: Bool[Array, ""] | None = None
     arrived: Bool[Array, ""] | None = None
     incoming: tuple[PyTree, PyTree, PyTree] | None = None
+    taken: Taken | None = None
 
     def offer(self, params: PyTree) -> Sent:
         """What this peer offers now: the pair (theta - phi, phi) in float32, in arrays of its own."""
@@ -153,7 +156,7 @@ def noloco(
         change = jax.tree.map(lambda new, own: (new - own).astype(own.dtype), moved, params)
         return change, state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, goes_over(update))
 
 
 def _still(params: PyTree) -> PyTree:

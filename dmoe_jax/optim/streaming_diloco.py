@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int
 from dmoe_jax.arrays import all_finite, wide
 from dmoe_jax.optim.moshpit import Average
 from dmoe_jax.optim.moshpit_state import Sent, check_like, masked_like, typed_like
+from dmoe_jax.optim.taking_over import Taken, goes_over
 from dmoe_jax.types import PyTree
 
 OUTER_RATE, OUTER_MOMENTUM = 0.4, 0.9
@@ -37,6 +38,7 @@ class StreamingDiLoCoState(NamedTuple):
       due: bool [P], fragments whose turn it is to leave; None where the host has no part, as the next two.
       left: int32 [P], after which update the fragment left whose average is in `under_way`.
       arrived: bool [P], whether there is one.
+      taken: parameters of another peer to go over to; None: there are none.
     """
 
     inner: PyTree
@@ -48,6 +50,7 @@ class StreamingDiLoCoState(NamedTuple):
     due: Bool[Array, " P"] | None = None
     left: Int[Array, " P"] | None = None
     arrived: Bool[Array, " P"] | None = None
+    taken: Taken | None = None
 
     @property
     def members(self) -> list[list[int]]:
@@ -136,7 +139,7 @@ def streaming_diloco(
     streaming = _Streaming(
         optax.with_extra_args_support(inner), outer, average, every, fragments, overlap, float(mixing)
     )
-    return optax.GradientTransformationExtraArgs(streaming.init, streaming.update)
+    return optax.GradientTransformationExtraArgs(streaming.init, goes_over(streaming.update))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

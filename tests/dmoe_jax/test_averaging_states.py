@@ -12,7 +12,8 @@ import trio
 from dmoe_jax.averaging import MISSED_BEFORE_CATCHING_UP, TreeAverager
 from dmoe_jax.averaging.donor import donor_source, table_of, tree_like
 from dmoe_jax.device import InlineDevice
-from dmoe_jax.optim import apply_average, moshpit_average
+from dmoe_jax.optim import apply_average, moshpit_average, noloco, streaming_diloco
+from dmoe_jax.optim.hosting import is_going_over, rounds_of, taken_over, without_taken
 from net.errors import NetError
 from tests.dmoe_jax.averaging_peers import Loop, start, swarm_lived
 from tests.net.averaging_swarm import Swarm, in_swarm
@@ -112,3 +113,62 @@ def test_states_travel_with_the_kinds_of_their_numbers() -> None:
             await source.snapshot()
 
     trio.run(main)
+
+
+AVERAGES = 20
+OPTIMIZERS = {
+    "parameters": moshpit_average(optax.adam(0.1)),
+    "gradients": moshpit_average(optax.adam(0.1), what="gradients"),
+    "pseudo_gradients": moshpit_average(optax.adam(0.1), what="pseudo_gradients"),
+    "noloco": noloco(optax.adam(0.1), every=1),
+    "streaming": streaming_diloco(optax.adam(0.1), every=1, fragments=1),
+    "in_multi_steps": optax.MultiSteps(moshpit_average(optax.adam(0.1)), 1).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "pseudo_gradients",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in OPTIMIZERS if each != "pseudo_gradients"),
+    ],
+)
+def test_who_joins_late_goes_on_from_the_others_without_a_word_in_its_loop(kind: str) -> None:
+    """Two have made some averages before a third begins. Its first step takes the state; its next update leads to the
+    others' parameters and state, and its first gradient, of its own parameters, is nowhere in them."""
+    optimizer: Any = OPTIMIZERS[kind]
+    old, other, new = Loop(optimizer, 1.0), Loop(optimizer, 3.0), Loop(optimizer, 7.0)
+
+    async def trains(averager: TreeAverager, loop: Loop) -> None:
+        while averager.totals.done < AVERAGES:
+            await loop.step(averager, 1.0, wait=True)
+        loop.params, loop.opt_state = apply_average(optimizer, loop.opt_state, loop.params)
+        while loop is old:  # a donor hands out its state when it steps
+            loop.opt_state = await averager.step(loop.opt_state, loop.params)
+            await trio.sleep(0.1)
+
+    async def joins(averager: TreeAverager, loop: Loop) -> None:
+        await trio.sleep_until(100.0)
+        await loop.step(averager, 5.0)
+        assert averager.totals.states_taken == 1
+        await loop.step(averager, -3.0)
+        assert averager.totals.states_taken == 1
+
+    async def body(swarm: Swarm) -> None:
+        start(swarm, "old", old, trains)
+        start(swarm, "other", other, trains)
+        start(swarm, "new", new, joins)
+        await swarm_lived(swarm, "new")
+
+    in_swarm(body)
+    np.testing.assert_allclose(new.values, old.values, rtol=1e-6, atol=1e-6)  # seven, less seven, in float32
+    assert rounds_of(new.opt_state) == rounds_of(old.opt_state) >= AVERAGES
+    assert not is_going_over(new.opt_state)
+
+
+def test_a_state_that_was_taken_travels_no_further() -> None:
+    taken = taken_over({"w": jnp.ones(2)}, OPTIMIZERS["parameters"].init({"w": jnp.zeros(2)}))
+    assert is_going_over(taken)
+    assert jax.tree.structure(without_taken(taken)) == jax.tree.structure(
+        OPTIMIZERS["parameters"].init({"w": jnp.zeros(2)})
+    )

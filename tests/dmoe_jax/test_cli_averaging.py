@@ -1,5 +1,6 @@
 """The flags of `dmoe train` for averaging: what they set up, and what they refuse."""
 
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import tyro
 
 from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.common import UsageError
+from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.optim import apply_average, averaged_kind, num_fragments, what_to_send, with_average
 from net.averaging.speeds import Speeds
 from net.wire.compression import Compression
@@ -155,3 +157,41 @@ def test_methods_become_their_optimisers() -> None:
         state = options.wrap(optax.adam(1e-3)).init(params)
         assert (averaged_kind(state), num_fragments(state)) == (kind, fragments)
         assert options.config().share == wishes.get("average_share", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [
+        ("--average noloco", "--average is for --average-every or --target-batch-size: without, 'noloco' would"),
+        ("--average-compression top-k", "--average-compression is for --average-every or --target-batch-size"),
+        ("--average-compression float16", "--average-compression is for --average-every"),
+        ("--average-name mine", "--average-name is for --average-every"),
+        ("--average-side 2", "--average-side is for --average-every"),
+        ("--average-window-s 3", "--average-window-s is for --average-every"),
+        ("--average-timeout-s 3", "--average-timeout-s is for --average-every"),
+        ("--average-client", "--average-client is for --average-every"),
+        ("--average-up 5", "--average-up is for --average-every"),
+        ("--average-down 5", "--average-down is for --average-every"),
+        ("--average-share 0.5", "--average-share is for --average-every"),
+        ("--average pseudo-gradients --average-fragments 2 --target-batch-size 64", "--average-fragments is for"),
+        ("--average-dims 2 --target-batch-size 64", "--average-dims is for --average-every"),
+        ("--no-average-by-samples --target-batch-size 64", "--no-average-by-samples is for --average-every"),
+        ("--average-group-size 8 --average-every 5", "--average-group-size is for --target-batch-size"),
+        ("--average-kept 32 --average-every 5", "--average-kept is for --average-compression top-k"),
+        ("--average-value-bits 4 --average-every 5", "--average-value-bits is for --average-compression top-k"),
+        ("--average-residual-decay 0.5 --average-every 5", "--average-residual-decay is for --average-compression"),
+        ("--outer-momentum 0.5 --average-every 5", "--outer-momentum is for --average pseudo-gradients"),
+        ("--outer-learning-rate 0.5 --target-batch-size 64", "--outer-learning-rate is for --average pseudo-gradients"),
+        ("--listen 127.0.0.1:7000", "--listen is for --average-every or --target-batch-size without --average-client"),
+        ("--listen 127.0.0.1:7000 --average-every 5 --average-client", "--listen is for --average-every"),
+    ],
+)
+def test_a_flag_that_does_nothing_without_another_is_refused(flags: str, needed: str) -> None:
+    with pytest.raises(UsageError, match=needed):
+        tyro.cli(TrainOptions, args=["--join", "127.0.0.1:1", *flags.split()]).check()
+
+
+def test_every_averaging_flag_is_for_some_other_one() -> None:
+    """But for the two that turn averaging on."""
+    named = {name for _, _, names in AveragingOptions()._needs() for name in names}
+    assert {each.name for each in fields(AveragingOptions)} - named == {"average_every", "target_batch_size"}

@@ -138,7 +138,7 @@ class _Assistant:
                 self.board.refresh()
 
     def _heard(self, beginning: Beginning) -> float | None:
-        if beginning.at > self._dht.clock.now() + 60:
+        if beginning.at is None or beginning.at > self._dht.clock.now() + 60:
             return None
         if self._begins_at is None and beginning.step >= self._step:
             self._step, self._chain, self._begins_at = beginning.step, beginning.chain, beginning.at

@@ -2,21 +2,25 @@
 
 Reports are written and read more often as the batch fills: a quarter of the time that is left, between two bounds. When
 somebody sees first that the batch is about to be full, it tells all others that can be called (`begin`), so that nobody
-misses the step because its own reading of the DHT was a little older; clients see it by themselves.
+misses the step because its own reading of the DHT was a little older; clients see it by themselves. So does whoever
+comes to where the others are, for steps may be shorter than the time between two readings. Question and answer carry
+the report of whoever sends them.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import trio
 
 from net.averaging.collaboration.progress import (
-    CHAIN_BYTES,
-    MAX_STEP,
+    MAX_PEERS,
+    MAX_SKEW_S,
     Forecast,
     Report,
     forecast,
+    parse_report_untrusted,
     progress_key,
     report_to_wire,
     reports_in_untrusted,
@@ -24,11 +28,11 @@ from net.averaging.collaboration.progress import (
 )
 from net.dht.calls import PEER_ERRORS
 from net.dht.node import DhtNode
-from net.errors import NetError
+from net.errors import CallRefused, NetError, RemoteProtocolError
 from net.identity import Contact, PeerId
-from net.rpc.base import Caller, Reply, Request, handlers, read_request
+from net.rpc.base import Caller, Reply, Request, handlers
 from net.rpc.liveness import call_living
-from net.wire.fields import integer, octets, optional, real
+from net.wire.fields import optional, real
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +59,14 @@ class BoardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Somebody says when a step begins."""
+    """Somebody says that it is at a step, and perhaps when that begins."""
 
     step: int
     """Which, from 0."""
     chain: bytes
     """Of which chain."""
-    at: float
-    """Swarm time at which groups begin to average."""
+    at: float | None
+    """Swarm time at which groups begin to average; None: it has not heard of any."""
 
 
 class ProgressBoard:
@@ -71,9 +75,9 @@ class ProgressBoard:
     Args:
       caller: serves and places the calls. dht: where reports are.
       prefix: names the collaboration.
-      own: this peer's report, of now.
+      own: this peer's report, of now; None: it brings nothing for so long that others are not to count on it.
       target: samples of a whole batch.
-      on_begin: somebody says that a step is about to begin; returns when it begins here, None: it does not.
+      on_begin: somebody is at a step, which may be about to begin; returns when it begins here, None: it does not.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class ProgressBoard:
         dht: DhtNode,
         *,
         prefix: str,
-        own: Callable[[], Report],
+        own: Callable[[], Report | None],
         target: float,
         config: BoardConfig,
         on_begin: Callable[[Beginning], float | None],
@@ -100,6 +104,16 @@ class ProgressBoard:
         self._changed = trio.Event()
         self._wanted = trio.Event()
         self._expiration = 0.0
+        self._last: Report | None = None
+        self._is_withdrawn = False
+        self.answer_s = 0.0
+        """Seconds that the slowest of those who answered took, when the others were told last."""
+
+    def _now(self) -> Report:
+        """This peer's report, of now, or its last one if it makes none."""
+        self._last = self._own() or self._last
+        assert self._last is not None  # whoever begins reports
+        return self._last
 
     @property
     def contacts(self) -> tuple[Contact, ...]:
@@ -115,20 +129,20 @@ class ProgressBoard:
         if leader is None:
             return ()
         known = sorted(self._known(self._dht.clock.now()), key=lambda each: each.standing, reverse=True)
-        further = [each for each in known if each.standing > self._own().standing and each.gathers]
+        further = [each for each in known if each.standing > self._now().standing and each.gathers]
         return tuple(Contact(each.peer_id, each.address) for each in further if each.address is not None)
 
     @property
-    def is_followed(self) -> bool:
-        """Whether somebody with gradients is behind, and takes what it lacks from others."""
-        step = self._own().step
-        return any(each.gathers and each.step < step for each in self._known(self._dht.clock.now()))
+    def num_behind(self) -> int:
+        """Peers with gradients that are behind, and take what they lack from others."""
+        step = self._now().step
+        return sum(each.gathers and each.step < step for each in self._known(self._dht.clock.now()))
 
     @property
     def view(self) -> Forecast:
         """The swarm as of the last reading, extrapolated to now."""
         now = self._dht.clock.now()
-        return forecast(self._own(), self._known(now), target=self._target, now=now)
+        return forecast(self._now(), self._known(now), target=self._target, now=now)
 
     async def wait_for_news(self) -> None:
         """Wait until the DHT was read again."""
@@ -164,14 +178,21 @@ class ProgressBoard:
                 with trio.move_on_after(1.0, shield=True):
                     await self._store(None)
 
-    async def tell(self, beginning: Beginning) -> None:
-        """Tell everybody at this step who can be called. Returns when all have heard, or their time is over.
+    async def tell(self, at: float | None) -> None:
+        """Tell everybody at this step who can be called that this peer is at it, too. Returns when all have heard, or
+        their time is over.
 
-        One that begins at another time says so, which is as if it had told us.
+        One that is further says so; and one that begins at another time, which is as if it had told us.
+
+        Args:
+          at: swarm time at which the step begins; None: others may know.
         """
-        body = {"step": beginning.step, "chain": beginning.chain, "at": float(beginning.at)}
+        own, began = self._now(), trio.current_time()
+        body = {"report": report_to_wire(own), "at": at}
+        slowest = 0.0
 
         async def call(contact: Contact) -> None:
+            nonlocal slowest
             try:
                 reply = await call_living(
                     self._caller,
@@ -181,16 +202,18 @@ class ProgressBoard:
                     silence_s=self._config.silence_s,
                     timeout_s=self._config.lifetime_s,
                 )
-                at = optional(_TIME).of_untrusted(reply.body, "at")
+                theirs = self._read_untrusted(reply.body, contact.peer_id)[1]
             except PEER_ERRORS:
                 self.forget(contact.peer_id)
                 return
-            if at is not None and at != beginning.at:
-                self._on_begin(replace(beginning, at=at))
+            slowest = max(slowest, trio.current_time() - began)
+            if theirs is not None and theirs != at:
+                self._on_begin(Beginning(step=own.step, chain=own.chain, at=theirs))
 
         async with trio.open_nursery() as nursery:
             for contact in self.contacts:
                 nursery.start_soon(call, contact)
+        self.answer_s = slowest or self.answer_s
 
     def _known(self, now: float) -> list[Report]:
         oldest = now - self._config.lifetime_s
@@ -204,7 +227,10 @@ class ProgressBoard:
         return min(max(left / 4, self._config.min_period_s), self._config.max_period_s)
 
     async def _report(self) -> None:
-        await self._store(self._own())
+        own = self._own()
+        if own is not None or not self._is_withdrawn:
+            await self._store(own)
+        self._is_withdrawn = own is None
 
     async def _store(self, report: Report | None) -> None:
         value = None if report is None else report_to_wire(replace(report, at=self._dht.clock.now()))
@@ -221,26 +247,44 @@ class ProgressBoard:
             record = await self._dht.get(self._key)
         except NetError:
             return
-        now = self._dht.clock.now()
-        found = {each.peer_id: each for each in self._known(now)}
-        for report in reports_in_untrusted(record, now=now):
+        self._learn(reports_in_untrusted(record, now=self._dht.clock.now()), withdrawn=withdrawn_in_untrusted(record))
+
+    def _learn(self, reports: Iterable[Report], *, withdrawn: Iterable[PeerId] = ()) -> None:
+        """Take in what is news of these reports, and wake up whoever waits for news."""
+        found = {each.peer_id: each for each in self._known(self._dht.clock.now())}
+        for report in reports:
             known = found.get(report.peer_id)
             # What we know of a peer may be newer than what it last reported, see `advanced`; and a lookup may miss one.
-            is_news = known is None or (known.step, known.at) < (report.step, report.at)
+            is_news = len(found) < MAX_PEERS if known is None else (known.step, known.at) < (report.step, report.at)
             if report.peer_id != self._caller.peer_id and is_news:
                 found[report.peer_id] = report
-        for peer_id in withdrawn_in_untrusted(record):
+        for peer_id in withdrawn:
             found.pop(peer_id, None)
         self._others = tuple(found.values())
-        alive = {each.peer_id for each in self._others}
-        self._gone = {peer_id: at for peer_id, at in self._gone.items() if peer_id in alive}
+        self._gone = {peer_id: at for peer_id, at in self._gone.items() if peer_id in found}
         self._changed.set()
         self._changed = trio.Event()
 
+    def _read_untrusted(self, body: Mapping[str, Any], peer_id: PeerId) -> tuple[Report, float | None]:
+        """Take in the report of a question or an answer; returns it, and when its step begins there.
+
+        Raises:
+          RemoteProtocolError: it is none, or of the future.
+        """
+        report = parse_report_untrusted(body.get("report"), peer_id)
+        at, later_s = optional(real()).of_untrusted(body, "at"), report.at - self._dht.clock.now()
+        if later_s > MAX_SKEW_S:
+            raise RemoteProtocolError(f"expected a report of now, got one of {later_s:.0f} s later")
+        self._learn([report])
+        return report, at
+
     async def _serve_begin(self, request: Request) -> Reply:
-        step, chain, at = read_request(request, step=_STEP, chain=_CHAIN, at=_TIME)
-        beginning = Beginning(step=step, chain=chain, at=at)
-        return Reply(body={"at": self._on_begin(beginning)})
-
-
-_STEP, _CHAIN, _TIME = integer(0, MAX_STEP), octets(CHAIN_BYTES, CHAIN_BYTES), real()
+        try:
+            report, at = self._read_untrusted(request.body, request.peer_id)
+        except RemoteProtocolError as error:
+            raise CallRefused(str(error)) from error
+        own = self._own()
+        if own is None:
+            raise CallRefused("this peer brings nothing now")
+        begins_at = self._on_begin(Beginning(step=report.step, chain=report.chain, at=at))
+        return Reply(body={"report": report_to_wire(own), "at": begins_at})

@@ -35,6 +35,9 @@ MAX_RATE = 1e9
 MAX_PEERS = 1024
 """Reports that are taken into account, those that are furthest first."""
 
+MAX_SKEW_S = 30.0
+"""A report may be of so long after now: clocks differ."""
+
 _MAX_AGE_S = 3600.0
 """A sample count is extrapolated over no longer time."""
 
@@ -89,6 +92,8 @@ class Forecast:
     """Gathered by now by all of them together."""
     rate: float
     """Samples a second of all of them."""
+    batch_s: float
+    """Seconds that a whole batch takes at that rate; infinite if nobody gathers."""
     ends_at: float
     """Swarm time at which the batch is full; in the past if it is, infinite if nobody gathers."""
     leader: Report | None
@@ -144,6 +149,7 @@ def forecast(own: Report, others: Iterable[Report], *, target: float, now: float
         helpers=tuple(each for each in latest.values() if each.role is Role.AUXILIARY and each not in same),
         samples=samples,
         rate=rate,
+        batch_s=target / rate if rate > 0 else math.inf,
         ends_at=now + (target - samples) / rate if rate > 0 else (math.inf if samples < target else now),
         leader=max(ahead, key=lambda each: each.standing, default=None),
     )
@@ -191,7 +197,7 @@ def reports_in_untrusted(record: Record | None, *, now: float) -> tuple[Report, 
             report = parse_report_untrusted(entry.value, PeerId.parse(subkey))
         except (RemoteProtocolError, ValueError):
             continue
-        if report.at <= now + _MAX_SKEW_S:
+        if report.at <= now + MAX_SKEW_S:
             found.append(report)
     return tuple(sorted(found, key=lambda each: each.standing, reverse=True)[:MAX_PEERS])
 
@@ -204,9 +210,6 @@ def withdrawn_in_untrusted(record: Record | None) -> tuple[PeerId, ...]:
             if entry.value is None:
                 found.append(PeerId.parse(subkey))
     return tuple(found)
-
-
-_MAX_SKEW_S = 30.0
 
 
 def parse_report_untrusted(value: object, peer_id: PeerId) -> Report:

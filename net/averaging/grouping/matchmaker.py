@@ -23,7 +23,7 @@ from net.averaging.grouping.join_messages import (
     refusal_body,
     request_body,
 )
-from net.averaging.grouping.matchmaking import MAX_WINDOW_S, Answer, AssemblyConfig, Matchmaking
+from net.averaging.grouping.matchmaking import MAX_WINDOW_S, SOON_S, Answer, AssemblyConfig, Matchmaking
 from net.dht.calls import PEER_ERRORS
 from net.dht.node import DhtNode
 from net.errors import CallFailed, CallRefused, PeerBusy, PeerUnavailable, RemoteProtocolError
@@ -298,7 +298,7 @@ class _Search:
     async def _look_at_hints(self) -> None:
         """Ask those of whom we know without the DHT, until cancelled: it may be slow where peers have died."""
         while True:
-            again_at = trio.current_time() + self._config.poll_s
+            again_at = trio.current_time() + (SOON_S if self.core.is_timed else self._config.poll_s)
             async with self._asking:
                 await self._follow_one_of(self.core.hinted(self._hints), again_at)
             with trio.CancelScope(deadline=again_at):

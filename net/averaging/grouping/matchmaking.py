@@ -47,6 +47,10 @@ from net.identity import Contact, PeerId
 MAX_WINDOW_S = 3600.0
 """Calls that wait for a leader stay within what the RPC layer allows, and DHT entries end the same day."""
 
+SOON_S = 0.05
+"""Whoever does not look yet for a group that begins at a given time is asked again so soon, then twice as late each
+time: the word of it is on its way, and there may be little time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssemblyConfig:
@@ -142,6 +146,7 @@ class Matchmaking:
         self._failed: set[PeerId] = set()
         self._ask_again_at: dict[PeerId, float] = {}
         self._num_disbanded: Counter[PeerId] = Counter()
+        self._num_not_looking: Counter[PeerId] = Counter()
         self._suggested: Candidate | None = None
         self._answers: dict[PeerId, Answer] = {}
         self._told: set[float] = set()  # what this window's expiration was and is; a handful, for postponing ends
@@ -216,6 +221,9 @@ class Matchmaking:
         pause_s = self._config.poll_s
         if refusal.reason is Reason.LATER and asked is not None and asked.expiration != self.expiration:
             pause_s = 0.0  # we have been postponed meanwhile, and it may lead us now
+        if refusal.reason is Reason.NOT_LOOKING and self.is_timed:
+            pause_s = min(pause_s, SOON_S * 2.0 ** self._num_not_looking[peer_id])
+            self._num_not_looking[peer_id] += 1
         if refusal.reason is Reason.DISBANDED:
             # It has cost us a window. One that does it again and again must not keep us from all other groups.
             self._num_disbanded[peer_id] += 1
@@ -302,6 +310,7 @@ class Matchmaking:
         latest = self.search_ends_at - self._config.margin_s
         self.expiration = max(self.expiration, latest if self.is_client else min(begins_at, latest))
         self._told.add(self.expiration)
+        self._ask_again_at.clear()  # who would not have us may lead us now
 
     def stop(self) -> None:
         """End the search; followers are sent away."""
