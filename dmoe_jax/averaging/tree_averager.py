@@ -1,5 +1,6 @@
 """Rounds of averaging beside a training loop: see `dmoe_jax.averaging`."""
 
+import logging
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -41,6 +42,8 @@ from net.nursery import background_nursery
 from net.rpc.base import Caller
 from net.types import Array
 from net.wire.sparse import SparseVector
+
+_log = logging.getLogger(__name__)
 
 MISSED_BEFORE_CATCHING_UP = 3
 """Rounds in a row that may come to nothing before a peer should ask whether the others have left it behind."""
@@ -387,8 +390,7 @@ async def open_tree_averager(
 
     Raises:
       ValueError: an argument is out of range, the optimiser does not average by the host or is not made for sparse
-        payloads as `config.sparse` says, a parameter is not of floating-point numbers, or the state has an array that
-        cannot travel.
+        payloads as `config.sparse` says, or a parameter is not of floating-point numbers.
     """
     opt_state = jax.eval_shape(optimizer.init, params)
     if not averages_by_host(opt_state):
@@ -408,6 +410,8 @@ async def open_tree_averager(
     async with AsyncExitStack() as stack:
         for number, tree in enumerate(trees):
             layout, is_first = TreeLayout(tree), number == 0
+            if layout.rounding:
+                _log.warning("averages of %r: %s", name, layout.rounding)
             averager = await stack.enter_async_context(
                 open_averager(
                     caller,

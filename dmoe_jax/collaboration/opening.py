@@ -1,5 +1,6 @@
 """Opening a peer's part in a collaboration; see `dmoe_jax.collaboration`."""
 
+import logging
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +17,8 @@ from net.averaging.plan import announce_plan
 from net.dht.node import DhtNode
 from net.nursery import background_nursery
 from net.rpc.base import Caller
+
+_log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -51,6 +54,8 @@ async def open_collaboration(
     device, rng = device or ThreadDevice(), rng or random.SystemRandom()
     role = Role(config.role) if config.role != "auto" else (Role.CLIENT if caller.address is None else Role.NODE)
     state = PeerState(together, params, device)
+    if state.layout.rounding:
+        _log.warning("collaboration %r: %s", name, state.layout.rounding)
 
     schema = f"{together.shared} {config.target_batch_size}\n{state.layout.schema}"
     plan = plan_of(

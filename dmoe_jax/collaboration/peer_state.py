@@ -1,6 +1,7 @@
 """A peer's training state, who may touch it when, and the form in which it travels to a newcomer."""
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class PeerState:
         self.now: CollaborativeState = together.init(params)
         """As it is after the last change. All but its parameters are donated to the next one."""
         self.layout = TreeLayout(params)
+        self._brought: deque[tuple[Array, PyTree]] = deque(maxlen=2)  # what vectors were before they were rounded
         self._turn = trio.Lock()
         self._programs = _programs_of(together)
 
@@ -60,7 +62,10 @@ class PeerState:
 
         def work(state: CollaborativeState) -> tuple[Array, float, float]:
             own = self._programs.contribution(state)
-            return self.layout.to_vector(own.mean), float(own.samples), float(own.overflows)
+            vector = self.layout.to_vector(own.mean)
+            if self.layout.rounding:
+                self._brought.append((vector, own.mean))
+            return vector, float(own.samples), float(own.overflows)
 
         async with self._turn:
             return await self.device.run(work, self.now)
@@ -74,7 +79,13 @@ class PeerState:
         await self.change(work)
 
     def _contribution_of(self, mean: Array, samples: float, overflows: float) -> Contribution:
-        return Contribution(self.layout.to_tree(mean), np.float32(samples), np.float32(overflows))
+        exact = [tree for vector, tree in self._brought if vector is mean]
+        tree = exact[0] if exact else self.layout.to_tree(mean)
+        return Contribution(tree, np.float32(samples), np.float32(overflows))
+
+    def is_exact(self, mean: Array) -> bool:
+        """True if a step with this mean uses more digits than travel: this peer's alone, of float64 parameters."""
+        return any(vector is mean for vector, _ in self._brought)
 
     async def empty(self) -> None:
         """Drop what is gathered."""

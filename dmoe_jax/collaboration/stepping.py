@@ -127,16 +127,16 @@ class Stepping:
     def _settled(self, begun: UnderWay, averaged: Averaged) -> None:
         """All members of the group have the average, and know it."""
         standing, totals, now = self._standing, self._standing.totals, trio.current_time()
-        self._log.keep(
-            StepBrought(
-                number=standing.step,
-                chain_before=standing.chain,
-                group_id=averaged.group_id,
-                weight=averaged.weight,
-                notes=averaged.notes,
-                mean=averaged.mean,
-            )
+        brought = StepBrought(
+            number=standing.step,
+            chain_before=standing.chain,
+            group_id=averaged.group_id,
+            weight=averaged.weight,
+            notes=averaged.notes,
+            mean=averaged.mean,
         )
+        if not self._state.is_exact(averaged.mean):  # else who follows with what travels would come to other numbers
+            self._log.keep(brought)
         standing.chain = next_chain(standing.chain, averaged.group_id)
         standing.trained += averaged.weight
         totals.steps += 1

@@ -12,9 +12,12 @@ import pytest
 
 from dmoe_jax.routing import (
     ROUTERS,
+    RouterError,
+    Scores,
     add_noise,
     chain,
     check_router,
+    combine_weights,
     drop_experts,
     expert_choice,
     freeze,
@@ -171,3 +174,37 @@ def test_impossible_grids_and_k_are_refused(name):
             router.select(scores, k)
     with pytest.raises(ValueError, match=r"\(2, 1, 3\), got \(3, 2\)"):
         router.select(scores, 1, jnp.ones((3, 2), bool))
+
+
+@every_router
+def test_one_expert_of_each_sample_teaches_the_gate(name):
+    """Where two experts' weights move with the gate's parameters, one expert's weight does, and is no more than 1."""
+    router, params, x = setup(name)
+    ids = jnp.arange(len(x), dtype=jnp.int32)
+
+    def moved(k: int) -> bool:
+        def outcome(params):
+            scores = score(router, params, x, ids=ids)
+            indices, mask = router.select(scores, k)
+            weights = combine_weights(router, scores, indices[:, :k], mask[:, :k])
+            assert weights.shape == (len(x), k)
+            return jnp.sum(weights * jnp.arange(1.0, k + 1)), weights
+
+        grads, weights = jax.grad(outcome, has_aux=True, allow_int=True)(params)
+        assert (weights <= 1 + 1e-6).all()
+        leaves = [leaf for leaf in jax.tree.leaves(grads) if leaf.dtype != jax.dtypes.float0]
+        return any(np.abs(leaf).max() > 1e-6 for leaf in leaves)
+
+    assert moved(1) == moved(2)
+
+
+def test_the_weight_of_one_expert_is_its_probability():
+    """exp(1 + 3) over (e^1 + e^2) (e^3 + e^0), the sum over a grid of two by two; the sample passes by the rest."""
+    router, scores = product_key((2, 2)), Scores((jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 0.0]])))
+    weights = combine_weights(router, scores, jnp.array([[[0, 0]]], jnp.int32), jnp.array([[True]]))
+    expected = math.exp(4) / ((math.e + math.e**2) * (math.exp(3) + 1))
+    np.testing.assert_allclose(weights, [[expected]], rtol=1e-6)
+    own = router._replace(name="mine", combine=lambda logits, mask: jax.nn.softmax(logits))
+    with pytest.raises(RouterError, match="'mine': with one expert of each sample"):
+        combine_weights(own, scores, jnp.array([[[0, 0]]], jnp.int32), jnp.array([[True]]))
+    assert combine_weights(own, scores, jnp.zeros((1, 2, 2), jnp.int32), jnp.ones((1, 2), bool)).shape == (1, 2)

@@ -1,6 +1,7 @@
 """Auxiliary losses against numbers worked out by hand, and where their gradients flow."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,3 +110,22 @@ def test_load_loss_pulls_an_overloaded_expert_down():
     gradient = jax.grad(lambda z: load_loss(z, clean, jnp.ones((2, 3)), k=1))(clean)
     assert (gradient[:, 0] > 0).all()
     assert (gradient[:, 1:] < 0).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_few_bits_count_as_many(dtype: Any) -> None:
+    """Three quarters of 8192 samples go to one of four experts, which has 0.997 of their probability, to rounding.
+
+    f = (3/4, 1/4, 0, 0) by hand; bfloat16 cannot count beyond 256, nor float16 beyond 2048, and 1e-10 is 0 in it.
+    """
+    most = np.arange(8192) % 4 < 3
+    logits = np.where(most[:, None], [6.0, 0, -6, -6], [0.0, 6, -6, -6]).astype(np.float32)
+    index, mask = np.where(most, 0, 1)[:, None].astype(np.int32), np.ones((8192, 1), bool)
+    probs = jax.nn.softmax(logits)
+    expected = 4 * (0.75 * probs[:, 0].mean() + 0.25 * probs[:, 1].mean())
+    found = load_balancing_loss(jnp.asarray(probs, dtype), jnp.asarray(index), jnp.asarray(mask))
+    np.testing.assert_allclose(found, expected, rtol=0.01)
+    # Importance 6144 and 2048 of four: mean 2048, variance (4096^2 + 2 * 2048^2) / 4, so CV^2 = 1.5.
+    np.testing.assert_allclose(importance_loss(jnp.asarray(mask, dtype), jnp.asarray(index), 4), 1.5, rtol=1e-3)
+    assert importance_loss(jnp.zeros((8, 2), dtype), jnp.zeros((8, 2), jnp.int32), 4) == 0
+    np.testing.assert_allclose(router_z_loss(jnp.full((2, 1), 300.0, dtype)), 90_000, rtol=0.01)
