@@ -1,4 +1,4 @@
-"""The folder for what need not be fetched or compiled twice."""
+"""The folder for downloads and compiled programs that later runs use again."""
 
 import os
 from pathlib import Path

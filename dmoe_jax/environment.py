@@ -1,4 +1,4 @@
-"""The environment variables that the commands read, and the folder for what need not be fetched or compiled twice."""
+"""The environment variables that the commands read."""
 
 JOIN_VARIABLE = "DMOE_JOIN"
 """Peers to join through, separated by blanks; stands for `--join` where that is not given."""

@@ -8,8 +8,6 @@ with one thread, and more time (`experiments.node_speed`).
 import functools
 import os
 
-import jax
-
 from dmoe_jax.cores import usable_cores
 
 VARIABLE = "NPROC"
@@ -48,6 +46,8 @@ def make_room() -> bool:
     Returns: True if it has one for each of `MAX_WAITING_CALLS` on each device, and one to work. Otherwise callbacks get
       large arrays in pieces, which costs about a millisecond a megabyte.
     """
+    import jax  # here, for the commands that need no JAX start without
+
     asked, threads = os.environ.get(VARIABLE), xla_threads()
     if threads <= MAX_WAITING_CALLS and not _has_computed():
         threads = usable_cores() + MAX_WAITING_CALLS
@@ -63,7 +63,7 @@ def make_room() -> bool:
 
 
 def _has_computed() -> bool:
-    """Whether JAX's clients exist already. Nothing public tells; without the private function: yes, to be safe."""
+    """True if JAX's clients exist already. Nothing public tells; without the private function: True, to be safe."""
     try:
         from jax._src.xla_bridge import backends_are_initialized
     except ImportError:

@@ -10,7 +10,6 @@ from dmoe_jax.device import Device
 from dmoe_jax.optim.hosting import rounds_of, without_taken
 from dmoe_jax.types import PyTree
 from net.averaging.state.sharing import SharedState, StateSource
-from net.errors import CallRefused
 
 
 class LoopState:
@@ -54,8 +53,4 @@ class LoopState:
         finally:
             self._num_waiting -= 1
         held, version = self._held, self.version  # nothing else runs until they are copied
-        try:
-            source = donor_source(lambda: (version, held), self._device)
-        except ValueError as error:
-            raise CallRefused(str(error)) from error
-        return await source.snapshot()
+        return await donor_source(lambda: (version, held), self._device).snapshot()

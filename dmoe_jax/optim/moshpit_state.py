@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dmoe_jax.arrays import all_finite, wide
 from dmoe_jax.optim.compression import ErrorFeedback, compress
-from dmoe_jax.optim.taking_over import Taken
+from dmoe_jax.optim.taking_over import Taken, is_masked
 from dmoe_jax.types import PyTree
 from net.wire.sparse import SparseBlocks
 
@@ -218,10 +218,6 @@ def without_gathered(tree: PyTree) -> PyTree:
 
 def masked_like(tree: PyTree, like: PyTree) -> PyTree:
     """The tree without what `optax.masked` has kept from a transformation whose state has `like`."""
-
-    def is_masked(each: Any) -> bool:
-        return isinstance(each, optax.MaskedNode)
-
     return jax.tree.map(lambda own, leaf: own if is_masked(own) else leaf, like, tree, is_leaf=is_masked)
 
 

@@ -43,7 +43,7 @@ def goes_over(update: Update) -> Update:
             return update(grads, state, params, **extra)
         taken, before = state.taken, state._replace(taken=None)
         updates, after = update(grads, before, params, **extra)
-        over = jax.tree.map(_way, params, updates, taken.params, is_leaf=_is_masked)
+        over = jax.tree.map(_way, params, updates, taken.params, is_leaf=is_masked)
         updates = optax.tree.where(taken.waits, over, updates)
         after = optax.tree.where(taken.waits, before, after)
         return updates, after._replace(taken=taken._replace(waits=jnp.zeros_like(taken.waits)))
@@ -51,10 +51,11 @@ def goes_over(update: Update) -> Update:
     return updated
 
 
-def _is_masked(leaf: Any) -> bool:
+def is_masked(leaf: Any) -> bool:
+    """True for the placeholder of a leaf that `optax.masked` keeps from a transformation."""
     return isinstance(leaf, optax.MaskedNode)
 
 
 def _way(own: Any, like: Any, new: Any) -> Any:
     """From a peer's own array to another's, as an update; what is masked out stays its own."""
-    return own if _is_masked(own) else (new - own).astype(like.dtype)
+    return own if is_masked(own) else (new - own).astype(like.dtype)
