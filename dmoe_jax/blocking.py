@@ -53,9 +53,9 @@ class Closed(RuntimeError):
 
 
 def _keep_backends() -> None:
-    """In a forked process: never destroy what JAX holds, whose threads are not there.
+    """Keep alive in a forked process all that JAX holds.
 
-    As Python ends, destructors would wait for them for ever, or crash.
+    JAX's threads are not there: as Python ends, destructors would wait for them for ever, or crash.
     """
     gc.freeze()
     modules = [vars(module) for name, module in [*sys.modules.items()] if name.partition(".")[0] in ("jax", "jaxlib")]
@@ -177,8 +177,8 @@ class TrioThread:
                 raise failures[0]
 
     def close(self) -> None:
-        """End everything that runs in the thread, in order, and the thread. Doing it twice does nothing, nor in a
-        fork."""
+        """End everything that runs in the thread, in order, and the thread. A second call does nothing, and neither
+        does one in a forked process."""
         if self.is_elsewhere:
             return
         with contextlib.suppress(trio.RunFinishedError):

@@ -1,4 +1,4 @@
-"""What goes wrong with files that outlive a process, and folders that one process at a time may write to."""
+"""Errors and room of files that outlive a process, and folders that one process at a time may write to."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ HOLDER = ".in-use"
 """The file in a folder that its holder has locked, and that says who that is."""
 
 _PIECE_BYTES = 1 << 30
-"""Most bytes of one file that tries whether there is room; Orbax's files are no larger than twice that."""
+"""Bytes of the largest file that tries whether there is room; Orbax's files are at most twice as large."""
 
 
 class CheckpointError(ValueError):
@@ -73,7 +73,7 @@ def hold_folder(folder: Path, what: str) -> Iterator[None]:
 
 
 def check_not_held(folder: Path, what: str) -> None:
-    """Raises FolderInUse if somebody holds the folder. Writes nothing."""
+    """Raise FolderInUse if somebody holds the folder. Writes nothing."""
     if sys.platform == "win32":
         return
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError), (folder / HOLDER).open("r+") as file:
@@ -110,10 +110,10 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 
 def reserve(path: Path, num_bytes: int) -> None:
-    """Make a file of so many bytes, for which there is room on the disk then.
+    """Make a file of so many bytes, which then has its room on the disk.
 
     Raises:
-      OSError: there is none; what is at the path then is shorter.
+      OSError: there is no room; the file at the path is then shorter.
     """
     with path.open("wb") as file:
         try:

@@ -2,7 +2,7 @@
 
 A KeyboardInterrupt in a host callback comes out of JAX as a JaxRuntimeError, which a loop that catches
 KeyboardInterrupt in order to save and leave would miss. So an interrupt that meets a callback is put off until the main
-thread has left it. A second Ctrl-C in the same callback is not.
+thread has left the callback. A second Ctrl-C in the same callback is not put off.
 """
 
 import inspect
@@ -18,8 +18,8 @@ _AGAIN_S = 2e-3
 
 
 def put_off_in_callbacks() -> Callable[[], None]:
-    """Put off interrupts in host callbacks, if this is the main thread and nobody else handles them; undone by what is
-    returned."""
+    """Put off interrupts in host callbacks, if this is the main thread and nobody else handles them; returns what
+    undoes it."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
         return lambda: None

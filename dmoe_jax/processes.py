@@ -239,7 +239,7 @@ def averaging_flags(*, num_processes: int, every: int, seeds: tuple[int, int]) -
     """Flags of `dmoe train` for one of several trainer processes that average their trunks in one group.
 
     Args:
-      seeds: of the parameters, which all begin with, and of its own text and dropout.
+      seeds: the seed of the parameters, which is the same for all, and the seed of its own text and dropout.
     """
     averaging = ["--average-every", str(every), "--average-side", str(num_processes)]
     return ["--seed", str(seeds[0]), "--data-seed", str(seeds[1]), *(averaging if num_processes > 1 else [])]

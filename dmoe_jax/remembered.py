@@ -1,4 +1,4 @@
-"""What equal arguments share, such as compiled programs, without keeping all of it for ever.
+"""Objects that equal arguments share, such as compiled programs, which are not all kept for ever.
 
 JAX knows compiled code by the identity of functions, so whoever asks for the program of the same optimiser, router or
 settings shall get the same object. A process that tries many settings would keep all their programs, two megabytes and
@@ -16,16 +16,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 RECENT = 4
-"""So many programs of one kind are kept although nobody has them any more."""
+"""Number of programs of one kind that are kept although nobody has them any more."""
 
 
 def remembered(most: int = RECENT) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorates what makes something: equal arguments give the same object while it is in use, or was made lately.
+    """Decorate a function that makes an object: equal arguments give the same one while it is in use, or was
+    made lately.
 
-    What was forgotten is made again. Nobody sees whether a tuple is in use: of these the ones asked for last are kept.
+    A forgotten object is made again. Python cannot tell whether a tuple is in use: only the last ones are kept.
 
     Args:
-      most: how many are kept that nobody uses.
+      most: number of unused ones that are kept.
     """
 
     def decorate(make: Callable[P, T]) -> Callable[P, T]:

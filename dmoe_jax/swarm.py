@@ -69,16 +69,16 @@ _log = logging.getLogger(__name__)
 _STATUS_TIMEOUT_S = 2.0
 
 _SLOW_S = 5.0
-"""After so long whoever serves from Python is told what is being compiled."""
+"""Seconds after which the log says what `serve` is doing."""
 
 
 @contextmanager
 def told_when_slow(on_progress: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
-    """Have somebody told what the block is doing: who asked for it, else the log, ever less often.
+    """Pass on what the block says that it is doing; to the log if nobody asked for it.
 
     Args:
-      on_progress: is told at once; None: warnings in the log, the first after five seconds, for nobody shall wait for
-        minutes without a word.
+      on_progress: is told at once; None: the log warns after five seconds, then ever less often, so that nobody waits
+        for minutes without a word.
     """
     if on_progress is not None:
         yield on_progress

@@ -255,7 +255,7 @@ _all_finite = jax.jit(every_number_finite)
 
 
 def _not_finite(loss: Any, grads: PyTree) -> str:
-    """A sentence on what of them is not finite: the loss, or the first of such gradients."""
+    """A sentence that names what is not finite: the loss, or the first gradient that is not."""
     if not np.isfinite(float(loss)):
         return f"the loss is {float(loss)}"
     named = jax.tree_util.tree_leaves_with_path(grads)

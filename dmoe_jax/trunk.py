@@ -63,8 +63,8 @@ class SharedTrunk:
 
     @property
     def state(self) -> dict[str, PyTree]:
-        """Parameters and optimiser state, random keys as their data. The optimiser state is donated to the next update:
-        copy it before that."""
+        """Parameters and optimiser state; random keys as their data. The optimiser state is donated to the next update:
+        copy it before."""
         return jax.tree.map(stored, {"params": self.params, "opt_state": self.opt_state})
 
     async def snapshot(self) -> tuple[int, dict[str, PyTree]]:

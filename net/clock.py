@@ -3,7 +3,7 @@
 Expirations in the DHT, and the moments at which averages begin, are absolute times that many machines must agree on,
 and machines' own clocks differ. `SwarmClock` starts at the wall clock of the machine, and follows the peers that this
 one joined through, whom its user chose: so a swarm has the time of whoever began it. What strangers say of the time
-moves no clock; where they differ it is told (`skew_s`, `astray`).
+moves no clock; `skew_s` and `astray` tell how far their clocks differ.
 
 In virtual time it is trio's clock, and nothing in a simulation ever reads a wall clock: where all clocks are one, no
 answer can show a difference beyond the time that it took, and so none is ever moved.
@@ -22,21 +22,22 @@ from net.identity import PeerId
 _log = logging.getLogger(__name__)
 
 FOLLOWED_S = 1.0
-"""A difference from the time of those whom a clock follows that is left alone, beyond what the measurement may err."""
+"""Seconds that a clock may differ from those it follows before it is set, beyond the error of the measurement."""
 
 TOLERABLE_S = 3.0
-"""Clocks that differ by more are worth a word: announcements end too early or too late by as much."""
+"""Seconds; clocks that differ by more are told of: announcements end too early or too late by as much."""
 
 _MAX_READINGS = 64
+"""Most clocks of others that are remembered."""
 _READING_LIFE_S = 120.0
-"""Other clocks that are remembered, and for how long: whoever was off may have been set since."""
+"""Seconds for which another clock's reading counts: a clock that was off may have been set since."""
 
 _UPTIME = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
 """A clock that goes on while the machine is suspended, which trio's does not on Linux and macOS."""
 
 
 class _Reading(NamedTuple):
-    """Another clock, as an answer showed it: how far it is from our ticks, what that may err, and when it was read."""
+    """Another clock, as an answer showed it: its distance from our ticks, the error of that, and when it was read."""
 
     offset_s: float
     error_s: float
@@ -91,7 +92,7 @@ class SwarmClock:
             del self._readings[next(iter(self._readings))]
 
     def follow(self, guides: Iterable[PeerId]) -> None:
-        """Take over the time of these peers, the median of what was read of them, if it differs by too much."""
+        """Take over the median time of those of these peers whose clocks were read, if it differs by too much."""
         read = [self._readings[peer_id] for peer_id in guides if peer_id in self._readings]
         if not read:
             return
@@ -99,7 +100,7 @@ class SwarmClock:
         difference = middle.offset_s - self._offset_s
         if abs(difference) - middle.error_s > FOLLOWED_S:
             _log.warning(
-                "the clock of the peers that this one joined through is %.0f s %s this machine's clock, and is "
+                "the clock of the peers that this peer joined through is %.0f s %s this machine's clock, and is "
                 "followed; set the clocks of the machines by NTP",
                 abs(difference),
                 "ahead of" if difference > 0 else "behind",
@@ -115,7 +116,7 @@ class SwarmClock:
         return statistics.median(ahead) if ahead else None
 
     def astray(self) -> dict[PeerId, float]:
-        """The peers whose clocks are not this one's, and by how many seconds they are ahead."""
+        """Peers whose clocks differ from this one by more than `TOLERABLE_S` -> seconds by which they are ahead."""
         oldest = self.ticks() - _READING_LIFE_S
         return {
             peer_id: read.offset_s - self._offset_s

@@ -93,7 +93,7 @@ def hold_identity(path: str | Path) -> Iterator[Identity]:
 
 
 def load_swarm_secret(path: str | Path) -> bytes:
-    """Read a swarm's secret, without a byte order mark and white space at both ends: editors add either.
+    """Read a swarm's secret, without a byte order mark, and without white space at both ends: editors add both.
 
     Raises:
       IdentityError: the file is missing or unreadable, others can read or write it, or it is too short or too long.

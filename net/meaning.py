@@ -7,25 +7,25 @@ MAX_MEANING_CHARACTERS = 2000
 
 
 def check_meaning(meaning: str) -> str:
-    """The text itself.
+    """Return the text if it can be a meaning.
 
     Raises:
       ValueError: it is no text of at most `MAX_MEANING_CHARACTERS` characters that can be printed.
     """
     if not is_meaning(meaning):
         raise ValueError(
-            f"what numbers mean is a text of at most {MAX_MEANING_CHARACTERS} characters, got {meaning!r:.80}"
+            f"a meaning is a text of at most {MAX_MEANING_CHARACTERS} printable characters, got {meaning!r:.80}"
         )
     return meaning
 
 
 def is_meaning(value: object) -> bool:
-    """True if this is one of these texts."""
+    """True for a text of at most `MAX_MEANING_CHARACTERS` characters whose lines can be printed."""
     return type(value) is str and len(value) <= MAX_MEANING_CHARACTERS and all(map(str.isprintable, value.split("\n")))
 
 
 def differing(theirs: str, ours: str) -> tuple[str, str]:
-    """The facts of each of two texts that the other lacks, each in a line; "nothing" where there are none."""
+    """(the facts that `theirs` alone has, the facts that `ours` alone has), each as one text; "nothing" for none."""
     own, others = ours.splitlines(), theirs.splitlines()
     return (
         "; ".join(fact for fact in others if fact not in own) or "nothing",

@@ -27,13 +27,13 @@ class LoopState:
         self.version = 0
         """Averagings behind it, with lost ones, as of the last step."""
         self.may_be_behind = True
-        """Whether others are to be asked for their state: at the first step, and when rounds came to nothing."""
+        """True if others are to be asked for their state: at the first step, and when rounds came to nothing."""
         self.source = StateSource(lambda: self.version, self._snapshot)
-        """Where newcomers get it."""
+        """Gives the state to newcomers."""
 
     @asynccontextmanager
     async def at_hand(self, params: PyTree, opt_state: PyTree) -> AsyncIterator[PyTree]:
-        """What newcomers may take, as long as the block lasts."""
+        """Offer this state to newcomers as long as the block lasts, which gets what is offered."""
         self.version = await self._device.run(rounds_of, opt_state)
         self._held = {"params": params, "opt_state": without_taken(opt_state)}
         self._is_held.set()

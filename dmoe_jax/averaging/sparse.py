@@ -40,7 +40,7 @@ class SparseOffers:
 
 
 def sparse_offers(opt_state: PyTree, feedback: ErrorFeedback | None) -> SparseOffers | None:
-    """How changes of what is averaged travel; None if they do not travel sparse.
+    """The sparse form in which changes of what is averaged travel; None if they travel whole.
 
     Args:
       opt_state: of an optimiser that averages, or its shapes.

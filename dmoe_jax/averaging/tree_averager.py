@@ -106,7 +106,7 @@ class TreeAverager:
         self._left_behind = trio.Event()
         self._held_back = ""
         self._is_of_others = False
-        """Whether a state that was offered last has other arrays than this peer's."""
+        """True if a state that was offered last has other arrays than this peer's."""
         self.totals = AveragingTotals()
         """What the rounds so far came to."""
         self.why_not = ""
@@ -133,9 +133,8 @@ class TreeAverager:
         unless told to. The next update applies what has come; after a `wait`, `optim.apply_average` does so at once.
         If cancelled, the round goes on, and a later call gives its outcome.
 
-        Whoever joins late, or is left behind, gets the state of the peer that is furthest, unless the averager was
-        opened with a `state` of the caller's: this then waits for it, and the next update leads to that peer's
-        parameters.
+        If the averager was opened without `state`, a peer that joins late or is left behind takes the state of the
+        peer that is furthest: this call waits for that state, and the next update leads to its parameters.
 
         Args:
           opt_state: of the optimiser with which the averager was opened; not donated while this runs.
@@ -164,7 +163,7 @@ class TreeAverager:
             return None
         loop.may_be_behind, self._is_of_others = False, False
         taken = await self.catch_up(loop.version, own)
-        if taken is None and self._is_of_others:  # which a `state` of their callers makes: not for this peer
+        if taken is None and self._is_of_others:  # the others share a `state` of their callers': not for this peer
             self.why_not = self._held_back = ""
         return None if taken is None else taken[1]
 

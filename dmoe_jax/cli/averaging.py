@@ -159,7 +159,7 @@ class AveragingOptions:
             raise UsageError("--average-compression top-k is for gradients or pseudo-gradients of the whole model")
 
     def _needs(self) -> Iterator[tuple[str, bool, tuple[str, ...]]]:
-        """Which flags do something only with another: (that one, whether it is there, the fields)."""
+        """Flags that do something only with another one: (the other one, True if it is given, the fields)."""
         every, together = bool(self.average_every), bool(self.target_batch_size)
         how = ("average_window_s", "average_timeout_s", "average_client", "average_up", "average_down")
         names = ("average", "average_compression", "average_name", "average_side", *how)

@@ -34,7 +34,7 @@ class UsageError(Exception):
 
 
 class CommandFailed(UsageError):
-    """What was asked for rightly could not be done; the message is the one line that is printed."""
+    """The command could not do what it was rightly asked for; the message is the one line that is printed."""
 
     status = 1
 
@@ -179,10 +179,11 @@ def check_positive(options: object, *names: str) -> None:
 
 
 def check_needs(needed: str, is_there: bool, options: "DataclassInstance", *names: str) -> None:
-    """Raise `UsageError` for the first of these fields that is not as by default, unless what it is for is there.
+    """Raise `UsageError` for the first of these fields that is changed although what it is for is not there.
 
     Args:
-      needed: the flags that it is for, as the user writes them.
+      needed: the flags that these fields are for, as the user writes them.
+      is_there: True if they are given.
       options: a dataclass; each of these fields has a default value.
     """
     defaults = {each.name: each.default for each in fields(options)}

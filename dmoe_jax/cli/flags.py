@@ -1,4 +1,4 @@
-"""The flags of a command as its dataclass has them: their groups, a help page, and which one was probably meant."""
+"""The flags of a command as its dataclass has them: their groups, a help page, and guesses at mistyped ones."""
 
 import dataclasses
 import difflib
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 _TITLES = {"language": "model", "calls": "calls of experts", "run_length": "run", "expert": "layer"}
-"""What the help page calls a group of flags that lies in a field of this name, if not by the name."""
+"""Name of the field that holds a group of flags -> the group's title on the help page, if that is another."""
 
 _LAST_TITLES = ("averaging", "listening", "network", "metrics", "processes")
 """Groups that most users never need, at the end of the page."""
@@ -27,9 +27,9 @@ class Flag:
     group: str
     """Title of the group that it belongs to."""
     value: Any
-    """What it is set to; the default where only the class is known."""
+    """Its value; the default where only the class is known."""
     default: Any
-    """What it is if it is not given."""
+    """Its value if it is not given."""
 
     @property
     def is_changed(self) -> bool:
@@ -69,8 +69,8 @@ def words_of(options: Any, *, without: Sequence[str] = ()) -> list[str]:
 
 
 def without_idle(words: Sequence[str], flags: Iterable[Flag]) -> list[str]:
-    """The words without such as `--save-experts`, where that is so by default; they undo a `--no-save-experts` before
-    them."""
+    """The words without flags that switch on what is on by default, such as `--save-experts`, and without any
+    `--no-save-experts` before them, which they undo."""
     kept = list(words)
     for flag in flags:
         if flag.default is True and flag.word in kept:
@@ -83,7 +83,7 @@ def without_idle(words: Sequence[str], flags: Iterable[Flag]) -> list[str]:
 def unnamed_file(saved: Sequence[str], given: Sequence[str]) -> str | None:
     """The first of a run's saved words that names a Python file, which the words given now do not name; None: none.
 
-    Whoever goes on with a run in a folder that may come from anywhere must not run code by that.
+    A run's folder may come from anywhere: to go on with the run must not run code that only the folder names.
     """
     return next((word for word in saved if ".py:" in word and not any(word in each for each in given)), None)
 
@@ -116,17 +116,17 @@ def help_page(page: str, groups: Mapping[str, str]) -> str:
 
 
 def meant(word: str, choices: Sequence[str]) -> str | None:
-    """Which of the choices was probably meant: one that is written nearly so, or whose initials these are."""
+    """The choice that was probably meant: one that is written nearly so, or whose initials these are; None: none."""
     initials = {"--" + "".join(part[:1] for part in each[2:].split("-")): each for each in choices}
     near = difflib.get_close_matches(word, [each for each in choices if each != word], n=1)
     return initials.get(word) or (near[0] if near else None)
 
 
 def advice(word: str, command: str, flags: Mapping[str, Sequence[str]], prog: str) -> str:
-    """What to do about a flag that a command does not have.
+    """Advice on a flag that a command does not have; empty if there is none.
 
     Args:
-      word: the flag. command: that was given it.
+      word: the flag. command: the one that it was given to.
       flags: of every command.
       prog: the program, for the message.
     """

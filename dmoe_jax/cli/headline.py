@@ -1,4 +1,4 @@
-"""What a run came to, for the terminal: the figures of `dmoe demo` and `dmoe up`."""
+"""The figures that a run ends with, for the terminal: of `dmoe demo` and `dmoe up`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 def show_headline(console: Console, folder: Path, headline: dict[str, Any] | None = None, *, title: str) -> None:
-    """Print what the run in a folder came to, and where its report is; nothing if it has no headline.
+    """Print the figures that the run in a folder ended with, and where its report is; nothing if it has none.
 
     Args:
       headline: the figures; None: as the folder has them.

@@ -1,8 +1,8 @@
-"""What a command says: a line that nobody can read, or that finds no room, ends nothing.
+"""Lines of a command for its user: one that nobody can read, or that finds no room, ends nothing.
 
 Standard output may be missing, a pipe whose reader has gone, or a file on a full disk. `standard_streams` puts a stream
 that forgives in the place of each of the two, so that whoever writes there (`say`, rich, logging, a user's own file)
-need not care. A process that could not say everything tells so in its exit status.
+need not care. The exit status of a process shows that it could not say everything.
 """
 
 import errno
@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 _UNREAD_STATUS = 128 + 13
-"""As the shell reports a process that SIGPIPE ended: whoever read our output has gone, as `head` does."""
+"""Exit status as of a process that SIGPIPE ended: whoever read our output has gone, as `head` does."""
 
 
 def say(text: object) -> bool:
@@ -23,7 +23,7 @@ def say(text: object) -> bool:
 
 
 def why_unheard() -> OSError | None:
-    """What the last line to standard output met, if it was not written; None if it was, or if there is no output."""
+    """Error of the last line to standard output; None if that was written, or if there is no standard output."""
     error: OSError | None = getattr(sys.stdout, "error", None)
     return error
 
@@ -38,7 +38,7 @@ class _Forgiving:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.error: OSError | None = None
-        """What the last line met, if it was not written."""
+        """Error of the last line, if that was not written."""
         self._has_written = False  # since that
 
     def write(self, text: str) -> int:
@@ -88,7 +88,7 @@ class _Forgiving:
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """In the block nothing that is written to standard output or error raises.
+    """Have no write to standard output or error raise in the block.
 
     Raises:
       SystemExit: in place of status 0, if not all was said: 141 for a pipe that nobody reads, else 1 after one line.

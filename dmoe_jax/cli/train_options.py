@@ -104,9 +104,9 @@ class CallOptions:
     compression: Literal["none", "float16", "bfloat16", "blockwise8"] = "none"
     """How activations and gradients travel to experts and back. Parameters never travel compressed."""
     max_skipped: float = 0.5
-    """Share of samples without any expert beyond which the run ends with an error: at once where it is of a layer's
-    last 32 calls, and at the end where it is of the whole run; 1: never. The model of --model looks at its last calls
-    as its mixtures say."""
+    """Largest share of samples without any expert. If more of a layer's last 32 calls have none, the run ends at once
+    with an error; if more of the whole run have none, it does so at its end. 1: never. With --model only the whole run
+    counts: the model's own mixtures say how many of their last calls may fail."""
     wait_s: float = 300.0
     """Seconds to wait at the start for every layer to have a living expert."""
 

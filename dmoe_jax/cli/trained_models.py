@@ -105,7 +105,7 @@ async def language_training(options: TrainOptions, swarm: Swarm, progress: Train
 
 
 def trunk_optimizer(options: TrainOptions) -> optax.GradientTransformation:
-    """What the trunk learns with.
+    """The optimiser of the trunk.
 
     Raises:
       ValueError: a rate is out of range, or the user's file has no optimiser.
@@ -121,7 +121,7 @@ def trunk_optimizer(options: TrainOptions) -> optax.GradientTransformation:
 
 
 def trunk_recipe(options: TrainOptions) -> Recipe:
-    """How the trunk is trained, unless by an optimiser of the user's.
+    """The recipe that trains the trunk, unless the user gives an optimiser.
 
     Raises:
       ValueError: a rate is out of range.

@@ -74,8 +74,8 @@ class UpCommand:
     nodes: int = 2
     """Expert node processes; the experts are dealt out among them."""
     claim: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Deal out nothing: each node claims up to so many of the experts, and takes over those of a node that dies; with
-    --no-save-experts from their seeds, else as they were last saved."""
+    """Deal out nothing: each node claims up to so many of the experts, and takes over those of a node that dies, as
+    they were last saved; with --no-save-experts they begin again from their seeds."""
     trainers: int = 1
     """Trainer processes, whose trunks are averaged; with 0 the nodes serve until Ctrl-C."""
     out: Path | None = None
@@ -167,7 +167,7 @@ class UpCommand:
         return resumed
 
     def to_go_on(self) -> str:
-        """What to type to go on with the run."""
+        """The command line that goes on with the run."""
         trust = " --trust-run" if ".py:" in " ".join(words_of(self)) else ""
         return f"dmoe up --resume --out {shlex.quote(str(self.folder))}{trust}"
 
@@ -184,7 +184,7 @@ class UpCommand:
         """Make the folder for the logs, with the flags in it.
 
         Raises:
-          UsageError: it cannot be made.
+          CommandFailed: it cannot be made.
         """
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ class UpCommand:
 
         Raises:
           ProcessFailed: a trainer ended with an error of its own, or another process before it served.
-          UsageError: the folder for the logs cannot be made. FolderInUse: another swarm runs in it.
+          CommandFailed: the folder for the logs cannot be made. FolderInUse: another swarm runs in it.
         """
         self._make_logs()
         console.print(f"run folder: {self.folder}; logs of the processes: {self._logs}")

@@ -25,9 +25,9 @@ from net.dht.node import DhtNode
 from net.rpc.base import Caller
 
 _AWAY = 4.0
-"""Times as long as usual, and `late_s` besides, that a micro-batch takes before the others do without this peer."""
+"""If a micro-batch takes so many times as long as usual, and `late_s` more, the others do without this peer."""
 _LATE_S = 1.0
-"""So long after its foretold end nobody waits any more for a batch to be full, seconds."""
+"""Seconds after the time foretold for a full batch at which this peer stops waiting for it."""
 
 
 class Collaboration:
@@ -58,7 +58,7 @@ class Collaboration:
         self._micro_batch = 1
         self._pace = Pace()
         self._since = trio.current_time()
-        """When this peer began to compute its next micro-batch, or to wait for others after its last one."""
+        """Time (trio's) at which this peer began its next micro-batch, or began to wait after its last one."""
         self._waits = False
         self._forming = StepForming(
             rounds, clock=dht.clock, lead_s=config.lead_s, nursery=nursery, where=lambda: self._where
@@ -192,8 +192,8 @@ class Collaboration:
 
     @property
     def _is_away(self) -> bool:
-        """Whether its loop does something else than computing a micro-batch: nobody is to wait for that, or to need
-        this peer for a step."""
+        """True if the loop has long been doing something other than its micro-batch: the others neither wait for this
+        peer nor need it for a step."""
         usual_s = self._pace.seconds_for(self._micro_batch)
         late_s = trio.current_time() - self._since - _AWAY * usual_s
         return not self._waits and usual_s > 0 and late_s > self._config.late_s
@@ -204,13 +204,13 @@ class Collaboration:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether this peer waits for a batch to which it has brought nothing: the others fill it, or nobody does."""
+        """True if this peer waits for a batch to which it has brought nothing: the others fill it, or nobody does."""
         return self._waits and not self.samples_at_hand
 
     def _in_progress(self) -> float:
         """Samples' worth of work in the micro-batch that is being computed: without it every peer would be taken to
-        have half a micro-batch less than it has. Who waits for the end of the batch is taken to go on until then, or
-        the end would move away for as long as everybody waits for it."""
+        have half a micro-batch less than it has. A peer that waits for the end of the batch counts as computing until
+        then: otherwise the foretold end would move away while everybody waits for it."""
         if self._is_idle:
             return 0.0
         return min(self._pace.rate * (trio.current_time() - self._since), float(self._micro_batch))
@@ -298,8 +298,8 @@ class Collaboration:
     async def _global_step(self, stopped_at: float) -> bool | None:
         """Make the step that is due, or take the state of those who have made it.
 
-        Returns: whether the parameters have changed; None if no step began when it was foretold to: rather than wait
-          for a batch that others may not fill, this peer then goes on.
+        Returns: True if the parameters have changed; None if no step began at the foretold time. This peer then goes
+          on, rather than wait for a batch that others may not fill.
         """
         forming, now = self._forming, self._dht.clock.now
         latest = max(forming.ends_at, now()) + _LATE_S

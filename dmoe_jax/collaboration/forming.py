@@ -15,10 +15,10 @@ from net.nursery import background_nursery
 _MOST_LEADS = 8
 """How many times as long as it is to be the time may become in which groups form."""
 _ANSWERS = 8.0
-"""Times that others took to answer in which a group forms: they are told and ask each other, then join; half of the
-lead is left for that where the batch is full already, and it is twice what it takes."""
+"""Lead in multiples of the time that others took to answer. Forming takes half as many: peers are told, ask each other
+and join. If the batch is full already, only half of the lead is left."""
 _PAUSE_S = 0.2
-"""And what passes besides, before those who asked too early ask again, seconds."""
+"""Seconds added to that lead: a peer that asked too early pauses before it asks again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +34,7 @@ class ComingStep:
     group: Group | None = None
     """Who makes it; None while that is looked for, and if nobody was found."""
     has_company: bool = False
-    """Whether others were at this step when its group was looked for: else this peer makes it alone."""
+    """True if others were at this step when its group was looked for; False: this peer makes it alone."""
     found: trio.Event = field(default_factory=trio.Event)
     """Set when `group` is what it will be."""
 
@@ -86,8 +86,8 @@ class StepForming:
     def lead_s(self) -> float:
         """Seconds between the forming of groups and the end of the batch.
 
-        As was set. Where that is more than half of the time that a batch takes, just what forming a group takes, by how
-        soon others answer: peers wait for it, batch after batch. And more where groups were not found.
+        As was set, but at most half of the time that a batch takes, and at least the time that forming a group takes,
+        judged by how soon others answer. It is longer after steps for which no group was found.
         """
         answer_s = self.board.answer_s
         needed = _ANSWERS * answer_s + _PAUSE_S if answer_s else self._set_lead_s

@@ -93,7 +93,7 @@ class PeerState:
 
     @property
     def shared(self) -> PyTree:
-        """What a newcomer needs: everything that is not this peer's own contribution; random keys as their data."""
+        """The state for newcomers: everything but this peer's own contribution; random keys as their data."""
         return jax.tree.map(stored, _shared(self.now))
 
     async def snapshot(self, whole: tuple[Array, float, float] | None = None) -> PyTree:

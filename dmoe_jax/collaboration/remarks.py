@@ -1,4 +1,4 @@
-"""What a peer says once, in the log, of a collaboration in which work is lost or batches are not what was asked for."""
+"""Warnings, each once in the log, of a collaboration that loses work or has batches far above its target."""
 
 import logging
 
@@ -7,7 +7,7 @@ from dmoe_jax.collaboration.settings import CollaborationTotals, GlobalStep
 _log = logging.getLogger(__name__)
 
 _STEPS = 3
-"""So many steps in a row without the others are no accident."""
+"""Number of steps in a row without the others that is no accident."""
 
 
 class Remarks:

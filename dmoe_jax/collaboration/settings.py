@@ -32,10 +32,10 @@ class CollaborationConfig:
     takes as many bytes in fewer messages, and some round trips more: see `python -m experiments.collaborative --part
     groups`. None: all with all."""
     lead_s: float = 3.0
-    """Groups form so many seconds before the batch is full: what finding each other takes, over the slowest line. Where
-    a batch takes less than twice as long, they form in the time that others were found to need for an answer, and a
-    full batch waits for them. More does no harm; less than finding each other takes costs attempts until it has grown,
-    up to eight times as long."""
+    """Seconds before a full batch at which groups form: as long as peers need to find each other, over the slowest
+    line. Where a batch takes less than twice as long, groups form in the time in which peers answer each other, and a
+    full batch waits for them. A longer lead does no harm; one that is too short costs attempts until it has grown, to
+    eight times its length at most."""
     timeout_s: float = 60.0
     """Longest that an all-reduce takes, seconds."""
     silence_s: float = 2.0

@@ -70,7 +70,7 @@ class Mnist:
     train: Images
     test: Images
     origin: str
-    """Where they come from, for people."""
+    """Place that they come from, for people."""
 
     def __iter__(self) -> Iterator[Images]:
         return iter((self.train, self.test))

@@ -165,7 +165,7 @@ def put(tree: PyTree, place: Any, value: PyTree) -> Any:
 
 
 def is_finite(before: PyTree, after: PyTree) -> Any:
-    """True if the largest magnitude of what was finite before is a number: one pass, where a node makes two."""
+    """True if the largest magnitude of what was finite before is finite: one pass, where a node makes two."""
 
     def magnitude(old: Any, new: Any) -> Any:
         return wide(jnp.max(jnp.where(jnp.isfinite(old), jnp.abs(new), 0), initial=0))

@@ -45,7 +45,7 @@ from dmoe_jax.xla_threads import MAX_WAITING_CALLS, make_room
 T = TypeVar("T")
 
 _PIECE_BYTES = 64 << 10
-"""Of an array for a callback: JAX copies up to 100 KiB at once, and has one of XLA's threads copy more."""
+"""Bytes of one piece of an array for a callback: JAX copies up to 100 KiB itself, and more on one of XLA's threads."""
 
 MAX_RESIDUALS = 64
 """Forward passes of one layer whose backward pass may be outstanding."""

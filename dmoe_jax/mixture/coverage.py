@@ -21,7 +21,7 @@ def check_coverage(statistics: CallStatistics, max_skipped: float) -> None:
     """Look at all samples of a run at its end.
 
     Raises:
-      TooFewExperts: the share of those for which no expert answered exceeds `max_skipped`.
+      TooFewExperts: no expert answered for a larger share of them than `max_skipped`.
     """
     skipped, samples = statistics.skipped_samples, statistics.samples
     if skipped > max_skipped * samples:

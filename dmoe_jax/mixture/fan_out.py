@@ -74,7 +74,7 @@ class ExpertCaller:
         """Called with each call that has ended, answered or not. One that is cancelled has no end."""
         self._times = CallTimes()
         self.least_rows = MAX_PAIRS
-        """Calls of no more rows are too large for no node that has said how many it takes."""
+        """Fewest rows that any node has said it takes in a call: calls of so many rows are split for none of these."""
         self._most_rows: dict[PeerId, int] = {}
 
     def takes_rows(self, contact: Contact, most: int) -> None:

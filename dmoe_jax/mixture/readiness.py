@@ -37,7 +37,7 @@ _INFO_TIMEOUT_S = 3.0
 """For an expert to say what it is."""
 
 _MOST_ASKED = 64
-"""Nodes that are asked what their experts are; of further ones it is believed that they are alive and of our kind."""
+"""Most nodes that are asked what their experts are; further ones are taken to be alive and of our kind."""
 
 _MAX_ROWS = integer(1, 2**31)
 
@@ -65,7 +65,7 @@ async def check_experts(
     timeout_s: float,
     say: Callable[[str], None],
 ) -> int:
-    """What `RemoteMixture.check` does: ask an expert of each node what it is; how many experts will do."""
+    """Ask an expert of each node what it is, for `RemoteMixture.check`; returns the number of experts that will do."""
     started = trio.current_time()
     living: Mapping[Coordinates, Contact] = {}
     failures: list[NetError] = []
@@ -108,8 +108,8 @@ async def _nobody(prefix: str, directory: ExpertDirectory, timeout_s: float) -> 
 async def _ask_nodes(
     expert: Expert, prefix: str, living: Mapping[Coordinates, Contact], caller: ExpertCaller
 ) -> dict[Contact, ExpertMismatch | NetError]:
-    """Ask one expert of each node what it is; the nodes that do not answer, or do not fit, and why. Notes how many rows
-    each takes in a call."""
+    """Ask one expert of each node what it is, and note how many rows each node takes in a call. Returns the nodes that
+    do not answer, or do not fit, with the reasons."""
     wrong: dict[Contact, ExpertMismatch | NetError] = {}
 
     async def ask(uid: str, contact: Contact) -> None:

@@ -43,9 +43,9 @@ def node_devices(
 
     Args:
       device: the process's own; it works at the first place if that is where JAX puts what it is told nothing of.
-      devices: numbers among the local JAX devices, or beside a loop of somebody's own among as many that only experts
-        use (`dmoe_jax.own_devices`), see `parse_devices`, or how many of them, from the first; None:
-        as many as a mesh takes. In virtual time a number is one of simulated devices. Devices that are placed already
+      devices: numbers among the local JAX devices (see `parse_devices`), or how many of them, from the first; None:
+        as many as a mesh takes. Beside a loop of somebody's own they are devices that only experts use
+        (`dmoe_jax.own_devices`). In virtual time a number is one of simulated devices. Devices that are placed already
         are taken as they are.
       mesh: the shape of the mesh that each expert lies on; None: an expert lives on one device.
       rule: how arrays are split over a mesh.

@@ -156,8 +156,8 @@ def without_gathered(tree: PyTree) -> PyTree:
 
 
 def rounds_of(opt_state: PyTree) -> int:
-    """How far an optimiser is that the host averages for: its averagings, or for NoLoCo its updates at the last one.
-    Waits for them to be computed."""
+    """Averagings so far of an optimiser that the host averages for, or for NoLoCo the updates before the last one.
+    Waits until the number is computed."""
     state = host_state(opt_state)
     count = state.offered if isinstance(state, NoLoCoState) else state.rounds
     return 0 if count is None else int(count)
@@ -170,7 +170,7 @@ def taken_over(params: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def is_going_over(opt_state: PyTree) -> bool:
-    """Whether another peer's parameters wait for the next update. Waits for the one that says so."""
+    """True if another peer's parameters wait for the next update. Waits until the last update is computed."""
     taken = host_state(opt_state).taken
     return taken is not None and bool(taken.waits)
 

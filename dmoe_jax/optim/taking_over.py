@@ -24,7 +24,7 @@ class Taken(NamedTuple):
 
     Attributes:
       params: the other's.
-      waits: whether they wait for the next update.
+      waits: True if they wait for the next update.
     """
 
     params: PyTree
@@ -34,7 +34,8 @@ class Taken(NamedTuple):
 def goes_over(update: Update) -> Update:
     """An update that leads to the parameters in `state.taken`, if they wait there, and changes nothing else then.
 
-    Its gradient is of the parameters before, and is dropped. A state without any costs nothing: `taken` is None.
+    Its gradient is of the parameters before, and is dropped. Where there are no such parameters, `taken` is None
+    and costs nothing.
     """
 
     @wraps(update)

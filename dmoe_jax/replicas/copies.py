@@ -45,7 +45,7 @@ class CopyLayout:
         self.size = self._layout.size
         """Numbers in the vector."""
         self.schema = f"{self._layout.schema}\n{meaning}"
-        """What they mean, for replicas to compare: a line for each array, then the expert's meaning."""
+        """Meaning of these numbers, for replicas to compare: a line for each array, then the expert's meaning."""
 
     def vector(self, state: PyTree) -> Array:
         """A state's numbers, float32 [size]."""

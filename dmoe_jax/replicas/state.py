@@ -221,7 +221,7 @@ async def _opened(caller: Caller, holders: list[Contact], uid: str, failed: Coun
 
 
 def _prefix(swarm: str, uid: str, backend: ExpertBackend) -> str:
-    """Names the states of an expert: of another meaning there is none. Uids have dots, which such names have not."""
+    """Prefix of the states of an expert; another meaning has another prefix. Uids have dots, which prefixes may not."""
     named = f"{swarm}/{uid}/{backend.expert.meaning}"
     return f"expert-{hashlib.blake2b(named.encode(), digest_size=16).hexdigest()}"
 

@@ -111,7 +111,7 @@ def spoken(unit: str) -> str:
 
 
 def final_evaluation(metrics: Sequence[Mapping[str, Any]], split: str = "valid") -> tuple[str, str] | None:
-    """What a run's last evaluation found, and over how much those of its curve are; None if it is one of them.
+    """The result of a run's final evaluation, and the size of those of its curve; None if that is the same.
 
     Returns: such as ("final perplexity, over 16,384 words: 73.5", "8,192 words").
     """
@@ -130,7 +130,7 @@ def final_evaluation(metrics: Sequence[Mapping[str, Any]], split: str = "valid")
 
 
 def _events(metrics: Sequence[Mapping[str, Any]], headline: Mapping[str, object]) -> str:
-    """What the run lost, and its events, oldest first, as a table."""
+    """A table of the run's losses, and of its events, oldest first."""
     events = [record for record in metrics if record["kind"] == "event"]
     lost = [(name, headline[name]) for name in _LOSSES if headline.get(name)]
     lost += [(name, count) for name, count in headline.items() if name.startswith("failed: ") and count]
@@ -149,7 +149,7 @@ def _events(metrics: Sequence[Mapping[str, Any]], headline: Mapping[str, object]
 
 
 def _detail(name: str, count: object, headline: Mapping[str, object]) -> str:
-    """How many, and for failed calls of how many and why."""
+    """The count as text; for failed calls also the number of all calls, and the reasons."""
     if name != "calls_failed" or not isinstance(count, int) or not isinstance(ok := headline.get("calls_ok"), int):
         return f"{format_value(count)} in all"
     why = headline.get("failures")

@@ -103,7 +103,7 @@ class Ledger:
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         self.unsaved = ""
-        """Why the newest checkpoint could not be written; empty if it was."""
+        """Reason that the newest checkpoint could not be written; empty if it was."""
         self._unwritten = 0
         passed_over: list[str] = []
         size = self._restore(run, passed_over.append)

@@ -127,7 +127,7 @@ def check_meaning_of_run(path: Path, meaning: str) -> None:
 
     Args:
       path: the run's folder.
-      meaning: of now, see `Task.meaning`; "" says nothing, and fits all runs, as all fit a run that says nothing.
+      meaning: the meaning now, see `Task.meaning`. An empty one fits all runs, and all fit a run with an empty one.
 
     Raises:
       ValueError: they stand for something else; the message names both.

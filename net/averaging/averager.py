@@ -146,7 +146,7 @@ class Averager:
     download_state: Callable[..., Awaitable[SharedState | None]]
     """`state.download.download_state` with its arguments up to `config` given."""
     why_apart: Callable[[], Awaitable[str]]
-    """Says who averages something else under this name, see `plan.why_apart`."""
+    """Returns a sentence about peers that average something else under this name, see `plan.why_apart`."""
     cell: int
     """Where this peer is on the grid."""
     round_number: int = 0

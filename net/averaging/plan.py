@@ -104,7 +104,7 @@ class AveragingPlan:
         return [self.size, grid.side, grid.dims, self.schema, self.group_size, self.is_reduced, self.meaning]
 
     def facts(self) -> str:
-        """What tells it from others, for people, a fact a line."""
+        """The facts in which it may differ from other plans, for people, one a line."""
         grid = f"groups of {self.grid.side}" + (f" on {self.grid.dims} axes" if self.grid.dims > 1 else "")
         return f"{self.size:,} numbers\n{grid}\n{self.meaning}"
 
@@ -141,7 +141,7 @@ _MEANING: Field[str] = Field("a text that can be printed", is_meaning)
 
 
 async def announce_plan(dht: DhtNode, prefix: str, peer_id: PeerId, plan: AveragingPlan) -> None:
-    """Announce the plan until cancelled, then take it back; warn of peers of this name who have another one."""
+    """Announce the plan until cancelled, then withdraw it; warn of peers of this name who have another one."""
     said, expiration = "", 0.0
     try:
         while True:
@@ -159,8 +159,8 @@ async def announce_plan(dht: DhtNode, prefix: str, peer_id: PeerId, plan: Averag
 
 
 async def why_apart(dht: DhtNode, prefix: str, plan: AveragingPlan) -> str:
-    """A sentence about the peers of this name that average by another plan, and so never meet those of this one; empty
-    if there are none, or the DHT cannot be asked."""
+    """A sentence about the peers of this name that average by another plan, and so never meet this peer; empty if there
+    are none, or the DHT cannot be asked."""
     try:
         others = [each for each in await _announced(dht, prefix) if each.schema != plan.schema]
     except NetError:

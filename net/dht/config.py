@@ -28,8 +28,8 @@ class DhtConfig:
     """How long a peer that does not answer is left alone. The longest also bounds how long two halves of a healed swarm
     can ignore each other."""
     max_lifetime_s: float = 300.0
-    """Latest expiration of a record: now plus this, seconds. Later ones are brought down to it: who lives renews its
-    records, and those of the dead must not stand in the way of others."""
+    """Latest expiration of a record: now plus this, seconds. Later ones are brought down to it: a living peer
+    renews its records, and records of a dead one must not stand in the way of others."""
     max_keys: int = 65_536
     """Most records kept for others."""
     max_storage_bytes: int = 64 * 1024 * 1024

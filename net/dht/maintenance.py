@@ -148,7 +148,7 @@ class Maintenance:
                 await self.lookup(self.book.table.local_id)
 
     async def _ask(self, targets: Iterable[Contact | Address], *, grace_s: float) -> tuple[Contact, ...]:
-        """Ping them, and follow the clocks of those that are initial peers; who answered."""
+        """Ping these peers, and follow the clocks of the initial ones among them; returns those that answered."""
         answered = await first_answers(self.calls, tuple(targets), grace_s=grace_s)
         guides = {address_of(peer) for peer in self.initial_peers}
         self.calls.clock.follow(contact.peer_id for contact in answered if contact.address in guides)

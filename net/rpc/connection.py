@@ -149,7 +149,7 @@ class Connection:
 
     @property
     def peer_address(self) -> Address | None:
-        """Where the other end listens; None: nowhere, or it has not said so yet."""
+        """Address at which the other end listens; None: it listens nowhere, or has not said so yet."""
         if self.remote is None or self.remote.port is None:
             return None
         return Address(self.remote.host or self.link.remote_address.host, self.remote.port)

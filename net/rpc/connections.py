@@ -46,7 +46,7 @@ class RpcStatistics:
 
 
 class ConnectionTable:
-    """The live connections of the peer `peer_id`; `warn` is told in a sentence of what its user should know."""
+    """The live connections of the peer `peer_id`; `warn` is called with a sentence that its user should read."""
 
     def __init__(self, peer_id: PeerId, warn: Callable[[str], None]) -> None:
         self._warn = warn
@@ -116,7 +116,7 @@ class ConnectionTable:
         self._by_peer[remote.peer_id] = connection
 
     def _note_restart(self, old: Connection, new: Connection, remote: Hello) -> None:
-        """Warn, once, of two processes with one key: a process that has ended does not come back."""
+        """Warn, once, of two processes with one key: an instance that was replaced does not come back by itself."""
         assert old.remote is not None
         peer_id, before = remote.peer_id, self._replaced.pop(remote.peer_id, None)
         if before == remote.instance:

@@ -246,7 +246,7 @@ class RpcSession:
 
         Raises:
           RemoteProtocolError: it is no message, or not one that may come now. The connection must be dropped.
-          VersionMismatch: the peer speaks another version; it is to get our hello all the same, and no more.
+          VersionMismatch: the peer speaks another version; send it our hello all the same, and nothing after that.
         """
         message = parse_untrusted(frame)
         if self.remote is None:

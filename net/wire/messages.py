@@ -7,8 +7,8 @@ by a `CallCancel`. A call that takes partials may get parts of its answer ahead 
 frames arrive in the order in which they were completed, calls do not arrive in the order of
 their ids. The two directions of a connection are independent.
 
-The name of a hello says which version of the wire format its sender speaks, and its frame has a form that no version
-changes: so each end can tell the other's version, whatever it is, and say both.
+The type of a hello names the version of the wire format that its sender speaks, and its frame has a form that no
+version changes: so each end can read the other's version, whatever it is, and tell its user both.
 
 `Credit` gives room in the window back (`net.rpc.outbox`), `Ping` asks for a `Pong` at any time, and `Goodbye` announces
 that its sender places no more calls: once both have said it and all calls are answered, the connection is closed.
@@ -206,7 +206,7 @@ _FIELDS: dict[type[Message], dict[str, tuple[str, Field[Any]]]] = {
 """Field on the wire -> (attribute of the message, its kind)."""
 
 _HELLO_OF_VERSION = re.compile(r"hello(?: of wire version ([1-9]\d{0,8}))?")
-"""Names of hellos. That of version 2 said no number."""
+"""Types of hellos; the hello of version 2 says no number."""
 
 _TYPES: dict[str, type[Message]] = {
     f"hello of wire version {VERSION}": Hello,

@@ -28,10 +28,10 @@ def versions_differ(what: str, theirs: object, ours: int, *, software: str = "")
     """The rest of a sentence that begins with a peer: "speaks version 2 of WHAT, this peer version 3 ...".
 
     Args:
-      what: the versions are of, such as "calls and records".
+      what: the thing whose version it is, such as "calls and records".
       theirs: the other end's version; None if it says none.
       ours: this end's.
-      software: the other end's name and version of its program; "": it says none.
+      software: name and version of the other end's program; "": it says none.
     """
     by = f" ({ascii(software)[1:-1]})" if software else ""
     version = "no version" if theirs is None else f"version {theirs!r:.20}"

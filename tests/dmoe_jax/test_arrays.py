@@ -173,7 +173,7 @@ def test_an_integer_among_an_experts_parameters() -> None:
 @pytest.mark.parametrize("what", ["parameters", "gradients", "pseudo_gradients", "noloco", "streaming"])
 @pytest.mark.parametrize("around", ["masked", "multi_transform"])
 def test_a_part_of_a_model_is_averaged(what: Any, around: str) -> None:
-    """What is offered is the body alone, and an average of it moves nothing else."""
+    """The body alone is offered, and an average of it moves nothing else."""
     others = {
         "noloco": lambda: noloco(optax.sgd(0.5), every=1),
         "streaming": lambda: streaming_diloco(optax.sgd(0.5), every=1, fragments=1),

@@ -237,7 +237,7 @@ def test_a_checkpoint_without_checksums_is_read(tmp_path: Path) -> None:
 
 
 def test_readers_fall_back_and_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What is inspected is the newest that can be read, and a sentence says which."""
+    """The newest that can be read is inspected, and a sentence says which it is."""
     checkpoints = Checkpoints(tmp_path)
     for step in (2, 8):
         checkpoints.save(step, state_at(step), {})

@@ -26,7 +26,7 @@ with hold_folder(Path(sys.argv[1]), "run"):
 
 @no_locks
 def test_a_folder_has_one_holder(tmp_path: Path) -> None:
-    """Who comes second is told who the first is; afterwards nothing of it is left."""
+    """The second is told who the first is; afterwards no trace of the lock is left."""
     folder = tmp_path / "new" / "run"
     with hold_folder(folder, "run"):
         assert is_empty(folder)

@@ -178,7 +178,7 @@ def test_impossible_grids_and_k_are_refused(name):
 
 @every_router
 def test_one_expert_of_each_sample_teaches_the_gate(name):
-    """Where two experts' weights move with the gate's parameters, one expert's weight does, and is no more than 1."""
+    """The weight of one expert moves with the gate's parameters if the weights of two do, and is at most 1."""
     router, params, x = setup(name)
     ids = jnp.arange(len(x), dtype=jnp.int32)
 

@@ -444,7 +444,7 @@ def full_from(call: int, patch: pytest.MonkeyPatch, *, until: int = 99) -> None:
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of three the first cannot be written; the run goes on, ends well, and the report has the reason."""
+    """The first of three cannot be written; the run goes on, ends well, and the report has the reason."""
     full_from(2, monkeypatch, until=3)  # the first call keeps room for the report
     assert count(tmp_path, CountingEngine())["complete"]
     assert capsys.readouterr().err.count("No space left on device; the run goes on") == 1

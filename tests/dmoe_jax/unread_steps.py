@@ -28,7 +28,7 @@ class Loop:
     """One training loop."""
 
     layers: tuple[str, ...] = ("feedforward",)
-    """Of each layer its kind of expert: "feedforward", "convolution" or "wide"."""
+    """Kind of the experts of each layer: "feedforward", "convolution" or "wide"."""
     whole_grid: bool = False
     """True if the router selects in the graph, which takes one more callback."""
     steps: int = 100

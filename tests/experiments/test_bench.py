@@ -299,7 +299,7 @@ class KeptSettings(ResumableSettings):
     throws: int = 3
     """How often."""
     thrower: str = "hand"
-    """What throws, or a file."""
+    """Name of the thrower, or a Python file."""
 
 
 def test_a_resumed_run_has_the_flags_that_it_was_begun_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,7 +115,7 @@ async def test_a_record_ends_when_it_says(autojump_clock: MockClock) -> None:
 
 
 async def test_an_expired_store_is_refused_and_a_far_one_is_capped(autojump_clock: MockClock) -> None:
-    """What has ended is not stored; what ends in a century ends in five minutes."""
+    """A record that has ended is not stored; one that is to end in a century ends in five minutes."""
     async with open_swarm(DirectNetwork(), 4) as nodes:
         await trio.sleep(10)
         assert not await nodes[0].store("key", 1, expiration=now())
@@ -266,8 +266,8 @@ async def test_the_same_seed_gives_the_same_swarm(autojump_clock: MockClock) -> 
 
 @pytest.mark.parametrize("ahead_s", [45.0, -45.0, 32_400.0, 0.9])
 async def test_a_newcomer_follows_the_clocks_of_its_initial_peers(autojump_clock: MockClock, ahead_s: float) -> None:
-    """What it stores is found by others and ends when it should, however wrong its own clock is; less than a second of
-    difference is left alone."""
+    """Its records are found by others and end when they should, however wrong its own clock is; a difference of less than
+    a second is left alone."""
     network = DirectNetwork()
     async with (
         open_swarm(network, 3) as nodes,

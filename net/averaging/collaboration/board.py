@@ -266,10 +266,10 @@ class ProgressBoard:
         self._changed = trio.Event()
 
     def _read_untrusted(self, body: Mapping[str, Any], peer_id: PeerId) -> tuple[Report, float | None]:
-        """Take in the report of a question or an answer; returns it, and when its step begins there.
+        """Take in the report of a question or an answer; returns it, and the time at which the step begins there.
 
         Raises:
-          RemoteProtocolError: it is none, or of the future.
+          RemoteProtocolError: there is no report, or it is of the future.
         """
         report = parse_report_untrusted(body.get("report"), peer_id)
         at, later_s = optional(real()).of_untrusted(body, "at"), report.at - self._dht.clock.now()

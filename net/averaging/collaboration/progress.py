@@ -36,7 +36,7 @@ MAX_PEERS = 1024
 """Reports that are taken into account, those that are furthest first."""
 
 MAX_SKEW_S = 30.0
-"""A report may be of so long after now: clocks differ."""
+"""Seconds by which a report may be later than now: clocks differ."""
 
 _MAX_AGE_S = 3600.0
 """A sample count is extrapolated over no longer time."""

@@ -48,8 +48,8 @@ MAX_WINDOW_S = 3600.0
 """Calls that wait for a leader stay within what the RPC layer allows, and DHT entries end the same day."""
 
 SOON_S = 0.05
-"""Whoever does not look yet for a group that begins at a given time is asked again so soon, then twice as late each
-time: the word of it is on its way, and there may be little time."""
+"""Seconds until a peer that does not look yet for a group of a given time is asked again; twice as many each further
+time. It may be about to hear of the group, and there may be little time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 _TELL_PERIOD_S = 10.0
-"""Of real time, between two lines of a simulation in the log."""
+"""Seconds of real time between two lines of a simulation in the log."""
 
 _LATENCY = Constant(0.05)
 _HOST = HostOptions()
