@@ -297,7 +297,7 @@ class KeptSettings(ResumableSettings):
     """Throw a die, and go on with it."""
 
     throws: int = 3
-    """How often."""
+    """Number of throws."""
     thrower: str = "hand"
     """Name of the thrower, or a Python file."""
 
