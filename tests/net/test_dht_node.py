@@ -266,8 +266,8 @@ async def test_the_same_seed_gives_the_same_swarm(autojump_clock: MockClock) -> 
 
 @pytest.mark.parametrize("ahead_s", [45.0, -45.0, 32_400.0, 0.9])
 async def test_a_newcomer_follows_the_clocks_of_its_initial_peers(autojump_clock: MockClock, ahead_s: float) -> None:
-    """Its records are found by others and end when they should, however wrong its own clock is; a difference of less than
-    a second is left alone."""
+    """Its records are found by others and end when they should, however wrong its own clock is; a difference of less
+    than a second is left alone."""
     network = DirectNetwork()
     async with (
         open_swarm(network, 3) as nodes,
