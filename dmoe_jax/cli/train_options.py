@@ -89,7 +89,7 @@ class LanguageModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CallOptions:
-    """How experts are called; with --model, only --wait-s and --max-skipped count."""
+    """Calls of experts; with --model, only --wait-s and --max-skipped count."""
 
     k_best: int = 4
     """Experts asked for each sequence, or token."""
@@ -133,12 +133,12 @@ class AdamOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions(AdamOptions):
-    """How the trunk is trained."""
+    """Training of the trunk."""
 
     optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
-    """What the trunk learns with: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
+    """Optimiser of the trunk: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
     returns one, whose schedules count the updates of all trainers together. Default: Adam, with the step size and so on
-    given here. (What experts learn with is the --optimizer of their nodes.)"""
+    given here. (Experts learn with the --optimizer of their nodes.)"""
 
 
 @dataclass(frozen=True, kw_only=True)

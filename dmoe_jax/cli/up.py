@@ -95,7 +95,7 @@ class UpCommand:
     model: str = ""
     """What to train; as for `dmoe train`, my_file.py:my_model. Default: a Transformer-XL language model."""
     trunk_optimizer: str = ""
-    """What trunks learn with; as --optimizer of `dmoe train`, my_file.py:my_optimizer. Default: Adam, with the step
+    """Optimiser of the trunks; as --optimizer of `dmoe train`, my_file.py:my_optimizer. Default: Adam, with the step
     size and so on given here."""
     language: Annotated[LanguageModelOptions, tyro.conf.arg(name="")] = field(default_factory=LanguageModelOptions)
     data: Annotated[DataOptions, tyro.conf.arg(name="")] = field(default_factory=DataOptions)

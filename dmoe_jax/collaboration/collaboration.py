@@ -25,7 +25,7 @@ from net.dht.node import DhtNode
 from net.rpc.base import Caller
 
 _AWAY = 4.0
-"""If a micro-batch takes so many times as long as usual, and `late_s` more, the others do without this peer."""
+"""Multiple of the usual time of a micro-batch after which, and `late_s` more, the others do without this peer."""
 _LATE_S = 1.0
 """Seconds after the time foretold for a full batch at which this peer stops waiting for it."""
 

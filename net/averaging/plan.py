@@ -1,4 +1,4 @@
-"""What the peers of one name average, as they leave it in the DHT for each other and for those who have no vector.
+"""Plans: the vectors that peers of one name average, announced in the DHT for each other and for auxiliary peers.
 
     DHT, PREFIX.plan / peer id      [size, side, dims, schema, group size or null, whether it is reduced, meaning]
 

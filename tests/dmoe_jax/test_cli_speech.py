@@ -82,7 +82,7 @@ def test_a_missing_standard_input_is_at_its_end() -> None:
 
 
 def test_a_line_that_finds_no_room_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When there is room again, lines are written again, and nothing is left to complain of."""
+    """Lines are written again once there is room again, and nothing is left to complain of."""
     disk = Disk()
     monkeypatch.setattr(sys, "stdout", disk)
     with standard_streams():
