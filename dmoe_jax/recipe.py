@@ -128,8 +128,12 @@ def _norm(tree: PyTree, squares: PyTree) -> Any:
     """
     total = sum(jax.tree.leaves(squares), start=jnp.zeros(()))
     small = 2.0 ** -(jnp.finfo(total.dtype).maxexp // 2 + 16)  # a power of two: the digits stay
-    again = sum((jnp.square(wide(leaf) * small).sum() for leaf in jax.tree.leaves(tree)), start=jnp.zeros(()))
-    return jnp.where(jnp.isfinite(total), jnp.sqrt(total), jnp.sqrt(again) / small)
+
+    def again() -> Any:
+        squares = (jnp.square(wide(leaf) * small).sum() for leaf in jax.tree.leaves(tree))
+        return jnp.sqrt(sum(squares, start=jnp.zeros((), total.dtype))) / small
+
+    return jax.lax.cond(jnp.isfinite(total), lambda: jnp.sqrt(total), again)
 
 
 @remembered(64)

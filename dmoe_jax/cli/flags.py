@@ -85,7 +85,8 @@ def unnamed_file(saved: Sequence[str], given: Sequence[str]) -> str | None:
 
     A run's folder may come from anywhere: to go on with the run must not run code that only the folder names.
     """
-    return next((word for word in saved if ".py:" in word and not any(word in each for each in given)), None)
+    named = {part for word in given for part in (word, word.partition("=")[2])}
+    return next((word for word in saved if ".py:" in word and word not in named), None)
 
 
 def help_page(page: str, groups: Mapping[str, str]) -> str:

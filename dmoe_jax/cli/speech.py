@@ -75,8 +75,8 @@ class _Forgiving:
         return self._stream is not None and self._stream.isatty()
 
     def __getattr__(self, name: str) -> Any:
-        if self._stream is None:
-            raise OSError(errno.EBADF, f"there is no stream with {name}")
+        if self._stream is None and name == "fileno":
+            raise OSError(errno.EBADF, "there is no stream")
         return getattr(self._stream, name)
 
     def give_up(self) -> None:
