@@ -1,9 +1,8 @@
 """One expert on a node: padding changes nothing, updates happen once and in place, frozen experts stay."""
 
-from typing import gc
+import gc
+from typing import Any, cast
 
-import Any
-import cast
 import jax
 import jax.numpy as jnp
 import numpy as np
