@@ -263,7 +263,8 @@ class TreeAverager:
         except NetError as error:
             self.why_not = self._held_back = str(error)
             return None
-        self.why_not = self._held_back = ""
+        if self._held_back:  # else it says why rounds were lost
+            self.why_not = self._held_back = ""
         if state is None:
             return None
         return state.version, without_gathered(await self._device.run(tree_like, tree, state.tensors))

@@ -3,8 +3,8 @@
 import json
 import shlex
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +40,7 @@ from dmoe_jax.cli.network import (
 )
 from dmoe_jax.cli.train_options import AdamOptions, DataOptions, LanguageModelOptions, RunOptions
 from dmoe_jax.data import check_source
-from dmoe_jax.disk import hold_folder
+from dmoe_jax.disk import FolderInUse, hold_folder
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern, layer_prefix
 from dmoe_jax.inspection.saved_run import SHARED_FOLDER, saved_experts
 from dmoe_jax.processes import (
@@ -180,18 +180,23 @@ class UpCommand:
         """The command's flags, as a list of words in JSON."""
         return self._logs / "up.json"
 
-    def _make_logs(self) -> None:
-        """Make the folder for the logs, with the flags in it.
+    @asynccontextmanager
+    async def _logs_held(self) -> AsyncIterator[None]:
+        """Hold the folder for the logs, with the flags in it, while the block lasts.
 
         Raises:
-          CommandFailed: it cannot be made.
+          CommandFailed: it cannot be made. FolderInUse: another swarm runs in it.
         """
-        try:
-            self._logs.mkdir(parents=True, exist_ok=True)
-            with replaced_file(self._flags_file) as temporary:
-                temporary.write_text(json.dumps(words_of(self, without=_OF_THIS_PROCESS)))
-        except OSError as error:
-            raise CommandFailed(f"--out: cannot make {self._logs}: {error.strerror}") from error
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(hold_folder(self._logs, "swarm"))
+                with replaced_file(self._flags_file) as temporary:
+                    temporary.write_text(json.dumps(words_of(self, without=_OF_THIS_PROCESS)))
+            except FolderInUse:
+                raise
+            except OSError as error:
+                raise CommandFailed(f"--out: cannot make {self._logs}: {error.strerror}") from error
+            yield
 
     async def train(self, console: Console, stop: Stop, beside: Beside) -> int:
         """Run the swarm until the trainer processes are done or the command is stopped, and show it; the exit status.
@@ -203,19 +208,17 @@ class UpCommand:
           ProcessFailed: a trainer ended with an error of its own, or another process before it served.
           CommandFailed: the folder for the logs cannot be made. FolderInUse: another swarm runs in it.
         """
-        self._make_logs()
-        console.print(f"run folder: {self.folder}; logs of the processes: {self._logs}")
         folders = self.folders()
         watches = {f"trainer{index}": TrainerWatch(folder) for index, folder in enumerate(folders)}
         shown = LocalMetrics(self.announce)
         flags = [*self.network_flags(), *self.metrics_flags()]
         async with (
-            AsyncExitStack() as stack,
+            self._logs_held(),
             self.metrics.opened("up", {"/targets": shown.targets}) as monitor,
             open_local_swarm(self._logs, network_flags=flags) as swarm,
             trio.open_nursery() as showing,
         ):
-            stack.enter_context(hold_folder(self._logs, "swarm"))
+            console.print(f"run folder: {self.folder}; logs of the processes: {self._logs}")
             shown.began(swarm, watches)
             monitor.show(shown.families)
             monitor.why_not_ready = shown.why_not_ready

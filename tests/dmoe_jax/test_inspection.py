@@ -251,7 +251,7 @@ def test_what_cannot_be_inspected_is_refused(
     with pytest.raises(SystemExit) as exit_:
         main(["inspect", str(tmp_path / "run")])
     error = capsys.readouterr().err
-    assert exit_.value.code == 1
+    assert exit_.value.code == 2
     assert len(error.splitlines()) == 1
     assert re.search(line, error)
     assert not (tmp_path / "run" / "inspection").exists()

@@ -108,7 +108,7 @@ def test_wrong_flags(flags: list[str], line: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as exit_:
         main(["node", *flags])
     printed = capsys.readouterr()
-    assert (exit_.value.code, printed.out) == (1, "")
+    assert (exit_.value.code, printed.out) == (2, "")
     assert printed.err.startswith(line)
     assert printed.err.count("\n") == 1
 

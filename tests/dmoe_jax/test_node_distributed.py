@@ -149,7 +149,7 @@ def test_wrong_flags(
     monkeypatch.setattr(os, "_exit", ended.append)  # how such a process ends; this one is pytest's
     with pytest.raises(SystemExit) as exit_:
         main(["node", *flags.split()])
-    assert exit_.value.code == 1
+    assert exit_.value.code == 2
     assert re.match(f"dmoe: error: {line}", error := capsys.readouterr().err), error
     assert error.count("\n") == 1
 
