@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import trio
 
 from dmoe_jax.cli import main
 from dmoe_jax.cli.common import UsageError, parse_command_line
@@ -86,6 +87,11 @@ def test_flags_become_words_and_flags_again(tmp_path: Path) -> None:
         assert parse_command_line(UpCommand, prog="dmoe up", args=words).save_experts is saves
 
 
+async def write_flags(command: UpCommand) -> None:
+    async with command._logs_held():
+        pass
+
+
 def test_up_goes_on_with_the_flags_of_the_run(tmp_path: Path) -> None:
     """Those that are given now come last; a file that the run names is run only if it is named again, or trusted."""
     out = tmp_path / "run"
@@ -94,7 +100,7 @@ def test_up_goes_on_with_the_flags_of_the_run(tmp_path: Path) -> None:
         prog="dmoe up",
         args=["--out", str(out), "--nodes", "3", "--steps", "40", "--learning-rate", "0.1", "--model", "a.py:model"],
     )
-    begun._make_logs()
+    trio.run(write_flags, begun)
 
     def resumed(*args: str) -> UpCommand:
         words = ["--resume", "--out", str(out), *args]
@@ -136,5 +142,5 @@ def test_completion_is_a_word(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_flags_file_is_plain(tmp_path: Path) -> None:
     """A list of words."""
-    UpCommand(out=tmp_path / "run", nodes=5)._make_logs()
+    trio.run(write_flags, UpCommand(out=tmp_path / "run", nodes=5))
     assert json.loads((tmp_path / "run.logs" / "up.json").read_text()) == ["--nodes", "5"]
