@@ -64,7 +64,7 @@ def test_what_failed_ends_in_one_line(error: Exception, line: str, capsys: pytes
 
     with pytest.raises(SystemExit) as exit_:
         run_until_done(fail)
-    assert exit_.value.code == 1
+    assert exit_.value.code == (2 if line == "no such preset" else 1)
     assert capsys.readouterr().err == f"dmoe: error: {line}\n"
 
 

@@ -111,6 +111,6 @@ def test_a_node_refuses_in_one_line(tmp_path: Path) -> None:
         text=True,
         timeout=120,
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("dmoe: error: an expert calls the host")
     assert len(done.stderr.splitlines()) == 1
