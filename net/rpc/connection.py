@@ -30,6 +30,9 @@ HELLO_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
 """How long the transport may take to say farewell; then the link is aborted."""
 
+_LONGEST_SILENCE_S = 1.0
+"""Wait for the greeting of a peer that was dialled, before it is greeted all the same."""
+
 _WRITE_BYTES = 512 * 1024
 """Parts written in one go, at least. Small calls placed meanwhile leave together; larger batches gain nothing and make
 small calls wait."""
@@ -282,8 +285,10 @@ class Connection:
         try:
             if self.is_outgoing:
                 # Whoever is dialled speaks first: an older peer that got our hello at once would drop us for our
-                # version and not say its own. It costs no time: no call leaves before the other end's hello.
-                await self._was_greeted.wait()
+                # version and not say its own. It costs no time: no call leaves before the other end's hello. Who stays
+                # silent may be a peer over TLS that is dialled in plain, which closes the connection when it hears us.
+                with trio.move_on_after(_LONGEST_SILENCE_S):
+                    await self._was_greeted.wait()
             while True:
                 if self._last_part is not None:
                     await self.link.send(self._last_part)

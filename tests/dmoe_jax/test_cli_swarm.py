@@ -123,7 +123,7 @@ def test_a_secret_keeps_strangers_out(
         monkeypatch.setenv(SECRET_VARIABLE, secret)
         assert nodes_of(capsys, contact) == []
         status, error = outcome(["status", "--join", contact, "--insecure-loopback"], capsys)
-        assert (status, len(error.splitlines())) == (1, 1)
+        assert (status, len(error.splitlines())) == (2, 1)
         assert f"--insecure-loopback proves nothing: {SECRET_VARIABLE}={secret} would have no effect" in error
 
 
