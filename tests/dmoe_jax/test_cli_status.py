@@ -93,4 +93,4 @@ def test_status_shows_who_shares_experts_and_why_averages_failed() -> None:
 
 def test_status_says_that_nobody_is_listed() -> None:
     """A name with a slip of the pen is no empty table."""
-    assert "Nobody is listed under the name 'test'" in tables([], {}, {})
+    assert "No node or trainer is listed under the name 'test' yet" in tables([], {}, {})
