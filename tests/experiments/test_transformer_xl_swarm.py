@@ -14,8 +14,7 @@ import pytest
 from dmoe_jax.cli.common import parse_command_line
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train import TrainCommand
-from dmoe_jax.cli.trained_models import trunk_config
-from dmoe_jax.cli.trained_models import trunk_recipe
+from dmoe_jax.cli.trained_models import trunk_config, trunk_recipe
 from dmoe_jax.experts.transformer_xl import layer_expert
 from dmoe_jax.layer_config import Route
 from dmoe_jax.processes import deal_experts
