@@ -55,6 +55,9 @@ def test_experts_are_served_while_every_place_of_xla_is_taken(tmp_path: Path) ->
     long = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda _, x: x @ x, x)[0])
     waits = jax.jit(lambda x: io_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
     further = jax.jit(lambda x: x + 1)
+    go.set()
+    further(waits(long(jnp.zeros((1000, 1000))))).block_until_ready()  # compiled, else the long one ends meanwhile
+    go.clear()
 
     def fill() -> None:
         value = waits(long(jnp.zeros((1000, 1000))))
@@ -75,8 +78,10 @@ def test_experts_are_served_while_every_place_of_xla_is_taken(tmp_path: Path) ->
         loop = threading.Thread(target=fill)
         loop.start()
         try:
-            while len(dispatched) < 20:
+            for _ in range(3000):
                 loop.join(0.01)
+                if len(dispatched) >= 20:
+                    break
 
             async def call() -> int:
                 choice = await mixture.remote.choose(scores)
