@@ -62,7 +62,7 @@ def test_a_meaning_is_a_text_that_can_be_shown() -> None:
     """Facts a line; no control characters, which a terminal would obey, and not a page of them."""
     assert check_meaning("labels: cat, dog\nheads: 2") == "labels: cat, dog\nheads: 2"
     for bad in ("\x1b[2J", "x" * 2001, 5):
-        with pytest.raises(ValueError, match="is a text of at most 2000 characters, got"):
+        with pytest.raises(ValueError, match="is a text of at most 2000 printable characters, got"):
             check_meaning(bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is a text"):
         CollaborationConfig(meaning="\x07")
