@@ -140,8 +140,12 @@ async def listed_member(
       period_s: seconds between announcements.
 
     Raises:
-      ValueError: a fact of the first announcement is of another kind than `Member.info` describes.
+      ValueError: a fact of the first announcement is of another kind than `Member.info` describes, or three periods
+        are longer than the DHT keeps a record.
     """
+    if 3 * period_s > dht.config.max_lifetime_s:
+        longest_s = dht.config.max_lifetime_s / 3
+        raise ValueError(f"members are announced at least every {longest_s:g} s, got a period of {period_s:g} s")
 
     async def announce() -> None:
         while True:

@@ -17,7 +17,6 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,10 +24,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from rich.console import Console
 
-from dmoe_jax.cli.common import UsageError, fail, mistakes_in_one_line, parse_command_line, set_up_jax
-from dmoe_jax.cli.flags import as_words, flags_of, unnamed_file
+from dmoe_jax.cli.common import fail, mistakes_in_one_line, parse_command_line, set_up_jax
+from dmoe_jax.cli.flags import as_words, flags_of, words_of
 from dmoe_jax.cli.speech import standard_streams
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain, replaced_file
+from dmoe_jax.training.saving import check_code
 from experiments.exits import ending_of, one_line_errors, run_until_signal
 from experiments.results import Result, result_table, write_result
 
@@ -194,8 +194,7 @@ def run_experiment(
     words = sys.argv[1:] if args is None else args
     settings = parse_command_line(settings_class, prog=prog, args=words)
     with one_line_errors(name):
-        if saved := _flags_of_run(settings, words):
-            settings = parse_command_line(settings_class, prog=prog, args=[*saved, *words])
+        settings = _resumed(settings, words, prog)
         if uses_jax:
             set_up_jax()
         if isinstance(experiment, str):
@@ -230,28 +229,29 @@ def run_experiment(
     return headline
 
 
-def _flags_of_run(settings: UnseededSettings, given: Sequence[str]) -> list[str]:
-    """The flags that a run which is resumed was begun with, where they differ from the defaults.
+def _resumed(settings: S, given: Sequence[str], prog: str) -> S:
+    """The settings with the flags that a run which is resumed was begun with, where those given now do not change them.
 
     Raises:
-      UsageError: they name a Python file that the words given now do not.
+      UsageError: a Python file is named by the run's folder alone.
     """
     if not isinstance(settings, ResumableSettings) or not settings.resume or settings.out is None:
-        return []
-    with suppress(OSError, ValueError, KeyError, TypeError):  # no run: told when its folder is opened
+        return settings
+    try:
         saved = RunFolder(settings.out).config()["settings"]
-        flags = [flag for flag in flags_of(type(settings)) if flag.word not in ("--out", "--resume", "--json")]
-        before = {flag: saved.get(flag.word[2:].replace("-", "_")) for flag in flags}
-        words = [
-            word
-            for flag, value in before.items()
-            if value is not None and value != plain(flag.default)
-            for word in as_words(flag.word, value)
-        ]
-        if (file := unnamed_file(words, given)) is not None:
-            raise UsageError(f"the run in {settings.out} runs {file}: name it again")
-        return words
-    return []
+        before = {flag: saved.get(flag.word[2:].replace("-", "_")) for flag in flags_of(type(settings))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return settings  # no run: told when its folder is opened
+    words = [
+        word
+        for flag, value in before.items()
+        if flag.word not in ("--out", "--resume", "--json") and value not in (None, plain(flag.default))
+        for word in as_words(flag.word, value)
+    ]
+    resumed: S = parse_command_line(type(settings), prog=prog, args=[*words, *given])
+    with mistakes_in_one_line():
+        check_code(settings.out, words_of(resumed), named=given, otherwise="")
+    return resumed
 
 
 def _report(run: Run[S], experiment: Experiment[S]) -> Result | None:

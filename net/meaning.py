@@ -31,3 +31,8 @@ def differing(theirs: str, ours: str) -> tuple[str, str]:
         "; ".join(fact for fact in others if fact not in own) or "nothing",
         "; ".join(fact for fact in own if fact not in others) or "nothing",
     )
+
+
+def contradiction(theirs: str, ours: str) -> tuple[str, str] | None:
+    """Return what `differing` does of two meanings; None if they are equal or one says nothing, which fits all."""
+    return differing(theirs, ours) if theirs and ours and theirs != ours else None

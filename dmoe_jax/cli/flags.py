@@ -80,15 +80,6 @@ def without_idle(words: Sequence[str], flags: Iterable[Flag]) -> list[str]:
     return kept
 
 
-def unnamed_file(saved: Sequence[str], given: Sequence[str]) -> str | None:
-    """The first of a run's saved words that names a Python file, which the words given now do not name; None: none.
-
-    A run's folder may come from anywhere: to go on with the run must not run code that only the folder names.
-    """
-    named = {part for word in given for part in (word, word.partition("=")[2])}
-    return next((word for word in saved if ".py:" in word and word not in named), None)
-
-
 def help_page(page: str, groups: Mapping[str, str]) -> str:
     """Tyro's help page of one command with its flags in groups, each description as one paragraph.
 

@@ -76,7 +76,7 @@ class InspectCommand:
                 raise ValueError(f"--router would have no effect: that of the run is {run.router}")
             run = replace(run, router=self.router or run.router)
             if not self.trust_run:
-                check_code(run.path, "--router", run.router, given=self.router)
+                check_code(run.path, [run.router], named=[self.router or ""])
         set_up_jax()
         with mistakes_in_one_line():
             model, corpus = await _in_thread(partial(self._load, run))

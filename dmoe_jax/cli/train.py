@@ -5,7 +5,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dmoe_jax.cli.common import flag_of, mistakes_in_one_line, parse_command_line, set_up_jax
+from dmoe_jax.cli.common import mistakes_in_one_line, parse_command_line, set_up_jax
+from dmoe_jax.cli.flags import words_of
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import join_swarm
 from dmoe_jax.cli.train_options import TrainOptions, check_changes, flags_of_run
@@ -34,10 +35,8 @@ class TrainCommand(TrainOptions):
             words = [*flags_of_run(saved_settings(self.out)), *args]
         resumed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=words)
         if not self.trust_run:
-            given = flat(self.settings())
             with mistakes_in_one_line():
-                for name, value in flat(resumed.settings()).items():
-                    check_code(self.out, flag_of(name), value, given=given.get(name))
+                check_code(self.out, words_of(resumed), named=args)
         return resumed
 
     def prepared(self) -> PreparedRun:

@@ -25,7 +25,7 @@ from dmoe_jax.cli.common import (
     mistakes_in_one_line,
     parse_command_line,
 )
-from dmoe_jax.cli.flags import as_words, flags_of, unnamed_file, words_of
+from dmoe_jax.cli.flags import as_words, flags_of, words_of
 from dmoe_jax.cli.headline import show_headline
 from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
 from dmoe_jax.cli.local_metrics import LocalMetrics
@@ -52,6 +52,7 @@ from dmoe_jax.processes import (
     open_local_swarm,
 )
 from dmoe_jax.runs.run_folder import CONFIG, replaced_file
+from dmoe_jax.training.saving import check_code
 from dmoe_jax.xla_threads import share_of_threads
 
 LEAVE_TIMEOUT_S = 90.0
@@ -158,9 +159,10 @@ class UpCommand:
             saved = [str(word) for word in json.loads(self._flags_file.read_text())]
         except (OSError, ValueError) as error:
             raise UsageError(f"--resume: {self.out} is no run of dmoe up: cannot read {self._flags_file}") from error
-        if not self.trust_run and (file := unnamed_file(saved, args)) is not None:
-            raise UsageError(f"the run in {self.out} runs {file}: name it again, or add --trust-run")
         resumed: UpCommand = parse_command_line(UpCommand, prog="dmoe up", args=[*saved, *args])
+        if not self.trust_run:
+            with mistakes_in_one_line():
+                check_code(self.out, words_of(resumed), named=args)
         saved_nodes = parse_command_line(UpCommand, prog="dmoe up", args=saved).nodes
         if resumed.nodes != saved_nodes and resumed.claim is None and resumed.save_experts:
             raise UsageError(f"--nodes must be {saved_nodes} as before: each node has saved experts of its own")

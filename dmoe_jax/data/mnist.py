@@ -10,7 +10,6 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -119,8 +118,10 @@ def _download(cache: Path | None) -> Mnist:
                 raise DataError(f"{url}: expected the known bytes with SHA-256 {digest}, got {found}")
         data = read_mnist(Path(temporary))
         if cache is not None:
-            with suppress(OSError):
+            try:
                 shutil.copytree(temporary, cache, dirs_exist_ok=True)
+            except OSError as error:
+                _log.warning("MNIST will be downloaded again next time: it cannot be kept in %s: %s", cache, error)
     return replace(data, origin=f"a download from {BASE_URL}")
 
 

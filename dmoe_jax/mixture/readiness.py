@@ -23,7 +23,7 @@ from net.errors import (
     seconds_of,
 )
 from net.identity import Contact
-from net.meaning import MAX_MEANING_CHARACTERS, differing
+from net.meaning import MAX_MEANING_CHARACTERS, contradiction
 from net.rpc.base import Body
 from net.wire.fields import integer
 from net.wire.versions import CALLS, versions_differ
@@ -143,10 +143,9 @@ def _compare(expert: Expert, info: Body, who: str) -> None:
             ours=ours,
         )
     meaning = str(info.get("meaning") or "")[:MAX_MEANING_CHARACTERS]
-    if meaning and expert.meaning and meaning != expert.meaning:
-        got_facts, wanted_facts = differing(meaning, expert.meaning)
+    if facts := contradiction(meaning, expert.meaning):
         raise ExpertMismatch(
-            f"the experts of this swarm compute otherwise: {who} has {got_facts}, this model needs {wanted_facts}",
+            f"the experts of this swarm compute otherwise: {who} has {facts[0]}, this model needs {facts[1]}",
             theirs=theirs,
             ours=ours,
         )

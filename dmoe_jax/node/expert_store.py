@@ -27,7 +27,7 @@ from dmoe_jax.disk import CheckpointError, hold_folder
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.types import PyTree
-from net.meaning import differing
+from net.meaning import contradiction
 
 logger = logging.getLogger(__name__)
 
@@ -136,10 +136,8 @@ class ExpertStore:
 
 def _check_meaning(then: str, backend: ExpertBackend, where: str) -> None:
     """Raise CheckpointError if a checkpoint's numbers mean something else than the backend's; "" fits all."""
-    now = backend.expert.meaning
-    if then and now and then != now:
-        was, is_now = differing(then, now)
-        raise CheckpointError(f"{where} is of an expert that computes otherwise: {was}, expected {is_now}")
+    if facts := contradiction(then, backend.expert.meaning):
+        raise CheckpointError(f"{where} is of an expert that computes otherwise: {facts[0]}, expected {facts[1]}")
 
 
 def _give_way() -> None:

@@ -5,17 +5,20 @@ checkpoint of another model) fails between the two, so that a run that cannot be
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dmoe_jax.disk import check_not_held, hold_folder, is_empty
-from dmoe_jax.runs.run_folder import CONFIG, METRICS, RunFolder, Sink, changed_settings, check_new, new_folder
-from net.meaning import differing
+from dmoe_jax.runs.run_folder import METRICS, RunFolder, Sink, changed_settings, check_new, new_folder
+from net.meaning import contradiction
 
 CHECKPOINT_FOLDER = "checkpoints"
+
+_TRUST = ", or give --trust-run for all that the run names"
 
 _KEPT_EVENTS = ("interrupted", "failed", "resumed", "time_limit")
 """Events that happened once; what else a lost part of a run tells, the part that is trained again tells anew."""
@@ -134,11 +137,10 @@ def check_meaning_of_run(path: Path, meaning: str) -> None:
     """
     told = [record for record in RunFolder(path).metrics() if record["kind"] == "task"]
     then = str(told[0].get("meaning") or "") if told else ""
-    if then and meaning and then != meaning:
-        was, is_now = differing(then, meaning)
+    if facts := contradiction(then, meaning):
         raise ValueError(
             f"the numbers that the run in {path} has learnt stand for something else than now: it was begun with "
-            f"{was}; the data or the model now has {is_now}"
+            f"{facts[0]}; the data or the model now has {facts[1]}"
         )
 
 
@@ -147,24 +149,31 @@ def is_code(value: object) -> bool:
     return isinstance(value, str) and value.rpartition(":")[0].endswith(".py")
 
 
-def check_code(path: Path, flag: str, value: object, *, given: object) -> None:
+def check_code(path: Path, words: Iterable[str], *, named: Iterable[str], otherwise: str = _TRUST) -> None:
     """Check that no file is run only because the folder of a run names it: it may be a stranger's.
 
     Args:
       path: the folder.
-      flag: the flag that takes such a value, for the message.
-      value: what is to be used.
-      given: what the command line says.
+      words: flags and their values as they are to be used.
+      named: the words of the command line.
+      otherwise: ends the message: what the user can do instead of naming the file.
 
     Raises:
-      ValueError: the file is named by the folder alone.
+      ValueError: the folder alone names a file.
     """
-    if is_code(value) and value != given:
-        file = Path(str(value).rpartition(":")[0]).expanduser().absolute()
-        raise ValueError(
-            f"the run in {path} would run code out of {file}, which only its {CONFIG} names; if that file is yours, "
-            f"give {flag} {value} again, or --trust-run for all that the run names"
-        )
+    trusted = {part for word in named for part in _parts(word)}
+    for value in (part for word in words for part in _parts(word)):
+        if is_code(value) and value not in trusted:
+            file = Path(value.rpartition(":")[0]).expanduser().absolute()
+            raise ValueError(
+                f"the run in {path} would run code out of {file}, which only its folder names; if that file is yours, "
+                f"name {value} again{otherwise}"
+            )
+
+
+def _parts(word: str) -> list[str]:
+    """The words in a word: a flag may have its value in it, and a flag's value may be flags for another process."""
+    return re.split(r"[\s=]+", word)
 
 
 def finished_headline(folder: RunFolder) -> dict[str, Any] | None:

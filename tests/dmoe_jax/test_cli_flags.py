@@ -10,9 +10,10 @@ import trio
 
 from dmoe_jax.cli import main
 from dmoe_jax.cli.common import UsageError, parse_command_line
-from dmoe_jax.cli.flags import flags_of, unnamed_file, words_of
+from dmoe_jax.cli.flags import flags_of, words_of
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
+from dmoe_jax.training.saving import check_code
 
 
 def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -116,7 +117,7 @@ def test_up_goes_on_with_the_flags_of_the_run(tmp_path: Path) -> None:
     assert "--batch-size" in up.flags_of_trainer(0)
     assert "--batch-size" not in begun.flags_of_trainer(0)
     assert resumed("--model", "a.py:model").model == "a.py:model"
-    with pytest.raises(UsageError, match=r"runs a\.py:model: name it again, or add --trust-run"):
+    with pytest.raises(UsageError, match=r"name a\.py:model again, or give --trust-run"):
         resumed()
     with pytest.raises(UsageError, match="--nodes must be 3 as before"):
         resumed("--trust-run", "--nodes", "2")
@@ -125,11 +126,18 @@ def test_up_goes_on_with_the_flags_of_the_run(tmp_path: Path) -> None:
         resumed()
 
 
-def test_a_file_counts_as_named_where_it_stands_in_a_word() -> None:
-    """Flags that are handed on are one word with blanks."""
-    assert unnamed_file(["--model", "a.py:b"], ["--out", "x"]) == "a.py:b"
-    assert unnamed_file(["--model", "a.py:b"], ["--model=a.py:b"]) is None
-    assert unnamed_file(["--steps", "3"], []) is None
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [("a.py:b", ["--model=a.py:b"]), ("a.py:b", ["--train-flags", "--model a.py:b"]), ("--model a.py:b", ["a.py:b"])],
+)
+def test_a_file_counts_as_named_where_it_stands_in_a_word(value: str, named: list[str], tmp_path: Path) -> None:
+    """A flag may have its value in the same word, and flags that are handed on are one word with blanks."""
+    check_code(tmp_path, ["3", value], named=named)
+    for others in ([], ["--out", "x"], ["--model=a.py:c"], ["aa.py:b"]):
+        with pytest.raises(
+            ValueError, match=r"would run code out of .*a\.py, .*name a\.py:b again, or give --trust-run"
+        ):
+            check_code(tmp_path, ["3", value], named=others)
 
 
 def test_completion_is_a_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,7 +184,7 @@ def test_a_run_folder_runs_no_code_by_itself(flag: str, value: str, tmp_path: Pa
         typed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=words)
         return typed.resumed(words)
 
-    line = rf"would run code out of {tmp_path / 'mine.py'}, .*give {flag} {value} again, or --trust-run"
+    line = rf"would run code out of {tmp_path / 'mine.py'}, .*name {value} again, or give --trust-run"
     with pytest.raises(UsageError, match=line):
         resumed()
     for words in ((flag, value), ("--trust-run",)):

@@ -273,7 +273,7 @@ def test_a_run_folder_runs_no_code_by_itself(
             main(["inspect", "--unfinished", *words])
         return capsys.readouterr().err
 
-    line = f"would run code out of {tmp_path / 'mine.py'}, .*give --router mine.py:router again, or --trust-run"
+    line = f"would run code out of {tmp_path / 'mine.py'}, .*name mine.py:router again, or give --trust-run"
     assert re.search(line, refusal("run"))
     for words in (("--router", "mine.py:router"), ("--trust-run",)):
         assert "raised ValueError: it ran" in refusal("run", *words)

@@ -316,7 +316,7 @@ def test_a_resumed_run_has_the_flags_that_it_was_begun_with(tmp_path: Path, caps
     go("--throws", "5", "--thrower", "my.py:arm")
     with pytest.raises(SystemExit):
         go("--resume")
-    assert f"the run in {tmp_path} runs my.py:arm: name it again" in capsys.readouterr().err
+    assert f"the run in {tmp_path} would run code out of {Path('my.py').absolute()}" in capsys.readouterr().err
     go("--resume", "--thrower", "my.py:arm")
     go("--resume", "--thrower", "my.py:arm", "--throws", "6")
     assert seen == [(5, "my.py:arm"), (5, "my.py:arm"), (6, "my.py:arm")]
