@@ -20,7 +20,7 @@ from dmoe_jax.security import Plain, Security, Tls
 from net.identity import Address
 from net.rpc.bulk import MemoryBudget
 from net.rpc.faults import FaultPlan
-from net.wire.messages import is_host
+from net.wire.messages import check_announced
 
 JoinTexts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PEER [PEER ...]")]
 """Peers to join through, as the command line takes them."""
@@ -91,18 +91,13 @@ class ListenOptions:
 
     def __post_init__(self) -> None:
         address = self.address
-        if self.announce is None and _is_ip_address(address.host, "unspecified"):
+        if self.announce is None and _is_every_address(address.host):
             raise ValueError(
                 f"--listen {self.listen} is every address of this machine: --announce must say under which name or "
                 "address others reach it"
             )
-        if self.announce is not None and (
-            not is_host(self.announce)
-            or _is_ip_address(self.announce, "unspecified")
-            or any(sign in self.announce for sign in "@[]/ ")
-            or (":" in self.announce and not _is_ip_address(self.announce))
-        ):
-            raise ValueError(f"--announce must be a host name or an address, without a port, got {self.announce!r}")
+        if self.announce is not None:
+            check_announced(self.announce, "--announce")
 
     @property
     def address(self) -> Address:
@@ -110,13 +105,12 @@ class ListenOptions:
         return Address.parse(self.listen)
 
 
-def _is_ip_address(host: str, kind: str | None = None) -> bool:
-    """Whether the text is an IP address, or one of a kind (`unspecified`, `loopback`)."""
+def _is_every_address(host: str) -> bool:
+    """True for the IP address that stands for all of a machine's."""
     try:
-        address = ipaddress.ip_address(host)
+        return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
-    return kind is None or bool(getattr(address, f"is_{kind}"))
 
 
 def check_names(join: Sequence[str], swarm: str) -> None:

@@ -128,7 +128,7 @@ class Collaborative:
         )
 
     def gather(self, state: CollaborativeState, grads: PyTree, samples: ArrayLike, **extra: Any) -> CollaborativeState:
-        """Take in a micro-batch.
+        """Take in a micro-batch; one whose gradients, times its samples, are not finite in float32 is left out.
 
         Args:
           grads: mean over its samples of the gradient of the loss, times `state.scale` if there is one.
@@ -137,10 +137,10 @@ class Collaborative:
         """
         amount = jnp.asarray(samples, jnp.float32)
         factor = 1.0 if state.scale is None else 1 / state.scale
-        is_good = all_finite(grads)
+        weight = factor if state.total is None else amount * factor
+        is_good = all_finite(jax.tree.map(lambda new: wide(new) * weight, grads))
         if state.total is not None:
             # A leaf at a time, into the sum itself where the state is donated: no second copy of it.
-            weight = jnp.where(is_good, amount * factor, 0.0)
             total = jax.tree.map(lambda sum_, new: sum_ + jnp.where(is_good, wide(new), 0) * weight, state.total, grads)
             state = state._replace(total=total)
         else:

@@ -33,9 +33,8 @@ from net.rpc.lanes import Lanes
 from net.rpc.service import Service
 from net.transport.base import Link, Listener, Transport
 from net.wire.compression import COMPRESSIONS
-from net.wire.fields import MAX_HOST_CHARACTERS
 from net.wire.frame_reader import WINDOW_BYTES
-from net.wire.messages import INSTANCE_BYTES, MAX_TIMEOUT_S, Hello, is_host
+from net.wire.messages import INSTANCE_BYTES, MAX_TIMEOUT_S, Hello, check_announced
 from net.wire.sinks import check_sink
 from net.wire.tensors import Outgoing, Tensor
 
@@ -86,8 +85,8 @@ async def open_rpc_peer(
       ListenFailed: on entry.
       ValueError: on entry; the transport proves another peer id, or `announce` cannot be a host.
     """
-    if announce is not None and not is_host(announce):
-        raise ValueError(f"announce must be 1 to {MAX_HOST_CHARACTERS} ASCII characters, got {announce!r}")
+    if announce is not None:
+        check_announced(announce)
     if transport.peer_id not in (None, peer_id):
         raise ValueError(f"the transport proves us to be {transport.peer_id}, not {peer_id}")
     listener = None if listen is None else await transport.listen(listen)

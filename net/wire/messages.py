@@ -15,9 +15,11 @@ that its sender places no more calls: once both have said it and all calls are a
 """
 
 import enum
+import ipaddress
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -233,6 +235,23 @@ def is_host(value: object) -> bool:
     """Whether this may stand for a host: what DHT records may say of one too, or an honest peer that passes it on
     would break their rules."""
     return HOST.holds(value)
+
+
+def check_announced(host: str, what: str = "announce") -> None:
+    """Check that others can be told to call a host.
+
+    Args:
+      what: names the value in the message.
+
+    Raises:
+      ValueError: it is no host name or IP address, has a port or brackets, or is every address of a machine.
+    """
+    is_address, is_every = False, False
+    with suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        is_address, is_every = True, address.is_unspecified
+    if not is_host(host) or is_every or any(sign in host for sign in "@[]/ ") or (":" in host and not is_address):
+        raise ValueError(f"{what} must be a host name or an address, without a port, got {host!r}")
 
 
 def error_text(text: str) -> str:

@@ -174,7 +174,7 @@ def test_a_router_that_will_not_do_gets_one_line(
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--version"])
-    assert re.fullmatch(r"dmoe_jax \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    assert re.fullmatch(r"dmoe_jax \d+\.\d+\.\d+(\.dev\d+)?\n", capsys.readouterr().out)
 
 
 def test_a_help_page_that_nobody_reads_to_its_end_is_no_crash() -> None:

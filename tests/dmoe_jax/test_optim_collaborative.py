@@ -120,6 +120,16 @@ def test_an_overflow_anywhere_halves_the_scale_everywhere_and_costs_one_micro_ba
         assert float(states[0].scale) == expected
 
 
+def test_finite_gradients_whose_sum_is_not_are_left_out() -> None:
+    """The mean of 16 samples fits float32, their sum does not: the step is made of the others, and it is counted."""
+    together = collaborative(optax.sgd(1.0))
+    state = together.gather(together.init(PARAMS), jax.tree.map(lambda leaf: jnp.full_like(leaf, 1e38), PARAMS), 16)
+    state = together.gather(state, jax.tree.map(jnp.ones_like, PARAMS), 4)
+    assert (float(state.samples), float(state.overflows)) == (4, 1)
+    state = together.step(state, together.contribution(state))
+    jax.tree.map(lambda got, old: np.testing.assert_allclose(got, old - 1), state.params, PARAMS)
+
+
 def test_a_step_of_nothing_changes_nothing_and_counts() -> None:
     together = collaborative(optax.adam(0.1))
     state = together.init(PARAMS)

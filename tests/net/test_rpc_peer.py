@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from functools import partial
 from typing import Any
 
@@ -76,6 +77,16 @@ async def test_the_handler_knows_its_caller() -> None:
         assert isinstance(client, Caller)
         assert announced.address is not None
         assert announced.address.host == "localhost"
+
+
+@pytest.mark.parametrize("announce", ["[::1]", "host:4000", "0.0.0.0", "::", "", "a b", "x@y"])
+async def test_nobody_is_told_to_call_what_is_no_host(announce: str) -> None:
+    """Others would keep the address and try it again and again."""
+    with pytest.raises(
+        ValueError, match=f"announce must be a host name or an address, .*got {re.escape(repr(announce))}"
+    ):
+        async with open_rpc_peer(TcpTransport(), peer_id=CLIENT, listen=ANY_PORT, announce=announce):
+            pass
 
 
 async def test_every_peer_answers_ping_and_can_call_itself() -> None:
