@@ -1,6 +1,7 @@
 """Rounds of averaging beside a training loop: see `dmoe_jax.averaging`."""
 
 import logging
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -35,6 +36,7 @@ from net.averaging.averager import Averager, AveragingStep
 from net.averaging.grouping.group import WEIGHTS, Role
 from net.averaging.opening import open_averager
 from net.averaging.state.buffer import Table
+from net.averaging.state.download import StateRefused
 from net.averaging.state.sharing import MAX_VERSION, StateSource
 from net.dht.node import DhtNode
 from net.errors import NetError
@@ -49,6 +51,7 @@ MISSED_BEFORE_CATCHING_UP = 3
 """Rounds in a row that may come to nothing before a peer should ask whether the others have left it behind."""
 
 _CATCH_UP_TIMEOUT_S = 120.0
+_ASK_AGAIN_S = 5.0
 _CATCH_UP_ATTEMPTS = 3
 """A connection may break; that nobody is ahead is no reason to wait."""
 
@@ -105,6 +108,8 @@ class TreeAverager:
         self._missed_in_a_row = 0
         self._left_behind = trio.Event()
         self._held_back = ""
+        self._is_refused = False
+        """True if those who are ahead had no state to give when they were last asked."""
         self._is_of_others = False
         """True if a state that was offered last has other arrays than this peer's."""
         self.totals = AveragingTotals()
@@ -159,10 +164,11 @@ class TreeAverager:
 
     async def _late_state(self, loop: LoopState, own: PyTree) -> PyTree | None:
         """The state of the peer that is furthest, at this peer's first step or if it is left behind; None: go on."""
-        if not (loop.may_be_behind or self.is_left_behind):
+        if not (loop.may_be_behind or self.is_left_behind or trio.current_time() >= loop.ask_again_at):
             return None
-        loop.may_be_behind, self._is_of_others = False, False
+        loop.may_be_behind, self._is_of_others, self._is_refused = False, False, False
         taken = await self.catch_up(loop.version, own)
+        loop.ask_again_at = trio.current_time() + _ASK_AGAIN_S if self._is_refused else math.inf
         if taken is None and self._is_of_others:  # the others share a `state` of their callers': not for this peer
             self.why_not = self._held_back = ""
         return None if taken is None else taken[1]
@@ -260,6 +266,8 @@ class TreeAverager:
                 expects=is_of_use,
                 accepts=is_finite_state,
             )
+        except StateRefused:  # nobody averages with an old state while its owner has none: no reason to wait
+            state, self._is_refused = None, True
         except NetError as error:
             self.why_not = self._held_back = str(error)
             return None

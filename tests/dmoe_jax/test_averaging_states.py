@@ -166,6 +166,45 @@ def test_who_joins_late_goes_on_from_the_others_without_a_word_in_its_loop(kind:
     assert not is_going_over(new.opt_state)
 
 
+def test_a_loop_that_stands_still_holds_nobody_up_who_joins() -> None:
+    """It has made more rounds than those who join, and ended; they average without it at once. Once it goes on, they
+    take its state."""
+    optimizer: Any = OPTIMIZERS["parameters"]
+    old, one, two = Loop(optimizer, 1.0), Loop(optimizer, 3.0), Loop(optimizer, 7.0)
+    goes_on = trio.Event()
+
+    async def trains(averager: TreeAverager, loop: Loop) -> None:
+        for _ in range(5):  # alone
+            await loop.step(averager, 0.0, wait=True)
+        await goes_on.wait()
+        while True:
+            loop.opt_state = await averager.step(loop.opt_state, loop.params)
+            await trio.sleep(0.1)
+
+    async def joins(averager: TreeAverager, loop: Loop) -> None:
+        await trio.sleep_until(200.0)
+        while averager.totals.done < 2:
+            began = trio.current_time()
+            await loop.step(averager, 0.0)
+            assert trio.current_time() - began < 10
+            await trio.sleep(1.0)
+        assert trio.current_time() < 240
+        assert averager.totals.missed == averager.totals.states_taken == 0
+        goes_on.set()
+        while not averager.totals.states_taken:
+            await loop.step(averager, 0.0)
+            await trio.sleep(1.0)
+        assert trio.current_time() < 300
+
+    async def body(swarm: Swarm) -> None:
+        start(swarm, "old", old, trains)
+        start(swarm, "one", one, joins)
+        start(swarm, "two", two, joins)
+        await swarm_lived(swarm, "one", "two")
+
+    in_swarm(body)
+
+
 def test_a_state_that_was_taken_travels_no_further() -> None:
     taken = taken_over({"w": jnp.ones(2)}, OPTIMIZERS["parameters"].init({"w": jnp.zeros(2)}))
     assert is_going_over(taken)

@@ -41,7 +41,7 @@ from net.averaging.window import BulkWindow
 from net.dht.messages import parse_contact_untrusted
 from net.dht.node import DhtNode
 from net.dht.records import Dictionary
-from net.errors import CallFailed, NetError, PeerUnavailable, RemoteProtocolError
+from net.errors import CallFailed, CallRefused, NetError, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.rpc.base import Caller, Reply
 from net.rpc.service import PING
@@ -56,6 +56,10 @@ _ANY_VERSION = integer(-(2**63), 2**63)
 
 class StateUnavailable(NetError):
     """Donors are announced that should have had the state, and none gave it."""
+
+
+class StateRefused(StateUnavailable):
+    """All donors that are announced said that they have no state of use now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -128,6 +132,7 @@ async def download_state(
 
     Raises:
       StateUnavailable: somebody is, and no state was whole in time that could be used.
+      StateRefused: all who are announced said that they have none of use now.
     """
     search = _Search(
         caller=caller,
@@ -152,6 +157,9 @@ async def download_state(
                 except RemoteProtocolError:
                     search.banned.add(contact.peer_id)
                     continue
+                except CallRefused:
+                    search.announced.discard(contact.peer_id)
+                    continue
                 except NetError:
                     continue
                 if accepts(state):
@@ -161,7 +169,8 @@ async def download_state(
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, 5.0)
     if search.num_announced:
-        raise StateUnavailable(
+        error = StateUnavailable if search.announced else StateRefused
+        raise error(
             f"{search.num_announced} peers are announced as donors of {state_key(prefix)} from version {min_version} "
             "on, and none gave a state of use"
         )
@@ -184,6 +193,7 @@ class _Search:
     partial: _Partial | None = None
     banned: set[PeerId] = field(default_factory=set)
     num_announced: int = 0  # donors that the last look at the DHT found
+    announced: set[PeerId] = field(default_factory=set)  # those of them that have not refused
 
     def __post_init__(self) -> None:
         self.open_method, self.chunk_method = state_methods(self.prefix)
@@ -191,7 +201,8 @@ class _Search:
     async def donors(self) -> list[Contact]:
         """Donors that live, the furthest first; at the same version in random order."""
         if self.known is not None:
-            self.num_announced = len(self.known)
+            self.announced = {contact.peer_id for contact in self.known}
+            self.num_announced = len(self.announced)
             return await self._living([contact for contact in self.known if contact.peer_id not in self.banned])
         record = await self.dht.get(state_key(self.prefix))
         found = []
@@ -205,7 +216,8 @@ class _Search:
                 found.append((-version, self.rng.random(), contact))
         # An announcement may be old: a donor that is behind may be further by now, and is asked. But it is no sign that
         # there is a state of use.
-        self.num_announced = sum(-version >= self.min_version for version, _, _ in found)
+        self.announced = {contact.peer_id for version, _, contact in found if -version >= self.min_version}
+        self.num_announced = len(self.announced)
         in_order = [contact for _, _, contact in sorted(found, key=lambda item: item[:2])]
         return await self._living([contact for contact in in_order if contact.peer_id not in self.banned])
 
