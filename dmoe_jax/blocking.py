@@ -393,8 +393,9 @@ def connect(join: Target | Sequence[Target] = (), **options: Any) -> BlockingSwa
     """Take part in a swarm from ordinary code; arguments as of `dmoe_jax.swarm.open_swarm`.
 
     Call it before JAX computes anything, where remote layers are to be used under `jit`: XLA then gets threads to spare
-    for their calls (see `dmoe_jax.xla_threads.make_room`). Experts served here have CPU devices of their own
-    (`dmoe_jax.own_devices`). In the main thread, Ctrl-C comes out of a layer under `jit` as KeyboardInterrupt.
+    for their calls, and for loops over several CPU devices (see `dmoe_jax.xla_threads.make_room`). Experts served here
+    have CPU devices of their own (`dmoe_jax.own_devices`). In the main thread, Ctrl-C comes out of a layer under `jit`
+    as KeyboardInterrupt.
 
     Raises:
       ValueError, NetError: as of `open_swarm`.

@@ -6,9 +6,12 @@ with one thread, and more time (`experiments.node_speed`).
 """
 
 import functools
+import logging
 import os
 
 from dmoe_jax.cores import usable_cores
+
+_log = logging.getLogger(__name__)
 
 VARIABLE = "NPROC"
 """Where XLA looks."""
@@ -59,6 +62,15 @@ def make_room() -> bool:
             os.environ.pop(VARIABLE)
             if asked is not None:
                 os.environ[VARIABLE] = asked
+    elif threads <= MAX_WAITING_CALLS and jax.local_device_count("cpu") > 1:
+        _log.warning(
+            "JAX has computed already, so XLA keeps its %d threads. With so few it stops for good, also without "
+            "dmoe_jax, when a loop over several CPU devices has 32 steps under way: call connect() first, set %s=%d "
+            "before JAX starts, or read a result every 16 steps",
+            threads,
+            VARIABLE,
+            usable_cores() + MAX_WAITING_CALLS,
+        )
     return threads > MAX_WAITING_CALLS * jax.local_device_count("cpu")
 
 
