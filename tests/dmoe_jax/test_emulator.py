@@ -145,13 +145,14 @@ def test_equals_the_swarm(route: Route | None) -> None:
 
 @pytest.mark.slow
 def test_equals_the_swarm_with_the_papers_optimizer() -> None:
-    """In float32 too, if both are compiled with the same library: with another one 7e-5 come of rounding."""
+    """In float32 too, if both are compiled with the same library: with another one 7e-5 come of rounding, and so does
+    what is left here, which float64 does not have."""
     problem = mnist(d_model=16, grid_size=(3, 3), num_layers=2, num_evaluated=1)
     state, swarm = in_both(problem, problem.emulator(NUM_TRAINERS, rows=True, same_kernels=True), seed=2)
     np.testing.assert_allclose(state.totals.losses, swarm.losses, rtol=0, atol=1e-5)
     leaves = jax.tree.leaves((state.params, state.expert_params))
     for ours, theirs in zip(leaves, jax.tree.leaves((swarm.params, swarm.experts)), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=3e-5)
 
 
 @pytest.mark.slow
