@@ -54,6 +54,7 @@ def test_simulated_swarm_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert losses[-1] < 0.35  # chance is 0.69
 
 
+@pytest.mark.slow
 def test_notebook_runs_inside_an_event_loop() -> None:
     """Cell by cell, with an asyncio loop already running around them, as in Jupyter."""
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
@@ -69,6 +70,7 @@ def test_notebook_runs_inside_an_event_loop() -> None:
     assert names["trainers"].step == 200  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_diloco_in_two_processes() -> None:
     """Both processes average, and each knows the part of the line that only the other has seen."""
     out = subprocess.run(

@@ -218,6 +218,7 @@ def test_bfloat16_is_close_and_keeps_its_parameters() -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves((params, gradients, loss))} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 async def test_trains_on_a_text_as_a_model() -> None:
     """Under a trainer, with the recipe's optimiser, the loss falls, and an evaluation with other masks says so, too."""
     text, evaluated = story_text(), story_text(seed=1)

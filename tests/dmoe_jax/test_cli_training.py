@@ -283,6 +283,7 @@ async def test_what_does_not_fit_the_swarm_is_refused_before_anything_is_written
             await run(command(out, text, resume=True), swarm)
 
 
+@pytest.mark.slow
 async def test_experts_that_drop_need_a_trainer_that_drops(text: str, tmp_path: Path) -> None:
     """With a rate of its own it trains with them; where only one side drops, a line says which flag to give."""
     dropping = replace(SIZES, dropout=0.5)

@@ -120,6 +120,7 @@ def test_one_is_killed_in_either_round(number: int, silent: bool) -> None:
     assert took_s < 10
 
 
+@pytest.mark.slow
 def test_one_joins() -> None:
     joined_at = 0
 
@@ -141,6 +142,7 @@ def test_one_joins() -> None:
     assert newcomer.steps[0].number <= joined_at + 2
 
 
+@pytest.mark.slow
 def test_clients_bring_and_auxiliaries_only_reduce() -> None:
     """The auxiliary peer learns of the groups from the plan in the DHT."""
     assisted: list[int] = []

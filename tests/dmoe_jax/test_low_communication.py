@@ -191,6 +191,7 @@ def pair_moments(alpha: float, gamma: float) -> float:
     return float(np.abs(np.linalg.eigvals(np.stack([values, product, squares]))).max())
 
 
+@pytest.mark.slow
 def test_noloco_draws_peers_together_as_derived() -> None:
     """Without gradients the distortion falls by 0.70 an outer step with the defaults; beyond gamma = 2 (1 - alpha^2) it
     grows."""

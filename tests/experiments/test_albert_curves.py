@@ -48,6 +48,7 @@ def played(task: AlbertTask) -> Together:
     return play(task)
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_one_machine_with_the_same_samples(task: AlbertTask, played: Together) -> None:
     """Peers' parameters are one process's after every step, though peers died; and so is the loss."""
     assert played.failed_at

@@ -62,6 +62,7 @@ def test_figures_of_batches_are_those_of_hand_made_steps() -> None:
     assert figures["most_idle"] == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_a_short_run_has_its_figures_and_a_picture(tmp_path: Path) -> None:
     settings = CollaborativeSettings(part=("equal", "batches", "shares"), steps=12, minutes=0.7)
     folder = RunFolder.create(tmp_path / "run", settings, name="collaborative")

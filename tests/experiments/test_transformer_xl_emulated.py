@@ -184,6 +184,7 @@ def test_the_command_emulates_the_mixture(
     assert {"figure.png", "report.md"} <= {path.name for path in (tmp_path / "run").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_router_may_give_a_sample_more_experts_than_k_best() -> None:
     setup = make_setup(expert_choice((2, 2)))
     engine = EmulatedDmoe(replace(setup, batch_size=2))

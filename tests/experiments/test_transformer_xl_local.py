@@ -129,6 +129,7 @@ def test_the_step_of_a_mixture_is_that_of_the_equations() -> None:
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_mixture_of_one_expert_is_the_dense_model() -> None:
     """With one layer, the same weights and no bound on norms, both take the same updates."""
     presets = small_preset("dmoe", num_layers=1, grid_size=(1,), k_best=1), small_preset("small", num_layers=1)
