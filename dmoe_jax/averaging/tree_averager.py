@@ -50,8 +50,9 @@ _log = logging.getLogger(__name__)
 MISSED_BEFORE_CATCHING_UP = 3
 """Rounds in a row that may come to nothing before a peer should ask whether the others have left it behind."""
 
-_CATCH_UP_TIMEOUT_S = 120.0
 _ASK_AGAIN_S = 5.0
+"""Seconds until those who are ahead are asked again, if their loops stood still."""
+_CATCH_UP_TIMEOUT_S = 120.0
 _CATCH_UP_ATTEMPTS = 3
 """A connection may break; that nobody is ahead is no reason to wait."""
 

@@ -5,7 +5,7 @@ checkpoint of another model) fails between the two, so that a run that cannot be
 """
 
 import json
-import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -161,19 +161,25 @@ def check_code(path: Path, words: Iterable[str], *, named: Iterable[str], otherw
     Raises:
       ValueError: the folder alone names a file.
     """
-    trusted = {part for word in named for part in _parts(word)}
-    for value in (part for word in words for part in _parts(word)):
-        if is_code(value) and value not in trusted:
-            file = Path(value.rpartition(":")[0]).expanduser().absolute()
+    trusted = {part for word in named for part in (word, word.partition("=")[2])}
+    for word in words:
+        file = next((part for part in _parts(word) if is_code(part)), None)
+        if file is not None and word not in trusted:
+            path_of_file = Path(file.rpartition(":")[0]).expanduser().absolute()
             raise ValueError(
-                f"the run in {path} would run code out of {file}, which only its folder names; if that file is yours, "
-                f"name {value} again{otherwise}"
+                f"the run in {path} would run code out of {path_of_file}, which only its folder names; if that file is "
+                f"yours, name {word} again{otherwise}"
             )
 
 
-def _parts(word: str) -> list[str]:
-    """The words in a word: a flag may have its value in it, and a flag's value may be flags for another process."""
-    return re.split(r"[\s=]+", word)
+def _parts(word: str) -> Iterator[str]:
+    """The word, and what a shell makes of it: a flag's value may be flags for another process, in quotes or not."""
+    try:
+        parts = shlex.split(word)
+    except ValueError:  # a quote without its end
+        parts = []
+    for part in (*parts, word) if word.startswith("-") else (word, *parts):  # the first is shown
+        yield from (part.partition("=")[2], part)
 
 
 def finished_headline(folder: RunFolder) -> dict[str, Any] | None:

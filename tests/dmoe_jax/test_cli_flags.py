@@ -126,18 +126,28 @@ def test_up_goes_on_with_the_flags_of_the_run(tmp_path: Path) -> None:
         resumed()
 
 
-@pytest.mark.parametrize(
-    ("value", "named"),
-    [("a.py:b", ["--model=a.py:b"]), ("a.py:b", ["--train-flags", "--model a.py:b"]), ("--model a.py:b", ["a.py:b"])],
-)
-def test_a_file_counts_as_named_where_it_stands_in_a_word(value: str, named: list[str], tmp_path: Path) -> None:
-    """A flag may have its value in the same word, and flags that are handed on are one word with blanks."""
-    check_code(tmp_path, ["3", value], named=named)
+def test_a_file_counts_as_named_where_it_stands_in_a_word(tmp_path: Path) -> None:
+    """A flag may have its value in the same word."""
+    for named in (["--model", "a.py:b"], ["--model=a.py:b"]):
+        check_code(tmp_path, ["--steps", "3", "--model", "a.py:b"], named=named)
     for others in ([], ["--out", "x"], ["--model=a.py:c"], ["aa.py:b"]):
         with pytest.raises(
             ValueError, match=r"would run code out of .*a\.py, .*name a\.py:b again, or give --trust-run"
         ):
-            check_code(tmp_path, ["3", value], named=others)
+            check_code(tmp_path, ["--steps", "3", "--model", "a.py:b"], named=others)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--model a.py:b", "--model=a.py:b", "--model 'a.py':b", '--model "a".py:b', "a.p\\y:b"]
+)
+def test_no_file_hides_in_flags_that_are_handed_on(flags: str, tmp_path: Path) -> None:
+    """They are one word, which a shell would take apart; it counts as named as a whole."""
+    check_code(tmp_path, ["--train-flags", flags], named=[f"--train-flags={flags}"])
+    for named in ([], ["b"], ["--k-best", "2"], ["--train-flags", "--model c.py:b"]):
+        with pytest.raises(ValueError, match=r"would run code out of "):
+            check_code(tmp_path, ["--train-flags", flags], named=named)
+    with pytest.raises(ValueError, match=r"out of .*other folder/a\.py"):
+        check_code(tmp_path, ["other folder/a.py:b"], named=["a.py:b", "folder/a.py:b"])
 
 
 def test_completion_is_a_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,7 @@ def read_often(loops: Sequence[Loop]) -> list[Loop]:
 
 
 def test_who_connects_late_is_told_of_several_devices() -> None:
-    """Of XLA's own limit, and what to do; with one device, or first, there is nothing to tell."""
+    """A warning names XLA's own limit and what to do; with one device, or first, there is none."""
     program = "import sys, jax; sys.argv[1] == 'late' and jax.numpy.zeros(3).sum(); import dmoe_jax; dmoe_jax.connect()"
     for when, devices, is_told in (("late", 2, True), ("late", 1, False), ("first", 2, False)):
         environment = {name: text for name, text in os.environ.items() if name != "NPROC"}
