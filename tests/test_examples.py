@@ -31,6 +31,7 @@ def test_readme_block_runs(block: str, tmp_path: Path, monkeypatch: pytest.Monke
     exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
 
 
+@pytest.mark.slow
 def test_remote_layer_learns(capsys: pytest.CaptureFixture[str]) -> None:
     """The Flax model with remote experts classifies a ring under `jit`."""
     runpy.run_path(str(EXAMPLES / "remote_layer_in_flax.py"), run_name="__main__")

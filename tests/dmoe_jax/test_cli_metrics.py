@@ -134,6 +134,7 @@ async def run(settings: TrainCommand, swarm: Swarm, monitor: Monitor) -> dict[st
     return await run_training(settings, settings.prepared(), swarm, monitor)
 
 
+@pytest.mark.slow
 async def test_a_run_shows_its_figures_and_writes_its_trace(text: str, tmp_path: Path) -> None:
     """What a scraper sees agrees with the headline; the trace has every call and step, whose hosts are the node."""
     monitor = Monitor("train")

@@ -92,6 +92,7 @@ def test_unequal_peers_make_the_steps_of_one_machine() -> None:
     assert all(abs(batch - CONFIG.target_batch_size) <= 0.05 * CONFIG.target_batch_size for batch in batches[1:])
 
 
+@pytest.mark.slow
 def test_nobody_misses_a_step_over_long_lines() -> None:
     """Eight machines, a round trip of 400 ms, two seconds to form a group. For the first step they do not know of each
     other yet."""
@@ -127,8 +128,10 @@ def test_nobody_makes_a_step_that_others_have_made_already() -> None:
     assert fewest_of(forecast(now, [other, ahead], target=100, now=100.0)) > MAX_GROUP_SIZE
 
 
-@pytest.mark.parametrize("silent", [False, True])
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize(
+    ("victim", "silent"),
+    [(0, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, True), (3, False), (3, True)))],
+)
 def test_one_joins_and_one_is_killed_while_it_averages(victim: int, silent: bool) -> None:
     specs, took_s, joined_at = machines(), 0.0, 0
 

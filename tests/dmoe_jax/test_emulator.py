@@ -225,6 +225,7 @@ def test_what_is_run_again_begins_where_its_piece_began(monkeypatch: pytest.Monk
     close(in_pieces, in_one)
 
 
+@pytest.mark.slow
 def test_many_experts_are_not_held_twice() -> None:
     """Where a run has few calls for its experts, no copy is made of them, and nothing is compiled that trusts."""
     emulator = make_emulator(NUM_TRAINERS)
@@ -243,6 +244,7 @@ def test_many_experts_are_not_held_twice() -> None:
     assert run(4)  # that program is there now
 
 
+@pytest.mark.slow
 def test_places_for_trainers_and_experts_that_are_used_again() -> None:
     """Trainers that never begin a step change nothing; nor do initial experts that other runs began with."""
     small, roomy = make_emulator(2), three_trainers()

@@ -367,7 +367,10 @@ MANY = {f"{number:02}": np.tile(RNG.normal(size=2), (PEERS, 1)).astype(np.float3
 """So many arrays that a fragment has the places 1, 4, 7 and 10: in the order of numbers and not of text."""
 
 
-@pytest.mark.parametrize(("overlap", "mixing", "fragments"), [(0, 0.0, 3), (2, 0.5, 3), (4, 0.3, 2), (1, 1.0, 1)])
+@pytest.mark.parametrize(
+    ("overlap", "mixing", "fragments"),
+    [pytest.param(0, 0.0, 3, marks=pytest.mark.slow), (2, 0.5, 3), (4, 0.3, 2), (1, 1.0, 1)],
+)
 def test_streaming_diloco_by_hosts_is_that_of_the_axis(overlap: int, mixing: float, fragments: int) -> None:
     """What hosts bring before tau steps are over is used after them: the same numbers."""
     steps, every = 17, 6

@@ -160,6 +160,7 @@ async def test_a_size_that_does_not_compile_is_not_tried_for_ever(
         assert "batches stay smaller" in caplog.text
 
 
+@pytest.mark.slow
 def test_of_what_is_compiled_alone_jax_remembers_no_module() -> None:
     """Unlike of what it compiles by itself. What comes out is the same, once for each shape and type."""
 

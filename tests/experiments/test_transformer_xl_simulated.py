@@ -89,6 +89,7 @@ def test_a_stretch_is_as_long_as_it_was_asked_to_be(whole_run: tuple[SimulatedEn
     assert len({record.trainer for record in records}) == SETTING.num_trainers
 
 
+@pytest.mark.slow
 def test_a_run_repeats_itself(make: Make, whole_run: tuple[SimulatedEngine, list[StepRecord]]) -> None:
     """Every step and the whole state to the last bit, with delays, failures, dropout and noise: in a run that is
     evaluated at its pause, and in one that goes on from there, through JSON and host arrays. Another seed differs."""
@@ -104,6 +105,7 @@ def test_a_run_repeats_itself(make: Make, whole_run: tuple[SimulatedEngine, list
     assert train(make(seed=1), 6) != records[:6]
 
 
+@pytest.mark.slow
 def test_staleness_is_that_of_asynchronous_trainers(make: Make) -> None:
     """With N trainers at work a gradient is N - 1 updates old on average, a little less as a stretch begins."""
     engine = make(setting=Setting(num_trainers=6, num_nodes=2))
@@ -134,6 +136,7 @@ def test_one_trainer_without_delay_is_the_step_on_this_device() -> None:
     assert evaluate(swarm) == pytest.approx(train_without_waiting(_validation(device)).loss, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_share_of_lost_calls_is_the_failure_rate() -> None:
     """A fifth of the calls asked to fail fail, and next to no other; every answered sample is counted as load."""
     engine = make_dmoe(setting=Setting(num_trainers=4, num_nodes=2, failure_rate=0.2, grace_s=20.0))
