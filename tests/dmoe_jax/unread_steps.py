@@ -68,7 +68,8 @@ def run(swarm: BlockingSwarm, experts: dict[str, Any], loop: Loop) -> float:
         {
             "gate": mixture.remote.router.init(next(keys), width),
             "anchor": jnp.zeros(()),
-            "into": 0.2 * jax.random.normal(next(keys), (before, width)),
+            "into": jax.random.normal(next(keys), (before, width))
+            / before**0.5,  # wide layers in a row must not diverge
         }
         for mixture, before, width in zip(mixtures, [32, *widths], widths, strict=False)
     ]
