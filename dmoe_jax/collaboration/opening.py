@@ -58,9 +58,7 @@ async def open_collaboration(
         _log.warning("collaboration %r: %s", name, state.layout.rounding)
 
     schema = f"{together.shared} {config.target_batch_size}\n{state.layout.schema}"
-    plan = plan_of(
-        size=state.layout.size, side=config.side, schema=schema, group_size=config.group_size, meaning=config.meaning
-    )
+    plan = plan_of(size=state.layout.size, side=config.side, schema=schema, meaning=config.meaning)
     within = plan.within(name)
     async with background_nursery() as nursery:
         rounds = StepAveraging(
