@@ -86,12 +86,15 @@ def measure(run: Run[TransformerXLSettings]) -> None:
 def _search(run: Run[TransformerXLSettings], corpus: Corpus) -> dict[str, float]:
     """Train with one step size after the other until no label's best is at the edge."""
     settings, out = run.settings, run.folder.path
-    searched = search_results(settings, out)
+    searched, trained = search_results(settings, out), set[float]()
     while not has_ended(searched):
-        trainings = list(search_trainings(settings, out, tried(searched)).values())
-        train_all(run, corpus, trainings, num_jobs=settings.num_jobs)
+        factors = [factor for factor in tried(searched) if factor not in trained]
+        train_all(run, corpus, list(search_trainings(settings, out, factors).values()), num_jobs=settings.num_jobs)
+        trained.update(factors)
         searched = search_results(settings, out)
-    return best_factors(searched)
+    best = best_factors(searched)
+    assert best is not None
+    return best
 
 
 def _overhead(run: Run[TransformerXLSettings]) -> float | None:
