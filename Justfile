@@ -41,7 +41,3 @@ paper *ARGS:
 # the same, and the report becomes the one in the repository
 commit-paper *ARGS:
     python -m experiments.paper --copy-to experiments/report {{ARGS}}
-
-# the next measurement that waits for a GPU, in at most ten minutes; --list shows them, --all runs one after the other
-gpu *ARGS:
-    python -m experiments.gpu {{ARGS}}

@@ -245,7 +245,7 @@ def _resumed(settings: S, given: Sequence[str], prog: str) -> S:
     words = [
         word
         for flag, value in before.items()
-        if flag.word not in ("--out", "--resume", "--json", "--stop-after") and value not in (None, plain(flag.default))
+        if flag.word not in ("--out", "--resume", "--json") and value not in (None, plain(flag.default))
         for word in as_words(flag.word, value)
     ]
     resumed: S = parse_command_line(type(settings), prog=prog, args=[*words, *given])

@@ -36,8 +36,6 @@ class Ended:
     """The JSON object that it printed last, if there is one."""
     last_line: str
     """What it wrote to standard error last."""
-    was_cut: bool
-    """Whether it was ended at its limit."""
 
     @property
     def failure(self) -> str:
@@ -70,19 +68,14 @@ def prepare_folder(name: str, out: Path) -> list[str]:
     return ["--out", str(out)]
 
 
-def run_child(words: Sequence[str], *, limit_s: float | None = None) -> Ended:
-    """Run `python -m` with these words to its end. What it writes to standard error goes to ours.
-
-    Args:
-      words: the module and its flags.
-      limit_s: seconds after which it is told to end.
+def run_child(words: Sequence[str]) -> Ended:
+    """Run `python -m` with these words, a module and its flags, to its end. Its standard error goes to ours.
 
     Raises:
       KeyboardInterrupt: after the child has ended.
     """
     # Children start processes that need the same GPU, which JAX would take whole.
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
-    was_cut = False
     process = subprocess.Popen(
         [sys.executable, "-m", *words],
         stdin=subprocess.DEVNULL,
@@ -99,17 +92,10 @@ def run_child(words: Sequence[str], *, limit_s: float | None = None) -> Ended:
         printed = threads.submit(_last_line, process.stdout)
         complained = threads.submit(_last_line, process.stderr, sys.stderr)
         try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            was_cut = True
+            process.wait()
         finally:
             _end(process)
-    return Ended(
-        status=process.returncode,
-        headline=_json_object(printed.result()),
-        last_line=complained.result(),
-        was_cut=was_cut,
-    )
+    return Ended(status=process.returncode, headline=_json_object(printed.result()), last_line=complained.result())
 
 
 def _last_line(stream: IO[str], copy_to: IO[str] | None = None) -> str:

@@ -22,8 +22,7 @@ class Plan:
     checkpoint_every: int = 0
     """Updates between two checkpoints of a run that does not pause; 0 for one at the end only."""
     max_s: float = math.inf
-    """Seconds for which this call trains, even if there are steps left. A run that pauses stops at the last pause that
-    it expects to reach by then, at the first one at least; another one ends its training, and the run with it."""
+    """Seconds after which a run that does not pause ends, even if there are steps left."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "eval_every"):
@@ -32,3 +31,5 @@ class Plan:
         for name in ("eval_items", "final_eval_items", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.pause and self.max_s < math.inf:
+            raise ValueError(f"a run that pauses has no time limit, got max_s {self.max_s}")

@@ -8,7 +8,6 @@ what it would have given without the break. Otherwise evaluations and checkpoint
 which never waits for them; this needs an engine that runs under trio.
 """
 
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -61,7 +60,7 @@ async def train(
       on_end: is given the headline, also of a run that ended early.
 
     Returns:
-      The headline: what the run came to. A run that pauses and stopped for its time limit is not complete.
+      The headline: what the run came to.
 
     Raises:
       CheckpointError: the folder's checkpoint is of another model; or the last one could not be written, after the
@@ -73,14 +72,12 @@ async def train(
         state = Ledger(engine, run, plan, task, progress, facts, records, on_end)
         try:
             if plan.pause:
-                is_complete = await _train_pausing(state)
+                await _train_pausing(state)
             else:
                 await _train_beside(state)
                 await state.evaluate_first()
-                is_complete = True
-            if is_complete:
-                await state.evaluate_finally()
-            headline = state.finish(is_complete=is_complete)
+            await state.evaluate_finally()
+            headline = state.finish(is_complete=True)
         except BaseException as error:
             state.end_early(error)
             raise
@@ -106,12 +103,10 @@ def train_without_waiting(run: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError(f"{run} waits for an event loop: run it under trio")
 
 
-async def _train_pausing(run: Ledger) -> bool:
-    """All stretches that are left, or those that fit into the time; whether all are done."""
+async def _train_pausing(run: Ledger) -> None:
+    """Train all stretches that are left."""
     engine, plan = run.engine, run.plan
-    stop_at, now = time.monotonic() + plan.max_s, time.monotonic()
     while engine.step < plan.steps:
-        began = now
         num_steps = min(plan.eval_every - engine.step % plan.eval_every, plan.steps - engine.step)
         with run.watch:
             await engine.advance(num_steps, run.on_step, run.on_lost)
@@ -119,12 +114,6 @@ async def _train_pausing(run: Ledger) -> bool:
         run.log_balance()
         await run.evaluate_first()
         run.save_here()
-        now = time.monotonic()
-        if engine.step < plan.steps and now + (now - began) > stop_at:
-            text = f"stopped after {(now - stop_at + plan.max_s) / 60:.3g} minutes at step {engine.step}"
-            run.event("time_limit", f"{text} of {plan.steps}; --resume goes on")
-            return False
-    return True
 
 
 async def _train_beside(run: Ledger) -> None:

@@ -35,7 +35,6 @@ from experiments.transformer_xl.presets import sized_preset
 from experiments.transformer_xl.settings import QUICK_PAUSES
 from experiments.transformer_xl.side_by_side import run_folder, train_side_by_side
 from experiments.transformer_xl.training import FAILURES, carry_out, checked_router, make_plan, open_corpus, open_folder
-from experiments.transformer_xl.trainings import Deadline
 
 Seeds = dict[int, list[dict[str, Any]]]
 """Seed -> metrics of a run that was trained to its end."""
@@ -106,7 +105,7 @@ def _train_side_by_side(run: Run[CompareRoutersSettings], runs: list[RouterRun],
             carry_out(each.training, corpus)  # sees that it was trained under these settings, and leaves it as it is
     trainings = [each.training for each in waiting]
     run.say(f"{len(trainings)} of {len(runs)} runs are to be trained, {num_jobs} at a time")
-    side_by_side = partial(train_side_by_side, trainings, Deadline(None), run.console, num_jobs=num_jobs)
+    side_by_side = partial(train_side_by_side, trainings, run.console, num_jobs=num_jobs)
     run_until_signal(side_by_side, prog=NAME)
     for each in waiting:
         if finished_headline(run_folder(each.training)) is None:

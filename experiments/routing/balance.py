@@ -22,7 +22,6 @@ from experiments.routing.settings import RoutingSettings
 from experiments.run_summary import perplexity_curve, summarise_run
 from experiments.transformer_xl.side_by_side import train_all
 from experiments.transformer_xl.training import open_corpus
-from experiments.transformer_xl.trainings import Deadline
 
 BARS = (
     Bar(name="load_entropy", bound=0.95, comparison=">="),
@@ -76,7 +75,7 @@ def measure_balance(run: Run[RoutingSettings]) -> None:
             data=settings.data,
             resume=settings.resume,
         )
-        train_all(run, corpus, trainings, Deadline(None), num_jobs=settings.num_jobs)
+        train_all(run, corpus, trainings, num_jobs=settings.num_jobs)
 
 
 def outcomes(run: Run[RoutingSettings]) -> Outcomes:

@@ -18,14 +18,8 @@ from experiments.transformer_xl.presets import model_config, sized_preset
 from experiments.transformer_xl.search import best_factors, has_ended, search_results, step_size_table, tried
 from experiments.transformer_xl.settings import TransformerXLSettings, as_flags
 from experiments.transformer_xl.side_by_side import run_folder, train_all
-from experiments.transformer_xl.timing import time_updates, timing_result
 from experiments.transformer_xl.training import FAILURES, checked_router, open_corpus, open_folder
-from experiments.transformer_xl.trainings import (
-    Deadline,
-    compared_trainings,
-    labels,
-    search_trainings,
-)
+from experiments.transformer_xl.trainings import compared_trainings, labels, search_trainings
 from experiments.transformer_xl.verdict import (
     difference_table,
     final_table,
@@ -72,40 +66,35 @@ def measure(run: Run[TransformerXLSettings]) -> None:
         RouterError, NetError: as of `train_model`.
     """
     settings, out = run.settings, run.folder.path
-    corpus, deadline = open_corpus(run), Deadline(settings.stop_after)
-    if settings.timing is not None:
-        time_updates(run, corpus)
-        return
+    corpus = open_corpus(run)
     for model in settings.models:
         config = model_config(sized_preset(settings, model), len(corpus.vocabulary), route=settings.route)
         run.log("flops", model=model, forward_per_token=forward_flops(config, corpus))
     factors = None
     if settings.search:
-        factors = _search(run, corpus, deadline)
-        if factors is None:
-            return
+        factors = _search(run, corpus)
         run.say("best of the search: " + ", ".join(f"{model} x{factor:g}" for model, factor in factors.items()))
-    train_all(run, corpus, compared_trainings(settings, out, factors), deadline, num_jobs=settings.num_jobs)
+    train_all(run, corpus, compared_trainings(settings, out, factors), num_jobs=settings.num_jobs)
     # The dense layer that it is measured beside is as wide as several whole layers.
     no_overhead = settings.no_overhead or settings.route == "token"
-    is_measured = no_overhead or run.records("overhead") or deadline.is_over
+    is_measured = no_overhead or run.records("overhead")
     if settings.place == "local" and "dmoe" in settings.models and not is_measured:
         run.say("what the mixture costs beside a dense layer of its FLOPs")
         run.log("overhead", ratio=_overhead(run))
 
 
-def _search(run: Run[TransformerXLSettings], corpus: Corpus, deadline: Deadline) -> dict[str, float] | None:
-    """Train with one step size after the other until no label's best is at the edge; None: the time is up before."""
+def _search(run: Run[TransformerXLSettings], corpus: Corpus) -> dict[str, float]:
+    """Train with one step size after the other until no label's best is at the edge."""
     settings, out = run.settings, run.folder.path
-    searched = search_results(settings, out)
+    searched, trained = search_results(settings, out), set[float]()
     while not has_ended(searched):
-        before = tried(searched)
-        trainings = list(search_trainings(settings, out, before).values())
-        train_all(run, corpus, trainings, deadline, num_jobs=settings.num_jobs)
+        factors = [factor for factor in tried(searched) if factor not in trained]
+        train_all(run, corpus, list(search_trainings(settings, out, factors).values()), num_jobs=settings.num_jobs)
+        trained.update(factors)
         searched = search_results(settings, out)
-        if not has_ended(searched) and tried(searched) == before:
-            return None
-    return best_factors(searched)
+    best = best_factors(searched)
+    assert best is not None
+    return best
 
 
 def _overhead(run: Run[TransformerXLSettings]) -> float | None:
@@ -127,8 +116,6 @@ def summarise(run: Run[TransformerXLSettings]) -> Result | None:
     settings, corpora, out = run.settings, run.records("corpus"), run.folder.path
     if not corpora:
         return None
-    if run.records("timing"):
-        return timing_result(run)
     finished, runs = _finished(run), _runs(run)
     models = {label: merged_headline(list(seeds.values()), HEADLINE) for label, seeds in finished.items()}
     headline: dict[str, Any] = {"size": settings.size, "where": settings.place, "corpus": corpora[-1]["name"]}

@@ -23,7 +23,7 @@ or by a swarm of processes."""
 MAX_SEEDS = 1000
 """Of a run; those beyond are the search's."""
 
-_NOT_IN_A_SWARM = ("seeds", "search", "ingredients", "stop_after", "timing", "concurrency")
+_NOT_IN_A_SWARM = ("seeds", "search", "ingredients", "concurrency")
 
 _ALL_MODELS: tuple[Model, ...] = ("dmoe", "small", "base")
 
@@ -126,7 +126,7 @@ class TransformerXLSettings(TrainingSettings, Settings):
     """Train Transformer-XL language models on WikiText-2: a mixture of small layers, the small model, the large one."""
 
     may_differ: ClassVar = (
-        *("model", "seeds", "ingredients", "jobs", "stop_after", "no_overhead"),
+        *("model", "seeds", "ingredients", "jobs", "no_overhead"),
         *("nodes", "processes", "average_every", "join"),
     )
 
@@ -162,11 +162,6 @@ class TransformerXLSettings(TrainingSettings, Settings):
     """Trunk updates of a trainer process between two averages."""
     join: tuple[str, ...] = ()
     """Peers of a running swarm, instead of starting one."""
-    stop_after: float | None = None
-    """Minutes after which this command ends at a pause, with status 0; --resume goes on. It stops at the last pause
-    that it expects to reach by then, and makes one stretch at least."""
-    timing: int | None = None
-    """Time so many updates of each model on this device, print what the whole run would take, and train nothing."""
     jobs: int | None = None
     """Runs trained at once, each in a process with its share of the cores. Default: two where simulated and there are
     two cores, else one."""
@@ -176,8 +171,7 @@ class TransformerXLSettings(TrainingSettings, Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "nodes", "processes", "average_every", "jobs", "seeds", "search_steps", "timing")
-        self.require_above(0, "stop_after")
+        self.require_at_least(1, "nodes", "processes", "average_every", "jobs", "seeds", "search_steps")
         if len(set(self.model)) < len(self.model):
             raise ValueError(f"--model names a model twice: {' '.join(self.model)}")
         if self.where == "swarm" and self.model not in ((), ("dmoe",)):
@@ -195,8 +189,6 @@ class TransformerXLSettings(TrainingSettings, Settings):
         if self.ingredients and not (self.is_asynchronous and "dmoe" in self.models):
             got = f"{' '.join(self.models)}, {self.place}"
             raise ValueError(f"--ingredients needs dmoe, simulated or emulated, got {got}")
-        if self.timing and self.place != "local":
-            raise ValueError(f"--timing times updates on this device and needs --where local, got {self.place}")
         if self.num_seeds > MAX_SEEDS:
             raise ValueError(f"--seeds must be at most {MAX_SEEDS}, got {self.num_seeds}")
 

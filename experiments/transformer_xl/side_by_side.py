@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,7 @@ from experiments.bench import Run
 from experiments.exits import EXIT_INTERRUPTED, one_line_errors, run_until_signal
 from experiments.transformer_xl.settings import NAME, TransformerXLSettings
 from experiments.transformer_xl.training import FAILURES, carry_out
-from experiments.transformer_xl.trainings import Deadline, Training
+from experiments.transformer_xl.trainings import Training
 
 _ENDING_S = 120.0
 """How long an interrupted child may take for its report; a stretch cannot be left before its current step."""
@@ -42,10 +41,8 @@ def run_folder(training: Training) -> RunFolder:
     return RunFolder(training.settings.out)
 
 
-def train_all(
-    run: Run[Any], corpus: Corpus, trainings: Sequence[Training], deadline: Deadline, *, num_jobs: int
-) -> None:
-    """Train these, several at a time if there are so many jobs, until all are done or the time is up.
+def train_all(run: Run[Any], corpus: Corpus, trainings: Sequence[Training], *, num_jobs: int) -> None:
+    """Train these, several at a time if there are so many jobs.
 
     Raises:
       UsageError: for a folder, checkpoint or setting that will not do. KeyboardInterrupt.
@@ -58,18 +55,15 @@ def train_all(
             carry_out(training, corpus)  # sees that it was trained under these settings, and leaves it as it is
     num_jobs = min(num_jobs, len(waiting))
     if num_jobs > 1:
-        side_by_side = partial(train_side_by_side, waiting, deadline, run.console, num_jobs=num_jobs)
+        side_by_side = partial(train_side_by_side, waiting, run.console, num_jobs=num_jobs)
         run_until_signal(side_by_side, prog=NAME)
         return
     for training in waiting:
-        if not deadline.is_over:
-            carry_out(replace(training, settings=deadline.within(training.settings)), corpus)
+        carry_out(training, corpus)
 
 
-async def train_side_by_side(
-    trainings: Iterable[Training], deadline: Deadline, console: Console, *, num_jobs: int
-) -> None:
-    """Train these, `num_jobs` at a time and in order, until all are done or the time is up.
+async def train_side_by_side(trainings: Iterable[Training], console: Console, *, num_jobs: int) -> None:
+    """Train these, `num_jobs` at a time and in order.
 
     If cancelled, the children write their reports first.
 
@@ -79,8 +73,8 @@ async def train_side_by_side(
     waiting = list(trainings)
 
     async def work(cores: tuple[int, ...]) -> None:
-        while waiting and not deadline.is_over:
-            await _train(waiting.pop(0), deadline, cores, console)
+        while waiting:
+            await _train(waiting.pop(0), cores, console)
 
     async with trio.open_nursery() as nursery:
         for cores in shares_of_cores(num_jobs):
@@ -95,9 +89,9 @@ def shares_of_cores(jobs: int) -> list[tuple[int, ...]]:
     return [tuple(cores[index::jobs]) for index in range(jobs)]
 
 
-async def _train(training: Training, deadline: Deadline, cores: tuple[int, ...], console: Console) -> None:
+async def _train(training: Training, cores: tuple[int, ...], console: Console) -> None:
     """Train in a child, and show the child's lines under the run's label and seed."""
-    label, settings = training.label, deadline.within(training.settings)
+    label, settings = training.label, training.settings
     job = json.dumps(
         {
             "label": label,

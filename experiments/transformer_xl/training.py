@@ -147,8 +147,6 @@ def run_settings(setup: Setup, plan: Plan, router: str | None) -> Mapping[str, o
 def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None = None, resume: bool = False) -> None:
     """Train a model in its run folder to the end of the plan, or go on with it; nothing to do if it is finished.
 
-    A plan with a time limit may stop at a pause before its end; a run that goes on may have another limit.
-
     Args:
       router: how it was asked for.
 
@@ -157,7 +155,7 @@ def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None 
         RouterError, NetError: as of `dmoe_jax.training.run.train`.
     """
     with mistakes_in_one_line():
-        run = prepare_run(path, run_settings(setup, plan, router), resume=resume, may_differ=("plan.max_s",))
+        run = prepare_run(path, run_settings(setup, plan, router), resume=resume)
         if run.headline is not None:
             return
         progress = TrainingProgress(plan.steps)
@@ -220,18 +218,14 @@ def train_model(
     seed: int,
     router: str = "",
     name: str = "",
-    max_s: float = math.inf,
 ) -> None:
-    """Train one model in its own run folder, or go on with it, to its end or its time limit.
-
-    Args: as of `make_setup`.
-      max_s: seconds after which it stops at a pause.
+    """Train one model in its own run folder, or go on with it. Args: as of `make_setup`.
 
     Raises: as `train_in_folder`.
     """
     with mistakes_in_one_line():
         setup = make_setup(settings, corpus, model=model, seed=seed, router=router, name=name)
-        plan = dataclasses.replace(make_plan(settings, setup.preset), max_s=max_s)
+        plan = make_plan(settings, setup.preset)
     train_in_folder(setup, plan, path, router=router, resume=settings.resume)
 
 
@@ -239,11 +233,9 @@ def carry_out(training: Training, corpus: Corpus) -> None:
     """Train the one model of a training in its folder. Raises as `train_model`, but not what it may fail by."""
     own = training.settings
     assert own.out is not None
-    (model,), max_s = own.model, 60 * (own.stop_after or math.inf)
+    (model,) = own.model
     try:
-        train_model(
-            *(own, corpus, own.out), model=model, seed=own.seed, router=own.router, name=training.label, max_s=max_s
-        )
+        train_model(own, corpus, own.out, model=model, seed=own.seed, router=own.router, name=training.label)
     except Exception as error:
         expected, others = BaseExceptionGroup("", [error]).split(FAILURES)
         if not training.may_fail or expected is None or others is not None:

@@ -1,6 +1,5 @@
 """Which runs the experiment is made of: the models compared with each seed, and those of the search. Imports no JAX."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,24 +96,3 @@ def _training(
     """A training under these settings, changed."""
     alone = {"out": folder, "seeds": 1, "search": False, "search_steps": None, "ingredients": False}
     return Training(label=label, settings=replace(settings, **{**alone, **changes}), may_fail=may_fail)
-
-
-class Deadline:
-    """When this command is to end.
-
-    Args:
-      minutes: from now; None: never.
-    """
-
-    def __init__(self, minutes: float | None) -> None:
-        self._at = None if minutes is None else time.monotonic() + 60 * minutes
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more is to be begun."""
-        return self._at is not None and time.monotonic() >= self._at
-
-    def within(self, settings: TransformerXLSettings) -> TransformerXLSettings:
-        """The settings for a run that begins now, with the minutes that are left."""
-        left = None if self._at is None else max(1e-3, (self._at - time.monotonic()) / 60)
-        return replace(settings, stop_after=left)

@@ -186,19 +186,6 @@ def test_a_text_is_evaluated_once_where_the_end_is_over_the_words_of_the_curve(t
     assert final == last == (headline["validation_loss"],)
 
 
-def test_a_run_that_pauses_stops_at_its_time_limit_and_goes_on(tmp_path: Path) -> None:
-    """With no time at all it makes one stretch, is not complete, and is resumed with another limit."""
-    engine = CountingEngine()
-    headline = count(tmp_path, engine, max_s=0.0)
-    assert (engine.stretches, headline["complete"], headline["steps"]) == ([4], False, 4)
-    ((detail,),) = [row[1:] for row in records(tmp_path, "event", "name", "detail") if row[0] == "time_limit"]
-    assert detail.endswith("minutes at step 4 of 10; --resume goes on")
-    assert not records(tmp_path, "final_eval")
-    resumed = CountingEngine()
-    assert count(tmp_path, resumed, resume=True)["complete"]
-    assert resumed.stretches == [4, 2]
-
-
 def test_a_failure_is_reported_and_not_saved(tmp_path: Path) -> None:
     """NaN ends the run with its reason in the report; the last checkpoint is from before it."""
     with pytest.raises(FloatingPointError):

@@ -37,7 +37,7 @@ def _child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_headline_is_the_last_line_and_errors_pass_through(capfd: pytest.CaptureFixture[str]) -> None:
     """Standard output is kept, standard error is shown."""
     ended = run_child(["child"])
-    assert (ended.status, ended.headline, ended.failure, ended.was_cut) == (0, {"figure": 1}, "", False)
+    assert (ended.status, ended.headline, ended.failure) == (0, {"figure": 1}, "")
     assert capfd.readouterr() == ("", "progress\n")
 
 
@@ -47,27 +47,16 @@ def test_failure_is_its_last_line() -> None:
     assert (ended.status, ended.headline, ended.failure) == (1, None, "the disk is full")
 
 
-def test_child_is_told_to_end_at_its_limit() -> None:
-    """By a signal, which it did not handle: the status says which."""
-    ended = run_child(["child", "wait"], limit_s=2.0)
-    assert ended.was_cut
-    assert ended.status == -15
-
-
-def test_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the grace."""
+@pytest.mark.parametrize("words", [["wait"], ["wait", "stubborn"]])
+def test_interrupt_ends_the_child(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is left when the interrupt arrives at the caller; one that does not end is killed."""
     monkeypatch.setattr("experiments.children.END_GRACE_S", 0.2)
-    assert run_child(["child", "wait", "stubborn"], limit_s=2.0).status == -9
-
-
-def test_interrupt_ends_the_child() -> None:
-    """Nothing of it is left when the interrupt arrives at the caller."""
     main = threading.main_thread().ident
     assert main is not None
     threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT)).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run_child(["child", "wait"])
+        run_child(["child", *words])
     assert time.monotonic() - began < 30
 
 

@@ -1,4 +1,4 @@
-"""FLOPs counted by hand and in the program, what is compared at equal FLOPs, and runs cut into commands."""
+"""FLOPs counted by hand and in the program, and what is compared at equal FLOPs."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,6 @@ from dmoe_jax.models.trunk import empty_memory
 from experiments.transformer_xl.flops import equal_flops, forward_flops, sequence_flops, softmax_flops
 from experiments.transformer_xl.presets import PRESETS, model_config
 from experiments.transformer_xl.setup import Setup
-from experiments.transformer_xl.timing import plan_calls
 from tests.experiments.small_runs import small_corpus, small_preset
 
 
@@ -90,15 +89,3 @@ def test_step_sizes_are_scaled_together() -> None:
     scaled = preset.scaled(2.0)
     assert (scaled.recipe.learning_rate, scaled.expert_recipe.learning_rate) == (2e-3, 1.6e-3)
     assert replace(scaled, recipe=preset.recipe, expert_recipe=preset.expert_recipe) == preset
-
-
-def test_a_run_cut_into_commands() -> None:
-    """100 updates of 2 s in stretches of 10, each with a pause of 5 s: 25 s. Nine minutes less 40 s hold 20 of the 10
-    stretches; one minute less 10 s holds two; in half a minute not one fits, and at most 7 updates would."""
-    run = {"steps": 100, "eval_every": 10, "update_s": 2.0, "pause_s": 5.0}
-    long = plan_calls(**run, start_s=40.0, minutes=9.0)  # type: ignore[arg-type]
-    assert (long.calls, long.updates_per_s, long.stretch_s) == (1, 0.5, 25.0)
-    assert long.hours == pytest.approx((40 + 200 + 50) / 3600)
-    assert plan_calls(**run, start_s=10.0, minutes=1.0).calls == 5  # type: ignore[arg-type]
-    short = plan_calls(**run, start_s=10.0, minutes=0.5)  # type: ignore[arg-type]
-    assert (short.calls, short.longest_eval_every) == (10, 7)

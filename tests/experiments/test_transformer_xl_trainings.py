@@ -12,7 +12,7 @@ from experiments.transformer_xl import training
 from experiments.transformer_xl.presets import PRESETS, chosen_preset
 from experiments.transformer_xl.search import best_factors, has_ended, search_results, step_size_table, tried
 from experiments.transformer_xl.settings import TransformerXLSettings
-from experiments.transformer_xl.trainings import Deadline, Training, compared_trainings, search_trainings
+from experiments.transformer_xl.trainings import Training, compared_trainings, search_trainings
 from experiments.transformer_xl.verdict import difference_table, final_table, merged_headline, verdicts
 from tests.experiments.small_runs import small_corpus
 
@@ -134,15 +134,6 @@ def test_a_run_of_the_search_may_fail(may_fail: bool, error: type[Exception], mo
     else:
         with pytest.raises(ExceptionGroup):
             training.carry_out(job, small_corpus())
-
-
-def test_the_time_that_is_left() -> None:
-    """A run that begins later has less of it; without a limit none has any."""
-    settings = TransformerXLSettings()
-    assert not Deadline(None).is_over
-    assert Deadline(None).within(settings) == settings
-    assert 4.9 < (Deadline(5.0).within(settings).stop_after or 0) <= 5
-    assert Deadline(0.0).is_over
 
 
 def finished(**labels: list[float]) -> dict[str, dict[int, dict[str, Any]]]:

@@ -1,1 +1,0 @@
-"""All that waits for a GPU, in an order of worth, in commands of a few minutes each."""
