@@ -2,25 +2,15 @@
 
 - `moshpit_average` makes of any Optax optimiser one whose parameters, gradients or pseudo-gradients (DiLoCo) are
   averaged with other peers'; `dmoe_jax.averaging` carries them over the network.
-- `moshpit_round` and its like average over a leading axis of simulated peers, on one device or split over a mesh;
-  `averaging_methods` are what Moshpit is compared with.
-- `streaming_diloco`, `noloco` and `sparta` are optimisers that send less, or at other times; the first two leave
-  averaging to the host as `moshpit_average` does (`hosting`). `ErrorFeedback` compresses what `moshpit_average` sends
-  (`compression`). `experiments.less_traffic` compares them all.
+- `moshpit_round` and its like average over a leading axis of simulated peers, on one device or split over a mesh.
+- `streaming_diloco` and `noloco` are optimisers that send less, or at other times; they leave averaging to the host as
+  `moshpit_average` does (`hosting`). `ErrorFeedback` compresses what `moshpit_average` sends (`compression`).
 - `scale_by_staleness` makes the updates of stale gradients smaller; `scale_by_stale_adam` is Adam that gives them no
   momentum; `compensate_delay` corrects them.
 
 Nothing here opens a connection, waits or starts a task. Of `net` it uses the rule by which groups follow from a grid.
 """
 
-from dmoe_jax.optim.averaging_methods import (
-    all_reduce_round,
-    gossip_round,
-    mixing_factor,
-    over_axis,
-    push_sum_round,
-    random_groups_round,
-)
 from dmoe_jax.optim.compression import (
     Compressed,
     ErrorFeedback,
@@ -42,7 +32,6 @@ from dmoe_jax.optim.peer_axis import (
     moshpit_rounds,
     random_cells,
 )
-from dmoe_jax.optim.sparta import SpartaState, sparta, sparta_masks
 from dmoe_jax.optim.staleness import compensate_delay, scale_by_stale_adam, scale_by_staleness
 from dmoe_jax.optim.streaming_diloco import StreamingDiLoCoState, streaming_diloco
 
@@ -54,9 +43,7 @@ __all__ = [
     "MoshpitState",
     "NoLoCoState",
     "Sent",
-    "SpartaState",
     "StreamingDiLoCoState",
-    "all_reduce_round",
     "apply_average",
     "averaged_kind",
     "averaging_due",
@@ -64,23 +51,16 @@ __all__ = [
     "compress",
     "distortion",
     "error_feedback",
-    "gossip_round",
     "group_mean",
-    "mixing_factor",
     "moshpit_average",
     "moshpit_round",
     "moshpit_rounds",
     "noloco",
     "num_fragments",
-    "over_axis",
-    "push_sum_round",
     "random_cells",
-    "random_groups_round",
     "scale_by_stale_adam",
     "scale_by_staleness",
     "sparse_vector",
-    "sparta",
-    "sparta_masks",
     "streaming_diloco",
     "what_to_send",
     "with_average",

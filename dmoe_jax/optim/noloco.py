@@ -101,8 +101,8 @@ def noloco(
       inner: any optimiser.
       every: updates between two outer steps.
       average: (tree, round_number) -> the mean over the peer's group, over an axis of `vmap` or `shard_map`. It gets
-        two trees at once, theta - phi and phi. The paper's: pairs drawn anew each time; see `over_axis`. None: the host
-        averages between updates, as of `moshpit_average`; in groups of two with `TreeAveragerConfig(side=2, dims=...)`.
+        two trees at once, theta - phi and phi. The paper's: pairs drawn anew each time. None: the host averages between
+        updates, as of `moshpit_average`; in groups of two with `TreeAveragerConfig(side=2, dims=...)`.
       momentum, rate, pull: alpha, beta and gamma; the last two may be traced.
 
     Raises:

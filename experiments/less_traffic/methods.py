@@ -8,17 +8,11 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from dmoe_jax.optim import (
-    ErrorFeedback,
-    moshpit_average,
-    noloco,
-    over_axis,
-    random_groups_round,
-    sparta,
-    streaming_diloco,
-)
+from dmoe_jax.optim import ErrorFeedback, moshpit_average, noloco, streaming_diloco
 from dmoe_jax.types import PyTree
 from experiments.less_traffic.settings import MethodName
+from experiments.less_traffic.sparta import sparta
+from experiments.moshpit_averaging.methods import random_groups_round
 from net.wire.sparse import SparseCoding, all_gather_nbytes, all_reduce_nbytes, sparse_nbytes
 
 AXIS = "peers"
@@ -105,7 +99,7 @@ def make_method(
         )
         return Method(optimizer=optimizer, rounds=lambda steps: steps // every, ends_apart=True, **plain)
     if name == "noloco":
-        optimizer = noloco(inner, average=over_axis(_pairs, axis_name=AXIS), every=every, rate=outer_rate)
+        optimizer = noloco(inner, average=_mean_of_pair, every=every, rate=outer_rate)
         both = 2 * size * FLOAT32  # the way and the slow parameters, to one other peer
         return Method(
             optimizer=optimizer,
@@ -160,5 +154,8 @@ def _mean(tree: PyTree, round_number: ArrayLike) -> PyTree:
     return jax.lax.pmean(tree, AXIS)
 
 
-def _pairs(tree: PyTree, round_number: ArrayLike) -> PyTree:
-    return random_groups_round(tree, key=jax.random.fold_in(jax.random.key(7), round_number), group_size=2)
+def _mean_of_pair(tree: PyTree, round_number: ArrayLike) -> PyTree:
+    """Gathers everything from everybody, which is what a simulation can afford."""
+    gathered, own = jax.lax.all_gather(tree, AXIS), jax.lax.axis_index(AXIS)
+    key = jax.random.fold_in(jax.random.key(7), round_number)
+    return jax.tree.map(lambda leaf: leaf[own], random_groups_round(gathered, key=key, group_size=2))

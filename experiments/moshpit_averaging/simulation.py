@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from dmoe_jax.optim.averaging_methods import (
+from dmoe_jax.optim.peer_axis import FailureRule, distortion, moshpit_round, random_cells
+from experiments.moshpit_averaging.methods import (
     all_reduce_round,
     gossip_round,
     mixing_factor,
@@ -23,7 +24,6 @@ from dmoe_jax.optim.averaging_methods import (
     push_sum_round,
     random_groups_round,
 )
-from dmoe_jax.optim.peer_axis import FailureRule, distortion, moshpit_round, random_cells
 from experiments.moshpit_averaging.paper import TARGETS, MethodName, Mixing, Row, Setting
 from net.averaging.grouping.group_key import MoshpitGrid
 

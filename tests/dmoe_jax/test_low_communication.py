@@ -1,4 +1,4 @@
-"""Streaming DiLoCo, NoLoCo and SPARTA over a vmapped axis of peers, against plain loops in NumPy."""
+"""Streaming DiLoCo and NoLoCo over a vmapped axis of peers, against plain loops in NumPy."""
 
 import functools
 from pathlib import Path
@@ -16,14 +16,10 @@ from dmoe_jax.optim import (
     apply_average,
     averaging_due,
     distortion,
-    gossip_round,
+    group_mean,
     moshpit_average,
     noloco,
     num_fragments,
-    over_axis,
-    random_groups_round,
-    sparta,
-    sparta_masks,
     streaming_diloco,
     what_to_send,
     with_average,
@@ -150,7 +146,16 @@ def test_a_lost_fragment_leaves_its_anchor() -> None:
 
 
 def pairs(tree: Any, number: Any) -> Any:
-    return random_groups_round(tree, key=jax.random.fold_in(jax.random.key(3), number), group_size=2)
+    """The mean of each pair, drawn anew for each number, over leaves [peers, ...]."""
+    count = jax.tree.leaves(tree)[0].shape[0]
+    groups = jax.random.permutation(jax.random.fold_in(jax.random.key(3), number), count) // 2
+    return group_mean(tree, groups, num_groups=count // 2)
+
+
+def in_pairs(tree: Any, number: Any) -> Any:
+    """`pairs` along the axis "peers"."""
+    means, own = pairs(jax.lax.all_gather(tree, "peers"), number), jax.lax.axis_index("peers")
+    return jax.tree.map(lambda leaf: leaf[own], means)
 
 
 def test_noloco_against_plain_loops() -> None:
@@ -158,9 +163,7 @@ def test_noloco_against_plain_loops() -> None:
     steps, every, alpha, beta, gamma = 9, 3, 0.5, 0.7, 0.6
     start, grads = start_and_grads(steps)
     start["a"] += RNG.normal(size=(PEERS, 2)).astype(np.float32)  # apart from the beginning
-    optimizer = noloco(
-        optax.sgd(RATE), average=over_axis(pairs, axis_name="peers"), every=every, momentum=alpha, rate=beta, pull=gamma
-    )
+    optimizer = noloco(optax.sgd(RATE), average=in_pairs, every=every, momentum=alpha, rate=beta, pull=gamma)
     params, state = train(optimizer, start, grads, steps=steps)
     phi = {name: value.astype(np.float64) for name, value in start.items()}
     delta = {name: np.zeros((PEERS, 2)) for name in NAMES}
@@ -202,12 +205,12 @@ def test_noloco_draws_peers_together_as_derived() -> None:
     peers, steps = 256, 16
     start = {"w": jnp.asarray(RNG.normal(size=(peers, 64)), jnp.float32)}
     still = {"w": np.zeros((steps, peers, 64), np.float32)}
-    optimizer = noloco(optax.sgd(RATE), average=over_axis(pairs, axis_name="peers"), every=1)
+    optimizer = noloco(optax.sgd(RATE), average=in_pairs, every=1)
     early, _ = train(optimizer, start, still, steps=4)
     late, _ = train(optimizer, start, still, steps=steps)
     factor = float(distortion(late) / distortion(early)) ** (1 / (steps - 4))
     assert factor == pytest.approx(0.70, abs=0.03)
-    wild = noloco(optax.sgd(RATE), average=over_axis(pairs, axis_name="peers"), every=1, pull=1.9)
+    wild = noloco(optax.sgd(RATE), average=in_pairs, every=1, pull=1.9)
     assert distortion(train(wild, start, still, steps=steps)[0]) > 10 * distortion(start)
 
 
@@ -220,42 +223,9 @@ def test_noloco_survives_a_pair_that_diverged() -> None:
     assert state.slow.tolist() == state.momentum.tolist() == [0, 0]
 
 
-def test_sparta_against_plain_loops() -> None:
-    """theta <- theta - rate g; those of the mask then are their mean over peers, the others stay."""
-    steps, share = 5, 0.4
-    start, grads = start_and_grads(steps)
-    params, _ = train(sparta(optax.sgd(RATE), average=pmean, share=share, seed=5), start, grads, steps=steps)
-    theta, taken = {name: value.astype(np.float64) for name, value in start.items()}, 0
-    for step in range(steps):
-        masks = sparta_masks({name: np.zeros(2) for name in NAMES}, step, share=share, seed=5)
-        for name in NAMES:
-            theta[name] = theta[name] - RATE * grads[name][step]
-            theta[name] = np.where(masks[name], theta[name].mean(axis=0), theta[name])
-            taken += int(masks[name].sum())
-    assert 0 < taken < 6 * steps
-    close(params, theta)
-
-
-def test_sparta_takes_its_share() -> None:
-    """Of 100,000 parameters 0.5 % +- four standard deviations (22 each); others in the next step; after 400 steps
-    1 - 0.995^400 = 86.5 % have been taken once."""
-    masks = [np.asarray(sparta_masks(jnp.zeros(100_000), step, share=0.005, seed=0)) for step in range(400)]
-    assert all(abs(int(mask.sum()) - 500) < 4 * 22.4 + 1 for mask in masks[:10])
-    assert (masks[0] & masks[1]).sum() < 15
-    assert np.any(masks, axis=0).mean() == pytest.approx(1 - 0.995**400, abs=0.005)
-
-
-def test_bytes_follow_from_the_masks() -> None:
-    """All peers draw alike, so no index travels: the masks do not depend on what the parameters are."""
-    one, other = (sparta_masks({"w": leaf}, 3, share=0.5, seed=1)["w"] for leaf in (jnp.zeros(50), RNG.normal(size=50)))
-    assert np.array_equal(one, other)
-    assert not np.array_equal(one, sparta_masks({"w": jnp.zeros(50)}, 3, share=0.5, seed=2)["w"])
-
-
 MAKERS = {
     "streaming_diloco": lambda inner: streaming_diloco(inner, average=pmean, every=2, fragments=2, overlap=1),
-    "noloco": lambda inner: noloco(inner, average=over_axis(pairs, axis_name="peers"), every=2),
-    "sparta": lambda inner: sparta(inner, average=pmean, share=0.5),
+    "noloco": lambda inner: noloco(inner, average=in_pairs, every=2),
 }
 
 
@@ -290,14 +260,6 @@ def test_a_checkpoint_goes_on_as_before(name: str, tmp_path: Path) -> None:
         assert jax.tree.all(jax.tree.map(np.array_equal, updates, again))
 
 
-def test_over_axis_is_the_round_itself() -> None:
-    """Gossip on a ring: the average along a vmapped axis is what the round makes of leaves [peers, ...]."""
-    tree = {"w": jnp.asarray(RNG.normal(size=(5, 3)), jnp.float32)}
-    average = over_axis(lambda tree, _: gossip_round(tree), axis_name="peers")
-    along = jax.vmap(lambda tree: average(tree, 0), axis_name="peers")(tree)
-    np.testing.assert_allclose(along["w"], gossip_round(tree)["w"], rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -310,7 +272,6 @@ def test_over_axis_is_the_round_itself() -> None:
         (lambda: streaming_diloco(optax.sgd(1.0), average=pmean, every=3, fragments=1, mixing=1.1), "mixing must be"),
         (lambda: noloco(optax.sgd(1.0), average=pmean, every=0), "every must be at least 1, got 0"),
         (lambda: noloco(optax.sgd(1.0), average=pmean, every=1, momentum=1.0), "momentum must be at least 0"),
-        (lambda: sparta(optax.sgd(1.0), average=pmean, share=0.0), "share must be above 0 and at most 1, got 0"),
     ],
 )  # fmt: skip
 def test_what_is_refused(make: Any, message: str) -> None:

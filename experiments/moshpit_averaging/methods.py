@@ -4,8 +4,6 @@ A leaf is [peers, ...] and `alive` is bool [peers]; absent peers keep their own 
 may be traced, also under `vmap` over many swarms.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -109,29 +107,6 @@ def random_groups_round(
         weights=weights,
         failure_rule=failure_rule,
     )
-
-
-def over_axis(one_round: Callable[[PyTree, ArrayLike], PyTree], *, axis_name: str) -> Callable[..., PyTree]:
-    """The round as an `average` for `moshpit_average` and its like, for peers along an axis of `vmap` or `shard_map`.
-
-        pairs = lambda tree, number: random_groups_round(tree, key=jax.random.fold_in(key, number), group_size=2)
-        noloco(optax.adam(1e-3), average=over_axis(pairs, axis_name="peers"), every=50)
-
-    It gathers everything from everybody, which is what a simulation can afford.
-
-    Args:
-      one_round: (tree with leaves [peers, ...], round_number) -> tree of these shapes; one of this module's.
-      axis_name: of the axis, one peer at each place.
-
-    Returns: (one peer's tree, round_number) -> what the round makes of it.
-    """
-
-    def average(tree: PyTree, round_number: ArrayLike) -> PyTree:
-        gathered = jax.lax.all_gather(tree, axis_name)
-        own = jax.lax.axis_index(axis_name)
-        return jax.tree.map(lambda leaf: leaf[own], one_round(gathered, round_number))
-
-    return average
 
 
 def mixing_factor(num_peers: int, num_groups: int) -> float:
