@@ -35,7 +35,6 @@ SHELLS = {
     "net.rpc.liveness",
     "net.rpc.peer",
     "net.rpc.service",
-    "net.rpc.taskless",
     "net.dht.calls",
     "net.dht.maintenance",
     "net.dht.node",

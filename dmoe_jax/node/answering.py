@@ -1,9 +1,9 @@
 """Forward and backward calls at a node: from a request to its jobs, and from their outcomes to the answer.
 
-Theory of operation. A call is checked and becomes jobs while its frame is read, one for each expert that it asks, and
-costs no task (`net.rpc.taskless`). Jobs that are done say so to the calls that want them; when the device's turn is
-over one task hands out all that is new: the answer when nothing is missing, and to callers that take parts what is
-ready ahead of the rest, when it has waited a moment for it. Each frame costs both ends as much as a small batch.
+Theory of operation. A call is checked and becomes jobs, one for each expert that it asks. Jobs that are done say so to
+the calls that want them; when the device's turn is over one task hands out all that is new: the answer when nothing is
+missing, and to callers that take parts what is ready ahead of the rest, when it has waited a moment for it. Each frame
+costs both ends as much as a small batch.
 
 A repeated backward request finds the job of the first one and trains nothing a second time (`dmoe_jax.node.replay`).
 """
@@ -27,8 +27,6 @@ from dmoe_jax.node.runners import DeviceRunners
 from net.errors import CallFailed, CallRefused, PeerBusy, RemoteFailure
 from net.identity import PeerId
 from net.rpc.base import Reply, Request
-from net.rpc.taskless import Answer as Respond
-from net.rpc.taskless import GiveUp, TasklessHandler
 from net.wire.compression import Compression
 
 logger = logging.getLogger(__name__)
@@ -59,8 +57,8 @@ class Answering:
         recorder: NodeRecorder,
     ) -> None:
         self.handlers = {
-            FORWARD: TasklessHandler(functools.partial(self._begin, backward=False)),
-            BACKWARD: TasklessHandler(functools.partial(self._begin, backward=True)),
+            FORWARD: functools.partial(self._serve, backward=False),
+            BACKWARD: functools.partial(self._serve, backward=True),
         }
         """The RPC methods, see `dmoe_jax.expert_calls`."""
         self.counts = {"forward": 0, "backward": 0, "busy": 0, "replayed": 0}
@@ -93,15 +91,34 @@ class Answering:
                 except Exception:  # one call's trouble is not the others'
                     logger.exception("a %s call could not be answered", call.kind)
                     self._give_up(call)
-                    call.respond(RemoteFailure("the node could not answer; its log says why"))
+                    call.end(RemoteFailure("the node could not answer; its log says why"))
 
     async def answer_accepted(self) -> None:
         """Return when every call that was accepted is answered, or given up by its caller."""
         while self._calls:
             await self._answered_all.wait()
 
-    def _begin(self, request: Request, respond: Respond, *, backward: bool) -> GiveUp:
-        """Put the parts of a request into the queue. What is given up leaves it, but for what somebody else wants.
+    async def _serve(self, request: Request, *, backward: bool) -> Reply:
+        """Answer a call. If it is cancelled, its jobs leave the queue, but for those that somebody else wants.
+
+        Raises:
+          CallRefused: the request as a whole does not fit.
+        """
+        call = self._begin(request, backward=backward)
+        del request  # its tensors are the jobs'
+        try:
+            await call.has_ended.wait()
+        except trio.Cancelled:
+            if call.outcome is None:
+                self._give_up(call)
+            raise
+        if isinstance(call.outcome, RemoteFailure):
+            raise call.outcome
+        assert call.outcome is not None
+        return call.outcome
+
+    def _begin(self, request: Request, *, backward: bool) -> "_Call":
+        """Put the parts of a request into the queue.
 
         Raises:
           CallRefused: the request as a whole does not fit.
@@ -112,7 +129,7 @@ class Answering:
         except CallRefused:
             self._recorder.does_not_fit(kind)
             raise
-        call = _Call(kind, compression=compression, respond=respond, send_partial=request.send_partial, note=self._note)
+        call = _Call(kind, compression=compression, send_partial=request.send_partial, note=self._note)
         for number, part in enumerate(parsed):
             if isinstance(part, CallRefused):
                 self._recorder.does_not_fit(kind)
@@ -130,7 +147,7 @@ class Answering:
         self._tell(call)
         if call in self._held:
             self._has_news.set()  # for `run`, which does not know yet that there is somebody to wait for
-        return functools.partial(self._give_up, call)
+        return call
 
     def _note(self, call: "_Call") -> None:
         """A job of this call is done."""
@@ -148,7 +165,7 @@ class Answering:
             call.ready.append((number, outcome))
         if not call.jobs:
             self._forget(call)
-            call.respond(answer_of(call.ready, call.compression))
+            call.end(answer_of(call.ready, call.compression))
         elif call.ready and call.send_partial is not None:
             now = trio.current_time()
             if self._held.setdefault(call, now + _HOLD_S) > now:
@@ -210,31 +227,36 @@ class _Call:
     Attributes:
       kind: "forward" or "backward".
       compression: of the tensors in the answer.
-      respond: gives the answer.
       send_partial: as of `net.rpc.base.Request`. The request itself is not kept: its tensors are the jobs'.
       note: is told of this call when one of its jobs is done.
       jobs: parts that wait, by their number in the request.
       ready: outcomes that the caller does not have yet.
+      has_ended: set when there is an `outcome`.
     """
 
-    __slots__ = ("compression", "jobs", "kind", "note", "ready", "respond", "send_partial")
+    __slots__ = ("compression", "has_ended", "jobs", "kind", "note", "outcome", "ready", "send_partial")
 
     def __init__(
         self,
         kind: str,
         *,
         compression: Compression,
-        respond: Respond,
         send_partial: Callable[[Reply], bool] | None,
         note: Callable[["_Call"], None],
     ) -> None:
         self.kind = kind
         self.compression = compression
-        self.respond = respond
         self.send_partial = send_partial
         self.note = note
         self.jobs: dict[int, Job] = {}
         self.ready: list[tuple[int, Answer | CallFailed]] = []
+        self.outcome: Reply | RemoteFailure | None = None
+        self.has_ended = trio.Event()
+
+    def end(self, outcome: Reply | RemoteFailure) -> None:
+        """There is nothing more to wait for."""
+        self.outcome = outcome
+        self.has_ended.set()
 
     def has_news(self) -> None:
         """One of the jobs is done."""
