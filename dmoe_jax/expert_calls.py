@@ -79,32 +79,9 @@ class TooManyRows(CallRefused):
         self.max_rows = max_rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What a request asks of one expert, or asked: a node has not checked it yet.
-
-    Attributes:
-      body: the description, as it travels.
-      index: int [pairs of this part], their rows of the inputs.
-      start: the first of its pairs among those of the request.
-      is_block: the rows lie together, in their order.
-    """
-
-    body: Mapping[str, Any]
-    index: Array
-    start: int
-    is_block: bool
-
-    def rows_of(self, inputs: Array) -> Array:
-        """This part's rows of an array of the inputs: a view if they lie together, else a copy."""
-        if self.is_block:
-            first = int(self.index[0])
-            return inputs[first : first + len(self.index)]
-        return inputs[self.index]
-
-    def pairs_of(self, array: Array) -> Array:
-        """This part's rows of an array that has a row for each pair: a view."""
-        return array[self.start : self.start + len(self.index)]
+RequestPart = tuple[Mapping[str, Any], slice, slice | Array]
+"""What a request asks of one expert, not checked yet: the description, as it travels; its pairs among those of the
+request; and its rows of the inputs, a slice if they lie together, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +112,7 @@ def is_finite(tensor: Array) -> bool:
     return tensor.dtype.kind in "iub" or bool(np.count_nonzero(np.isfinite(tensor)) == tensor.size)
 
 
-def parts_of_untrusted(request: Request) -> list[Part]:
+def parts_of_untrusted(request: Request) -> list[RequestPart]:
     """The parts of a request, as far as they can be told without knowing the experts.
 
     Raises:
@@ -154,12 +131,16 @@ def parts_of_untrusted(request: Request) -> list[Part]:
     # Seen as unsigned, a negative number is larger than any number of rows.
     if len(index) and not np.maximum.reduce(index.view(np.uint32)) < num_rows:
         raise RemoteProtocolError(f"the index must lie within the {num_rows} rows of the inputs")
-    parts, start = [], 0
+    parts: list[RequestPart] = []
+    start = 0
     follows = index[1:] == index[:-1] + 1  # the pair before it
     for body, size in zip(told, sizes, strict=True):
-        is_block = size > 0 and bool(np.count_nonzero(follows[start : start + size - 1]) == size - 1)
-        parts.append(Part(body=body, index=index[start : start + size], start=start, is_block=is_block))
-        start += size
+        stop = start + size
+        rows: slice | Array = index[start:stop]
+        if size and np.count_nonzero(follows[start : stop - 1]) == size - 1:
+            rows = slice(int(index[start]), int(index[start]) + size)
+        parts.append((body, slice(start, stop), rows))
+        start = stop
     return parts
 
 
