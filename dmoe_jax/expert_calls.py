@@ -32,12 +32,13 @@ from typing import Any, cast
 import numpy as np
 
 from net.errors import CallFailed, CallRefused, PeerBusy, RemoteProtocolError
-from net.rpc.base import CALL_ERRORS, Reply, Request, kind_of
+from net.identity import Contact
+from net.rpc.base import CALL_ERRORS, Body, Reply, Request, kind_of
 from net.types import Array
 from net.wire.compression import Compression
 from net.wire.fields import MAPPING, choice, integer, optional, real, rows, text
 from net.wire.messages import MAX_ERROR_CHARACTERS, ErrorKind, error_text
-from net.wire.tensors import as_outgoing, plain
+from net.wire.tensors import Outgoing, as_outgoing, plain
 
 FORWARD, BACKWARD = "expert.forward", "expert.backward"
 """The methods."""
@@ -79,6 +80,30 @@ class TooManyRows(CallRefused):
         self.max_rows = max_rows
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertCall:
+    """What a trainer wants of one expert: a part of a request.
+
+    Attributes:
+      uid: the expert.
+      contact: the node that serves it.
+      rows: int64 [n], the samples of the batch that it serves.
+      slots: int64 [n], in which of its slots each of these samples has the expert.
+      seen: of a backward call, how many updates the expert had taken in the forward pass, at this very node; None if it
+        said no such thing.
+      id: names it across retries.
+      began: when this node was first asked, by trio's clock.
+    """
+
+    uid: str
+    contact: Contact
+    rows: Array
+    slots: Array
+    seen: int | None = None
+    id: bytes = b""
+    began: float = 0.0
+
+
 RequestPart = tuple[Mapping[str, Any], slice, slice | Array]
 """What a request asks of one expert, not checked yet: the description, as it travels; its pairs among those of the
 request; and its rows of the inputs, a slice if they lie together, in their order."""
@@ -104,6 +129,40 @@ def index_of(rows_of_parts: Sequence[Array]) -> tuple[Array, Array]:
     is_taken[pairs] = True
     place = np.cumsum(is_taken, dtype=np.int32)  # faster than `np.unique`, which sorts
     return np.flatnonzero(is_taken), place[pairs] - np.int32(1)
+
+
+def request_of(
+    calls: Sequence[ExpertCall],
+    inputs: Sequence[Array],
+    output_grads: Array | None,
+    common: Mapping[str, Any],
+    compression: Compression,
+) -> tuple[Body, list[Outgoing]]:
+    """Body and tensors of the request for calls of one node.
+
+    Args:
+      inputs: the batch, each [batch, ...].
+      output_grads: gradients of the experts' outputs, [batch, slots, ...]; None in a forward request.
+      common: what the request says beside its parts.
+    """
+    # Keys in the order of canonical CBOR, in which they are encoded faster.
+    parts: list[dict[str, Any]] = []
+    for call in calls:
+        parts.append({"id": call.id, "uid": call.uid, "rows": len(call.rows)})
+        if call.seen is not None:
+            parts[-1]["seen"] = call.seen
+    body: dict[str, Any] = {"parts": parts}
+    if compression is not Compression.NONE:
+        body["compression"] = compression.value
+    body |= common
+    distinct, index = index_of([call.rows for call in calls])
+    is_all = len(distinct) == len(inputs[0])
+    tensors = [array if is_all else array[distinct] for array in inputs]
+    if output_grads is not None:
+        rows = np.concatenate([call.rows for call in calls])
+        slots = np.concatenate([call.slots for call in calls])
+        tensors.append(output_grads[rows, slots])
+    return body, [index, *(as_outgoing(tensor, compression) for tensor in tensors)]
 
 
 def is_finite(tensor: Array) -> bool:
