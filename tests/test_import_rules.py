@@ -78,7 +78,6 @@ SHELLS = {
     "dmoe_jax.freed_memory",
     "dmoe_jax.mixture.coverage",
     "dmoe_jax.members",
-    "dmoe_jax.metrics.http",
     "dmoe_jax.metrics.monitor",
     "dmoe_jax.metrics.trackers",
     "dmoe_jax.processes",
@@ -134,8 +133,7 @@ ONLY_IN = {
     },
     "socket": {"net.transport.sockets"},
     "ssl": {"net.transport.tls_engine"},
-    "h11": {"dmoe_jax.metrics.http"},
-    "prometheus_client": {"dmoe_jax.metrics.exposition"},
+    "prometheus_client": {"dmoe_jax.metrics.families", "dmoe_jax.metrics.monitor"},
     "pickle": set(),
 }
 
